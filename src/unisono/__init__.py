@@ -1,0 +1,124 @@
+"""One Python API for every way PyTorch goes distributed.
+
+``import unisono as idist``, then the same script runs alone, under ``torch.distributed``, as
+threads of one process, and on every backend that somebody ships as a plug-in.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from unisono import errors
+from unisono.collectives.gathers import all_gather, all_gather_tensors_with_shapes, gather
+from unisono.collectives.groups import barrier, local_group, new_group
+from unisono.collectives.messages import recv, send
+from unisono.collectives.reductions import all_reduce, all_reduce_, reduce, reduce_scatter
+from unisono.collectives.transfers import all_to_all, broadcast, broadcast_, scatter
+from unisono.errors import UnisonoError
+from unisono.facts import (
+    backend,
+    device,
+    get_local_rank,
+    get_nnodes,
+    get_node_rank,
+    get_nproc_per_node,
+    get_rank,
+    get_world_size,
+    hostname,
+    is_distributed,
+    is_main_process,
+    model_name,
+    set_local_rank,
+    show_config,
+)
+from unisono.handle import Handle
+from unisono.lifecycle import finalize, initialize, spawn, sync
+from unisono.model import ComputationModel
+from unisono.parallel import Parallel
+from unisono.reduction import ReduceOp
+from unisono.registry import available_backends, register_model, registered_models
+from unisono.sections import master_only, one_rank_first, one_rank_only
+from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
+
+if TYPE_CHECKING:
+    registered_computation_models: tuple[type[ComputationModel], ...]
+    has_native_dist_support: bool
+    has_hvd_support: bool
+    has_xla_support: bool
+    has_mpi_support: bool
+
+__version__ = "0.1.0.dev0"
+__all__ = (
+    "ComputationModel",
+    "ContextHint",
+    "Group",
+    "Handle",
+    "LaunchPlan",
+    "Parallel",
+    "RankInfo",
+    "ReduceOp",
+    "Topology",
+    "UnisonoError",
+    "all_gather",
+    "all_gather_tensors_with_shapes",
+    "all_reduce",
+    "all_reduce_",
+    "all_to_all",
+    "available_backends",
+    "backend",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "device",
+    "errors",
+    "finalize",
+    "gather",
+    "get_local_rank",
+    "get_nnodes",
+    "get_node_rank",
+    "get_nproc_per_node",
+    "get_rank",
+    "get_world_size",
+    "has_hvd_support",
+    "has_mpi_support",
+    "has_native_dist_support",
+    "has_xla_support",
+    "hostname",
+    "initialize",
+    "is_distributed",
+    "is_main_process",
+    "local_group",
+    "master_only",
+    "model_name",
+    "new_group",
+    "one_rank_first",
+    "one_rank_only",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "register_model",
+    "registered_computation_models",
+    "scatter",
+    "send",
+    "set_local_rank",
+    "show_config",
+    "spawn",
+    "sync",
+)
+
+_LIBRARY_OF = {
+    "has_native_dist_support": "torch.distributed",
+    "has_hvd_support": "horovod",
+    "has_xla_support": "torch_xla",
+    "has_mpi_support": "mpi4py",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Answer what idist has as variables, at the moment when it is asked. Local."""
+    if name in _LIBRARY_OF:
+        return importlib.util.find_spec(_LIBRARY_OF[name]) is not None
+    if name == "registered_computation_models":
+        return registered_models()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

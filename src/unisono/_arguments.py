@@ -1,0 +1,54 @@
+"""Checks of what users pass, before anything starts."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+from unisono.errors import ArgumentError
+
+__all__ = ("check_count", "check_names", "check_port", "seconds")
+
+
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """Refuse what is no int of at least `least`. Local."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ArgumentError(f"{name}={value!r} should be an int of at least {least}")
+    return value
+
+
+def check_port(name: str, value: Any) -> int:
+    """Refuse what is no TCP port. Local."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 65536:
+        raise ArgumentError(f"{name}={value!r} should be an int from 1 to 65535")
+    return value
+
+
+def check_names(call: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuse keywords that nobody takes, with the nearest known one. Local."""
+    names = sorted(known)
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ArgumentError(
+                f"{call} takes no option {name!r}.{hint} It takes: {', '.join(names)}"
+            )
+
+
+def seconds(name: str, value: Any) -> timedelta:
+    """Accept seconds or a timedelta, over 0. Local."""
+    if isinstance(value, timedelta):
+        given = value
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        try:
+            given = timedelta(seconds=value)
+        except (OverflowError, ValueError) as error:
+            raise ArgumentError(f"{name}={value!r} is no number of seconds") from error
+    else:
+        raise ArgumentError(f"{name}={value!r} should be seconds or a timedelta")
+    if given <= timedelta(0):
+        raise ArgumentError(f"{name}={value!r} should be over 0")
+    return given

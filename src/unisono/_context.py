@@ -1,0 +1,224 @@
+"""Which context is active: asked at every call, so that it is never stale."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from unisono import registry
+from unisono.errors import (
+    AlreadyInitializedError,
+    ArgumentError,
+    ContextError,
+    EnvironmentDetectionError,
+    NoReplicaError,
+)
+from unisono.model import ComputationModel
+from unisono.models.serial import SerialModel
+from unisono.topology import ContextHint, RankInfo
+
+__all__ = (
+    "activate",
+    "communicator",
+    "current_model",
+    "detect_environment",
+    "forget",
+    "is_ours",
+    "is_serial",
+    "read_environment",
+    "replica",
+    "set_local_rank",
+)
+
+_NO_HINT = ContextHint()
+_serial = SerialModel()
+
+
+class _Slot(threading.local):
+    model: ComputationModel | None = None
+
+
+_thread = _Slot()
+_process: ComputationModel | None = None
+_ours: ComputationModel | None = None
+_forked: ComputationModel | None = None
+_replica_threads = 0
+_local_rank: int | None = None
+_lock = threading.RLock()
+
+
+def current_model() -> ComputationModel:
+    """Give the model of the active context.
+
+    Local. The thread's own context comes first, then the process's, then one that somebody else
+    made and that is found by asking the models, then serial.
+
+    Returns:
+        The model; its context is live.
+
+    Raises:
+        NoReplicaError: this thread is no replica while replicas of this process are threads.
+    """
+    model = _thread.model
+    if model is None:
+        model = _process
+    if model is not None and model.is_alive():
+        return model
+    return _look_around()
+
+
+def communicator() -> ComputationModel:
+    """Give the active model, ready for a collective.
+
+    Local, but for waiting until what runs asynchronously in the background is done.
+
+    Raises:
+        ContextError: this process is a fork of the one that made the context.
+        NoReplicaError: as in `current_model`.
+    """
+    model = current_model()
+    if model is _forked:
+        raise ContextError(
+            f"this process is a fork of rank {model.topology.rank}, whose connections it must not "
+            "use: call collectives in the process that initialised, or initialise here anew"
+        )
+    if model._background is not None:
+        model.settle()
+    return model
+
+
+def _look_around() -> ComputationModel:
+    global _process
+    with _lock:
+        if _thread.model is not None and not _thread.model.is_alive():
+            _thread.model = None
+        if _process is not None and not _process.is_alive():
+            _process = None
+        model = _thread.model or _process
+        if model is not None:
+            return model
+        if registry.probe(_NO_HINT) is not None:
+            model = registry.probe(ContextHint(_local_rank, detect_environment()))
+    if model is None:
+        if _replica_threads:
+            raise NoReplicaError(
+                f"thread {threading.current_thread().name!r} is no replica, while the replicas of "
+                "this process are threads: make the call in the function that was given to spawn"
+            )
+        return _serial
+    if model.is_thread_bound:
+        _thread.model = model
+    else:
+        _process = model
+    return model
+
+
+def read_environment() -> RankInfo | None:
+    """Read who this process is from its variables; what reads them is loaded at the first call.
+
+    Local.
+
+    Returns:
+        The facts; None where the variables say nothing.
+
+    Raises:
+        EnvironmentDetectionError: they are partial, malformed or contradict each other.
+    """
+    found: RankInfo | None = importlib.import_module("unisono.environments").detect(os.environ)
+    return found
+
+
+def detect_environment() -> RankInfo | None:
+    """Read the process's variables, where a partial set of them is as good as none. Local."""
+    try:
+        return read_environment()
+    except EnvironmentDetectionError:
+        return None
+
+
+def activate(make: Callable[[], ComputationModel]) -> ComputationModel:
+    """Make a context and let it be the process's.
+
+    Collective over the ranks of the new context.
+
+    Args:
+        make: initialises a model.
+
+    Returns:
+        The model.
+
+    Raises:
+        AlreadyInitializedError: a context is live, whoever made it.
+    """
+    global _process, _ours, _forked
+    with _lock:
+        live = None if current_model() is _forked else current_model()
+        if live is not None and live is not _serial:
+            raise AlreadyInitializedError(
+                f"a {live.name} context is live already (rank {live.topology.rank} of "
+                f"{live.topology.world_size}): call finalize() first"
+            )
+        _process = _ours = make()
+        _forked = None
+        return _process
+
+
+def is_ours(model: ComputationModel) -> bool:
+    """Tell whether `activate` made this context. Local."""
+    return model is _ours
+
+
+def is_serial(model: ComputationModel) -> bool:
+    """Tell whether `model` is what is active when no context is. Local."""
+    return isinstance(model, SerialModel)
+
+
+def forget() -> None:
+    """Let go of the process's context, so that the next call looks around. Local."""
+    global _process, _ours
+    with _lock:
+        _process = _ours = None
+        if _thread.model is not None and _thread.model.is_thread_bound:
+            _thread.model = None
+
+
+def set_local_rank(local_rank: int | None) -> None:
+    """Set or take back the hint for contexts that somebody else made. Local."""
+    global _local_rank, _process
+    is_rank = isinstance(local_rank, int) and not isinstance(local_rank, bool) and local_rank >= 0
+    if local_rank is not None and not is_rank:
+        raise ArgumentError(f"local_rank should be an int of at least 0, or None: {local_rank!r}")
+    with _lock:
+        _local_rank = local_rank
+        if _process is not None and _process is not _ours:
+            _process = None
+
+
+@contextmanager
+def replica(model: ComputationModel) -> Iterator[None]:
+    """Bind a model to this thread: the thread is that replica. Local."""
+    global _replica_threads
+    before = _thread.model
+    with _lock:
+        _replica_threads += model.topology.world_size > 1
+    _thread.model = model
+    try:
+        yield
+    finally:
+        _thread.model = before
+        with _lock:
+            _replica_threads -= model.topology.world_size > 1
+
+
+def _after_fork() -> None:
+    global _forked, _lock, _replica_threads
+    _lock = threading.RLock()
+    _replica_threads = 0
+    _forked = _thread.model or _process
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,69 @@
+"""Tensor memory as bytes and back, without numpy."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.errors import PayloadError
+
+__all__ = ("as_bytes_tensor", "from_bytes", "to_bytes", "view_bytes")
+
+
+def view_bytes(tensor: Tensor) -> memoryview:
+    """Show the memory of a tensor.
+
+    Local.
+
+    Args:
+        tensor: any shape and dtype, contiguous, on the CPU; must outlive the view.
+
+    Returns:
+        ``numel * itemsize`` bytes, the tensor's own memory.
+    """
+    size = tensor.numel() * tensor.element_size()
+    if size == 0:
+        return memoryview(b"")
+    buffer: Any = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    buffer.owner = tensor  # keeps the memory alive as long as the view
+    return memoryview(buffer).cast("B")
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    """Copy the memory of a contiguous CPU tensor. Local."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def from_bytes(
+    data: memoryview | bytes | bytearray, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Tensor:
+    """Make a tensor of a copy of `data`.
+
+    Local.
+
+    Args:
+        data: as many bytes as the shape and dtype take.
+        dtype: the tensor's dtype.
+        shape: the tensor's shape.
+
+    Returns:
+        `shape`, on the CPU, new memory.
+
+    Raises:
+        PayloadError: the shape and dtype take another number of bytes.
+    """
+    if len(data) != math.prod(shape) * dtype.itemsize:
+        raise PayloadError(f"{len(data)} bytes are no tensor of {dtype} and shape {shape}")
+    tensor = torch.empty(shape, dtype=dtype)
+    if len(data):
+        view_bytes(tensor)[:] = data
+    return tensor
+
+
+def as_bytes_tensor(tensor: Tensor) -> Tensor:
+    """See a contiguous tensor [*shape] as uint8 [*shape, itemsize], the same memory. Local."""
+    return tensor.unsqueeze(-1).view(torch.uint8)

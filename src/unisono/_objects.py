@@ -1,0 +1,88 @@
+"""Objects as pickles whose large buffers stay outside: loaded only when an object travels."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor
+
+from unisono._memory import from_bytes, view_bytes
+from unisono.errors import PayloadError
+
+__all__ = ("dump", "load")
+
+_device: ContextVar[torch.device] = ContextVar("_device")
+
+
+def _restore(data: Any, dtype: torch.dtype, shape: tuple[int, ...], on_accelerator: bool) -> Tensor:
+    tensor = from_bytes(memoryview(data), dtype, shape)
+    return tensor.to(_device.get()) if on_accelerator else tensor
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles by value what other processes can't import, and tensors as raw memory."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Tensor and obj.layout is torch.strided and not obj.is_quantized:
+            data = obj.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            buffer = pickle.PickleBuffer(view_bytes(data))
+            facts = (obj.dtype, tuple(obj.shape), obj.device.type != "cpu")
+            return _restore, (buffer, *facts)
+        return super().reducer_override(obj)
+
+
+def dump(value: object) -> list[bytes | memoryview]:
+    """Pickle an object.
+
+    Local.
+
+    Args:
+        value: anything that pickle or cloudpickle knows.
+
+    Returns:
+        The pickle, then the buffers that it refers to.
+
+    Raises:
+        PayloadError: it can't be pickled.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    out = io.BytesIO()
+    try:
+        _Pickler(out, protocol=5, buffer_callback=buffers.append).dump(value)
+        return [out.getvalue(), *(buffer.raw() for buffer in buffers)]
+    except Exception as error:  # an object's own __reduce__ may raise anything
+        raise PayloadError(
+            f"a {type(value).__qualname__} can't be pickled: {type(error).__name__}: {error}"
+        ) from error
+
+
+def load(blocks: Sequence[bytes | bytearray], device: torch.device) -> Any:
+    """Unpickle what `dump` gave.
+
+    Local.
+
+    Args:
+        blocks: the pickle, then its buffers; an object may keep these as its memory.
+        device: where tensors go that were on an accelerator.
+
+    Returns:
+        The object.
+
+    Raises:
+        PayloadError: it can't be made here, for instance because its module is missing.
+    """
+    token = _device.set(device)
+    try:
+        return pickle.loads(blocks[0], buffers=blocks[1:])
+    except Exception as error:  # an object's own constructor may raise anything
+        raise PayloadError(
+            f"an object that came can't be unpickled here: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        _device.reset(token)

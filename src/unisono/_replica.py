@@ -1,0 +1,56 @@
+"""What a replica does between its start and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from unisono import _context
+from unisono.model import ComputationModel
+from unisono.registry import find_model
+from unisono.topology import RankInfo
+
+__all__ = ("Replica",)
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A user's function, and the context that it runs in.
+
+    Args:
+        backend: what to initialise.
+        fn: called as ``fn(local_rank, *args, **kwargs)``.
+        args: its positional arguments after the first.
+        kwargs: its keyword arguments.
+        options: options of the model's ``initialize``.
+    """
+
+    backend: str
+    fn: Callable[..., Any]
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, info: RankInfo) -> Any:
+        """Run in a process of its own. Collective over all ranks of `info`.
+
+        After an exception nothing is finalised: the connections stay open, so that the parent sees
+        this error before any that it causes elsewhere.
+        """
+        cls = find_model(self.backend)
+        model = _context.activate(lambda: cls.initialize(self.backend, info, **self.options))
+        result = self.fn(info.local_rank, *self.args, **self.kwargs)
+        if model.is_alive():
+            model.settle()
+            model.finalize()
+        _context.forget()
+        return result
+
+    def run(self, model: ComputationModel) -> Any:
+        """Run in a thread that the model made. Collective over all ranks of `model`."""
+        with _context.replica(model):
+            result = self.fn(model.topology.local_rank, *self.args, **self.kwargs)
+            model.settle()
+            model.finalize()
+            return result

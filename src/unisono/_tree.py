@@ -1,0 +1,89 @@
+"""Take containers apart into leaves and put them together again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+__all__ = ("Tree", "flatten", "unflatten")
+
+Tree = Any
+
+
+def _children(node: Tree) -> list[tuple[str, Tree]] | None:
+    """Name the direct children of a container, or None where `node` is a leaf."""
+    if isinstance(node, dict):
+        return [(repr(key), child) for key, child in node.items()]
+    if isinstance(node, (list, tuple)):
+        return [(str(index), child) for index, child in enumerate(node)]
+    if is_dataclass(node) and not isinstance(node, type):
+        return [(item.name, getattr(node, item.name)) for item in fields(node) if item.init]
+    return None
+
+
+def flatten(tree: Tree) -> tuple[list[Any], list[str]]:
+    """List the leaves of nested dicts, lists, tuples, namedtuples and dataclasses.
+
+    Local.
+
+    Args:
+        tree: a leaf or a container; dicts keep their insertion order.
+
+    Returns:
+        The leaves from left to right, and for each its path, such as ``.'loss'.0``.
+
+    Raises:
+        RecursionError: the tree contains itself.
+    """
+    leaves: list[Any] = []
+    paths: list[str] = []
+
+    def visit(node: Tree, path: str) -> None:
+        children = _children(node)
+        if children is None:
+            leaves.append(node)
+            paths.append(path)
+            return
+        for name, child in children:
+            visit(child, f"{path}.{name}")
+
+    visit(tree, "")
+    return leaves, paths
+
+
+def unflatten(tree: Tree, leaves: list[Any]) -> Tree:
+    """Build a container of the shape of `tree` out of other leaves.
+
+    Local.
+
+    Args:
+        tree: the container that `flatten` was given.
+        leaves: as many as `flatten` returned, in its order.
+
+    Returns:
+        A new container of the same types; dataclasses through ``dataclasses.replace``.
+    """
+    source = iter(leaves)
+
+    def build(node: Tree) -> Tree:
+        children = _children(node)
+        if children is None:
+            return next(source)
+        built = [build(child) for _, child in children]
+        return _rebuild(node, children, iter(built))
+
+    return build(tree)
+
+
+def _rebuild(node: Tree, children: list[tuple[str, Tree]], built: Iterator[Tree]) -> Tree:
+    if isinstance(node, dict):
+        new = node.copy()
+        for key in node:
+            new[key] = next(built)
+        return new
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)(*built)
+    if isinstance(node, (list, tuple)):
+        return type(node)(built)
+    return replace(node, **{name: next(built) for name, _ in children})

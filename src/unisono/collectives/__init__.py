@@ -1,0 +1,1 @@
+"""Every public collective, written once over the model of the active context."""

@@ -1,0 +1,212 @@
+"""How a tensor that a model can't take as it is travels all the same, exactly.
+
+Movement: any dtype outside of the model's travels as its bytes. Reduction: a dtype that the model
+lacks is computed in a wider one whose result, cast back, is that of the narrow one (integers wrap
+alike); where the model lacks the wide one too, the tensors are gathered and folded in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from unisono._memory import as_bytes_tensor
+from unisono.errors import PayloadError
+from unisono.handle import Handle
+from unisono.model import ComputationModel
+from unisono.payload import is_dense
+from unisono.reduction import ReduceOp, fold_tensors
+from unisono.topology import Group
+
+__all__ = (
+    "all_gather",
+    "all_reduce",
+    "check_dense",
+    "check_reducible",
+    "movement",
+    "orders_floats",
+    "own",
+    "reduce",
+    "reduce_scatter",
+    "start_all_reduce",
+)
+
+Restore = Callable[[Tensor], Tensor]
+_AS_MAX = (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.OR)
+_AS_MIN = (ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.AND)
+_SIGN = -(2**63)
+
+
+def check_dense(tensor: Tensor, call: str) -> None:
+    """Refuse tensors that aren't plain memory, before anything is sent. Local."""
+    if not is_dense(tensor):
+        raise PayloadError(
+            f"{call} takes dense tensors, not {tensor.layout} of {tensor.dtype} on "
+            f"{tensor.device}: call to_dense() first, or send it inside a list as an object"
+        )
+
+
+def check_reducible(tensor: Tensor, op: ReduceOp) -> None:
+    """Refuse what has no meaning, before anything is sent. Local.
+
+    Raises:
+        PayloadError: bits of floats, an order of complex numbers, a fraction in an integer.
+    """
+    check_dense(tensor, f"all_reduce {op.name}")
+    dtype = tensor.dtype
+    is_inexact = dtype.is_floating_point or dtype.is_complex
+    if op.is_bitwise and is_inexact:
+        raise PayloadError(f"{op.name} works on integer and bool tensors, not on {dtype}")
+    if dtype.is_complex and op in (ReduceOp.MIN, ReduceOp.MAX):
+        raise PayloadError(f"{op.name} isn't defined on {dtype}")
+    if op is ReduceOp.AVERAGE and not is_inexact:
+        raise PayloadError(
+            f"AVERAGE of {dtype} would lose its fraction: pass tensor.float() or tensor.double()"
+        )
+
+
+def own(model: ComputationModel, tensor: Tensor) -> Tensor:
+    """Copy a tensor into contiguous memory of ours, on the model's transport device. Local."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    moved = plain.to(model.transport_device)
+    if moved is not plain and moved.is_contiguous():
+        return moved
+    if moved.data_ptr() != tensor.data_ptr() and moved.is_contiguous():
+        return moved
+    return moved.clone(memory_format=torch.contiguous_format)
+
+
+def movement(model: ComputationModel, tensor: Tensor) -> tuple[Tensor, Restore]:
+    """Give the carrier of a tensor [*shape] that only moves, and the way back. Local.
+
+    Returns:
+        The carrier [*shape] or [*shape, itemsize], and what turns [..., *carrier] back.
+    """
+    if tensor.dtype in model.dtypes:
+        return tensor, _same
+    dtype = tensor.dtype
+    return as_bytes_tensor(tensor), lambda rows: rows.contiguous().view(dtype).squeeze(-1)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _guise(tensor: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, ReduceOp, Restore]:
+    """Give what is computed instead, with which operation, and the way back. Local."""
+    dtype = tensor.dtype
+    if op is ReduceOp.AVERAGE:
+        wide, _, back = _guise(tensor, ReduceOp.SUM, size)
+        return wide, ReduceOp.SUM, lambda total: back(total / size)
+    if dtype is torch.bool:
+        return _guise_bool(tensor, op)
+    if dtype.is_complex and op is ReduceOp.SUM:
+        return torch.view_as_real(tensor), op, torch.view_as_complex
+    if dtype is torch.uint64 and op in (ReduceOp.MIN, ReduceOp.MAX):
+        flipped = tensor.view(torch.int64) ^ _SIGN
+        return flipped, op, lambda total: (total ^ _SIGN).view(torch.uint64)
+    if dtype is torch.uint64:
+        return tensor.view(torch.int64), op, lambda total: total.view(torch.uint64)
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return tensor.to(torch.int64), op, lambda total: total.to(dtype)
+    if dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize:
+        wide, step, back = _guise(tensor.to(torch.float32), op, size)
+        return wide, step, lambda total: back(total).to(dtype)
+    if orders_floats(tensor, op):
+        return _guise_order(tensor, op)
+    return tensor, op, _same
+
+
+def orders_floats(tensor: Tensor, op: ReduceOp) -> bool:
+    """Tell whether `op` is MIN or MAX of floats, where libraries differ on NaN. Local."""
+    return tensor.is_floating_point() and op in (ReduceOp.MIN, ReduceOp.MAX)
+
+
+def _guise_order(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp, Restore]:
+    """Let floats travel as integers of the same order, where NaN is the extreme that wins."""
+    bits = torch.int64 if tensor.dtype is torch.float64 else torch.int32
+    magnitude = torch.iinfo(bits).max
+    nan = torch.iinfo(bits).min if op is ReduceOp.MIN else magnitude
+    shift = bits.itemsize * 8 - 1
+
+    def turn(key: Tensor) -> Tensor:  # negative floats count downwards; its own inverse
+        return key ^ ((key >> shift) & magnitude)
+
+    def back(key: Tensor) -> Tensor:
+        return turn(key).view(tensor.dtype).masked_fill_(key == nan, float("nan"))
+
+    return turn(tensor.view(bits)).masked_fill_(tensor.isnan(), nan), op, back
+
+
+def _guise_bool(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp, Restore]:
+    bits = tensor.view(torch.uint8)
+    if op in _AS_MAX:
+        return bits, ReduceOp.MAX, lambda total: total.to(torch.bool)
+    if op in _AS_MIN:
+        return bits, ReduceOp.MIN, lambda total: total.to(torch.bool)
+    # A sum of bits that wraps at 256 is odd exactly where their XOR is 1.
+    return bits, ReduceOp.SUM, lambda total: (total & 1).to(torch.bool)
+
+
+def _carrier(
+    model: ComputationModel, tensor: Tensor, op: ReduceOp, size: int
+) -> tuple[Tensor, ReduceOp, Restore]:
+    if tensor.dtype in model.dtypes and op is ReduceOp.AVERAGE:
+        return tensor, ReduceOp.SUM, lambda total: total / size
+    if tensor.dtype in model.dtypes and not orders_floats(tensor, op):
+        return tensor, op, _same
+    return _guise(tensor, op, size)
+
+
+def all_gather(model: ComputationModel, tensor: Tensor, group: Group | None) -> Tensor:
+    """Gather [*shape] to [n, *shape]. Collective over `group`."""
+    carrier, restore = movement(model, tensor)
+    return restore(model.all_gather(carrier, group))
+
+
+def _fold(model: ComputationModel, carrier: Tensor, op: ReduceOp, group: Group | None) -> Tensor:
+    return fold_tensors(op, all_gather(model, carrier.contiguous(), group))
+
+
+def all_reduce(
+    model: ComputationModel, tensor: Tensor, op: ReduceOp, group: Group | None
+) -> Tensor:
+    """Reduce a tensor of ours, [*shape]. Collective over `group`."""
+    carrier, step, restore = _carrier(model, tensor, op, model.size(group))
+    if carrier.dtype in model.dtypes:
+        return restore(model.all_reduce(carrier, step, group))
+    return restore(_fold(model, carrier, step, group))
+
+
+def start_all_reduce(
+    model: ComputationModel, tensor: Tensor, op: ReduceOp, group: Group | None
+) -> Handle[Tensor]:
+    """Start `all_reduce` on a tensor of ours. Collective over `group`."""
+    carrier, step, restore = _carrier(model, tensor, op, model.size(group))
+    if carrier.dtype in model.dtypes:
+        return model.start_all_reduce(carrier, step, group).then(restore)
+    return model.start(lambda: _fold(model, carrier, step, group)).then(restore)
+
+
+def reduce(
+    model: ComputationModel, tensor: Tensor, dst: int, op: ReduceOp, group: Group | None
+) -> Tensor | None:
+    """Reduce a tensor of ours to global rank `dst`. Collective over `group`."""
+    carrier, step, restore = _carrier(model, tensor, op, model.size(group))
+    if carrier.dtype in model.dtypes:
+        total = model.reduce(carrier, dst, step, group)
+        return None if total is None else restore(total)
+    total = _fold(model, carrier, step, group)
+    return restore(total) if model.topology.rank == dst else None
+
+
+def reduce_scatter(
+    model: ComputationModel, rows: Tensor, op: ReduceOp, group: Group | None
+) -> Tensor:
+    """Reduce [n, *shape] and give each rank its row. Collective over `group`."""
+    carrier, step, restore = _carrier(model, rows, op, model.size(group))
+    if carrier.dtype in model.dtypes:
+        return restore(model.reduce_scatter(carrier.contiguous(), step, group))
+    return restore(_fold(model, carrier, step, group)[model.position(group)])

@@ -1,0 +1,231 @@
+"""Collectives that bring together what every rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.collectives import _carriers as carriers
+from unisono.collectives.groups import GroupLike, check_rank, outcome, team
+from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
+from unisono.handle import Handle
+from unisono.model import ComputationModel
+from unisono.payload import (
+    TensorHeader,
+    decode,
+    encode_or_reason,
+    header,
+    raise_failures,
+    rides_data_plane,
+)
+from unisono.topology import Group
+
+__all__ = ("all_gather", "all_gather_tensors_with_shapes", "gather")
+
+
+def all_gather(
+    value: Any, group: GroupLike = None, *, uneven: bool = False, async_op: bool = False
+) -> Any:
+    """Gather a value of every rank on every rank.
+
+    Collective over `group`.
+
+    Args:
+        value: tensor [d0, ...] of any dense dtype and device, where d0 may differ between ranks
+            and the other dimensions and the dtype may not; or a number, bool, str, bytes, Path,
+            None, container or object that can be pickled, which may differ in kind too.
+        group: a Group, a list of ranks, or None for all ranks.
+        uneven: whether tensors come back as a list by rank instead of one tensor; their shapes may
+            then differ in every dimension.
+        async_op: whether to return a handle at once; `value` must stay as it is until ``wait``.
+
+    Returns:
+        For tensors [sum of d0, ...] in rank order, for 0-dim tensors [n], same dtype and device,
+        new memory; else a list of the values by rank. `value` itself where this rank is no member.
+
+    Raises:
+        PayloadError: some rank's value can't travel (on every rank, naming it).
+        CollectiveMismatchError: tensors that don't fit together (on every rank, naming each shape).
+        CollectiveError: a peer failed or didn't come in time.
+
+    Example:
+        >>> import torch, unisono as idist
+        >>> idist.all_gather(torch.tensor([[1, 2]]))
+        tensor([[1, 2]])
+        >>> idist.all_gather("é")
+        ['é']
+    """
+    if isinstance(value, Tensor):
+        carriers.check_dense(value, "all_gather")
+    model, found, is_member = team(group, async_op)
+    if not is_member:
+        return Handle(lambda: value, lambda: True) if async_op else value
+
+    def call() -> Any:
+        parts = _gather(model, value, found, "all_gather")
+        if uneven or not isinstance(value, Tensor):
+            return parts
+        return _joined(parts, model, found, value)
+
+    return outcome(model, call, async_op)
+
+
+def _gather(model: ComputationModel, value: Any, group: Group | None, call: str) -> list[Any]:
+    """Give every rank's value in a list: one exchange, and tensors that are large in one gather."""
+    rides = rides_data_plane(value)
+    frames = model.exchange(header(value) if rides else encode_or_reason(value), group)
+    ranks = model.members(group)
+    raise_failures(frames, ranks, call)
+    said = [decode(frame, model.device) for frame in frames]
+    if not any(isinstance(item, TensorHeader) for item in said):
+        return said
+    if not all(isinstance(item, (TensorHeader, Tensor)) for item in said):
+        kinds = ", ".join(f"rank {r}: {_name(item)}" for r, item in zip(ranks, said, strict=True))
+        raise CollectiveMismatchError(f"{call} of tensors and of other values at once: {kinds}")
+    heads = [item if isinstance(item, TensorHeader) else _head(item) for item in said]
+    dtypes = {head.dtype for head in heads}
+    if len(dtypes) > 1:
+        raise CollectiveMismatchError(f"{call} of different dtypes: {_listed(heads, ranks)}")
+    sizes = [_numel(head.shape) for head in heads]
+    mine = carriers.own(model, value).reshape(-1)
+    if mine.numel() < max(sizes):
+        mine = torch.cat([mine, mine.new_zeros(max(sizes) - mine.numel())])
+    rows = carriers.all_gather(model, mine, group).to(value.device)
+    return [
+        row[:size].reshape(head.shape) for row, size, head in zip(rows, sizes, heads, strict=True)
+    ]
+
+
+def _head(tensor: Tensor) -> TensorHeader:
+    return TensorHeader(tensor.dtype, tuple(tensor.shape), tensor.device.type != "cpu")
+
+
+def _name(item: object) -> str:
+    if isinstance(item, Tensor):
+        item = _head(item)
+    return str(item) if isinstance(item, TensorHeader) else type(item).__qualname__
+
+
+def _listed(heads: Sequence[TensorHeader], ranks: Sequence[int]) -> str:
+    return ", ".join(f"rank {rank}: {head}" for rank, head in zip(ranks, heads, strict=True))
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _joined(parts: list[Any], model: ComputationModel, group: Group | None, value: Tensor) -> Any:
+    if not all(isinstance(part, Tensor) for part in parts):
+        return parts  # ranks passed different kinds, all of which arrived whole
+    heads = [_head(part) for part in parts]
+    if len({(head.dtype, head.shape[1:], len(head.shape)) for head in heads}) > 1:
+        raise CollectiveMismatchError(
+            f"all_gather can't join {_listed(heads, model.members(group))}: all but dim 0 must "
+            "agree; pass uneven=True for a list by rank"
+        )
+    joined = torch.stack(parts) if value.dim() == 0 else torch.cat(parts)
+    return joined.to(value.device)
+
+
+def all_gather_tensors_with_shapes(
+    tensor: Tensor,
+    shapes: Sequence[Sequence[int]],
+    group: GroupLike = None,
+    *,
+    async_op: bool = False,
+) -> Any:
+    """Gather tensors whose shapes every rank knows already, in one round.
+
+    Collective over `group`.
+
+    Args:
+        tensor: [*shapes[i]] where i is this rank's place in the group; one dtype on every rank.
+        shapes: the shape of every member's tensor, the same list on every rank.
+        group: a Group, a list of ranks, or None for all ranks.
+        async_op: whether to return a handle at once.
+
+    Returns:
+        A list of tensors by rank, same dtype and device, new memory; ``[tensor]`` where this rank
+        is no member.
+
+    Raises:
+        ArgumentError: `shapes` doesn't have one shape for each member, or not this tensor's.
+        PayloadError: it is no dense tensor.
+        CollectiveError: a peer failed or didn't come in time.
+
+    Example:
+        >>> import torch, unisono as idist
+        >>> idist.all_gather_tensors_with_shapes(torch.ones(2), [[2]])
+        [tensor([1., 1.])]
+    """
+    if not isinstance(tensor, Tensor):
+        raise PayloadError(f"a tensor is needed, not a {type(tensor).__qualname__}")
+    carriers.check_dense(tensor, "all_gather_tensors_with_shapes")
+    model, found, is_member = team(group, async_op)
+    if not is_member:
+        return Handle(lambda: [tensor], lambda: True) if async_op else [tensor]
+    wanted = [tuple(shape) for shape in shapes]
+    if len(wanted) != model.size(found):
+        raise ArgumentError(f"{len(wanted)} shapes were given for {model.size(found)} ranks")
+    if tuple(tensor.shape) != wanted[model.position(found)]:
+        raise ArgumentError(
+            f"rank {model.topology.rank} has a tensor of shape {list(tensor.shape)}, but `shapes` "
+            f"says {list(wanted[model.position(found)])}"
+        )
+
+    def call() -> list[Tensor]:
+        sizes = [_numel(shape) for shape in wanted]
+        mine = carriers.own(model, tensor).reshape(-1)
+        if mine.numel() < max(sizes):
+            mine = torch.cat([mine, mine.new_zeros(max(sizes) - mine.numel())])
+        rows = carriers.all_gather(model, mine, found).to(tensor.device)
+        return [
+            row[:size].reshape(shape) for row, size, shape in zip(rows, sizes, wanted, strict=True)
+        ]
+
+    return outcome(model, call, async_op)
+
+
+def gather(value: Any, dst: int = 0, group: GroupLike = None, *, async_op: bool = False) -> Any:
+    """Gather a value of every rank on one rank.
+
+    Collective over `group`.
+
+    Args:
+        value: as in `all_gather`.
+        dst: global rank that gets the result.
+        group: a Group, a list of ranks, or None for all ranks.
+        async_op: whether to return a handle at once.
+
+    Returns:
+        As `all_gather` on `dst`, None on the other members, `value` itself on a rank that is no
+        member.
+
+    Raises:
+        ArgumentError: `dst` isn't there.
+        GroupMembershipError: `dst` is no member of the group (on every rank).
+        PayloadError: some rank's value can't travel (on every rank, naming it).
+        CollectiveMismatchError: tensors that don't fit together (on every rank).
+        CollectiveError: a peer failed or didn't come in time.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.gather(3, dst=0)
+        [3]
+    """
+    if isinstance(value, Tensor):
+        carriers.check_dense(value, "gather")
+    model, found, is_member = team(group, async_op)
+    check_rank(model, found, dst, "dst")
+    if not is_member:
+        return Handle(lambda: value, lambda: True) if async_op else value
+
+    def call() -> Any:
+        parts = _gather(model, value, found, "gather")
+        whole = _joined(parts, model, found, value) if isinstance(value, Tensor) else parts
+        return whole if model.topology.rank == dst else None
+
+    return outcome(model, call, async_op)

@@ -1,0 +1,190 @@
+"""Groups of ranks: made, cached, checked; and the barrier."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from unisono._context import communicator, current_model
+from unisono.errors import ArgumentError, GroupMembershipError
+from unisono.handle import Handle
+from unisono.model import ComputationModel
+from unisono.payload import decode, encode
+from unisono.topology import Group
+
+__all__ = (
+    "GroupLike",
+    "barrier",
+    "check_rank",
+    "local_group",
+    "new_group",
+    "outcome",
+    "resolve",
+    "team",
+)
+
+T = TypeVar("T")
+GroupLike = Any
+"""What `group=` takes: a Group, a list of global ranks, or a group of the model's own library."""
+
+
+def new_group(ranks: Sequence[int], **options: Any) -> Group:
+    """Make a group of ranks.
+
+    Collective at creation, over all ranks of the context, members or not, in the same order.
+
+    Args:
+        ranks: global ranks, in any order; the group is ordered by rank.
+        options: what the model's library takes; on native ``timeout`` (the job's by default),
+            ``backend``, ``pg_options``, ``group_desc``.
+
+    Returns:
+        A group for the `group` argument of collectives. A list of ranks given there instead makes
+        one group at its first use, and no other later.
+
+    Raises:
+        ArgumentError: no ranks, a rank twice, one that isn't in the job, or one that is no int.
+        UnsupportedOperation: the model has no groups.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.new_group([0]).ranks
+        (0,)
+    """
+    model = communicator()
+    return model.new_group(_checked(model, ranks), **options)
+
+
+def _checked(model: ComputationModel, ranks: Sequence[int]) -> tuple[int, ...]:
+    size = model.topology.world_size
+    if not isinstance(ranks, (list, tuple, range)) or not ranks:
+        raise ArgumentError(f"ranks should be a list of global ranks, at least one: {ranks!r}")
+    wrong = [rank for rank in ranks if type(rank) is not int or not 0 <= rank < size]
+    if wrong:
+        raise ArgumentError(
+            f"ranks {list(ranks)!r}: {wrong} are no ranks here: use ints from 0 to {size - 1}"
+        )
+    if len(set(ranks)) < len(ranks):
+        raise ArgumentError(f"ranks {list(ranks)!r}: each rank may be there once")
+    return tuple(sorted(ranks))
+
+
+def resolve(model: ComputationModel, group: GroupLike) -> Group | None:
+    """Turn what the user gave as `group` into a group of the model, None for all ranks.
+
+    Collective at creation, if it is a list of ranks that this context hasn't seen.
+
+    Raises:
+        GroupMembershipError: the group belongs to another context, or to one that has ended.
+        ArgumentError: it is no group and no list of ranks.
+    """
+    if group is None:
+        return None
+    if type(group) is Group:
+        if group.context_id != model.context_id:
+            raise GroupMembershipError(
+                f"group {group.ranks} belongs to another context than the active {model.name} "
+                "one, probably to a finished job: make it again with new_group"
+            )
+        return group
+    if isinstance(group, (list, tuple, range)):
+        ranks = tuple(group)
+        found = model.groups.get(ranks)
+        # True and 1.0 are equal to 1 as keys, and no ranks.
+        if found is None or any(type(rank) is not int for rank in ranks):
+            ordered = _checked(model, ranks)
+            found = model.groups.get(ordered) or model.new_group(ordered)
+            model.groups[ordered] = model.groups[ranks] = found
+        return found
+    adopted = model.adopt_group(group)
+    if adopted is None:
+        raise ArgumentError(
+            f"group should be a Group, a list of global ranks or a group of {model.name}: {group!r}"
+        )
+    return adopted
+
+
+def team(group: GroupLike, async_op: bool = False) -> tuple[ComputationModel, Group | None, bool]:
+    """Give the active model, the group, and whether this replica is a member of it.
+
+    Collective at creation, as `resolve` is.
+    """
+    model = current_model() if async_op else communicator()
+    if group is None:
+        return model, None, True
+    if async_op:
+        model = communicator()
+    found = resolve(model, group)
+    return model, found, found is None or model.topology.rank in found.ranks
+
+
+def check_rank(model: ComputationModel, group: Group | None, rank: int, role: str) -> None:
+    """Refuse a root that isn't there, on every rank alike. Local."""
+    size = model.topology.world_size
+    if type(rank) is not int or not 0 <= rank < size:
+        raise ArgumentError(f"{role}={rank!r} should be a global rank from 0 to {size - 1}")
+    if group is not None and rank not in group.ranks:
+        raise GroupMembershipError(f"{role}={rank} is no member of the group {group.ranks}")
+
+
+def outcome(model: ComputationModel, call: Callable[[], T], async_op: bool) -> T | Handle[T]:
+    """Run a collective, or start it. Collective as `call` is."""
+    return model.start(call) if async_op else call()
+
+
+def local_group() -> Group:
+    """Give the group of the ranks on this node.
+
+    Collective at creation, over all ranks of the context, at the first call in a context; later
+    calls are local.
+
+    Returns:
+        The same group at every call.
+
+    Raises:
+        UnsupportedOperation: the model has no groups.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.local_group().size
+        1
+    """
+    model = communicator()
+    found = model.groups.get(())
+    if found is None:
+        node = (socket.gethostname(), model.topology.node_rank)
+        frames = model.exchange(encode(node))
+        nodes = [decode(frame, model.device) for frame in frames]
+        for other in dict.fromkeys(nodes):
+            ranks = [rank for rank, place in enumerate(nodes) if place == other]
+            made = resolve(model, ranks)
+            if other == node and made is not None:
+                found = model.groups[()] = made
+        assert found is not None
+    return found
+
+
+def barrier(group: GroupLike = None, *, async_op: bool = False) -> Any:
+    """Wait until every rank has come.
+
+    Collective over `group`.
+
+    Args:
+        group: a Group, a list of ranks, or None for all ranks.
+        async_op: whether to return a handle at once.
+
+    Returns:
+        None, or a handle.
+
+    Raises:
+        CollectiveError: a peer failed or didn't come in time.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.barrier()
+    """
+    model, found, is_member = team(group, async_op)
+    if not is_member:
+        return Handle(lambda: None, lambda: True) if async_op else None
+    return outcome(model, lambda: model.barrier(found), async_op)

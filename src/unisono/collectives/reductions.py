@@ -1,0 +1,228 @@
+"""Collectives that make one value of many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.collectives import _carriers as carriers
+from unisono.collectives._values import reduce_values
+from unisono.collectives.groups import GroupLike, check_rank, outcome, team
+from unisono.errors import PayloadError
+from unisono.handle import Handle
+from unisono.reduction import ReduceOp, parse_op
+
+__all__ = ("all_reduce", "all_reduce_", "reduce", "reduce_scatter")
+
+
+def all_reduce(
+    value: Any, op: str = "SUM", group: GroupLike = None, *, async_op: bool = False
+) -> Any:
+    """Reduce a value of every rank to one value on every rank.
+
+    Collective over `group`.
+
+    Args:
+        value: tensor [*shape] of any dense dtype and device, the same shape and dtype on every
+            rank; or a number; or a dict, list, tuple or dataclass of these, which travels as one
+            message for all numbers and one for each dtype of tensors.
+        op: ``SUM AVERAGE MEAN PRODUCT MIN MAX AND OR XOR``, in any case.
+        group: a Group, a list of ranks, or None for all ranks.
+        async_op: whether to return a handle at once; `value` must stay as it is until ``wait``.
+
+    Returns:
+        A new value of the same shape, dtype, device and container type; int stays an exact int,
+        bool stays bool, AVERAGE of ints is a float. `value` itself where this rank is no member.
+
+    Raises:
+        ArgumentError: unknown operation.
+        PayloadError: the value has no number or tensor where one must be, or the operation isn't
+            defined on its dtype (on every rank).
+        CollectiveMismatchError: containers of different structure (on every rank).
+        CollectiveError: a peer failed or didn't come in time.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.all_reduce({"loss": 0.5, "seen": 3})
+        {'loss': 0.5, 'seen': 3}
+    """
+    operation = parse_op(op)
+    if isinstance(value, Tensor):
+        carriers.check_reducible(value, operation)
+    model, found, is_member = team(group, async_op)
+    if not is_member:
+        return _unchanged(value, async_op)
+    if not isinstance(value, Tensor):
+        return outcome(model, lambda: reduce_values(model, value, operation, found), async_op)
+    if async_op:
+        model.settle()
+        started = carriers.start_all_reduce(model, carriers.own(model, value), operation, found)
+        return started.then(lambda total: total.to(value.device))
+    total = carriers.all_reduce(model, carriers.own(model, value), operation, found)
+    return total.to(value.device)
+
+
+def _unchanged(value: Any, async_op: bool) -> Any:
+    return Handle(lambda: value, lambda: True) if async_op else value
+
+
+def all_reduce_(
+    tensor: Tensor, op: str = "SUM", group: GroupLike = None, *, async_op: bool = False
+) -> Any:
+    """Reduce a tensor of every rank in place.
+
+    Collective over `group`.
+
+    Args:
+        tensor: [*shape], any dense dtype and device, the same shape and dtype on every rank. One
+            that requires grad is changed without the knowledge of autograd.
+        op: as in `all_reduce`.
+        group: as in `all_reduce`.
+        async_op: whether to return a handle at once.
+
+    Returns:
+        `tensor` itself, or a handle of it.
+
+    Raises:
+        ArgumentError: unknown operation.
+        PayloadError: it is no dense tensor, or the operation isn't defined on its dtype.
+        CollectiveError: a peer failed or didn't come in time.
+
+    Example:
+        >>> import torch, unisono as idist
+        >>> idist.all_reduce_(torch.ones(2))
+        tensor([1., 1.])
+    """
+    operation = parse_op(op)
+    if not isinstance(tensor, Tensor):
+        raise PayloadError(f"all_reduce_ works in place on a tensor, not on {_kind(tensor)}")
+    model, found, is_member = team(group)
+    if not is_member:
+        return _unchanged(tensor, async_op)
+    is_ready = (
+        operation is not ReduceOp.AVERAGE
+        and tensor.dtype in model.dtypes
+        and tensor.device == model.transport_device
+        and tensor.is_contiguous()
+        and not (operation is not ReduceOp.SUM and tensor.is_floating_point())
+    )
+    if is_ready and not async_op:
+        mine = tensor.detach() if tensor.requires_grad else tensor
+        total = model.all_reduce(mine, operation, found)
+        return tensor if total is mine else _fill(tensor, total)
+    carriers.check_reducible(tensor, operation)
+    if not async_op:
+        total = carriers.all_reduce(model, carriers.own(model, tensor), operation, found)
+        return _fill(tensor, total)
+    mine = tensor.detach() if is_ready else carriers.own(model, tensor)
+    started = carriers.start_all_reduce(model, mine, operation, found)
+    return started.then(
+        lambda total: tensor if total is mine and is_ready else _fill(tensor, total)
+    )
+
+
+def _fill(tensor: Tensor, total: Tensor) -> Tensor:
+    with torch.no_grad():
+        return tensor.detach().copy_(total) if tensor.requires_grad else tensor.copy_(total)
+
+
+def reduce(
+    value: Any, dst: int = 0, op: str = "SUM", group: GroupLike = None, *, async_op: bool = False
+) -> Any:
+    """Reduce a value of every rank to one value on one rank.
+
+    Collective over `group`.
+
+    Args:
+        value: as in `all_reduce`.
+        dst: global rank that gets the result.
+        op: as in `all_reduce`.
+        group: as in `all_reduce`.
+        async_op: whether to return a handle at once.
+
+    Returns:
+        As `all_reduce` on `dst`, None on the other members, `value` itself on a rank that is no
+        member.
+
+    Raises:
+        ArgumentError: unknown operation, or `dst` isn't there.
+        GroupMembershipError: `dst` is no member of the group (on every rank).
+        PayloadError: as in `all_reduce`.
+        CollectiveError: a peer failed or didn't come in time.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.reduce(2, dst=0, op="MAX")
+        2
+    """
+    operation = parse_op(op)
+    if isinstance(value, Tensor):
+        carriers.check_reducible(value, operation)
+    model, found, is_member = team(group, async_op)
+    check_rank(model, found, dst, "dst")
+    if not is_member:
+        return _unchanged(value, async_op)
+
+    def call() -> Any:
+        if isinstance(value, Tensor):
+            total = carriers.reduce(model, carriers.own(model, value), dst, operation, found)
+            return None if total is None else total.to(value.device)
+        total = reduce_values(model, value, operation, found)
+        return total if model.topology.rank == dst else None
+
+    return outcome(model, call, async_op)
+
+
+def reduce_scatter(
+    tensor: Tensor, op: str = "SUM", group: GroupLike = None, *, async_op: bool = False
+) -> Any:
+    """Reduce a tensor of every rank and give each rank its part.
+
+    Collective over `group`.
+
+    Args:
+        tensor: [n*k, ...] with n the number of members, the same shape and dtype on every rank.
+        op: as in `all_reduce`.
+        group: as in `all_reduce`.
+        async_op: whether to return a handle at once.
+
+    Returns:
+        [k, ...], the part of the result at this rank's place in the group, same dtype and device,
+        new memory; `tensor` itself where this rank is no member.
+
+    Raises:
+        ArgumentError: unknown operation.
+        PayloadError: it is no dense tensor, or its dim 0 isn't a multiple of n (on every rank).
+        CollectiveError: a peer failed or didn't come in time.
+
+    Example:
+        >>> import torch, unisono as idist
+        >>> idist.reduce_scatter(torch.ones(2))
+        tensor([1., 1.])
+    """
+    operation = parse_op(op)
+    model, found, is_member = team(group, async_op)
+    if not is_member:
+        return _unchanged(tensor, async_op)
+    size = model.size(found)
+    if not isinstance(tensor, Tensor) or tensor.dim() == 0 or tensor.shape[0] % size:
+        raise PayloadError(
+            f"reduce_scatter takes a tensor whose dim 0 is a multiple of {size}, "
+            f"not {_kind(tensor)}"
+        )
+    carriers.check_reducible(tensor, operation)
+
+    def call() -> Tensor:
+        mine = carriers.own(model, tensor)
+        rows = mine.view(size, tensor.shape[0] // size, *tensor.shape[1:])
+        return carriers.reduce_scatter(model, rows, operation, found).to(tensor.device)
+
+    return outcome(model, call, async_op)
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return f"a {type(value).__qualname__}"

@@ -1,0 +1,71 @@
+"""torchrun, torch elastic, and all that set torch's own variables.
+
+RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT are documented in PyTorch's "torchrun (Elastic Launch)", "Environment Variables";
+TORCHELASTIC_USE_AGENT_STORE is read in ``torch/distributed/rendezvous.py``.
+
+The same names are set by Kubeflow's PyTorchJob (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT alone:
+Kubeflow's "Getting Started with PyTorchJob"), by SageMaker's ``torch_distributed``, which runs
+torchrun (SageMaker Python SDK, "PyTorch Estimator"), by accelerate and by DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from unisono.environments._variables import Reader, Said, make_info
+from unisono.topology import RankInfo
+
+__all__ = ("NAME", "detect")
+
+NAME = "torchrun"
+_REMEDY = (
+    "start the program with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
+    "together, or unset them all"
+)
+
+
+def detect(env: Mapping[str, str]) -> RankInfo | None:
+    """Read torch's variables.
+
+    Local. RANK and WORLD_SIZE make the environment; a MASTER_ADDR, MASTER_PORT or LOCAL_RANK
+    alone doesn't. The rank within the node is what LOCAL_RANK says, and is not guessed.
+
+    Args:
+        env: the variables.
+
+    Returns:
+        The facts; None if neither RANK nor WORLD_SIZE is set. Without MASTER_ADDR or MASTER_PORT
+        the address or the port is None.
+
+    Raises:
+        EnvironmentDetectionError: the variables are partial, malformed or contradict each other.
+    """
+    reader = Reader(env, NAME, _REMEDY)
+    if not reader.has("RANK", "WORLD_SIZE"):
+        return None
+    return make_info(
+        reader,
+        Said(
+            reader.needed("RANK"),
+            reader.needed("WORLD_SIZE", least=1),
+            local_rank=reader.number("LOCAL_RANK"),
+            local_world_size=reader.number("LOCAL_WORLD_SIZE", least=1),
+            node_rank=reader.number("GROUP_RANK", "NODE_RANK"),
+            nnodes=reader.number("GROUP_WORLD_SIZE", least=1),
+            master_addr=reader.address(),
+            master_port=reader.port(),
+            store_is_hosted=_store_is_hosted(reader),
+        ),
+    )
+
+
+def _store_is_hosted(reader: Reader) -> bool:
+    # torch compares with str(True), so any other text means no
+    if reader.text("TORCHELASTIC_USE_AGENT_STORE") != ("TORCHELASTIC_USE_AGENT_STORE", "True"):
+        return False
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not reader.has(name):
+            message = f"{name} is not set, but TORCHELASTIC_USE_AGENT_STORE=True says that a store"
+            raise reader.error(f"{message} listens there", name, None)
+    return True

@@ -1,0 +1,215 @@
+"""Every exception that unisono raises.
+
+UnisonoError(Exception)
+├─ ArgumentError(ValueError, TypeError)
+├─ BackendError
+│  ├─ UnknownBackendError(ValueError)
+│  ├─ BackendUnavailableError(ImportError)
+│  └─ RegistrationError(ValueError)
+├─ ContextError(RuntimeError)
+│  ├─ AlreadyInitializedError
+│  ├─ NotInitializedError
+│  ├─ NoReplicaError
+│  └─ GroupMembershipError
+├─ EnvironmentDetectionError(ValueError)      .source .variable .value
+├─ LaunchError(RuntimeError)
+│  └─ WorkerFailedError                       .rank .exit_code .signal .traceback
+├─ UnsupportedOperation(NotImplementedError)  .model .what .instead
+├─ PayloadError(TypeError)
+└─ CollectiveError(RuntimeError)
+   ├─ CollectiveTimeoutError(TimeoutError)
+   ├─ CollectiveMismatchError
+   └─ PeerFailedError                         .rank .traceback
+"""
+
+from __future__ import annotations
+
+from traceback import format_exception, format_exception_only
+
+__all__ = (
+    "AlreadyInitializedError",
+    "ArgumentError",
+    "BackendError",
+    "BackendUnavailableError",
+    "CollectiveError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "ContextError",
+    "EnvironmentDetectionError",
+    "GroupMembershipError",
+    "LaunchError",
+    "NoReplicaError",
+    "NotInitializedError",
+    "PayloadError",
+    "PeerFailedError",
+    "RegistrationError",
+    "UnisonoError",
+    "UnknownBackendError",
+    "UnsupportedOperation",
+    "WorkerFailedError",
+)
+
+
+class UnisonoError(Exception):
+    """Base of every error that unisono raises."""
+
+
+class ArgumentError(UnisonoError, ValueError, TypeError):
+    """Raised when an argument has a wrong type, a wrong value or an unknown name.
+
+    It is both a ValueError and a TypeError, because idist raises now one, now the other.
+    """
+
+
+class BackendError(UnisonoError):
+    """Base of the errors about finding and registering backends."""
+
+
+class UnknownBackendError(BackendError, ValueError):
+    """Raised when no model and no plug-in claims the backend's name."""
+
+
+class BackendUnavailableError(BackendError, ImportError):
+    """Raised when a backend is known but can't be used here; says why and what to do."""
+
+
+class RegistrationError(BackendError, ValueError):
+    """Raised when a model, launcher or environment can't be registered under its name."""
+
+
+class ContextError(UnisonoError, RuntimeError):
+    """Base of the errors about the active context."""
+
+
+class AlreadyInitializedError(ContextError):
+    """Raised when a context is live where none may be."""
+
+
+class NotInitializedError(ContextError):
+    """Raised when a live context is needed and there is none."""
+
+
+class NoReplicaError(ContextError):
+    """Raised in a thread that is no replica while replicas of this process are threads."""
+
+
+class GroupMembershipError(ContextError):
+    """Raised when a group belongs to another context or lacks a rank that is needed."""
+
+
+class EnvironmentDetectionError(UnisonoError, ValueError):
+    """Raised when the variables of a launcher are there but partial or contradictory.
+
+    Args:
+        message: what was found and what to do.
+        source: the environment that was recognised, such as ``"torchrun"``.
+        variable: the variable at fault.
+        value: its value, None where it is missing.
+    """
+
+    def __init__(
+        self, message: str, source: str = "", variable: str = "", value: str | None = None
+    ) -> None:
+        super().__init__(message, source, variable, value)
+        self.source = source
+        self.variable = variable
+        self.value = value
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class LaunchError(UnisonoError, RuntimeError):
+    """Raised when replicas can't be started or their results can't be had."""
+
+
+class WorkerFailedError(LaunchError):
+    """Raised in the parent when a replica failed; carries the first failure.
+
+    Args:
+        message: the whole text, with the replica's own traceback at its end.
+        rank: global rank of the replica that failed first.
+        exit_code: its exit code, None if it was ended by a signal or raised.
+        signal: name of the signal that ended it, such as ``"SIGKILL"``.
+        traceback: its traceback as text, empty if it left none.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        rank: int = -1,
+        exit_code: int | None = None,
+        signal: str | None = None,
+        traceback: str = "",
+    ) -> None:
+        super().__init__(message, rank, exit_code, signal, traceback)
+        self.rank = rank
+        self.exit_code = exit_code
+        self.signal = signal
+        self.traceback = traceback
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, world_size: int) -> WorkerFailedError:
+        """Make it of what a replica of this process raised. Local."""
+        summary = "".join(format_exception_only(type(error), error)).strip()
+        text = "".join(format_exception(type(error), error, error.__traceback__))
+        who = f"rank {rank} of {world_size}"
+        failed = cls(f"{who} raised {summary}\n\n{text}", rank, traceback=text)
+        failed.__cause__ = error
+        return failed
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class UnsupportedOperation(UnisonoError, NotImplementedError):
+    """Raised when a model lacks an operation.
+
+    Args:
+        model: name of the model.
+        what: what was asked of it.
+        instead: what to do.
+    """
+
+    def __init__(self, model: str, what: str, instead: str) -> None:
+        super().__init__(model, what, instead)
+        self.model = model
+        self.what = what
+        self.instead = instead
+
+    def __str__(self) -> str:
+        return f"{self.model} has no {self.what}: {self.instead}"
+
+
+class PayloadError(UnisonoError, TypeError):
+    """Raised when a value can't travel, or not exactly, in the collective asked for."""
+
+
+class CollectiveError(UnisonoError, RuntimeError):
+    """Raised when a collective failed after it was started."""
+
+
+class CollectiveTimeoutError(CollectiveError, TimeoutError):
+    """Raised when ranks did not come in time; names the operation and the ranks if known."""
+
+
+class CollectiveMismatchError(CollectiveError):
+    """Raised when ranks called different things; says what each rank called."""
+
+
+class PeerFailedError(CollectiveError):
+    """Raised when another rank failed, or a guarded section did.
+
+    Args:
+        message: names the rank and what happened there.
+        rank: the rank that failed, -1 where it is not known.
+        traceback: its traceback as text, empty where there is none.
+    """
+
+    def __init__(self, message: str, rank: int = -1, traceback: str = "") -> None:
+        super().__init__(message, rank, traceback)
+        self.rank = rank
+        self.traceback = traceback
+
+    def __str__(self) -> str:
+        return str(self.args[0])

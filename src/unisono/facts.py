@@ -1,0 +1,343 @@
+"""Who am I, and where: answers that never communicate."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import warnings
+from typing import TypeVar
+
+import torch
+
+from unisono import _context, registry
+from unisono._context import current_model
+from unisono.errors import ContextError
+
+__all__ = (
+    "backend",
+    "device",
+    "get_local_rank",
+    "get_nnodes",
+    "get_node_rank",
+    "get_nproc_per_node",
+    "get_rank",
+    "get_world_size",
+    "hostname",
+    "is_distributed",
+    "is_main_process",
+    "model_name",
+    "set_local_rank",
+    "show_config",
+)
+
+T = TypeVar("T")
+_log = logging.getLogger("unisono")
+_warned: set[int] = set()
+
+
+def get_rank() -> int:
+    """Give this replica's global rank.
+
+    Local.
+
+    Returns:
+        0 to ``get_world_size() - 1``; 0 where nothing is distributed.
+
+    Raises:
+        NoReplicaError: this thread is no replica while replicas of this process are threads.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.get_rank()
+        0
+    """
+    return current_model().topology.rank
+
+
+def get_world_size() -> int:
+    """Count the replicas of the job.
+
+    Local.
+
+    Returns:
+        At least 1.
+
+    Raises:
+        NoReplicaError: as in `get_rank`.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.get_world_size()
+        1
+    """
+    return current_model().topology.world_size
+
+
+def get_local_rank() -> int:
+    """Give this replica's rank within its node.
+
+    Local.
+
+    Returns:
+        0 to ``get_nproc_per_node() - 1``.
+
+    Raises:
+        ContextError: somebody else made the context and nothing says which ranks share a node.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.get_local_rank()
+        0
+    """
+    return _known("local_rank", "local rank")
+
+
+def get_nproc_per_node() -> int:
+    """Count the replicas on this node.
+
+    Local.
+
+    Returns:
+        At least 1; nodes may differ.
+
+    Raises:
+        ContextError: as in `get_local_rank`.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.get_nproc_per_node()
+        1
+    """
+    return _known("local_world_size", "number of replicas on this node")
+
+
+def get_nnodes() -> int:
+    """Count the nodes of the job.
+
+    Local.
+
+    Returns:
+        At least 1.
+
+    Raises:
+        ContextError: as in `get_local_rank`.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.get_nnodes()
+        1
+    """
+    return _known("nnodes", "number of nodes")
+
+
+def get_node_rank() -> int:
+    """Give the rank of this node.
+
+    Local.
+
+    Returns:
+        0 to ``get_nnodes() - 1``.
+
+    Raises:
+        ContextError: as in `get_local_rank`.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.get_node_rank()
+        0
+    """
+    return _known("node_rank", "rank of this node")
+
+
+def _known(field: str, words: str) -> int:
+    model = current_model()
+    topology = model.topology
+    value = getattr(topology, field)
+    if value is None:
+        raise ContextError(
+            f"rank {topology.rank} of {topology.world_size}: the {words} can't be known without "
+            f"communicating, because somebody else made this {model.name} context: call "
+            "set_local_rank(...), or start with a launcher that sets LOCAL_RANK, LOCAL_WORLD_SIZE, "
+            "GROUP_RANK and GROUP_WORLD_SIZE, as torchrun does"
+        )
+    if topology.is_guess and model.context_id not in _warned:
+        _warned.add(model.context_id)
+        warnings.warn(
+            f"the {words} of this {model.name} context, {value}, is a guess: all ranks are taken to "
+            "be on one node; call set_local_rank(...) if they aren't",
+            UserWarning,
+            stacklevel=3,
+        )
+    return int(value)
+
+
+def device() -> torch.device:
+    """Give the device that this replica computes on.
+
+    Local.
+
+    Returns:
+        The accelerator that the job's backend serves, with this replica's index, else the CPU.
+
+    Raises:
+        NoReplicaError: as in `get_rank`.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.device().type in ("cpu", "cuda", "xpu", "mps")
+        True
+    """
+    return current_model().device
+
+
+def backend() -> str | None:
+    """Name the backend of the active context.
+
+    Local.
+
+    Returns:
+        Such as ``"gloo"``; None where nothing is distributed.
+
+    Raises:
+        NoReplicaError: as in `get_rank`.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.backend() is None
+        True
+    """
+    model = current_model()
+    return None if _context.is_serial(model) else model.backend
+
+
+def model_name() -> str:
+    """Name the computation model of the active context.
+
+    Local.
+
+    Returns:
+        Such as ``"serial"`` or ``"native-dist"``.
+
+    Raises:
+        NoReplicaError: as in `get_rank`.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.model_name()
+        'serial'
+    """
+    return current_model().name
+
+
+def hostname() -> str:
+    """Name this host.
+
+    Local.
+
+    Returns:
+        What the operating system says.
+
+    Example:
+        >>> import unisono as idist
+        >>> isinstance(idist.hostname(), str)
+        True
+    """
+    return socket.gethostname()
+
+
+def is_distributed() -> bool:
+    """Tell whether a context other than serial is active.
+
+    Local.
+
+    Returns:
+        True also in a job of one replica.
+
+    Raises:
+        NoReplicaError: as in `get_rank`.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.is_distributed()
+        False
+    """
+    return not _context.is_serial(current_model())
+
+
+def is_main_process() -> bool:
+    """Tell whether this replica has rank 0.
+
+    Local.
+
+    Returns:
+        True on rank 0, and where nothing is distributed.
+
+    Raises:
+        NoReplicaError: as in `get_rank`.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.is_main_process()
+        True
+    """
+    return current_model().topology.rank == 0
+
+
+def set_local_rank(index: int | None) -> None:
+    """Say what the local rank is in a context that somebody else made.
+
+    Local.
+
+    Args:
+        index: the local rank, at least 0; None takes an earlier hint back.
+
+    Raises:
+        ArgumentError: it is no such int.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.set_local_rank(None)
+    """
+    _context.set_local_rank(index)
+
+
+def show_config() -> None:
+    """Log who this replica is and what runs it, at INFO.
+
+    Local.
+
+    Raises:
+        NoReplicaError: as in `get_rank`.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.show_config()
+    """
+    model = current_model()
+    topology = model.topology
+    if not _log.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
+        _log.addHandler(handler)
+        _log.setLevel(logging.INFO)
+    environment = _context.detect_environment()
+    lines = {
+        "distributed configuration": model.name,
+        "backend": backend(),
+        "device": model.device,
+        "hostname": hostname(),
+        "world size": topology.world_size,
+        "rank": topology.rank,
+        "local rank": _or_unknown(topology.local_rank),
+        "num processes per node": _or_unknown(topology.local_world_size),
+        "num nodes": _or_unknown(topology.nnodes),
+        "node rank": _or_unknown(topology.node_rank),
+        "environment": "none" if environment is None else environment.source,
+        "available backends": ", ".join(registry.available_backends()),
+    }
+    for name, value in lines.items():
+        _log.info("%s: %s", name, value)
+
+
+def _or_unknown(value: int | None) -> int | str:
+    return "unknown" if value is None else value

@@ -1,0 +1,174 @@
+"""The clean process that makes workers for one parent, and that ends when the parent ends.
+
+It is run by its path, not imported as part of the package, so that it starts fast: only the
+standard library is imported before its first request. Each request on the control socket is
+``fork`` or ``exec``, with five file descriptors: stdin, stdout and stderr of the worker,
+its channel to the parent, and its status socket. On the status socket the parent writes signal
+numbers, one byte each, and reads the wait status, as text, once the worker has ended. Closing it
+ends the worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+WORKER = "from unisono.launchers._worker import work; work({channel}, {parent})"
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.5  # a child of the parent may hold its end of the control socket open for ever
+
+
+def die_with(parent: int) -> None:
+    """Let this process end when the one that made it ends.
+
+    Local. Linux does it whatever this process is doing; elsewhere it is looked at only now.
+
+    Args:
+        parent: id of the process that made this one.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] | None) -> None:
+    """Make workers until the parent is gone.
+
+    Local.
+
+    Args:
+        control: the socket that requests come on.
+        parent: id of the parent.
+        work: runs a worker in a forked child, given its channel and this process's id.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_read, False)
+    os.set_blocking(wake_write, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    workers: dict[socket.socket, int] = {}
+    while True:
+        ready, _, _ = select.select([control, wake_read, *workers], [], [], _POLL_S)
+        if os.getppid() != parent:
+            return
+        if wake_read in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(wake_read, 4096)
+        if control in ready:
+            request, fds, _, _ = socket.recv_fds(control, 4, 5)
+            if not request:
+                return
+            status = socket.socket(fileno=fds.pop())
+            inherited = [control.fileno(), wake_read, wake_write]
+            inherited += [status.fileno(), *(other.fileno() for other in workers)]
+            workers[status] = (
+                _fork(work, fds, inherited) if request == b"fork" and work else _exec(fds)
+            )
+            for fd in fds:
+                os.close(fd)
+        for status in [item for item in ready if item in workers]:
+            _obey(status, workers[status])
+        _reap(workers)
+
+
+def _fork(work: Callable[[int, int], None], fds: list[int], inherited: list[int]) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for fd in inherited:
+            os.close(fd)
+        channel = fds.pop()
+        for target, fd in enumerate(fds):
+            os.dup2(fd, target)
+            os.close(fd)
+        work(channel, parent)
+    finally:
+        os._exit(1)
+
+
+def _exec(fds: list[int]) -> int:
+    stdin, stdout, stderr, channel = fds
+    parent = os.getpid()
+    code = f"import sys; sys.path[:] = {sys.path!r}; "
+    code += WORKER.format(channel=channel, parent=parent)
+    worker = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        pass_fds=[channel],
+        preexec_fn=lambda: die_with(parent),  # this process has one thread
+    )
+    worker.returncode = 0  # `_reap` waits for it, so that Popen must not
+    return worker.pid
+
+
+def _obey(status: socket.socket, pid: int) -> None:
+    try:
+        orders = status.recv(64)
+    except OSError:
+        orders = b""
+    for order in orders or bytes([signal.SIGKILL]):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, order)
+
+
+def _reap(workers: dict[socket.socket, int]) -> None:
+    for status, pid in list(workers.items()):
+        done, code = os.waitpid(pid, os.WNOHANG)
+        if done:
+            with contextlib.suppress(OSError):
+                status.sendall(str(code).encode())
+            status.close()
+            del workers[status]
+
+
+@contextlib.contextmanager
+def _watching(parent: int) -> Iterator[None]:
+    """End this process when the parent ends, without a thread, which a fork would not survive."""
+
+    def look(*_: object) -> None:
+        if os.getppid() != parent:
+            os._exit(1)
+
+    signal.signal(signal.SIGALRM, look)
+    signal.siginterrupt(signal.SIGALRM, False)
+    signal.setitimer(signal.ITIMER_REAL, _POLL_S, _POLL_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def main(control_fd: int, parent: int, preload: bool) -> None:
+    """Serve as a process of its own.
+
+    Local.
+
+    Args:
+        control_fd: descriptor of the control socket.
+        parent: id of the process that this one works for.
+        preload: whether to import torch and the worker now, so that workers can be forked.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    control = socket.socket(fileno=control_fd)
+    work: Callable[[int, int], None] | None = None
+    if preload:
+        with _watching(parent):
+            from unisono.launchers._worker import work
+    serve(control, parent, work)
+    os._exit(0)

@@ -1,0 +1,266 @@
+"""One run of mpiexec: what its ranks tell the process that started it, and how all of them end.
+
+Each rank connects to a Unix socket in a private directory, says who it is by MPI's variables, and
+then is a worker like those of the other launchers. When the parent ends, however it does, the
+connections close, and the ranks end with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import cloudpickle
+
+from unisono.errors import LaunchError, WorkerFailedError
+from unisono.launchers import _channel
+from unisono.launchers._worker import Failure, Task, work
+from unisono.topology import RankInfo
+
+__all__ = ("Job", "join")
+
+_HELLO = b"h"  # body: pickle of (RankInfo or None, the rank's variables)
+_VARIABLES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("PMIX_RANK", "PMIX_SIZE"),
+)
+_SIGNAL = re.compile(r"signal:? (\d+)", re.IGNORECASE)
+_TAIL_BYTES = 8192
+_POLL_S = 0.1
+_PRIMARY_WAIT_S = 1.0  # how long an error that only reports a peer's waits for the peer's own
+_END_S = 2.0  # after END, of which ranks die and mpiexec with them, before SIGTERM
+_TERM_S = 3.0  # after SIGTERM, before SIGKILL
+_EXIT_S = 10.0  # for MPI's own end, after all results have come
+
+
+def join(link: str) -> NoReturn:
+    """Be one rank of a job: connect to the parent, and work.
+
+    Local.
+
+    Args:
+        link: path of the parent's socket.
+    """
+    channel = socket.socket(socket.AF_UNIX)
+    try:
+        channel.connect(link)
+    except OSError:  # the parent is gone
+        os._exit(1)
+    body = pickle.dumps((_who_am_i(os.environ), dict(os.environ)))
+    _channel.send(channel, _HELLO, body)
+    work(channel.detach(), os.getppid())
+
+
+def _who_am_i(environ: Mapping[str, str]) -> RankInfo | None:
+    for rank_name, size_name in _VARIABLES:
+        rank, size = environ.get(rank_name, ""), environ.get(size_name, "")
+        if rank.isdecimal() and size.isdecimal():
+            where = int(rank), int(size)
+            return RankInfo(*where, *where, 0, 1, source="spawn")
+    return None
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One rank as the parent sees it."""
+
+    rank: int
+    channel: socket.socket
+    result: bytes | None = None
+    failure: Failure | None = None
+    is_gone: bool = False
+
+    @property
+    def is_secondary(self) -> bool:
+        """Whether its failure only reports that of another rank."""
+        return self.failure is not None and self.failure.is_secondary
+
+
+class Job:
+    """A running mpiexec and its ranks.
+
+    Args:
+        process: mpiexec, its stderr a pipe.
+        n_ranks: how many ranks it makes.
+        entry: cloudpickle of a callable of one RankInfo.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], n_ranks: int, entry: bytes) -> None:
+        self._process = process
+        self._n_ranks = n_ranks
+        self._entry = entry
+        self._ranks: list[_Rank] = []
+        self._failed: list[_Rank] = []
+        self._said = b""
+        self._tail = threading.Thread(target=self._pass_on, name="unisono-mpiexec", daemon=True)
+        self._tail.start()
+
+    def results(self, listener: socket.socket, timeout_s: float | None) -> list[Any]:
+        """Wait for all ranks.
+
+        Local.
+
+        Args:
+            listener: where they connect.
+            timeout_s: seconds for the whole job; None waits for ever.
+
+        Returns:
+            What the entry returned, by rank.
+
+        Raises:
+            WorkerFailedError: a rank failed.
+            LaunchError: mpiexec failed, or the time is over.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while sum(rank.result is not None for rank in self._ranks) < self._n_ranks:
+            if self._failed:
+                self._wait_for_a_primary(listener)
+                raise self._error()
+            if self._process.poll() is not None and not self._poll(listener, 0):
+                raise LaunchError(
+                    f"mpiexec ended with exit code {self._process.returncode} before the ranks "
+                    f"were at work; its last words:\n{self._last_words()}"
+                )
+            if deadline is not None and time.monotonic() > deadline:
+                done = {rank.rank for rank in self._ranks if rank.result is not None}
+                missing = [rank for rank in range(self._n_ranks) if rank not in done]
+                raise LaunchError(f"ranks {missing} weren't done after {timeout_s} s")
+            self._poll(listener, _POLL_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_EXIT_S)
+        self._ranks.sort(key=lambda rank: rank.rank)
+        return [cloudpickle.loads(rank.result) for rank in self._ranks]
+
+    def end(self) -> None:
+        """End mpiexec and all ranks that still run, within seconds.
+
+        Local.
+        """
+        patience_s = 0.0
+        for rank in self._ranks:
+            if not rank.is_gone and self._process.poll() is None:
+                with contextlib.suppress(OSError):
+                    rank.channel.setblocking(False)
+                    _channel.send(rank.channel, _channel.END)
+                    patience_s = _END_S
+        for wait_s, number in ((patience_s, signal.SIGTERM), (_TERM_S, signal.SIGKILL)):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(wait_s)
+                break
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+        for rank in self._ranks:
+            rank.channel.close()  # which ends a rank that mpiexec has left behind
+        self._process.wait()
+        self._tail.join(1.0)
+
+    def _poll(self, listener: socket.socket, timeout_s: float) -> bool:
+        """Take in what has come, and tell whether anything had. Local."""
+        sockets = {rank.channel: rank for rank in self._ranks if not rank.is_gone}
+        ready, _, _ = select.select([listener, *sockets], [], [], timeout_s)
+        for item in ready:
+            if item is listener:
+                self._welcome(listener)
+            else:
+                self._hear(sockets[item])
+        return bool(ready)
+
+    def _welcome(self, listener: socket.socket) -> None:
+        channel, _ = listener.accept()
+        message = _channel.receive(channel)
+        if message is None:
+            return
+        info, environ = pickle.loads(message[1])
+        if info is None or info.world_size != self._n_ranks:
+            raise LaunchError(
+                f"{self._n_ranks} ranks were asked for, but {self._process.args!r} made a process "
+                f"that MPI's variables say is {info}: is it an mpiexec?"
+            )
+        path = [os.path.abspath(item) if item == "" else item for item in sys.path]
+        task = Task(self._entry, info, environ, path, list(sys.argv), os.getcwd())
+        with contextlib.suppress(OSError):  # it has died already: _hear says so
+            _channel.send(channel, _channel.TASK, pickle.dumps(task))
+        self._ranks.append(_Rank(info.rank, channel))
+        if len(self._ranks) == self._n_ranks:  # from now on a kill of this process leaves no file
+            shutil.rmtree(os.path.dirname(listener.getsockname()), ignore_errors=True)
+
+    def _hear(self, rank: _Rank) -> None:
+        message = _channel.receive(rank.channel)
+        if message is None:
+            rank.is_gone = True
+            if rank.result is None and rank not in self._failed:
+                self._failed.append(rank)
+        elif message[0] == _channel.RESULT:
+            rank.result = message[1]
+        else:
+            rank.failure = pickle.loads(message[1])
+            self._failed.append(rank)
+
+    def _wait_for_a_primary(self, listener: socket.socket) -> None:
+        """Wait a little for a failure of its own kind where there are only reports of others'."""
+        limit = time.monotonic() + _PRIMARY_WAIT_S
+        while all(rank.is_secondary for rank in self._failed) and time.monotonic() < limit:
+            self._poll(listener, _POLL_S)
+
+    def _pass_on(self) -> None:
+        """Pass on what mpiexec and the ranks print to stderr, and keep the end of it."""
+        stream = self._process.stderr
+        assert isinstance(stream, io.BufferedReader)
+        with stream:
+            while chunk := stream.read1(65536):
+                self._said = (self._said + chunk)[-_TAIL_BYTES:]
+                with contextlib.suppress(Exception):  # sys.stderr may be closed, or a user's own
+                    sys.stderr.write(chunk.decode(errors="replace"))
+                    sys.stderr.flush()
+
+    def _last_words(self) -> str:
+        self._tail.join(1.0)
+        return self._said.decode(errors="replace").strip() or "(none)"
+
+    def _error(self) -> WorkerFailedError:
+        first = next((rank for rank in self._failed if not rank.is_secondary), self._failed[0])
+        who, failure = f"rank {first.rank} of {self._n_ranks}", first.failure
+        if failure is None:
+            return self._death(first.rank, who)
+        error = WorkerFailedError(
+            f"{who} raised {failure.summary}\n\n{failure.traceback}",
+            rank=first.rank,
+            exit_code=failure.exit_code,
+            traceback=failure.traceback,
+        )
+        if failure.cause is not None:
+            with contextlib.suppress(Exception):  # the class may not exist here
+                error.__cause__ = pickle.loads(failure.cause)
+        return error
+
+    def _death(self, rank: int, who: str) -> WorkerFailedError:
+        """Say how a rank ended that left no word; only mpiexec, whose child it was, knows."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_TERM_S)
+        words, code = self._last_words(), self._process.poll()
+        found = _SIGNAL.search(words)
+        name = None
+        with contextlib.suppress(ValueError):
+            name = signal.Signals(int(found[1])).name if found else None
+        how = f"was ended by {name}" if name else f"ended with exit code {code}"
+        return WorkerFailedError(
+            f"{who} {how} before its work was done; mpiexec's last words:\n{words}",
+            rank=rank,
+            exit_code=None if name else code,
+            signal=name,
+        )

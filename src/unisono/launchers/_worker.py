@@ -1,0 +1,170 @@
+"""The inside of one worker process: reads its task, runs it, tells the parent how it went."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import cloudpickle
+
+from unisono.errors import PayloadError, PeerFailedError
+from unisono.launchers import _channel
+from unisono.launchers._helper import die_with
+from unisono.topology import RankInfo
+
+__all__ = ("Failure", "Task", "work")
+
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a worker is told.
+
+    Args:
+        entry: cloudpickle of a callable of one RankInfo.
+        info: who the worker is.
+        environ: all of its environment variables.
+        path: its ``sys.path``.
+        argv: its ``sys.argv``.
+        directory: its working directory.
+    """
+
+    entry: bytes
+    info: RankInfo
+    environ: dict[str, str]
+    path: list[str]
+    argv: list[str]
+    directory: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a worker failed.
+
+    Args:
+        summary: type and text of the exception.
+        traceback: its traceback, from the user's own frames on.
+        exit_code: of a SystemExit, else None.
+        is_secondary: whether it only says that another rank failed.
+        cause: cloudpickle of the exception, None if it can't be pickled.
+    """
+
+    summary: str
+    traceback: str
+    exit_code: int | None
+    is_secondary: bool
+    cause: bytes | None
+
+
+def work(channel_fd: int, parent: int) -> NoReturn:
+    """Run one task and end the process.
+
+    Local.
+
+    Args:
+        channel_fd: descriptor of the channel to the parent.
+        parent: id of the process whose end shall end this one.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    die_with(parent)
+    channel = socket.socket(fileno=channel_fd)
+    message = _channel.receive(channel)
+    if message is None:
+        os._exit(1)
+    task: Task = pickle.loads(message[1])
+    ended = threading.Event()
+    threading.Thread(
+        target=_watch, args=(channel, ended), name="unisono-parent", daemon=True
+    ).start()
+    try:
+        _settle_in(task)
+        value = cloudpickle.loads(task.entry)(task.info)
+        body = _pickle(value)
+    except BaseException as error:  # SystemExit and KeyboardInterrupt are failures too
+        failure = _describe(error)
+        _flush()
+        with contextlib.suppress(OSError):
+            _channel.send(channel, _channel.ERROR, pickle.dumps(failure))
+        # Connections stay open until the parent has seen this error, and not a neighbour's.
+        ended.wait()
+        os._exit(1)
+    _flush()
+    _channel.send(channel, _channel.RESULT, body)
+    atexit._run_exitfuncs()
+    _flush()
+    os._exit(0)
+
+
+def _pickle(result: object) -> bytes:
+    try:
+        data: bytes = cloudpickle.dumps(result)
+    except Exception as error:  # an object's own __reduce__ may raise anything
+        raise PayloadError(
+            f"the result, a {type(result).__qualname__}, can't be pickled: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return data
+
+
+def _settle_in(task: Task) -> None:
+    os.environ.clear()
+    os.environ.update(task.environ)
+    sys.path[:] = task.path
+    importlib.invalidate_caches()  # files may be newer than the process that this one is a copy of
+    sys.argv[:] = task.argv
+    with contextlib.suppress(OSError):  # the directory may be gone
+        os.chdir(task.directory)
+    threads = task.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and int(threads) > 0 and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(int(threads))
+
+
+def _watch(channel: socket.socket, ended: threading.Event) -> None:
+    message = _channel.receive(channel)
+    if message is None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _flush()
+    ended.set()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # a stream may be closed, or anything a user put there
+            stream.flush()
+
+
+def _describe(error: BaseException) -> Failure:
+    exit_code = None
+    if isinstance(error, SystemExit):
+        exit_code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    try:
+        cause = cloudpickle.dumps(error)
+    except Exception:  # the traceback says what there is to say
+        cause = None
+    kind = type(error)
+    last = traceback.format_exception_only(kind, error)[-1].strip()
+    trimmed = error.with_traceback(_skip_ours(error.__traceback__))
+    text = "".join(traceback.format_exception(kind, trimmed, trimmed.__traceback__))
+    is_secondary = isinstance(error, PeerFailedError)
+    return Failure(last, text, exit_code, is_secondary, cause)
+
+
+def _skip_ours(frames: Any) -> Any:
+    """Drop this package's frames at the top, unless there are no others."""
+    inner = frames
+    while inner is not None and inner.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        inner = inner.tb_next
+    return inner or frames

@@ -1,0 +1,186 @@
+"""The fresh process in which torch_xla's launcher runs, and the replicas that it makes."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+import cloudpickle
+import torch
+
+from unisono.errors import LaunchError, PeerFailedError
+from unisono.topology import LaunchPlan, RankInfo
+
+__all__ = ("FORK_DIED", "Failure", "serve")
+
+FORK_DIED = 86
+"""Exit code of the fresh process where one that it forked has died."""
+_PR_SET_PDEATHSIG = 1
+_PRIMARY_WAIT_S = 1.0  # how long an error that only reports a peer's waits for the peer's own
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a replica failed.
+
+    Args:
+        summary: type and text of the exception.
+        traceback: its traceback.
+        exit_code: of a SystemExit, else None.
+        cause: cloudpickle of the exception, None if it can't be pickled.
+    """
+
+    summary: str
+    traceback: str
+    exit_code: int | None
+    cause: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    """What the fresh process knows, and those that it forks."""
+
+    link: Connection
+    lock: Any
+    entry: bytes
+    plan: LaunchPlan
+    pid: int
+
+    def send(self, kind: str, rank: int, body: Any) -> None:
+        """Send one message; replicas of several processes share the link."""
+        with self.lock:
+            self.link.send_bytes(pickle.dumps((kind, rank, body)))
+
+
+# The runtime's launcher pickles the function that it runs, and a link and a lock can't be.
+_child: _Child | None = None
+
+
+def serve(link: Connection) -> NoReturn:
+    """Run one job in this fresh process, and end it.
+
+    Local.
+
+    Args:
+        link: to the parent, which sends the job and is told the results.
+    """
+    global _child
+    entry, plan, parent = cloudpickle.loads(link.recv_bytes())
+    _die_with(parent)
+    lock = multiprocessing.get_context("fork").Lock()
+    _child = child = _Child(link, lock, entry, plan, os.getpid())
+    os.set_inheritable(link.fileno(), False)
+    is_alone = plan.nproc_per_node == 1
+    if not is_alone:  # those that it forks end first, and are buried here
+        signal.signal(signal.SIGTERM, lambda *_: None)
+    os.register_at_fork(after_in_child=_after_fork)
+    faulthandler.enable()  # XLA aborts the process where a graph doesn't get all replicas
+    try:
+        torch_xla = importlib.import_module("torch_xla")
+        torch_xla.launch(_replica, start_method="fork", debug_single_process=is_alone)
+    except BrokenProcessPool:
+        os._exit(FORK_DIED)
+    except BaseException as error:
+        child.send("failure", -1, _describe(error))
+        os._exit(1)
+    atexit._run_exitfuncs()
+    _flush()
+    os._exit(0)
+
+
+def _after_fork() -> None:
+    assert _child is not None
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if os.getppid() == _child.pid:
+        _die_with(_child.pid)
+
+
+def _die_with(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _replica(_rank: int) -> None:
+    """Run the entry as one replica: in a thread of its own where a process has several."""
+    child = _child
+    assert child is not None
+    runtime = importlib.import_module("torch_xla.runtime")
+    rank = runtime.global_ordinal()
+    try:
+        entry = cloudpickle.loads(child.entry)
+        result = entry(_info(runtime, child.plan))
+        buffer = io.BytesIO()
+        _ResultPickler(buffer).dump(result)
+    except BaseException as error:  # SystemExit and KeyboardInterrupt are failures too
+        if isinstance(error, PeerFailedError):
+            time.sleep(_PRIMARY_WAIT_S)
+        child.send("failure", rank, _describe(error))
+        _flush()
+        os._exit(1)  # with the process go the replicas that wait for this one
+    _flush()
+    child.send("result", rank, buffer.getvalue())
+
+
+def _info(runtime: Any, plan: LaunchPlan) -> RankInfo:
+    if plan.nproc_per_node == 1:
+        return RankInfo(0, 1, 0, 1, 0, 1, source="spawn")
+    n_local = runtime.local_device_count()
+    if n_local != plan.nproc_per_node:
+        raise LaunchError(
+            f"nproc_per_node={plan.nproc_per_node}, but XLA's runtime has {n_local} devices on "
+            f"this node: ask for {n_local}, or for 1"
+        )
+    return RankInfo(
+        runtime.global_ordinal(),
+        runtime.world_size(),
+        runtime.local_ordinal(),
+        n_local,
+        plan.node_rank,
+        plan.nnodes,
+        source="spawn",
+    )
+
+
+class _ResultPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles tensors of XLA devices as CPU tensors: the parent may have no such device."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is torch.Tensor and obj.device.type == "xla":
+            moved = obj.detach().cpu().requires_grad_(obj.requires_grad)
+            return moved.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
+        return super().reducer_override(obj)
+
+
+def _describe(error: BaseException) -> Failure:
+    exit_code = None
+    if isinstance(error, SystemExit):
+        exit_code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    try:
+        cause = cloudpickle.dumps(error)
+    except Exception:  # the traceback says what there is to say
+        cause = None
+    summary = traceback.format_exception_only(type(error), error)[-1].strip()
+    return Failure(summary, "".join(traceback.format_exception(error)), exit_code, cause)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # a stream may be closed, or a user's own
+            stream.flush()

@@ -1,0 +1,229 @@
+"""Replicas as local processes, made by a clean helper process that has torch imported already."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from unisono.errors import ArgumentError, LaunchError, PayloadError
+from unisono.launchers import _channel, _helper
+from unisono.launchers._by_value import pickle_for_worker
+from unisono.launchers._job import Job, Worker
+from unisono.launchers._worker import Task, work
+from unisono.topology import LaunchPlan, RankInfo
+
+__all__ = ("START_METHODS", "launch")
+
+START_METHODS = ("forkserver", "spawn", "fork")
+_END_S = 2.0
+# Variables that take effect when a library is loaded: a helper that has loaded them is too old.
+_AT_LOAD = ("LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "PYTHON", "TORCH_", "PYTORCH_")
+
+
+@dataclass(frozen=True, slots=True)
+class _Helper:
+    """A helper process of this process, and what it was started with."""
+
+    control: socket.socket
+    process: subprocess.Popen[bytes]
+    owner: int
+    key: tuple[object, ...]
+
+
+_helpers: dict[str, _Helper] = {}
+_lock = threading.Lock()
+
+
+def launch(
+    entry: Callable[[RankInfo], Any],
+    plan: LaunchPlan,
+    *,
+    environ: Mapping[str, str] | None = None,
+    join: bool = True,
+) -> Any:
+    """Run `entry` in as many processes as planned.
+
+    Local.
+
+    Args:
+        entry: called in each process with who it is.
+        plan: how many, and where they meet.
+        environ: variables that the processes have besides this one's.
+        join: whether to wait.
+
+    Returns:
+        What `entry` returned, by rank of this node; or the Job, if not to wait.
+
+    Raises:
+        PayloadError: `entry` can't be pickled.
+        LaunchError: the rendezvous or a process can't be made.
+        WorkerFailedError: a replica failed.
+    """
+    method = plan.start_method or ("forkserver" if sys.platform == "linux" else "spawn")
+    if method not in START_METHODS or (method != "spawn" and sys.platform == "win32"):
+        raise ArgumentError(f"start_method={method!r}: use one of {', '.join(START_METHODS)}")
+    try:
+        pickled = pickle_for_worker(entry)
+    except Exception as error:  # an object's own __reduce__ may raise anything
+        raise PayloadError(f"the function or its arguments can't be pickled: {error}") from error
+    store, plan = _host(plan)
+    workers: list[Worker] = []
+    held = ExitStack()
+    held.callback(lambda store: None, store)  # it lives until the stack is closed
+    control = _fork_control(held) if method == "fork" else _helper_for(method).control
+    job = Job(workers, plan.world_size, held)
+    try:
+        for local_rank in range(plan.nproc_per_node):
+            info = replace(plan.info(local_rank), store_is_hosted=plan.init_method is None)
+            workers.append(_start(control, method, info))
+        for worker, local_rank in zip(workers, range(plan.nproc_per_node), strict=True):
+            info = replace(plan.info(local_rank), store_is_hosted=plan.init_method is None)
+            task = _task(pickled, info, environ or {})
+            _channel.send(worker.channel, _channel.TASK, pickle.dumps(task))
+    except OSError as error:
+        job.terminate()
+        raise LaunchError(f"a worker process can't be started: {error}") from error
+    return job.join() if join else job
+
+
+def _host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
+    """Host the rendezvous where that is this node's part; it outlives every worker.
+
+    Local. Alone on one host it listens on the loopback at a port of the kernel's choice, so that
+    no other job can take it and nobody else can reach it.
+    """
+    if plan.init_method is not None or plan.node_rank != 0:
+        return None, plan
+    addr = plan.master_addr or "127.0.0.1"
+    try:
+        family, kind, proto, _, where = socket.getaddrinfo(
+            addr, plan.master_port or 0, type=socket.SOCK_STREAM
+        )[0]
+        listener = socket.socket(family, kind, proto)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+        listener.listen(1024)
+    except OSError as error:
+        raise LaunchError(
+            f"can't listen at master_addr={addr!r}, master_port={plan.master_port}: {error}"
+        ) from error
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        addr,
+        port,
+        None,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, replace(plan, master_addr=addr, master_port=port)
+
+
+def _task(pickled: bytes, info: RankInfo, environ: Mapping[str, str]) -> Task:
+    own = {
+        "RANK": info.rank,
+        "LOCAL_RANK": info.local_rank,
+        "WORLD_SIZE": info.world_size,
+        "LOCAL_WORLD_SIZE": info.local_world_size,
+        "MASTER_ADDR": info.master_addr,
+        "MASTER_PORT": info.master_port,
+    }
+    variables = {**environ, **os.environ}
+    variables |= {name: str(value) for name, value in own.items() if value is not None}
+    path = [os.path.abspath(item) if item == "" else item for item in sys.path]
+    return Task(pickled, info, variables, path, list(sys.argv), os.getcwd())
+
+
+def _helper_for(method: str) -> _Helper:
+    with _lock:
+        at_load = sorted(item for item in os.environ.items() if item[0].startswith(_AT_LOAD))
+        key = (sys.executable, *at_load)
+        known = _helpers.get(method)
+        if known is not None and known.owner == os.getpid():
+            if known.key == key and _answers(known):
+                return known
+            _dismiss(known)
+        _helpers[method] = known = _start_helper(method, key)
+        return known
+
+
+def _answers(helper: _Helper) -> bool:
+    """Tell whether a helper still has its end of the control socket open."""
+    try:
+        return helper.control.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def _start_helper(method: str, key: tuple[object, ...]) -> _Helper:
+    ours, theirs = socket.socketpair()
+    path = [os.path.abspath(item) if item == "" else item for item in sys.path]
+    code = (
+        f"import sys; sys.path[:] = {path!r}\n"
+        "import importlib.util as u\n"
+        f"s = u.spec_from_file_location('unisono_helper', {str(Path(_helper.__file__))!r})\n"
+        "m = u.module_from_spec(s); s.loader.exec_module(m)\n"
+        f"m.main({theirs.fileno()}, {os.getpid()}, {method == 'forkserver'})"
+    )
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+        )
+    return _Helper(ours, process, os.getpid(), key)
+
+
+def _dismiss(helper: _Helper) -> None:
+    """Let a helper process end, and with it the workers that it still has."""
+    with contextlib.suppress(OSError), helper.control:  # forks of this process have copies of it
+        helper.control.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        helper.process.wait(_END_S)
+
+
+@atexit.register
+def _dismiss_all() -> None:
+    for helper in _helpers.values():
+        if helper.owner == os.getpid():
+            _dismiss(helper)
+
+
+def _fork_control(held: ExitStack) -> socket.socket:
+    """Let a fork of this process itself make the workers; it ends with the job."""
+    ours, theirs = socket.socketpair()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ours.close()
+            _helper.serve(theirs, parent, work)
+        finally:
+            os._exit(0)
+    theirs.close()
+    held.callback(os.waitpid, pid, 0)
+    held.callback(ours.close)
+    return ours
+
+
+def _start(control: socket.socket, method: str, info: RankInfo) -> Worker:
+    channel, their_channel = socket.socketpair()
+    status, their_status = socket.socketpair()
+    with their_channel, their_status:
+        request = b"exec" if method == "spawn" else b"fork"
+        fds = [0, 1, 2, their_channel.fileno(), their_status.fileno()]
+        socket.send_fds(control, [request], fds)
+    return Worker(info.rank, channel, status)

@@ -1,0 +1,251 @@
+"""The life of a context: initialize, finalize, sync, spawn."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from unisono import _context
+from unisono._arguments import check_count, check_names, check_port, seconds
+from unisono._replica import Replica
+from unisono.errors import ArgumentError
+from unisono.registry import find_launcher, find_model
+from unisono.topology import LaunchPlan, RankInfo
+
+__all__ = ("best_backend", "finalize", "initialize", "spawn", "sync")
+
+_PLAN_OPTIONS = frozenset(
+    {"nnodes", "node_rank", "master_addr", "master_port", "init_method", "start_method"}
+)
+_LAUNCH_OPTIONS = _PLAN_OPTIONS | {"join", "daemon", "timeout"}
+
+
+def best_backend() -> str:
+    """Name the best backend for this machine's accelerator.
+
+    Local.
+
+    Returns:
+        What torch uses for the accelerator by default; ``"gloo"`` on a CPU.
+    """
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        return torch.distributed.get_default_backend_for_device(kind)
+    return "gloo"
+
+
+def initialize(backend: str | None = None, **options: Any) -> None:
+    """Make a context and let it be this process's.
+
+    Collective over all ranks of the job.
+
+    Args:
+        backend: such as ``"gloo"``, ``"nccl"``, ``"cpu:gloo,cuda:nccl"``, ``"serial"`` or a
+            plug-in's; None for the best one for this machine.
+        options: ``rank`` and ``world_size`` (together; else the environment says them, else this
+            process is alone), ``timeout`` (seconds or a timedelta, for set-up and for each
+            operation), and what the model takes: on native ``init_method``, ``store``, ``device``
+            (a device, its name or its index), ``device_id``, ``pg_options``, ``group_name``.
+
+    Raises:
+        UnknownBackendError: nobody claims the backend.
+        BackendUnavailableError: it is known, but can't be used here.
+        ArgumentError: an option that nobody takes, or a bad value.
+        AlreadyInitializedError: a context is live, whoever made it.
+        EnvironmentDetectionError: the environment's variables are partial or contradictory.
+        ContextError: the ranks couldn't meet.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.initialize("gloo")
+        >>> idist.model_name(), idist.get_world_size()
+        ('native-dist', 1)
+        >>> idist.finalize()
+    """
+    name = best_backend() if backend is None else backend
+    cls = find_model(name)
+    check_names(f"initialize({name!r})", options, {*cls.options, "rank", "world_size"})
+    given = dict(options)
+    info = _who_am_i(given)
+    if given.get("timeout") is not None:
+        given["timeout"] = seconds("timeout", given["timeout"])
+    given = {key: value for key, value in given.items() if value is not None}
+    _context.activate(lambda: cls.initialize(name.lower(), info, **given))
+
+
+def _who_am_i(options: dict[str, Any]) -> RankInfo:
+    """Take rank and world size out of the options, else out of the environment."""
+    rank, world_size = options.pop("rank", None), options.pop("world_size", None)
+    if (rank is None) != (world_size is None):
+        raise ArgumentError(f"rank={rank!r} and world_size={world_size!r} are given together")
+    if rank is not None and world_size is not None:
+        check_count("world_size", world_size)
+        if check_count("rank", rank, 0) >= world_size:
+            raise ArgumentError(f"rank={rank} should be below world_size={world_size}")
+        found = _context.detect_environment()
+        if found is not None and (found.rank, found.world_size) == (rank, world_size):
+            return found
+        return RankInfo(
+            rank,
+            world_size,
+            master_addr=os.environ.get("MASTER_ADDR"),
+            master_port=_port_of(os.environ.get("MASTER_PORT")),
+        )
+    found = _context.read_environment()
+    if found is not None:
+        return found
+    if options.get("init_method") is not None and options["init_method"] != "env://":
+        raise ArgumentError("init_method= needs rank= and world_size= as well")
+    options.pop("init_method", None)
+    return RankInfo(0, 1, 0, 1, 0, 1, source="none")
+
+
+def _port_of(text: str | None) -> int | None:
+    if text is None:
+        return None
+    return check_port("MASTER_PORT", int(text) if text.isdecimal() else text)
+
+
+def finalize() -> None:
+    """End the context: destroy it if `initialize` made it, else let go of it.
+
+    Collective over all ranks of the job, where its library's own end is. Harmless where nothing is
+    distributed, and after an earlier `finalize`.
+
+    Raises:
+        CollectiveError: the library's own end failed.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.finalize()
+    """
+    model = _context.current_model()
+    try:
+        model.settle()
+        model.finalize()
+    finally:
+        _context.forget()
+
+
+def sync(temporary: bool = False) -> None:
+    """Look for the live context again; needless, since every call looks by itself.
+
+    Local.
+
+    Args:
+        temporary: accepted for idist's sake; what is found is never kept longer than it lives.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.sync()
+    """
+    model = _context.current_model()
+    if not _context.is_ours(model):
+        _context.forget()
+    _context.current_model()
+
+
+def spawn(
+    backend: str | None,
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs_dict: Mapping[str, Any] | None = None,
+    nproc_per_node: int = 1,
+    **options: Any,
+) -> Any:
+    """Run a function in replicas that are made for it, and give what each returned.
+
+    Local. In the replicas ``fn(local_rank, *args, **kwargs_dict)`` runs within a live context.
+
+    Args:
+        backend: as in `initialize`.
+        fn: any callable: a function of a module, a method, a closure, a lambda, or one of
+            ``__main__``.
+        args: its positional arguments after the local rank, a list or tuple.
+        kwargs_dict: its keyword arguments.
+        nproc_per_node: replicas on this node, at least 1.
+        options: ``nnodes``, ``node_rank``, ``master_addr``, ``master_port`` or ``init_method`` for
+            several nodes, each of which makes this call; ``start_method`` (``"forkserver"``, the
+            default on Linux, ``"spawn"`` for a fresh interpreter each, ``"fork"`` for a copy of
+            this process); ``join=False`` for a handle with ``join()`` and ``terminate()``;
+            ``timeout`` (seconds or a timedelta, for each operation); ``daemon``, accepted for
+            idist's sake: no replica outlives this process; and what `initialize` takes.
+
+    Returns:
+        A list of what `fn` returned, by rank of this node.
+
+    Raises:
+        UnknownBackendError: nobody claims the backend.
+        BackendUnavailableError: it is known, but can't be used here.
+        ArgumentError: a bad value or an option that nobody takes; nothing was started.
+        PayloadError: `fn` or its arguments can't be pickled.
+        LaunchError: the replicas couldn't be started.
+        WorkerFailedError: a replica failed; it carries the first failure's own traceback, and all
+            others have been ended.
+
+    Example:
+        >>> import unisono as idist
+        >>> def square(local_rank, base):
+        ...     return idist.all_reduce(base * base)
+        >>> idist.spawn("threads", square, args=(3,), nproc_per_node=2)
+        [18, 18]
+    """
+    name = best_backend() if backend is None else backend
+    cls = find_model(name)
+    check_names("spawn", options, {*cls.options, *_LAUNCH_OPTIONS})
+    _check_call(fn, args, kwargs_dict)
+    plan = _plan(nproc_per_node, options)
+    given = {key: value for key, value in options.items() if key not in _LAUNCH_OPTIONS}
+    if options.get("timeout") is not None:
+        given["timeout"] = seconds("timeout", options["timeout"])
+    if plan.init_method is not None:
+        given["init_method"] = plan.init_method
+    replica = Replica(name.lower(), fn, tuple(args), dict(kwargs_dict or {}), given)
+    join = options.get("join", True)
+    if "launch" in cls.capabilities:
+        _check_own_launch(cls.name, options)
+        return cls.launch(replica.run, plan, **given)
+    launch = find_launcher("processes")
+    return launch(replica, plan, environ=cls.worker_environ(plan), join=join)
+
+
+def _check_call(fn: Any, args: Any, kwargs_dict: Any) -> None:
+    if not callable(fn):
+        raise ArgumentError(f"fn should be callable: {fn!r}")
+    if not isinstance(args, (list, tuple)):
+        raise ArgumentError(f"args={args!r} should be a list or tuple, such as ({args!r},)")
+    if kwargs_dict is not None and not (
+        isinstance(kwargs_dict, Mapping) and all(isinstance(key, str) for key in kwargs_dict)
+    ):
+        raise ArgumentError(f"kwargs_dict={kwargs_dict!r} should be a dict with keys of type str")
+
+
+def _plan(nproc_per_node: Any, options: Mapping[str, Any]) -> LaunchPlan:
+    given = {key: options[key] for key in _PLAN_OPTIONS if options.get(key) is not None}
+    plan = LaunchPlan(check_count("nproc_per_node", nproc_per_node), **given)
+    check_count("nnodes", plan.nnodes)
+    if check_count("node_rank", plan.node_rank, 0) >= plan.nnodes:
+        raise ArgumentError(f"node_rank={plan.node_rank} should be below nnodes={plan.nnodes}")
+    if plan.master_port is not None:
+        check_port("master_port", plan.master_port)
+    has_address = plan.master_addr is not None and plan.master_port is not None
+    if plan.nnodes > 1 and not (has_address or plan.init_method):
+        raise ArgumentError(
+            f"nnodes={plan.nnodes} needs master_addr= and master_port= of node 0, or init_method="
+        )
+    if plan.init_method == "env://":  # the launcher's own rendezvous is what it stands for
+        plan = replace(plan, init_method=None)
+    return plan
+
+
+def _check_own_launch(model: str, options: Mapping[str, Any]) -> None:
+    for name in ("start_method", "init_method", "master_addr", "master_port"):
+        if options.get(name) is not None:
+            raise ArgumentError(f"{model} makes its replicas itself and takes no {name}")
+    if options.get("join") is False or options.get("nnodes", 1) not in (None, 1):
+        raise ArgumentError(f"{model} takes neither join=False nor several nodes")

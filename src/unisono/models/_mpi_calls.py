@@ -1,0 +1,258 @@
+"""MPI calls on tensors: buffers, operations, deadlines, and what MPI's errors become."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from unisono.control.derived import FRAME_BYTES
+from unisono.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    PayloadError,
+    PeerFailedError,
+)
+from unisono.reduction import ReduceOp
+
+__all__ = ("DATATYPES", "Calls", "is_folded_by_torch")
+
+# MPI has no 16-bit floats: they travel as int16, and are reduced by a function of ours.
+DATATYPES = {
+    torch.float64: "DOUBLE",
+    torch.float32: "FLOAT",
+    torch.float16: "INT16_T",
+    torch.bfloat16: "INT16_T",
+    torch.int64: "INT64_T",
+    torch.int32: "INT32_T",
+    torch.int16: "INT16_T",
+    torch.int8: "INT8_T",
+    torch.uint8: "UINT8_T",
+}
+_OPS = {
+    ReduceOp.SUM: "SUM",
+    ReduceOp.PRODUCT: "PROD",
+    ReduceOp.MIN: "MIN",
+    ReduceOp.MAX: "MAX",
+    ReduceOp.AND: "BAND",
+    ReduceOp.OR: "BOR",
+    ReduceOp.XOR: "BXOR",
+}
+_STEPS: dict[ReduceOp, Callable[..., Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+}
+_GONE = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_PROC_ABORTED", "ERR_REVOKED")
+_LENGTH = struct.Struct("<Q")  # one frame of `exchange`: the blob's length, then its beginning
+_INLINE_BYTES = FRAME_BYTES - _LENGTH.size
+_SPINS = 1_000  # tests of a request before waiting for it gives way to other processes
+
+
+def is_folded_by_torch(op: ReduceOp, dtype: torch.dtype) -> bool:
+    """Tell whether MPI has no exact operation for this. Local.
+
+    It has none for 16-bit floats, and its MIN and MAX of floats lose NaN.
+    """
+    is_extreme = op in (ReduceOp.MIN, ReduceOp.MAX)
+    return dtype.is_floating_point and (is_extreme or dtype.itemsize < torch.float32.itemsize)
+
+
+class Calls:
+    """MPI as one rank calls it.
+
+    Args:
+        mpi: the module ``mpi4py.MPI``.
+        rank: this rank.
+        at_loss: called when a call is given up whose peers may wait for this rank at the end.
+    """
+
+    def __init__(self, mpi: Any, rank: int, at_loss: Callable[[], None]) -> None:
+        self._mpi = mpi
+        self._who = f"rank {rank} of {mpi.COMM_WORLD.size}"
+        self._at_loss = at_loss
+        self._rules: dict[tuple[ReduceOp, torch.dtype], Any] = {}
+        self._folds: list[Any] = []
+        self._under_way: list[tuple[Any, object]] = []
+        self._datatypes = {dtype: getattr(mpi, name) for dtype, name in DATATYPES.items()}
+        self._at = mpi.buffer.fromaddress
+        self._is_broken = False
+        self.timeout_s: float | None = None
+
+    def buffer(self, tensor: Tensor) -> list[Any]:
+        """Show MPI the memory of a contiguous tensor, which must outlive the call. Local."""
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()  # MPI knows of no streams
+        return [self._at(tensor.data_ptr(), tensor.nbytes), self._datatypes[tensor.dtype]]
+
+    def rule(self, op: ReduceOp, dtype: torch.dtype) -> Any:
+        """Give MPI's operation, or ours where it has none that computes what torch does.
+
+        Local.
+
+        Raises:
+            PayloadError: bits of floats.
+        """
+        rule = self._rules.get((op, dtype))
+        if rule is None:
+            if op.is_bitwise and dtype.is_floating_point:
+                raise PayloadError(f"{op.name} works on integer tensors, not on {dtype}")
+            if is_folded_by_torch(op, dtype):
+                rule = self._mpi.Op.Create(_fold(_STEPS[op], dtype), commute=True)
+                self._folds.append(rule)
+            else:
+                rule = getattr(self._mpi, _OPS[op])
+            self._rules[op, dtype] = rule
+        return rule
+
+    def run(self, name: str, comm: Any, *args: Any) -> None:
+        """Call a method of a communicator and wait for it.
+
+        Collective over `comm`, or as the method is.
+
+        Args:
+            name: the blocking method; with a deadline its non-blocking form is called.
+            comm: the communicator.
+            args: of the method.
+
+        Raises:
+            CollectiveError: it failed.
+            CollectiveTimeoutError: the deadline passed.
+        """
+        try:
+            if self.timeout_s is None:
+                getattr(comm, name)(*args)
+            else:
+                self._await(name, comm, getattr(comm, f"I{name.lower()}")(*args), args)
+        except self._mpi.Exception as error:
+            self._fail(name, error)
+
+    def exchange(
+        self, comm: Any, n_ranks: int, blob: bytes, largest: int
+    ) -> tuple[list[int], list[bytes] | None]:
+        """Give every rank the bytes of every rank: in one round where all of them are few.
+
+        Collective over `comm`.
+
+        Args:
+            comm: the communicator.
+            n_ranks: its size.
+            blob: this rank's bytes.
+            largest: bytes that one call may gather.
+
+        Returns:
+            The sizes of the blobs, and the blobs, by rank; None for the blobs if they are too many.
+        """
+        byte = self._mpi.BYTE
+        head = (_LENGTH.pack(len(blob)) + blob[:_INLINE_BYTES]).ljust(FRAME_BYTES, b"\0")
+        heads = bytearray(n_ranks * FRAME_BYTES)
+        self.run("Allgather", comm, [head, byte], [heads, byte])
+        sizes = [_LENGTH.unpack_from(heads, at)[0] for at in range(0, len(heads), FRAME_BYTES)]
+        if max(sizes) <= _INLINE_BYTES:
+            starts = range(_LENGTH.size, len(heads), FRAME_BYTES)
+            return sizes, _cut(heads, starts, sizes)
+        if sum(sizes) > largest:
+            return sizes, None
+        bodies = bytearray(sum(sizes))
+        self.run("Allgatherv", comm, [blob, byte], [bodies, sizes, byte])
+        return sizes, _cut(bodies, itertools.accumulate([0, *sizes[:-1]]), sizes)
+
+    def start(
+        self, name: str, comm: Any, tensor: Tensor, *args: Any
+    ) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
+        """Call a non-blocking method that leaves its result in `tensor`.
+
+        Collective over `comm`.
+
+        Returns:
+            What waits for it and gives `tensor`, and what tells whether it is done. The memory is
+            held until MPI is done with it, also where nobody waits.
+        """
+        self._under_way = [item for item in self._under_way if not item[0].Test()]
+        with self.edge(name):
+            request = getattr(comm, name)(*args)
+        self._under_way.append((request, tensor))
+
+        def wait() -> Tensor:
+            with self.edge(name):
+                self._await(name, comm, request, tensor)
+            return tensor
+
+        def is_completed() -> bool:
+            with self.edge(name):
+                return bool(request.Test())
+
+        return wait, is_completed
+
+    def finish(self) -> None:
+        """Wait for what `start` has under way, and free our operations. Local."""
+        if self._is_broken:  # what was given up may never be done
+            return
+        with self.edge("Waitall"):
+            self._mpi.Request.Waitall([request for request, _ in self._under_way])
+            for rule in self._folds:
+                rule.Free()
+        self._under_way = []
+        self._folds = []
+
+    @contextmanager
+    def edge(self, name: str) -> Iterator[None]:
+        """Turn MPI's errors into ours. Local."""
+        try:
+            yield
+        except self._mpi.Exception as error:
+            self._fail(name, error)
+
+    def _await(self, name: str, comm: Any, request: Any, keep: object) -> None:
+        if self.timeout_s is None:
+            request.Wait()
+            return
+        deadline = time.monotonic() + self.timeout_s
+        for spins in itertools.count():
+            if request.Test():
+                return
+            if time.monotonic() > deadline:
+                break
+            if spins > _SPINS:
+                time.sleep(0 if spins < 2 * _SPINS else 1e-4)
+        self._under_way.append((request, keep))  # MPI may still write there
+        self._is_broken = True
+        self._at_loss()
+        ranks = comm.group.Translate_ranks(None, self._mpi.COMM_WORLD.group)
+        raise CollectiveTimeoutError(
+            f"{self._who}: {name} over ranks {list(ranks)} wasn't done after {self.timeout_s} s: "
+            "some rank didn't come; look for its own error, or raise timeout="
+        )
+
+    def _fail(self, name: str, error: Any) -> NoReturn:
+        kind = error.Get_error_class()
+        text = f"{self._who}: {name} failed: {error}"
+        if kind in {getattr(self._mpi, known, None) for known in _GONE}:
+            raise PeerFailedError(text) from error
+        if kind == self._mpi.ERR_TRUNCATE:
+            raise CollectiveMismatchError(
+                f"{text}: the ranks passed different sizes, or called different things"
+            ) from error
+        raise CollectiveError(text) from error
+
+
+def _cut(data: bytearray, starts: Iterable[int], sizes: list[int]) -> list[bytes]:
+    view = memoryview(data)
+    return [bytes(view[at : at + size]) for at, size in zip(starts, sizes, strict=True)]
+
+
+def _fold(step: Callable[..., Tensor], dtype: torch.dtype) -> Callable[[Any, Any, Any], None]:
+    def fold(source: Any, target: Any, _datatype: Any) -> None:
+        if len(target):
+            into = torch.frombuffer(target, dtype=dtype)
+            step(torch.frombuffer(source, dtype=dtype), into, out=into)
+
+    return fold

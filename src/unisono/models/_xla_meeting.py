@@ -1,0 +1,109 @@
+"""Where replicas that are threads of one process meet on the host."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any, TypeVar
+
+from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerFailedError
+
+__all__ = ("MEETING", "Meeting")
+
+T = TypeVar("T")
+
+
+class Meeting:
+    """Where the replicas that are threads of this process meet on the host.
+
+    A graph that a replica launches alone ends the whole process after ten seconds; whoever waits
+    here instead waits as long as it may, and knows who hasn't come.
+    """
+
+    def __init__(self) -> None:
+        self._moved = threading.Condition()
+        self._rounds: dict[tuple[int, ...], dict[int, tuple[str, Any]]] = {}
+        self._left: dict[int, str] = {}
+
+    def join(self, rank: int) -> None:
+        """Come back after `leave`. Local."""
+        with self._moved:
+            self._left.pop(rank, None)
+
+    def leave(self, rank: int, why: str) -> None:
+        """Tell whoever waits for `rank`, or will, that it won't come. Local."""
+        with self._moved:
+            self._left[rank] = why
+            self._moved.notify_all()
+
+    def has_left(self, rank: int) -> bool:
+        """Tell whether `rank` has left and not come back. Local."""
+        return rank in self._left
+
+    def swap(
+        self, ranks: tuple[int, ...], rank: int, call: str, item: T, timeout_s: float
+    ) -> list[T]:
+        """Bring an item and take everybody's.
+
+        Collective over `ranks`.
+
+        Args:
+            ranks: those that meet, ascending; `rank` is one of them.
+            rank: who comes.
+            call: what it does, for comparison and for messages.
+            item: what it brings; the others get the same object.
+            timeout_s: how long it waits for the others.
+
+        Returns:
+            The items in rank order.
+
+        Raises:
+            CollectiveTimeoutError: not all came.
+            CollectiveMismatchError: they came for different calls (on every rank).
+            PeerFailedError: one that hasn't come has left.
+        """
+        with self._moved:
+            entries = self._rounds.setdefault(ranks, {})
+            entries[rank] = (call, item)
+            if len(entries) == len(ranks):
+                del self._rounds[ranks]
+                self._moved.notify_all()
+            else:
+                self._wait(entries, ranks, rank, call, timeout_s)
+        if len({entries[r][0] for r in ranks}) > 1:
+            called = "; ".join(f"rank {r}: {entries[r][0]}" for r in ranks)
+            raise CollectiveMismatchError(
+                f"the ranks called different things ({called}): make every rank call the same"
+            )
+        return [entries[r][1] for r in ranks]
+
+    def _wait(
+        self,
+        entries: dict[int, tuple[str, Any]],
+        ranks: tuple[int, ...],
+        rank: int,
+        call: str,
+        timeout_s: float,
+    ) -> None:
+        deadline = time.monotonic() + timeout_s
+        while len(entries) < len(ranks):
+            missing = [r for r in ranks if r not in entries]
+            gone = [r for r in missing if r in self._left]
+            left_s = deadline - time.monotonic()
+            if not gone and left_s > 0:
+                self._moved.wait(left_s)
+                continue
+            del entries[rank]
+            if gone:
+                raise PeerFailedError(
+                    f"rank {rank} waited in {call}, but rank {gone[0]} {self._left[gone[0]]}",
+                    gone[0],
+                )
+            text = f"waited {timeout_s:g} s in {call}; ranks that did not come: {missing}"
+            self._left[rank] = text
+            self._moved.notify_all()
+            raise CollectiveTimeoutError(f"rank {rank} {text}")
+
+
+# One for each process: an XLA context that somebody else made offers no place to keep it in.
+MEETING = Meeting()

@@ -1,0 +1,209 @@
+"""How a graph gets to XLA's devices, and who this replica is; alone imports torch_xla.
+
+Replicas may be threads of one process (XLA on a CPU, TPU v2 and v3). Then three things hold:
+every replica must run the same executable, so one compiles while the others wait; a launch may
+block until all have launched, so no lock and no GIL is held by then; and what a graph reads must
+stay alive until it has run, for freeing a buffer waits for its readers.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.core.xla_builder as xb
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+from torch import Tensor
+
+from unisono.errors import ContextError
+from unisono.topology import Topology
+
+__all__ = (
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "begin",
+    "device",
+    "device_type",
+    "n_replicas",
+    "reduce_scatter",
+    "replica",
+    "replicas_are_threads",
+    "run",
+)
+
+_XLAC: Any = torch_xla._XLAC
+_compiling = threading.Lock()
+_BITS = {
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
+
+
+def n_replicas() -> int:
+    """Count the devices that the runtime replicates over; 0 where no launcher set that up.
+
+    Local. Doesn't initialise the runtime.
+    """
+    return int(_XLAC._xla_get_replication_devices_count())
+
+
+def replica() -> Topology | None:
+    """Ask the runtime where the calling thread stands.
+
+    Local. Doesn't initialise the runtime.
+
+    Returns:
+        None where this thread is no replica: the runtime isn't initialised, SPMD is on (one
+        process drives all devices), or the replicas are other threads of this process.
+    """
+    if not _XLAC._xla_runtime_is_initialized() or xr.is_spmd():
+        return None
+    if n_replicas() == 0:
+        # Not asked of xr.world_size(), which would keep its answer when replicas come later.
+        return Topology(0, 1, 0, 1, 0, 1)
+    if xr.addressable_device_count() > 1 and not _is_replica_thread():
+        return None
+    world_size, local_world_size = xr.world_size(), xr.local_device_count()
+    nnodes = max(1, world_size // local_world_size)
+    return Topology(
+        xr.global_ordinal(),
+        world_size,
+        xr.local_ordinal(),
+        local_world_size,
+        xr.host_index() if nnodes > 1 else 0,
+        nnodes,
+    )
+
+
+def _is_replica_thread() -> bool:
+    """Tell whether the runtime's launcher is up the stack: any other thread looks like rank 0."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        is_launcher = frame.f_globals.get("__name__") == "torch_xla._internal.pjrt"
+        if is_launcher and frame.f_code.co_name == "_thread_fn":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def begin(wanted: str) -> None:
+    """Initialise the runtime on one device of the kind `wanted`, without replicas.
+
+    Local.
+
+    Raises:
+        ContextError: the runtime runs on another kind of device.
+    """
+    if not _XLAC._xla_runtime_is_initialized():
+        xr.set_device_type(wanted)
+        torch_xla.device()
+    elif xr.device_type() != wanted:
+        raise ContextError(
+            f"{wanted} was asked for, but XLA's runtime runs on {xr.device_type()} here and "
+            "can't change: start a new process"
+        )
+
+
+def device() -> torch.device:
+    """Give the device of the calling replica. Local."""
+    found: torch.device = torch_xla.device()
+    return found
+
+
+def device_type() -> str:
+    """Give the kind of device that the runtime runs on, such as ``"TPU"``. Local."""
+    return str(xr.device_type())
+
+
+def replicas_are_threads() -> bool:
+    """Tell whether all replicas of the job live in this process. Local."""
+    return n_replicas() > 1 and n_replicas() == xr.addressable_device_count()
+
+
+def run(tensor: Tensor, build: Callable[[Tensor], Tensor], meet: Callable[[], object]) -> Tensor:
+    """Run one collective as a graph of its own, the same on every replica.
+
+    Collective over all replicas.
+
+    Args:
+        tensor: [*shape]; computed first, so that no constant of this rank enters the graph.
+        build: makes the graph's result from `tensor`.
+        meet: called before the graph is launched, where it still can fail without harm.
+
+    Returns:
+        What `build` made, computed.
+    """
+    place = str(tensor.device)
+    _compute(tensor)
+    # A token that an earlier graph left would drag that graph into this one.
+    _XLAC._set_all_reduce_token(place, None)
+    meet()
+    result = build(tensor)
+    token = _XLAC._get_all_reduce_token(place)
+    _XLAC._set_all_reduce_token(place, None)
+    _compute(result)
+    del token
+    return result
+
+
+def _compute(tensor: Tensor) -> None:
+    places = xm.xla_real_devices([tensor.device])
+    _XLAC._xla_wait_device_ops(places)
+    with _compiling:  # not held while waiting: this only compiles, and queues the launch
+        _XLAC._xla_sync_multi([tensor], [], wait=False, sync_xla_data=False)
+    _XLAC._xla_wait_device_ops(places)
+
+
+def all_gather(tensor: Tensor) -> Tensor:
+    """Build the gathering of [*shape] to [n, *shape], bit by bit. Local."""
+    bits = _bitcast(tensor, _BITS.get(tensor.dtype, tensor.dtype))
+    rows: Tensor = xm.all_gather(bits.unsqueeze(0), dim=0, pin_layout=False)
+    return _bitcast(rows, tensor.dtype)
+
+
+def all_to_all(rows: Tensor) -> Tensor:
+    """Build the exchange of the rows of [n, *shape], bit by bit. Local."""
+    n, bits = rows.shape[0], _bitcast(rows, _BITS.get(rows.dtype, rows.dtype))
+    received: Tensor = xm.all_to_all(bits.reshape(n, -1), 0, 0, n, pin_layout=False)
+    return _bitcast(received.reshape(rows.shape), rows.dtype)
+
+
+def all_reduce(tensor: Tensor, kind: str, as_bits: bool = False) -> Tensor:
+    """Build the reduction of [*shape]; `as_bits` takes floats for integers. Local."""
+    dtype = _BITS.get(tensor.dtype, tensor.dtype) if as_bits else tensor.dtype
+    total: Tensor = xm.all_reduce(kind, _bitcast(tensor, dtype), pin_layout=False)
+    return _bitcast(total, tensor.dtype)
+
+
+def reduce_scatter(rows: Tensor, kind: str) -> Tensor:
+    """Build the reduction of [n, *shape] of which this replica keeps its row. Local."""
+    n = rows.shape[0]
+    row: Tensor = xm.reduce_scatter(kind, rows.reshape(n, -1), 1.0, 0, n, pin_layout=False)
+    return row.reshape(rows.shape[1:])
+
+
+def _bitcast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    # XLA's collectives add a zero to what they move, which loses the sign of -0.0 and what is
+    # denormal; Tensor.view(dtype) would go through the host.
+    if tensor.dtype == dtype:
+        return tensor
+    graph = _bitcast_graph(tuple(tensor.shape), tensor.dtype, dtype)
+    cast: list[Tensor] = _XLAC._xla_user_computation("unisono::bitcast", [tensor], graph)
+    return cast[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def _bitcast_graph(shape: tuple[int, ...], source: torch.dtype, target: torch.dtype) -> Any:
+    kind = xb.Op.from_torch_type(target)
+    arrives = xb.mkshape(xb.Op.from_torch_type(source), shape)
+    return xb.create_computation("bitcast", lambda op: op.bitcast(kind), (arrives,))

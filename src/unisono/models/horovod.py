@@ -1,0 +1,279 @@
+"""Replicas that Horovod connects: under horovodrun, under mpirun, or started by our own launch."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import struct
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import horovod.torch as hvd  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import torch
+from torch import Tensor
+
+from unisono._memory import to_bytes
+from unisono.errors import (
+    ArgumentError,
+    CollectiveError,
+    CollectiveMismatchError,
+    UnsupportedOperation,
+)
+from unisono.handle import Handle
+from unisono.model import ComputationModel
+from unisono.models import _horovod_setup as setup
+from unisono.models._horovod_calls import NARROW, Calls, Start, guise
+from unisono.reduction import ReduceOp
+from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+if not hasattr(hvd, "init"):  # without its extension horovod.torch only prints a warning
+    raise ImportError(
+        "horovod was installed without its extension for torch: install it again beside torch, "
+        "with HOROVOD_WITH_PYTORCH=1, so that its build says what is missing"
+    )
+
+__all__ = ("HorovodModel",)
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+_OPS = {
+    ReduceOp.SUM: hvd.Sum,
+    ReduceOp.PRODUCT: hvd.Product,
+    ReduceOp.MIN: hvd.Min,
+    ReduceOp.MAX: hvd.Max,
+}
+_LENGTH = struct.Struct("<Q")
+
+
+class HorovodModel(ComputationModel):
+    """The Horovod context of this process, ours or one that the user's ``hvd.init()`` made.
+
+    One instance stands for a context however often it is adopted, so that the numbers of calls
+    stay equal on all ranks. `dtypes` has no float16: over gloo Horovod 0.28.1 silently leaves some
+    elements of a float16 reduction out.
+    """
+
+    name: ClassVar[str] = "horovod-dist"
+    backends: ClassVar[tuple[str, ...]] = ("horovod",)
+    capabilities: ClassVar[frozenset[str]] = frozenset({"groups", "launch"})
+    options: ClassVar[frozenset[str]] = frozenset({"timeout", "hosts"})
+    dtypes = NARROW | frozenset({torch.int32, torch.int64, torch.float32, torch.float64})
+    _current: ClassVar[HorovodModel | None] = None
+
+    def __init__(self, topology: Topology, is_owner: bool, timeout_s: float) -> None:
+        # hvd.init() makes a new one each time, and while this one is held no other can be it.
+        self._identity = hvd.mpi_ops._handle_map
+        self._topology = topology
+        self._device = setup.device_of(hvd)
+        self._is_owner = is_owner
+        self._calls = Calls(hvd, timeout_s)
+        HorovodModel._current = self
+
+    @classmethod
+    def why_unavailable(cls, backend: str) -> str | None:
+        if hvd.gloo_built() or hvd.mpi_built():
+            return None
+        return (
+            "horovod was built with neither gloo nor MPI: install it again with "
+            "HOROVOD_WITH_GLOO=1 (needs cmake) or HOROVOD_WITH_MPI=1"
+        )
+
+    @classmethod
+    def from_context(cls, hint: ContextHint) -> Self | None:
+        if not hvd.is_initialized():
+            return None
+        model = cls._current
+        if not isinstance(model, cls) or not model.is_alive():
+            model = cls(setup.topology_of(hvd, hint), False, setup.DEFAULT_TIMEOUT_S)
+        elif not model._is_owner:
+            model._topology = setup.topology_of(hvd, hint)
+        return model
+
+    @classmethod
+    def initialize(cls, backend: str, info: RankInfo, **options: Any) -> Self:
+        timeout_s = setup.seconds(options.pop("timeout", None))
+        if options:
+            raise ArgumentError(
+                f"initialize({backend!r}) takes timeout; {', '.join(sorted(options))} is for spawn"
+            )
+        setup.initialize(hvd, info)
+        model = cls(setup.topology_of(hvd, ContextHint()), True, timeout_s)
+        if model._device.type != "cpu":
+            torch.accelerator.set_device_index(model._device.index)
+        model._topology = setup.place(model._topology, model.exchange(setup.seat(hvd)))
+        return model
+
+    def finalize(self) -> None:
+        self.settle()
+        if not (self._is_owner and self.is_alive()):
+            return
+        try:
+            self.barrier()  # the first to shut down breaks what the others have under way
+        except CollectiveError as error:
+            _log.debug("shutting Horovod down without the others: %s", error)
+        hvd.shutdown()
+
+    def abort(self) -> None:
+        if self._is_owner and self.is_alive():
+            hvd.shutdown()
+
+    def is_alive(self) -> bool:
+        return bool(hvd.is_initialized()) and hvd.mpi_ops._handle_map is self._identity
+
+    @property
+    def topology(self) -> Topology:
+        return self._topology
+
+    @property
+    def device(self) -> torch.device:
+        if self._device.type == "cpu" or self._is_owner:
+            return self._device
+        return torch.device(self._device.type, torch.accelerator.current_device_index())
+
+    def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
+        row = tensor.unsqueeze(0)
+        rows: Tensor = self._calls.run(
+            "all_gather",
+            group,
+            tensor.numel() * self.size(group),
+            lambda name, members: hvd.allgather_async(row, name, members),
+        )
+        return rows
+
+    def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
+        # One round for any length: the frames <Q length, bytes, one for each rank, come in a row.
+        frame = torch.frombuffer(bytearray(_LENGTH.pack(len(blob)) + blob), dtype=torch.uint8)
+        frames = to_bytes(
+            self._calls.run(
+                "exchange",
+                group,
+                frame.numel() * self.size(group),
+                lambda name, members: hvd.allgather_async(frame, name, members),
+                ".exchange",
+            )
+        )
+        blobs: list[bytes] = []
+        at = 0
+        for _ in self.members(group):
+            begin = at + _LENGTH.size
+            at = begin + _LENGTH.unpack_from(frames, at)[0]
+            blobs.append(frames[begin:at])
+        return blobs
+
+    def barrier(self, group: Group | None = None) -> None:
+        start = _reduction(torch.zeros(1, dtype=torch.int32), ReduceOp.SUM)
+        self._calls.run("barrier", group, 1, start, ".barrier")  # hvd.barrier has no deadline
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
+        if op not in _OPS:
+            return super().all_reduce(tensor, op, group)
+        carrier, restore = guise(tensor, op)
+        start = _reduction(carrier, op)
+        return restore(self._calls.run("all_reduce", group, tensor.numel(), start))
+
+    def start_all_reduce(
+        self, tensor: Tensor, op: ReduceOp, group: Group | None = None
+    ) -> Handle[Tensor]:
+        if op not in _OPS:
+            return super().start_all_reduce(tensor, op, group)
+        carrier, restore = guise(tensor, op)
+        start = _reduction(carrier, op)
+        return self._calls.start("all_reduce", group, tensor.numel(), start).then(restore)
+
+    def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
+        got: Tensor = self._calls.run(
+            "broadcast",
+            group,
+            tensor.numel(),
+            lambda name, members: hvd.broadcast_async_(tensor, src, name, members),
+        )
+        return got
+
+    def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
+        if op is not ReduceOp.SUM:
+            return super().reduce_scatter(rows, op, group)
+        carrier, restore = guise(rows, op)
+        row: Tensor = self._calls.run(
+            "reduce_scatter",
+            group,
+            rows.numel(),
+            lambda name, members: hvd.reducescatter_async(carrier, name, hvd.Sum, members),
+        )
+        return restore(row.squeeze(0))
+
+    def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
+        got: Tensor = self._calls.run(
+            "all_to_all",
+            group,
+            rows.numel(),
+            lambda name, members: hvd.alltoall_async(rows, None, name, members),
+        )[0]
+        return got
+
+    def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
+        if options:
+            raise ArgumentError(f"groups of Horovod take no options: {', '.join(sorted(options))}")
+        asked = [json.loads(blob) for blob in self.exchange(json.dumps(ranks).encode())]
+        if asked != [list(ranks)] * len(asked):
+            raise CollectiveMismatchError(
+                f"rank {self._topology.rank}: new_group: the ranks asked for different groups "
+                f"(by rank {asked}): make every rank of the job ask for the same"
+            )
+        try:
+            made = self._find_process_set(ranks) or hvd.add_process_set(list(ranks))
+        except ValueError as error:
+            if setup.DYNAMIC in str(error):
+                raise UnsupportedOperation(
+                    self.name,
+                    f"group {ranks}",
+                    f"set {setup.DYNAMIC}=1 before hvd.init(), or give it "
+                    f"process_sets=[hvd.ProcessSet({list(ranks)})]",
+                ) from error
+            self._calls.fail(f"new_group({list(ranks)})", None, error)
+        return Group(ranks, self.context_id, made)
+
+    def _find_process_set(self, ranks: tuple[int, ...]) -> Any:
+        """Find the process set that exists for `ranks`, for Horovod has each only once. Local."""
+        known = hvd.mpi_ops._basics._get_process_set_ids_and_ranks()
+        for number, members in known.items():
+            if tuple(members) == ranks:
+                found = hvd.ProcessSet(members)
+                found.process_set_id = number
+                return found
+        return None
+
+    def adopt_group(self, handle: object) -> Group | None:
+        if not isinstance(handle, hvd.ProcessSet) or handle.process_set_id is None:
+            return None
+        return Group(tuple(handle.ranks), self.context_id, handle)
+
+    @classmethod
+    def launch(cls, entry: Callable[[Self], T], plan: LaunchPlan, **options: Any) -> list[T]:
+        timeout = options.pop("timeout", None)
+        setup.seconds(timeout)
+        launcher: Any = importlib.import_module("unisono.launchers.horovod")
+        results: list[T] = launcher.launch(partial(_replica, cls, entry, timeout), plan, **options)
+        return results
+
+
+def _reduction(tensor: Tensor, op: ReduceOp) -> Start:
+    native = _OPS[op]
+    return lambda name, members: hvd.allreduce_async_(
+        tensor, name=name, op=native, process_set=members
+    )
+
+
+def _replica(
+    cls: type[HorovodModel], entry: Callable[[Any], T], timeout: timedelta | None, info: RankInfo
+) -> T:
+    """Be one replica of a launched job: make the model, run `entry` with it, end it."""
+    model = cls.initialize(cls.backends[0], info, timeout=timeout)
+    result = entry(model)
+    model.finalize()
+    return result

@@ -1,0 +1,319 @@
+"""Replicas that ``torch.distributed`` connects, over any backend that torch knows."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unisono.errors import (
+    ArgumentError,
+    CollectiveError,
+    CollectiveTimeoutError,
+    ContextError,
+    GroupMembershipError,
+    PeerFailedError,
+)
+from unisono.handle import Handle
+from unisono.model import COMMON_DTYPES, ComputationModel
+from unisono.models import _native_setup as setup
+from unisono.reduction import ReduceOp
+from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ("NativeModel",)
+
+_EVERYWHERE = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+}
+_BITWISE = {
+    ReduceOp.AND: dist.ReduceOp.BAND,
+    ReduceOp.OR: dist.ReduceOp.BOR,
+    ReduceOp.XOR: dist.ReduceOp.BXOR,
+}
+# Torch 2.13 deprecates the older names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_GONE = ("closed by peer", "reset by peer", "connection closed", "broken pipe", "socket closed")
+
+
+class NativeModel(ComputationModel):
+    """The default process group of ``torch.distributed``, ours or one that the user made."""
+
+    name: ClassVar[str] = "native-dist"
+    backends: ClassVar[tuple[str, ...]] = setup.known_backends()
+    capabilities: ClassVar[frozenset[str]] = frozenset({"groups", "send_recv"})
+    options: ClassVar[frozenset[str]] = frozenset(
+        {"timeout", "init_method", "store", "device", "device_id", "pg_options", "group_name"}
+    )
+    dtypes: frozenset[torch.dtype] = COMMON_DTYPES
+
+    def __init__(
+        self,
+        topology: Topology,
+        device: torch.device | None,
+        is_owner: bool,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self._pg = dist.group.WORLD
+        self._backend = str(dist.get_backend())
+        self._topology = topology
+        self._device = device
+        self._is_owner = is_owner
+        table = setup.backends_by_device(self._backend)
+        transport = device if device is not None else self._user_device()
+        self._transport = (
+            torch.device("cpu")
+            if transport.type != "cpu" and table.get(transport.type, "gloo") == "gloo"
+            else transport
+        )
+        self._timeout = timeout or setup.timeout_of(self._pg, self._transport)
+        is_gloo = table.get(self._transport.type) == "gloo"
+        self._ops = {**_EVERYWHERE, **_BITWISE} if is_gloo else _EVERYWHERE
+
+    @classmethod
+    def known_backends(cls) -> tuple[str, ...]:
+        return setup.known_backends()
+
+    @classmethod
+    def claims(cls, backend: str) -> bool:
+        if ":" in backend:
+            return all(name in setup.known_backends() for name in _parts(backend))
+        return backend in setup.known_backends()
+
+    @classmethod
+    def why_unavailable(cls, backend: str) -> str | None:
+        missing = [name for name in _parts(backend) if not dist.is_backend_available(name)]
+        if not missing:
+            return None
+        return (
+            f"torch {torch.__version__} was built without {', '.join(missing)}: install a build of "
+            "torch that has it, or use one of the available backends"
+        )
+
+    @classmethod
+    def from_context(cls, hint: ContextHint) -> Self | None:
+        pg = dist.group.WORLD
+        if pg is None:
+            return None
+        rank, world_size = pg.rank(), pg.size()
+        found = hint.environment
+        if found is not None and (found.rank, found.world_size) == (rank, world_size):
+            topology = found.topology()
+        else:
+            topology = setup.place_by_store(rank, world_size)
+        if hint.local_rank is not None:
+            topology = replace(topology, local_rank=hint.local_rank)
+        return cls(topology, getattr(pg, "bound_device_id", None), is_owner=False)
+
+    @classmethod
+    def initialize(cls, backend: str, info: RankInfo, **options: Any) -> Self:
+        device = setup.choose_device(backend, info, options.pop("device", None))
+        if device.type != "cpu" and setup.backends_by_device(backend).get(device.type) != "gloo":
+            options.setdefault("device_id", device)
+        if "store" in options or "init_method" in options:
+            options.update(rank=info.rank, world_size=info.world_size)
+        else:
+            options.update(setup.meet(info, options.get("timeout")))
+        try:
+            dist.init_process_group(backend, **options)
+        except (RuntimeError, ValueError, OSError) as error:
+            if dist.group.WORLD is not None:
+                dist.destroy_process_group()
+            where = options.get("init_method") or f"{info.master_addr}:{info.master_port}"
+            raise ContextError(
+                f"rank {info.rank} of {info.world_size} couldn't join the {backend} group at "
+                f"{where} (from {info.source}): {error}"
+            ) from error
+        model = cls(info.topology(), device, is_owner=True, timeout=options.get("timeout"))
+        if info.world_size > 1:
+            # Also so that a rank that is done and gone doesn't look dead to one still joining.
+            model._topology = setup.place_by_hosts(model)
+        return model
+
+    @classmethod
+    def worker_environ(cls, plan: LaunchPlan) -> dict[str, str]:
+        if plan.nnodes > 1 or sys.platform != "linux":
+            return {}
+        return {"GLOO_SOCKET_IFNAME": "lo"}  # else gloo listens at the address of the host's name
+
+    def finalize(self) -> None:
+        self.settle()
+        if self._is_owner and self.is_alive():
+            dist.destroy_process_group()
+
+    def abort(self) -> None:
+        if not (self._is_owner and self.is_alive()):
+            return
+        abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+        if self._transport.type != "cpu" and abort is not None:
+            # Destroying waits for kernels that never end: github.com/pytorch/torchtitan/issues/1342
+            abort()
+        else:
+            dist.destroy_process_group()
+
+    def is_alive(self) -> bool:
+        return dist.group.WORLD is self._pg
+
+    @property
+    def topology(self) -> Topology:
+        return self._topology
+
+    @property
+    def backend(self) -> str:
+        return self._backend
+
+    @property
+    def device(self) -> torch.device:
+        return self._device if self._device is not None else self._user_device()
+
+    @property
+    def transport_device(self) -> torch.device:
+        return self._transport
+
+    def _user_device(self) -> torch.device:
+        kind = setup.accelerator()
+        if kind is None or kind.type not in setup.backends_by_device(self._backend):
+            return torch.device("cpu")
+        if dist.get_default_backend_for_device(kind) not in _parts(self._backend):
+            return torch.device("cpu")
+        return torch.device(kind.type, torch.accelerator.current_device_index())
+
+    def _fail(self, call: str, error: Exception) -> NoReturn:
+        text = str(error).strip()
+        where = f"rank {self._topology.rank} of {self._topology.world_size}"
+        if isinstance(error, TimeoutError) or "timed out" in text.lower():
+            raise CollectiveTimeoutError(
+                f"{where}: {call} timed out: some rank didn't come: {text}"
+            ) from error
+        if any(sign in text.lower() for sign in _GONE):
+            raise PeerFailedError(f"{where}: {call} lost a peer: {text}") from error
+        raise CollectiveError(f"{where}: {call} failed: {text}") from error
+
+    def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
+        rows = tensor.new_empty((self.size(group), *tensor.shape))
+        try:
+            _all_gather(rows.view(-1), tensor.view(-1), group=_pg(group))
+        except RuntimeError as error:
+            self._fail("all_gather", error)
+        return rows
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
+        native = self._ops.get(op)
+        if native is None:
+            return super().all_reduce(tensor, op, group)
+        try:
+            dist.all_reduce(tensor, native, None if group is None else _pg(group))
+        except RuntimeError as error:
+            self._fail("all_reduce", error)
+        return tensor
+
+    def start_all_reduce(
+        self, tensor: Tensor, op: ReduceOp, group: Group | None = None
+    ) -> Handle[Tensor]:
+        native = self._ops.get(op)
+        if native is None:
+            return super().start_all_reduce(tensor, op, group)
+        try:
+            work = dist.all_reduce(tensor, native, _pg(group), async_op=True)
+        except RuntimeError as error:
+            self._fail("all_reduce", error)
+        assert work is not None
+
+        def wait() -> Tensor:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self._fail("all_reduce", error)
+            return tensor
+
+        return Handle(wait, work.is_completed)
+
+    def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
+        try:
+            dist.broadcast(tensor, src, _pg(group))
+        except RuntimeError as error:
+            self._fail("broadcast", error)
+        return tensor
+
+    def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
+        native = self._ops.get(op)
+        if native is None:
+            return super().reduce_scatter(rows, op, group)
+        row = rows.new_empty(rows.shape[1:])
+        try:
+            _reduce_scatter(row.view(-1), rows.view(-1), native, _pg(group))
+        except RuntimeError as error:
+            self._fail("reduce_scatter", error)
+        return row
+
+    def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
+        got = torch.empty_like(rows)
+        try:
+            dist.all_to_all_single(got, rows, group=_pg(group))
+        except RuntimeError as error:
+            self._fail("all_to_all", error)
+        return got
+
+    def barrier(self, group: Group | None = None) -> None:
+        device = self._transport
+        ids = None if device.type == "cpu" else [device.index or 0]
+        try:
+            dist.barrier(_pg(group), device_ids=ids)
+        except RuntimeError as error:
+            self._fail("barrier", error)
+
+    def send(self, tensor: Tensor, dst: int, group: Group | None = None) -> None:
+        try:
+            dist.send(tensor, dst, _pg(group))
+        except RuntimeError as error:
+            self._fail(f"send to rank {dst}", error)
+
+    def recv(self, into: Tensor, src: int, group: Group | None = None) -> Tensor:
+        try:
+            dist.recv(into, src, _pg(group))
+        except RuntimeError as error:
+            self._fail(f"recv from rank {src}", error)
+        return into
+
+    def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
+        options.setdefault("timeout", self._timeout)
+        try:
+            # Not with use_local_synchronization: it names the group by how many groups this rank
+            # has seen, which members of overlapping groups count differently (torch 2.13).
+            made = dist.new_group(list(ranks), **options)
+        except TypeError as error:
+            raise ArgumentError(f"new_group: {error}") from error
+        except (RuntimeError, ValueError) as error:
+            self._fail(f"new_group({list(ranks)})", error)
+        is_member = self._topology.rank in ranks
+        return Group(ranks, self.context_id, made if is_member else None)
+
+    def adopt_group(self, handle: object) -> Group | None:
+        if not isinstance(handle, dist.ProcessGroup):
+            return None
+        try:
+            ranks = tuple(sorted(dist.get_process_group_ranks(handle)))
+        except KeyError as error:
+            raise GroupMembershipError(
+                f"{handle} isn't a group of the live context: make it again with new_group"
+            ) from error
+        return Group(ranks, self.context_id, handle)
+
+
+def _pg(group: Group | None) -> Any:
+    return None if group is None else group.handle
+
+
+def _parts(backend: str) -> tuple[str, ...]:
+    return tuple(pair.rpartition(":")[2] for pair in backend.split(","))

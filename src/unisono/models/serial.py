@@ -1,0 +1,78 @@
+"""One replica alone: the world of size 1, with the semantics of any other size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from unisono.errors import ArgumentError, WorkerFailedError
+from unisono.model import COMMON_DTYPES, ComputationModel
+from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ("SerialModel",)
+
+T = TypeVar("T")
+_ALONE = Topology(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, nnodes=1)
+
+
+class SerialModel(ComputationModel):
+    """What is active when no context is."""
+
+    name: ClassVar[str] = "serial"
+    backends: ClassVar[tuple[str, ...]] = ("serial",)
+    capabilities: ClassVar[frozenset[str]] = frozenset({"groups", "launch", "send_recv"})
+    dtypes: frozenset[torch.dtype] = COMMON_DTYPES
+
+    @classmethod
+    def from_context(cls, hint: ContextHint) -> Self | None:
+        return None
+
+    @classmethod
+    def initialize(cls, backend: str, info: RankInfo, **options: Any) -> Self:
+        return cls()
+
+    @classmethod
+    def launch(cls, entry: Callable[[Self], T], plan: LaunchPlan, **options: Any) -> list[T]:
+        if plan.world_size != 1:
+            raise ArgumentError(
+                f"the serial model is one replica, not nproc_per_node={plan.nproc_per_node}: use "
+                "'threads', or a backend such as 'gloo'"
+            )
+        try:
+            return [entry(cls())]
+        except Exception as error:
+            raise WorkerFailedError.of(error, 0, 1) from error
+
+    def finalize(self) -> None:
+        return
+
+    @property
+    def topology(self) -> Topology:
+        return _ALONE
+
+    @property
+    def device(self) -> torch.device:
+        if not torch.accelerator.is_available():
+            return torch.device("cpu")
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        return torch.device(kind.type, torch.accelerator.current_device_index())
+
+    @property
+    def transport_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
+        return tensor.unsqueeze(0)
+
+    def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
+        return [blob]
+
+    def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
+        return Group(ranks, self.context_id)

@@ -1,0 +1,252 @@
+"""Replicas as threads of one process: the reference model, without network or processes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from unisono.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    PeerFailedError,
+    WorkerFailedError,
+)
+from unisono.model import COMMON_DTYPES, ComputationModel
+from unisono.reduction import ReduceOp, fold_tensors
+from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ("ThreadsModel",)
+
+T = TypeVar("T")
+_DEFAULT_TIMEOUT_S = 1800.0
+_GRACE_S = 2.0
+_POLL_S = 0.2
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Round:
+    """One collective of one group: who has come with what."""
+
+    items: dict[int, object] = field(default_factory=dict)
+    calls: dict[int, str] = field(default_factory=dict)
+    taken: int = 0
+
+
+class _World:
+    """What the replicas of one job share: the meeting place of their calls."""
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self.size = size
+        self.timeout_s = timeout_s
+        self.failure: tuple[int, str] | None = None
+        self._moved = threading.Condition()
+        self._rounds: dict[tuple[object, int], _Round] = {}
+        self._letters: dict[tuple[object, int, int], list[Tensor]] = {}
+
+    def fail(self, rank: int, text: str) -> None:
+        """Tell every replica that waits, or will, that `rank` is gone."""
+        with self._moved:
+            if self.failure is None:
+                self.failure = (rank, text)
+            self._moved.notify_all()
+
+    def join(self, threads: list[threading.Thread]) -> None:
+        """Wait for the replicas; once one has failed, for the others only a short while.
+
+        A thread can't be ended from outside, so one that computes on stays behind as a daemon.
+        """
+        for thread in threads:
+            while thread.is_alive() and self.failure is None:
+                thread.join(_POLL_S)
+        deadline = time.monotonic() + _GRACE_S
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        left = [thread.name for thread in threads if thread.is_alive()]
+        if left:
+            _log.warning("replicas still computing after another one failed: %s", ", ".join(left))
+
+    def swap(
+        self, key: tuple[object, int], ranks: tuple[int, ...] | range, rank: int, call: str, item: T
+    ) -> list[T]:
+        """Bring `item` to the round `key` and take everybody's, in rank order."""
+        with self._moved:
+            entry = self._rounds.setdefault(key, _Round())
+            entry.items[rank] = item
+            entry.calls[rank] = call
+            if len(entry.items) == len(ranks):
+                self._moved.notify_all()
+            else:
+                self._wait(lambda: len(entry.items) == len(ranks), rank, call, entry, ranks)
+            entry.taken += 1
+            if entry.taken == len(ranks):
+                del self._rounds[key]
+        if len(set(entry.calls.values())) > 1:
+            called = "; ".join(f"rank {r}: {entry.calls[r]}" for r in ranks)
+            raise CollectiveMismatchError(
+                f"the ranks called different things ({called}): make every rank call the same"
+            )
+        return [entry.items[r] for r in ranks]  # type: ignore[misc]
+
+    def post(self, key: tuple[object, int, int], tensor: Tensor) -> None:
+        """Leave a letter; never waits."""
+        with self._moved:
+            self._letters.setdefault(key, []).append(tensor)
+            self._moved.notify_all()
+
+    def fetch(self, key: tuple[object, int, int], rank: int) -> Tensor:
+        """Take the oldest letter from `key`."""
+        with self._moved:
+            box = self._letters.setdefault(key, [])
+            self._wait(lambda: bool(box), rank, f"recv from rank {key[1]}", None, (key[1],))
+            return box.pop(0)
+
+    def _wait(
+        self,
+        is_ready: Callable[[], bool],
+        rank: int,
+        call: str,
+        entry: _Round | None,
+        ranks: tuple[int, ...] | range,
+    ) -> None:
+        deadline = time.monotonic() + self.timeout_s
+        while not is_ready():
+            if self.failure is not None:
+                peer, text = self.failure
+                raise PeerFailedError(
+                    f"rank {rank} waited in {call}, but rank {peer} failed: {text}", peer, text
+                )
+            left = deadline - time.monotonic()
+            if left <= 0:
+                missing = [r for r in ranks if entry is None or r not in entry.items]
+                text = (
+                    f"rank {rank} waited {self.timeout_s:g} s in {call}; "
+                    f"ranks that did not come: {missing}"
+                )
+                self.failure = self.failure or (missing[0], text)
+                self._moved.notify_all()
+                raise CollectiveTimeoutError(text)
+            self._moved.wait(left)
+
+
+class ThreadsModel(ComputationModel):
+    """One replica of a job whose replicas are threads of this process."""
+
+    name: ClassVar[str] = "threads"
+    backends: ClassVar[tuple[str, ...]] = ("threads",)
+    capabilities: ClassVar[frozenset[str]] = frozenset({"groups", "send_recv", "launch"})
+    options: ClassVar[frozenset[str]] = frozenset({"timeout"})
+    dtypes: frozenset[torch.dtype] = COMMON_DTYPES
+
+    def __init__(self, world: _World, rank: int) -> None:
+        self._world = world
+        self._topology = Topology(rank, world.size, rank, world.size, 0, 1)
+        self._counts: dict[object, int] = {}
+
+    @classmethod
+    def from_context(cls, hint: ContextHint) -> Self | None:
+        return None
+
+    @classmethod
+    def initialize(cls, backend: str, info: RankInfo, **options: Any) -> Self:
+        return cls(_World(1, _seconds(options.get("timeout"))), 0)
+
+    def finalize(self) -> None:
+        return
+
+    @property
+    def topology(self) -> Topology:
+        return self._topology
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def abort(self) -> None:
+        self._world.fail(self._topology.rank, "it left the job")
+
+    @classmethod
+    def launch(cls, entry: Callable[[Self], T], plan: LaunchPlan, **options: Any) -> list[T]:
+        world = _World(plan.nproc_per_node, _seconds(options.get("timeout")))
+        results: dict[int, T] = {}
+        failures: list[WorkerFailedError] = []
+
+        def run(rank: int) -> None:
+            try:
+                # Autograd's own threads would run hooks outside of the replica.
+                with torch.autograd.set_multithreading_enabled(False):
+                    results[rank] = entry(cls(world, rank))
+            except BaseException as error:  # SystemExit too: a replica that leaves has failed
+                failures.append(WorkerFailedError.of(error, rank, world.size))
+                world.fail(rank, str(failures[-1]).splitlines()[0])
+
+        threads = [
+            threading.Thread(target=run, args=(rank,), name=f"unisono-rank-{rank}", daemon=True)
+            for rank in range(world.size)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            world.join(threads)
+        except BaseException:  # Ctrl-C: whoever waits in a collective is told to stop
+            world.fail(-1, "the parent was interrupted")
+            raise
+        if failures:
+            raise failures[0]
+        return [results[rank] for rank in range(world.size)]
+
+    def _swap(self, call: str, item: T, group: Group | None) -> list[T]:
+        owner: object = None if group is None else group.handle
+        count = self._counts[owner] = self._counts.get(owner, 0) + 1
+        return self._world.swap(
+            (owner, count), self.members(group), self._topology.rank, call, item
+        )
+
+    def _swap_tensors(self, call: str, tensor: Tensor, group: Group | None) -> list[Tensor]:
+        return self._swap(f"{call} {tensor.dtype} {list(tensor.shape)}", tensor, group)
+
+    def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
+        return self._swap("an exchange of values", blob, group)
+
+    def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
+        return torch.stack(self._swap_tensors("all_gather", tensor.clone(), group))
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
+        parts = self._swap_tensors(f"all_reduce {op.name}", tensor.clone(), group)
+        return fold_tensors(op, parts)
+
+    def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
+        own = tensor.clone() if src == self._topology.rank else tensor
+        parts = self._swap_tensors(f"broadcast from {src}", own, group)
+        return parts[self.position(group, src)].clone()
+
+    def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
+        parts = self._swap_tensors("all_to_all", rows.clone(), group)
+        return torch.stack([part[self.position(group)] for part in parts])
+
+    def send(self, tensor: Tensor, dst: int, group: Group | None = None) -> None:
+        owner = None if group is None else group.handle
+        self._world.post((owner, self._topology.rank, dst), tensor.clone())
+
+    def recv(self, into: Tensor, src: int, group: Group | None = None) -> Tensor:
+        owner = None if group is None else group.handle
+        return self._world.fetch((owner, src, self._topology.rank), self._topology.rank)
+
+    def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
+        count = self._counts[("groups", ranks)] = self._counts.get(("groups", ranks), 0) + 1
+        return Group(ranks, self.context_id, (ranks, count))
+
+
+def _seconds(timeout: timedelta | None) -> float:
+    return _DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()

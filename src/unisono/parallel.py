@@ -1,0 +1,130 @@
+"""One script for every way it is started."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from unisono import _context, facts
+from unisono.errors import ArgumentError, NotInitializedError
+from unisono.lifecycle import finalize, initialize, spawn
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ("Parallel",)
+
+_log = logging.getLogger(__name__)
+
+
+class Parallel:
+    """Run a function in replicas: those that it spawns, or those that a launcher has made.
+
+    Collective at creation where a launcher has made the replicas, else local. With
+    ``nproc_per_node`` each `run` spawns; without it the context is initialised from the
+    environment on entry and finalised on exit. ``backend=None`` means the machine's best backend
+    where the environment says that there is a job, and no context at all where it says nothing.
+
+    Args:
+        backend: as in ``initialize``.
+        nproc_per_node: replicas to spawn on this node.
+        nnodes: nodes in the job.
+        node_rank: which of them this is.
+        master_addr: host of node 0, for several nodes.
+        master_port: port there, for several nodes.
+        init_method: a rendezvous URL instead.
+        spawn_kwargs: further options of ``spawn``; or of ``initialize`` without `nproc_per_node`.
+
+    Raises:
+        ArgumentError: options about nodes without `nproc_per_node`.
+
+    Example:
+        >>> import unisono as idist
+        >>> with idist.Parallel("threads", nproc_per_node=2) as parallel:
+        ...     parallel.run(lambda local_rank: idist.get_rank())
+        [0, 1]
+    """
+
+    def __init__(
+        self,
+        backend: str | None = None,
+        nproc_per_node: int | None = None,
+        nnodes: int | None = None,
+        node_rank: int | None = None,
+        master_addr: str | None = None,
+        master_port: int | None = None,
+        init_method: str | None = None,
+        **spawn_kwargs: Any,
+    ) -> None:
+        about_nodes = {
+            "nnodes": nnodes,
+            "node_rank": node_rank,
+            "master_addr": master_addr,
+            "master_port": master_port,
+        }
+        given = {name: value for name, value in about_nodes.items() if value is not None}
+        if nproc_per_node is None and given:
+            raise ArgumentError(f"{', '.join(given)} need nproc_per_node as well")
+        self._backend = backend
+        self._nproc_per_node = nproc_per_node
+        self._options = {**given, **spawn_kwargs}
+        if init_method is not None:
+            self._options["init_method"] = init_method
+        self._is_entered = False
+        self._has_context = False
+
+    def __enter__(self) -> Self:
+        self._is_entered = True
+        if self._nproc_per_node is None and self._needs_context():
+            initialize(self._backend, **self._options)
+            self._has_context = True
+            _log.info("initialised: %s, backend %s", facts.model_name(), facts.backend())
+        return self
+
+    def _needs_context(self) -> bool:
+        return self._backend is not None or _context.read_environment() is not None
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run ``fn(local_rank, *args, **kwargs)`` in every replica.
+
+        Collective over all ranks where a launcher has made the replicas, else local.
+
+        Args:
+            fn: as in ``spawn``.
+            args: its positional arguments after the local rank.
+            kwargs: its keyword arguments.
+
+        Returns:
+            What it returned, by rank of this node where replicas were spawned; else a list of what
+            it returned here.
+
+        Raises:
+            NotInitializedError: called outside of the ``with`` block.
+            WorkerFailedError: a spawned replica failed.
+        """
+        if not self._is_entered:
+            raise NotInitializedError("Parallel.run works inside of its with block")
+        if self._nproc_per_node is None:
+            return [fn(facts.get_local_rank(), *args, **kwargs)]
+        results = spawn(
+            self._backend, fn, args, kwargs, nproc_per_node=self._nproc_per_node, **self._options
+        )
+        return list(results)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        frames: TracebackType | None,
+    ) -> None:
+        self._is_entered = False
+        if not self._has_context:
+            return
+        self._has_context = False
+        if error is None:
+            finalize()
+        else:  # an end that waits for others would hang: they may never come
+            _context.current_model().abort()
+            _context.forget()

@@ -1,0 +1,220 @@
+"""Python values as bytes and back, exact in value and type.
+
+With `_frames`, which has the wire format and its reader, the only file that knows payload types.
+"""
+
+from __future__ import annotations
+
+import importlib
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono._frames import CODE_OF, COUNT, HEAD, SIZE, TensorHeader, decode, refuse_pickle
+from unisono._memory import view_bytes
+from unisono.errors import PayloadError
+
+__all__ = (
+    "TensorHeader",
+    "decode",
+    "encode",
+    "encode_or_reason",
+    "failure",
+    "header",
+    "is_dense",
+    "is_number",
+    "raise_failures",
+    "rides_data_plane",
+)
+
+_INT64 = range(-(2**63), 2**63)
+_NUMBERS = (bool, int, float, complex)
+
+# A tensor of at most this size travels within the first frame of an exchange, in one round.
+INLINE_TENSOR_BYTES = 128
+# A reader needs more stack than a writer: what is nested deeper is left to pickle.
+_DEEPEST = 64
+
+
+class _Chunks(list[Any]):
+    """The pieces of a frame, and how deep in containers its writer is."""
+
+    depth = 0
+
+    def go_down(self) -> None:
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            raise RecursionError
+
+
+def is_number(value: object) -> bool:
+    """Tell whether `value` is exactly a bool, int, float or complex. Local."""
+    return type(value) in _NUMBERS
+
+
+def is_dense(value: object) -> bool:
+    """Tell whether `value` is a tensor that travels as plain memory. Local."""
+    return (
+        isinstance(value, Tensor)
+        and value.layout is torch.strided
+        and value.dtype in CODE_OF
+        and not value.is_meta
+    )
+
+
+def rides_data_plane(value: object) -> bool:
+    """Tell whether a value travels by the model's own collectives instead of as a frame. Local."""
+    if not (isinstance(value, Tensor) and is_dense(value)):
+        return False
+    return value.device.type != "cpu" or value.numel() * value.itemsize > INLINE_TENSOR_BYTES
+
+
+def header(tensor: Tensor) -> bytes:
+    """Encode what peers must know to receive `tensor`. Local."""
+    return b"h" + _tensor_head(tensor)
+
+
+def failure(reason: str) -> bytes:
+    """Encode that this rank has no value to send, and why. Local."""
+    text = reason.encode("utf-8", "replace")
+    return b"e" + SIZE.pack(len(text)) + text
+
+
+def encode(value: object) -> bytes:
+    """Encode any value.
+
+    Local.
+
+    Args:
+        value: tensor of any dense dtype and device, number, bool, str, bytes, Path, None,
+            containers of them, or an object that can be pickled.
+
+    Returns:
+        One frame.
+
+    Raises:
+        PayloadError: an int out of the range of int64, or an object that can't be pickled.
+    """
+    if type(value) is int and value not in _INT64:
+        what = value if value.bit_length() < 200 else f"an int of {value.bit_length()} bits"
+        raise PayloadError(f"{what} doesn't fit into 64 bits: send it in a list")
+    chunks = _Chunks()
+    try:
+        _write(value, chunks)
+    except RecursionError:  # nested deeply, or a container that holds itself: pickle knows how
+        chunks = _Chunks()
+        _write_object(value, chunks)
+    return b"".join(chunks)
+
+
+def encode_or_reason(value: object) -> bytes:
+    """Encode a value, or the reason why that is impossible, for every rank to see. Local."""
+    try:
+        return encode(value)
+    except PayloadError as error:
+        return failure(str(error))
+
+
+def _write(value: Any, out: _Chunks) -> None:
+    writer = _WRITERS.get(type(value))
+    if writer is not None:
+        writer(value, out)
+    elif is_dense(value):
+        _write_tensor(value, out)
+    else:
+        _write_object(value, out)
+
+
+def _write_int(value: int, out: _Chunks) -> None:
+    if value in _INT64:
+        out.append(struct.pack("<cq", b"i", value))
+    else:
+        data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+        out += (b"I", COUNT.pack(len(data)), data)
+
+
+def _write_text(tag: bytes, value: str, out: _Chunks) -> None:
+    _write_block(tag, value.encode("utf-8", "surrogatepass"), out)
+
+
+def _write_block(tag: bytes, data: Any, out: _Chunks) -> None:
+    out += (tag, SIZE.pack(len(data)), data)
+
+
+def _write_items(tag: bytes, items: Sequence[Any], out: _Chunks) -> None:
+    out.go_down()
+    out += (tag, COUNT.pack(len(items)))
+    for item in items:
+        _write(item, out)
+    out.depth -= 1
+
+
+def _write_dict(value: dict[Any, Any], out: _Chunks) -> None:
+    out.go_down()
+    out += (b"m", COUNT.pack(len(value)))
+    for key, item in value.items():
+        _write(key, out)
+        _write(item, out)
+    out.depth -= 1
+
+
+def _tensor_head(tensor: Tensor) -> bytes:
+    shape = tuple(tensor.shape)
+    head = HEAD.pack(CODE_OF[tensor.dtype], tensor.device.type != "cpu", len(shape))
+    return head + struct.pack(f"<{len(shape)}q", *shape)
+
+
+def _write_tensor(value: Tensor, out: _Chunks) -> None:
+    data = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    out += (b"x", _tensor_head(value), view_bytes(data))
+
+
+def _write_object(value: object, out: _Chunks) -> None:
+    refuse_pickle(f"a {type(value).__qualname__}")
+    blocks = importlib.import_module("unisono._objects").dump(value)
+    out += (b"o", COUNT.pack(zlib.crc32(blocks[0])), COUNT.pack(len(blocks)))
+    for block in blocks:
+        _write_block(b"", block, out)
+
+
+_WRITERS: dict[type, Callable[[Any, _Chunks], None]] = {
+    type(None): lambda _, out: out.append(b"N"),
+    bool: lambda value, out: out.append(b"T" if value else b"F"),
+    int: _write_int,
+    float: lambda value, out: out.append(struct.pack("<cd", b"d", value)),
+    complex: lambda value, out: out.append(struct.pack("<c2d", b"c", value.real, value.imag)),
+    str: lambda value, out: _write_text(b"s", value, out),
+    bytes: lambda value, out: _write_block(b"b", value, out),
+    bytearray: lambda value, out: _write_block(b"y", bytes(value), out),
+    list: lambda value, out: _write_items(b"l", value, out),
+    tuple: lambda value, out: _write_items(b"t", value, out),
+    dict: _write_dict,
+    type(Path()): lambda value, out: _write_text(b"p", str(value), out),
+}
+
+
+def raise_failures(frames: Sequence[bytes], ranks: Sequence[int], call: str) -> None:
+    """Raise the same error on every rank if some rank had no value to send.
+
+    Local.
+
+    Args:
+        frames: one for each rank that takes part.
+        ranks: their global ranks.
+        call: name of the collective.
+
+    Raises:
+        PayloadError: some frame is a failure; names rank and reason.
+    """
+    reasons = [
+        f"rank {rank}: {bytes(frame[1 + SIZE.size :]).decode('utf-8', 'replace')}"
+        for rank, frame in zip(ranks, frames, strict=True)
+        if frame[:1] == b"e"
+    ]
+    if reasons:
+        raise PayloadError(f"{call} got a value that can't travel ({'; '.join(reasons)})")

@@ -1,0 +1,167 @@
+"""Reduction operations, and the one definition of what each does to tensors and to numbers."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import and_, mul, or_, xor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.errors import ArgumentError, PayloadError
+
+__all__ = ("Number", "ReduceOp", "fold_numbers", "fold_tensors", "parse_op")
+
+Number = bool | int | float | complex
+
+
+class ReduceOp(enum.Enum):
+    """How values of several ranks become one."""
+
+    SUM = "SUM"
+    AVERAGE = "AVERAGE"
+    PRODUCT = "PRODUCT"
+    MIN = "MIN"
+    MAX = "MAX"
+    AND = "AND"
+    OR = "OR"
+    XOR = "XOR"
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether it works on bits, so on integers and bool alone."""
+        return self in _BITWISE
+
+
+_BITWISE = frozenset({ReduceOp.AND, ReduceOp.OR, ReduceOp.XOR})
+_BY_NAME: dict[str, ReduceOp] = {op.name: op for op in ReduceOp}
+_BY_NAME |= {name.lower(): op for name, op in _BY_NAME.items()}
+_BY_NAME |= {"MEAN": ReduceOp.AVERAGE, "mean": ReduceOp.AVERAGE}
+
+
+def parse_op(op: str | ReduceOp) -> ReduceOp:
+    """Find the reduction of a name, in any case.
+
+    Local.
+
+    Args:
+        op: ``SUM AVERAGE MEAN PRODUCT MIN MAX AND OR XOR``.
+
+    Returns:
+        The operation; MEAN is AVERAGE.
+
+    Raises:
+        ArgumentError: no such operation.
+    """
+    found = _BY_NAME.get(op) if isinstance(op, str) else op
+    if isinstance(found, ReduceOp):
+        return found
+    if isinstance(op, str) and op.upper() in _BY_NAME:
+        return _BY_NAME[op.upper()]
+    known = " ".join((*ReduceOp.__members__, "MEAN"))
+    raise ArgumentError(f"unknown reduction {op!r}: use one of {known} (in any case)")
+
+
+_TENSOR_STEPS: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.AND: torch.bitwise_and,
+    ReduceOp.OR: torch.bitwise_or,
+    ReduceOp.XOR: torch.bitwise_xor,
+}
+
+
+def fold_tensors(op: ReduceOp, parts: Sequence[Tensor] | Tensor) -> Tensor:
+    """Reduce tensors of equal shape in the order given: what every model must compute.
+
+    Local.
+
+    Args:
+        op: any but AVERAGE, which the facade makes of SUM.
+        parts: n tensors [*shape] of one dtype, or one tensor [n, *shape]; n at least 1.
+
+    Returns:
+        [*shape], same dtype and device, new memory.
+    """
+    step = _TENSOR_STEPS[op]
+    first, *rest = parts
+    total = first.clone()
+    for part in rest:
+        total = step(total, part)
+    return total
+
+
+_NUMBER_STEPS: dict[ReduceOp, Callable[[Any, Any], Any]] = {
+    ReduceOp.PRODUCT: mul,
+    ReduceOp.AND: and_,
+    ReduceOp.OR: or_,
+    ReduceOp.XOR: xor,
+}
+_BOOL_STEPS: dict[ReduceOp, Callable[[Any, Any], Any]] = {
+    ReduceOp.SUM: or_,
+    ReduceOp.MAX: or_,
+    ReduceOp.OR: or_,
+    ReduceOp.PRODUCT: and_,
+    ReduceOp.MIN: and_,
+    ReduceOp.AND: and_,
+    ReduceOp.XOR: xor,
+}
+
+
+def fold_numbers(op: ReduceOp, values: Sequence[Number]) -> Number:
+    """Reduce python numbers in the order given, exactly where they are integers.
+
+    Local.
+
+    Args:
+        op: any reduction.
+        values: one number for each rank, in rank order. Mixed kinds give the widest of
+            bool, int, float, complex.
+
+    Returns:
+        bool for bools (SUM is OR, PRODUCT is AND, as in torch), int for ints, float or complex
+        else; AVERAGE of ints is a float.
+
+    Raises:
+        PayloadError: the operation isn't defined on these numbers.
+    """
+    kinds = {type(value) for value in values}
+    if kinds == {bool}:
+        return _fold_bools(op, values)
+    if op.is_bitwise and not kinds <= {bool, int}:
+        raise PayloadError(f"{op.name} works on bool and int, not on {_names(kinds)}")
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        if complex in kinds:
+            raise PayloadError(f"{op.name} isn't defined on complex numbers")
+        return _extreme(op, values)
+    if op in _NUMBER_STEPS:
+        return reduce(_NUMBER_STEPS[op], values)
+    total = reduce(lambda a, b: a + b, values)
+    return total / len(values) if op is ReduceOp.AVERAGE else total
+
+
+def _fold_bools(op: ReduceOp, values: Sequence[Number]) -> bool:
+    if op is ReduceOp.AVERAGE:
+        raise PayloadError("AVERAGE isn't defined on bool: pass int(value) or float(value)")
+    return bool(reduce(_BOOL_STEPS[op], values))
+
+
+def _extreme(op: ReduceOp, values: Sequence[Any]) -> Number:
+    """Give the least or greatest; NaN wins and -0.0 is below 0.0, as where tensors are reduced."""
+    for value in values:
+        if value != value:
+            return float("nan")
+    choose = min if op is ReduceOp.MIN else max
+    best: Any = choose(values, key=lambda value: (value, math.copysign(1, value)))
+    kinds = {type(value) for value in values}
+    return float(best) if float in kinds else int(best)
+
+
+def _names(kinds: set[type]) -> str:
+    return ", ".join(sorted(kind.__name__ for kind in kinds))

@@ -1,0 +1,162 @@
+"""Code that one rank runs for all, or before all; what it raises is raised on every rank."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from typing_extensions import ParamSpec
+
+from unisono._context import communicator, current_model
+from unisono.collectives.groups import check_rank, local_group
+from unisono.errors import ArgumentError, PeerFailedError
+from unisono.model import ComputationModel
+from unisono.payload import decode, encode
+from unisono.topology import Group
+
+__all__ = ("master_only", "one_rank_first", "one_rank_only")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def one_rank_only(
+    rank: int = 0, with_barrier: bool = False
+) -> Callable[[Callable[P, T]], Callable[P, T | None]]:
+    """Decorate a function so that only one rank runs it.
+
+    Collective over all ranks with a barrier, else local.
+
+    Args:
+        rank: global rank that runs it.
+        with_barrier: whether all ranks wait until it has run, and learn how it ended.
+
+    Returns:
+        A decorator. The decorated function returns the function's value on `rank`, None elsewhere.
+
+    Raises:
+        ArgumentError: `rank` isn't there (on every rank, at the call).
+        PeerFailedError: with a barrier, the function raised (on every rank; the original is the
+            cause on `rank`).
+
+    Example:
+        >>> import unisono as idist
+        >>> @idist.one_rank_only()
+        ... def greet():
+        ...     return "hello"
+        >>> greet()
+        'hello'
+    """
+
+    def decorate(fn: Callable[P, T]) -> Callable[P, T | None]:
+        @functools.wraps(fn)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
+            model = current_model()
+            check_rank(model, None, rank, "rank")
+            is_chosen = model.topology.rank == rank
+            if not with_barrier:
+                return fn(*args, **kwargs) if is_chosen else None
+            name = f"{fn.__qualname__} (one_rank_only)"
+            with _outcome_for_all(communicator(), None, rank, name):
+                return fn(*args, **kwargs) if is_chosen else None
+
+        return guarded
+
+    return decorate
+
+
+@contextmanager
+def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
+    """Let one rank run a block before the others.
+
+    Collective over all ranks, or over those of this node.
+
+    Args:
+        rank: global rank that goes first; with `local`, a local rank.
+        local: whether one rank of each node goes first.
+
+    Yields:
+        None.
+
+    Raises:
+        ArgumentError: `rank` isn't there (on every rank).
+        PeerFailedError: the block raised on the first rank (on every rank, before the others have
+            run it; the original is the cause on that rank).
+
+    Example:
+        >>> import unisono as idist
+        >>> with idist.one_rank_first():
+        ...     data = "downloaded"
+    """
+    model = communicator()
+    group = local_group() if local else None
+    if local:
+        ranks = model.members(group)
+        if type(rank) is not int or not 0 <= rank < len(ranks):
+            raise ArgumentError(f"rank={rank!r} should be a local rank from 0 to {len(ranks) - 1}")
+        rank = ranks[rank]
+    else:
+        check_rank(model, None, rank, "rank")
+    if model.topology.rank == rank:
+        with _outcome_for_all(model, group, rank, "one_rank_first"):
+            yield
+    else:
+        with _outcome_for_all(model, group, rank, "one_rank_first"):
+            pass
+        yield
+
+
+@contextmanager
+def _outcome_for_all(
+    model: ComputationModel, group: Group | None, rank: int, name: str
+) -> Iterator[None]:
+    """Run the body, then tell every rank how it ended on `rank`."""
+    error: BaseException | None = None
+    said: Any = None
+    try:
+        yield
+    except GeneratorExit:
+        raise
+    except BaseException as raised:  # whatever it is, the others must not wait for ever
+        error = raised
+        summary = traceback.format_exception_only(type(raised), raised)[-1].strip()
+        said = (
+            summary,
+            "".join(traceback.format_exception(type(raised), raised, raised.__traceback__)),
+        )
+    frames = model.exchange(encode(said), group)
+    if error is not None and not isinstance(error, Exception):
+        raise error
+    heard = decode(frames[model.position(group, rank)], model.device)
+    if heard is not None:
+        summary, text = heard
+        raise PeerFailedError(
+            f"rank {rank} raised {summary} in {name}\n\n{text}", rank=rank, traceback=text
+        ) from error
+    if error is not None:
+        raise error
+
+
+def master_only(fn: Callable[P, T]) -> Callable[P, T | None]:
+    """Decorate a function so that only rank 0 runs it.
+
+    Local.
+
+    Args:
+        fn: any function.
+
+    Returns:
+        A function that returns its value on rank 0 and None elsewhere.
+
+    Example:
+        >>> import unisono as idist
+        >>> @idist.master_only
+        ... def save():
+        ...     return "saved"
+        >>> save()
+        'saved'
+    """
+    return one_rank_only(rank=0)(fn)

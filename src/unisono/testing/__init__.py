@@ -1,0 +1,18 @@
+"""For whoever writes a model or tests a program: laws, and what runs them."""
+
+from __future__ import annotations
+
+from unisono.testing.cases import LAWS, Law
+from unisono.testing.conformance import Conformance
+from unisono.testing.runner import LawBrokenError, Outcome, check, keep_laws, law_names
+
+__all__ = (
+    "LAWS",
+    "Conformance",
+    "Law",
+    "LawBrokenError",
+    "Outcome",
+    "check",
+    "keep_laws",
+    "law_names",
+)

@@ -1,0 +1,34 @@
+"""The laws that every model keeps: one function a law, and this is their only home.
+
+Each law is called in every replica of a live context, at any number of replicas. What it demands
+at one replica it demands at two.
+"""
+
+from __future__ import annotations
+
+from unisono.testing.cases import (
+    contract,
+    facts,
+    gathers,
+    groups,
+    reductions,
+    refusals,
+    sections,
+    transfers,
+    values,
+)
+from unisono.testing.cases._law import LAWS, Law
+
+__all__ = (
+    "LAWS",
+    "Law",
+    "contract",
+    "facts",
+    "gathers",
+    "groups",
+    "reductions",
+    "refusals",
+    "sections",
+    "transfers",
+    "values",
+)

@@ -1,0 +1,107 @@
+"""A model's own members compute what the derived ones compute, which are the specification."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from unisono._context import communicator
+from unisono.model import ComputationModel
+from unisono.reduction import ReduceOp
+from unisono.testing.cases._law import law, same, tensor_of, worlds
+
+__all__ = ()
+
+_EXACT = [op for op in ReduceOp if op is not ReduceOp.AVERAGE]
+
+
+def _mine(model: ComputationModel, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return tensor_of(model.topology.rank, shape, dtype).to(model.transport_device)
+
+
+def _ops(dtype: torch.dtype) -> list[ReduceOp]:
+    is_inexact = dtype.is_floating_point
+    return [op for op in _EXACT if not (is_inexact and op.is_bitwise)]
+
+
+@law()
+def all_gather_stacks_in_rank_order_for_every_declared_dtype() -> None:
+    model = communicator()
+    _, size = worlds()
+    for dtype in sorted(model.dtypes, key=str):
+        for shape in ((), (3,), (2, 3), (0, 2)):
+            rows = model.all_gather(_mine(model, shape, dtype))
+            wanted = torch.stack([tensor_of(r, shape, dtype) for r in range(size)])
+            same(rows.cpu(), wanted, (dtype, shape))
+
+
+@law()
+def reductions_agree_with_the_derived_ones() -> None:
+    model = communicator()
+    rank, size = worlds()
+    base = ComputationModel
+    for dtype in sorted(model.dtypes, key=str):
+        for op in _ops(dtype):
+            for shape in ((), (5,), (0,)):
+                wanted = base.all_reduce(model, _mine(model, shape, dtype), op)
+                got = model.all_reduce(_mine(model, shape, dtype), op)
+                same(got.cpu(), wanted.cpu(), (dtype, op, shape))
+                handle = model.start_all_reduce(_mine(model, shape, dtype), op)
+                same(handle.wait().cpu(), wanted.cpu(), (dtype, op, shape, "async"))
+                model.settle()
+            part = model.reduce_scatter(_mine(model, (size, 3), dtype), op)
+            wanted = base.all_reduce(model, _mine(model, (size, 3), dtype), op)[rank]
+            same(part.cpu(), wanted.cpu(), (dtype, op, "reduce_scatter"))
+            total = model.reduce(_mine(model, (3,), dtype), size - 1, op)
+            wanted = base.all_reduce(model, _mine(model, (3,), dtype), op)
+            if rank == size - 1:
+                assert total is not None
+                same(total.cpu(), wanted.cpu(), (dtype, op, "reduce"))
+            else:
+                assert total is None
+
+
+@law()
+def movements_agree_with_the_derived_ones() -> None:
+    model = communicator()
+    rank, size = worlds()
+    base = ComputationModel
+    for dtype in sorted(model.dtypes, key=str):
+        for root in range(size):
+            same(
+                model.broadcast(_mine(model, (4,), dtype), root).cpu(),
+                tensor_of(root, (4,), dtype),
+                (dtype, root, "broadcast"),
+            )
+            rows = model.gather(_mine(model, (2,), dtype), root)
+            assert (rows is not None) == (rank == root)
+            if rows is not None:
+                wanted = torch.stack([tensor_of(r, (2,), dtype) for r in range(size)])
+                same(rows.cpu(), wanted, (dtype, root, "gather"))
+            mine = tensor_of(root, (size, 2), dtype).to(model.transport_device)
+            into = torch.empty(2, dtype=dtype, device=model.transport_device)
+            row = model.scatter(mine if rank == root else None, into, root)
+            same(row.cpu(), tensor_of(root, (size, 2), dtype)[rank], (dtype, root, "scatter"))
+        wanted = base.all_to_all(model, _mine(model, (size, 2), dtype))
+        same(model.all_to_all(_mine(model, (size, 2), dtype)).cpu(), wanted.cpu(), dtype)
+
+
+@law()
+def exchange_carries_blobs_of_every_length() -> None:
+    model = communicator()
+    rank, size = worlds()
+    for length in (0, 1, 247, 248, 249, 5000):
+        blobs = [bytes([r]) * length for r in range(size)]
+        assert model.exchange(blobs[rank]) == blobs, length
+        skewed = [bytes([r]) * (length if r == size - 1 else r) for r in range(size)]
+        assert model.exchange(skewed[rank]) == skewed, length
+        assert ComputationModel.exchange(model, skewed[rank]) == skewed, length
+
+
+@law()
+def a_context_keeps_its_identity() -> None:
+    model = communicator()
+    assert model.is_alive()
+    assert communicator() is model
+    assert model.topology == model.topology
+    assert model.name and model.backend in type(model).known_backends() or ":" in model.backend

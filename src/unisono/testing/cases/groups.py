@@ -1,0 +1,130 @@
+"""Groups: membership, roots, caching, and what a rank gets that is no member."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+import unisono as idist
+from unisono._context import current_model
+from unisono.errors import ArgumentError, GroupMembershipError
+from unisono.testing.cases._law import law, needs_ranks, raises, same, tensor_of, worlds
+
+__all__ = ()
+
+
+@law("groups")
+def a_group_is_ordered_by_rank_and_knows_its_members() -> None:
+    _, size = worlds()
+    group = idist.new_group(list(reversed(range(size))))
+    same(group.ranks, tuple(range(size)))
+    same(group.size, size)
+    assert 0 in group and size not in group
+
+
+@law("groups")
+def collectives_of_a_group_concern_its_members_alone() -> None:
+    rank, size = worlds()
+    members = list(range(0, size, 2))
+    group = idist.new_group(members)
+    is_member = rank in members
+    value = tensor_of(rank, (4,), torch.float32)
+    parts = [tensor_of(r, (4,), torch.float32) for r in members]
+    for given in (group, members, tuple(members)):
+        same(idist.all_reduce(value, group=given), sum(parts) if is_member else value)
+        same(idist.all_reduce(rank, group=given), sum(members) if is_member else rank)
+        same(idist.all_gather(rank, group=given), members if is_member else rank)
+        same(idist.all_gather(value, group=given), torch.cat(parts) if is_member else value)
+        same(
+            idist.broadcast(f"r{rank}", src=members[-1], group=given),
+            f"r{members[-1]}" if is_member else f"r{rank}",
+        )
+        idist.barrier(group=given)
+    last = members[-1]
+    wanted = torch.cat(parts) if rank == last else None if is_member else value
+    same(idist.gather(value, dst=last, group=group), wanted)
+    total = idist.reduce(rank, dst=last, group=group)
+    same(total, sum(members) if rank == last else None if is_member else rank)
+    texts = [f"to {r}" for r in members]
+    got = idist.scatter(texts, src=last, group=group)
+    same(got, f"to {rank}" if is_member else texts)
+    swapped = idist.all_to_all([f"{rank}-{r}" for r in members], group=group)
+    same(swapped, [f"{r}-{rank}" if is_member else f"{rank}-{r}" for r in members])
+    rows = torch.arange(float(2 * len(members)))
+    place = members.index(rank) if is_member else 0
+    part = rows[2 * place : 2 * place + 2] * len(members)
+    same(idist.reduce_scatter(rows, group=group), part if is_member else rows)
+    mine = value.clone()
+    idist.all_reduce_(mine, group=group)
+    same(mine, sum(parts) if is_member else value)
+    handle = idist.all_reduce(rank, group=group, async_op=True)
+    same(handle.wait(), sum(members) if is_member else rank)
+
+
+@law("groups")
+def groups_that_overlap_do_not_mix() -> None:
+    rank, size = worlds()
+    if not needs_ranks(2):
+        return
+    low, high = list(range(size - 1)), list(range(1, size))
+    for _ in range(5):
+        a = idist.all_gather(rank, group=low)
+        b = idist.all_gather(rank, group=high)
+        same(a, low if rank in low else rank)
+        same(b, high if rank in high else rank)
+    same(idist.all_reduce(1), size)
+
+
+@law("groups")
+def a_list_of_ranks_makes_one_group_however_often_it_is_used() -> None:
+    _, size = worlds()
+    members = list(range(size))
+    idist.all_reduce(1, group=members)
+    before = len(current_model().groups)
+    for _ in range(20):
+        idist.all_reduce(1, group=list(members))
+        idist.all_reduce(1, group=tuple(members))
+    same(len(current_model().groups), before)
+
+
+@law("groups")
+def bad_groups_are_refused_on_every_rank() -> None:
+    _, size = worlds()
+    lists: list[Any] = [[], [0, 0], [size], [-1], [True], ["0"], [0.0]]
+    for wrong in lists:
+        raises(ArgumentError, partial(idist.new_group, wrong), ["ranks"])
+        raises(ArgumentError, partial(idist.all_reduce, 1, group=wrong), ["ranks"])
+    raises(ArgumentError, partial(idist.all_reduce, 1, group="all"), ["group"])
+    same(idist.all_reduce(1), size)
+
+
+@law("groups")
+def a_root_outside_of_the_group_is_refused_on_every_rank() -> None:
+    rank, size = worlds()
+    if not needs_ranks(2):
+        return
+    group = idist.new_group([0])
+    parts = ["no member"]
+    raises(GroupMembershipError, partial(idist.broadcast, 1, src=size - 1, group=group), parts)
+    raises(GroupMembershipError, partial(idist.gather, 1, dst=size - 1, group=group), parts)
+    raises(GroupMembershipError, partial(idist.reduce, 1, dst=size - 1, group=group), parts)
+    raises(GroupMembershipError, partial(idist.scatter, [1], src=size - 1, group=group), parts)
+    same(idist.all_gather(rank), list(range(size)))
+
+
+@law("groups")
+def the_local_group_has_the_ranks_of_this_node() -> None:
+    rank, _ = worlds()
+    group = idist.local_group()
+    assert rank in group
+    same(group.size, idist.get_nproc_per_node())
+    assert idist.local_group() is group
+    same(idist.all_gather(rank, group=group), list(group.ranks))
+
+
+@law()
+def a_group_of_another_context_is_refused() -> None:
+    stranger = idist.Group((0,), context_id=-1)
+    raises(GroupMembershipError, partial(idist.all_reduce, 1, group=stranger), ["another context"])

@@ -1,0 +1,278 @@
+"""all_reduce, reduce and reduce_scatter, for every operation, dtype and root."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial, reduce
+from operator import add, and_, mul, or_, xor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import unisono as idist
+from unisono.errors import CollectiveMismatchError, PayloadError
+from unisono.testing.cases._law import law, needs_ranks, raises, same, tensor_of, worlds
+
+__all__ = ("DTYPES", "expected")
+
+INTEGERS = (
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2)
+COMPLEX = (torch.complex64, torch.complex128)
+DTYPES = (torch.bool, *INTEGERS, *FLOATS, *COMPLEX)
+_STEPS: dict[str, Callable[[Any, Any], Any]] = {
+    "SUM": add,
+    "PRODUCT": mul,
+    "MIN": min,
+    "MAX": max,
+    "AND": and_,
+    "OR": or_,
+    "XOR": xor,
+}
+_BOOL = {"SUM": or_, "PRODUCT": and_, "MIN": and_, "MAX": or_, "AND": and_, "OR": or_, "XOR": xor}
+
+
+def _ops(dtype: torch.dtype) -> tuple[str, ...]:
+    if dtype in COMPLEX:
+        return ("SUM", "PRODUCT", "AVERAGE")
+    if dtype in FLOATS:
+        return ("SUM", "PRODUCT", "MIN", "MAX", "AVERAGE")
+    return ("SUM", "PRODUCT", "MIN", "MAX", "AND", "OR", "XOR")
+
+
+def expected(op: str, parts: list[Tensor]) -> Tensor:
+    """Reduce with python's own numbers, which no model shares code with. Local."""
+    dtype, shape = parts[0].dtype, parts[0].shape
+    columns = list(zip(*(_numbers(part) for part in parts), strict=True))
+    if op == "AVERAGE":
+        numbers = [reduce(add, column) / len(column) for column in columns]
+    else:
+        step = _BOOL[op] if dtype is torch.bool else _STEPS[op]
+        numbers = [reduce(step, column) for column in columns]
+    return torch.tensor(numbers, dtype=_wide(dtype)).to(dtype).reshape(shape)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    if dtype in COMPLEX or dtype is torch.bool:
+        return dtype
+    return torch.float64 if dtype in FLOATS else torch.int64
+
+
+def _numbers(tensor: Tensor) -> list[Any]:
+    return list(tensor.to(_wide(tensor.dtype)).reshape(-1).tolist())
+
+
+@law()
+def all_reduce_is_right_for_every_dtype_and_operation() -> None:
+    rank, size = worlds()
+    for dtype in DTYPES:
+        for op in _ops(dtype):
+            parts = [tensor_of(r, (3, 2), dtype) for r in range(size)]
+            same(idist.all_reduce(parts[rank], op), expected(op, parts), (dtype, op))
+
+
+@law()
+def all_reduce_takes_every_shape_and_layout() -> None:
+    rank, size = worlds()
+    for shape in ((), (0,), (2, 0), (1,), (70, 3)):
+        parts = [tensor_of(r, shape, torch.float32) for r in range(size)]
+        same(idist.all_reduce(parts[rank]), expected("SUM", parts), shape)
+    images = [tensor_of(r, (2, 3, 4, 5), torch.float64) for r in range(size)]
+    wanted = expected("SUM", images)
+    mine = images[rank]
+    layouts = [mine.to(memory_format=torch.channels_last), mine.clone().transpose(0, 3)]
+    same(idist.all_reduce(layouts[rank % 1]), wanted, "channels_last")
+    same(idist.all_reduce(layouts[1]), wanted.transpose(0, 3), "transposed")
+    mixed = mine if rank % 2 else layouts[0]  # strides differ between ranks, values do not
+    same(idist.all_reduce(mixed), wanted, "mixed strides")
+    same(idist.all_reduce(torch.ones(1).expand(4)), torch.full((4,), float(size)), "expanded")
+    same(idist.all_reduce(mine[:, 1:]), wanted[:, 1:], "sliced")
+
+
+@law()
+def unsigned_and_negative_extremes_keep_their_order() -> None:
+    rank, size = worlds()
+    big = torch.tensor([2**64 - 1 - r for r in range(size)], dtype=torch.uint64)
+    same(idist.all_reduce(big[rank : rank + 1], "MAX"), big[:1])
+    same(idist.all_reduce(big[rank : rank + 1], "MIN"), big[-1:])
+    low = torch.tensor([-128 + rank], dtype=torch.int8)
+    same(idist.all_reduce(low, "MIN"), torch.tensor([-128], dtype=torch.int8))
+
+
+@law()
+def large_integers_are_summed_exactly() -> None:
+    rank, size = worlds()
+    for dtype in (torch.int64, torch.uint64):
+        value = torch.tensor([2**53 + 1, 2**60 + rank], dtype=dtype)
+        wanted = [size * (2**53 + 1), size * 2**60 + sum(range(size))]
+        same(idist.all_reduce(value), torch.tensor(wanted, dtype=dtype), dtype)
+
+
+@law()
+def nan_wins_min_and_max() -> None:
+    rank, size = worlds()
+    value = torch.tensor([float("nan") if rank == size - 1 else 1.0, float(rank)])
+    for op, last in (("MIN", 0.0), ("MAX", float(size - 1))):
+        got = idist.all_reduce(value, op)
+        assert got[0].isnan(), (op, got)
+        same(got[1].item(), last)
+        number = idist.all_reduce(float("nan") if rank == size - 1 else 1.0, op)
+        assert number != number, (op, number)
+
+
+@law()
+def the_input_is_never_changed() -> None:
+    rank, _ = worlds()
+    for dtype in (torch.float32, torch.int16, torch.bool):
+        value = tensor_of(rank, (300,), dtype)
+        kept = value.clone()
+        results = [idist.all_reduce(value), idist.broadcast(value), idist.all_gather(value)]
+        results += [idist.reduce(value), idist.gather(value)]
+        for result in results:
+            if result is not None:
+                result.fill_(1)
+        same(value, kept, dtype)
+    weight = torch.nn.Parameter(torch.full((3,), float(rank)))
+    got = idist.all_reduce(weight)
+    assert not got.requires_grad
+    same(weight.detach(), torch.full((3,), float(rank)))
+
+
+@law()
+def numbers_are_reduced_exactly() -> None:
+    rank, size = worlds()
+    same(idist.all_reduce(2**53 + 1), size * (2**53 + 1))
+    same(idist.all_reduce(rank, "max"), size - 1)
+    same(idist.all_reduce(rank + 1, "PRODUCT"), reduce(mul, range(1, size + 1)))
+    same(idist.all_reduce(rank, "mean"), sum(range(size)) / size)
+    same(idist.all_reduce(0.1 * rank), reduce(add, (0.1 * r for r in range(size))))
+    same(idist.all_reduce(complex(rank, 1)), complex(sum(range(size)), size))
+    same(idist.all_reduce(True), True)
+    same(idist.all_reduce(rank == 0, "AND"), size == 1)
+    same(idist.all_reduce(1 << rank, "OR"), 2**size - 1)
+    mixed: Any = 1 if rank == 0 else 0.5
+    same(idist.all_reduce(mixed), reduce(add, (1, *[0.5] * (size - 1))))
+
+
+@law()
+def number_sums_are_the_same_on_every_rank() -> None:
+    rank, size = worlds()
+    total = idist.all_reduce(0.1 + 1e-9 * rank**3)
+    same(idist.all_gather(total), [total] * size)
+
+
+@dataclass
+class Metrics:
+    """A dataclass of metrics, with a tensor among them."""
+
+    loss: float
+    seen: int
+    hits: Tensor
+
+
+@law()
+def containers_are_reduced_leaf_by_leaf_and_keep_their_shape() -> None:
+    rank, size = worlds()
+    value = {"loss": 0.5, "n": rank, "t": torch.ones(2), "more": [torch.ones(1).int(), (True, 2)]}
+    total = idist.all_reduce(value)
+    ranks = sum(range(size))
+    wanted = {
+        "loss": 0.5 * size,
+        "n": ranks,
+        "t": torch.full((2,), float(size)),
+        "more": [torch.tensor([size], dtype=torch.int32), (True, 2 * size)],
+    }
+    same(total, wanted)
+    got = idist.all_reduce(Metrics(1.0, 2, torch.ones(3)))
+    same((got.loss, got.seen, got.hits), (1.0 * size, 2 * size, torch.full((3,), float(size))))
+    same(idist.all_reduce({}), {})
+    same(value["t"], torch.ones(2))
+
+
+@law()
+def containers_of_different_structure_are_an_error_on_every_rank() -> None:
+    rank, size = worlds()
+    if not needs_ranks(2):
+        return
+    value = {"a": 1, "only_here": 2} if rank == 0 else {"a": 1}
+    raises(CollectiveMismatchError, partial(idist.all_reduce, value), ["rank 0", "only_here"])
+    bad: Any = {"a": "text"} if rank == size - 1 else {"a": 1}
+    raises(PayloadError, partial(idist.all_reduce, bad), [f"rank {size - 1}", "str"])
+    same(idist.all_reduce(1), size)
+
+
+@law()
+def reduce_gives_the_result_to_its_root_alone() -> None:
+    rank, size = worlds()
+    for dst in range(size):
+        for dtype in (torch.float32, torch.int16, torch.bool, torch.complex64):
+            parts = [tensor_of(r, (5,), dtype) for r in range(size)]
+            got = idist.reduce(parts[rank], dst=dst)
+            same(got, expected("SUM", parts) if rank == dst else None, (dst, dtype))
+        same(idist.reduce(rank, dst=dst, op="MAX"), size - 1 if rank == dst else None)
+
+
+@law()
+def reduce_scatter_gives_each_rank_its_part() -> None:
+    rank, size = worlds()
+    for dtype in DTYPES:
+        parts = [tensor_of(r, (2 * size, 3), dtype) for r in range(size)]
+        for op in _ops(dtype)[:2]:
+            part = expected(op, parts)[2 * rank : 2 * rank + 2]
+            same(idist.reduce_scatter(parts[rank], op), part, (dtype, op))
+    raises(PayloadError, partial(idist.reduce_scatter, torch.ones(())), [str(size)])
+
+
+@law()
+def in_place_forms_change_their_argument() -> None:
+    rank, size = worlds()
+    for dtype in (torch.float32, torch.bool, torch.int16, torch.bfloat16):
+        parts = [tensor_of(r, (4,), dtype) for r in range(size)]
+        value = parts[rank].clone()
+        assert idist.all_reduce_(value) is value
+        same(value, expected("SUM", parts), dtype)
+    strided = torch.zeros(4, 2)
+    idist.all_reduce_(strided[:, 0].add_(rank + 1))
+    same(strided[:, 0], torch.full((4,), float(sum(range(1, size + 1)))))
+    same(strided[:, 1], torch.zeros(4))
+    average = torch.full((2,), float(rank))
+    same(idist.all_reduce_(average, "mean"), torch.full((2,), sum(range(size)) / size))
+    same(average, torch.full((2,), sum(range(size)) / size))
+    weight = torch.nn.Parameter(torch.ones(2))
+    idist.all_reduce_(weight)
+    same(weight.detach(), torch.full((2,), float(size)))
+    same(idist.all_reduce_(torch.ones(2), async_op=True).wait(), torch.full((2,), float(size)))
+
+
+@law()
+def asynchronous_forms_give_what_blocking_ones_give() -> None:
+    rank, size = worlds()
+    tensor = torch.full((3,), float(rank))
+    handles = [
+        idist.all_reduce(tensor, async_op=True),
+        idist.all_reduce(tensor, "mean", async_op=True),
+        idist.all_reduce(rank, async_op=True),
+        idist.all_gather(f"r{rank}", async_op=True),
+        idist.broadcast({"v": rank}, src=size - 1, async_op=True),
+        idist.all_gather(tensor, async_op=True),
+        idist.barrier(async_op=True),
+    ]
+    total = float(sum(range(size)))
+    wanted = [
+        torch.full((3,), total),
+        torch.full((3,), total / size),
+        sum(range(size)),
+        [f"r{r}" for r in range(size)],
+        {"v": size - 1},
+        torch.arange(size, dtype=torch.float32).repeat_interleave(3),
+        None,
+    ]
+    for handle, value in reversed(list(zip(handles, wanted, strict=True))):
+        same(handle.wait(), value)
+        assert handle.is_completed()
+        assert handle.wait() is handle.wait()
+    same(idist.all_reduce(1), size)

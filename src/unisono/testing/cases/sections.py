@@ -1,0 +1,87 @@
+"""Guarded sections: who runs the body, in which order, and who learns of its failure."""
+
+from __future__ import annotations
+
+import unisono as idist
+from unisono.errors import ArgumentError, PeerFailedError
+from unisono.testing.cases._law import law, raises, same, worlds
+
+__all__ = ()
+
+
+@law()
+def one_rank_only_runs_on_one_rank_and_gives_its_value_there() -> None:
+    rank, size = worlds()
+    for chosen in range(size):
+        for with_barrier in (False, True):
+            ran: list[int] = []
+
+            @idist.one_rank_only(rank=chosen, with_barrier=with_barrier)
+            def body(number: int, ran: list[int] = ran) -> int:
+                ran.append(number)
+                return number * 2
+
+            same(body(3), 6 if rank == chosen else None)
+            same(ran, [3] if rank == chosen else [])
+    same(idist.master_only(lambda: "here")(), "here" if rank == 0 else None)
+
+
+@law()
+def a_failure_in_one_rank_only_with_barrier_reaches_every_rank() -> None:
+    rank, size = worlds()
+    for chosen in range(size):
+
+        @idist.one_rank_only(rank=chosen, with_barrier=True)
+        def body() -> None:
+            raise ValueError("no such file")
+
+        raises(PeerFailedError, body, [f"rank {chosen}", "ValueError: no such file", "in body"])
+    same(idist.all_reduce(1), size)
+
+
+@law()
+def one_rank_first_runs_before_the_others() -> None:
+    rank, size = worlds()
+    for chosen in range(size):
+        with idist.one_rank_first(rank=chosen):
+            value = f"made by {rank}"
+        same(idist.all_gather(value), [f"made by {r}" for r in range(size)])
+
+
+@law()
+def a_failure_in_one_rank_first_reaches_every_rank_before_the_body_runs() -> None:
+    rank, size = worlds()
+    for chosen in range(size):
+        ran: list[int] = []
+
+        def section(chosen: int = chosen, ran: list[int] = ran) -> None:
+            with idist.one_rank_first(rank=chosen):
+                ran.append(rank)
+                raise KeyError("lost")
+
+        parts = [f"rank {chosen}", "KeyError: 'lost'", "in section"]
+        raises(PeerFailedError, section, parts)
+        same(ran, [rank] if rank == chosen else [])
+    same(idist.all_reduce(1), size)
+
+
+@law("groups")
+def one_rank_of_each_node_goes_first() -> None:
+    rank, size = worlds()
+    with idist.one_rank_first(rank=0, local=True):
+        value = rank
+    same(idist.all_gather(value), list(range(size)))
+
+
+@law()
+def sections_of_a_rank_that_isnt_there_are_refused() -> None:
+    _, size = worlds()
+    for wrong in (-1, size, True, "0"):
+        section = idist.one_rank_only(rank=wrong)(lambda: None)  # type: ignore[arg-type]
+        raises(ArgumentError, section, ["rank"])
+
+        def first(wrong: object = wrong) -> None:
+            with idist.one_rank_first(rank=wrong):  # type: ignore[arg-type]
+                pass
+
+        raises(ArgumentError, first, ["rank"])

@@ -1,0 +1,181 @@
+"""Frozen facts: where a replica stands, what its environment said, which ranks form a group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ("ContextHint", "Group", "LaunchPlan", "RankInfo", "Topology")
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Where one replica stands in its job.
+
+    Args:
+        rank: global rank, 0 to ``world_size - 1``.
+        world_size: number of replicas in the job.
+        local_rank: rank within the node; None where it can't be known without communicating.
+        local_world_size: number of replicas on this node; None where it can't be known.
+        node_rank: rank of this node; None where it can't be known.
+        nnodes: number of nodes; None where it can't be known.
+        is_guess: whether the facts about nodes were guessed.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    node_rank: int | None = None
+    nnodes: int | None = None
+    is_guess: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """What a launcher or an environment says of one replica.
+
+    Args:
+        rank: global rank.
+        world_size: number of replicas in the job.
+        local_rank: rank within the node; None if not said.
+        local_world_size: replicas on this node; None if not said.
+        node_rank: rank of this node; None if not said.
+        nnodes: number of nodes; None if not said.
+        master_addr: host of the rendezvous; None if not said.
+        master_port: TCP port of the rendezvous; None if not said.
+        source: who said it: ``"arguments"``, ``"torchrun"``, ``"slurm"``, ``"spawn"``, ...
+        store_is_hosted: a ``torch.distributed.TCPStore`` already listens at that address and port,
+            so every rank, 0 too, joins it as a client.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    node_rank: int | None = None
+    nnodes: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    source: str = "arguments"
+    store_is_hosted: bool = False
+
+    def topology(self) -> Topology:
+        """Give the same facts without the rendezvous.
+
+        Local.
+
+        Returns:
+            Where the replica stands.
+        """
+        return Topology(
+            self.rank,
+            self.world_size,
+            self.local_rank,
+            self.local_world_size,
+            self.node_rank,
+            self.nnodes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ContextHint:
+    """What is known from outside about a context that somebody else made.
+
+    Args:
+        local_rank: what the user gave to ``set_local_rank``, else None.
+        environment: what the process's variables say, else None.
+    """
+
+    local_rank: int | None = None
+    environment: RankInfo | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Some ranks of one context, in ascending order.
+
+    Args:
+        ranks: global ranks of the members, ascending.
+        context_id: identity of the context that it belongs to.
+        handle: the model's own object, such as a ``torch.distributed.ProcessGroup``; None on a
+            rank that is no member where the model makes nothing there.
+    """
+
+    ranks: tuple[int, ...]
+    context_id: int
+    handle: object = field(default=None, repr=False)
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self.ranks
+
+    def position(self, rank: int) -> int:
+        """Find the place of a global rank within the group.
+
+        Local.
+
+        Args:
+            rank: a global rank that is a member.
+
+        Returns:
+            0 to ``size - 1``.
+
+        Raises:
+            ValueError: the rank is no member.
+        """
+        return self.ranks.index(rank)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """How many replicas a launcher shall make, and where they meet.
+
+    Args:
+        nproc_per_node: replicas on this node, at least 1.
+        nnodes: nodes in the job; every node runs the same call.
+        node_rank: which of them this one is.
+        master_addr: host that node 0 listens on; needed where ``nnodes`` is over 1.
+        master_port: TCP port there; needed where ``nnodes`` is over 1.
+        init_method: a rendezvous URL that the model shall use instead; None for the launcher's own.
+        start_method: how processes come to be; None for the launcher's best.
+    """
+
+    nproc_per_node: int
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str | None = None
+    master_port: int | None = None
+    init_method: str | None = None
+    start_method: str | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Number of replicas in the whole job."""
+        return self.nproc_per_node * self.nnodes
+
+    def info(self, local_rank: int) -> RankInfo:
+        """Say what the replica `local_rank` of this node shall know.
+
+        Local.
+
+        Args:
+            local_rank: 0 to ``nproc_per_node - 1``.
+
+        Returns:
+            Its ranks; the address of the rendezvous as planned.
+        """
+        return RankInfo(
+            rank=self.node_rank * self.nproc_per_node + local_rank,
+            world_size=self.world_size,
+            local_rank=local_rank,
+            local_world_size=self.nproc_per_node,
+            node_rank=self.node_rank,
+            nnodes=self.nnodes,
+            master_addr=self.master_addr,
+            master_port=self.master_port,
+            source="spawn",
+        )

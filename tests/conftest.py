@@ -1,0 +1,55 @@
+"""What every test must leave behind: no context, no replica, the environment as it was."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+import unisono
+
+_END_S = 5.0  # for threads and processes that are about to end
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Fail a test that leaves a replica, a process, a context or a changed environment."""
+    environ, processes = _environ(), set(_processes())
+    yield
+    left = _threads_left() + _processes_left(processes)
+    assert not left  # a thread that is left would answer for the context too
+    was_distributed = unisono.is_distributed()
+    unisono.finalize()
+    assert not was_distributed
+    assert _environ() == environ
+
+
+def _threads_left() -> list[str]:
+    threads = [t for t in threading.enumerate() if t.name.startswith("unisono-rank-")]
+    for thread in threads:
+        thread.join(_END_S)
+    return [thread.name for thread in threads if thread.is_alive()]
+
+
+def _processes_left(before: set[Any]) -> list[str]:
+    _, alive = psutil.wait_procs(set(_processes()) - before, timeout=_END_S)
+    left = [f"{process.pid} {process.cmdline()}" for process in alive]
+    for process in alive:
+        process.kill()
+    return left
+
+
+def _environ() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+def _processes() -> list[Any]:
+    """List this process's descendants but for the helpers, which live as long as it does."""
+    launcher = sys.modules.get("unisono.launchers.processes")
+    helpers = {helper.process.pid for helper in launcher._helpers.values()} if launcher else set()
+    return [p for p in psutil.Process().children(recursive=True) if p.pid not in helpers]

@@ -1,0 +1,69 @@
+"""Plain processes that make gloo groups by hand: nothing here is unisono's."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch.distributed as dist
+
+__all__ = ("TIMEOUT", "by_hand", "join", "leave", "prepare")
+
+TIMEOUT = timedelta(seconds=30)
+_processes = multiprocessing.get_context("forkserver")
+
+
+def prepare() -> None:
+    """Start the process that the others are forks of."""
+    _processes.set_forkserver_preload(["_by_hand", "pytest", "unisono"])
+    multiprocessing.forkserver.ensure_running()
+
+
+def join(folder: Path, rank: int, size: int, name: str = "store") -> None:
+    """Make the default group through a file."""
+    store = dist.FileStore(str(folder / name), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+
+
+def leave() -> None:
+    """Destroy all groups, after everybody has come so far."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def by_hand(fn: Callable[[int], Any], size: int = 2) -> list[Any]:
+    """Run ``fn(rank)`` in processes of their own; give what each returned."""
+    blob = cloudpickle.dumps(fn)
+    ends, processes = [], []
+    for rank in range(size):
+        end, other = _processes.Pipe()
+        process = _processes.Process(target=_run, args=(blob, rank, other), daemon=True)
+        process.start()
+        other.close()
+        ends.append(end)
+        processes.append(process)
+    told = [end.recv() for end in ends]
+    for process, end in zip(processes, ends, strict=True):
+        process.join()
+        end.close()
+    failed = [f"rank {rank}:\n{text}" for rank, (_, text) in enumerate(told) if text]
+    assert not failed, "\n".join(failed)
+    return [result for result, _ in told]
+
+
+def _run(blob: bytes, rank: int, end: Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    warnings.simplefilter("error")
+    try:
+        end.send((cloudpickle.loads(blob)(rank), ""))
+    except BaseException:
+        end.send((None, traceback.format_exc()))

@@ -1,0 +1,273 @@
+"""What spawn can run, where, and what comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import _functions
+import psutil
+import pytest
+from _witness import Pipe, gone, run_python, say
+
+import unisono
+
+PROGRAM = """
+import unisono
+
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+class Wrong(Exception):
+    pass
+
+def move(local_rank, point):
+    assert type(point) is Point
+    return Point(unisono.all_reduce(point.x + local_rank))
+
+def fail(local_rank):
+    raise Wrong("here")
+
+points = unisono.spawn("gloo", move, args=(Point(5),), nproc_per_node=2)
+assert all(type(point) is Point for point in points)
+try:
+    unisono.spawn("gloo", fail)
+except unisono.errors.WorkerFailedError as error:
+    assert type(error.__cause__) is Wrong
+print([point.x for point in points])
+"""
+RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def test_results_come_back_by_rank_with_all_arguments() -> None:
+    def fn(local_rank: int, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return unisono.get_rank(), unisono.get_world_size(), local_rank, args, kwargs
+
+    results = unisono.spawn("gloo", fn, (1, "é"), {"x": None}, nproc_per_node=3)
+    assert results == [(rank, 3, rank, (1, "é"), {"x": None}) for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        pytest.param(lambda local_rank: _functions.total(local_rank, 5), id="lambda"),
+        pytest.param(_functions.add_to(5), id="closure"),
+        pytest.param(_functions.Adder(5).add, id="bound method"),
+        pytest.param(_functions.Adder(5), id="callable object"),
+        pytest.param(functools.partial(_functions.total, base=5), id="partial"),
+    ],
+)
+def test_any_callable_can_be_spawned(fn: Callable[..., Any]) -> None:
+    assert unisono.spawn("gloo", fn, nproc_per_node=2) == [11, 11]
+
+
+@pytest.mark.parametrize("how", ["-c", "stdin", "script without a main guard"])
+def test_what_main_defines_can_be_spawned_and_comes_back_as_itself(
+    how: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM)
+    ways = {"-c": ["-c", PROGRAM], "stdin": ["-"], "script without a main guard": [str(script)]}
+    assert run_python(*ways[how], text=PROGRAM, cwd=tmp_path) == "[11, 11]"
+
+
+def test_a_module_that_only_a_later_path_finds_can_be_spawned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unisono.spawn("gloo", _functions.total, (1,))
+    (tmp_path / "found_later.py").write_text("def fn(local_rank): return __name__, __file__\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("found_later")
+    assert unisono.spawn("gloo", module.fn) == [("found_later", str(tmp_path / "found_later.py"))]
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, functools.partial], ids=["plain", "partial"])
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_module_that_nobody_else_can_import_can_be_spawned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_listed: bool, wrap: Callable[..., Any]
+) -> None:
+    module = _load(tmp_path / "unimportable.py", "class C: pass\ndef fn(local_rank): return C()\n")
+    if is_listed:
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    (result,) = unisono.spawn("gloo", wrap(module.fn))
+    assert type(result) is module.C
+
+
+def _load(path: Path, source: str) -> ModuleType:
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_environment_reaches_the_replicas_and_stays_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fn(local_rank: int, should_fail: bool) -> dict[str, str]:
+        assert not should_fail
+        return dict(os.environ)
+
+    monkeypatch.setenv("UNISONO_TEST_GONE", "1")
+    monkeypatch.setenv("MASTER_PORT", "a user's own")
+    unisono.spawn("gloo", fn, (False,))
+    monkeypatch.delenv("UNISONO_TEST_GONE")
+    monkeypatch.setenv("UNISONO_TEST_LATER", "1")
+    before = dict(os.environ)
+    for rank, environ in enumerate(unisono.spawn("gloo", fn, (False,), nproc_per_node=2)):
+        assert [environ[name] for name in RENDEZVOUS[:4]] == [
+            f"{rank}",
+            f"{rank}",
+            "2",
+            "127.0.0.1",
+        ]
+        assert int(environ["MASTER_PORT"]) > 0
+        assert environ["UNISONO_TEST_LATER"] == "1"
+        assert "UNISONO_TEST_GONE" not in environ
+    with pytest.raises(unisono.errors.WorkerFailedError):
+        unisono.spawn("gloo", fn, (True,), nproc_per_node=2)
+    assert dict(os.environ) == before
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+def test_every_start_method_has_the_directory_and_the_arguments_of_the_parent(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["program", "--flag"])
+    results = unisono.spawn(
+        "gloo",
+        lambda local_rank: (unisono.all_gather(local_rank), os.getcwd(), sys.argv),
+        nproc_per_node=2,
+        start_method=method,
+    )
+    assert results == [([0, 1], str(tmp_path), ["program", "--flag"])] * 2
+
+
+def test_output_goes_where_the_parent_writes_now(capfd: pytest.CaptureFixture[str]) -> None:
+    def fn(local_rank: int) -> None:
+        print("from python", end="")
+        os.write(2, b"from below")
+
+    unisono.spawn("gloo", fn)
+    assert capfd.readouterr() == ("from python", "from below")
+
+
+def test_a_handle_can_be_joined_with_a_deadline_and_again(tmp_path: Path) -> None:
+    answer = str(tmp_path / "answer")
+    os.mkfifo(answer)
+    job = unisono.spawn("gloo", lambda local_rank: Path(answer).read_text(), join=False)
+    with pytest.raises(unisono.errors.LaunchError, match=r"ranks \[0\] haven't finished"):
+        job.join(timeout=0.05)
+    say(answer, "go on")
+    assert job.join(timeout=30) == job.join() == ["go on\n"]
+
+
+def test_terminate_ends_a_job(tmp_path: Path) -> None:
+    def fn(local_rank: int, path: str) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        say(path, os.getpid())
+        signal.pause()
+
+    with Pipe(tmp_path) as pipe:
+        job = unisono.spawn("gloo", fn, (pipe.path,), nproc_per_node=2, join=False)
+        pids = [int(pid) for pid in pipe.read(2)]
+    job.terminate()
+    assert not gone(pids, 0)
+    with pytest.raises(unisono.errors.WorkerFailedError):
+        job.join()
+    job.terminate()
+
+
+def test_two_jobs_share_one_helper() -> None:
+    assert unisono.spawn("gloo", _helper, nproc_per_node=2) == unisono.spawn("gloo", _helper) * 2
+
+
+def _helper(local_rank: int) -> int:
+    return os.getppid()
+
+
+def test_a_job_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
+    answer = str(tmp_path / "answer")
+    os.mkfifo(answer)
+    jobs = []
+
+    def start() -> None:
+        fn = lambda local_rank: Path(answer).read_text()  # noqa: E731 - pickled by value
+        jobs.append(unisono.spawn("gloo", fn, join=False))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    say(answer, "go on")
+    assert jobs[0].join() == ["go on\n"]
+
+
+def test_jobs_of_several_threads_run_at_the_same_time() -> None:
+    results: dict[int, list[int]] = {}
+
+    def start(base: int) -> None:
+        results[base] = unisono.spawn("gloo", _functions.total, (base,), nproc_per_node=2)
+
+    threads = [threading.Thread(target=start, args=(base,)) for base in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {base: [2 * base + 1] * 2 for base in range(3)}
+
+
+def test_a_replica_can_spawn_a_job_of_its_own() -> None:
+    def outer(local_rank: int) -> tuple[list[int], int]:
+        inner = unisono.spawn("gloo", _functions.total, (local_rank,), nproc_per_node=2)
+        return inner, unisono.all_reduce(local_rank)
+
+    assert unisono.spawn("gloo", outer, nproc_per_node=2) == [([1, 1], 1), ([3, 3], 1)]
+
+
+def test_a_process_with_a_context_can_spawn() -> None:
+    unisono.initialize("gloo")
+    assert unisono.spawn("gloo", _functions.total, (5,), nproc_per_node=2) == [11, 11]
+    assert (unisono.get_world_size(), unisono.model_name()) == (1, "native-dist")
+    assert unisono.spawn("threads", _functions.total, (5,), nproc_per_node=2) == [11, 11]
+    unisono.finalize()
+
+
+def test_a_job_needs_no_fixed_port_and_listens_on_the_loopback_alone() -> None:
+    def fn(local_rank: int, parent: int) -> list[str]:
+        unisono.barrier()
+        family = [psutil.Process(parent), *psutil.Process(parent).children(recursive=True)]
+        pids = {process.pid for process in family}
+        listening = [
+            connection.laddr.ip
+            for connection in psutil.net_connections("tcp")
+            if connection.pid in pids and connection.status == psutil.CONN_LISTEN
+        ]
+        unisono.barrier()
+        return listening
+
+    with contextlib.ExitStack() as stack:
+        for port in (2222, 29500, 15000):
+            taken = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):  # somebody else has it, which does as well
+                taken.bind(("127.0.0.1", port))
+        both = [
+            unisono.spawn("gloo", fn, (os.getpid(),), nproc_per_node=2, join=False)
+            for _ in range(2)
+        ]
+        found = [ip for job in both for listening in job.join() for ip in listening]
+    assert found
+    assert set(found) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}

@@ -1,0 +1,379 @@
+"""A job on real Horovod: ``horovodrun --gloo -np N python horovod_job.py PART,PART``, or mpirun.
+
+Each part prints ``rank R passed PART`` when all that it asserts held on rank R. A part before them
+named ``mpi4py`` initialises MPI, which then outlives Horovod's contexts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import horovod.torch as hvd  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import torch
+from torch import Tensor
+
+from unisono.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    ContextError,
+    PayloadError,
+    PeerFailedError,
+    UnsupportedOperation,
+)
+from unisono.models.horovod import HorovodModel
+from unisono.reduction import ReduceOp, fold_tensors
+from unisono.topology import ContextHint, Group, RankInfo
+
+SHAPES = ((), (0,), (1,), (5,), (2, 3), (2, 0, 3))
+OPS = [op for op in ReduceOp if op is not ReduceOp.AVERAGE]
+
+
+def make(**options: object) -> HorovodModel:
+    """Initialise as a user under a launcher that unisono doesn't know would."""
+    return HorovodModel.initialize("horovod", RankInfo(0, 1), **options)
+
+
+def value(dtype: torch.dtype, shape: tuple[int, ...], rank: int) -> Tensor:
+    """Give what `rank` brings: all of the type's range for integers, exact sums for floats."""
+    random = torch.Generator().manual_seed(31 * rank + len(shape))
+    if dtype.is_floating_point:
+        return torch.randint(-9, 9, shape, generator=random).to(dtype)
+    limits = torch.iinfo(dtype)
+    return torch.randint(limits.min, limits.max, shape, generator=random, dtype=dtype)
+
+
+def same(got: Tensor | None, want: Tensor) -> None:
+    assert got is not None
+    assert got.dtype == want.dtype, (got.dtype, want.dtype)
+    assert got.shape == want.shape, (got.shape, want.shape)
+    assert torch.equal(got.nan_to_num(7.5), want.nan_to_num(7.5)), (got, want)
+    if want.is_floating_point():
+        assert torch.equal(got.isnan(), want.isnan()), (got, want)
+
+
+def groups(model: HorovodModel) -> list[Group | None]:
+    """Make every group of the job, the whole among them, and name all ranks once by None."""
+    everybody = range(model.topology.world_size)
+    sets = [c for n in everybody for c in itertools.combinations(everybody, n + 1)]
+    return [None, *(model.new_group(ranks) for ranks in sets)]
+
+
+def check_dtype(model: HorovodModel, dtype: torch.dtype, group: Group | None) -> None:
+    """Compare every collective with what the inputs of all ranks say."""
+    ranks, own, n = model.members(group), model.topology.rank, model.size(group)
+    place = model.position(group)
+    for shape in SHAPES if group is None else SHAPES[::2]:
+        parts = [value(dtype, shape, rank) for rank in ranks]
+        mine = value(dtype, shape, own)
+        stacked = torch.stack(parts)
+        same(model.all_gather(mine.clone(), group), stacked)
+        for op in OPS:
+            if op.is_bitwise and dtype.is_floating_point:
+                continue
+            total = fold_tensors(op, parts)
+            same(model.all_reduce(mine.clone(), op, group), total)
+            same(model.start_all_reduce(mine.clone(), op, group).wait(), total)
+            model.settle()
+            tables = [torch.stack([part] * n) for part in parts]
+            row = fold_tensors(op, tables)[place]
+            same(model.reduce_scatter(tables[place].clone(), op, group), row)
+        for root in ranks:
+            theirs = parts[model.position(group, root)]
+            same(model.broadcast(mine.clone(), root, group), theirs)
+            rows = stacked.clone() if own == root else None
+            same(model.scatter(rows, torch.empty_like(mine), root, group), mine)
+            total = fold_tensors(ReduceOp.SUM, parts)
+            for got, want in (
+                (model.reduce(mine.clone(), root, ReduceOp.SUM, group), total),
+                (model.gather(mine.clone(), root, group), stacked),
+            ):
+                if own == root:
+                    same(got, want)
+                else:
+                    assert got is None
+        tables = [torch.stack([value(dtype, shape, 100 * a + b) for b in ranks]) for a in ranks]
+        same(
+            model.all_to_all(tables[place].clone(), group),
+            torch.stack([table[place] for table in tables]),
+        )
+
+
+def part_collectives() -> None:
+    model = make()
+    assert "HOROVOD_DYNAMIC_PROCESS_SETS" not in os.environ
+    for group in groups(model):
+        if group is not None and model.topology.rank not in group.ranks:
+            continue
+        for dtype in sorted(model.dtypes, key=str):
+            check_dtype(model, dtype, group)
+        model.barrier(group)
+    model.finalize()
+    assert not model.is_alive()
+
+
+def part_extremes() -> None:
+    """NaN wins MIN and MAX, infinities and the sign of what isn't zero survive."""
+    model = make()
+    n, rank = model.topology.world_size, model.topology.rank
+    ends = [0.0, -0.0, float("nan"), 1e-45, -1e-45, 3e38, float("inf"), -float("inf"), -2.5]
+    rows = torch.tensor(list(itertools.product(ends, repeat=n))).T
+    for dtype in (torch.float32, torch.float64):
+        parts = [row.to(dtype) for row in rows]
+        for op in (ReduceOp.MIN, ReduceOp.MAX):
+            same(model.all_reduce(parts[rank].clone(), op), fold_tensors(op, parts))
+    model.finalize()
+
+
+def part_exchange() -> None:
+    model = make()
+    n, rank = model.topology.world_size, model.topology.rank
+    for size in (0, 1, 7, 248, 249, 256, 5000, 3_000_000):
+        for only in (None, *range(n)):
+            sizes = [size + 3 * r if only in (None, r) else 0 for r in range(n)]
+            blobs = [bytes([r + 1]) * sizes[r] for r in range(n)]
+            assert model.exchange(blobs[rank]) == blobs
+    model.finalize()
+
+
+def part_asynchronous() -> None:
+    model = make()
+    n = model.topology.world_size
+    total = n * (n + 1) / 2
+    for count in (5, 700):  # 700: more than there are names
+        handles = [
+            model.start_all_reduce(torch.full((3,), model.topology.rank + i + 1.0), ReduceOp.SUM)
+            for i in range(count)
+        ]
+        same(model.all_reduce(torch.ones(2), ReduceOp.SUM), torch.full((2,), float(n)))
+        order = range(count) if model.topology.rank % 2 else reversed(range(count))
+        for i in order:
+            same(handles[i].wait(), torch.full((3,), total + n * i))
+            assert handles[i].is_completed()
+            assert handles[i].wait() is handles[i].wait()
+    model.finalize()
+
+
+def part_adopt() -> None:
+    """A context of the user's own, without dynamic process sets."""
+    assert HorovodModel.from_context(ContextHint()) is None
+    pair = hvd.ProcessSet([0, 1])
+    hvd.init(process_sets=[pair] if hvd_size() > 2 else None)
+    model = HorovodModel.from_context(ContextHint())
+    assert model is not None
+    assert HorovodModel.from_context(ContextHint()) is model
+    n = hvd.size()
+    assert model.topology.rank == hvd.rank()
+    assert model.topology.world_size == n
+    assert (model.topology.local_rank, model.topology.nnodes) == (hvd.local_rank(), 1)
+    hinted = HorovodModel.from_context(ContextHint(local_rank=9))
+    assert hinted is not None
+    assert hinted.topology.local_rank == 9
+    same(model.all_reduce(torch.ones(2), ReduceOp.SUM), torch.full((2,), float(n)))
+    everybody = model.new_group(tuple(range(n)))
+    same(model.all_reduce(torch.ones(2), ReduceOp.SUM, everybody), torch.full((2,), float(n)))
+    if n > 2:
+        found = model.new_group((0, 1))
+        adopted = model.adopt_group(pair)
+        assert adopted is not None
+        assert adopted.ranks == found.ranks == (0, 1)
+        for group in (found, adopted):
+            if model.topology.rank in group.ranks:
+                same(model.all_reduce(torch.ones(2), ReduceOp.SUM, group), torch.full((2,), 2.0))
+    try:
+        model.new_group((n - 1,))
+    except UnsupportedOperation as error:
+        assert "HOROVOD_DYNAMIC_PROCESS_SETS=1" in str(error)
+    else:
+        raise AssertionError("no UnsupportedOperation")
+    model.finalize()
+    assert hvd.is_initialized()
+    assert model.is_alive()
+    hvd.allreduce_(torch.ones(1), name="the user's own")
+    hvd.shutdown()
+    assert not model.is_alive()
+    assert HorovodModel.from_context(ContextHint()) is None
+
+
+def part_again() -> None:
+    """Shut down by the user and made again: noticed in both directions."""
+    for _ in range(2):
+        hvd.init()
+        model = HorovodModel.from_context(ContextHint())
+        assert model is not None
+        hvd.allreduce_(torch.ones(1), name="warm")
+        hvd.shutdown()
+        assert not model.is_alive()
+        hvd.init()
+        assert not model.is_alive()
+        second = HorovodModel.from_context(ContextHint())
+        assert second is not None
+        assert second.context_id != model.context_id
+        same(second.all_reduce(torch.ones(2), ReduceOp.SUM), torch.full((2,), float(hvd.size())))
+        hvd.shutdown()
+        third = make()
+        third.new_group((0,))
+        third.finalize()
+        assert not hvd.is_initialized()
+
+
+def part_mismatch() -> None:
+    """Every disagreement that Horovod can see is an error on all ranks, and the job goes on."""
+    model = make()
+    odd = model.topology.rank == model.topology.world_size - 1
+    calls: list[Callable[[], object]] = [
+        lambda: model.all_reduce(torch.ones(3 if odd else 2), ReduceOp.SUM),
+        lambda: model.all_reduce(torch.ones((3, 2) if odd else (2, 3)), ReduceOp.SUM),
+        lambda: model.all_reduce(torch.ones(2).to(torch.int32 if odd else torch.float32), OPS[0]),
+        lambda: model.all_reduce(torch.ones(2), ReduceOp.MAX if odd else ReduceOp.SUM),
+        lambda: model.all_gather(torch.ones(3 if odd else 2)),
+        lambda: model.all_gather(torch.ones((2, 1) if odd else (2,))),
+        lambda: model.all_gather(torch.ones(2).to(torch.int32 if odd else torch.float32)),
+        lambda: model.broadcast(torch.ones(3 if odd else 2), 0),
+        lambda: model.broadcast(torch.ones(2), 1 if odd else 0),
+        lambda: model.reduce_scatter(
+            torch.ones(model.topology.world_size, 3 if odd else 2), ReduceOp.SUM
+        ),
+        lambda: model.all_to_all(torch.ones(model.topology.world_size, 3 if odd else 2)),
+        lambda: model.new_group((0,) if odd else (0, 1)),
+    ]
+    for number, call in enumerate(calls):
+        for _ in range(2):
+            try:
+                call()
+            except CollectiveMismatchError as error:
+                assert str(model.topology.rank) in str(error)
+            else:
+                raise AssertionError(f"call {number} went through")
+            n = model.topology.world_size
+            same(model.all_reduce(torch.ones(2), ReduceOp.SUM), torch.full((2,), float(n)))
+    model.finalize()
+
+
+def part_late() -> None:
+    """A rank that doesn't come is a timeout; when it comes after all, the job goes on."""
+    model = make(timeout=timedelta(seconds=1))
+    rank, n = model.topology.rank, model.topology.world_size
+    for _ in range(2):
+        if rank == n - 1:
+            time.sleep(1.7)
+        try:
+            model.all_reduce(torch.ones(2), ReduceOp.SUM)
+        except CollectiveTimeoutError as error:
+            assert rank < n - 1
+            assert "all_reduce" in str(error)
+        else:
+            assert rank == n - 1
+        same(model.all_reduce(torch.ones(3), ReduceOp.SUM), torch.full((3,), float(n)))
+    model.finalize()
+
+
+def part_gone() -> None:
+    """The last rank ends the user's way; the others get an error that says so."""
+    model = make()
+    rank, n = model.topology.rank, model.topology.world_size
+    begin = time.monotonic()
+    if rank == n - 1:
+        hvd.shutdown()
+        return
+    try:
+        while True:
+            model.all_reduce(torch.ones(2), ReduceOp.SUM)
+    except PeerFailedError as error:
+        assert isinstance(error, CollectiveError)
+        assert f"rank {rank} of {n}" in str(error)
+        assert error.__cause__ is not None
+    assert time.monotonic() - begin < 10
+    model.abort()
+    assert not model.is_alive()
+
+
+def part_nodes() -> None:
+    """Two nodes of one and two ranks, as HOROVOD_HOSTNAME tells them apart."""
+    model = make()
+    facts = model.topology
+    want = [(0, 1, 0), (0, 2, 1), (1, 2, 1)][facts.rank]
+    assert (facts.local_rank, facts.local_world_size, facts.node_rank) == want, facts
+    assert facts.nnodes == 2
+    model.finalize()
+    hvd.init()
+    adopted = HorovodModel.from_context(ContextHint())
+    assert adopted is not None
+    nodes = (adopted.topology.node_rank, adopted.topology.nnodes)
+    assert nodes == ((None, None) if facts.rank == 2 else (want[2], 2)), adopted.topology
+    environment = RankInfo(facts.rank, 3, node_rank=want[2], nnodes=2)
+    told = HorovodModel.from_context(ContextHint(environment=environment))
+    assert told is not None
+    assert (told.topology.node_rank, told.topology.nnodes) == (want[2], 2)
+    hvd.shutdown()
+
+
+def part_alone() -> None:
+    """A job that should have peers and has none is an error, not a job of one."""
+    try:
+        HorovodModel.initialize("horovod", RankInfo(1, 2, source="torchrun"))
+    except ContextError as error:
+        assert "horovodrun" in str(error)
+    else:
+        raise AssertionError("no ContextError")
+    assert not hvd.is_initialized()
+
+
+def part_mpi4py() -> None:
+    """Initialise MPI as a user's program does that has work of its own for it."""
+    importlib.import_module("mpi4py.MPI")
+
+
+def part_mpi_again() -> None:
+    """Horovod ends MPI with its context, so another can't be made: an error, not an abort."""
+    make().finalize()
+    try:
+        make()
+    except ContextError as error:
+        assert "mpi4py" in str(error)
+    else:
+        raise AssertionError("no ContextError")
+
+
+def part_large() -> None:
+    """What Horovod's 32-bit counts can't hold is refused on every rank before it starts."""
+    model = make()
+    huge = torch.empty(1, dtype=torch.uint8).expand(2**31)
+    for call in (
+        lambda: model.broadcast(huge, 0),
+        lambda: model.all_gather(huge[: 2**30 + 1]),
+    ):
+        try:
+            call()
+        except PayloadError as error:
+            assert "32 bits" in str(error)
+        else:
+            raise AssertionError("no PayloadError")
+    model.finalize()
+
+
+def hvd_size() -> int:
+    """Read the size of the job before Horovod is initialised."""
+    names = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE")
+    return int(next((os.environ[name] for name in names if name in os.environ), "1"))
+
+
+def parts() -> Iterator[tuple[str, Callable[[], None]]]:
+    for name, call in globals().items():
+        if name.startswith("part_"):
+            yield name.removeprefix("part_"), call
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    rank = os.environ.get("HOROVOD_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or "0"
+    for wanted in sys.argv[1].split(","):
+        dict(parts())[wanted]()
+        sys.stdout.write(f"rank {rank} passed {wanted}\n")
+        sys.stdout.flush()

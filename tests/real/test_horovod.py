@@ -1,0 +1,490 @@
+"""Horovod, the real one: under horovodrun, under mpirun, and started by our own launcher."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import unisono
+from unisono.errors import (
+    ArgumentError,
+    CollectiveMismatchError,
+    LaunchError,
+    PayloadError,
+    UnsupportedOperation,
+    WorkerFailedError,
+)
+from unisono.reduction import ReduceOp
+from unisono.topology import LaunchPlan, RankInfo
+
+SOURCES = Path(__file__).parents[2] / "src"
+JOB = Path(__file__).with_name("horovod_job.py")
+FAST = "extremes,exchange,asynchronous,mismatch,late,large,adopt,again,gone"
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+
+
+def skip(reason: str) -> None:
+    if "horovod" in os.environ.get("UNISONO_REQUIRE", ""):
+        pytest.fail(f"{reason}, but UNISONO_REQUIRE names horovod")
+    pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def _installed() -> None:
+    if importlib.util.find_spec("horovod") is None:
+        skip("horovod isn't installed")
+
+
+@pytest.fixture
+def mpirun() -> list[str]:
+    found = shutil.which("mpirun")
+    if found is None:
+        skip("there is no mpirun")
+    said = subprocess.run([str(found), "--version"], capture_output=True, text=True, check=True)
+    is_open_mpi = "Open MPI" in said.stdout or "OpenRTE" in said.stdout
+    return [str(found), *(["--allow-run-as-root", "--oversubscribe"] if is_open_mpi else [])]
+
+
+@pytest.fixture
+def nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Check that no process, file or signal handler stays behind."""
+    mark, folder = uuid.uuid4().hex, tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv("UNISONO_TEST_MARK", mark)
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    yield
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert not list(folder.iterdir())
+    assert not processes_with(mark, limit_s=2)
+
+
+def processes_with(mark: str, limit_s: float) -> list[str]:
+    """List the processes that have `mark` among their variables, once they had time to end."""
+    limit = time.monotonic() + limit_s
+    while True:
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                has_mark = mark.encode() in (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if has_mark and entry.name != str(os.getpid()):
+                found.append((entry / "cmdline").read_bytes().decode(errors="replace"))
+        if not found or time.monotonic() > limit:
+            return found
+        time.sleep(0.05)
+
+
+def run_job(command: list[str], parts: str, size: int, limit_s: float = 240) -> None:
+    """Run parts of the job under a launcher, and see them pass on every rank."""
+    environ = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    environ.pop("HOROVOD_DYNAMIC_PROCESS_SETS", None)
+    process = subprocess.Popen(
+        [*command, sys.executable, str(JOB), parts],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=limit_s)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    passed = set(re.findall(r"rank (\d+) passed (\w+)", said))
+    wanted = {(str(rank), part) for rank in range(size) for part in parts.split(",")}
+    assert passed == wanted, said[-6000:]
+    assert process.returncode == 0, said[-6000:]
+
+
+def horovodrun(size: int, *options: str) -> list[str]:
+    words = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "--disable-cache"]
+    return [*words, "-np", str(size), *options]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_collective_under_horovodrun(size: int) -> None:
+    run_job(horovodrun(size), "collectives", size)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_contexts_and_errors_under_horovodrun(size: int) -> None:
+    run_job(horovodrun(size), FAST, size)
+
+
+def test_nodes_of_different_size() -> None:
+    run_job(horovodrun(3, "-H", "localhost:1,127.0.0.1:2"), "nodes", 3)
+
+
+def test_every_collective_under_mpirun(mpirun: list[str]) -> None:
+    run_job([*mpirun, "-np", "2"], "collectives,mpi_again", 2)
+
+
+def test_contexts_and_errors_under_mpirun(mpirun: list[str]) -> None:
+    run_job([*mpirun, "-np", "2"], f"mpi4py,{FAST}", 2)
+
+
+def test_adopts_under_mpirun(mpirun: list[str]) -> None:
+    run_job([*mpirun, "-np", "2"], "adopt", 2)
+
+
+def test_alone_where_there_should_be_peers() -> None:
+    run_job([], "alone", 1)
+
+
+def launch(entry: Callable[[Any], Any], size: int = 2, **options: Any) -> list[Any]:
+    """Launch with a model in each replica."""
+    from unisono.models.horovod import HorovodModel
+
+    return HorovodModel.launch(entry, LaunchPlan(size), **options)
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_launch_gives_results_by_rank(size: int) -> None:
+    offset = 10
+
+    def entry(model: Any) -> tuple[Any, ...]:
+        one = torch.tensor(model.topology.rank + offset)
+        total = model.all_reduce(one.clone(), ReduceOp.SUM)
+        last = model.new_group((model.topology.world_size - 1,))
+        return model.topology, total.item(), model.all_gather(one).tolist(), last.ranks
+
+    ranks = range(size)
+    for rank, (topology, total, gathered, last) in enumerate(launch(entry, size)):
+        assert (topology.rank, topology.world_size, topology.local_rank) == (rank, size, rank)
+        assert (topology.local_world_size, topology.node_rank, topology.nnodes) == (size, 0, 1)
+        assert total == sum(offset + r for r in ranks)
+        assert gathered == [offset + r for r in ranks]
+        assert last == (size - 1,)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_launch_prints_what_replicas_print(capfd: pytest.CaptureFixture[str]) -> None:
+    def entry(info: RankInfo) -> None:
+        sys.stdout.write(f"out of {info.rank}\n")
+        sys.stderr.write(f"err of {info.rank}\n")
+
+    from unisono.launchers.horovod import launch
+
+    launch(entry, LaunchPlan(2))
+    said = capfd.readouterr()
+    assert sorted(said.out.splitlines()) == ["out of 0", "out of 1"]
+    assert {"err of 0", "err of 1"} <= set(said.err.splitlines())
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_spawn_through_the_facade() -> None:
+    def replica(local_rank: int, base: int) -> tuple[Any, ...]:
+        idist = importlib.import_module("unisono")
+        others: list[int] = []
+        other = threading.Thread(target=lambda: others.append(idist.get_rank()))
+        other.start()
+        other.join()
+        return (
+            idist.model_name(),
+            idist.get_rank(),
+            idist.all_reduce(base + local_rank),
+            idist.all_gather("é" * local_rank),
+            idist.all_reduce(torch.ones(3, dtype=torch.float16), "AVERAGE").tolist(),
+            idist.broadcast({"a": local_rank}, src=1),
+            others,
+        )
+
+    ours = ("horovod-dist", 7, ["", "é"], [1.0] * 3, {"a": 1})
+    for rank, found in enumerate(unisono.spawn("horovod", replica, (3,), nproc_per_node=2)):
+        assert found == (ours[0], rank, *ours[1:], [rank])
+
+
+def raising(_model: Any) -> None:
+    raise ValueError(repr(time.time()))
+
+
+def ended_by(number: int) -> Callable[[Any], None]:
+    def end(model: Any) -> None:
+        sys.stderr.write(f"at {time.time()!r} ends {model.topology.rank}\n")
+        sys.stderr.flush()
+        os.kill(os.getpid(), number)
+
+    return end
+
+
+def leaving_with(code: int) -> Callable[[Any], None]:
+    def leave(model: Any) -> None:
+        sys.stderr.write(f"at {time.time()!r} ends {model.topology.rank}\n")
+        sys.stderr.flush()
+        os._exit(code)
+
+    return leave
+
+
+FAILURES: list[tuple[Callable[[Any], None], dict[str, object]]] = [
+    (raising, {"exit_code": None, "signal": None}),
+    (ended_by(signal.SIGKILL), {"exit_code": None, "signal": "SIGKILL"}),
+    (leaving_with(3), {"exit_code": 3, "signal": None}),
+    (leaving_with(0), {"exit_code": 0, "signal": None}),
+]
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("bad", [0, 2])
+@pytest.mark.parametrize("has_groups", [False, True])
+@pytest.mark.parametrize(("fail", "said"), FAILURES, ids=["raise", "kill", "exit 3", "exit 0"])
+def test_launch_names_the_rank_that_failed_first(
+    fail: Callable[[Any], None],
+    said: dict[str, object],
+    bad: int,
+    has_groups: bool,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def entry(model: Any) -> None:
+        if has_groups:  # Horovod aborts processes whose peer is lost while there are groups
+            model.new_group((0, 1))
+        for number in range(1_000_000):
+            model.all_reduce(torch.ones(2), ReduceOp.SUM)
+            if number == 5 and model.topology.rank == bad:
+                fail(model)
+
+    with pytest.raises(WorkerFailedError) as caught:
+        launch(entry, 3)
+    end = time.time()
+    error = caught.value
+    assert error.rank == bad, error
+    assert {name: getattr(error, name) for name in said} == said
+    if fail is raising:
+        assert "ValueError" in error.traceback
+        assert isinstance(error.__cause__, ValueError)
+        begin = float(str(error.__cause__))
+    else:
+        at = re.search(r"at ([\d.]+) ends", capfd.readouterr().err)
+        assert at is not None
+        begin = float(at[1])
+    assert end - begin < 20  # seconds; 2 on a machine that is idle
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_launch_relays_a_mismatch() -> None:
+    def entry(model: Any) -> None:
+        model.all_reduce(torch.ones(2 + model.topology.rank), ReduceOp.SUM)
+
+    with pytest.raises(WorkerFailedError, match="Mismatched") as caught:
+        launch(entry)
+    assert isinstance(caught.value.__cause__, CollectiveMismatchError)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_launch_with_a_timeout() -> None:
+    def entry(model: Any) -> None:
+        if model.topology.rank == 0:
+            model.barrier()
+        time.sleep(60)
+
+    with pytest.raises(WorkerFailedError, match="timed out after 1 s") as caught:
+        launch(entry, timeout=timedelta(seconds=1))
+    assert caught.value.rank == 0
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_launch_refuses_what_cannot_be_pickled() -> None:
+    lock = threading.Lock()
+    with pytest.raises(PayloadError):
+        launch(lambda _: lock)
+    with pytest.raises(WorkerFailedError, match="pickle"):
+        launch(lambda _: threading.Lock(), 1)
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        (LaunchPlan(1, nnodes=2), {}),
+        (LaunchPlan(1, init_method="env://"), {}),
+        (LaunchPlan(1, start_method="fork"), {}),
+        (LaunchPlan(1), {"hosts": ""}),
+        (LaunchPlan(1), {"hosts": "localhost"}),
+        (LaunchPlan(1), {"hosts": "localhost:0"}),
+        (LaunchPlan(1), {"hosts": "localhost:1,localhost:1"}),
+        (LaunchPlan(1), {"hosts": "localhost:2"}),
+        (LaunchPlan(1, nnodes=3), {"hosts": "localhost:1,127.0.0.1:1"}),
+        (LaunchPlan(1), {"timeout": 5}),
+        (LaunchPlan(1), {"timeout": timedelta(0)}),
+    ],
+)
+def test_misuse_is_refused_before_anything_starts(
+    plan: LaunchPlan, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from unisono.models.horovod import HorovodModel
+
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with pytest.raises(ArgumentError):
+        HorovodModel.launch(lambda _: None, plan, **options)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_hosts_that_do_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+    begin = time.monotonic()
+    with pytest.raises(LaunchError, match=r"no-such-host\.invalid"):
+        launch(lambda _: None, 1, hosts="localhost:1,no-such-host.invalid:1")
+    assert time.monotonic() - begin < 8
+
+
+FAKE_SSH = """#!/bin/sh
+# ssh [options] HOST [options] COMMAND, run on this host
+host=
+while [ $# -gt 0 ]; do
+  case "$1" in
+    -o|-p|-i) shift 2;;
+    -*) shift;;
+    *) if [ -z "$host" ]; then host=$1; shift; else break; fi;;
+  esac
+done
+exec sh -c "$*"
+"""
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_launch_on_two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is this one under another address, which Horovod takes for another host."""
+    fake = tmp_path / "bin" / "ssh"
+    fake.parent.mkdir()
+    fake.write_text(FAKE_SSH)
+    fake.chmod(0o755)
+    monkeypatch.setitem(os.environ, "PATH", f"{fake.parent}:{os.environ['PATH']}")
+    hosts = "localhost:1,127.0.0.2:2"
+
+    def entry(model: Any) -> Any:
+        ones = model.all_reduce(torch.ones(1), ReduceOp.SUM).item()
+        return model.topology.node_rank, model.topology.local_rank, model.topology.nnodes, ones
+
+    assert launch(entry, 2, hosts=hosts) == [(0, 0, 2, 3.0), (1, 0, 2, 3.0), (1, 1, 2, 3.0)]
+
+    def fail(model: Any) -> None:
+        if model.topology.rank == 2:
+            raise ValueError("the original")
+        model.barrier()
+
+    with pytest.raises(WorkerFailedError, match="the original") as caught:
+        launch(fail, 2, hosts=hosts)
+    assert caught.value.rank == 2
+
+
+PARENT = """
+from unisono.models.horovod import HorovodModel
+from unisono.topology import LaunchPlan
+def entry(model):
+    model.barrier()
+    print("up", flush=True)
+    while True:
+        model.barrier()
+if __name__ == "__main__":
+    HorovodModel.launch(entry, LaunchPlan(2))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_no_replica_outlives_its_parent(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    mark = uuid.uuid4().hex
+    environ = {**os.environ, "PYTHONPATH": str(SOURCES), "UNISONO_TEST_MARK": mark}
+    environ["TMPDIR"] = str(tmp_path)
+    parent = subprocess.Popen(
+        [sys.executable, str(script)],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "up\n"
+        parent.send_signal(number)
+        parent.wait(15)
+    assert not processes_with(mark, limit_s=5)
+    assert [path.name for path in tmp_path.iterdir()] == ["parent.py"]
+
+
+BROKEN = {
+    "missing": (None, "HOROVOD_WITH_PYTORCH=1"),
+    "built for another torch": (b"\x7fELF, but no library", "mpi_lib_v2"),
+}
+ASK = """
+import unisono
+from unisono.errors import BackendUnavailableError
+try:
+    unisono.initialize("horovod")
+except BackendUnavailableError as error:
+    assert isinstance(error.__cause__, ImportError), error.__cause__
+    print("refused:", error)
+unisono.initialize("gloo")
+print("gloo:", unisono.all_reduce(1))
+unisono.finalize()
+"""
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_installation_says_so(how: str, tmp_path: Path) -> None:
+    spec = importlib.util.find_spec("horovod")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    copy = tmp_path / "horovod"
+    shutil.copytree(spec.submodule_search_locations[0], copy, ignore=shutil.ignore_patterns("*.so"))
+    content, sign = BROKEN[how]
+    if content is not None:
+        suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
+        (copy / "torch" / f"mpi_lib_v2{suffix}").write_bytes(content)
+    said = subprocess.run(
+        [sys.executable, "-c", ASK],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{SOURCES}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said.returncode == 0, said.stderr
+    assert re.search(f"refused: .*{sign}", said.stdout), said.stdout
+    assert "gloo: 1" in said.stdout
+
+
+def test_what_it_lacks_is_undeclared() -> None:
+    from unisono.models.horovod import HorovodModel
+
+    assert HorovodModel.capabilities == {"groups", "launch"}
+    assert HorovodModel.why_unavailable("horovod") is None
+
+    def entry(model: Any) -> list[str]:
+        said = []
+        for call in (
+            lambda: model.send(torch.ones(1), 0),
+            lambda: model.recv(torch.ones(1), 0),
+        ):
+            try:
+                call()
+            except UnsupportedOperation as error:
+                said.append(error.what)
+        return said
+
+    assert launch(entry, 1) == [["send", "recv"]]

@@ -1,0 +1,524 @@
+"""The XLA model on torch_xla's CPU device: one replica, and two that are threads."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from unisono.errors import (
+    ArgumentError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    ContextError,
+    PeerFailedError,
+    UnsupportedOperation,
+    WorkerFailedError,
+)
+from unisono.launchers import xla as launcher
+from unisono.model import ComputationModel
+from unisono.models import _xla_setup
+from unisono.models._xla_meeting import MEETING
+from unisono.models.xla import XlaModel
+from unisono.reduction import ReduceOp, fold_tensors
+from unisono.topology import ContextHint, LaunchPlan, RankInfo, Topology
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
+SOURCE = str(Path(__file__).parents[2] / "src")
+SIZES = (1, 2)
+SHAPES = ((3,), (2, 3), (), (0, 2))
+FLOATS = (torch.float16, torch.float32, torch.float64)
+BITWISE = (ReduceOp.AND, ReduceOp.OR, ReduceOp.XOR)
+ODD = (-0.0, float("nan"), float("inf"), 1e-310, 2.5, -1.0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _torch_xla() -> None:
+    if importlib.util.find_spec("torch_xla") is not None:
+        return
+    text = "torch_xla isn't installed: pip install torch==2.9.0 torch_xla==2.9.0"
+    if "xla" in os.environ.get("UNISONO_REQUIRE", ""):
+        pytest.fail(text)
+    pytest.skip(text)
+
+
+def launch(entry: Callable[[XlaModel], Any], n: int, **options: Any) -> list[Any]:
+    return XlaModel.launch(entry, LaunchPlan(n), backend="xla-cpu", **options)
+
+
+def sample(dtype: torch.dtype, rank: int, shape: tuple[int, ...]) -> Tensor:
+    """Give numbers that differ by rank, among them the greatest that the dtype holds exactly."""
+    numbers = torch.arange(max(1, torch.Size(shape).numel()), dtype=torch.int64) * 7 + 3 * rank + 1
+    if dtype is torch.bool:
+        numbers = numbers % 2
+    elif dtype is torch.int64:
+        numbers[0] = 2**53 + 1 + rank
+    elif dtype is torch.float64:
+        return (numbers.double() / 3)[: torch.Size(shape).numel()].reshape(shape)
+    return numbers[: torch.Size(shape).numel()].reshape(shape).to(dtype)
+
+
+def is_same(got: Tensor | None, want: Tensor) -> bool:
+    """Compare bit by bit."""
+    if got is None or (got.shape, got.dtype) != (want.shape, want.dtype):
+        return False
+    flat = [t.cpu().contiguous().reshape(-1).view(torch.uint8) for t in (got, want)]
+    return torch.equal(*flat)
+
+
+class Checks:
+    """What one replica found wrong."""
+
+    def __init__(self, model: XlaModel) -> None:
+        self.model = model
+        self.rank, self.n = model.topology.rank, model.topology.world_size
+        self.wrong: list[str] = []
+
+    def check(self, what: str, got: Tensor | None, want: Tensor) -> None:
+        if not is_same(got, want):
+            self.wrong.append(f"rank {self.rank} of {self.n}: {what}: {got}, not {want}")
+
+    def place(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.model.transport_device, copy=True)
+
+
+def movements(model: XlaModel) -> list[str]:
+    c = Checks(model)
+    for dtype in sorted(model.dtypes, key=str):
+        for shape in SHAPES:
+            rows = [sample(dtype, rank, shape) for rank in range(c.n)]
+            grids = [
+                torch.stack([sample(dtype, 5 * rank + i, shape) for i in range(c.n)])
+                for rank in range(c.n)
+            ]
+            own, grid, what = rows[c.rank], grids[c.rank], f"{dtype} {shape}"
+            everything = torch.stack(rows)
+            c.check(f"all_gather {what}", model.all_gather(c.place(own)), everything)
+            received = torch.stack([sent[c.rank] for sent in grids])
+            c.check(f"all_to_all {what}", model.all_to_all(c.place(grid)), received)
+            for root in range(c.n):
+                got = model.broadcast(c.place(own), root)
+                c.check(f"broadcast {what} from {root}", got, rows[root])
+                into = c.place(torch.empty_like(own))
+                sent = c.place(grids[root]) if c.rank == root else None
+                c.check(f"scatter {what}", model.scatter(sent, into, root), grids[root][c.rank])
+                gathered = model.gather(c.place(own), root)
+                if c.rank == root:
+                    c.check(f"gather {what} to {root}", gathered, everything)
+                elif gathered is not None:
+                    c.wrong.append(f"gather {what} to {root} gave something on rank {c.rank}")
+    for dtype in FLOATS:
+        rows = [torch.tensor(ODD).roll(rank).to(dtype) for rank in range(c.n)]
+        c.check("odd floats", model.all_gather(c.place(rows[c.rank])), torch.stack(rows))
+        c.check("odd floats", model.broadcast(c.place(rows[c.rank]), c.n - 1), rows[c.n - 1])
+    return c.wrong
+
+
+def reductions(model: XlaModel) -> list[str]:
+    c = Checks(model)
+    for dtype in sorted(model.dtypes, key=str):
+        for op in ReduceOp:
+            if op is ReduceOp.AVERAGE or (op in BITWISE and dtype.is_floating_point):
+                continue
+            for shape in SHAPES:
+                rows = [sample(dtype, rank, shape) for rank in range(c.n)]
+                what, want = f"{op.name} of {dtype} {shape}", fold_tensors(op, rows)
+                c.check(f"all_reduce {what}", model.all_reduce(c.place(rows[c.rank]), op), want)
+                for root in range(c.n):
+                    total = model.reduce(c.place(rows[c.rank]), root, op)
+                    if c.rank == root:
+                        c.check(f"reduce {what}", total, want)
+                    elif total is not None:
+                        c.wrong.append(f"reduce {what} to {root} gave something on {c.rank}")
+                grids = [torch.stack([row.add(i).to(dtype) for i in range(c.n)]) for row in rows]
+                got = model.reduce_scatter(c.place(grids[c.rank]), op)
+                c.check(f"reduce_scatter {what}", got, fold_tensors(op, grids)[c.rank])
+    for op in (ReduceOp.MIN, ReduceOp.MAX):
+        rows = [torch.tensor([1.0, float("nan"), 2.0]).roll(rank) for rank in range(c.n)]
+        got = model.all_reduce(c.place(rows[c.rank]), op)
+        if not torch.equal(got.cpu().isnan(), fold_tensors(op, rows).isnan()):
+            c.wrong.append(f"{op.name} lost NaN: {got}")
+    return c.wrong
+
+
+@pytest.mark.parametrize("entry", [movements, reductions])
+@pytest.mark.parametrize("n", SIZES)
+def test_collectives_give_what_the_oracle_gives(
+    entry: Callable[[XlaModel], list[str]], n: int
+) -> None:
+    assert [text for wrong in launch(entry, n) for text in wrong] == []
+
+
+def facts(model: XlaModel) -> tuple[Topology, str, str, bool]:
+    return model.topology, model.backend, str(model.device), model.is_alive()
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_rank_and_world_size_are_the_runtimes(n: int) -> None:
+    assert launch(facts, n) == [
+        (Topology(rank, n, rank, n, 0, 1), "xla-cpu", f"xla:{rank}", True) for rank in range(n)
+    ]
+
+
+def own_ranks(model: XlaModel) -> list[object]:
+    """Ask from a replica's thread again and again, and from one that is none."""
+    import threading
+
+    adopted = [XlaModel.from_context(ContextHint()) for _ in range(20)]
+    foreign: list[object] = []
+    thread = threading.Thread(target=lambda: foreign.append(XlaModel.from_context(ContextHint())))
+    thread.start()
+    thread.join()
+    ranks = {one.topology.rank for one in adopted if one is not None}
+    return [ranks == {model.topology.rank}, len(adopted), foreign[0]]
+
+
+def test_each_thread_adopts_its_own_replica_and_others_none() -> None:
+    assert launch(own_ranks, 2) == [[True, 20, None]] * 2
+
+
+def lazy_inputs(model: XlaModel) -> list[list[float]]:
+    """Let a rank-dependent number, and one that isn't computed yet, enter a collective."""
+    rank = model.topology.rank
+    number = torch.tensor(float(rank), device=model.device) * 2 + rank
+    before = number + 1
+    number.add_(5)
+    total = model.all_reduce(number, ReduceOp.SUM)
+    return [total.cpu().tolist(), before.cpu().tolist(), number.cpu().tolist()]
+
+
+def test_what_is_not_computed_yet_enters_with_its_value() -> None:
+    assert launch(lazy_inputs, 2) == [[13.0, 1.0, 5.0], [13.0, 4.0, 8.0]]
+
+
+def strings(model: XlaModel) -> tuple[list[str], int, int]:
+    import torch_xla.debug.metrics as metrics
+
+    def n_compiled() -> int:
+        data = metrics.metric_data("CompileTime")
+        return 0 if data is None else int(data[0])
+
+    rank, n = model.topology.rank, model.topology.world_size
+    wrong, counts = [], []
+    for sizes in (range(0, 248, 31), range(300, 500, 17), range(513, 1000, 61)):
+        for size in sizes:
+            blobs = [bytes([65 + r]) * (size + r % 2) for r in range(n)]
+            # The derived way is that of jobs of several processes.
+            for exchange in (model.exchange, lambda blob: ComputationModel.exchange(model, blob)):
+                if exchange(blobs[rank]) != blobs:
+                    wrong.append(f"{size} bytes on rank {rank}")
+        counts.append(n_compiled())
+    before = n_compiled()
+    for size in (1, 77, 290, 411, 600, 999):
+        ComputationModel.exchange(model, b"x" * size)
+    return wrong, counts[0], n_compiled() - before
+
+
+def test_strings_of_many_sizes_are_compiled_once_for_each_bucket() -> None:
+    for wrong, n_small, n_more in launch(strings, 2):
+        assert wrong == []
+        assert n_small == 1  # all that fit into one frame
+        assert n_more == 0
+
+
+def in_groups(model: XlaModel) -> list[str]:
+    c = Checks(model)
+    for ranks in ((0, 2), (1, 2), (1,), (0, 1, 2)):
+        group = model.new_group(ranks)
+        if c.rank not in ranks:
+            continue
+        rows = [sample(torch.float32, rank, (2, 2)) for rank in ranks]
+        own = rows[ranks.index(c.rank)]
+        c.check(f"all_gather {ranks}", model.all_gather(c.place(own), group), torch.stack(rows))
+        for op in (ReduceOp.SUM, ReduceOp.MAX):
+            total = model.all_reduce(c.place(own), op, group)
+            c.check(f"all_reduce {ranks}", total, fold_tensors(op, rows))
+        got = model.broadcast(c.place(own), ranks[-1], group)
+        c.check(f"broadcast {ranks}", got, rows[-1])
+        if model.exchange(b"%d" % c.rank, group) != [b"%d" % rank for rank in ranks]:
+            c.wrong.append(f"exchange {ranks}")
+    return c.wrong
+
+
+def test_groups_need_their_members_alone() -> None:
+    assert launch(in_groups, 3) == [[], [], []]
+
+
+def eager(model: XlaModel) -> list[object]:
+    handle = model.start(lambda: model.all_reduce(torch.ones(2), ReduceOp.SUM))
+    broken = model.start(lambda: 1 // 0)
+    try:
+        broken.wait()
+    except ZeroDivisionError:
+        return [handle.is_completed(), handle.wait().tolist(), broken.is_completed()]
+    return []
+
+
+def test_start_computes_at_once_and_keeps_errors_for_wait() -> None:
+    assert launch(eager, 2) == [[True, [2.0, 2.0], True]] * 2
+
+
+def tensors(model: XlaModel) -> dict[str, Tensor]:
+    on_device = torch.full((2,), model.topology.rank, device=model.device)
+    return {"x": on_device, "leaf": on_device.float().requires_grad_()}
+
+
+def test_results_on_xla_devices_arrive_on_the_cpu() -> None:
+    rows = launch(tensors, 2)
+    assert [row["x"].tolist() for row in rows] == [[0, 0], [1, 1]]
+    assert all(row[key].device.type == "cpu" for row in rows for key in row)
+    assert rows[0]["leaf"].requires_grad
+    assert "torch_xla" not in sys.modules
+
+
+def one_raises(model: XlaModel) -> None:
+    if model.topology.rank == 1:
+        raise KeyError("only here")
+    model.all_reduce(torch.ones(2), ReduceOp.SUM)
+
+
+def test_a_failing_replica_is_named_with_its_own_traceback() -> None:
+    with pytest.raises(WorkerFailedError, match=r"rank 1 of 2 raised KeyError") as caught:
+        launch(one_raises, 2)
+    assert caught.value.rank == 1
+    assert "in one_raises" in caught.value.traceback
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def one_aborts(model: XlaModel) -> None:
+    if model.topology.rank == 1:
+        model.abort()
+        time.sleep(0.2)
+        raise OSError("the cause")
+    model.exchange(b"")
+
+
+def test_the_cause_is_reported_and_not_what_it_caused() -> None:
+    with pytest.raises(WorkerFailedError, match="the cause") as caught:
+        launch(one_aborts, 2)
+    assert caught.value.rank == 1
+
+
+def one_kills_all(model: XlaModel) -> None:
+    if model.topology.rank == 1:
+        sys.stderr.write("my last words\n")
+        os.abort()
+    model.exchange(b"")
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_a_dead_process_is_reported_with_what_it_printed(n: int) -> None:
+    entry = one_kills_all if n > 1 else (lambda model: os.abort())
+    with pytest.raises(WorkerFailedError, match="ended") as caught:
+        launch(entry, n)
+    assert "Fatal Python error: Aborted" in str(caught.value)
+    assert n == 1 or "my last words" in str(caught.value)
+
+
+def alone_in_a_graph(model: XlaModel) -> None:
+    import torch_xla.core.xla_model as xm
+
+    if model.topology.rank == 0:
+        xm.all_reduce("sum", torch.ones(2, device=model.device)).cpu()
+    time.sleep(60)
+
+
+def test_a_graph_without_all_replicas_ends_the_job_in_the_end() -> None:
+    with pytest.raises(WorkerFailedError, match="Expected 2 threads"):
+        launch(alone_in_a_graph, 2)
+
+
+def disagree(model: XlaModel) -> str:
+    try:
+        model.all_gather(torch.ones(2 + model.topology.rank))
+    except CollectiveMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_disagree_learn_it_instead_of_hanging() -> None:
+    first, second = launch(disagree, 2)
+    assert first == second
+    assert "rank 0: all_gather torch.float32 [2]; rank 1: all_gather torch.float32 [3]" in first
+
+
+def come_late(model: XlaModel) -> str:
+    while model.topology.rank == 1 and not MEETING.has_left(0):
+        time.sleep(0.01)
+    try:
+        model.all_reduce(torch.ones(2), ReduceOp.SUM)
+    except (CollectiveTimeoutError, PeerFailedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_who_waits_too_long_says_for_whom() -> None:
+    first, second = launch(come_late, 2, timeout=timedelta(seconds=0.5))
+    assert first.startswith("CollectiveTimeoutError: rank 0 waited 0.5 s in all_reduce SUM")
+    assert first.endswith("ranks that did not come: [1]")
+    assert second.startswith("PeerFailedError: rank 1 waited in all_reduce SUM")
+
+
+def leave_early(model: XlaModel) -> str:
+    if model.topology.rank == 0:
+        model.finalize()
+        return str((model.is_alive(), XlaModel.from_context(ContextHint())))
+    try:
+        model.exchange(b"")
+    except PeerFailedError as error:
+        return str(error)
+    return ""
+
+
+def test_a_finalized_replica_is_found_no_more_and_not_waited_for() -> None:
+    first, second = launch(leave_early, 2)
+    assert first == "(False, None)"
+    assert "rank 0 has finalized its context" in second
+
+
+def test_the_parent_stays_as_it_was() -> None:
+    before = dict(os.environ)
+    assert launch(lambda model: os.environ["CPU_NUM_DEVICES"], 2) == ["2", "2"]
+    assert dict(os.environ) == before
+    assert "torch_xla" not in sys.modules
+
+
+def run_script(code: str, **variables: str) -> str:
+    path = os.pathsep.join([SOURCE, str(Path(__file__).parent)])
+    outcome = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path, "PJRT_DEVICE": "CPU", **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    return outcome.stdout
+
+
+def test_probing_imports_nothing_and_never_initialises_the_runtime() -> None:
+    out = run_script(
+        "import sys\n"
+        "from unisono.models.xla import XlaModel\n"
+        "from unisono.topology import ContextHint\n"
+        "print(XlaModel.from_context(ContextHint()), XlaModel.why_unavailable('xla-cpu'))\n"
+        "print('torch_xla' in sys.modules)\n"
+        "import torch_xla\n"
+        "print(XlaModel.from_context(ContextHint()))\n"
+        "print(torch_xla._XLAC._xla_runtime_is_initialized())\n"
+        "torch_xla.device()\n"
+        "print(XlaModel.from_context(ContextHint()).topology.world_size)\n"
+    )
+    assert out.splitlines() == ["None None", "False", "None", "False", "1"]
+
+
+def adopted_in_users_own_launch(_index: int) -> None:
+    import torch_xla.runtime as xr
+
+    model = XlaModel.from_context(ContextHint())
+    assert model is not None
+    assert model.topology.rank == xr.global_ordinal()
+    total = model.all_reduce(torch.ones(2), ReduceOp.SUM)
+    model.finalize()
+    assert XlaModel.from_context(ContextHint()) is not None  # it was the user's, and still is
+    sys.stdout.write(f"<{total.tolist()}>")
+
+
+def test_the_users_own_launch_is_adopted() -> None:
+    code = (
+        "import torch_xla, test_xla\n"
+        "torch_xla.launch(test_xla.adopted_in_users_own_launch, start_method='fork')\n"
+    )
+    assert run_script(code, CPU_NUM_DEVICES="2") == "<[2.0, 2.0]>" * 2
+
+
+def test_initialize_alone_needs_no_launcher() -> None:
+    out = run_script(
+        "import torch\n"
+        "from unisono.models.xla import XlaModel\n"
+        "from unisono.reduction import ReduceOp\n"
+        "from unisono.topology import RankInfo\n"
+        "from unisono.errors import ContextError\n"
+        "try: XlaModel.initialize('xla-cpu', RankInfo(1, 2))\n"
+        "except ContextError as error: print('rank 1 of 2' in str(error))\n"
+        "model = XlaModel.initialize('xla-cpu', RankInfo(0, 1))\n"
+        "print(model.topology.world_size, model.all_reduce(torch.ones(1), ReduceOp.SUM).item())\n"
+    )
+    assert out.splitlines() == ["True", "1 1.0"]
+
+
+def sleep_on(model: XlaModel) -> None:
+    Path(os.environ["TOLD"]).joinpath(str(model.topology.rank)).write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+def test_the_replicas_die_with_the_parent(tmp_path: Path) -> None:
+    code = "import test_xla; test_xla.launch(test_xla.sleep_on, 2)"
+    path = os.pathsep.join([SOURCE, str(Path(__file__).parent)])
+    variables = {**os.environ, "PYTHONPATH": path, "TOLD": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", code], env=variables)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    replicas = psutil.Process(parent.pid).children(recursive=True)
+    assert len(replicas) == 2  # the fresh process and its fork
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    _, alive = psutil.wait_procs(replicas, timeout=10)
+    assert alive == []
+
+
+def test_bad_requests_are_refused_before_anything_starts() -> None:
+    with pytest.raises(UnsupportedOperation, match="2 nodes"):
+        XlaModel.launch(facts, LaunchPlan(2, nnodes=2), backend="xla-cpu")
+    with pytest.raises(ArgumentError, match="start_method"):
+        launcher.launch(str, LaunchPlan(1, start_method="spawn"), env={})
+
+
+def ask_for_too_many(info: RankInfo) -> None:
+    raise AssertionError("never called")
+
+
+def test_a_number_of_replicas_that_the_runtime_lacks_is_named() -> None:
+    env = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
+    with pytest.raises(WorkerFailedError, match="has 2 devices on this node: ask for 2"):
+        launcher.launch(ask_for_too_many, LaunchPlan(3), env=env)
+
+
+def test_the_reason_says_what_is_missing_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert XlaModel.why_unavailable("xla-cpu") is None
+    assert "nccl" in str(XlaModel.why_unavailable("xla-cuda"))
+    assert "TPU" in str(XlaModel.why_unavailable("xla-tpu")) or "libtpu" in str(
+        XlaModel.why_unavailable("xla-tpu")
+    )
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    reason = str(_xla_setup.why_unavailable("xla-cpu"))
+    assert "this is torch 2.13.0" in reason
+    assert "pip install torch==2.9.0 torch_xla==2.9.0" in reason
+
+
+def test_an_import_that_fails_is_a_backend_unavailable_error() -> None:
+    code = (
+        "import sys, types\n"
+        "sys.modules['torch_xla.runtime'] = None\n"
+        "from unisono.errors import BackendUnavailableError\n"
+        "from unisono.models.xla import XlaModel\n"
+        "from unisono.topology import RankInfo\n"
+        "try: XlaModel.initialize('xla-cpu', RankInfo(0, 1))\n"
+        "except BackendUnavailableError as error: print(type(error.__cause__).__name__)\n"
+    )
+    assert run_script(code).strip() in ("ImportError", "ModuleNotFoundError")
+    assert issubclass(ContextError, RuntimeError)
