@@ -37,7 +37,8 @@ from unisono.lifecycle import finalize, initialize, spawn, sync
 from unisono.model import ComputationModel
 from unisono.parallel import Parallel
 from unisono.reduction import ReduceOp
-from unisono.registry import available_backends, register_model, registered_models
+from unisono.registry import available_backends, register_model
+from unisono.registry import registered_models as _registered_models
 from unisono.sections import master_only, one_rank_first, one_rank_only
 from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
 
@@ -120,5 +121,5 @@ def __getattr__(name: str) -> Any:
     if name in _LIBRARY_OF:
         return importlib.util.find_spec(_LIBRARY_OF[name]) is not None
     if name == "registered_computation_models":
-        return registered_models()
+        return _registered_models()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -73,6 +73,13 @@ def register_model(cls: type[ComputationModel], override: bool = False) -> type[
 
     Raises:
         RegistrationError: a name is taken, or `cls` lacks a required member.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.register_model(idist.ComputationModel)
+        Traceback (most recent call last):
+        ...
+        unisono.errors.RegistrationError: ComputationModel can't be registered: it lacks ...
     """
     global _watch
     missing = sorted(getattr(cls, "__abstractmethods__", ()))
@@ -325,6 +332,11 @@ def available_backends() -> tuple[str, ...]:
 
     Returns:
         Names that `initialize` and `spawn` take.
+
+    Example:
+        >>> import unisono as idist
+        >>> "threads" in idist.available_backends()
+        True
     """
     return tuple(name for name, reason in availability().items() if reason is None)
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import cloudpickle
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, TCPStore
 
-__all__ = ("TIMEOUT", "by_hand", "join", "leave", "prepare")
+__all__ = ("TIMEOUT", "by_hand", "join", "join_by_tcp", "leave", "prepare")
 
 TIMEOUT = timedelta(seconds=30)
 _processes = multiprocessing.get_context("forkserver")
@@ -30,8 +31,20 @@ def prepare() -> None:
 
 def join(folder: Path, rank: int, size: int, name: str = "store") -> None:
     """Make the default group through a file."""
-    store = dist.FileStore(str(folder / name), size)
+    store = FileStore(str(folder / name), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+
+
+def join_by_tcp(folder: Path, rank: int, host: str) -> None:
+    """Make the default group through a store at a port of the kernel's choice."""
+    meeting = FileStore(str(folder / "meeting"), 2)
+    if rank == 0:
+        store = TCPStore(host, 0, 2, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
+        meeting.set("port", str(store.port))
+    else:
+        port = int(meeting.get("port"))
+        store = TCPStore(host, port, 2, is_master=False, timeout=TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
 
 
 def leave() -> None:

@@ -159,7 +159,7 @@ def test_every_start_method_has_the_directory_and_the_arguments_of_the_parent(
 
 def test_output_goes_where_the_parent_writes_now(capfd: pytest.CaptureFixture[str]) -> None:
     def fn(local_rank: int) -> None:
-        print("from python", end="")
+        sys.stdout.write("from python")
         os.write(2, b"from below")
 
     unisono.spawn("gloo", fn)

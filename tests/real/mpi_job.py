@@ -23,6 +23,11 @@ OPS = [op for op in ReduceOp if op is not ReduceOp.AVERAGE]
 UNKNOWN = RankInfo(0, 1)  # what is known where the environment says nothing
 
 
+def say(word: str) -> None:
+    sys.stdout.write(f"{word}\n")
+    sys.stdout.flush()
+
+
 def same(got: Tensor | None, expected: Tensor) -> None:
     assert got is not None
     assert got.dtype is expected.dtype
@@ -191,7 +196,7 @@ def deadline() -> None:
         except CollectiveTimeoutError as error:
             assert "Allreduce" in str(error), error
             assert "rank 0" in str(error), error
-            print("TIMED OUT", flush=True)
+            say("TIMED OUT")
             raise
     time.sleep(60)
 
@@ -217,7 +222,7 @@ def contradiction() -> None:
         MpiModel.initialize("mpi4py", RankInfo(0, 5, source="torchrun"))
     except ContextError as error:
         assert "torchrun" in str(error), error
-        print("REFUSED", flush=True)
+        say("REFUSED")
 
 
 def adopt() -> None:
@@ -305,7 +310,7 @@ def funneled() -> None:
     assert started.wait().item() == model.topology.world_size
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         assert model._background is None
-        print("NO THREAD", flush=True)
+        say("NO THREAD")
 
 
 def uninitialised() -> None:
@@ -338,7 +343,7 @@ def fail_adopted() -> None:
 
 def fail_in(model: MpiModel) -> None:
     model.barrier()
-    print("AT WORK", flush=True)
+    say("AT WORK")
     if model.topology.rank == 1:
         raise KeyError("rank 1 has a bug")
     model.all_reduce(torch.ones(1), ReduceOp.SUM)
@@ -348,11 +353,11 @@ def abort() -> None:
     """Leave with an error that the program itself catches."""
     model = MpiModel.initialize("mpi4py", UNKNOWN)
     model.barrier()
-    print("AT WORK", flush=True)
+    say("AT WORK")
     if model.topology.rank == 1:
         model.abort()
         assert not model.is_alive()
-        print("STILL HERE", flush=True)
+        say("STILL HERE")
         return
     model.all_reduce(torch.ones(1), ReduceOp.SUM)
 
@@ -382,5 +387,4 @@ CHECKS: dict[str, Callable[[], None]] = {
 if __name__ == "__main__":
     torch.set_num_threads(1)
     CHECKS[sys.argv[1]]()
-    sys.stdout.write("DONE\n")
-    sys.stdout.flush()
+    say("DONE")

@@ -186,7 +186,7 @@ def _who() -> list[dict[str, Any]]:
             "pid": os.getpid(),
             "device": str(idist.device()),
             "model": idist.model_name(),
-            "backend": idist.backend() or "none",
+            "backend": idist.backend() or "-",
         }
     )
     return who

@@ -10,7 +10,9 @@ from typing import Annotated
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.control import Control
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.segment import ControlType
 from rich.table import Table
 
 import unisono as idist
@@ -73,10 +75,14 @@ def demo(
     if compare:
         for workers in _COMPARED:
             if workers not in runs:
-                name = backend if workers == 1 else _FOR_SEVERAL.get(backend.lower(), backend)
-                runs[workers] = _run(name, workers, digits, settings)
-        _show_runs(console, runs, digits)
+                runs[workers] = _run(_capable(backend, workers), workers, digits, settings)
+        _show_runs(console, runs, digits, backend)
     return _judge(console, runs, digits, nproc_per_node)
+
+
+def _capable(backend: str, workers: int) -> str:
+    """Name the backend, or the one that stands in where it can't have so many workers. Local."""
+    return backend if workers == 1 else _FOR_SEVERAL.get(backend.lower(), backend)
 
 
 def _run(backend: str, workers: int, digits: Digits, settings: Settings) -> list[Outcome]:
@@ -89,8 +95,8 @@ def _run(backend: str, workers: int, digits: Digits, settings: Settings) -> list
             args=(digits, settings, partial(_bar, title)),
             nproc_per_node=workers,
         )
-    except BaseException:  # the worker that hid the cursor may have been ended in the middle
-        Console(stderr=True).show_cursor()
+    except BaseException:  # the worker that drew the bar may have been ended in the middle
+        _clear_bar(Console(stderr=True))
         raise
     return outcomes
 
@@ -123,6 +129,12 @@ def _bar(title: str, epochs: int) -> Iterator[_digits.Report]:
         yield report
 
 
+def _clear_bar(console: Console) -> None:
+    """Erase half a bar and bring back the cursor that it hid. Local."""
+    console.show_cursor()
+    console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
+
+
 def _count(workers: int) -> str:
     return "1 worker" if workers == 1 else f"{workers} workers"
 
@@ -148,26 +160,27 @@ def _show_who(console: Console, outcome: Outcome, digits: Digits) -> None:
     console.print()
     console.print(table)
     console.print(
-        f"\n{_count(len(outcome.who))} learnt from {len(digits.labels):,} handwritten digits: "
-        f"loss {outcome.metrics['loss']:.4f}, accuracy {outcome.metrics['correct']:.4f} on these.\n"
+        f"\n{_count(len(outcome.who))} learnt {len(digits.labels):,} handwritten digits: "
+        f"loss {outcome.metrics['loss']:.4f}, accuracy {outcome.metrics['correct']:.4f}.\n"
     )
 
 
-def _show_runs(console: Console, runs: dict[int, list[Outcome]], digits: Digits) -> None:
+def _show_runs(
+    console: Console, runs: dict[int, list[Outcome]], digits: Digits, backend: str
+) -> None:
     table = _table("The same batches, shared by 1, 2 and 3 workers")
     for name in ("workers", "backend", "accuracy", "seconds", "largest difference to 1 worker"):
         table.add_column(name, justify="left" if name == "backend" else "right")
     for workers, outcomes in sorted(runs.items()):
         table.add_row(
             str(workers),
-            outcomes[0].who[0]["backend"],
+            _capable(backend, workers),
             f"{_accuracy(outcomes[0], digits):.4f}",
             f"{outcomes[0].seconds:.1f}",
             f"{_difference(outcomes, runs[1]):.1e}",
         )
-    console.print()
     console.print(table)
-    console.print("Steps of so small a net are short: the workers mostly wait for each other.\n")
+    console.print("\nSteps of so small a net are short: the workers mostly wait for each other.")
 
 
 def _accuracy(outcome: Outcome, digits: Digits) -> float:

@@ -27,7 +27,7 @@ from unisono.payload import (
 )
 from unisono.topology import Group
 
-__all__ = ("all_to_all", "broadcast", "broadcast_", "scatter")
+__all__ = ("all_to_all", "broadcast", "broadcast_", "home", "memory_for", "scatter")
 
 
 def broadcast(
@@ -89,10 +89,12 @@ def _broadcast(model: ComputationModel, value: Any, src: int, group: Group | Non
 
 
 def memory_for(model: ComputationModel, head: TensorHeader) -> Tensor:
+    """Make memory for what a header announces, on the model's transport device. Local."""
     return torch.empty(head.shape, dtype=head.dtype, device=model.transport_device)
 
 
 def home(model: ComputationModel, head: TensorHeader) -> torch.device:
+    """Give the device on which a received tensor is handed to the user. Local."""
     return model.device if head.on_accelerator else torch.device("cpu")
 
 

@@ -57,7 +57,8 @@ def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] 
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     workers: dict[socket.socket, int] = {}
     while True:
-        ready, _, _ = select.select([control, wake_read, *workers], [], [], _POLL_S)
+        watched: list[socket.socket | int] = [control, wake_read, *workers]
+        ready, _, _ = select.select(watched, [], [], _POLL_S)
         if os.getppid() != parent:
             return
         if wake_read in ready:

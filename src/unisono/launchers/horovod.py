@@ -24,10 +24,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
-import cloudpickle
-
 from unisono.errors import ArgumentError, LaunchError, PayloadError
 from unisono.launchers import _channel
+from unisono.launchers._by_value import pickle_for_worker
 from unisono.launchers._horovod_job import Job
 from unisono.launchers._worker import work
 from unisono.topology import LaunchPlan, RankInfo
@@ -45,9 +44,13 @@ run_commandline()
 """
 _WORKER = "from unisono.launchers.horovod import join; join({link!r})"
 _HOST = re.compile(r"([\w.-]+):([1-9][0-9]*)")
-# A job's own variables, which horovodrun would let win over those of the job it makes.
-_FOREIGN = re.compile(r"HOROVOD_(RANK|SIZE|LOCAL_RANK|LOCAL_SIZE|CROSS_RANK|CROSS_SIZE|HOSTNAME)$")
+# Variables of the job that this process may itself belong to, which horovodrun would let win.
+_FOREIGN = re.compile(
+    r"(HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|HOSTNAME)$|OMPI_(?!MCA_|ALLOW_)|PMIX?_|PMI2_"
+    r"|TORCHELASTIC_|ROLE_|GROUP_|MASTER_|(LOCAL_)?(RANK|WORLD_SIZE)$)"
+)
 _RESOLVE_S = 5.0
+_LONGEST_FOLDER = 70  # a Unix socket's whole path has 107 bytes
 
 
 def launch(
@@ -76,7 +79,7 @@ def launch(
     slots = _slots(plan, hosts)
     _resolve(list(slots))
     try:
-        pickled = cloudpickle.dumps(entry)
+        pickled = pickle_for_worker(entry)
     except Exception as error:  # an object's own __reduce__ may raise anything
         raise PayloadError(f"the function or its arguments can't be pickled: {error}") from error
     token = secrets.token_hex(16)
@@ -105,7 +108,7 @@ def _slots(plan: LaunchPlan, hosts: str | None) -> dict[str, int]:
     slots = {match[1]: int(match[2]) for match in found if match}
     if len(slots) != len(found):
         raise ArgumentError(
-            f'hosts={hosts!r} should be "name:ranks,name:ranks", each name once, at least 1 rank each'
+            f'hosts={hosts!r} should be "name:ranks,name:ranks", each name once, 1 rank or more'
         )
     if max(slots.values()) != plan.nproc_per_node:
         raise ArgumentError(
@@ -156,7 +159,9 @@ def _listen(is_local: bool, held: ExitStack) -> tuple[socket.socket, str | int]:
         listener = held.enter_context(socket.socket())
         listener.bind(("", 0))
     else:
-        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="unisono-"))
+        place = None if len(tempfile.gettempdir()) < _LONGEST_FOLDER else "/tmp"
+        private = tempfile.TemporaryDirectory(prefix="unisono-", dir=place)  # of mode 0700
+        folder = held.enter_context(private)
         listener = held.enter_context(socket.socket(socket.AF_UNIX))
         listener.bind(str(Path(folder, "link")))
     listener.listen(1024)

@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
 from unisono.errors import BackendUnavailableError, PayloadError, UnsupportedOperation
+from unisono.launchers._by_value import pickle_for_worker
 from unisono.launchers._mpi_job import Job
 from unisono.topology import LaunchPlan, RankInfo
 
@@ -137,7 +136,7 @@ def launch(
             "script.py and call initialize there",
         )
     try:
-        pickled = cloudpickle.dumps(entry)
+        pickled = pickle_for_worker(entry)
     except Exception as error:  # an object's own __reduce__ may raise anything
         raise PayloadError(f"the function or its arguments can't be pickled: {error}") from error
     words = [find_mpiexec()] if command is None else list(command)

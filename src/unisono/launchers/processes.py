@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from unisono.errors import ArgumentError, LaunchError, PayloadError
 from unisono.launchers import _channel, _helper
@@ -121,7 +121,7 @@ def _host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
             f"can't listen at master_addr={addr!r}, master_port={plan.master_port}: {error}"
         ) from error
     port = listener.getsockname()[1]
-    store = dist.TCPStore(
+    store = TCPStore(
         addr,
         port,
         None,

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import struct
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from unisono.control.derived import FRAME_BYTES
+from unisono.control.derived import FRAME_BYTES, as_frame, inline_part, length_of
 from unisono.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -52,8 +51,6 @@ _STEPS: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.MAX: torch.maximum,
 }
 _GONE = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_PROC_ABORTED", "ERR_REVOKED")
-_LENGTH = struct.Struct("<Q")  # one frame of `exchange`: the blob's length, then its beginning
-_INLINE_BYTES = FRAME_BYTES - _LENGTH.size
 _SPINS = 1_000  # tests of a request before waiting for it gives way to other processes
 
 
@@ -152,18 +149,22 @@ class Calls:
             The sizes of the blobs, and the blobs, by rank; None for the blobs if they are too many.
         """
         byte = self._mpi.BYTE
-        head = (_LENGTH.pack(len(blob)) + blob[:_INLINE_BYTES]).ljust(FRAME_BYTES, b"\0")
         heads = bytearray(n_ranks * FRAME_BYTES)
-        self.run("Allgather", comm, [head, byte], [heads, byte])
-        sizes = [_LENGTH.unpack_from(heads, at)[0] for at in range(0, len(heads), FRAME_BYTES)]
-        if max(sizes) <= _INLINE_BYTES:
-            starts = range(_LENGTH.size, len(heads), FRAME_BYTES)
-            return sizes, _cut(heads, starts, sizes)
+        self.run("Allgather", comm, [as_frame(blob), byte], [heads, byte])
+        frames = [bytes(heads[at : at + FRAME_BYTES]) for at in range(0, len(heads), FRAME_BYTES)]
+        parts = [inline_part(frame) for frame in frames]
+        inline = [part for part in parts if part is not None]
+        sizes = [length_of(frame) for frame in frames]
+        if len(inline) == n_ranks:
+            return sizes, inline
         if sum(sizes) > largest:
             return sizes, None
         bodies = bytearray(sum(sizes))
         self.run("Allgatherv", comm, [blob, byte], [bodies, sizes, byte])
-        return sizes, _cut(bodies, itertools.accumulate([0, *sizes[:-1]]), sizes)
+        ends = itertools.accumulate(sizes)
+        return sizes, [
+            bytes(bodies[end - size : end]) for end, size in zip(ends, sizes, strict=True)
+        ]
 
     def start(
         self, name: str, comm: Any, tensor: Tensor, *args: Any
@@ -242,11 +243,6 @@ class Calls:
                 f"{text}: the ranks passed different sizes, or called different things"
             ) from error
         raise CollectiveError(text) from error
-
-
-def _cut(data: bytearray, starts: Iterable[int], sizes: list[int]) -> list[bytes]:
-    view = memoryview(data)
-    return [bytes(view[at : at + size]) for at, size in zip(starts, sizes, strict=True)]
 
 
 def _fold(step: Callable[..., Tensor], dtype: torch.dtype) -> Callable[[Any, Any, Any], None]:

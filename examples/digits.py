@@ -1,0 +1,105 @@
+"""Train a small net on real handwritten digits, however it is started.
+
+    python examples/digits.py                                         alone
+    python examples/digits.py --backend gloo --nproc-per-node 2       two processes
+    python examples/digits.py --backend threads --nproc-per-node 2    two threads of one process
+    torchrun --nproc-per-node 2 examples/digits.py --backend gloo     two processes of torchrun
+
+Needs scikit-learn for its digits: python -m pip install "unisono[demo]"
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+import unisono as idist
+
+BATCH_SIZE = 64  # of all workers together
+
+
+def load() -> tuple[Tensor, Tensor]:
+    """Load 1,797 images [n, 64] from 0 to 1 and their labels [n]."""
+    digits = load_digits()
+    images = torch.tensor(digits.data, dtype=torch.float32) / 16
+    return images, torch.tensor(digits.target)
+
+
+def share(rows: Tensor) -> Tensor:
+    """Give this worker's part; parts may differ in size by one."""
+    return rows.tensor_split(idist.get_world_size())[idist.get_rank()]
+
+
+def make_model(generator: torch.Generator) -> nn.Module:
+    """Make the same model on every worker."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.kaiming_normal_(parameter, generator=generator)
+        else:
+            nn.init.zeros_(parameter)
+    return model
+
+
+def train(local_rank: int, data: tuple[Tensor, Tensor], epochs: int, seed: int) -> float:
+    """Train in one worker; every worker runs this."""
+    torch.set_num_threads(1)  # the workers share this machine's cores
+    seed = idist.broadcast(seed, src=0)
+    # Workers that are threads share torch's global generator: this one is their own.
+    generator = torch.Generator().manual_seed(seed)
+    device = idist.device()
+    images, labels = (tensor.to(device) for tensor in data)
+    is_held_out = torch.arange(len(labels), device=device) % 5 == 0
+    held_out_images, held_out_labels = images[is_held_out], labels[is_held_out]
+    images, labels = images[~is_held_out], labels[~is_held_out]
+    model = make_model(generator).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+
+    for epoch in range(epochs):
+        loss_sum, correct = 0.0, 0
+        for batch in torch.randperm(len(labels), generator=generator).split(BATCH_SIZE):
+            mine = share(batch).to(device)
+            logits = model(images[mine])
+            loss = nn.functional.cross_entropy(logits, labels[mine], reduction="sum")
+            optimizer.zero_grad()
+            # Divided by the whole batch's size and added up: right for parts of any size.
+            (loss / len(batch)).backward()
+            parameters = list(model.parameters())
+            gradients = idist.all_reduce([parameter.grad for parameter in parameters])
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+            loss_sum += loss.item()
+            correct += int((logits.argmax(1) == labels[mine]).sum())
+        sums = idist.all_reduce({"loss": loss_sum, "correct": correct})
+        if idist.is_main_process() and (epoch + 1) % 5 == 0:
+            loss_mean, share_right = (sums[name] / len(labels) for name in ("loss", "correct"))
+            print(f"epoch {epoch + 1}: loss {loss_mean:.4f}, accuracy {share_right:.4f}")
+
+    with torch.no_grad():
+        predictions = idist.all_gather(model(share(held_out_images)).argmax(1))
+    accuracy = float((predictions == held_out_labels).double().mean())
+    workers = idist.all_gather(f"rank {idist.get_rank()} on {idist.hostname()}, {device}")
+    if idist.is_main_process():
+        print(f"workers: {'; '.join(workers)} ({idist.model_name()})")
+        print(f"held-out accuracy: {accuracy:.4f}")
+    return accuracy
+
+
+def main() -> None:
+    """Read the command line and train."""
+    parser = argparse.ArgumentParser(description="Train a small net on handwritten digits.")
+    parser.add_argument("--backend", help="such as gloo, nccl, threads")
+    parser.add_argument("--nproc-per-node", type=int, help="workers to start; none under torchrun")
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with idist.Parallel(options.backend, nproc_per_node=options.nproc_per_node) as parallel:
+        parallel.run(train, load(), options.epochs, options.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Errors travel between processes, and the tree drawn in their module is the real one."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from unisono import errors
+from unisono.errors import (
+    EnvironmentDetectionError,
+    PeerFailedError,
+    UnisonoError,
+    UnsupportedOperation,
+    WorkerFailedError,
+)
+
+CLASSES = [getattr(errors, name) for name in errors.__all__]
+MADE: list[tuple[BaseException, dict[str, Any]]] = [
+    (
+        EnvironmentDetectionError("what", "slurm", "SLURM_PROCID", "x"),
+        {"source": "slurm", "variable": "SLURM_PROCID", "value": "x"},
+    ),
+    (EnvironmentDetectionError("what"), {"source": "", "variable": "", "value": None}),
+    (
+        WorkerFailedError("what", 2, 3, "SIGKILL", "Traceback"),
+        {"rank": 2, "exit_code": 3, "signal": "SIGKILL", "traceback": "Traceback"},
+    ),
+    (WorkerFailedError("what"), {"rank": -1, "exit_code": None, "signal": None, "traceback": ""}),
+    (UnsupportedOperation("m", "send", "use x"), {"model": "m", "what": "send", "instead": "use x"}),
+    (PeerFailedError("what", 1, "Traceback"), {"rank": 1, "traceback": "Traceback"}),
+    (PeerFailedError("what", rank=1), {"rank": 1, "traceback": ""}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_every_error_has_a_plain_message_that_travels(cls: type[UnisonoError]) -> None:
+    error = cls("é: what was found") if cls is not UnsupportedOperation else cls("é", "b", "c")
+    assert str(error).startswith("é")
+    for dumps in (pickle.dumps, cloudpickle.dumps):
+        got = pickle.loads(dumps(error))
+        assert type(got) is cls
+        assert str(got) == str(error)
+        assert got.args == error.args
+    assert str(copy.copy(error)) == str(error)
+    with pytest.raises(UnisonoError):
+        raise error
+
+
+@pytest.mark.parametrize(("error", "attributes"), MADE, ids=lambda item: type(item).__name__)
+def test_attributes_travel(error: BaseException, attributes: dict[str, Any]) -> None:
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        got = pickle.loads(pickle.dumps(error, protocol))
+        assert {name: getattr(got, name) for name in attributes} == attributes
+        assert str(got) == str(error)
+        assert repr(got) == repr(error)
+
+
+def test_a_worker_s_failure_carries_its_traceback() -> None:
+    def fail() -> None:
+        raise KeyError("gone")
+
+    with pytest.raises(KeyError) as caught:
+        fail()
+    error = WorkerFailedError.of(caught.value, 1, 3)
+    assert str(error).startswith("rank 1 of 3 raised KeyError: 'gone'\n\nTraceback")
+    assert "in fail" in error.traceback
+    assert (error.rank, error.__cause__) == (1, caught.value)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def drawn() -> Iterator[tuple[str, tuple[str, ...], list[str]]]:
+    """Read the drawing: each class with its bases and the attributes beside it."""
+    assert errors.__doc__ is not None
+    path: list[str] = []
+    for line in errors.__doc__.splitlines():
+        text = line.lstrip("│├└─ ")
+        if "Error" not in text and "Operation" not in text or text.endswith("."):
+            continue
+        depth = (len(line) - len(text)) // 3
+        head, *attributes = text.split(" .")
+        name, _, others = head.strip().rstrip(")").partition("(")
+        bases = [base for base in others.split(", ") if base]
+        del path[depth:]
+        yield name, (*path[-1:], *bases), [attribute.strip() for attribute in attributes]
+        path.append(name)
+
+
+def test_the_drawing_is_the_real_tree() -> None:
+    found = list(drawn())
+    assert [name for name, _, _ in found].count("UnisonoError") == 1
+    assert sorted(name for name, _, _ in found) == sorted(errors.__all__)
+    for name, bases, attributes in found:
+        cls = getattr(errors, name)
+        assert tuple(base.__name__ for base in cls.__bases__) == bases, name
+        own = {key for error, has in MADE if type(error) is cls for key in has}
+        assert set(attributes) == own, name
+
+
+def test_all_lists_every_class() -> None:
+    classes = {
+        name
+        for name, item in vars(errors).items()
+        if isinstance(item, type) and item.__module__ == errors.__name__
+    }
+    assert set(errors.__all__) == classes
+    assert list(errors.__all__) == sorted(errors.__all__)
+    assert all(issubclass(cls, UnisonoError) for cls in CLASSES)
+    assert all((cls.__doc__ or "").strip() for cls in CLASSES)

@@ -1,0 +1,120 @@
+"""The public names: sorted, complete, documented, and a superset of idist's."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import unisono
+
+# `ignite.distributed` 0.5, without `auto_*` and the sampler's proxy, which have a task of their own.
+IDIST = (
+    *("Parallel", "all_gather", "all_gather_tensors_with_shapes", "all_reduce"),
+    *("available_backends", "backend", "barrier", "broadcast", "device", "finalize"),
+    *("get_local_rank", "get_nnodes", "get_node_rank", "get_nproc_per_node", "get_rank"),
+    *("get_world_size", "has_hvd_support", "has_native_dist_support", "has_xla_support"),
+    *("hostname", "initialize", "model_name", "new_group", "one_rank_first", "one_rank_only"),
+    *("registered_computation_models", "set_local_rank", "show_config", "spawn", "sync"),
+)
+
+
+def test_all_is_sorted_and_every_name_is_there() -> None:
+    assert list(unisono.__all__) == sorted(set(unisono.__all__))
+    for name in unisono.__all__:
+        assert getattr(unisono, name) is not None
+
+
+def test_all_is_complete() -> None:
+    imported = {
+        name
+        for name, item in vars(unisono).items()
+        if not name.startswith("_")
+        and not inspect.ismodule(item)
+        and (inspect.isclass(item) or inspect.isfunction(item))
+        and getattr(item, "__module__", "").startswith("unisono.")
+    }
+    assert imported <= set(unisono.__all__), imported - set(unisono.__all__)
+
+
+def test_every_name_of_idist_is_there() -> None:
+    assert set(IDIST) <= set(unisono.__all__)
+
+
+@pytest.mark.parametrize("name", IDIST)
+def test_arguments_of_idist_are_taken(name: str) -> None:
+    ours = getattr(unisono, name)
+    idist = {
+        "all_gather": ["group"], "all_reduce": ["op", "group"], "barrier": [],
+        "all_gather_tensors_with_shapes": ["tensor", "shapes", "group"],
+        "broadcast": ["src", "safe_mode"], "initialize": ["backend"], "new_group": ["ranks"],
+        "one_rank_first": ["rank", "local"], "one_rank_only": ["rank", "with_barrier"],
+        "set_local_rank": ["index"], "sync": ["temporary"],
+        "spawn": ["backend", "fn", "args", "kwargs_dict", "nproc_per_node"],
+        "Parallel": ["backend", "nproc_per_node", "nnodes", "node_rank", "master_addr",
+                     "master_port", "init_method"],
+    }.get(name)  # fmt: skip
+    if idist is not None:
+        assert set(idist) <= set(inspect.signature(ours).parameters)
+
+
+def test_facts_about_libraries_are_answered_when_asked() -> None:
+    assert unisono.has_native_dist_support is True
+    for name in ("has_hvd_support", "has_xla_support", "has_mpi_support"):
+        assert type(getattr(unisono, name)) is bool
+    models = {cls.name for cls in unisono.registered_computation_models}
+    assert {"serial", "threads", "native-dist"} <= models
+    with pytest.raises(AttributeError, match=r"no attribute 'all_redcue'"):
+        unisono.all_redcue  # type: ignore[attr-defined] # noqa: B018
+
+
+def test_every_function_says_whether_it_communicates() -> None:
+    for name in unisono.__all__:
+        item = getattr(unisono, name)
+        if inspect.isfunction(item):
+            doc = inspect.getdoc(item) or ""
+            first, _, rest = doc.partition("\n\n")
+            assert first.endswith("."), name
+            assert "\n" not in first, name
+            assert rest.startswith(("Local", "Collective over", "Collective at creation")), name
+            assert "Example:" in doc, name
+
+
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages(unisono.__path__, "unisono.")
+    if not module.name.startswith(("unisono.models.", "unisono.launchers.", "unisono.cli"))
+    and not module.name.endswith("__main__")
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_all_of_every_module_is_true(name: str) -> None:
+    module = importlib.import_module(name)
+    names = getattr(module, "__all__", ())
+    assert len(set(names)) == len(names)
+    for public in names:
+        getattr(module, public)
+    missing = {
+        key
+        for key, item in vars(module).items()
+        if not key.startswith("_")
+        and (inspect.isclass(item) or inspect.isfunction(item))
+        and item.__module__ == name
+    } - set(names)
+    if hasattr(module, "__all__") and ".cases." not in name and not hasattr(module, "LAWS"):
+        assert not missing
+
+
+def test_a_bare_import_loads_no_heavy_library() -> None:
+    code = (
+        "import sys, unisono; heavy = {'horovod', 'torch_xla', 'mpi4py', 'ray', 'typer', 'rich', "
+        "'cloudpickle', 'sklearn', 'multiprocessing.spawn'}; "
+        "print(sorted({name.partition('.')[0] for name in sys.modules} & heavy))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

@@ -1,0 +1,162 @@
+"""Operations under way: their order, their values and their errors."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+
+import unisono as idist
+from unisono.errors import PayloadError
+from unisono.handle import Background, Handle
+
+
+class Boom(Exception):
+    pass
+
+
+def test_the_value_is_the_same_at_every_wait() -> None:
+    calls: list[int] = []
+
+    def work() -> list[int]:
+        calls.append(1)
+        return []
+
+    handle = Handle(work, lambda: False)
+    assert not handle.is_completed()
+    assert handle.wait() is handle.wait()
+    assert handle.is_completed()
+    assert calls == [1]
+
+
+def test_an_error_is_raised_at_every_wait() -> None:
+    calls: list[int] = []
+
+    def work() -> None:
+        calls.append(1)
+        raise Boom("once")
+
+    handle = Handle(work, lambda: True)
+    assert handle.is_completed()
+    raised = []
+    for _ in range(2):
+        with pytest.raises(Boom) as caught:
+            handle.wait()
+        raised.append(caught.value)
+    assert raised[0] is raised[1]
+    assert calls == [1]
+
+
+def test_then_finishes_once_and_keeps_errors() -> None:
+    finished: list[int] = []
+
+    def finish(value: int) -> int:
+        finished.append(value)
+        return value * 10
+
+    handle = Handle(lambda: 4, lambda: True).then(finish)
+    assert handle.is_completed()
+    assert finished == []
+    assert (handle.wait(), handle.wait(), finished) == (40, 40, [4])
+
+    def fail(value: int) -> None:
+        raise Boom(str(value))
+
+    failed = Handle(lambda: 4, lambda: True).then(fail).then(finish)
+    for _ in range(2):
+        with pytest.raises(Boom, match="4"):
+            failed.wait()
+    assert finished == [4]
+
+
+def test_while_one_thread_waits_it_isnt_completed_for_another() -> None:
+    started, release = threading.Event(), threading.Event()
+
+    def work() -> int:
+        started.set()
+        release.wait(20)
+        return 7
+
+    handle = Handle(work, lambda: False)
+    values: list[int] = []
+    threads = [threading.Thread(target=lambda: values.append(handle.wait())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert started.wait(20)
+    assert not handle.is_completed()
+    release.set()
+    for thread in threads:
+        thread.join(20)
+    assert values == [7, 7, 7]
+    assert handle.is_completed()
+
+
+def test_calls_run_in_the_order_in_which_they_were_given() -> None:
+    background = Background("test-order")
+    seen: list[int] = []
+
+    def call(number: int) -> int:
+        seen.append(number)
+        if number % 3 == 0:
+            raise Boom(str(number))
+        return number
+
+    handles = [background.submit(lambda number=number: call(number)) for number in range(60)]
+    background.settle()
+    assert seen == list(range(60))
+    assert all(handle.is_completed() for handle in handles)
+    for number in reversed(range(60)):
+        if number % 3 == 0:
+            with pytest.raises(Boom, match=f"^{number}$"):
+                handles[number].wait()
+        else:
+            assert handles[number].wait() == number
+    background.settle()
+
+
+def test_settle_waits_and_leaves_errors_with_their_handles() -> None:
+    background = Background("test-settle")
+    background.settle()
+    gate, seen = threading.Event(), []
+
+    def slow() -> None:
+        gate.wait(20)
+        seen.append("slow")
+        raise Boom("kept")
+
+    handle = background.submit(slow)
+    assert not handle.is_completed()
+    gate.set()
+    background.settle()
+    assert seen == ["slow"]
+    with pytest.raises(Boom, match="kept"):
+        handle.wait()
+
+
+def test_the_thread_ends_with_its_owner() -> None:
+    background = Background("test-end")
+    handle = background.submit(lambda: 5)
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "test-end")
+    del background
+    gc.collect()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert handle.wait() == 5
+
+
+def test_handles_of_collectives() -> None:
+    def replica(local_rank: int) -> list[Any]:
+        handles = [idist.all_reduce(local_rank + i, async_op=True) for i in range(5)]
+        gathered = idist.all_gather(str(local_rank), async_op=True)
+        after = idist.all_gather(local_rank)  # waits for its turn
+        stuck = idist.all_gather((i for i in range(3)), async_op=True)
+        for _ in range(2):
+            with pytest.raises(PayloadError, match="generator"):
+                stuck.wait()
+        return [*(handle.wait() for handle in handles), gathered.wait(), after]
+
+    wanted = [3, 6, 9, 12, 15, ["0", "1", "2"], [0, 1, 2]]
+    assert idist.spawn("threads", replica, nproc_per_node=3) == [wanted] * 3
+    assert idist.all_reduce(2, async_op=True).wait() == 2

@@ -1,0 +1,107 @@
+"""Containers taken apart and put together again."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unisono._tree import flatten, unflatten
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclass(frozen=True)
+class Frozen:
+    name: Any
+    value: Any = 0
+
+
+@dataclass(slots=True)
+class Derived:
+    base: Any
+    double: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.double = self.base * 2
+
+
+class Numbers(list[Any]):
+    pass
+
+
+TREES = st.recursive(
+    st.integers(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=2) | st.integers(), inner, max_size=3)
+        | st.tuples(inner, inner).map(lambda both: Pair(*both))
+        | st.tuples(inner, inner).map(lambda both: Frozen(*both))
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(TREES)
+def test_what_is_taken_apart_is_put_together_again(tree: Any) -> None:
+    leaves, paths = flatten(tree)
+    assert len(leaves) == len(paths)
+    assert len(set(paths)) == len(paths)
+    assert all(type(leaf) is int for leaf in leaves)
+    before = repr(tree)
+    assert repr(unflatten(tree, leaves)) == before
+    doubled = unflatten(tree, [leaf * 2 for leaf in leaves])
+    assert flatten(doubled) == ([leaf * 2 for leaf in leaves], paths)
+    assert repr(tree) == before
+
+
+def test_leaves_go_from_left_to_right_and_are_named() -> None:
+    tree = {"b": [1, (2,)], "a": Pair(3, Frozen("x", {7: 4}))}
+    leaves, paths = flatten(tree)
+    assert leaves == [1, 2, 3, "x", 4]
+    assert paths == [".'b'.0", ".'b'.1.0", ".'a'.0", ".'a'.1.name", ".'a'.1.value.7"]
+    assert flatten(5) == ([5], [""])
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [OrderedDict(b=1, a=2), defaultdict(list, a=1), Numbers([1, 2]), Pair(1, (2,)), Derived(3),
+     [], (), {}, torch.Size([2, 3]), time.gmtime(0), torch.ones(2, 2).max(0)],
+    ids=lambda tree: type(tree).__name__,
+)  # fmt: skip
+def test_types_of_containers_are_kept(tree: Any) -> None:
+    leaves, _ = flatten(tree)
+    got = unflatten(tree, leaves)
+    assert type(got) is type(tree)
+    assert repr(got) == repr(tree)
+    assert got is not tree or tree == ()
+
+
+def test_computed_fields_are_computed_again() -> None:
+    assert unflatten(Derived(3), [5]) == Derived(5)
+    assert flatten(Derived(3)) == ([3], [".base"])
+    copy = unflatten(defaultdict(list, a=1), [2])
+    assert copy["new"] == []
+
+
+def test_strings_and_sets_and_classes_are_leaves() -> None:
+    for leaf in ("text", b"bytes", {1}, None, Frozen, Pair, torch.ones(2), range(3)):
+        assert len(flatten(leaf)[0]) == 1
+
+
+def test_a_container_that_holds_itself_is_a_recursion_error() -> None:
+    knot: list[Any] = []
+    knot.append(knot)
+    with pytest.raises(RecursionError):
+        flatten(knot)
