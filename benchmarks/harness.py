@@ -133,7 +133,7 @@ class Figure:
 
 
 def warm_up(callables: Mapping[str, Callable[[], object]], calls: int) -> None:
-    """Call everything a few times, so that what happens only once happens before the first round."""
+    """Call everything a few times, so that what happens only once is over by the first round."""
     for call in callables.values():
         for _ in range(calls):
             call()

@@ -79,7 +79,9 @@ def communicator() -> ComputationModel:
         ContextError: this process is a fork of the one that made the context.
         NoReplicaError: as in `current_model`.
     """
-    model = current_model()
+    model = _thread.model or _process  # as current_model, a call less
+    if model is None or not model.is_alive():
+        model = _look_around()
     if model is _forked:
         raise ContextError(
             f"this process is a fork of rank {model.topology.rank}, whose connections it must not "
@@ -101,7 +103,7 @@ def _look_around() -> ComputationModel:
         if model is not None:
             return model
         if registry.probe(_NO_HINT) is not None:
-            model = registry.probe(ContextHint(_local_rank, detect_environment()))
+            model = registry.probe(_hint())
     if model is None:
         if _replica_threads:
             raise NoReplicaError(
@@ -114,6 +116,14 @@ def _look_around() -> ComputationModel:
     else:
         _process = model
     return model
+
+
+def _hint() -> ContextHint:
+    environment, local_rank = detect_environment(), _local_rank
+    if local_rank is None and environment is None:
+        text = os.environ.get("LOCAL_RANK", "")  # alone it says nothing of who else is there
+        local_rank = int(text) if text.isdecimal() else None
+    return ContextHint(local_rank, environment)
 
 
 def read_environment() -> RankInfo | None:

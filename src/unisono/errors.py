@@ -154,9 +154,17 @@ class WorkerFailedError(LaunchError):
         summary = "".join(format_exception_only(type(error), error)).strip()
         text = "".join(format_exception(type(error), error, error.__traceback__))
         who = f"rank {rank} of {world_size}"
-        failed = cls(f"{who} raised {summary}\n\n{text}", rank, traceback=text)
+        code = cls.exit_code_of(error)
+        failed = cls(f"{who} raised {summary}\n\n{text}", rank, code, traceback=text)
         failed.__cause__ = error
         return failed
+
+    @staticmethod
+    def exit_code_of(error: BaseException) -> int | None:
+        """Tell with which code `error` would end its process, None unless it is a SystemExit."""
+        if not isinstance(error, SystemExit):
+            return None
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
 
     def __str__(self) -> str:
         return str(self.args[0])

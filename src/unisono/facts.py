@@ -163,8 +163,8 @@ def _known(field: str, words: str) -> int:
     if topology.is_guess and model.context_id not in _warned:
         _warned.add(model.context_id)
         warnings.warn(
-            f"the {words} of this {model.name} context, {value}, is a guess: all ranks are taken to "
-            "be on one node; call set_local_rank(...) if they aren't",
+            f"the {words} of this {model.name} context, {value}, is a guess: all ranks are taken "
+            "to be on one node; call set_local_rank(...) if they aren't",
             UserWarning,
             stacklevel=3,
         )

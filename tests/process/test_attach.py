@@ -125,7 +125,6 @@ def test_sync_keeps_a_context_that_initialize_made() -> None:
     unisono.finalize()
 
 
-@pytest.mark.xfail(reason="NativeModel.from_context keeps is_guess although there is a hint")
 def test_set_local_rank_takes_the_place_of_a_guess(tmp_path: Path) -> None:
     def fn(rank: int) -> int:
         join(tmp_path, rank, 2)
@@ -141,7 +140,7 @@ def test_set_local_rank_takes_the_place_of_a_guess(tmp_path: Path) -> None:
     "others",
     [
         ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-        pytest.param((), marks=pytest.mark.xfail(reason="LOCAL_RANK alone isn't looked at")),
+        (),
     ],
 )
 def test_the_local_rank_is_what_the_environment_says(

@@ -70,10 +70,7 @@ def test_a_process_that_ends_early_is_a_failure_that_says_how(
     assert text in str(error)
 
 
-@pytest.mark.parametrize(
-    "backend",
-    ["gloo", pytest.param("threads", marks=pytest.mark.xfail(reason="of() knows no exit_code"))],
-)
+@pytest.mark.parametrize("backend", ["gloo", "threads"])
 @pytest.mark.parametrize(("code", "exit_code"), [("text", 1), (0, 0), (None, 0), (7, 7)])
 def test_an_exit_of_a_replica_is_a_failure(backend: str, code: Any, exit_code: int) -> None:
     error = spawn_to_fail(backend, sys.exit, code)

@@ -141,7 +141,6 @@ def test_ctrl_c_ends_everybody_within_5_s(send: Callable[[int, int], None]) -> N
     assert text.count("Traceback") == 1, text
 
 
-@pytest.mark.xfail(run=False, reason="ThreadsModel.launch starts its threads before its try")
 def test_ctrl_c_ends_replicas_that_are_threads() -> None:
     def fn(local_rank: int) -> None:
         unisono.barrier()

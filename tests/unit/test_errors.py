@@ -31,10 +31,10 @@ MADE: list[tuple[BaseException, dict[str, Any]]] = [
         {"rank": 2, "exit_code": 3, "signal": "SIGKILL", "traceback": "Traceback"},
     ),
     (WorkerFailedError("what"), {"rank": -1, "exit_code": None, "signal": None, "traceback": ""}),
-    (UnsupportedOperation("m", "send", "use x"), {"model": "m", "what": "send", "instead": "use x"}),
+    (UnsupportedOperation("m", "send", "x"), {"model": "m", "what": "send", "instead": "x"}),
     (PeerFailedError("what", 1, "Traceback"), {"rank": 1, "traceback": "Traceback"}),
     (PeerFailedError("what", rank=1), {"rank": 1, "traceback": ""}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)

@@ -12,7 +12,7 @@ import pytest
 
 import unisono
 
-# `ignite.distributed` 0.5, without `auto_*` and the sampler's proxy, which have a task of their own.
+# `ignite.distributed` 0.5, without `auto_*` and the sampler's proxy, which come later.
 IDIST = (
     *("Parallel", "all_gather", "all_gather_tensors_with_shapes", "all_reduce"),
     *("available_backends", "backend", "barrier", "broadcast", "device", "finalize"),
@@ -69,7 +69,7 @@ def test_facts_about_libraries_are_answered_when_asked() -> None:
     models = {cls.name for cls in unisono.registered_computation_models}
     assert {"serial", "threads", "native-dist"} <= models
     with pytest.raises(AttributeError, match=r"no attribute 'all_redcue'"):
-        unisono.all_redcue  # type: ignore[attr-defined] # noqa: B018
+        unisono.all_redcue  # noqa: B018
 
 
 def test_every_function_says_whether_it_communicates() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ def test_then_finishes_once_and_keeps_errors() -> None:
     assert finished == []
     assert (handle.wait(), handle.wait(), finished) == (40, 40, [4])
 
-    def fail(value: int) -> None:
+    def fail(value: int) -> int:
         raise Boom(str(value))
 
     failed = Handle(lambda: 4, lambda: True).then(fail).then(finish)
@@ -103,7 +104,7 @@ def test_calls_run_in_the_order_in_which_they_were_given() -> None:
             raise Boom(str(number))
         return number
 
-    handles = [background.submit(lambda number=number: call(number)) for number in range(60)]
+    handles = [background.submit(partial(call, number)) for number in range(60)]
     background.settle()
     assert seen == list(range(60))
     assert all(handle.is_completed() for handle in handles)

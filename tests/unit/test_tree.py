@@ -76,7 +76,7 @@ def test_leaves_go_from_left_to_right_and_are_named() -> None:
 
 @pytest.mark.parametrize(
     "tree",
-    [OrderedDict(b=1, a=2), defaultdict(list, a=1), Numbers([1, 2]), Pair(1, (2,)), Derived(3),
+    [OrderedDict(b=1, a=2), defaultdict(int, a=1), Numbers([1, 2]), Pair(1, (2,)), Derived(3),
      [], (), {}, torch.Size([2, 3]), time.gmtime(0), torch.ones(2, 2).max(0)],
     ids=lambda tree: type(tree).__name__,
 )  # fmt: skip
@@ -91,8 +91,8 @@ def test_types_of_containers_are_kept(tree: Any) -> None:
 def test_computed_fields_are_computed_again() -> None:
     assert unflatten(Derived(3), [5]) == Derived(5)
     assert flatten(Derived(3)) == ([3], [".base"])
-    copy = unflatten(defaultdict(list, a=1), [2])
-    assert copy["new"] == []
+    copy = unflatten(defaultdict(lambda: 7, a=1), [2])
+    assert (copy["a"], copy["new"]) == (2, 7)
 
 
 def test_strings_and_sets_and_classes_are_leaves() -> None:

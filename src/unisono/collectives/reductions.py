@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono._context import communicator
 from unisono.collectives import _carriers as carriers
 from unisono.collectives._values import reduce_values
 from unisono.collectives.groups import GroupLike, check_rank, outcome, team
@@ -98,9 +99,12 @@ def all_reduce_(
     operation = parse_op(op)
     if not isinstance(tensor, Tensor):
         raise PayloadError(f"all_reduce_ works in place on a tensor, not on {_kind(tensor)}")
-    model, found, is_member = team(group)
-    if not is_member:
-        return _unchanged(tensor, async_op)
+    if group is None:
+        model, found = communicator(), None
+    else:
+        model, found, is_member = team(group)
+        if not is_member:
+            return _unchanged(tensor, async_op)
     is_ready = (
         operation is not ReduceOp.AVERAGE
         and tensor.dtype in model.dtypes

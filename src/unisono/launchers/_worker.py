@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
-from unisono.errors import PayloadError, PeerFailedError
+from unisono.errors import PayloadError, PeerFailedError, WorkerFailedError
 from unisono.launchers import _channel
 from unisono.launchers._helper import die_with
 from unisono.topology import RankInfo
@@ -147,9 +147,6 @@ def _flush() -> None:
 
 
 def _describe(error: BaseException) -> Failure:
-    exit_code = None
-    if isinstance(error, SystemExit):
-        exit_code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     try:
         cause = cloudpickle.dumps(error)
     except Exception:  # the traceback says what there is to say
@@ -159,7 +156,7 @@ def _describe(error: BaseException) -> Failure:
     trimmed = error.with_traceback(_skip_ours(error.__traceback__))
     text = "".join(traceback.format_exception(kind, trimmed, trimmed.__traceback__))
     is_secondary = isinstance(error, PeerFailedError)
-    return Failure(last, text, exit_code, is_secondary, cause)
+    return Failure(last, text, WorkerFailedError.exit_code_of(error), is_secondary, cause)
 
 
 def _skip_ours(frames: Any) -> Any:

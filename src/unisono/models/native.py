@@ -113,7 +113,7 @@ class NativeModel(ComputationModel):
         else:
             topology = setup.place_by_store(rank, world_size)
         if hint.local_rank is not None:
-            topology = replace(topology, local_rank=hint.local_rank)
+            topology = replace(topology, local_rank=hint.local_rank, is_guess=False)
         return cls(topology, getattr(pg, "bound_device_id", None), is_owner=False)
 
     @classmethod
@@ -300,6 +300,8 @@ class NativeModel(ComputationModel):
         return Group(ranks, self.context_id, made if is_member else None)
 
     def adopt_group(self, handle: object) -> Group | None:
+        if handle is dist.GroupMember.NON_GROUP_MEMBER:
+            return Group((), self.context_id)
         if not isinstance(handle, dist.ProcessGroup):
             return None
         try:

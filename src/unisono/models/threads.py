@@ -195,9 +195,9 @@ class ThreadsModel(ComputationModel):
             threading.Thread(target=run, args=(rank,), name=f"unisono-rank-{rank}", daemon=True)
             for rank in range(world.size)
         ]
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:
+                thread.start()
             world.join(threads)
         except BaseException:  # Ctrl-C: whoever waits in a collective is told to stop
             world.fail(-1, "the parent was interrupted")

