@@ -1,11 +1,8 @@
-"""Which models there are: the built-in table, what programs register, and entry points."""
+"""Which models and launchers there are: built in, registered by programs, and plug-ins."""
 
 from __future__ import annotations
 
 import difflib
-import importlib
-import importlib.metadata
-import importlib.util
 import sys
 import threading
 import warnings
@@ -13,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from unisono._table import LAUNCHERS, MODELS, Row, load, only_row, scan, why_not_installed
 from unisono.errors import (
     ArgumentError,
     BackendUnavailableError,
@@ -34,28 +32,9 @@ __all__ = (
 )
 
 _GROUP = "unisono.models"
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One model that can be loaded: where from, and what it needs to be importable."""
-
-    backends: tuple[str, ...]
-    path: str
-    library: str = ""
-    remedy: str = ""
-    distribution: str = ""
-
-
+_LAUNCHER_GROUP = "unisono.launchers"
 _NATIVE = "unisono.models.native:NativeModel"
-_BUILT_IN = (
-    _Row(("serial",), "unisono.models.serial:SerialModel"),
-    _Row(("threads",), "unisono.models.threads:ThreadsModel"),
-)
-_LAUNCHERS = {"processes": "unisono.launchers.processes"}
 _registered: dict[str, type[ComputationModel]] = {}
-_plugins: dict[str, list[_Row]] | None = None
-_loaded: dict[str, type[ComputationModel]] = {}
 _lock = threading.RLock()
 
 
@@ -116,7 +95,7 @@ def unregister_model(cls: type[ComputationModel]) -> None:
 def _is_taken(backend: str, cls: type[ComputationModel]) -> bool:
     if _registered.get(backend, cls) is not cls:
         return True
-    return any(backend in row.backends for row in _BUILT_IN) or _load(_NATIVE).claims(backend)
+    return any(backend in row.names for row in MODELS) or _native().claims(backend)
 
 
 def find_model(backend: str) -> type[ComputationModel]:
@@ -141,7 +120,7 @@ def find_model(backend: str) -> type[ComputationModel]:
     cls = _registered.get(wanted)
     if cls is None:
         row = _row_of(wanted)
-        cls = _load(_NATIVE) if row is None else _load_by_name(wanted, row)
+        cls = _native() if row is None else _load_by_name(wanted, row)
         if row is None and not cls.claims(wanted):
             raise UnknownBackendError(_unknown(backend))
     reason = cls.why_unavailable(wanted)
@@ -150,65 +129,33 @@ def find_model(backend: str) -> type[ComputationModel]:
     return cls
 
 
-def _row_of(backend: str) -> _Row | None:
-    for row in _BUILT_IN:
-        if backend in row.backends:
+def _row_of(backend: str) -> Row | None:
+    for row in MODELS:
+        if backend in row.names:
             return row
-    if _load(_NATIVE).claims(backend):
+    if _native().claims(backend):
         return None
-    rows = _scan().get(backend, [])
-    if len(rows) > 1:
-        owners = " and ".join(sorted(row.distribution for row in rows))
-        raise RegistrationError(
-            f"backend {backend!r} is claimed by two plug-ins, {owners}: uninstall one of them"
-        )
-    return rows[0] if rows else None
+    return only_row("backend", backend, scan(_GROUP).get(backend, []))
 
 
-def _load_by_name(backend: str, row: _Row) -> type[ComputationModel]:
-    reason = _why_not_installed(row)
+def _native() -> type[ComputationModel]:
+    cls: type[ComputationModel] = load(_NATIVE)
+    return cls
+
+
+def _load_by_name(backend: str, row: Row) -> type[ComputationModel]:
+    reason = why_not_installed(row)
     if reason is not None:
         raise BackendUnavailableError(f"backend {backend!r} can't be used here: {reason}")
     try:
-        return _load(row.path)
+        cls: type[ComputationModel] = load(row.path)
     except Exception as error:  # a plug-in's import may raise anything
         owner = f" of distribution {row.distribution}" if row.distribution else ""
         raise BackendUnavailableError(
             f"backend {backend!r}: importing {row.path}{owner} failed: "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-def _why_not_installed(row: _Row) -> str | None:
-    root = row.library.partition(".")[0]
-    if not root or root in sys.modules or importlib.util.find_spec(root) is not None:
-        return None
-    return f"{root} isn't installed: {row.remedy}"
-
-
-def _load(path: str) -> type[ComputationModel]:
-    cls = _loaded.get(path)
-    if cls is None:
-        module, _, name = path.partition(":")
-        cls = _loaded[path] = getattr(importlib.import_module(module), name)
     return cls
-
-
-def _scan() -> dict[str, list[_Row]]:
-    """Read the entry points, once for each process."""
-    global _plugins
-    with _lock:
-        if _plugins is None:
-            found: dict[str, list[_Row]] = {}
-            for point in importlib.metadata.entry_points(group=_GROUP):
-                owner = point.dist.name if point.dist else "unknown"
-                name = point.name.lower()
-                root = point.value.partition(":")[0].partition(".")[0]
-                row = _Row((name,), point.value, root, f"reinstall {owner}", owner)
-                if row not in found.setdefault(name, []):
-                    found[name].append(row)
-            _plugins = found
-    return _plugins
 
 
 def _unknown(backend: str) -> str:
@@ -243,7 +190,7 @@ def probe(hint: ContextHint) -> ComputationModel | None:
 class _Watched:
     """A model that may have a live context once its library is loaded."""
 
-    row: _Row
+    row: Row
     library: str
     cls: type[ComputationModel] | None = None
 
@@ -254,13 +201,13 @@ _watch: list[_Watched] | None = None
 def _make_watch() -> list[_Watched]:
     global _watch
     with _lock:
-        rows = [row for row in _BUILT_IN if row.library]
-        rows += [row for rows in _scan().values() for row in rows]
+        rows = [row for row in MODELS if row.library]
+        rows += [row for rows in scan(_GROUP).values() for row in rows]
         _watch = [
-            _Watched(_Row(cls.backends, ""), "unisono", cls)
+            _Watched(Row(cls.backends, ""), "unisono", cls)
             for cls in dict.fromkeys(_registered.values())
         ]
-        _watch.append(_Watched(_Row((), _NATIVE), "torch.distributed"))
+        _watch.append(_Watched(Row((), _NATIVE), "torch.distributed"))
         _watch += [_Watched(row, row.library) for row in rows]
         return _watch
 
@@ -268,7 +215,7 @@ def _make_watch() -> list[_Watched]:
 def _load_or_warn(watched: _Watched) -> type[ComputationModel] | None:
     row = watched.row
     try:
-        watched.cls = _load(row.path)
+        watched.cls = load(row.path)
     except Exception as error:  # a plug-in's import may raise anything, and must not stop others
         watched.library = "\0"  # no module has this name, so it isn't tried again
         owner = row.distribution or "unisono"
@@ -293,11 +240,19 @@ def find_launcher(name: str) -> Callable[..., Any]:
 
     Raises:
         ArgumentError: there is none of this name.
+        BackendUnavailableError: what it needs isn't installed; says what to do.
+        RegistrationError: two plug-ins claim it.
     """
-    path = _LAUNCHERS.get(name)
-    if path is None:
-        raise ArgumentError(f"unknown launcher {name!r}. Known: {', '.join(sorted(_LAUNCHERS))}")
-    launch: Callable[..., Any] = importlib.import_module(path).launch
+    rows = {row.names[0]: row for row in LAUNCHERS}
+    plugins = scan(_LAUNCHER_GROUP)
+    row = rows.get(name) or only_row("launcher", name, plugins.get(name, []))
+    if row is None:
+        known = ", ".join(sorted({*rows, *plugins}))
+        raise ArgumentError(f"unknown launcher {name!r}. Known: {known}")
+    reason = why_not_installed(row)
+    if reason is not None:
+        raise BackendUnavailableError(f"launcher {name!r} can't be used here: {reason}")
+    launch: Callable[..., Any] = load(row.path)
     return launch
 
 
@@ -310,16 +265,16 @@ def availability() -> dict[str, str | None]:
         Reason and remedy by backend.
     """
     table: dict[str, str | None] = {}
-    for row in _BUILT_IN:
-        table.update(dict.fromkeys(row.backends, _why_not_installed(row)))
-    native = _load(_NATIVE)
+    for row in MODELS:
+        table.update(dict.fromkeys(row.names, why_not_installed(row)))
+    native = _native()
     for backend in native.known_backends():
         table[backend] = native.why_unavailable(backend)
-    for backend, rows in _scan().items():
+    for backend, rows in scan(_GROUP).items():
         if len(rows) > 1:
             table[backend] = "claimed by two plug-ins: " + ", ".join(r.distribution for r in rows)
         else:
-            table.setdefault(backend, _why_not_installed(rows[0]))
+            table.setdefault(backend, why_not_installed(rows[0]))
     for backend, cls in _registered.items():
         table[backend] = cls.why_unavailable(backend)
     return table
@@ -349,7 +304,7 @@ def registered_models() -> tuple[type[ComputationModel], ...]:
     Returns:
         Model classes: registered, built-in, then plug-ins.
     """
-    rows = [row for row in _BUILT_IN if not row.library or row.library in sys.modules]
-    built_in = [*(_load(row.path) for row in rows), _load(_NATIVE)]
+    rows = [row for row in MODELS if not row.library or row.library in sys.modules]
+    built_in = [*(load(row.path) for row in rows), _native()]
     loaded = [watched.cls for watched in _watch or () if watched.cls is not None]
     return tuple(dict.fromkeys([*built_in, *_registered.values(), *loaded]))
