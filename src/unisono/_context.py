@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from unisono import registry
+from unisono._table import plugin_environments
 from unisono.errors import (
     AlreadyInitializedError,
     ArgumentError,
@@ -137,7 +138,8 @@ def read_environment() -> RankInfo | None:
     Raises:
         EnvironmentDetectionError: they are partial, malformed or contradict each other.
     """
-    found: RankInfo | None = importlib.import_module("unisono.environments").detect(os.environ)
+    detect = importlib.import_module("unisono.environments").detect
+    found: RankInfo | None = detect(os.environ, plugin_environments())
     return found
 
 
@@ -209,18 +211,24 @@ def set_local_rank(local_rank: int | None) -> None:
 
 @contextmanager
 def replica(model: ComputationModel) -> Iterator[None]:
-    """Bind a model to this thread: the thread is that replica. Local."""
-    global _replica_threads
-    before = _thread.model
+    """Bind a model to this thread: the thread is that replica, or the whole process is. Local."""
+    global _process, _replica_threads
+    is_one_of_many = model.topology.world_size > 1
+    is_process = is_one_of_many and threading.current_thread() is threading.main_thread()
+    before, before_in_process = _thread.model, _process
     with _lock:
-        _replica_threads += model.topology.world_size > 1
+        _replica_threads += is_one_of_many and not is_process
+        if is_process:  # then the threads that it starts belong to it too
+            _process = model
     _thread.model = model
     try:
         yield
     finally:
         _thread.model = before
         with _lock:
-            _replica_threads -= model.topology.world_size > 1
+            _replica_threads -= is_one_of_many and not is_process
+            if is_process:
+                _process = before_in_process
 
 
 def _after_fork() -> None:

