@@ -7,13 +7,24 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from unisono.errors import RegistrationError
 
-__all__ = ("LAUNCHERS", "MODELS", "Row", "load", "only_row", "scan", "why_not_installed")
+__all__ = (
+    "LAUNCHERS",
+    "MODELS",
+    "SCRIPT_RUNNERS",
+    "Row",
+    "load",
+    "only_row",
+    "plugin_environments",
+    "scan",
+    "why_not_installed",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +73,28 @@ MODELS = (
         "python -m pip install torch==2.9.0 torch_xla==2.9.0",
     ),
 )
-LAUNCHERS = (Row(("processes",), "unisono.launchers.processes:launch"),)
+_CHECKS = "unisono.launchers._checks:"
+LAUNCHERS = (
+    Row(("processes",), "unisono.launchers.processes:launch"),
+    Row(("torchrun",), "unisono.launchers.torchrun:launch"),
+    Row(("mpi",), "unisono.launchers._mpi_script:launch", check=f"{_CHECKS}why_no_mpi"),
+    Row(("slurm",), "unisono.launchers.slurm:launch", check=f"{_CHECKS}why_no_slurm"),
+)
+# The same launchers for scripts: ``run(script) -> Outcome``.
+SCRIPT_RUNNERS = {
+    "processes": "unisono.launchers._local:run",
+    "torchrun": "unisono.launchers.torchrun:run",
+    "mpi": "unisono.launchers._mpi_script:run",
+    "slurm": "unisono.launchers.slurm:run",
+}
 
 
 @functools.cache
 def load(path: str) -> Any:
-    """Import what ``module:attribute`` names. Local."""
+    """Import what ``module:attribute`` names, or ``module:``. Local."""
     module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
+    loaded = importlib.import_module(module)
+    return getattr(loaded, name) if name else loaded
 
 
 @functools.cache
@@ -90,6 +115,31 @@ def scan(group: str) -> Mapping[str, list[Row]]:
         if row not in found.setdefault(name, []):
             found[name].append(row)
     return found
+
+
+@functools.cache
+def plugin_environments() -> tuple[Any, ...]:
+    """Load what the entry points of ``unisono.environments`` name, once for each process.
+
+    Local. A broken one is left out with one warning, and so are two that claim the same name.
+
+    Returns:
+        Objects with ``NAME`` and ``detect``, in the order of their names.
+    """
+    loaded = []
+    for name, rows in sorted(scan("unisono.environments").items()):
+        try:
+            row = only_row("environment", name, rows)
+            if row is not None:
+                loaded.append(load(row.path if ":" in row.path else f"{row.path}:"))
+        except Exception as error:  # noqa: PERF203 - a plug-in's import may raise anything
+            owners = ", ".join(row.distribution for row in rows)
+            warnings.warn(
+                f"environment {name!r} of {owners} is left out: {type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    return tuple(loaded)
 
 
 def only_row(what: str, name: str, rows: list[Row]) -> Row | None:

@@ -25,13 +25,17 @@ _LAUNCH_OPTIONS = _PLAN_OPTIONS | {"join", "daemon", "timeout"}
 
 
 def best_backend() -> str:
-    """Name the best backend for this machine's accelerator.
+    """Name the backend that ``unisono run --backend`` asks for, else the machine's best.
 
     Local.
 
     Returns:
-        What torch uses for the accelerator by default; ``"gloo"`` on a CPU.
+        UNISONO_BACKEND where that is set; else what torch uses for the accelerator by default;
+        ``"gloo"`` on a CPU.
     """
+    asked = os.environ.get("UNISONO_BACKEND")
+    if asked:
+        return asked
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
         assert kind is not None

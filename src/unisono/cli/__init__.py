@@ -10,19 +10,27 @@ import typer
 
 import unisono
 from unisono.cli.demo import demo
+from unisono.cli.run import run
 from unisono.errors import ArgumentError, BackendError, UnisonoError, WorkerFailedError
 
 __all__ = ("COMMANDS", "app", "main")
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "demo": demo,
+    "run": run,
 }
+# What follows the script's name is the script's own.
+_SETTINGS = {"run": {"allow_interspersed_args": False, "ignore_unknown_options": False}}
 _WRONG_USE = 2
 _INTERRUPTED = 130
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 for _name, _command in COMMANDS.items():
-    app.command(_name, help=(_command.__doc__ or "").partition("\n\n    Local.")[0])(_command)
+    app.command(
+        _name,
+        help=(_command.__doc__ or "").partition("\n\n    Local.")[0],
+        context_settings=_SETTINGS.get(_name),
+    )(_command)
 
 
 @app.callback(invoke_without_command=True, help="One API for every way PyTorch goes distributed.")

@@ -16,12 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
-
 from unisono.errors import ArgumentError, LaunchError, PayloadError
 from unisono.launchers import _channel, _helper
 from unisono.launchers._by_value import pickle_for_worker
 from unisono.launchers._job import Job, Worker
+from unisono.launchers._store import host
 from unisono.launchers._worker import Task, work
 from unisono.topology import LaunchPlan, RankInfo
 
@@ -79,7 +78,7 @@ def launch(
         pickled = pickle_for_worker(entry)
     except Exception as error:  # an object's own __reduce__ may raise anything
         raise PayloadError(f"the function or its arguments can't be pickled: {error}") from error
-    store, plan = _host(plan)
+    store, plan = host(plan)
     workers: list[Worker] = []
     held = ExitStack()
     held.callback(lambda store: None, store)  # it lives until the stack is closed
@@ -97,39 +96,6 @@ def launch(
         job.terminate()
         raise LaunchError(f"a worker process can't be started: {error}") from error
     return job.join() if join else job
-
-
-def _host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
-    """Host the rendezvous where that is this node's part; it outlives every worker.
-
-    Local. Alone on one host it listens on the loopback at a port of the kernel's choice, so that
-    no other job can take it and nobody else can reach it.
-    """
-    if plan.init_method is not None or plan.node_rank != 0:
-        return None, plan
-    addr = plan.master_addr or "127.0.0.1"
-    try:
-        family, kind, proto, _, where = socket.getaddrinfo(
-            addr, plan.master_port or 0, type=socket.SOCK_STREAM
-        )[0]
-        listener = socket.socket(family, kind, proto)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
-        listener.listen(1024)
-    except OSError as error:
-        raise LaunchError(
-            f"can't listen at master_addr={addr!r}, master_port={plan.master_port}: {error}"
-        ) from error
-    port = listener.getsockname()[1]
-    store = TCPStore(
-        addr,
-        port,
-        None,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    return store, replace(plan, master_addr=addr, master_port=port)
 
 
 def _task(pickled: bytes, info: RankInfo, environ: Mapping[str, str]) -> Task:

@@ -1,0 +1,218 @@
+"""``unisono run``: one command that starts a script in any way that a cluster starts programs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from unisono import registry
+from unisono._table import SCRIPT_RUNNERS, load
+from unisono.errors import ArgumentError
+from unisono.launchers._front import Outcome
+from unisono.launchers._script import Script
+
+__all__ = ("run",)
+
+_HOST = re.compile(r"([\w.-]+)(?::([1-9][0-9]{0,5}))?")
+_NODES = re.compile(r"([1-9][0-9]{0,5})(?::([1-9][0-9]{0,5}))?")
+_OF_BACKEND = {"mpi4py": "mpi"}  # what its replicas need, where no launcher is named
+
+
+def run(
+    script: Annotated[str, typer.Argument(help="The script, or a module with --module.")],
+    args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
+    *,
+    backend: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="What initialize() and Parallel() take by default."),
+    ] = None,
+    launcher: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="processes, torchrun, mpi, slurm, ray, or a plug-in's."),
+    ] = None,
+    nproc_per_node: Annotated[
+        str, typer.Option(metavar="N|gpu|cpu|auto", help="Ranks on each node.")
+    ] = "auto",
+    nnodes: Annotated[
+        str, typer.Option(metavar="N|MIN:MAX", help="Nodes; a range for torchrun and slurm.")
+    ] = "1",
+    node_rank: Annotated[
+        int | None, typer.Option(min=0, metavar="R", help="Which node this is, for torchrun.")
+    ] = None,
+    master_addr: Annotated[str | None, typer.Option(metavar="HOST", help="Host of node 0.")] = None,
+    master_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, metavar="PORT", help="Free port of node 0.")
+    ] = None,
+    hosts: Annotated[
+        str | None, typer.Option(metavar="A:3,B:1", help="Hosts and their ranks: mpi, slurm.")
+    ] = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="Times to start all ranks again after one fails."),
+    ] = 0,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="S", help="Seconds that nodes wait for each other.")
+    ] = None,
+    log_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep each rank's output in files.")
+    ] = None,
+    module: Annotated[
+        bool, typer.Option("--module", "-m", help="Run it as python -m does.")
+    ] = False,
+    no_python: Annotated[
+        bool, typer.Option("--no-python", help="It is a program, and not Python's.")
+    ] = False,
+    print_only: Annotated[
+        bool, typer.Option("--print", help="Print the command, or the sbatch script; run nothing.")
+    ] = False,
+) -> int:
+    """Run a script in several ranks: on this host, or by torchrun, MPI, Slurm or Ray.
+
+    Local. Each line that a rank prints begins with the rank. If one fails the others are ended,
+    and what it said comes last.
+
+    Returns:
+        The exit code of the rank that failed first, 128 and the signal's number if one ended it.
+    """
+    name = launcher or _default_launcher(backend, nnodes)
+    registry.find_launcher(name)
+    if backend is not None:
+        _check_backend(backend)
+        os.environ["UNISONO_BACKEND"] = backend  # this process is the command's own
+    least, most = _nodes(nnodes)
+    if timeout is not None and timeout <= 0:
+        raise ArgumentError(f"--timeout {timeout:g} should be over 0 seconds")
+    asked = Script(
+        _program(script, args or [], module, no_python),
+        _count(nproc_per_node),
+        least,
+        most,
+        node_rank,
+        master_addr,
+        master_port,
+        _hosts(hosts),
+        max_restarts,
+        timeout,
+        None if log_dir is None else str(log_dir),
+        _is_coloured(),
+    )
+    if node_rank is not None and node_rank >= most:
+        raise ArgumentError(f"--node-rank {node_rank} should be below --nnodes {nnodes}")
+    if print_only:
+        return _print(name, asked)
+    return _say(_run(name, asked), asked)
+
+
+def _default_launcher(backend: str | None, nnodes: str) -> str:
+    if nnodes != "1":
+        return "torchrun"
+    return _OF_BACKEND.get((backend or "").lower(), "processes")
+
+
+def _check_backend(backend: str) -> None:
+    cls = registry.find_model(backend)
+    if "launch" in cls.capabilities and cls.is_thread_bound or cls.name == "threads":
+        raise ArgumentError(
+            f"--backend {backend}: its replicas are threads, which no launcher of processes makes: "
+            f"use Parallel({backend!r}, nproc_per_node=N) in the script, and python to start it"
+        )
+
+
+def _program(script: str, args: list[str], module: bool, no_python: bool) -> tuple[str, ...]:
+    if module and no_python:
+        raise ArgumentError("--module and --no-python contradict each other: a module needs Python")
+    if module:
+        return (sys.executable, "-m", script, *args)
+    if no_python:
+        return (script, *args)
+    if not Path(script).is_file():
+        what = "is a folder" if Path(script).is_dir() else "doesn't exist"
+        raise ArgumentError(
+            f"script {script!r} {what} (looked from {Path.cwd()}): check its path, or say --module "
+            "for a module, --no-python for a program"
+        )
+    return (sys.executable, script, *args)
+
+
+def _count(text: str) -> int:
+    """Read --nproc-per-node: a number, or what this host has."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    has_devices = torch.accelerator.is_available()
+    kind = text.lower()
+    if kind == "cpu" or (kind == "auto" and not has_devices):
+        return cores
+    if kind in ("gpu", "auto"):
+        if not has_devices:
+            raise ArgumentError("--nproc-per-node gpu: torch finds no accelerator here; use cpu")
+        return torch.accelerator.device_count()
+    if not (text.isascii() and text.isdigit()) or not 0 < int(text) < 2**31:
+        raise ArgumentError(
+            f"--nproc-per-node {text} should be a number of at least 1, or gpu, cpu or auto"
+        )
+    return int(text)
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    found = _NODES.fullmatch(text)
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+    if least > most:
+        raise ArgumentError(f"--nnodes {text} should be a number of at least 1, or MIN:MAX")
+    return least, most
+
+
+def _hosts(text: str | None) -> tuple[tuple[str, int], ...]:
+    if text is None:
+        return ()
+    found = [_HOST.fullmatch(item.strip()) for item in text.split(",")]
+    named = tuple((match[1], int(match[2] or 1)) for match in found if match)
+    if len(dict(named)) != len(found):
+        raise ArgumentError(
+            f"--hosts {text} should be NAME:RANKS,NAME:RANKS, each name once, at least 1 rank each"
+        )
+    return named
+
+
+def _is_coloured() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def _run(name: str, asked: Script) -> Outcome:
+    outcome: Outcome = load(SCRIPT_RUNNERS.get(name, "unisono.launchers._plugin:run"))(
+        asked, *([] if name in SCRIPT_RUNNERS else [registry.find_launcher(name)])
+    )
+    return outcome
+
+
+def _print(name: str, asked: Script) -> int:
+    module: Any = (
+        load(SCRIPT_RUNNERS[name].partition(":")[0] + ":") if name in SCRIPT_RUNNERS else None
+    )
+    if name == "slurm":
+        text = module.batch_script(asked, Path(asked.program[1]).stem)
+    elif hasattr(module, "command"):
+        text = shlex.join(module.command(asked))
+    else:
+        raise ArgumentError(f"--print: launcher {name!r} runs no command that could be printed")
+    typer.echo(text, nl=not text.endswith("\n"))
+    return 0
+
+
+def _say(outcome: Outcome, asked: Script) -> int:
+    """Say last how the first failing rank failed, and where the logs are."""
+    if outcome.interrupted is not None:
+        typer.echo("error: interrupted; all ranks have been ended", err=True)
+    elif outcome.failed is not None:
+        where = f"logs of all ranks are in {asked.log_dir}\n" if asked.log_dir else ""
+        typer.echo(f"{where}error: {outcome.failed.text()}", err=True)
+    elif outcome.code != 0:
+        typer.echo(f"error: the launcher ended with exit code {outcome.code}", err=True)
+    return outcome.code

@@ -1,0 +1,253 @@
+"""A job of a script as the one who launched it sees it: its lines, its failures, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from unisono.errors import LaunchError
+from unisono.launchers._rank.report import Reader, Report
+from unisono.launchers._script import Script, dying_with
+
+__all__ = ("Front", "Outcome", "run_launcher", "start")
+
+_POLL_S = 0.2
+_PRIMARY_WAIT_S = 0.5  # how long a failure that another may have caused waits for that
+_OWN_END_S = 2.0  # how long a launcher has to end its job by itself after a failure
+_END_S = 3.5  # from the first signal to SIGKILL; ranks give their programs 2.5 s
+_DRAIN_S = 2.0
+_BASE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a job ended.
+
+    Args:
+        code: exit code: of the rank that failed first, else of the launcher.
+        failed: the rank that failed first; None if none said so.
+        interrupted: the signal that this process got, None if none.
+    """
+
+    code: int
+    failed: Report | None = None
+    interrupted: int | None = None
+
+
+class _SignalledError(BaseException):
+    """Raised in the main thread by the signals that end a job."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def start(words: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a launcher, or a rank.
+
+    Local. It is in a session of its own: this process decides what Ctrl-C means.
+
+    Raises:
+        LaunchError: there is no such program.
+    """
+    try:
+        return subprocess.Popen(
+            list(words),
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            bufsize=0,
+        )
+    except OSError as error:
+        raise LaunchError(f"can't start {words[0]!r}: {error}") from error
+
+
+def run_launcher(
+    script: Script, words: Sequence[str], environ: Mapping[str, str], end_signal: int = 0
+) -> Outcome:
+    """Run a launcher that makes the ranks of a script, and that ends with this process.
+
+    Local.
+
+    Args:
+        script: what was asked for.
+        words: the launcher's command line.
+        environ: its variables.
+        end_signal: what ends it in peace; 0 for the signal that this process gets.
+
+    Returns:
+        How it went.
+
+    Raises:
+        LaunchError: there is no such program.
+    """
+    front = Front(script.token, script.max_restarts > 0, end_signal)
+    front.processes.append(start(dying_with(os.getpid(), signal.SIGTERM, list(words)), environ))
+    return front.run()
+
+
+@dataclass(slots=True)
+class Front:
+    """Processes of one job: a launcher, or all ranks of this host.
+
+    Args:
+        token: marks the reports of the job's ranks.
+        restarts: whether the launcher itself starts the job anew after a failure.
+        end_signal: what ends them in peace; 0 for the signal that this process gets.
+        processes: what was started, outputs as pipes.
+    """
+
+    token: str
+    restarts: bool = False
+    end_signal: int = 0
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _reports: list[Report] = field(default_factory=list)
+    _failed_at: float | None = None
+    _rests: dict[int, bytes] = field(default_factory=dict)
+
+    def run(self) -> Outcome:
+        """Pass on what they print until all have ended; end all if one fails.
+
+        Local.
+
+        Returns:
+            How it went; nothing is printed about a failure.
+        """
+        reader = Reader(self.token)
+        with selectors.DefaultSelector() as selector, _signals():
+            for process in self.processes:
+                for stream, target in ((process.stdout, 1), (process.stderr, 2)):
+                    assert stream is not None
+                    selector.register(stream, selectors.EVENT_READ, target)
+            interrupted = None
+            try:
+                while not self._is_over(selector):
+                    self._poll(selector, reader, _POLL_S)
+                    if self._should_end():
+                        break
+            except _SignalledError as error:
+                interrupted = error.number
+            try:
+                self._end(selector, reader, self.end_signal or interrupted or signal.SIGTERM)
+            except _SignalledError as error:  # a second Ctrl-C: at once
+                interrupted = interrupted or error.number
+        self.end()
+        return self._outcome(interrupted)
+
+    def end(self) -> None:
+        """End all processes at once. Local."""
+        self._signal(signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+
+    def _is_over(self, selector: selectors.BaseSelector) -> bool:
+        return not selector.get_map() and all(p.poll() is not None for p in self.processes)
+
+    def _should_end(self) -> bool:
+        """Tell whether the rest must be ended because of a failure."""
+        codes = [process.poll() for process in self.processes]
+        if None not in codes:
+            return True
+        if self._reports or any(codes):
+            self._failed_at = self._failed_at or time.monotonic()
+        if self._failed_at is None or self.restarts:
+            return False
+        is_primary = any(not report.is_secondary for report in self._reports)
+        wait_s = 0.0 if is_primary else _PRIMARY_WAIT_S
+        if len(self.processes) == 1 and self.processes[0].poll() is None:
+            wait_s = _OWN_END_S
+        return time.monotonic() > self._failed_at + wait_s
+
+    def _poll(self, selector: selectors.BaseSelector, reader: Reader, timeout_s: float) -> None:
+        if not selector.get_map():
+            time.sleep(min(timeout_s, 0.02))
+            return
+        for key, _ in selector.select(timeout_s):
+            chunk = os.read(key.fd, 65536)
+            if not chunk:
+                selector.unregister(key.fileobj)
+            lines = (self._rests.pop(key.fd, b"") + chunk).splitlines(keepends=True)
+            if chunk and lines and not lines[-1].endswith((b"\n", b"\r")):
+                self._rests[key.fd] = lines.pop()
+            for line in lines:
+                self._take(reader, line, key.data)
+
+    def _take(self, reader: Reader, line: bytes, target: int) -> None:
+        said = reader.read(line)
+        if isinstance(said, Report):
+            self._reports.append(said)
+        elif not said:
+            _print(target, line)
+
+    def _end(self, selector: selectors.BaseSelector, reader: Reader, number: int) -> None:
+        """Let what still runs end in peace, within seconds; read what it still says."""
+        begin, is_told = time.monotonic(), False
+        while not self._is_over(selector):
+            now, is_running = time.monotonic(), any(p.poll() is None for p in self.processes)
+            if is_running and not is_told:
+                self._signal(number)
+                is_told = True
+            if now > begin + (_END_S if is_running else _DRAIN_S):
+                return
+            self._poll(selector, reader, _POLL_S / 4)
+
+    def _signal(self, number: int) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                with contextlib.suppress(OSError):
+                    os.kill(process.pid, number)
+
+    def _outcome(self, interrupted: int | None) -> Outcome:
+        if interrupted is not None:
+            return Outcome(_BASE + interrupted, None, interrupted)
+        codes = [process.returncode for process in self.processes]
+        if not any(codes):
+            return Outcome(0)
+        last = max((report.attempt for report in self._reports), default=0)
+        latest = [report for report in self._reports if report.attempt == last]
+        primary = [report for report in latest if not report.is_secondary]
+        if latest:
+            first = (primary or latest)[0]
+            return Outcome(first.exit_code or 1, first)
+        code = next(code for code in codes if code)
+        return Outcome(code if code > 0 else _BASE - code)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[None]:
+    """Turn the signals that end a program into an exception, while it lasts."""
+
+    def stop(number: int, _: Any) -> None:
+        raise _SignalledError(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _print(target: int, line: bytes) -> None:
+    stream = sys.stdout if target == 1 else sys.stderr
+    buffer: IO[bytes] | None = getattr(stream, "buffer", None)
+    with contextlib.suppress(OSError, ValueError):  # nobody may be left to read it
+        if buffer is None:
+            stream.write(line.decode(errors="replace"))
+        else:
+            buffer.write(line)
+        stream.flush()

@@ -1,0 +1,262 @@
+"""The program of one rank: its start, its lines, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from unisono._table import load
+from unisono.errors import UnisonoError
+from unisono.launchers._rank.__main__ import _die_with
+from unisono.launchers._rank.report import Report, encode
+from unisono.topology import RankInfo
+
+__all__ = ("Manner", "run", "variables")
+
+_END_S = 2.5  # from the first signal to SIGKILL
+_DRAIN_S = 1.0  # after the program's end, for what its children still print
+_POLL_S = 0.5
+_LAST_LINES = 100
+_LONGEST_LINE = 64 * 1024
+_COLOURS = (36, 33, 35, 32, 34, 31, 96, 93, 95, 92, 94, 91)
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How a rank's output is treated.
+
+    Args:
+        log_dir: where it is kept; None for nowhere.
+        token: marks reports to the one who launched the job; empty where nobody reads them.
+        style: whether its lines are ``"plain"``, ``"prefixed"`` with the rank, or ``"coloured"``.
+    """
+
+    log_dir: str | None = None
+    token: str = ""
+    style: str = "prefixed"
+
+    def prefix(self, info: RankInfo | None) -> bytes:
+        """Write what each line begins with. Local, and pure."""
+        if self.style == "plain":
+            return b""
+        text = f"[{info.rank}] " if info else "[?] "
+        if self.style == "coloured" and info:
+            text = f"\x1b[{_COLOURS[info.rank % len(_COLOURS)]}m{text}\x1b[0m"
+        return text.encode()
+
+
+def variables(info: RankInfo | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """Write the variables of the program: torch's own, wherever the facts came from.
+
+    Local, and pure.
+
+    Args:
+        info: who this rank is; None if nobody says.
+        environ: this process's variables.
+
+    Returns:
+        `environ` and what it lacks.
+    """
+    new = {"PYTHONUNBUFFERED": "1"}
+    if info is not None:
+        said = {
+            "RANK": info.rank,
+            "WORLD_SIZE": info.world_size,
+            "LOCAL_RANK": info.local_rank,
+            "LOCAL_WORLD_SIZE": info.local_world_size,
+            "GROUP_RANK": info.node_rank,
+            "GROUP_WORLD_SIZE": info.nnodes,
+            "MASTER_ADDR": info.master_addr,
+            "MASTER_PORT": info.master_port,
+        }
+        new |= {name: str(value) for name, value in said.items() if value is not None}
+        if info.local_world_size is not None and info.local_world_size > 1:
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+            new["OMP_NUM_THREADS"] = str(max(1, cores // info.local_world_size))
+    return {**new, **environ}
+
+
+def run(program: Sequence[str], manner: Manner) -> int:
+    """Run the program as the rank that this process's variables say it is.
+
+    Local.
+
+    Args:
+        program: its arguments, the first one its name.
+        manner: what becomes of its output.
+
+    Returns:
+        Its exit code; the negative number of the signal that ended it.
+    """
+    try:
+        info = load("unisono.environments:detect")(
+            os.environ, load("unisono._table:plugin_environments")()
+        )
+    except UnisonoError as error:
+        return _refuse(f"{type(error).__name__}: {error}", manner.token)
+    running = _Running(info, manner)
+    try:
+        running.open_logs(manner.log_dir)
+        running.start(program)
+    except OSError as error:
+        return _refuse(f"can't run {program[0]!r}: {error}", manner.token, info)
+    return running.wait()
+
+
+def _refuse(text: str, token: str, info: RankInfo | None = None) -> int:
+    rank, world_size = (info.rank, info.world_size) if info else (-1, -1)
+    report = Report(rank, world_size, socket.gethostname(), os.getpid(), 2, words=text)
+    os.write(2, encode(report, token) if token else f"{report.text()}\n".encode())
+    return 2
+
+
+class _Running:
+    """One run of the program."""
+
+    def __init__(self, info: RankInfo | None, manner: Manner) -> None:
+        self._info, self._token = info, manner.token
+        self._prefix = manner.prefix(info)
+        self._last: deque[bytes] = deque(maxlen=_LAST_LINES)
+        self._rest = {1: b"", 2: b""}
+        self._logs: dict[int, IO[bytes]] = {}
+        self._stopped_at: float | None = None
+        self._orders: list[int] = []
+
+    def open_logs(self, log_dir: str | None) -> None:
+        """Open this rank's two log files; a restart goes on with them. Local."""
+        if log_dir is None:
+            return
+        Path(log_dir).mkdir(parents=True, exist_ok=True)
+        mode = "ab" if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" else "wb"
+        name = f"rank{self._info.rank}" if self._info else f"pid{os.getpid()}"
+        for fd, kind in ((1, "out"), (2, "err")):
+            file = Path(log_dir, f"{name}.{kind}").open(mode, buffering=0)  # noqa: SIM115 - to its end
+            self._logs[fd] = file
+
+    def start(self, program: Sequence[str]) -> None:
+        """Start the program in a process group of its own. Local."""
+        parent = os.getpid()
+
+        def in_child() -> None:  # this process has one thread
+            os.setpgid(0, 0)
+            _die_with(parent, signal.SIGKILL)
+
+        self._wake, wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        os.set_blocking(wake, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, _: self._orders.append(number))
+        self._process = subprocess.Popen(
+            program,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=variables(self._info, os.environ),
+            close_fds=False,  # MPI's launchers hand over descriptors
+            preexec_fn=in_child,
+            bufsize=0,
+        )
+
+    def wait(self) -> int:
+        """Pass the program's lines on until it ends, and report a failure. Local."""
+        with selectors.DefaultSelector() as selector:
+            for fd, pipe in ((1, self._process.stdout), (2, self._process.stderr)):
+                assert pipe is not None
+                selector.register(pipe, selectors.EVENT_READ, fd)
+            selector.register(self._wake, selectors.EVENT_READ, 0)
+            ended_at: float | None = None
+            while len(selector.get_map()) > 1 or self._process.poll() is None:
+                if self._process.poll() is not None:
+                    ended_at = ended_at or time.monotonic()
+                    if time.monotonic() > ended_at + _DRAIN_S:
+                        break
+                self._obey()
+                for key, _ in selector.select(_POLL_S if ended_at is None else _DRAIN_S / 10):
+                    self._read(selector, key)
+        for fd in (1, 2):
+            self._print(fd, self._rest[fd] + b"\n" if self._rest[fd] else b"")
+        return self._bury()
+
+    def _read(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
+        if key.data == 0:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake, 4096)
+            return
+        chunk = os.read(key.fd, 65536)
+        if not chunk:
+            selector.unregister(key.fileobj)
+            return
+        if key.data in self._logs:
+            self._logs[key.data].write(chunk)
+        text = (self._rest[key.data] + chunk).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        end = text.rfind(b"\n") + 1
+        if len(text) - end > _LONGEST_LINE:
+            text, end = text + b"\n", len(text) + 1
+        self._rest[key.data] = text[end:]
+        self._print(key.data, text[:end])
+
+    def _print(self, fd: int, lines: bytes) -> None:
+        for line in lines.splitlines(keepends=True):
+            if fd == 2:
+                self._last.append(line)
+            _write(fd, self._prefix + line)
+
+    def _obey(self) -> None:
+        """Hand a signal on to the program and its children, and then end them."""
+        now = time.monotonic()
+        while self._orders:
+            number = self._orders.pop(0)
+            self._signal(number if self._stopped_at is None else signal.SIGKILL)
+            self._stopped_at = self._stopped_at or now
+        if self._stopped_at is not None and now > self._stopped_at + _END_S:
+            self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(OSError):
+            os.killpg(self._process.pid, number)
+
+    def _bury(self) -> int:
+        code = self._process.wait()
+        self._signal(signal.SIGKILL)  # children that it left behind
+        if code != 0 and self._stopped_at is None:
+            self._report(code)
+        return code
+
+    def _report(self, code: int) -> None:
+        info = self._info
+        where: dict[str, Any] = {}
+        if info is not None:
+            where = {"local_rank": info.local_rank, "node_rank": info.node_rank}
+        report = Report(
+            info.rank if info else -1,
+            info.world_size if info else -1,
+            socket.gethostname(),
+            self._process.pid,
+            code,
+            int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0),
+            b"".join(self._last).decode(errors="replace"),
+            **where,
+        )
+        _write(2, encode(report, self._token) if self._token else f"{report.text()}\n".encode())
+
+
+def _write(fd: int, data: bytes) -> None:
+    """Write all of it; nobody may be left to read it. Local."""
+    view = memoryview(data)
+    with contextlib.suppress(OSError):
+        while view:
+            view = view[os.write(fd, view) :]
+    sys.stdout.flush()

@@ -1,0 +1,137 @@
+r"""How a rank of a script says that it failed: lines among those that it prints.
+
+A report is JSON, in base64, in pieces: ``\x1e{token} {id} {piece} of {pieces} {text}\n``. Launchers
+pass lines of this length on whole, whatever they put in front of them.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import signal
+from dataclasses import asdict, dataclass
+
+__all__ = ("Reader", "Report", "encode")
+
+_PIECE = 600
+_MARK = "\x1e"
+_BASE = 128
+_OF_TORCH = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)  # what torch puts before a traceback
+_TRACEBACK = re.compile(r"^Traceback \(most recent call last\):", re.MULTILINE)
+_SECONDARY = re.compile(
+    r"PeerFailedError|Connection (closed|reset) by peer|Broken pipe|DistNetworkError"
+    r"|recvValue failed|Socket closed|application has failed|ncclRemoteError"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How one rank ended.
+
+    Args:
+        rank: its global rank, -1 where that isn't known.
+        world_size: ranks of the job.
+        host: name of its host.
+        pid: id of its process.
+        code: exit code; the negative number of the signal that ended it.
+        attempt: how often the job had been restarted.
+        words: the last lines that it printed to stderr.
+        local_rank: its rank within the node.
+        node_rank: the rank of the node.
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    code: int
+    attempt: int = 0
+    words: str = ""
+    local_rank: int | None = None
+    node_rank: int | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell would call its exit code."""
+        return self.code if self.code >= 0 else _BASE - self.code
+
+    @property
+    def signal_name(self) -> str | None:
+        """Name of the signal that ended it."""
+        if self.code >= 0:
+            return None
+        try:
+            return signal.Signals(-self.code).name
+        except ValueError:
+            return f"signal {-self.code}"
+
+    @property
+    def traceback(self) -> str:
+        """The traceback among its last words, with those that it names as causes; else empty."""
+        words = _OF_TORCH.sub("", self.words)
+        found = _TRACEBACK.search(words)
+        return words[found.start() :] if found else ""
+
+    @property
+    def is_secondary(self) -> bool:
+        """Whether it seems to have failed because another rank had."""
+        last = (self.traceback or self.words).rstrip().rpartition("\n")[2]
+        return _SECONDARY.search(last) is not None
+
+    def text(self) -> str:
+        """Say who failed and how, and last of all its traceback. Local."""
+        who = "a rank" if self.rank < 0 else f"rank {self.rank} of {self.world_size}"
+        local = "" if self.local_rank is None else f"local rank {self.local_rank}, "
+        how = f"ended with exit code {self.code}"
+        if self.signal_name is not None:
+            how = f"was ended by {self.signal_name}"
+        words = (self.traceback or "\n".join(self.words.splitlines()[-20:])).rstrip()
+        tail = f"; it said:\n\n{words}" if words else "; it printed nothing to stderr"
+        return f"{who} ({local}host {self.host}, process {self.pid}) {how}{tail}"
+
+
+def encode(report: Report, token: str) -> bytes:
+    """Write a report as lines. Local."""
+    data = json.dumps(asdict(report)).encode()
+    text = base64.b64encode(data).decode()
+    pieces = [text[i : i + _PIECE] for i in range(0, len(text), _PIECE)]
+    name = f"{report.host}/{report.pid}/{report.attempt}"
+    lines = [
+        f"{_MARK}{token} {name} {index} of {len(pieces)} {piece}\n"
+        for index, piece in enumerate(pieces)
+    ]
+    return "".join(lines).encode()
+
+
+class Reader:
+    """Finds reports among lines.
+
+    Args:
+        token: what marks the reports of this job.
+    """
+
+    def __init__(self, token: str) -> None:
+        self._mark = re.compile(
+            re.escape(f"{_MARK}{token} ").encode() + rb"(\S+) (\d+) of (\d+) (\S+)\s*$"
+        )
+        self._pieces: dict[bytes, dict[int, bytes]] = {}
+
+    def read(self, line: bytes) -> Report | bool:
+        """Take one line in.
+
+        Local.
+
+        Returns:
+            The report that it completes; True if it is a part of one; False if it is none.
+        """
+        found = self._mark.search(line)
+        if found is None:
+            return False
+        name, index, count, piece = found.groups()
+        pieces = self._pieces.setdefault(name, {})
+        pieces[int(index)] = piece
+        if len(pieces) < int(count):
+            return True
+        text = b"".join(pieces[i] for i in sorted(pieces))
+        return Report(**json.loads(base64.b64decode(text)))

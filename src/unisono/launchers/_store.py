@@ -1,0 +1,47 @@
+"""The store that ranks meet at, kept by the process that launched them."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from unisono.errors import LaunchError
+from unisono.topology import LaunchPlan
+
+__all__ = ("host",)
+
+
+def host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
+    """Host the rendezvous where that is this node's part; it outlives every worker.
+
+    Local. Alone on one host it listens on the loopback at a port of the kernel's choice, so that
+    no other job can take it and nobody else can reach it.
+    """
+    if plan.init_method is not None or plan.node_rank != 0:
+        return None, plan
+    addr = plan.master_addr or "127.0.0.1"
+    try:
+        family, kind, proto, _, where = socket.getaddrinfo(
+            addr, plan.master_port or 0, type=socket.SOCK_STREAM
+        )[0]
+        listener = socket.socket(family, kind, proto)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+        listener.listen(1024)
+    except OSError as error:
+        raise LaunchError(
+            f"can't listen at master_addr={addr!r}, master_port={plan.master_port}: {error}"
+        ) from error
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        addr,
+        port,
+        None,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, replace(plan, master_addr=addr, master_port=port)

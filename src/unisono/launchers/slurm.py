@@ -1,0 +1,166 @@
+"""Ranks as tasks of a Slurm step, by ``srun``; and the batch script that does the same."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from unisono.launchers._folder import run_function
+from unisono.launchers._front import Outcome, run_launcher
+from unisono.launchers._script import Script, without_job
+from unisono.topology import LaunchPlan, RankInfo
+
+__all__ = ("argv", "batch_script", "environment", "launch", "run")
+
+# They would place the tasks of a step that this process isn't in; what an allocation says stays.
+_OF_STEP = (
+    *("SLURM_STEP", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_TASK_PID"),
+    *("SLURM_DISTRIBUTION", "SLURM_LAUNCH_", "SLURM_SRUN_", "SLURM_GTIDS", "SLURM_UMASK"),
+)
+
+
+def argv(script: Script) -> list[str]:
+    """Write srun's command line.
+
+    Local, and pure.
+
+    Args:
+        script: what was asked for; ranks per node, or hosts with ranks of their own.
+
+    Returns:
+        The arguments. A task that fails ends the step.
+    """
+    words = ["srun", "--kill-on-bad-exit=1", "--input=none", *_places(script)]
+    if script.timeout_s is not None:
+        words.append(f"--immediate={max(1, round(script.timeout_s))}")
+    return [*words, *script.rank_argv()]
+
+
+def _places(script: Script) -> list[str]:
+    script.refuse("slurm", "Slurm's nodes find it out", "node_rank")
+    script.refuse("slurm", "use sbatch --requeue, or launcher 'torchrun'", "max_restarts")
+    if script.hosts:
+        names = ",".join(name for name, count in script.hosts for _ in range(count))
+        place = [f"--nodelist={names}", "--distribution=arbitrary"]
+        return [f"--nodes={len(script.hosts)}", f"--ntasks={script.world_size}", *place]
+    nodes = str(script.nnodes)
+    if script.max_nnodes > script.nnodes:
+        return [
+            f"--nodes={nodes}-{script.max_nnodes}",
+            f"--ntasks-per-node={script.nproc_per_node}",
+        ]
+    each = f"--ntasks-per-node={script.nproc_per_node}"
+    return [f"--nodes={nodes}", f"--ntasks={script.world_size}", each]
+
+
+def environment(script: Script, environ: Mapping[str, str]) -> dict[str, str]:
+    """Write srun's variables, which its tasks inherit.
+
+    Local, and pure.
+
+    Args:
+        script: what was asked for.
+        environ: this process's variables.
+
+    Returns:
+        `environ` without those of a job or step around this process; where hosts or an address
+        were named, the address.
+    """
+    found = {
+        name: value for name, value in without_job(environ).items() if not name.startswith(_OF_STEP)
+    }
+    if script.hosts:  # task 0 of an arbitrary distribution is on the first host of the list
+        found["MASTER_ADDR"] = script.hosts[0][0]
+    if script.master_addr is not None:
+        found["MASTER_ADDR"] = script.master_addr
+    if script.master_port is not None:
+        found["MASTER_PORT"] = str(script.master_port)
+    return found
+
+
+def batch_script(script: Script, name: str) -> str:
+    """Write a script for ``sbatch`` that runs the same.
+
+    Local, and pure.
+
+    Args:
+        script: what was asked for.
+        name: of the job.
+
+    Returns:
+        Its text. Failures are said in the job's output, with the rank.
+    """
+    alone = replace(script, token="", is_coloured=False)
+    asked = [item for item in _places(alone) if not item.startswith("--distribution")]
+    if alone.hosts:
+        asked[-1] = "--nodelist=" + ",".join(host for host, _ in alone.hosts)
+    options = [f"--job-name={name}", *asked]
+    address = environment(alone, {})
+    exports = [f"export {key}={shlex.quote(value)}" for key, value in address.items()]
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options), *exports]
+    return "\n".join([*lines, "exec " + shlex.join(argv(alone)), ""])
+
+
+def run(script: Script) -> Outcome:
+    """Run a script in tasks of a step: of this allocation, else of one that srun asks for.
+
+    Local.
+
+    Args:
+        script: what was asked for.
+
+    Returns:
+        How it went.
+
+    Raises:
+        LaunchError: there is no srun.
+    """
+    words = argv(script)
+    # On SIGINT srun would only say how the tasks are.
+    return run_launcher(script, words, environment(script, os.environ), signal.SIGTERM)
+
+
+def launch(
+    entry: Callable[[RankInfo], Any],
+    plan: LaunchPlan,
+    *,
+    environ: Mapping[str, str] | None = None,
+    folder: str | None = None,
+    timeout_s: float | None = None,
+) -> list[Any]:
+    """Run `entry` in tasks of a Slurm step.
+
+    Local.
+
+    Args:
+        entry: called once in each task with who it is.
+        plan: how many tasks, on how many nodes.
+        environ: variables that the tasks have besides this process's.
+        folder: a folder that all nodes share, for the function and its results; None for the
+            working directory.
+        timeout_s: seconds to wait for nodes that are free.
+
+    Returns:
+        What `entry` returned, by rank of the whole job.
+
+    Raises:
+        PayloadError: `entry` can't be pickled.
+        LaunchError: there is no srun, or it failed.
+        WorkerFailedError: a task failed; all others have been ended.
+    """
+    script = Script(
+        (),
+        plan.nproc_per_node,
+        plan.nnodes,
+        plan.nnodes,
+        None,
+        plan.master_addr,
+        plan.master_port,
+        timeout_s=timeout_s,
+    )
+    return run_function(entry, script, run, environ or {}, Path(folder or Path.cwd()))

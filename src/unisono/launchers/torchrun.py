@@ -1,0 +1,199 @@
+"""Ranks that torch's own elastic agent makes: torchrun, on one node or on several."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from unisono.errors import ArgumentError, LaunchError
+from unisono.launchers._folder import run_function
+from unisono.launchers._front import Outcome, run_launcher
+from unisono.launchers._script import Script, without_job
+from unisono.topology import LaunchPlan, RankInfo
+
+__all__ = ("argv", "command", "environment", "launch", "run")
+
+_TRY_S = 0.2
+_TIMEOUT_S = 600.0  # what torch's agents wait for each other
+
+
+def argv(script: Script) -> list[str]:
+    """Write torchrun's command line for this node.
+
+    Local, and pure.
+
+    Args:
+        script: what was asked for.
+
+    Returns:
+        The arguments. With a node rank torch's static rendezvous seats the nodes; without one the
+        agents agree among themselves, and node 0 is any of them.
+
+    Raises:
+        ArgumentError: several nodes without an address.
+    """
+    nodes = str(script.nnodes)
+    if script.max_nnodes > script.nnodes:
+        nodes = f"{script.nnodes}:{script.max_nnodes}"
+    words = [sys.executable, "-m", "torch.distributed.run"]
+    words += ["--nnodes", nodes, "--nproc-per-node", str(script.nproc_per_node)]
+    words += ["--max-restarts", str(script.max_restarts), "--monitor-interval", "0.1"]
+    words += _rendezvous(script)
+    return [*words, "--no-python", *script.rank_argv()]
+
+
+def _rendezvous(script: Script) -> list[str]:
+    script.refuse("torchrun", "run it on each node", "hosts")
+    if script.max_nnodes == 1 and script.master_addr is None:
+        return ["--standalone"]
+    if script.master_addr is None or script.master_port is None:
+        lacking = "--master-addr" if script.master_addr is None else "--master-port"
+        raise ArgumentError(
+            f"--nnodes {script.nnodes} needs {lacking}: give each node the same --master-addr and "
+            "--master-port, a host and a free port of node 0"
+        )
+    timeout_s = int(script.timeout_s or _TIMEOUT_S)
+    if script.node_rank is not None and script.max_nnodes == script.nnodes:
+        where = ["--master-addr", script.master_addr, "--master-port", str(script.master_port)]
+        conf = ["--rdzv-conf", f"timeout={timeout_s}"]
+        return ["--node-rank", str(script.node_rank), *where, *conf]
+    end = f"{script.master_addr}:{script.master_port}"
+    conf = ["--rdzv-conf", f"join_timeout={timeout_s},read_timeout={timeout_s}"]
+    return ["--rdzv-backend", "c10d", "--rdzv-endpoint", end, "--rdzv-id", "unisono", *conf]
+
+
+def command(script: Script) -> list[str]:
+    """Write the command line that does the same without unisono's command. Local."""
+    return argv(replace(script, token="", is_coloured=False))
+
+
+def environment(script: Script, environ: Mapping[str, str]) -> dict[str, str]:
+    """Write the agent's variables.
+
+    Local, and pure.
+
+    Args:
+        script: what was asked for.
+        environ: this process's variables.
+
+    Returns:
+        `environ` without those of a job around this process, and what a restart needs.
+    """
+    found = without_job(environ)
+    found.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, but for its warning
+    if script.max_restarts > 0 or script.max_nnodes > script.nnodes:
+        # https://github.com/pytorch/pytorch/issues/135712: stale keys of the attempt before
+        found.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    return found
+
+
+def run(script: Script) -> Outcome:
+    """Run a script in ranks of torch's agent on this node.
+
+    Local.
+
+    Args:
+        script: what was asked for.
+
+    Returns:
+        How it went.
+
+    Raises:
+        ArgumentError: several nodes without an address.
+        LaunchError: the address of node 0 doesn't resolve, or nobody answers there in time.
+    """
+    words = argv(script)
+    if script.master_addr is not None and script.master_port is not None:
+        _reach(script, script.master_addr, script.master_port)
+    return run_launcher(script, words, environment(script, os.environ))
+
+
+def _reach(script: Script, addr: str, port: int) -> None:
+    """Wait until somebody listens on node 0, unless that is this node."""
+    who = f"node {script.node_rank}" if script.node_rank is not None else "this node"
+    try:
+        found = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise LaunchError(f"{who}: --master-addr {addr!r} doesn't resolve: {error}") from error
+    if script.node_rank == 0 or (script.node_rank is None and _is_here(found[0][4][0])):
+        return
+    timeout_s = script.timeout_s or _TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
+    reason = _knock(addr, port, timeout_s)
+    while reason is not None and (left := deadline - time.monotonic()) > 0:
+        time.sleep(min(_TRY_S, left))
+        reason = _knock(addr, port, max(_TRY_S, deadline - time.monotonic()))
+    if reason is not None:
+        raise LaunchError(
+            f"{who} of {script.nnodes} couldn't reach node 0 at {addr}:{port} in {timeout_s:g} s "
+            f"({reason}): is it started there, is --master-addr right, is the port open?"
+        ) from reason
+
+
+def _knock(addr: str, port: int, timeout_s: float) -> OSError | None:
+    """Tell why nobody answers at an address, None if somebody does. Local."""
+    try:
+        socket.create_connection((addr, port), timeout_s).close()
+    except OSError as error:
+        return error
+    return None
+
+
+def _is_here(address: Any) -> bool:
+    """Tell whether an address is this host's own: it alone can be bound."""
+    family = socket.AF_INET6 if ":" in str(address) else socket.AF_INET
+    with socket.socket(family) as probe, contextlib.suppress(OSError):
+        probe.bind((address, 0))
+        return True
+    return False
+
+
+def launch(
+    entry: Callable[[RankInfo], Any],
+    plan: LaunchPlan,
+    *,
+    environ: Mapping[str, str] | None = None,
+    max_restarts: int = 0,
+    max_nnodes: int | None = None,
+    timeout_s: float | None = None,
+) -> list[Any]:
+    """Run `entry` in ranks of torch's agent on this node.
+
+    Local.
+
+    Args:
+        entry: called once in each rank with who it is.
+        plan: how many ranks, and where the nodes meet.
+        environ: variables that the ranks have besides this process's.
+        max_restarts: how often all ranks are started again after a failure.
+        max_nnodes: nodes at most, where more than planned may come; they seat themselves.
+        timeout_s: seconds that the nodes wait for each other.
+
+    Returns:
+        What `entry` returned, by rank of this node.
+
+    Raises:
+        ArgumentError: several nodes without an address.
+        PayloadError: `entry` can't be pickled.
+        LaunchError: the nodes couldn't meet.
+        WorkerFailedError: a rank failed, more often than it may.
+    """
+    is_elastic = max_nnodes is not None and max_nnodes > plan.nnodes
+    script = Script(
+        (),
+        plan.nproc_per_node,
+        plan.nnodes,
+        max_nnodes or plan.nnodes,
+        None if is_elastic or plan.nnodes == 1 else plan.node_rank,
+        plan.master_addr,
+        plan.master_port,
+        max_restarts=max_restarts,
+        timeout_s=timeout_s,
+    )
+    return run_function(entry, script, run, environ or {})
