@@ -130,7 +130,7 @@ def test_every_collective_under_horovodrun(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_contexts_and_errors_under_horovodrun(size: int) -> None:
-    run_job(horovodrun(size), FAST, size)
+    run_job(horovodrun(size), f"again,absent,{FAST}", size)
 
 
 def test_nodes_of_different_size() -> None:

@@ -12,6 +12,7 @@ from types import ModuleType
 import torch
 
 from unisono.errors import AlreadyInitializedError, ArgumentError, ContextError
+from unisono.models._horovod_meeting import meet
 from unisono.topology import ContextHint, RankInfo, Topology
 
 __all__ = (
@@ -42,7 +43,7 @@ def seconds(timeout: timedelta | None) -> float:
     return timeout.total_seconds()
 
 
-def initialize(hvd: ModuleType, info: RankInfo) -> None:
+def initialize(hvd: ModuleType, info: RankInfo, timeout_s: float) -> None:
     """Make a context in which groups can be made later.
 
     Collective over all ranks of `info`.
@@ -50,9 +51,11 @@ def initialize(hvd: ModuleType, info: RankInfo) -> None:
     Args:
         hvd: the module ``horovod.torch``.
         info: who this replica is; Horovod finds its peers by its own launcher's variables or MPI.
+        timeout_s: seconds to wait for every rank, where horovodrun's server knows who has come.
 
     Raises:
         AlreadyInitializedError: there is one.
+        CollectiveTimeoutError: ranks didn't come.
         ContextError: this replica found itself alone where it should have peers, or MPI has ended.
     """
     if hvd.is_initialized():
@@ -65,6 +68,7 @@ def initialize(hvd: ModuleType, info: RankInfo) -> None:
             "Horovod can't be initialised again in this process: its first context ended MPI too; "
             "import mpi4py.MPI before the first initialize, and MPI lives as long as the process"
         )
+    meet(os.environ, timeout_s)
     if DYNAMIC in os.environ:
         hvd.init()
     else:

@@ -102,7 +102,7 @@ class HorovodModel(ComputationModel):
             raise ArgumentError(
                 f"initialize({backend!r}) takes timeout; {', '.join(sorted(options))} is for spawn"
             )
-        setup.initialize(hvd, info)
+        setup.initialize(hvd, info, timeout_s)
         model = cls(setup.topology_of(hvd, ContextHint()), True, timeout_s)
         if model._device.type != "cpu":
             torch.accelerator.set_device_index(model._device.index)

@@ -1,0 +1,158 @@
+"""Ranks of horovodrun meet at its rendezvous server before Horovod does, and clear it.
+
+Horovod 0.28.1 forgets to clear the addresses of an earlier context: when one scope is done, its
+server (``RendezvousHandler.do_DELETE``) drops the count of every other scope too. Who then makes a
+context again may find an address that nobody listens at, and Horovod ends such a process by abort.
+It ends it so, too, where a rank doesn't come in 30 seconds.
+"""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import time
+from collections.abc import Mapping
+from contextlib import closing, suppress
+
+from unisono.errors import CollectiveTimeoutError, ContextError
+
+__all__ = ("Store", "meet")
+
+_ADDRESS, _PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
+_NEEDED = (_ADDRESS, _PORT, "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_HOSTNAME")
+_REQUEST_S = 30.0
+_TRIES = 3
+_POLL_S, _SLOWEST_POLL_S = 0.002, 0.1
+_POLL_PER_RANK_S = 0.005  # the server answers about a thousand times a second
+_WORD = "word"
+_GONE = "gone"
+_meetings = itertools.count(1)
+
+
+def meet(environ: Mapping[str, str], timeout_s: float) -> None:
+    """Wait until every rank is about to make a context, and clear what earlier ones left.
+
+    Collective over all ranks. Does nothing where no server of horovodrun is: under mpirun, for a
+    rank on its own, and in an elastic job, whose ranks come and go.
+
+    Args:
+        environ: this process's variables.
+        timeout_s: seconds to wait for every rank.
+
+    Raises:
+        CollectiveTimeoutError: ranks didn't come; names them.
+        ContextError: the server doesn't answer.
+    """
+    if any(name not in environ for name in _NEEDED) or environ.get("HOROVOD_ELASTIC") == "1":
+        return
+    rank, size = int(environ["HOROVOD_RANK"]), int(environ["HOROVOD_SIZE"])
+    if size == 1:
+        return
+    store = Store(environ[_ADDRESS], int(environ[_PORT]), f"unisono_{next(_meetings)}")
+    seat = json.dumps([environ["HOROVOD_HOSTNAME"], int(environ.get("HOROVOD_LOCAL_RANK", 0))])
+    limit = time.monotonic() + timeout_s
+    try:
+        store.put(str(rank), seat)
+        why = _receive_all(store, size, limit) if rank == 0 else _ask_rank_0(store, size, limit)
+        if why:
+            store.put(str(rank), _GONE)
+    except (OSError, http.client.HTTPException) as error:
+        raise ContextError(
+            f"rank {rank} of {size}: horovodrun's server at {environ[_ADDRESS]}:{environ[_PORT]} "
+            f"doesn't answer: {type(error).__name__}: {error}; is horovodrun still running?"
+        ) from error
+    if why:
+        raise CollectiveTimeoutError(
+            f"rank {rank} of {size}: initialize: {why}: every rank of the job has to initialize; "
+            "see what these ranks did instead"
+        )
+
+
+def _receive_all(store: Store, size: int, limit: float) -> str:
+    """Wait for all, clear, and tell them so; gives why not, empty if all came."""
+    seats: list[tuple[str, int]] = []
+    why = ""
+    while len(seats) < size and not why:
+        seat = store.wait(str(len(seats)), limit, size)
+        if seat == _GONE:
+            why = f"rank {len(seats)} had given up waiting"
+        elif seat is None:
+            why = store.missing(size)
+        else:
+            host, local_rank = json.loads(seat)
+            seats.append((host, local_rank))
+    if not why:
+        scopes = {f"local_{host}" for host, _ in seats} | {f"cross_{place}" for _, place in seats}
+        for scope in {"global", *scopes}:
+            _clear(store, scope, size)
+    store.put(_WORD, why)
+    return why
+
+
+def _ask_rank_0(store: Store, size: int, limit: float) -> str:
+    """Wait for the word of rank 0, empty if all came."""
+    word = store.wait(_WORD, limit, size)
+    return store.missing(size) if word is None else word
+
+
+def _clear(store: Store, scope: str, size: int) -> None:
+    for _ in range(size):
+        if not store.has(scope, "0"):
+            return
+        store.delete(scope, "0")  # counted: the scope is cleared with the last of its size
+
+
+class Store:
+    """The server's HTTP: scopes of keys.
+
+    Args:
+        address: its host.
+        port: its TCP port.
+        scope: where this meeting's keys are.
+    """
+
+    def __init__(self, address: str, port: int, scope: str) -> None:
+        self._where = (address, port)
+        self._scope = scope
+
+    def put(self, key: str, value: str) -> None:
+        """Set a key of the meeting. Local."""
+        self._ask("PUT", self._scope, key, value)
+
+    def has(self, scope: str, key: str) -> bool:
+        """Tell whether a scope has a key. Local."""
+        return self._ask("GET", scope, key) is not None
+
+    def delete(self, scope: str, key: str) -> None:
+        """Count one rank of a scope of Horovod's own as done. Local."""
+        self._ask("DELETE", scope, key)
+
+    def missing(self, size: int) -> str:
+        """Name the ranks that have put no key of theirs. Local."""
+        ranks = [rank for rank in range(size) if not self.has(self._scope, str(rank))]
+        return f"timed out: ranks {ranks} didn't come"
+
+    def wait(self, key: str, limit: float, size: int) -> str | None:
+        """Wait for a key of the meeting; None if it doesn't come. Local: another rank puts it."""
+        pause_s, slowest_s = _POLL_S, max(_SLOWEST_POLL_S, _POLL_PER_RANK_S * size)
+        while (value := self._ask("GET", self._scope, key)) is None:
+            if time.monotonic() > limit:
+                return None
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, slowest_s)
+        return value.decode()
+
+    def _ask(self, verb: str, scope: str, key: str, value: str = "") -> bytes | None:
+        for _ in range(_TRIES - 1):  # it listens with a short queue
+            with suppress(OSError, http.client.HTTPException):
+                return self._ask_once(verb, scope, key, value)
+            time.sleep(_SLOWEST_POLL_S)
+        return self._ask_once(verb, scope, key, value)
+
+    def _ask_once(self, verb: str, scope: str, key: str, value: str) -> bytes | None:
+        with closing(http.client.HTTPConnection(*self._where, timeout=_REQUEST_S)) as connection:
+            connection.request(verb, f"/{scope}/{key}", value.encode())
+            answer = connection.getresponse()
+            content = answer.read()
+        return content if answer.status == http.client.OK else None
