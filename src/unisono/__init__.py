@@ -41,6 +41,12 @@ from unisono.registry import available_backends, register_model
 from unisono.registry import registered_models as _registered_models
 from unisono.sections import master_only, one_rank_first, one_rank_only
 from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
+from unisono.training.averaging import (
+    all_reduce_grads,
+    all_reduce_params,
+    broadcast_optimizer_state,
+    broadcast_params,
+)
 
 if TYPE_CHECKING:
     registered_computation_models: tuple[type[ComputationModel], ...]
@@ -65,12 +71,16 @@ __all__ = (
     "all_gather_tensors_with_shapes",
     "all_reduce",
     "all_reduce_",
+    "all_reduce_grads",
+    "all_reduce_params",
     "all_to_all",
     "available_backends",
     "backend",
     "barrier",
     "broadcast",
     "broadcast_",
+    "broadcast_optimizer_state",
+    "broadcast_params",
     "device",
     "errors",
     "finalize",

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from unisono._training_hooks import TrainingHooks
 from unisono.control import derived
+from unisono.control.derived import INLINE_TENSOR_BYTES
 from unisono.errors import UnsupportedOperation
 from unisono.handle import Background, Handle
 from unisono.reduction import ReduceOp, fold_tensors
@@ -37,7 +39,7 @@ COMMON_DTYPES: frozenset[torch.dtype] = frozenset(
 _context_ids = itertools.count(1)
 
 
-class ComputationModel(ABC):
+class ComputationModel(TrainingHooks, ABC):
     """One way for replicas to know each other and to communicate.
 
     An instance is one live context as one replica sees it. Tensors reach it contiguous, on
@@ -63,6 +65,8 @@ class ComputationModel(ABC):
     """Identity of this context: never equal for two contexts of one process."""
     groups: dict[tuple[int, ...], Group]
     """Groups that the facade made for lists of ranks, by the ranks in ascending order."""
+    planes: dict[tuple[int, ...], Any]
+    """Hubs of the control plane, by the ranks of their group; empty for models without sockets."""
     _background: Background | None
 
     def __new__(cls, *_args: object, **_kwargs: object) -> Self:
@@ -70,6 +74,7 @@ class ComputationModel(ABC):
         model = super().__new__(cls)
         model.context_id = next(_context_ids)
         model.groups = {}
+        model.planes = {}
         model._background = None
         return model
 
@@ -163,11 +168,16 @@ class ComputationModel(ABC):
         """The backend of this context. Local."""
         return self.backends[0]
 
+    @property
+    def timeout_s(self) -> float | None:
+        """Seconds that a collective may take; None where nobody set a limit. Local."""
+        return None
+
     def is_alive(self) -> bool:
         """Tell whether this is still the context that it was. Local; called before each use."""
         return True
 
-    def abort(self) -> None:  # noqa: B027 - doing nothing is right for most models
+    def abort(self) -> None:
         """Leave the context without waiting for anybody: somebody failed. Local."""
 
     @classmethod
@@ -225,6 +235,17 @@ class ComputationModel(ABC):
             CollectiveError: a peer failed or didn't come.
         """
         return derived.exchange(self, blob, group)
+
+    def inline_bytes(self, group: Group | None) -> int:
+        """Give the size of the longest CPU tensor that travels in an exchange of `group`. Local."""
+        return INLINE_TENSOR_BYTES
+
+    def prefers_exchange(self, tensor: Tensor, group: Group | None) -> bool:
+        """Tell whether a tensor is better reduced from everybody's bytes than by `all_reduce`.
+
+        Local, and the same on every rank for tensors of the same dtype, shape and device.
+        """
+        return False
 
     def bucket(self, size_bytes: int) -> int:
         """Round a size up to one that the model likes to see. Local; XLA compiles per size."""

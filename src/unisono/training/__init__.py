@@ -1,0 +1,1 @@
+"""What training repositories copy from each other, once, on every model."""

@@ -1,0 +1,281 @@
+"""Parameters, gradients and optimizer states made equal on all ranks, in few collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono._tree import flatten, unflatten
+from unisono.collectives.groups import GroupLike, check_rank, team
+from unisono.collectives.reductions import all_reduce
+from unisono.collectives.transfers import broadcast
+from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
+from unisono.model import ComputationModel
+from unisono.payload import decode, encode
+from unisono.reduction import ReduceOp, parse_op
+from unisono.topology import Group
+from unisono.training import _flat
+from unisono.training._lists import agree, as_tensors
+
+__all__ = ("all_reduce_grads", "all_reduce_params", "broadcast_optimizer_state", "broadcast_params")
+
+Params = nn.Module | Tensor | Iterable[Tensor] | MutableMapping[str, Any]
+
+
+def all_reduce_params(
+    params: Params,
+    coalesce: bool = True,
+    bucket_size_mb: float = -1,
+    op: str = "mean",
+    group: GroupLike = None,
+) -> None:
+    """Reduce parameters, buffers or any tensors of all ranks, in place.
+
+    Collective over `group`.
+
+    Args:
+        params: a module (its parameters), a tensor, a dict or an iterable of dense tensors; the
+            same shapes and dtypes in the same order on every rank, without autograd's knowledge.
+        coalesce: whether small tensors travel together, in a flat buffer for each dtype and device
+            that the context keeps and uses again.
+        bucket_size_mb: size of that buffer in MiB; -1 for what is fastest, at most 16.
+        op: as in `all_reduce`. A mean of integers must come out even, as that of equal ones does.
+        group: a Group, a list of ranks, or None for all ranks.
+
+    Raises:
+        ArgumentError: no such operation, or something that is no tensor.
+        CollectiveMismatchError: the lists differ between ranks; names where (on every rank).
+        PayloadError: a tensor is sparse, or integers have no whole mean (on every rank).
+        CollectiveError: a peer failed or didn't come in time.
+
+    Example:
+        >>> import torch, unisono as idist
+        >>> idist.all_reduce_params(torch.nn.Linear(2, 2), op="mean")
+    """
+    limit = _limit(coalesce, bucket_size_mb)
+    operation = parse_op(op)
+    model, found, is_member = team(group)
+    if not is_member:
+        return
+    tensors = as_tensors(params)
+    said = agree(model, "all_reduce_params", tensors, tensors, found)
+    works = list(zip(tensors, said.layouts, strict=True))
+    _reduce(model, works, operation, limit, found)
+
+
+def all_reduce_grads(
+    params: Params,
+    coalesce: bool = True,
+    bucket_size_mb: float = -1,
+    op: str = "mean",
+    group: GroupLike = None,
+) -> None:
+    """Reduce the gradients of parameters over all ranks, in place.
+
+    Collective over `group`.
+
+    Args:
+        params: a module (its parameters), a dict or an iterable of parameters; the same on every
+            rank. Those that are frozen or have a gradient on no rank are skipped on all ranks
+            alike; one that has a gradient on some ranks counts as zero on the others, and gets one
+            there.
+        coalesce: as in `all_reduce_params`.
+        bucket_size_mb: as in `all_reduce_params`.
+        op: as in `all_reduce`.
+        group: a Group, a list of ranks, or None for all ranks.
+
+    Raises:
+        ArgumentError: no such operation, or something that is no tensor.
+        CollectiveMismatchError: the lists differ between ranks; names where (on every rank).
+        PayloadError: a gradient is sparse on some rank (on every rank).
+        CollectiveError: a peer failed or didn't come in time.
+
+    Example:
+        >>> import torch, unisono as idist
+        >>> model = torch.nn.Linear(2, 2)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> idist.all_reduce_grads(model.parameters())
+    """
+    limit = _limit(coalesce, bucket_size_mb)
+    operation = parse_op(op)
+    model, found, is_member = team(group)
+    if not is_member:
+        return
+    tensors = as_tensors(params)
+    said = agree(model, "all_reduce_grads", tensors, [_gradient(t) for t in tensors], found)
+    works = []
+    for tensor, is_present, layout in zip(tensors, said.present, said.layouts, strict=True):
+        if is_present:
+            if tensor.grad is None:
+                tensor.grad = torch.zeros_like(tensor)
+            works.append((tensor.grad, layout))
+    _reduce(model, works, operation, limit, found)
+
+
+def _gradient(tensor: Tensor) -> Tensor | None:
+    return tensor.grad if tensor.requires_grad else None
+
+
+def _limit(coalesce: bool, bucket_size_mb: float) -> int | None:
+    if not coalesce:
+        return 0
+    if bucket_size_mb == -1:
+        return None
+    is_number = isinstance(bucket_size_mb, (int, float)) and not isinstance(bucket_size_mb, bool)
+    if not is_number or bucket_size_mb <= 0:
+        raise ArgumentError(f"bucket_size_mb={bucket_size_mb!r} should be over 0, or -1 for ours")
+    return int(bucket_size_mb * _flat.MEGABYTE)
+
+
+def _reduce(
+    model: ComputationModel,
+    works: Sequence[_flat.Work],
+    op: ReduceOp,
+    limit: int | None,
+    group: Group | None,
+) -> None:
+    with torch.no_grad():
+        if op is ReduceOp.AVERAGE:
+            whole = [t for t, _ in works if not (t.is_floating_point() or t.is_complex())]
+            if whole:
+                _average_integers(model, whole, group)
+            works = [work for work in works if work[0].is_floating_point() or work[0].is_complex()]
+        _flat.reduce_all(model, works, op.name, model.size(group), limit, group)
+
+
+def _average_integers(
+    model: ComputationModel, tensors: Sequence[Tensor], group: Group | None
+) -> None:
+    size = model.size(group)
+    totals = all_reduce([tensor.to(torch.int64) for tensor in tensors], "SUM", group)
+    for i, total in enumerate(totals):
+        if bool((total % size).any()):
+            raise PayloadError(
+                f"the mean over {size} ranks of integer tensor {i} ({tensors[i].dtype}"
+                f"{list(tensors[i].shape)}) is no integer: leave it out, or reduce it with MAX or "
+                "SUM"
+            )
+    for tensor, total in zip(tensors, totals, strict=True):
+        tensor.detach().copy_(torch.div(total, size, rounding_mode="floor"))
+
+
+def broadcast_params(params: Params, src: int = 0, group: GroupLike = None) -> None:
+    """Overwrite a module's parameters and buffers, or any tensors, with those of one rank.
+
+    Collective over `group`.
+
+    Args:
+        params: a module (its parameters and buffers), a state dict, a tensor, or an iterable of
+            dense tensors; the same shapes and dtypes in the same order on every rank. What is no
+            tensor in a dict is replaced by the value of `src`.
+        src: global rank whose values all get.
+        group: a Group, a list of ranks, or None for all ranks.
+
+    Raises:
+        ArgumentError: `src` isn't there, or something that is no tensor.
+        CollectiveMismatchError: the lists differ between ranks; names where (on every rank).
+        PayloadError: a tensor is sparse (on every rank).
+        CollectiveError: a peer failed or didn't come in time.
+
+    Example:
+        >>> import torch, unisono as idist
+        >>> idist.broadcast_params(torch.nn.BatchNorm1d(2), src=0)
+    """
+    model, found, is_member = team(group)
+    check_rank(model, found, src, "src")
+    if not is_member:
+        return
+    if isinstance(params, nn.Module):
+        params = [*params.parameters(), *params.buffers()]
+    if isinstance(params, MutableMapping):
+        others = {key: item for key, item in params.items() if not isinstance(item, Tensor)}
+        params.update(broadcast(others, src, group) if others else {})
+        params = [item for item in params.values() if isinstance(item, Tensor)]
+    tensors = as_tensors(params)
+    said = agree(model, "broadcast_params", tensors, tensors, found)
+    with torch.no_grad():
+        works = list(zip(tensors, said.layouts, strict=True))
+        _flat.broadcast_all(model, works, src, found)
+
+
+def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLike = None) -> None:
+    """Give an optimizer the state and the settings that it has on one rank.
+
+    Collective over `group`.
+
+    Args:
+        optimizer: over parameters of the same shapes in the same groups on every rank; its state
+            may be there on `src` alone, as after loading a checkpoint on one rank.
+        src: global rank whose state all get.
+        group: a Group, a list of ranks, or None for all ranks.
+
+    Raises:
+        ArgumentError: `src` isn't there.
+        PayloadError: the state has something that can't travel (on every rank).
+        CollectiveError: a peer failed or didn't come in time.
+
+    Example:
+        >>> import torch, unisono as idist
+        >>> model = torch.nn.Linear(2, 2)
+        >>> idist.broadcast_optimizer_state(torch.optim.Adam(model.parameters()))
+    """
+    model, found, is_member = team(group)
+    check_rank(model, found, src, "src")
+    if not is_member:
+        return
+    is_src = model.topology.rank == src
+    state = optimizer.state_dict()
+    plain, heads = broadcast(_taken_apart(state) if is_src else None, src, found)
+    _check_groups(model, state, plain, src, found)
+    if not is_src:
+        state = _put_together(model, plain, heads)
+    tensors = [leaf for leaf in flatten(state)[0] if isinstance(leaf, Tensor)]
+    works: list[_flat.Work] = [(tensor.contiguous(), torch.contiguous_format) for tensor in tensors]
+    with torch.no_grad():
+        _flat.broadcast_all(model, works, src, found)
+    if not is_src:
+        optimizer.load_state_dict(state)
+
+
+_Heads = dict[int, tuple[str, list[int], bool]]
+
+
+def _taken_apart(state: dict[str, Any]) -> tuple[dict[str, Any], _Heads]:
+    """Give a state without its tensors, and what these look like, by their place. Local."""
+    leaves, _ = flatten(state)
+    heads: _Heads = {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            heads[i] = (str(leaf.dtype).removeprefix("torch."), list(leaf.shape), leaf.is_cpu)
+            leaves[i] = None
+    return unflatten(state, leaves), heads
+
+
+def _put_together(model: ComputationModel, plain: dict[str, Any], heads: _Heads) -> dict[str, Any]:
+    """Make a state with memory for its tensors. Local."""
+    leaves, _ = flatten(plain)
+    for i, (dtype, shape, is_cpu) in heads.items():
+        device = torch.device("cpu") if is_cpu else model.device
+        leaves[i] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+    state: dict[str, Any] = unflatten(plain, leaves)
+    return state
+
+
+def _check_groups(
+    model: ComputationModel, mine: dict[str, Any], other: dict[str, Any], src: int, group: Any
+) -> None:
+    """Refuse on every rank an optimizer that is over other groups somewhere."""
+    counts = [len(item["params"]) for item in mine["param_groups"]]
+    wanted = [len(item["params"]) for item in other["param_groups"]]
+    frames = model.exchange(encode(counts), group)
+    for rank, frame in zip(model.members(group), frames, strict=True):
+        found = decode(frame, model.device)
+        if found != wanted:
+            raise CollectiveMismatchError(
+                f"broadcast_optimizer_state: rank {rank} has groups of {found} parameters, but "
+                f"rank {src} of {wanted}: make the same optimizer on every rank"
+            )

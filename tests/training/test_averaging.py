@@ -1,0 +1,261 @@
+"""Averaging and broadcasting of what a training has: exact, alike on all ranks, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from worlds import QUICK, REAL, run, run_all
+
+import unisono as idist
+from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError, WorkerFailedError
+
+BOTH = [pytest.param("threads", 3, id="threads-3"), pytest.param("gloo", 2, id="gloo-2")]
+
+
+def tensors_of(rank: int) -> list[Tensor]:
+    """Make tensors of many kinds, one larger than a flat buffer's threshold."""
+    made = [
+        torch.full((3, 5), float(rank)),
+        torch.full((), 2.0**rank, dtype=torch.float64),
+        torch.arange(600_000, dtype=torch.float32) + rank,
+        torch.full((2, 3, 4, 4), float(rank)).to(memory_format=torch.channels_last),
+        torch.full((4, 6), float(rank)).t(),
+        torch.full((7,), float(rank), dtype=torch.bfloat16),
+        torch.empty(0),
+        torch.tensor([5, 2**53 + 1]),
+        torch.full((300, 3, 24, 24), float(rank)).to(memory_format=torch.channels_last),
+        torch.full((5,), 1j * rank, dtype=torch.complex64),
+    ]
+    made[0].requires_grad_()
+    return made
+
+
+@pytest.mark.parametrize(("backend", "size"), QUICK)
+@pytest.mark.parametrize(("coalesce", "bucket_mb"), [(True, -1), (True, 0.01), (False, -1)])
+def test_params_have_the_mean_of_all_ranks(
+    backend: str, size: int, coalesce: bool, bucket_mb: float
+) -> None:
+    run(backend, size, averages, coalesce, bucket_mb)
+
+
+def averages(local_rank: int, coalesce: bool, bucket_mb: float) -> None:
+    rank, size = idist.get_rank(), idist.get_world_size()
+    for _ in range(2):  # again with the buffers of before
+        tensors = tensors_of(rank)
+        strides = [tensor.stride() for tensor in tensors]
+        idist.all_reduce_params(iter(tensors), coalesce, bucket_mb)
+        everyone = [tensors_of(other) for other in range(size)]
+        for i, tensor in enumerate(tensors):
+            column = [row[i].detach() for row in everyone]
+            if tensor.dtype is torch.int64:
+                assert tensor.tolist() == column[0].tolist()
+                continue
+            wide = torch.complex128 if tensor.is_complex() else torch.float64
+            mean = torch.stack(column).to(wide).mean(0)
+            torch.testing.assert_close(tensor.detach().to(wide), mean, rtol=1e-6, atol=0)
+            assert tensor.stride() == strides[i]
+    assert tensors[0].requires_grad
+
+
+@pytest.mark.parametrize(("backend", "size"), BOTH)
+def test_other_operations(backend: str, size: int) -> None:
+    run(backend, size, operations)
+
+
+def operations(local_rank: int) -> None:
+    rank, size = idist.get_rank(), idist.get_world_size()
+    for op, wanted in (("sum", sum(range(size))), ("MAX", size - 1), ("min", 0)):
+        tensors = [torch.full((4,), rank), torch.full((300_000,), float(rank))]
+        idist.all_reduce_params(tensors, op=op)
+        assert [set(tensor.tolist()) for tensor in tensors] == [{wanted}, {wanted}]
+    if size > 1:
+        with pytest.raises(PayloadError, match="no integer"):
+            idist.all_reduce_params([torch.tensor([int(rank == 0)])])
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(3, 2)
+        self.unused = nn.Linear(3, 2)
+        self.sometimes = nn.Linear(3, 2)
+        self.frozen = nn.Linear(3, 2).requires_grad_(False)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        y: Tensor = self.used(x) + self.frozen(x)
+        return y + self.sometimes(x) if rank == 0 else y
+
+
+@pytest.mark.parametrize(("backend", "size"), QUICK)
+def test_gradients_are_averaged_and_skipped_alike(backend: str, size: int) -> None:
+    run(backend, size, gradients)
+
+
+def gradients(local_rank: int) -> None:
+    rank, size = idist.get_rank(), idist.get_world_size()
+    net = Net()
+    net(torch.full((1, 3), float(rank + 1)), rank).sum().backward()
+    net.frozen.weight.grad = torch.full((2, 3), float(rank))  # stale, and none of our business
+    idist.all_reduce_grads(net.parameters())
+    mean = sum(range(1, size + 1)) / size
+    assert net.used.weight.grad is not None
+    torch.testing.assert_close(net.used.weight.grad, torch.full((2, 3), mean))
+    assert net.unused.weight.grad is None
+    assert net.sometimes.bias.grad is not None
+    torch.testing.assert_close(net.sometimes.bias.grad, torch.full((2,), 1 / size))
+    assert net.frozen.weight.grad.tolist() == [[float(rank)] * 3] * 2
+
+
+@pytest.mark.parametrize(("backend", "size"), BOTH)
+def test_lists_that_differ_are_named(backend: str, size: int) -> None:
+    for error in run(backend, size, differs):
+        assert "from tensor 1 on" in error
+        assert "rank 0 has torch.float32[2]" in error
+        assert "rank 1 has torch.float32[3]" in error
+
+
+def differs(local_rank: int) -> str:
+    rank = idist.get_rank()
+    with pytest.raises(CollectiveMismatchError) as caught:
+        idist.all_reduce_params([torch.ones(1), torch.ones(2 + rank)])
+    with pytest.raises(CollectiveMismatchError, match="nothing there"):
+        idist.broadcast_params([torch.ones(1)] * (1 + rank))
+    with pytest.raises(CollectiveMismatchError, match=r"torch\.float64"):
+        kind = torch.float64 if rank else torch.float32
+        idist.all_reduce_grads([torch.ones(1, dtype=kind)])
+    assert idist.all_reduce(1) == idist.get_world_size()  # nothing is broken
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("backend", "size"), BOTH)
+def test_sparse_gradients_are_refused_on_every_rank(backend: str, size: int) -> None:
+    run(backend, size, sparse)
+
+
+def sparse(local_rank: int) -> None:
+    table = nn.Embedding(4, 2, sparse=idist.get_rank() == 1)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(PayloadError, match=r"tensor 0 of 1 .* is sparse on ranks \[1\]"):
+        idist.all_reduce_grads(table)
+
+
+@pytest.mark.parametrize(("backend", "size"), QUICK)
+def test_broadcast_of_a_module_and_of_a_state(backend: str, size: int) -> None:
+    run(backend, size, broadcasts)
+
+
+def broadcasts(local_rank: int) -> None:
+    rank, size = idist.get_rank(), idist.get_world_size()
+    src = size - 1
+    net = nn.Sequential(nn.Linear(2, 600_000), nn.BatchNorm1d(3))
+    with torch.no_grad():
+        for item in (*net.parameters(), *net.buffers()):
+            item.fill_(rank)
+    idist.broadcast_params(net, src)
+    for item in (*net.parameters(), *net.buffers()):
+        assert bool((item == src).all())
+    state: dict[str, Any] = {"w": torch.full((2,), rank, dtype=torch.int16), "epoch": f"e{rank}"}
+    idist.broadcast_params(state, src)
+    assert state["w"].tolist() == [src, src]
+    assert state["epoch"] == f"e{src}"
+
+
+@pytest.mark.parametrize(("backend", "size"), QUICK)
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+def test_broadcast_of_an_optimizer(backend: str, size: int, kind: Any) -> None:
+    run(backend, size, optimizers, kind)
+
+
+def optimizers(local_rank: int, kind: Any) -> None:
+    rank = idist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    net = nn.Linear(3, 2)
+    extra = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    optimizer = kind(net.parameters(), lr=0.1 * (rank + 1), **extra)
+    if rank == 0:  # the others have no state yet
+        net(torch.randn(2, 3, generator=generator)).sum().backward()
+        optimizer.step()
+    idist.broadcast_optimizer_state(optimizer, src=0)
+    states = idist.all_gather([optimizer.state_dict()])
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    for (other,) in states:
+        torch.testing.assert_close(other, states[0][0], rtol=0, atol=0)
+    assert len(optimizer.state) == 2
+
+
+@pytest.mark.parametrize(("backend", "size"), BOTH)
+def test_optimizers_over_other_groups_are_refused(backend: str, size: int) -> None:
+    run(backend, size, other_groups)
+
+
+def other_groups(local_rank: int) -> None:
+    net = nn.Linear(3, 2, bias=idist.get_rank() == 0)
+    with pytest.raises(CollectiveMismatchError, match="rank 1 has groups of"):
+        idist.broadcast_optimizer_state(torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+def test_bad_arguments_are_refused_at_size_1_too() -> None:
+    with pytest.raises(ArgumentError, match="unknown reduction"):
+        idist.all_reduce_params([torch.ones(1)], op="NOPE")
+    for size in (0, -2, "1", True):
+        with pytest.raises(ArgumentError, match="bucket_size_mb"):
+            idist.all_reduce_params([torch.ones(1)], bucket_size_mb=size)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="item 1 is a str"):
+        idist.all_reduce_params([torch.ones(1), "x"])  # type: ignore[list-item]
+    with pytest.raises(ArgumentError, match="src=1"):
+        idist.broadcast_params([torch.ones(1)], src=1)
+    with pytest.raises(PayloadError, match="sparse"):
+        idist.all_reduce_params([torch.ones(2, 2).to_sparse()])
+
+
+def test_groups_and_those_who_are_no_members() -> None:
+    run("threads", 3, in_a_group)
+
+
+def in_a_group(local_rank: int) -> None:
+    rank = idist.get_rank()
+    tensor = torch.tensor([float(rank)])
+    idist.all_reduce_params([tensor], group=[0, 2])
+    assert tensor.item() == (1 if rank in (0, 2) else rank)
+
+
+def test_a_rank_with_a_shorter_list_never_hangs_the_others() -> None:
+    with pytest.raises(WorkerFailedError, match="the lists differ"):
+        run("gloo", 2, one_is_short)
+
+
+def one_is_short(local_rank: int) -> None:
+    idist.all_reduce_params([torch.ones(3)] * (2 - idist.get_rank()))
+
+
+def test_extra_memory_is_one_bucket() -> None:
+    run("threads", 2, keeps_one_bucket)
+
+
+def keeps_one_bucket(local_rank: int) -> None:
+    from unisono._context import current_model
+
+    tensors = [torch.ones(100_000) for _ in range(200)]  # 80 MB
+    idist.all_reduce_params(tensors)
+    kept = sum(buffer.nbytes for buffer in current_model().flat_buffers.values())
+    assert 0 < kept <= 16 * 2**20
+
+
+@pytest.mark.parametrize(("backend", "size"), REAL)
+def test_on_real_libraries(backend: str, size: int) -> None:
+    run_all(
+        backend,
+        size,
+        (averages, True, -1),
+        (averages, False, -1),
+        (operations,),
+        (gradients,),
+        (differs,),
+        (sparse,),
+        (broadcasts,),
+        (optimizers, torch.optim.Adam),
+        (other_groups,),
+    )
