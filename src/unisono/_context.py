@@ -88,7 +88,7 @@ def communicator() -> ComputationModel:
             f"this process is a fork of rank {model.topology.rank}, whose connections it must not "
             "use: call collectives in the process that initialised, or initialise here anew"
         )
-    if model._background is not None:
+    if model._background is not None or model.is_lazy:
         model.settle()
     return model
 

@@ -60,6 +60,8 @@ class ComputationModel(TrainingHooks, ABC):
     """Keywords that `initialize` and `launch` take; any other is refused before anything starts."""
     is_thread_bound: ClassVar[bool] = False
     """Whether an adopted context belongs to one thread instead of the process (XLA replicas)."""
+    is_lazy: ClassVar[bool] = False
+    """Whether the device computes only when asked to: `settle` comes before each collective."""
 
     context_id: int
     """Identity of this context: never equal for two contexts of one process."""

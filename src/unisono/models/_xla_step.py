@@ -30,6 +30,7 @@ __all__ = (
     "all_reduce",
     "all_to_all",
     "begin",
+    "cut",
     "device",
     "device_type",
     "n_replicas",
@@ -154,6 +155,19 @@ def run(tensor: Tensor, build: Callable[[Tensor], Tensor], meet: Callable[[], ob
     _compute(result)
     del token
     return result
+
+
+def cut(place: str) -> None:
+    """Compute all that was recorded on the device, so that no graph grows from step to step.
+
+    Local.
+    """
+    _XLAC._set_all_reduce_token(place, None)
+    places = xm.xla_real_devices([place])
+    _XLAC._xla_wait_device_ops(places)
+    with _compiling:
+        _XLAC._xla_step_marker(place, [], wait=False)
+    _XLAC._xla_wait_device_ops(places)
 
 
 def _compute(tensor: Tensor) -> None:

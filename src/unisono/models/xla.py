@@ -72,6 +72,7 @@ class XlaModel(ComputationModel):
     capabilities: ClassVar[frozenset[str]] = frozenset({"groups", "launch"})
     options: ClassVar[frozenset[str]] = frozenset({"timeout"})
     is_thread_bound: ClassVar[bool] = True
+    is_lazy: ClassVar[bool] = True
     dtypes = _EVERYWHERE
 
     def __init__(
@@ -236,7 +237,11 @@ class XlaModel(ComputationModel):
             )
         return Group(ranks, self.context_id)
 
+    def settle(self) -> None:
+        self._step.cut(str(self._device))
+
     def start(self, call: Callable[[], T]) -> Handle[T]:
+        self.settle()
         outcome: Future[T] = Future()
         try:
             outcome.set_result(call())
