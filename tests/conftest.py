@@ -45,7 +45,9 @@ def _processes_left(before: set[Any]) -> list[str]:
 
 
 def _environ() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    # sklearn and torch's compiler set theirs when they are imported.
+    others = ("PYTEST_CURRENT_TEST", "KMP_", "TORCHINDUCTOR_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(others)}
 
 
 def _processes() -> list[Any]:
