@@ -17,7 +17,9 @@ from unisono.errors import RegistrationError
 __all__ = (
     "LAUNCHERS",
     "MODELS",
+    "OF_THREADS",
     "SCRIPT_RUNNERS",
+    "SEATS_NODES",
     "Row",
     "load",
     "only_row",
@@ -37,7 +39,8 @@ class Row:
         library: the module that it is over; nothing of it is imported to find out that it's there.
         remedy: how to get the library.
         check: ``module:function`` that says why it can't be used here, None if it can; it is light
-            and imports no library.
+            and imports no library. Where the row has several names it is called with the one asked
+            for, else without any.
         distribution: who ships it, empty for unisono.
     """
 
@@ -65,12 +68,14 @@ MODELS = (
         "unisono.models.horovod:HorovodModel",
         "horovod.torch",
         "HOROVOD_WITH_PYTORCH=1 python -m pip install --no-build-isolation horovod",
+        "unisono.models._horovod_probe:why_unusable",
     ),
     Row(
         ("xla-tpu", "xla-cuda", "xla-cpu"),
         "unisono.models.xla:XlaModel",
         "torch_xla",
         "python -m pip install torch==2.9.0 torch_xla==2.9.0",
+        "unisono.models._xla_probe:why_unusable",
     ),
 )
 _CHECKS = "unisono.launchers._checks:"
@@ -79,13 +84,19 @@ LAUNCHERS = (
     Row(("torchrun",), "unisono.launchers.torchrun:launch"),
     Row(("mpi",), "unisono.launchers._mpi_script:launch", check=f"{_CHECKS}why_no_mpi"),
     Row(("slurm",), "unisono.launchers.slurm:launch", check=f"{_CHECKS}why_no_slurm"),
+    Row(("ray",), "unisono.launchers.ray:launch", "ray", "python -m pip install ray"),
 )
+# Backends whose replicas are threads, which no launcher of processes makes.
+OF_THREADS = frozenset({"threads", "xla-tpu", "xla-cuda", "xla-cpu"})
+# Launchers that reach all nodes from one, and tell them where to meet.
+SEATS_NODES = frozenset({"slurm", "ray"})
 # The same launchers for scripts: ``run(script) -> Outcome``.
 SCRIPT_RUNNERS = {
     "processes": "unisono.launchers._local:run",
     "torchrun": "unisono.launchers.torchrun:run",
     "mpi": "unisono.launchers._mpi_script:run",
     "slurm": "unisono.launchers.slurm:run",
+    "ray": "unisono.launchers.ray:run",
 }
 
 
@@ -158,7 +169,7 @@ def only_row(what: str, name: str, rows: list[Row]) -> Row | None:
     return rows[0] if rows else None
 
 
-def why_not_installed(row: Row) -> str | None:
+def why_not_installed(row: Row, name: str) -> str | None:
     """Say why what a row names can't be used here, None if it can or if nobody knows yet.
 
     Local. No library is imported.
@@ -166,5 +177,6 @@ def why_not_installed(row: Row) -> str | None:
     root = row.library.partition(".")[0]
     if root and root not in sys.modules and importlib.util.find_spec(root) is None:
         return f"{root} isn't installed: {row.remedy}"
-    reason: str | None = load(row.check)() if row.check else None
+    names = (name,) if len(row.names) > 1 else ()
+    reason: str | None = load(row.check)(*names) if row.check else None
     return reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch
 from unisono import _context
 from unisono._arguments import check_count, check_names, check_port, seconds
 from unisono._replica import Replica
+from unisono._table import OF_THREADS, SEATS_NODES
 from unisono.errors import ArgumentError
 from unisono.registry import find_launcher, find_model
 from unisono.topology import LaunchPlan, RankInfo
@@ -21,7 +23,9 @@ __all__ = ("best_backend", "finalize", "initialize", "spawn", "sync")
 _PLAN_OPTIONS = frozenset(
     {"nnodes", "node_rank", "master_addr", "master_port", "init_method", "start_method"}
 )
-_LAUNCH_OPTIONS = _PLAN_OPTIONS | {"join", "daemon", "timeout"}
+_LAUNCH_OPTIONS = _PLAN_OPTIONS | {"join", "daemon", "timeout", "launcher", "launcher_options"}
+_DEFAULT_LAUNCHER = "processes"
+_OURS = ("entry", "plan", "environ")  # what every launcher is given
 
 
 def best_backend() -> str:
@@ -178,7 +182,9 @@ def spawn(
             default on Linux, ``"spawn"`` for a fresh interpreter each, ``"fork"`` for a copy of
             this process); ``join=False`` for a handle with ``join()`` and ``terminate()``;
             ``timeout`` (seconds or a timedelta, for each operation); ``daemon``, accepted for
-            idist's sake: no replica outlives this process; and what `initialize` takes.
+            idist's sake: no replica outlives this process; ``launcher`` (``"torchrun"``, ``"mpi"``,
+            ``"slurm"``, ``"ray"`` or a plug-in's, for replicas that it makes) with
+            ``launcher_options``, a dict of keywords of its own; and what `initialize` takes.
 
     Returns:
         A list of what `fn` returned, by rank of this node.
@@ -210,12 +216,37 @@ def spawn(
     if plan.init_method is not None:
         given["init_method"] = plan.init_method
     replica = Replica(name.lower(), fn, tuple(args), dict(kwargs_dict or {}), given)
-    join = options.get("join", True)
-    if "launch" in cls.capabilities:
+    if "launch" in cls.capabilities and options.get("launcher") is None:
         _check_own_launch(cls.name, options)
         return cls.launch(replica.run, plan, **given)
-    launch = find_launcher("processes")
-    return launch(replica, plan, environ=cls.worker_environ(plan), join=join)
+    launch, extra = _launcher(name, options)
+    return launch(replica, plan, environ=cls.worker_environ(plan), **extra)
+
+
+def _launcher(
+    backend: str, options: Mapping[str, Any]
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Find who makes the replicas, and the keywords that are for it alone."""
+    name = options.get("launcher") or _DEFAULT_LAUNCHER
+    launch = find_launcher(name)
+    extra = dict(options.get("launcher_options") or {})
+    if backend.lower() in OF_THREADS:
+        raise ArgumentError(
+            f"launcher={name!r}: the replicas of {backend} are threads, which it can't make: leave "
+            "launcher out"
+        )
+    if name == _DEFAULT_LAUNCHER:
+        return launch, {**extra, "join": options.get("join", True)}
+    for option in ("init_method", "start_method"):
+        if options.get(option) is not None:
+            raise ArgumentError(
+                f"launcher {name!r} makes its ranks by itself and takes no {option}"
+            )
+    if options.get("join") is False:
+        raise ArgumentError(f"launcher {name!r} takes no join=False")
+    known = [key for key in inspect.signature(launch).parameters if key not in _OURS]
+    check_names(f"launcher {name!r}", extra, known)
+    return launch, extra
 
 
 def _check_call(fn: Any, args: Any, kwargs_dict: Any) -> None:
@@ -238,7 +269,8 @@ def _plan(nproc_per_node: Any, options: Mapping[str, Any]) -> LaunchPlan:
     if plan.master_port is not None:
         check_port("master_port", plan.master_port)
     has_address = plan.master_addr is not None and plan.master_port is not None
-    if plan.nnodes > 1 and not (has_address or plan.init_method):
+    launcher = options.get("launcher") or _DEFAULT_LAUNCHER
+    if plan.nnodes > 1 and not (has_address or plan.init_method or launcher in SEATS_NODES):
         raise ArgumentError(
             f"nnodes={plan.nnodes} needs master_addr= and master_port= of node 0, or init_method="
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from unisono import _context, facts
 from unisono.errors import ArgumentError, NotInitializedError
 from unisono.lifecycle import finalize, initialize, spawn
+from unisono.registry import find_launcher
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -25,7 +26,8 @@ class Parallel:
     Collective at creation where a launcher has made the replicas, else local. With
     ``nproc_per_node`` each `run` spawns; without it the context is initialised from the
     environment on entry and finalised on exit. ``backend=None`` means the machine's best backend
-    where the environment says that there is a job, and no context at all where it says nothing.
+    where the environment says that there is a job, and no context at all where it says nothing;
+    under ``unisono run --backend`` it means the backend named there.
 
     Args:
         backend: as in ``initialize``.
@@ -34,11 +36,16 @@ class Parallel:
         node_rank: which of them this is.
         master_addr: host of node 0, for several nodes.
         master_port: port there, for several nodes.
-        init_method: a rendezvous URL instead.
+        init_method: a rendezvous URL instead. Without `nproc_per_node`, rank and world size come
+            from the environment.
+        launcher: who makes the replicas, where `nproc_per_node` is given: ``"processes"`` (the
+            default), ``"torchrun"``, ``"mpi"``, ``"slurm"``, ``"ray"`` or a plug-in's.
         spawn_kwargs: further options of ``spawn``; or of ``initialize`` without `nproc_per_node`.
 
     Raises:
-        ArgumentError: options about nodes without `nproc_per_node`.
+        ArgumentError: options about nodes, or a launcher, without `nproc_per_node`; an unknown
+            launcher.
+        BackendUnavailableError: what the launcher needs isn't installed.
 
     Example:
         >>> import unisono as idist
@@ -56,15 +63,19 @@ class Parallel:
         master_addr: str | None = None,
         master_port: int | None = None,
         init_method: str | None = None,
+        launcher: str | None = None,
         **spawn_kwargs: Any,
     ) -> None:
-        about_nodes = {
+        if launcher is not None:
+            find_launcher(launcher)
+        for_spawn = {
             "nnodes": nnodes,
             "node_rank": node_rank,
             "master_addr": master_addr,
             "master_port": master_port,
+            "launcher": launcher,
         }
-        given = {name: value for name, value in about_nodes.items() if value is not None}
+        given = {name: value for name, value in for_spawn.items() if value is not None}
         if nproc_per_node is None and given:
             raise ArgumentError(f"{', '.join(given)} need nproc_per_node as well")
         self._backend = backend

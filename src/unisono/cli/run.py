@@ -13,7 +13,7 @@ import torch
 import typer
 
 from unisono import registry
-from unisono._table import SCRIPT_RUNNERS, load
+from unisono._table import OF_THREADS, SCRIPT_RUNNERS, load
 from unisono.errors import ArgumentError
 from unisono.launchers._front import Outcome
 from unisono.launchers._script import Script
@@ -117,8 +117,8 @@ def _default_launcher(backend: str | None, nnodes: str) -> str:
 
 
 def _check_backend(backend: str) -> None:
-    cls = registry.find_model(backend)
-    if "launch" in cls.capabilities and cls.is_thread_bound or cls.name == "threads":
+    registry.find_model(backend)
+    if backend.lower() in OF_THREADS:
         raise ArgumentError(
             f"--backend {backend}: its replicas are threads, which no launcher of processes makes: "
             f"use Parallel({backend!r}, nproc_per_node=N) in the script, and python to start it"

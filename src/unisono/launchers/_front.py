@@ -17,7 +17,16 @@ from unisono.errors import LaunchError
 from unisono.launchers._rank.report import Reader, Report
 from unisono.launchers._script import Script, dying_with
 
-__all__ = ("Front", "Outcome", "run_launcher", "start")
+__all__ = (
+    "Front",
+    "Outcome",
+    "SignalledError",
+    "run_launcher",
+    "show",
+    "signals",
+    "start",
+    "verdict",
+)
 
 _POLL_S = 0.2
 _PRIMARY_WAIT_S = 0.5  # how long a failure that another may have caused waits for that
@@ -42,7 +51,7 @@ class Outcome:
     interrupted: int | None = None
 
 
-class _SignalledError(BaseException):
+class SignalledError(BaseException):
     """Raised in the main thread by the signals that end a job."""
 
     def __init__(self, number: int) -> None:
@@ -124,7 +133,7 @@ class Front:
             How it went; nothing is printed about a failure.
         """
         reader = Reader(self.token)
-        with selectors.DefaultSelector() as selector, _signals():
+        with selectors.DefaultSelector() as selector, signals():
             for process in self.processes:
                 for stream, target in ((process.stdout, 1), (process.stderr, 2)):
                     assert stream is not None
@@ -135,11 +144,11 @@ class Front:
                     self._poll(selector, reader, _POLL_S)
                     if self._should_end():
                         break
-            except _SignalledError as error:
+            except SignalledError as error:
                 interrupted = error.number
             try:
                 self._end(selector, reader, self.end_signal or interrupted or signal.SIGTERM)
-            except _SignalledError as error:  # a second Ctrl-C: at once
+            except SignalledError as error:  # a second Ctrl-C: at once
                 interrupted = interrupted or error.number
         self.end()
         return self._outcome(interrupted)
@@ -190,7 +199,7 @@ class Front:
         if isinstance(said, Report):
             self._reports.append(said)
         elif not said:
-            _print(target, line)
+            show(target, line)
 
     def _end(self, selector: selectors.BaseSelector, reader: Reader, number: int) -> None:
         """Let what still runs end in peace, within seconds; read what it still says."""
@@ -216,22 +225,29 @@ class Front:
         codes = [process.returncode for process in self.processes]
         if not any(codes):
             return Outcome(0)
-        last = max((report.attempt for report in self._reports), default=0)
-        latest = [report for report in self._reports if report.attempt == last]
-        primary = [report for report in latest if not report.is_secondary]
-        if latest:
-            first = (primary or latest)[0]
-            return Outcome(first.exit_code or 1, first)
+        if self._reports:
+            return verdict(self._reports)
         code = next(code for code in codes if code)
         return Outcome(code if code > 0 else _BASE - code)
 
 
+def verdict(reports: Sequence[Report]) -> Outcome:
+    """Choose among the reports, at least one, the first of the last attempt that isn't secondary.
+
+    Local, and pure.
+    """
+    last = max(report.attempt for report in reports)
+    latest = [report for report in reports if report.attempt == last]
+    first = next((report for report in latest if not report.is_secondary), latest[0])
+    return Outcome(first.exit_code or 1, first)
+
+
 @contextlib.contextmanager
-def _signals() -> Iterator[None]:
+def signals() -> Iterator[None]:
     """Turn the signals that end a program into an exception, while it lasts."""
 
     def stop(number: int, _: Any) -> None:
-        raise _SignalledError(number)
+        raise SignalledError(number)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, stop) for number in numbers}
@@ -242,7 +258,8 @@ def _signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _print(target: int, line: bytes) -> None:
+def show(target: int, line: bytes) -> None:
+    """Print a line of a rank to stdout (1) or stderr (2) as it is. Local."""
     stream = sys.stdout if target == 1 else sys.stderr
     buffer: IO[bytes] | None = getattr(stream, "buffer", None)
     with contextlib.suppress(OSError, ValueError):  # nobody may be left to read it

@@ -23,7 +23,7 @@ from unisono.launchers import _channel
 from unisono.launchers._helper import die_with
 from unisono.topology import RankInfo
 
-__all__ = ("Failure", "Task", "work")
+__all__ = ("Failure", "Task", "describe", "work")
 
 _PACKAGE = str(Path(__file__).parents[1])
 
@@ -93,7 +93,7 @@ def work(channel_fd: int, parent: int) -> NoReturn:
         value = cloudpickle.loads(task.entry)(task.info)
         body = _pickle(value)
     except BaseException as error:  # SystemExit and KeyboardInterrupt are failures too
-        failure = _describe(error)
+        failure = describe(error)
         _flush()
         with contextlib.suppress(OSError):
             _channel.send(channel, _channel.ERROR, pickle.dumps(failure))
@@ -146,7 +146,8 @@ def _flush() -> None:
             stream.flush()
 
 
-def _describe(error: BaseException) -> Failure:
+def describe(error: BaseException) -> Failure:
+    """Say how a function failed. Local."""
     try:
         cause = cloudpickle.dumps(error)
     except Exception:  # the traceback says what there is to say

@@ -7,6 +7,7 @@ import socket
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ __all__ = (
     "accelerator",
     "backends_by_device",
     "choose_device",
+    "host_url",
     "known_backends",
     "meet",
     "place_by_hosts",
@@ -135,15 +137,20 @@ def meet(info: RankInfo, timeout: timedelta | None) -> dict[str, Any]:
             f"rank {info.rank} of {info.world_size} has no address to meet the others at: set "
             "MASTER_ADDR and MASTER_PORT, or pass init_method="
         )
+    return {**ranks, "store": _store(info, timeout)}
+
+
+def _store(info: RankInfo, timeout: timedelta | None) -> TCPStore:
     addr, port = info.master_addr, info.master_port
-    is_host = info.rank == 0 and not info.store_is_hosted
+    assert addr is not None
+    assert port is not None
     try:
         socket.getaddrinfo(addr, port)
-        store = TCPStore(
+        return TCPStore(
             addr,
             port,
             info.world_size,
-            is_host,
+            info.rank == 0 and not info.store_is_hosted,
             timeout=timeout or timedelta(minutes=5),
             wait_for_workers=False,
         )
@@ -152,7 +159,30 @@ def meet(info: RankInfo, timeout: timedelta | None) -> dict[str, Any]:
             f"rank {info.rank} of {info.world_size} can't reach the rendezvous at {addr}:{port} "
             f"(from {info.source}): {error}"
         ) from error
-    return {**ranks, "store": store}
+
+
+def host_url(options: dict[str, Any], info: RankInfo) -> None:
+    """Make the store of a ``tcp://`` URL where torch would wait for torchrun's agent to make it.
+
+    Collective over all ranks of `info`. Changes `options`.
+
+    Raises:
+        ArgumentError: the URL has no host or no port.
+        ContextError: nobody answers there.
+    """
+    url = urlsplit(options.get("init_method") or "")
+    # until torch 2.14.1: under torchrun all ranks wait for somebody to listen at a tcp:// URL
+    if url.scheme != "tcp" or not info.store_is_hosted:
+        return
+    try:
+        addr, port = url.hostname, url.port
+    except ValueError:
+        addr, port = url.hostname, None
+    if addr is None or port is None:
+        raise ArgumentError(f"init_method={options['init_method']!r} should be tcp://HOST:PORT")
+    there = replace(info, master_addr=addr, master_port=port, store_is_hosted=False)
+    options["store"] = _store(there, options.get("timeout"))
+    del options["init_method"]
 
 
 def place_by_store(rank: int, world_size: int) -> Topology:

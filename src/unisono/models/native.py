@@ -123,6 +123,7 @@ class NativeModel(ComputationModel):
             options.setdefault("device_id", device)
         if "store" in options or "init_method" in options:
             options.update(rank=info.rank, world_size=info.world_size)
+            setup.host_url(options, info)
         else:
             options.update(setup.meet(info, options.get("timeout")))
         try:

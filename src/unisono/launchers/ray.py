@@ -1,0 +1,318 @@
+"""Ranks as actors of a Ray cluster, in one placement group."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from unisono.errors import LaunchError, PayloadError, WorkerFailedError
+from unisono.launchers._by_value import pickle_for_worker
+from unisono.launchers._front import Outcome, SignalledError, show, signals, verdict
+from unisono.launchers._rank.report import Reader, Report
+from unisono.launchers._ray_actor import RankActor
+from unisono.launchers._script import Script, env_for
+from unisono.launchers._worker import Failure
+from unisono.topology import LaunchPlan, RankInfo
+
+__all__ = ("env_for", "launch", "run", "seats")
+
+_TIMEOUT_S = 60.0  # until the cluster has room
+_PRIMARY_WAIT_S = 1.0  # how long a failure that another may have caused waits for that
+_END_S = 3.0  # from the first signal to the end of the actors
+_POLL_S = 0.3
+_BASE = 128
+
+
+def seats(nodes: Sequence[str], addr: str, port: int) -> list[RankInfo]:
+    """Say who the ranks are, from the nodes that Ray has put them on.
+
+    Local, and pure.
+
+    Args:
+        nodes: the id of each rank's node, by rank.
+        addr: host of the store.
+        port: its port.
+
+    Returns:
+        The facts, by rank; nodes are numbered in the order of their first ranks.
+    """
+    order = list(dict.fromkeys(nodes))
+    return [
+        RankInfo(
+            rank,
+            len(nodes),
+            nodes[:rank].count(node),
+            nodes.count(node),
+            order.index(node),
+            len(order),
+            addr,
+            port,
+            source="torchrun",
+            store_is_hosted=True,
+        )
+        for rank, node in enumerate(nodes)
+    ]
+
+
+@contextlib.contextmanager
+def _cluster(n_ranks: int) -> Iterator[None]:
+    """Be connected: to the cluster that there is, else to one of this host that ends again."""
+    if ray.is_initialized():
+        yield
+        return
+    try:
+        ray.init(address="auto", log_to_driver=True)
+    except ConnectionError:
+        ray.init(num_cpus=max(n_ranks, os.cpu_count() or 1), include_dashboard=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def _group(bundles: list[dict[str, float]], timeout_s: float) -> Iterator[PlacementGroup]:
+    group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
+    try:
+        if not group.wait(timeout_s):
+            raise LaunchError(
+                f"Ray had no room in {timeout_s:g} s for ranks that need {bundles}, each of these "
+                f"on a node of its own; the cluster has {_resources()}: add nodes, or ask for less"
+            )
+        yield group
+    finally:
+        remove_placement_group(group)
+
+
+def _resources() -> list[dict[str, float]]:
+    names = ("CPU", "GPU")
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [{name: each[name] for name in names if name in each} for each in alive]
+
+
+@dataclass(slots=True)
+class _Ranks:
+    """The actors of a job and who they are."""
+
+    actors: list[Any]
+    infos: list[RankInfo]
+
+    def kill(self) -> None:
+        """End all actors, and with them what they run. Local."""
+        for actor in self.actors:
+            ray.kill(actor)
+
+
+@contextlib.contextmanager
+def _ranks(counts: Sequence[int], hosts: Sequence[str], timeout_s: float) -> Iterator[_Ranks]:
+    """Seat ranks: so many on each node; end them at the end."""
+    with _cluster(sum(counts)):
+        has_devices = ray.cluster_resources().get("GPU", 0) >= sum(counts)
+        each: dict[str, float] = {"CPU": 1.0, "GPU": 1.0} if has_devices else {"CPU": 1.0}
+        bundles = [{name: n * amount for name, amount in each.items()} for n in counts]
+        for bundle, name in zip(bundles, hosts, strict=False):
+            bundle[f"node:{name}"] = 0.001
+        with _group(bundles, timeout_s) as group:
+            cls: Any = ray.remote(RankActor)
+            ranks = _Ranks([], [])
+            try:
+                for index, n in enumerate(counts):
+                    place = PlacementGroupSchedulingStrategy(group, index)
+                    options = {"num_cpus": each["CPU"], "num_gpus": each.get("GPU", 0)}
+                    for _ in range(n):
+                        one = cls.options(scheduling_strategy=place, **options)
+                        ranks.actors.append(one.remote(len(ranks.actors)))
+                ranks.infos = _seat(ranks.actors[0], group, counts)
+                yield ranks
+            finally:
+                ranks.kill()
+
+
+def _seat(first: Any, group: PlacementGroup, counts: Sequence[int]) -> list[RankInfo]:
+    table = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    nodes = [table[index] for index, n in enumerate(counts) for _ in range(n)]
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    addr = addresses[nodes[0]] if len({addresses[node] for node in nodes}) > 1 else "127.0.0.1"
+    return seats(nodes, addr, ray.get(first.hold_store.remote(addr)))
+
+
+def launch(
+    entry: Callable[[RankInfo], Any],
+    plan: LaunchPlan,
+    *,
+    environ: Mapping[str, str] | None = None,
+    counts: Sequence[int] | None = None,
+    timeout_s: float = _TIMEOUT_S,
+) -> list[Any]:
+    """Run `entry` in actors of the Ray cluster, or of one that is made on this host.
+
+    Local.
+
+    Args:
+        entry: called once in each actor with who it is.
+        plan: how many ranks on each of how many nodes.
+        environ: variables that the actors have besides their own.
+        counts: ranks of each node, where they differ; then the plan's numbers don't count.
+        timeout_s: seconds to wait until the cluster has room.
+
+    Returns:
+        What `entry` returned, by rank of the whole job.
+
+    Raises:
+        PayloadError: `entry` can't be pickled.
+        LaunchError: the cluster has no room.
+        WorkerFailedError: a rank failed, or its actor died; all others have been ended.
+    """
+    try:
+        pickled = pickle_for_worker(entry)
+    except Exception as error:  # an object's own __reduce__ may raise anything
+        raise PayloadError(f"the function or its arguments can't be pickled: {error}") from error
+    shape = tuple(counts) if counts is not None else (plan.nproc_per_node,) * plan.nnodes
+    with _ranks(shape, (), timeout_s) as ranks:
+        calls = _Calls(len(ranks.infos))
+        for actor, info in zip(ranks.actors, ranks.infos, strict=True):
+            variables = {**(environ or {}), **env_for(info)}
+            ref = actor.call.remote(pickled, replace(info, source="spawn"), variables)
+            calls.waiting[ref] = info.rank
+        return calls.results()
+
+
+@dataclass(slots=True)
+class _Calls:
+    """One call of a function in every rank."""
+
+    n_ranks: int
+    waiting: dict[Any, int] = field(default_factory=dict)
+    _results: dict[int, bytes] = field(default_factory=dict)
+    _failed: list[tuple[bool, WorkerFailedError]] = field(default_factory=list)
+
+    def results(self) -> list[Any]:
+        """Wait for all; the failure of one ends the wait."""
+        deadline = float("inf")
+        while self.waiting and time.monotonic() < deadline:
+            done, _ = ray.wait(list(self.waiting), timeout=_POLL_S)
+            for ref in done:
+                self._take(ref, self.waiting.pop(ref))
+            if any(not is_secondary for is_secondary, _ in self._failed):
+                break
+            if self._failed:
+                deadline = min(deadline, time.monotonic() + _PRIMARY_WAIT_S)
+        if self._failed:
+            raise min(self._failed, key=lambda pair: pair[0])[1]
+        return [pickle.loads(self._results[rank]) for rank in range(self.n_ranks)]
+
+    def _take(self, ref: Any, rank: int) -> None:
+        who = f"rank {rank} of {self.n_ranks}"
+        try:
+            value = ray.get(ref)
+        except ray.exceptions.RayError as error:  # the actor's process, or its node, is gone
+            reason = str(error).strip()
+            failed = WorkerFailedError(f"{who} is lost, its actor has died: {reason}", rank)
+            failed.__cause__ = error
+            self._failed.append((False, failed))
+            return
+        if not isinstance(value, Failure):
+            self._results[rank] = value
+            return
+        failed = WorkerFailedError(
+            f"{who} raised {value.summary}\n\n{value.traceback}",
+            rank,
+            value.exit_code,
+            traceback=value.traceback,
+        )
+        if value.cause is not None:
+            with contextlib.suppress(Exception):  # the class may not exist here
+                failed.__cause__ = pickle.loads(value.cause)
+        self._failed.append((value.is_secondary, failed))
+
+
+def run(script: Script) -> Outcome:
+    """Run a script in actors of the Ray cluster, or of one that is made on this host.
+
+    Local.
+
+    Args:
+        script: what was asked for; hosts are named by the addresses that Ray knows them by.
+
+    Returns:
+        How it went.
+
+    Raises:
+        LaunchError: the cluster has no room.
+    """
+    script.refuse("ray", "Ray finds it out", "node_rank", "master_addr", "master_port")
+    script.refuse("ray", "use launcher 'torchrun'", "max_restarts")
+    hosts = [name for name, _ in script.hosts]
+    counts = [n for _, n in script.hosts] or [script.nproc_per_node] * script.nnodes
+    own = {name: os.environ[name] for name in ("UNISONO_BACKEND",) if name in os.environ}
+    with signals():
+        try:
+            with _ranks(counts, hosts, script.timeout_s or _TIMEOUT_S) as ranks:
+                for actor, info in zip(ranks.actors, ranks.infos, strict=True):
+                    actor.start.remote(script, {**own, **env_for(info)}, os.getcwd())
+                return _Programs(ranks, Reader(script.token)).outcome()
+        except SignalledError as error:
+            return Outcome(_BASE + error.number, None, error.number)
+
+
+@dataclass(slots=True)
+class _Programs:
+    """One program in every rank."""
+
+    ranks: _Ranks
+    reader: Reader
+    _reports: list[Report] = field(default_factory=list)
+    _codes: dict[int, int] = field(default_factory=dict)
+    _rests: dict[tuple[int, int], bytes] = field(default_factory=dict)
+
+    def outcome(self) -> Outcome:
+        """Print what they print until all have ended; end all if one fails."""
+        polls = {actor.poll.remote(): rank for rank, actor in enumerate(self.ranks.actors)}
+        deadline, is_told = float("inf"), False
+        while polls and time.monotonic() < deadline + _END_S:
+            done, _ = ray.wait(list(polls), timeout=_POLL_S)
+            for ref in done:
+                rank = polls.pop(ref)
+                if self._take(ref, rank):
+                    polls[self.ranks.actors[rank].poll.remote()] = rank
+            if self._reports or any(self._codes.values()):
+                deadline = min(deadline, time.monotonic() + _PRIMARY_WAIT_S / 2)
+            if time.monotonic() >= deadline and not is_told:
+                is_told = True
+                for rank in polls.values():
+                    self.ranks.actors[rank].stop.remote()
+        if self._reports:
+            return verdict(self._reports)
+        return Outcome(next((code for code in self._codes.values() if code), 0))
+
+    def _take(self, ref: Any, rank: int) -> bool:
+        """Take in what one rank has to say, and tell whether it goes on."""
+        try:
+            chunks, code = ray.get(ref)
+        except ray.exceptions.RayError as error:
+            n_ranks, words = len(self.ranks.infos), f"its actor has died: {error}"
+            self._reports.append(Report(rank, n_ranks, "unknown", -1, 1, words=words))
+            self._codes[rank] = 1
+            return False
+        for target, chunk in chunks:
+            lines = (self._rests.pop((rank, target), b"") + chunk).splitlines(keepends=True)
+            if lines and not lines[-1].endswith((b"\n", b"\r")):
+                self._rests[rank, target] = lines.pop()
+            for line in lines:
+                said = self.reader.read(line)
+                if isinstance(said, Report):
+                    self._reports.append(said)
+                elif not said:
+                    show(target, line)
+        if code is not None:
+            self._codes[rank] = code if code >= 0 else _BASE - code
+        return code is None
