@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -428,18 +429,28 @@ def test_no_replica_outlives_its_parent(
     assert [path.name for path in tmp_path.iterdir()] == ["parent.py"]
 
 
-BROKEN = {
-    "missing": (None, "HOROVOD_WITH_PYTORCH=1"),
-    "built for another torch": (b"\x7fELF, but no library", "mpi_lib_v2"),
+SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
+# What lies in place of the C++ part, what its build noted, what the refusal says, and whether it
+# is known without an import.
+BROKEN: dict[str, tuple[str | None, str, str, bool]] = {
+    "missing": (None, torch.__version__, "without its C[+][+] part.*HOROVOD_WITH_PYTORCH=1", True),
+    "built for another Python": (".cpython-27m.so", torch.__version__, "another Python", True),
+    "built for another torch": (SUFFIX, "1.5.0", "torch 1[.]5[.]0, but this is torch", True),
+    "no library": (SUFFIX, torch.__version__, "mpi_lib_v2", False),
 }
 ASK = """
+import sys
 import unisono
 from unisono.errors import BackendUnavailableError
-try:
-    unisono.initialize("horovod")
-except BackendUnavailableError as error:
-    assert isinstance(error.__cause__, ImportError), error.__cause__
-    print("refused:", error)
+assert ("horovod" in unisono.available_backends()) != {is_known}
+assert not [name for name in sys.modules if name.partition(".")[0] == "horovod"]
+for call in (unisono.initialize, lambda name: unisono.spawn(name, print)):
+    try:
+        call("horovod")
+    except BackendUnavailableError as error:
+        assert isinstance(error.__cause__, (ImportError, type(None))), error.__cause__
+        assert (error.__cause__ is None) == {is_known}
+        print("refused:", error)
 unisono.initialize("gloo")
 print("gloo:", unisono.all_reduce(1))
 unisono.finalize()
@@ -448,24 +459,24 @@ unisono.finalize()
 
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_broken_installation_says_so(how: str, tmp_path: Path) -> None:
+    suffix, noted, sign, is_known = BROKEN[how]
     spec = importlib.util.find_spec("horovod")
     assert spec is not None
     assert spec.submodule_search_locations
     copy = tmp_path / "horovod"
     shutil.copytree(spec.submodule_search_locations[0], copy, ignore=shutil.ignore_patterns("*.so"))
-    content, sign = BROKEN[how]
-    if content is not None:
-        suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
-        (copy / "torch" / f"mpi_lib_v2{suffix}").write_bytes(content)
+    (copy / "metadata.json").write_text(json.dumps({"pytorch": noted}))
+    if suffix is not None:
+        (copy / "torch" / f"mpi_lib_v2{suffix}").write_bytes(b"\x7fELF, but no library")
     said = subprocess.run(
-        [sys.executable, "-c", ASK],
+        [sys.executable, "-c", ASK.format(is_known=is_known)],
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{SOURCES}"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert said.returncode == 0, said.stderr
-    assert re.search(f"refused: .*{sign}", said.stdout), said.stdout
+    assert len(re.findall(f"refused: .*{sign}", said.stdout)) == 2, said.stdout
     assert "gloo: 1" in said.stdout
 
 
