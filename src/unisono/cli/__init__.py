@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import unisono
+from unisono.cli.check import check
 from unisono.cli.demo import demo
 from unisono.cli.run import run
 from unisono.errors import ArgumentError, BackendError, UnisonoError, WorkerFailedError
@@ -16,6 +17,7 @@ from unisono.errors import ArgumentError, BackendError, UnisonoError, WorkerFail
 __all__ = ("COMMANDS", "app", "main")
 
 COMMANDS: dict[str, Callable[..., int]] = {
+    "check": check,
     "demo": demo,
     "run": run,
 }

@@ -5,17 +5,23 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from unisono.errors import LaunchError, UnsupportedOperation, WorkerFailedError
+from unisono._context import current_model
+from unisono.errors import LaunchError, WorkerFailedError
 from unisono.lifecycle import spawn
+from unisono.model import ComputationModel
 from unisono.registry import find_model
+from unisono.testing._derived import note_derived
+from unisono.testing._watch import Board, Watch
 from unisono.testing.cases import LAWS, Law
 
-__all__ = ("LawBrokenError", "Outcome", "check", "keep_laws", "law_names")
+__all__ = ("Kept", "LawBrokenError", "Outcome", "Status", "check", "keep_laws", "law_names")
 
-Status = Literal["passed", "unsupported", "failed"]
+Status = Literal["passed", "derived", "unsupported", "failed"]
+
+_GRACE = 1.5  # the model's own deadline over the law's, which comes first and shows all stacks
 
 
 class LawBrokenError(AssertionError):
@@ -37,8 +43,10 @@ class Outcome:
     Args:
         law: its name.
         nproc: number of replicas.
-        status: ``"passed"``; ``"unsupported"`` where the model doesn't declare what the law needs,
-            and says so as it must; ``"failed"``.
+        status: ``"passed"``; ``"derived"`` where it holds, but the model leaves members that the
+            law used to the contract, which derives them from others, correct and slow;
+            ``"unsupported"`` where the model doesn't declare what the law needs, and says so as it
+            must; ``"failed"``.
         reason: why it isn't ``"passed"``.
         seconds: how long it took.
     """
@@ -64,7 +72,20 @@ def law_names(pattern: str = "") -> list[str]:
     return [name for name in LAWS if pattern in name]
 
 
-def keep_laws(local_rank: int, names: Sequence[str]) -> list[float]:
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """How one replica kept one law.
+
+    Args:
+        seconds: how long it took there.
+        derived: members that the law used and that the model leaves to the contract.
+    """
+
+    seconds: float
+    derived: tuple[str, ...] = ()
+
+
+def keep_laws(local_rank: int, names: Sequence[str], folder: str = "") -> list[Kept]:
     """Check laws in a replica, one after another; the function that `check` spawns.
 
     Collective over all ranks.
@@ -72,22 +93,28 @@ def keep_laws(local_rank: int, names: Sequence[str]) -> list[float]:
     Args:
         local_rank: not used.
         names: laws to check, the same on every rank.
+        folder: where each replica says which law it is in; empty for nowhere.
 
     Returns:
-        Seconds for each law.
+        How each law was kept here.
 
     Raises:
         LawBrokenError: the first law that doesn't hold here.
     """
-    seconds = []
+    model = current_model()
+    used, board = note_derived(model), Board(folder, model.topology.rank)
+    kept = []
     for name in names:
         start = time.perf_counter()
+        used.clear()
+        board.enter(name)
         try:
             LAWS[name].check()
         except Exception as error:
             raise LawBrokenError(name, _text_of(error)) from error
-        seconds.append(time.perf_counter() - start)
-    return seconds
+        kept.append(Kept(time.perf_counter() - start, tuple(sorted(used))))
+    board.enter("")
+    return kept
 
 
 def _text_of(error: Exception) -> str:
@@ -96,25 +123,35 @@ def _text_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}{where}"
 
 
+@dataclass(slots=True)
+class _Batch:
+    """How laws that shared replicas ended: all kept, or one broken."""
+
+    kept: dict[str, Kept] = field(default_factory=dict)
+    broken: str = ""
+    reason: str = ""
+
+
 def check(
     backend: str,
     nproc: int,
     *,
     laws: Iterable[str] | None = None,
-    timeout_s: float = 30.0,
+    timeout_s: float = 60.0,
     launch: Callable[..., Any] = spawn,
     on_outcome: Callable[[Outcome], None] = lambda outcome: None,
     **options: Any,
 ) -> list[Outcome]:
     """Check laws on a backend with a number of replicas.
 
-    Local. Laws share replicas until one doesn't hold; those after it run in new ones.
+    Local. Laws share replicas until one doesn't hold; those after it run in new ones. A law that
+    takes too long has failed, and its reason has the stacks of all replicas on this host.
 
     Args:
         backend: as in ``spawn``.
         nproc: number of replicas.
         laws: names; all laws if None.
-        timeout_s: seconds that a collective may take before its law has failed.
+        timeout_s: seconds that one law may take.
         launch: what starts the replicas; called as ``spawn`` is.
         on_outcome: told each outcome as soon as it is known.
         options: further options of `launch`.
@@ -128,53 +165,72 @@ def check(
     """
     model = find_model(backend)
     if "timeout" in model.options:
-        options.setdefault("timeout", timeout_s)
+        options.setdefault("timeout", timeout_s * _GRACE)
     waiting = [LAWS[name] for name in (law_names() if laws is None else laws)]
     done: list[Outcome] = []
-
-    def tell(outcome: Outcome) -> None:
-        done.append(outcome)
-        on_outcome(outcome)
-
     while waiting:
-        batch = [law for law in waiting if law.needs <= model.capabilities]
-        names = [law.name for law in batch]
-        broken, text, seconds = "", "", {}
-        try:
-            times = launch(backend, keep_laws, args=(names,), nproc_per_node=nproc, **options)
-            seconds = dict(zip(names, times[0], strict=True))
-        except WorkerFailedError as error:
-            broken, text = _broken_law(error, names)
-        for law in list(waiting):
-            waiting.remove(law)
-            tell(_outcome_of(law, model.capabilities, nproc, broken, text, seconds))
-            if law.name == broken:
+        names = [law.name for law in waiting if law.needs <= model.capabilities]
+
+        def start(folder: str, names: Sequence[str] = names) -> list[list[Kept]]:
+            given = {"args": (names, folder), "nproc_per_node": nproc, **options}
+            rows: list[list[Kept]] = launch(backend, keep_laws, **given)
+            return rows
+
+        batch = _run(start, names, timeout_s) if names else _Batch()
+        while waiting:
+            law = waiting.pop(0)
+            done.append(_outcome_of(law, model, nproc, batch))
+            on_outcome(done[-1])
+            if law.name == batch.broken:
                 break
     return done
 
 
-def _broken_law(error: WorkerFailedError, names: Sequence[str]) -> tuple[str, str]:
+def _run(
+    start: Callable[[str], list[list[Kept]]], names: Sequence[str], timeout_s: float
+) -> _Batch:
+    """Run laws in new replicas until one is broken, and say which and how. Local."""
+    batch = _Batch()
+    with Watch(timeout_s) as watch:
+        try:
+            rows = start(watch.folder)
+            batch.kept = {name: _joined(row) for name, *row in zip(names, *rows, strict=True)}
+        except LaunchError as error:
+            batch.broken, batch.reason = _broken_law(error, names, watch)
+    if watch.hung:
+        batch.broken = watch.hung
+        batch.reason = f"it wasn't done after {timeout_s:g} s\n{watch.stacks}"
+    return batch
+
+
+def _joined(row: Sequence[Kept]) -> Kept:
+    derived = sorted({name for kept in row for name in kept.derived})
+    return Kept(max(kept.seconds for kept in row), tuple(derived))
+
+
+def _broken_law(error: LaunchError, names: Sequence[str], watch: Watch) -> tuple[str, str]:
     cause = error.__cause__
+    rank = error.rank if isinstance(error, WorkerFailedError) else -1
     if isinstance(cause, LawBrokenError):
-        return cause.law, f"rank {error.rank}: {cause.text}"
+        return cause.law, f"rank {rank}: {cause.text}"
     for name in names:  # the text has it even where the exception couldn't travel
         if f"law {name} doesn't hold" in str(error):
             return name, str(error)
+    last = watch.law_of(rank)
+    if last or watch.hung:
+        return last, f"the replicas ended in it: {error}"
     raise LaunchError(f"the replicas ended outside of any law: {error}") from error
 
 
-def _outcome_of(
-    law: Law,
-    capabilities: frozenset[str],
-    nproc: int,
-    broken: str,
-    text: str,
-    seconds: dict[str, float],
-) -> Outcome:
-    if law.name == broken:
-        return Outcome(law.name, nproc, "failed", text)
-    missing = sorted(law.needs - capabilities)
+def _outcome_of(law: Law, model: type[ComputationModel], nproc: int, batch: _Batch) -> Outcome:
+    if law.name == batch.broken:
+        return Outcome(law.name, nproc, "failed", batch.reason)
+    missing = sorted(law.needs - model.capabilities)
     if missing:
-        reason = str(UnsupportedOperation("the model", ", ".join(missing), "it doesn't declare it"))
-        return Outcome(law.name, nproc, "unsupported", reason)
-    return Outcome(law.name, nproc, "passed", "", seconds.get(law.name, 0.0))
+        text = f"{model.name} doesn't declare {', '.join(missing)}, and refuses it as it must"
+        return Outcome(law.name, nproc, "unsupported", text)
+    kept = batch.kept.get(law.name, Kept(0.0))
+    if kept.derived:
+        text = f"derived: {', '.join(kept.derived)}"
+        return Outcome(law.name, nproc, "derived", text, kept.seconds)
+    return Outcome(law.name, nproc, "passed", "", kept.seconds)

@@ -1,0 +1,44 @@
+"""Which of the contract's derived members a law used, where the model has none of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from unisono.model import ComputationModel
+
+__all__ = ("DERIVED", "note_derived")
+
+DERIVED = (
+    *("exchange", "barrier", "all_reduce", "broadcast", "reduce"),
+    *("gather", "scatter", "reduce_scatter", "all_to_all"),
+)
+
+
+def note_derived(model: ComputationModel) -> set[str]:
+    """Have a model note each derived member that is called on it.
+
+    Local. It gets a class of its own below its class, so that no other replica is touched.
+
+    Args:
+        model: a live context.
+
+    Returns:
+        Names, added as they are called; empty it to begin anew.
+    """
+    used: set[str] = set()
+    cls = type(model)
+    base: Any = ComputationModel
+    inherited = [name for name in DERIVED if getattr(cls, name) is getattr(base, name)]
+    members = {name: _noting(name, getattr(base, name), used) for name in inherited}
+    kind: Any = type(cls)
+    model.__class__ = kind(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
+    return used
+
+
+def _noting(name: str, derived: Callable[..., Any], used: set[str]) -> Callable[..., Any]:
+    def member(self: ComputationModel, *args: Any, **kwargs: Any) -> Any:
+        used.add(name)
+        return derived(self, *args, **kwargs)
+
+    return member

@@ -1,0 +1,227 @@
+"""What `check` says of models and laws that go wrong in every way: it never waits for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import unisono as idist
+from unisono import Group, ReduceOp, cli, registry
+from unisono.models.threads import ThreadsModel
+from unisono.testing import LAWS, Conformance, Kept, Outcome, check
+
+FIRST, SECOND, THIRD = list(LAWS)[:3]
+FOREVER_S = 300
+
+
+def sleeps() -> None:
+    time.sleep(FOREVER_S)
+
+
+def holds_the_interpreter() -> None:
+    ctypes.PyDLL(None).sleep(FOREVER_S)
+
+
+def ends_the_process() -> None:
+    os._exit(7)
+
+
+def aborts() -> None:
+    signal.signal(signal.SIGABRT, signal.SIG_DFL)
+    os.abort()
+
+
+def broken_on_rank_1(
+    local_rank: int, what: Callable[[], None], fn: Callable[..., Any], *args: Any
+) -> Any:
+    """Be `fn` in a replica; on rank 1 the second law does `what` instead of what it should."""
+    if idist.get_rank() == 1:
+        LAWS[SECOND] = replace(LAWS[SECOND], check=what)
+    return fn(local_rank, *args)
+
+
+def breaking(what: Callable[[], None]) -> Callable[..., Any]:
+    def launch(backend: str, fn: Callable[..., Any], args: Sequence[Any], **options: Any) -> Any:
+        return idist.spawn(backend, broken_on_rank_1, args=(what, fn, *args), **options)
+
+    return launch
+
+
+@pytest.mark.parametrize("what", [sleeps, holds_the_interpreter])
+def test_a_law_that_hangs_fails_with_the_stacks_of_all_ranks(what: Callable[[], None]) -> None:
+    laws = [FIRST, SECOND, THIRD]
+    begin = time.monotonic()
+    outcomes = check("gloo", 3, laws=laws, timeout_s=5.0, launch=breaking(what))
+    assert time.monotonic() - begin < FOREVER_S / 3
+    assert [o.law for o in outcomes] == laws
+    assert [o.status == "failed" for o in outcomes] == [False, True, False]
+    reason = outcomes[1].reason
+    assert "wasn't done after 5 s" in reason
+    ranks = reason.split("rank ")[1:]
+    assert [text[0] for text in ranks] == ["0", "1", "2"]
+    assert f"in {what.__name__}" in ranks[1]
+    for text in (ranks[0], ranks[2]):
+        assert f"in {SECOND}" in text
+        assert "keep_laws" not in text
+
+
+@pytest.mark.parametrize(("what", "how"), [(ends_the_process, "exit code 7"), (aborts, "SIGABRT")])
+def test_a_rank_that_dies_in_a_law_is_a_failure_of_that_law(
+    what: Callable[[], None], how: str
+) -> None:
+    outcomes = check("gloo", 2, laws=[FIRST, SECOND, THIRD], launch=breaking(what))
+    assert [o.status == "failed" for o in outcomes] == [False, True, False]
+    assert "rank 1 of 2" in outcomes[1].reason
+    assert how in outcomes[1].reason
+
+
+def test_replicas_that_are_threads_show_their_stacks_too() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    outcomes = check("stayaway", 2, laws=["reduce_gives_the_result_to_its_root_alone"], timeout_s=2)
+    assert outcomes[0].status == "failed"
+    assert "in reduce_gives_the_result" in outcomes[0].reason
+    assert outcomes[0].reason.count("rank ") == 2
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+class StaysAway(ThreadsModel):
+    name = "stayaway"
+    backends = ("stayaway",)
+
+    def reduce(
+        self, tensor: torch.Tensor, dst: int, op: ReduceOp, group: Group | None = None
+    ) -> torch.Tensor | None:
+        if self.topology.rank == 1:
+            threading.Event().wait(4.0)  # comes when the others have given up
+        return super().reduce(tensor, dst, op, group)
+
+
+class OnlyGathers(ThreadsModel):
+    name = "onlygathers"
+    backends = ("onlygathers",)
+
+
+for member in ("all_reduce", "reduce", "broadcast"):
+    setattr(OnlyGathers, member, getattr(idist.ComputationModel, member))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> Iterator[None]:
+    for cls in (StaysAway, OnlyGathers):
+        registry.register_model(cls)
+    yield
+    for cls in (StaysAway, OnlyGathers):
+        registry.unregister_model(cls)
+
+
+def test_what_the_contract_derives_is_named() -> None:
+    name = "all_reduce_takes_every_shape_and_layout"
+    assert check("threads", 2, laws=[name])[0].status == "passed"
+    outcome = check("onlygathers", 2, laws=[name])[0]
+    assert outcome.status == "derived"
+    assert outcome.reason == "derived: all_reduce"
+
+
+def test_no_replica_is_no_failure_of_a_law() -> None:
+    def launch(*_: Any, **__: Any) -> list[list[Kept]]:
+        raise idist.errors.LaunchError("no host")
+
+    with pytest.raises(idist.errors.LaunchError, match="outside of any law: no host"):
+        check("threads", 2, launch=launch)
+
+
+class TestThreeLines(Conformance):
+    backend = "threads"
+    sizes = (1, 2)
+
+
+def test_the_class_for_pytest_lists_what_does_not_hold() -> None:
+    class Mine(Conformance):
+        backend = "stayaway"
+        sizes = (2,)
+        options = {"timeout": 1.0}
+
+    with pytest.raises(AssertionError) as caught:
+        Mine().test_every_law_holds()
+    lines = str(caught.value).splitlines()
+    assert any(line.startswith("reduce_gives_the_result_to_its_root_alone at 2:") for line in lines)
+    assert not any(line.startswith("all_gather_") for line in lines)
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert isinstance(ended.value.code, int)
+    found = capsys.readouterr()
+    return ended.value.code, found.out + found.err
+
+
+class TestCommand:
+    def test_a_table_law_by_law(self, capsys: pytest.CaptureFixture[str]) -> None:
+        code, text = run(capsys, "check", "onlygathers", "-n", "1", "-n", "2", "--law", "gives_the")
+        assert code == 0
+        assert "onlygathers, 1 replica" in text
+        assert "onlygathers, 2 replicas" in text
+        assert "derived: all_reduce" in text
+        assert "1 passed, 1 derived" in text
+
+    def test_json(self, capsys: pytest.CaptureFixture[str]) -> None:
+        code, text = run(capsys, "check", "threads", "-n", "3", "--json")
+        said = json.loads(text)
+        assert code == 0
+        assert [row["law"] for row in said["laws"]] == list(LAWS)
+        assert {row["nproc"] for row in said["laws"]} == {3}
+        assert {row["status"] for row in said["laws"]} <= {"passed", "derived"}
+        assert said["model"] == "threads"
+
+    def test_a_failed_law_is_exit_code_1(self, capsys: pytest.CaptureFixture[str]) -> None:
+        words = ("--law", "reduce_gives_the_result_to_its_root", "--timeout", "1")
+        code, text = run(capsys, "check", "stayaway", *words)
+        assert code == 1
+        assert "1 failed" in text
+        assert "rank 0, in reduce_gives_the_result_to_its_root_alone" in text
+        code, text = run(capsys, "check", "stayaway", *words, "--json")
+        assert code == 1
+        assert json.loads(text)["laws"][0]["status"] == "failed"
+
+    @pytest.mark.parametrize(
+        ("words", "part"),
+        [
+            (("nosuch",), "unknown backend 'nosuch'"),
+            (("threads", "--law", "nosuch"), "none of the"),
+            (("threads", "-n", "0"), "-n"),
+            (("serial", "-n", "2"), "one replica"),
+        ],
+    )
+    def test_wrong_use_is_exit_code_2(
+        self, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], part: str
+    ) -> None:
+        code, text = run(capsys, "check", *words)
+        assert code == 2
+        assert part in text
+
+    def test_from_a_shell(self) -> None:
+        words = [sys.executable, "-m", "unisono", "check", "gloo", "--law", "ranks_are"]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            got = subprocess.run(words, capture_output=True, text=True, timeout=100)
+        assert got.returncode == 0, got.stderr
+        assert "1 passed" in got.stdout
+
+
+def test_outcomes_are_told_as_soon_as_they_are_known() -> None:
+    told: list[Outcome] = []
+    done = check("serial", 1, laws=[FIRST, SECOND], on_outcome=told.append)
+    assert told == done
