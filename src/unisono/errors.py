@@ -161,7 +161,7 @@ class WorkerFailedError(LaunchError):
 
     @staticmethod
     def exit_code_of(error: BaseException) -> int | None:
-        """Tell with which code `error` would end its process, None unless it is a SystemExit."""
+        """Tell which exit code `error` means, None unless it is a SystemExit. Local."""
         if not isinstance(error, SystemExit):
             return None
         return error.code if isinstance(error.code, int) else int(error.code is not None)

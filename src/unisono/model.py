@@ -311,11 +311,17 @@ class ComputationModel(TrainingHooks, ABC):
     # Optional members
 
     def send(self, tensor: Tensor, dst: int, group: Group | None = None) -> None:
-        """Send [*shape] to global rank `dst`, which calls `recv`. Capability ``"send_recv"``."""
+        """Send [*shape] to global rank `dst`, which calls `recv`. Capability ``"send_recv"``.
+
+        Collective over the two ranks.
+        """
         raise UnsupportedOperation(self.name, "send", "use a collective such as broadcast")
 
     def recv(self, into: Tensor, src: int, group: Group | None = None) -> Tensor:
-        """Receive what global rank `src` sends, of the shape and dtype of `into`."""
+        """Receive what global rank `src` sends, of the shape and dtype of `into`.
+
+        Collective over the two ranks.
+        """
         raise UnsupportedOperation(self.name, "recv", "use a collective such as broadcast")
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
@@ -341,7 +347,10 @@ class ComputationModel(TrainingHooks, ABC):
     def start_all_reduce(
         self, tensor: Tensor, op: ReduceOp, group: Group | None = None
     ) -> Handle[Tensor]:
-        """Start `all_reduce` without waiting: for models whose library has that natively."""
+        """Start `all_reduce` without waiting: for models whose library has that natively.
+
+        Collective over `group`.
+        """
         return self.start(lambda: self.all_reduce(tensor, op, group))
 
     def settle(self) -> None:

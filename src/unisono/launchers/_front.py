@@ -244,7 +244,7 @@ def verdict(reports: Sequence[Report]) -> Outcome:
 
 @contextlib.contextmanager
 def signals() -> Iterator[None]:
-    """Turn the signals that end a program into an exception, while it lasts."""
+    """Turn the signals that end a program into an exception, while it lasts. Local."""
 
     def stop(number: int, _: Any) -> None:
         raise SignalledError(number)
