@@ -17,6 +17,7 @@ from torch import Tensor
 
 from unisono._frames import CODE_OF, COUNT, HEAD, SIZE, TensorHeader, decode, refuse_pickle
 from unisono._memory import view_bytes
+from unisono.control.derived import INLINE_TENSOR_BYTES
 from unisono.errors import PayloadError
 
 __all__ = (
@@ -35,8 +36,6 @@ __all__ = (
 _INT64 = range(-(2**63), 2**63)
 _NUMBERS = (bool, int, float, complex)
 
-# A tensor of at most this size travels within the first frame of an exchange, in one round.
-INLINE_TENSOR_BYTES = 128
 # A reader needs more stack than a writer: what is nested deeper is left to pickle.
 _DEEPEST = 64
 
@@ -67,11 +66,18 @@ def is_dense(value: object) -> bool:
     )
 
 
-def rides_data_plane(value: object) -> bool:
-    """Tell whether a value travels by the model's own collectives instead of as a frame. Local."""
+def rides_data_plane(value: object, inline_bytes: int = INLINE_TENSOR_BYTES) -> bool:
+    """Tell whether a value travels by the model's own collectives instead of as a frame.
+
+    Local.
+
+    Args:
+        value: anything.
+        inline_bytes: the longest CPU tensor that travels within a frame.
+    """
     if not (isinstance(value, Tensor) and is_dense(value)):
         return False
-    return value.device.type != "cpu" or value.numel() * value.itemsize > INLINE_TENSOR_BYTES
+    return value.device.type != "cpu" or value.numel() * value.itemsize > inline_bytes
 
 
 def header(tensor: Tensor) -> bytes:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from typing_extensions import ParamSpec
 
 from unisono._context import communicator, current_model
+from unisono.collectives._rounds import swap
 from unisono.collectives.groups import check_rank, local_group
 from unisono.errors import ArgumentError, PeerFailedError
 from unisono.model import ComputationModel
@@ -127,7 +128,7 @@ def _outcome_for_all(
             summary,
             "".join(traceback.format_exception(type(raised), raised, raised.__traceback__)),
         )
-    frames = model.exchange(encode(said), group)
+    frames = swap(model, f"{name} of rank {rank}", encode(said), group)
     if error is not None and not isinstance(error, Exception):
         raise error
     heard = decode(frames[model.position(group, rank)], model.device)

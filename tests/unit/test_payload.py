@@ -23,9 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono._memory import from_bytes, to_bytes, view_bytes
+from unisono.control.derived import INLINE_TENSOR_BYTES
 from unisono.errors import PayloadError
 from unisono.payload import (
-    INLINE_TENSOR_BYTES,
     TensorHeader,
     decode,
     encode,

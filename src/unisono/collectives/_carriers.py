@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from unisono._memory import as_bytes_tensor
+from unisono.collectives._rounds import check, fold
 from unisono.errors import PayloadError
 from unisono.handle import Handle
 from unisono.model import ComputationModel
@@ -175,6 +176,9 @@ def all_reduce(
 ) -> Tensor:
     """Reduce a tensor of ours, [*shape]. Collective over `group`."""
     carrier, step, restore = _carrier(model, tensor, op, model.size(group))
+    if model.prefers_exchange(carrier, group):
+        return restore(fold(model, carrier.contiguous(), step, group))
+    check(model, f"all_reduce {op.name}", tensor, group)
     if carrier.dtype in model.dtypes:
         return restore(model.all_reduce(carrier, step, group))
     return restore(_fold(model, carrier, step, group))
@@ -185,6 +189,9 @@ def start_all_reduce(
 ) -> Handle[Tensor]:
     """Start `all_reduce` on a tensor of ours. Collective over `group`."""
     carrier, step, restore = _carrier(model, tensor, op, model.size(group))
+    if model.prefers_exchange(carrier, group):
+        return model.start(lambda: fold(model, carrier.contiguous(), step, group)).then(restore)
+    check(model, f"all_reduce {op.name}", tensor, group)
     if carrier.dtype in model.dtypes:
         return model.start_all_reduce(carrier, step, group).then(restore)
     return model.start(lambda: _fold(model, carrier, step, group)).then(restore)
@@ -194,6 +201,7 @@ def reduce(
     model: ComputationModel, tensor: Tensor, dst: int, op: ReduceOp, group: Group | None
 ) -> Tensor | None:
     """Reduce a tensor of ours to global rank `dst`. Collective over `group`."""
+    check(model, f"reduce {op.name} to {dst}", tensor, group)
     carrier, step, restore = _carrier(model, tensor, op, model.size(group))
     if carrier.dtype in model.dtypes:
         total = model.reduce(carrier, dst, step, group)
@@ -206,6 +214,7 @@ def reduce_scatter(
     model: ComputationModel, rows: Tensor, op: ReduceOp, group: Group | None
 ) -> Tensor:
     """Reduce [n, *shape] and give each rank its row. Collective over `group`."""
+    check(model, f"reduce_scatter {op.name}", rows, group)
     carrier, step, restore = _carrier(model, rows, op, model.size(group))
     if carrier.dtype in model.dtypes:
         return restore(model.reduce_scatter(carrier.contiguous(), step, group))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import struct
 from typing import Any
 
 import torch
@@ -10,19 +11,25 @@ from torch import Tensor
 
 from unisono._tree import flatten, unflatten
 from unisono.collectives import _carriers as carriers
+from unisono.collectives._rounds import swap
 from unisono.errors import CollectiveMismatchError, PayloadError
 from unisono.model import ComputationModel
-from unisono.payload import decode, encode, failure, raise_failures
+from unisono.payload import encode, failure, raise_failures
 from unisono.reduction import Number, ReduceOp, fold_numbers
 from unisono.topology import Group
 
 __all__ = ("reduce_values",)
 
 
+_PLAIN = {bool: "?", int: "q", float: "d", complex: "D"}
+_HEAD = struct.Struct("<cII")
+_TAG = b"v"
+
+
 def _number(value: object) -> Number | None:
     """Give a python number for whatever counts as one without loss, else None."""
-    if isinstance(value, (bool, numbers.Integral)):
-        return value if isinstance(value, bool) else int(value)
+    if isinstance(value, numbers.Integral):
+        return int(value)
     if isinstance(value, numbers.Rational):
         return None
     if isinstance(value, numbers.Real):
@@ -30,14 +37,16 @@ def _number(value: object) -> Number | None:
     return complex(value) if isinstance(value, numbers.Complex) else None
 
 
-def reduce_values(model: ComputationModel, value: Any, op: ReduceOp, group: Group | None) -> Any:
+def reduce_values(
+    model: ComputationModel, call: str, value: Any, op: ReduceOp, group: Group | None
+) -> Any:
     """Reduce a number or a container. Collective over `group`."""
     frame, leaves, tensors = _describe(value, op)
-    frames = model.exchange(frame, group)
+    frames = swap(model, call, frame, group)
     ranks = model.members(group)
-    raise_failures(frames, ranks, f"all_reduce {op.name}")
-    said = [decode(other, model.device) for other in frames]
-    _check_alike([structure for structure, _ in said], ranks, op)
+    raise_failures(frames, ranks, call)
+    said = [_read(other) for other in frames]
+    _check_alike([structure for structure, _ in said], ranks, call)
     columns = zip(*(values for _, values in said), strict=True)
     numbers_ = iter([fold_numbers(op, column) for column in columns])
     totals = iter(_reduce_fused(model, tensors, op, group))
@@ -46,40 +55,76 @@ def reduce_values(model: ComputationModel, value: Any, op: ReduceOp, group: Grou
 
 
 def _describe(value: Any, op: ReduceOp) -> tuple[bytes, list[Any], list[Tensor]]:
-    """Give the frame of this rank (its structure and numbers), its leaves and its tensors."""
+    """Give the frame of this rank, its leaves and its tensors.
+
+    The frame: a tag, the lengths of structure and kinds as uint32, both, then the numbers as
+    ``struct`` packs them by their kinds, little-endian.
+    """
     try:
         leaves, paths = flatten(value)
         structure = []
-        values = []
+        values: list[Number] = []
+        kinds = ""
         for leaf, path in zip(leaves, paths, strict=True):
             if isinstance(leaf, Tensor):
                 carriers.check_reducible(leaf, op)
                 structure.append(f"{path} {leaf.dtype}{list(leaf.shape)}")
                 continue
-            number = _number(leaf)
+            number = leaf if type(leaf) in _PLAIN else _number(leaf)
             if number is None:
                 place = f" at {path}" if path else ""
                 raise PayloadError(f"a {type(leaf).__qualname__}{place} can't be reduced")
-            encode(number)
-            structure.append(f"{path} number")
+            kinds += _PLAIN[type(number)]
+            structure.append(path)
             values.append(number)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return encode((structure, values)), leaves, tensors
+        text = "\n".join(structure).encode("utf-8", "surrogatepass")
+        head = _HEAD.pack(_TAG, len(text), len(kinds)) + text + kinds.encode()
+        return head + _pack(kinds, values), leaves, tensors
     except (PayloadError, RecursionError) as error:
         return failure(str(error)), [], []
 
 
-def _check_alike(structures: list[list[str]], ranks: Any, op: ReduceOp) -> None:
+def _pack(kinds: str, values: list[Number]) -> bytes:
+    if "D" in kinds:
+        values = [part for value in values for part in _halves(value)]
+    try:
+        return struct.pack("<" + kinds.replace("D", "dd"), *values)
+    except struct.error:
+        for value in values:
+            encode(value)  # says which one is out of range
+        raise
+
+
+def _halves(value: Number) -> tuple[Number, ...]:
+    return (value.real, value.imag) if isinstance(value, complex) else (value,)
+
+
+def _read(frame: bytes) -> tuple[bytes, list[Number]]:
+    """Give the structure of a rank's value and its numbers."""
+    _, width, count = _HEAD.unpack_from(frame)
+    start = _HEAD.size
+    end = start + width
+    kinds = frame[end : end + count].decode()
+    values: list[Number] = list(
+        struct.unpack_from("<" + kinds.replace("D", "dd"), frame, end + count)
+    )
+    for i, kind in enumerate(kinds if "D" in kinds else ""):
+        if kind == "D":
+            values[i : i + 2] = [complex(*values[i : i + 2])]
+    return frame[start:end], values
+
+
+def _check_alike(structures: list[bytes], ranks: Any, call: str) -> None:
     if all(structure == structures[0] for structure in structures):
         return
+    listed = [structure.decode("utf-8", "surrogatepass").split("\n") for structure in structures]
     said = []
-    for rank, structure in zip(ranks, structures, strict=True):
-        other = structures[0] if structure != structures[0] else structures[-1]
+    for rank, structure in zip(ranks, listed, strict=True):
+        other = listed[0] if structure != listed[0] else listed[-1]
         extra = [leaf for leaf in structure if leaf not in other] or structure
-        said.append(f"rank {rank} has {', '.join(extra[:3]) or 'nothing'}")
-    raise CollectiveMismatchError(
-        f"all_reduce {op.name} of values of different structure: {'; '.join(said)}"
-    )
+        said.append(f"rank {rank} has {', '.join(extra[:3]) or 'a number'}")
+    raise CollectiveMismatchError(f"{call} of values of different structure: {'; '.join(said)}")
 
 
 def _reduce_fused(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import _carriers as carriers
+from unisono.collectives._rounds import check, swap
 from unisono.collectives.groups import GroupLike, check_rank, outcome, team
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
 from unisono.handle import Handle
@@ -75,8 +76,8 @@ def all_gather(
 
 def _gather(model: ComputationModel, value: Any, group: Group | None, call: str) -> list[Any]:
     """Give every rank's value in a list: one exchange, and tensors that are large in one gather."""
-    rides = rides_data_plane(value)
-    frames = model.exchange(header(value) if rides else encode_or_reason(value), group)
+    rides = rides_data_plane(value, model.inline_bytes(group))
+    frames = swap(model, call, header(value) if rides else encode_or_reason(value), group)
     ranks = model.members(group)
     raise_failures(frames, ranks, call)
     said = [decode(frame, model.device) for frame in frames]
@@ -177,6 +178,7 @@ def all_gather_tensors_with_shapes(
         )
 
     def call() -> list[Tensor]:
+        check(model, f"all_gather_tensors_with_shapes {wanted}", tensor.new_empty(0), found)
         sizes = [_numel(shape) for shape in wanted]
         mine = carriers.own(model, tensor).reshape(-1)
         if mine.numel() < max(sizes):
@@ -224,7 +226,7 @@ def gather(value: Any, dst: int = 0, group: GroupLike = None, *, async_op: bool 
         return Handle(lambda: value, lambda: True) if async_op else value
 
     def call() -> Any:
-        parts = _gather(model, value, found, "gather")
+        parts = _gather(model, value, found, f"gather to {dst}")
         whole = _joined(parts, model, found, value) if isinstance(value, Tensor) else parts
         return whole if model.topology.rank == dst else None
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from unisono._context import communicator, current_model
+from unisono.collectives._rounds import swap
 from unisono.errors import ArgumentError, GroupMembershipError
 from unisono.handle import Handle
 from unisono.model import ComputationModel
@@ -129,7 +130,7 @@ def check_rank(model: ComputationModel, group: Group | None, rank: int, role: st
 
 
 def outcome(model: ComputationModel, call: Callable[[], T], async_op: bool) -> T | Handle[T]:
-    """Run a collective, or start it. Collective as `call` is."""
+    """Run a collective, or start it. Collective over the ranks that `call` is."""
     return model.start(call) if async_op else call()
 
 
@@ -154,7 +155,7 @@ def local_group() -> Group:
     found = model.groups.get(())
     if found is None:
         node = (socket.gethostname(), model.topology.node_rank)
-        frames = model.exchange(encode(node))
+        frames = swap(model, "local_group", encode(node), None)
         nodes = [decode(frame, model.device) for frame in frames]
         for other in dict.fromkeys(nodes):
             ranks = [rank for rank, place in enumerate(nodes) if place == other]
@@ -187,4 +188,8 @@ def barrier(group: GroupLike = None, *, async_op: bool = False) -> Any:
     model, found, is_member = team(group, async_op)
     if not is_member:
         return Handle(lambda: None, lambda: True) if async_op else None
-    return outcome(model, lambda: model.barrier(found), async_op)
+    return outcome(model, lambda: _meet(model, found), async_op)
+
+
+def _meet(model: ComputationModel, group: Group | None) -> None:
+    swap(model, "barrier", b"", group)

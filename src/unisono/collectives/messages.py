@@ -52,7 +52,7 @@ def send(value: Any, dst: int, group: GroupLike = None) -> None:
         unisono.errors.ArgumentError: dst=0 is this rank itself
     """
     model, found = _pair(group, dst, "dst")
-    rides = rides_data_plane(value)
+    rides = rides_data_plane(value, model.inline_bytes(found))
     frame = header(value) if rides else encode_or_reason(value)
     head = as_frame(frame)
     model.send(_as_row(model, head), dst, found)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from unisono._context import communicator
 from unisono.collectives import _carriers as carriers
+from unisono.collectives._rounds import check
 from unisono.collectives._values import reduce_values
 from unisono.collectives.groups import GroupLike, check_rank, outcome, team
 from unisono.errors import PayloadError
@@ -56,7 +57,9 @@ def all_reduce(
     if not is_member:
         return _unchanged(value, async_op)
     if not isinstance(value, Tensor):
-        return outcome(model, lambda: reduce_values(model, value, operation, found), async_op)
+        call = f"all_reduce {operation.name}"
+        reduced = lambda: reduce_values(model, call, value, operation, found)  # noqa: E731
+        return outcome(model, reduced, async_op)
     if async_op:
         model.settle()
         started = carriers.start_all_reduce(model, carriers.own(model, value), operation, found)
@@ -111,8 +114,10 @@ def all_reduce_(
         and tensor.device == model.transport_device
         and tensor.is_contiguous()
         and not (operation is not ReduceOp.SUM and tensor.is_floating_point())
+        and not model.prefers_exchange(tensor, found)
     )
     if is_ready and not async_op:
+        check(model, f"all_reduce {operation.name}", tensor, found)
         mine = tensor.detach() if tensor.requires_grad else tensor
         total = model.all_reduce(mine, operation, found)
         return tensor if total is mine else _fill(tensor, total)
@@ -173,7 +178,7 @@ def reduce(
         if isinstance(value, Tensor):
             total = carriers.reduce(model, carriers.own(model, value), dst, operation, found)
             return None if total is None else total.to(value.device)
-        total = reduce_values(model, value, operation, found)
+        total = reduce_values(model, f"reduce to {dst}", value, operation, found)
         return total if model.topology.rank == dst else None
 
     return outcome(model, call, async_op)

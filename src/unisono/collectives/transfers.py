@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unisono._memory import from_bytes, to_bytes
 from unisono.collectives import _carriers as carriers
+from unisono.collectives._rounds import check, swap
 from unisono.collectives.groups import GroupLike, check_rank, outcome, team
 from unisono.errors import PayloadError
 from unisono.handle import Handle
@@ -76,8 +77,9 @@ def _broadcast(model: ComputationModel, value: Any, src: int, group: Group | Non
     is_src = model.topology.rank == src
     frame = b""
     if is_src:
-        frame = header(value) if rides_data_plane(value) else encode_or_reason(value)
-    said = model.exchange(frame, group)[model.position(group, src)]
+        rides = rides_data_plane(value, model.inline_bytes(group))
+        frame = header(value) if rides else encode_or_reason(value)
+    said = swap(model, f"broadcast from {src}", frame, group)[model.position(group, src)]
     raise_failures([said], [src], "broadcast")
     head = decode(said, model.device)
     if not isinstance(head, TensorHeader):
@@ -134,6 +136,7 @@ def broadcast_(
         return Handle(lambda: tensor, lambda: True) if async_op else tensor
 
     def call() -> Tensor:
+        check(model, f"broadcast_ from {src}", tensor, found)
         carrier, restore = carriers.movement(model, carriers.own(model, tensor))
         got = restore(model.broadcast(carrier, src, found))
         if model.topology.rank != src:
@@ -186,7 +189,8 @@ def scatter(
 
 def _scatter(model: ComputationModel, values: Any, src: int, group: Group | None) -> Any:
     is_src = model.topology.rank == src
-    said = model.exchange(_scatter_frame(values, model.size(group)) if is_src else b"", group)
+    frame = _scatter_frame(model, values, group) if is_src else b""
+    said = swap(model, f"scatter from {src}", frame, group)
     frame = said[model.position(group, src)]
     raise_failures([frame], [src], "scatter")
     head = decode(frame, model.device)
@@ -201,7 +205,8 @@ def _scatter(model: ComputationModel, values: Any, src: int, group: Group | None
     return got.to(home(model, head)).clone()
 
 
-def _scatter_frame(values: Any, size: int) -> bytes:
+def _scatter_frame(model: ComputationModel, values: Any, group: Group | None) -> bytes:
+    size, most = model.size(group), model.inline_bytes(group)
     if isinstance(values, Tensor):
         if values.dim() == 0 or values.shape[0] != size or not is_dense(values):
             return failure(f"a tensor of shape {list(values.shape)} has no row for each of {size}")
@@ -209,7 +214,7 @@ def _scatter_frame(values: Any, size: int) -> bytes:
     if not isinstance(values, (list, tuple)) or len(values) != size:
         count = len(values) if isinstance(values, (list, tuple)) else type(values).__name__
         return failure(f"scatter takes a list of {size} values, one for each rank, not {count}")
-    heads = {header(value) if rides_data_plane(value) else None for value in values}
+    heads = {header(value) if rides_data_plane(value, most) else None for value in values}
     if len(heads) == 1 and None not in heads:
         return heads.pop() or b""
     return encode_or_reason(list(values))
@@ -256,6 +261,7 @@ def all_to_all(value: Any, group: GroupLike = None, *, async_op: bool = False) -
         )
 
     def call() -> Tensor:
+        check(model, "all_to_all", value, found)
         rows = carriers.own(model, value).view(size, value.shape[0] // size, *value.shape[1:])
         carrier, restore = carriers.movement(model, rows)
         return restore(model.all_to_all(carrier, found)).reshape(value.shape).to(value.device)
@@ -272,7 +278,7 @@ def _swap_values(model: ComputationModel, values: Any, group: Group | None) -> l
         said = encode([len(frame) for frame in frames])
     except PayloadError as error:
         frames, said = [], failure(str(error))
-    heard = model.exchange(said, group)
+    heard = swap(model, "all_to_all of values", said, group)
     raise_failures(heard, ranks, "all_to_all")
     sizes = [decode(frame, model.device) for frame in heard]
     width = model.bucket(max(max(row) for row in sizes))

@@ -1,1 +1,1 @@
-"""The control plane: how bytes that are no accelerator's travel between ranks."""
+"""The control plane: everything that is no accelerator tensor, exchanged on the host."""

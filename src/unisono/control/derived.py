@@ -17,6 +17,7 @@ from unisono.topology import Group, Topology
 
 __all__ = (
     "FRAME_BYTES",
+    "INLINE_TENSOR_BYTES",
     "Carrier",
     "as_frame",
     "exchange",
@@ -26,6 +27,8 @@ __all__ = (
 )
 
 FRAME_BYTES = 256
+INLINE_TENSOR_BYTES = 128
+"""The longest tensor that fits into a frame together with what is said of it and of the call."""
 _LENGTH = struct.Struct("<Q")
 _INLINE_BYTES = FRAME_BYTES - _LENGTH.size
 

@@ -5,23 +5,24 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from unisono.control import plane
 from unisono.errors import (
     ArgumentError,
-    CollectiveError,
-    CollectiveTimeoutError,
     ContextError,
     GroupMembershipError,
-    PeerFailedError,
 )
 from unisono.handle import Handle
 from unisono.model import COMMON_DTYPES, ComputationModel
 from unisono.models import _native_setup as setup
+from unisono.models import _native_wrap
+from unisono.models._native_calls import Calls
 from unisono.reduction import ReduceOp
 from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
 
@@ -44,7 +45,6 @@ _BITWISE = {
 # Torch 2.13 deprecates the older names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_GONE = ("closed by peer", "reset by peer", "connection closed", "broken pipe", "socket closed")
 
 
 class NativeModel(ComputationModel):
@@ -79,6 +79,7 @@ class NativeModel(ComputationModel):
         )
         self._timeout = timeout or setup.timeout_of(self._pg, self._transport)
         is_gloo = table.get(self._transport.type) == "gloo"
+        self._calls = Calls(self, self._transport.type == "cpu")
         self._ops = {**_EVERYWHERE, **_BITWISE} if is_gloo else _EVERYWHERE
 
     @classmethod
@@ -104,7 +105,7 @@ class NativeModel(ComputationModel):
     @classmethod
     def from_context(cls, hint: ContextHint) -> Self | None:
         pg = dist.group.WORLD
-        if pg is None:
+        if pg is None or dist.get_backend(pg) == "xla":  # those replicas are the XLA model's
             return None
         rank, world_size = pg.rank(), pg.size()
         found = hint.environment
@@ -148,12 +149,30 @@ class NativeModel(ComputationModel):
             return {}
         return {"GLOO_SOCKET_IFNAME": "lo"}  # else gloo listens at the address of the host's name
 
+    @property
+    def timeout_s(self) -> float | None:
+        return None if self._timeout is None else self._timeout.total_seconds()
+
+    def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
+        return plane.exchange(self, blob, group)
+
+    def inline_bytes(self, group: Group | None) -> int:
+        if plane.has_hub(self, group):
+            return plane.INLINE_TENSOR_BYTES
+        return super().inline_bytes(group)
+
+    def prefers_exchange(self, tensor: Tensor, group: Group | None) -> bool:
+        is_small = tensor.numel() * tensor.itemsize <= plane.INLINE_TENSOR_BYTES
+        return is_small and tensor.device.type == "cpu" and plane.has_hub(self, group)
+
     def finalize(self) -> None:
         self.settle()
+        plane.close(self)
         if self._is_owner and self.is_alive():
             dist.destroy_process_group()
 
     def abort(self) -> None:
+        plane.close(self)
         if not (self._is_owner and self.is_alive()):
             return
         abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
@@ -190,33 +209,25 @@ class NativeModel(ComputationModel):
             return torch.device("cpu")
         return torch.device(kind.type, torch.accelerator.current_device_index())
 
-    def _fail(self, call: str, error: Exception) -> NoReturn:
-        text = str(error).strip()
-        where = f"rank {self._topology.rank} of {self._topology.world_size}"
-        if isinstance(error, TimeoutError) or "timed out" in text.lower():
-            raise CollectiveTimeoutError(
-                f"{where}: {call} timed out: some rank didn't come: {text}"
-            ) from error
-        if any(sign in text.lower() for sign in _GONE):
-            raise PeerFailedError(f"{where}: {call} lost a peer: {text}") from error
-        raise CollectiveError(f"{where}: {call} failed: {text}") from error
+    def wrap_module(self, module: nn.Module, wrapper: str, **options: Any) -> nn.Module | None:
+        return _native_wrap.wrap(module, wrapper, self.device, **options)
+
+    @property
+    def has_torch_sync_batchnorm(self) -> bool:
+        return self.device.type in ("cuda", "xpu", "hpu")
 
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
         rows = tensor.new_empty((self.size(group), *tensor.shape))
-        try:
-            _all_gather(rows.view(-1), tensor.view(-1), group=_pg(group))
-        except RuntimeError as error:
-            self._fail("all_gather", error)
+        flat = (rows.view(-1), tensor.view(-1))
+        self._calls.run("all_gather", partial(_all_gather, *flat, group=_pg(group)))
         return rows
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
         native = self._ops.get(op)
         if native is None:
             return super().all_reduce(tensor, op, group)
-        try:
-            dist.all_reduce(tensor, native, None if group is None else _pg(group))
-        except RuntimeError as error:
-            self._fail("all_reduce", error)
+        start = partial(dist.all_reduce, tensor, native, _pg(group))
+        self._calls.run(f"all_reduce {op.name}", start)
         return tensor
 
     def start_all_reduce(
@@ -225,26 +236,21 @@ class NativeModel(ComputationModel):
         native = self._ops.get(op)
         if native is None:
             return super().start_all_reduce(tensor, op, group)
+        call = f"all_reduce {op.name}"
         try:
             work = dist.all_reduce(tensor, native, _pg(group), async_op=True)
         except RuntimeError as error:
-            self._fail("all_reduce", error)
+            self._calls.fail(call, error)
         assert work is not None
 
         def wait() -> Tensor:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                self._fail("all_reduce", error)
+            self._calls.wait(call, work)
             return tensor
 
         return Handle(wait, work.is_completed)
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
-        try:
-            dist.broadcast(tensor, src, _pg(group))
-        except RuntimeError as error:
-            self._fail("broadcast", error)
+        self._calls.run(f"broadcast from {src}", partial(dist.broadcast, tensor, src, _pg(group)))
         return tensor
 
     def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
@@ -252,39 +258,26 @@ class NativeModel(ComputationModel):
         if native is None:
             return super().reduce_scatter(rows, op, group)
         row = rows.new_empty(rows.shape[1:])
-        try:
-            _reduce_scatter(row.view(-1), rows.view(-1), native, _pg(group))
-        except RuntimeError as error:
-            self._fail("reduce_scatter", error)
+        flat = (row.view(-1), rows.view(-1), native, _pg(group))
+        self._calls.run(f"reduce_scatter {op.name}", partial(_reduce_scatter, *flat))
         return row
 
     def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
         got = torch.empty_like(rows)
-        try:
-            dist.all_to_all_single(got, rows, group=_pg(group))
-        except RuntimeError as error:
-            self._fail("all_to_all", error)
+        self._calls.run("all_to_all", partial(dist.all_to_all_single, got, rows, group=_pg(group)))
         return got
-
-    def barrier(self, group: Group | None = None) -> None:
-        device = self._transport
-        ids = None if device.type == "cpu" else [device.index or 0]
-        try:
-            dist.barrier(_pg(group), device_ids=ids)
-        except RuntimeError as error:
-            self._fail("barrier", error)
 
     def send(self, tensor: Tensor, dst: int, group: Group | None = None) -> None:
         try:
             dist.send(tensor, dst, _pg(group))
         except RuntimeError as error:
-            self._fail(f"send to rank {dst}", error)
+            self._calls.fail(f"send to rank {dst}", error)
 
     def recv(self, into: Tensor, src: int, group: Group | None = None) -> Tensor:
         try:
             dist.recv(into, src, _pg(group))
         except RuntimeError as error:
-            self._fail(f"recv from rank {src}", error)
+            self._calls.fail(f"recv from rank {src}", error)
         return into
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
@@ -296,7 +289,7 @@ class NativeModel(ComputationModel):
         except TypeError as error:
             raise ArgumentError(f"new_group: {error}") from error
         except (RuntimeError, ValueError) as error:
-            self._fail(f"new_group({list(ranks)})", error)
+            self._calls.fail(f"new_group({list(ranks)})", error)
         is_member = self._topology.rank in ranks
         return Group(ranks, self.context_id, made if is_member else None)
 

@@ -1,0 +1,100 @@
+"""Who is missing in a round, where those are, and which processes of this host have ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unisono.control import calls
+
+__all__ = ("Absent", "Missing", "has_ended", "report", "watch")
+
+_STATES = {b"T": ", stopped by a signal", b"Z": ", ended"}
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """A rank that is gone, and how that was seen."""
+
+    rank: int
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A rank that did not come.
+
+    Args:
+        rank: its global rank.
+        behind: global ranks that are reached through it alone.
+        pid: its process id on this host, None if it is elsewhere.
+        stack: where its thread is, empty if it didn't answer.
+    """
+
+    rank: int
+    behind: Sequence[int] = ()
+    pid: int | None = None
+    stack: str = ""
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank}"
+        if self.behind:
+            who += f", or one of {list(self.behind)} behind it,"
+        if self.pid is not None:
+            who += f" (pid {self.pid} on this host{_state(self.pid)})"
+        text = f"  {who} did not come"
+        return f"{text}; it is at\n{self.stack}" if self.stack else text
+
+
+def report(round_: str, came: Mapping[int, bytes], missing: Sequence[Missing]) -> str:
+    """Say who has come with which call, who has not, and where those are.
+
+    Local.
+
+    Args:
+        round_: which round of which group.
+        came: what each global rank that has come gave.
+        missing: the others.
+
+    Returns:
+        Several lines.
+    """
+    lines = [f"  rank {rank} came: {calls.describe(blob)}" for rank, blob in sorted(came.items())]
+    return "\n".join([f"{round_}:", *lines, *map(str, missing)])
+
+
+def _state(pid: int) -> str:
+    with contextlib.suppress(OSError, IndexError):  # Linux alone has it
+        letter = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+        return _STATES.get(letter, "")
+    return ""
+
+
+def watch(pids: Mapping[int, int]) -> dict[int, int]:
+    """Open a descriptor for each process that becomes readable when the process ends.
+
+    Local. Linux alone has them.
+
+    Args:
+        pids: process ids by anything.
+
+    Returns:
+        Descriptors by the same, without those that can't be had.
+    """
+    opened: dict[int, int] = {}
+    for place, pid in pids.items():
+        if hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):  # an old kernel, or it ended just now
+                opened[place] = os.pidfd_open(pid)
+    return opened
+
+
+def has_ended(pidfd: int) -> bool:
+    """Tell whether the process of a descriptor has ended. Local."""
+    readable = select.poll()
+    readable.register(pidfd, select.POLLIN)
+    return bool(readable.poll(0))

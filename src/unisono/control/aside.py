@@ -1,0 +1,107 @@
+"""A second line to each neighbour, answered by a thread: where are you, while you don't come?"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from unisono.control.wire import ANSWER, ASK, Line, LineClosed
+
+__all__ = ("Aside", "stack_of")
+
+_ANSWER_WITHIN_S = 1.0
+_FRAMES = 6
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+def stack_of(thread_id: int) -> str:
+    """Give the innermost frames of one thread of this process that aren't ours. Local."""
+    frame = sys._current_frames().get(thread_id)
+    stack = [
+        entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith(_PACKAGE)
+    ]
+    return "".join(traceback.format_list(stack[-_FRAMES:])).rstrip()
+
+
+class Aside:
+    """The side lines of one rank, and the thread that answers on them.
+
+    Args:
+        lines: one line for each neighbour, by its place.
+    """
+
+    def __init__(self, lines: Mapping[int, Line]) -> None:
+        self.thread_id = threading.get_ident()
+        """The thread whose stack the neighbours get."""
+        self._lines = dict(lines)
+        self._answers: dict[int, str] = {}
+        self._heard = threading.Condition()
+        self._end, wake = os.pipe()
+        self._is_open = True
+        threading.Thread(
+            target=self._serve, args=(wake,), name="unisono-aside", daemon=True
+        ).start()
+
+    def ask(self, places: Iterable[int]) -> dict[int, str]:
+        """Ask neighbours for the stack of their thread; wait a second at most.
+
+        Local.
+
+        Returns:
+            The answers that came, by place.
+        """
+        asked = [place for place in places if place in self._lines]
+        until = time.monotonic() + _ANSWER_WITHIN_S
+        with self._heard:
+            for place in asked:
+                self._answers.pop(place, None)
+                with contextlib.suppress(LineClosed, TimeoutError):
+                    self._lines[place].send(ASK, 0, b"", until)
+            self._heard.wait_for(
+                lambda: all(place in self._answers for place in asked), _ANSWER_WITHIN_S
+            )
+            return {place: self._answers[place] for place in asked if place in self._answers}
+
+    def close(self) -> None:
+        """End the thread, which closes the lines. Local; harmless the second time."""
+        if self._is_open:
+            self._is_open = False
+            os.close(self._end)
+
+    def _serve(self, wake: int) -> None:
+        places = {line.fd: place for place, line in self._lines.items()}
+        readable = select.poll()
+        for fd in (wake, *places):
+            readable.register(fd, select.POLLIN)
+        is_over = False
+        while not is_over:
+            for fd, _ in readable.poll():
+                if fd == wake:
+                    is_over = True
+                    continue
+                try:
+                    self._answer(places[fd])
+                except (LineClosed, TimeoutError):
+                    readable.unregister(fd)
+        os.close(wake)
+        for line in self._lines.values():
+            line.close()
+
+    def _answer(self, place: int) -> None:
+        line = self._lines[place]
+        while (frame := line.take()) is not None:
+            kind, _, body = frame
+            if kind == ASK:
+                text = stack_of(self.thread_id).encode("utf-8", "replace")
+                line.send(ANSWER, 0, text, time.monotonic() + _ANSWER_WITHIN_S)
+            elif kind == ANSWER:
+                with self._heard:
+                    self._answers[place] = body.decode("utf-8", "replace")
+                    self._heard.notify_all()

@@ -1,0 +1,101 @@
+"""What a rank says of its call, so that ranks that call different things learn it at once.
+
+A frame: 2 bytes of magic, the lengths of call and site as uint16 little-endian, the call, the site,
+then the blob. Calls are compared between ranks; sites are for people.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from unisono.errors import CollectiveMismatchError
+
+__all__ = ("describe", "pack", "unpack")
+
+_MAGIC = b"\xf5C"
+_HEAD = struct.Struct("<2sHH")
+_LONGEST_SITE = (
+    60  # bytes; with its call a short value still fits into the derived exchange's frame
+)
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+def _site() -> bytes:
+    """Give file and line of the innermost frame that isn't ours."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}".encode()[-_LONGEST_SITE:]
+
+
+def pack(call: str, blob: bytes) -> bytes:
+    """Put the call and the line that it was made on before a blob.
+
+    Local.
+
+    Args:
+        call: the operation with all that must agree between ranks: ``"broadcast from 0"``.
+        blob: any bytes.
+
+    Returns:
+        A frame for an exchange.
+    """
+    text, site = call.encode(), _site()
+    return b"".join((_HEAD.pack(_MAGIC, len(text), len(site)), text, site, blob))
+
+
+def unpack(frames: Sequence[bytes], ranks: Sequence[int]) -> list[bytes]:
+    """Take the blobs out of frames, if all ranks made the same call.
+
+    Local.
+
+    Args:
+        frames: one for each rank, in order of ranks; bytes of any kind.
+        ranks: their global ranks.
+
+    Returns:
+        The blobs, in the same order.
+
+    Raises:
+        CollectiveMismatchError: the calls differ; says what each rank called, and where.
+    """
+    first = frames[0]
+    size = len(first)
+    if size < _HEAD.size:
+        raise _mismatch(frames, ranks)
+    magic, width, _ = _HEAD.unpack_from(first)
+    start, end = _HEAD.size, _HEAD.size + width
+    call = first[start:end]
+    blobs = []
+    for frame in frames:
+        if len(frame) < _HEAD.size:
+            raise _mismatch(frames, ranks)
+        magic, width, room = _HEAD.unpack_from(frame)
+        end = start + width
+        if magic != _MAGIC or frame[start:end] != call:
+            raise _mismatch(frames, ranks)
+        blobs.append(frame[end + room :])
+    return blobs
+
+
+def describe(frame: bytes) -> str:
+    """Say what a frame is of, for a person. Local."""
+    if len(frame) < _HEAD.size or frame[:2] != _MAGIC:
+        return "another call"
+    _, width, room = _HEAD.unpack_from(frame)
+    end = _HEAD.size + width
+    call = bytes(frame[_HEAD.size : end]).decode("utf-8", "replace")
+    return f"{call} at {bytes(frame[end : end + room]).decode('utf-8', 'replace')}"
+
+
+def _mismatch(frames: Sequence[bytes], ranks: Sequence[int]) -> CollectiveMismatchError:
+    said = "\n".join(
+        f"  rank {rank}: {describe(frame)}" for rank, frame in zip(ranks, frames, strict=True)
+    )
+    return CollectiveMismatchError(
+        f"the ranks called different things at the same time:\n{said}\n"
+        "make every rank of the group call the same collectives in the same order"
+    )

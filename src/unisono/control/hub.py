@@ -1,0 +1,294 @@
+"""One rank's part of a group's control plane: rounds over sockets, and who is missing in them.
+
+In a round every rank gives its blob to whom it is connected upwards, together with what came from
+below; the root sends all of it down again. Entries: place as uint32, length as uint64, the blob.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import select
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+from unisono.control import calls
+from unisono.control.absence import Absent, Missing, has_ended, report, watch
+from unisono.control.aside import Aside
+from unisono.control.tree import Links
+from unisono.control.wire import ALL, FAIL, GIVE, NOTICE, Line, LineClosed
+from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
+
+__all__ = ("Hub", "Neighbours")
+
+_log = logging.getLogger(__name__)
+_ENTRY = struct.Struct("<IQ")
+# The leader knows more of who is missing, so it is given the time to say so first.
+_GRACE_S = 3.0
+_NEVER = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """Whom a rank can see.
+
+    Args:
+        links: who is connected to whom.
+        lines: one for each connected place.
+        asides: a second one for each.
+        pids: process ids, as this process sees them, of the places on this host.
+    """
+
+    links: Links
+    lines: Mapping[int, Line]
+    asides: Mapping[int, Line]
+    pids: Mapping[int, int]
+
+
+class Hub:
+    """The control plane of one group.
+
+    Args:
+        ranks: global ranks of the group, in order of places.
+        place: this rank's place.
+        neighbours: whom it can see.
+    """
+
+    def __init__(self, ranks: tuple[int, ...] | range, place: int, neighbours: Neighbours) -> None:
+        self._ranks = ranks
+        self._place = place
+        self._links = neighbours.links
+        self._lines = neighbours.lines
+        self._pids = neighbours.pids
+        self._seq = 0
+        self._failure: CollectiveError | None = None
+        self._lock = threading.Lock()
+        self._aside = Aside(neighbours.asides)
+        self._pidfds = watch(neighbours.pids)
+        self._poll = select.poll()
+        self._place_of = {line.fd: other for other, line in self._lines.items()}
+        for other, fd in self._pidfds.items():
+            if other in self._lines:
+                self._place_of[fd] = other
+        for fd in self._place_of:
+            self._poll.register(fd, select.POLLIN)
+        self._blob = b""
+        self._is_told = False
+        self.close = weakref.finalize(
+            self, _close, self._aside, list(self._lines.values()), list(self._pidfds.values())
+        )
+        self.close.atexit = False
+
+    def exchange(self, blob: bytes, limit_s: float, warn_after_s: float) -> list[bytes]:
+        """Give every rank the blobs of all, in order of places.
+
+        Collective over the group.
+
+        Args:
+            blob: this rank's.
+            limit_s: seconds to wait for the others.
+            warn_after_s: seconds after which those who wait say whom they wait for.
+
+        Returns:
+            The blobs.
+
+        Raises:
+            PeerFailedError: a rank is gone.
+            CollectiveTimeoutError: ranks didn't come in time; names them.
+        """
+        with self._lock:
+            if self._failure is not None:
+                raise type(self._failure)(*self._failure.args)
+            self._seq += 1
+            self._blob = blob
+            self._aside.thread_id = threading.get_ident()
+            start = time.monotonic()
+            until, warn_at = start + limit_s, start + warn_after_s
+            up, downs = self._links.up, self._links.downs
+            bundle = _ENTRY.pack(self._place, len(blob)) + blob
+            if downs:
+                bundle += b"".join(self._hear(GIVE, downs, until, warn_at))
+            if up is not None:
+                self._say(GIVE, up, bundle, until)
+                (bundle,) = self._hear(ALL, (up,), until + _GRACE_S, warn_at + _GRACE_S)
+            for down in downs:
+                self._say(ALL, down, bundle, until)
+            blobs = _entries(bundle)
+            return [blobs[place] for place in range(len(self._ranks))]
+
+    def gone(self) -> Absent | None:
+        """Tell which rank of the group is known to be gone, if any.
+
+        Local; doesn't wait.
+        """
+        for place, fd in self._pidfds.items():
+            if has_ended(fd):
+                return self._absent(place)
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._failure is None:
+                    self._look_around()
+            finally:
+                self._lock.release()
+        failure = self._failure
+        if isinstance(failure, PeerFailedError):
+            return Absent(failure.rank, str(failure))
+        return None
+
+    def _look_around(self) -> None:
+        """Notice what neighbours say of a failure, and leave what they say of rounds."""
+        with contextlib.suppress(CollectiveError):
+            for place, line in self._lines.items():
+                try:
+                    said = line.look()
+                except LineClosed as closed:
+                    self._lose(self._absent(place, str(closed)))
+                if said is not None and said[0] == FAIL:
+                    self._fail(json.loads(said[2]), place)
+
+    def _hear(
+        self, kind: int, places: tuple[int, ...], until: float, warn_at: float
+    ) -> Iterable[bytes]:
+        """Wait for one frame of `kind` from each of `places`."""
+        got: dict[int, bytes] = {}
+        self._is_told = False
+        for place in places:
+            if self._lines[place].holds_data:  # came while this rank was elsewhere
+                self._on_event(self._lines[place].fd, kind, places, got)
+        while len(got) < len(places):
+            now = time.monotonic()
+            for fd, _ in self._poll.poll(max(0.0, min(until, warn_at) - now) * 1000):
+                self._on_event(fd, kind, places, got)
+            if len(got) == len(places):
+                break
+            now = time.monotonic()
+            if now >= until:
+                text = self._report(places, got)
+                self._fail({"kind": "timeout", "text": f"the deadline is over.\n{text}"})
+            if now >= warn_at:
+                warn_at = _NEVER
+                self._warn(places, got)
+        return got.values()
+
+    def _on_event(self, fd: int, kind: int, places: tuple[int, ...], got: dict[int, bytes]) -> None:
+        place = self._place_of[fd]
+        line = self._lines[place]
+        how = ""
+        is_gone = fd != line.fd
+        try:
+            while (frame := line.take()) is not None:
+                if frame[0] == NOTICE:
+                    self._tell(frame[2], place)
+                elif frame[0] == FAIL:
+                    self._fail(json.loads(frame[2]), place)
+                elif frame[:2] == (kind, self._seq) and place in places and place not in got:
+                    got[place] = frame[2]
+                    if not is_gone:
+                        return
+                else:
+                    raise LineClosed(f"it sent frame {frame[0]} of round {frame[1]}")
+        except LineClosed as closed:
+            is_gone, how = True, str(closed)
+        # Whoever gave waits for the answer and can't be done; whoever answered may be.
+        if is_gone and not (kind == ALL and place in got):
+            self._lose(self._absent(place, how))
+
+    def _tell(self, body: bytes, source: int) -> None:
+        """Log what a neighbour says of a long wait, and hand it down."""
+        self._is_told = True
+        _log.warning("%s", body.decode("utf-8", "replace"))
+        for place in self._links.downs:
+            if place != source:
+                with contextlib.suppress(LineClosed, TimeoutError):
+                    self._lines[place].send(NOTICE, self._seq, body, time.monotonic() + 1)
+
+    def _absent(self, place: int, how: str = "") -> Absent:
+        rank, pid = self._ranks[place], self._pids.get(place)
+        who = f"rank {rank}" if pid is None else f"rank {rank} (pid {pid} on this host)"
+        ended = pid is not None and place in self._pidfds and has_ended(self._pidfds[place])
+        return Absent(rank, f"{who} has ended" if ended else f"{who} is gone: {how}")
+
+    def _say(self, kind: int, place: int, body: bytes, until: float) -> None:
+        try:
+            self._lines[place].send(kind, self._seq, body, until)
+        except LineClosed as closed:
+            self._on_event(self._lines[place].fd, NOTICE, (), {})  # it may have said why
+            self._lose(self._absent(place, str(closed)))
+        except TimeoutError:
+            late = Missing(self._ranks[place], pid=self._pids.get(place))
+            text = f"the deadline is over, and what came isn't read:\n{late}"
+            self._fail({"kind": "timeout", "text": text})
+
+    def _me(self) -> str:
+        return f"rank {self._ranks[self._place]} of {len(self._ranks)}"
+
+    def _lose(self, absent: Absent) -> NoReturn:
+        self._fail({"kind": "peer", "rank": absent.rank, "text": absent.how})
+
+    def _fail(self, said: dict[str, object], source: int | None = None) -> NoReturn:
+        """Tell all neighbours but the one that said so, then raise."""
+        body = json.dumps(said).encode()
+        for place, line in self._lines.items():
+            if place != source:
+                with contextlib.suppress(LineClosed, TimeoutError):
+                    line.send(FAIL, self._seq, body, time.monotonic() + 1)
+        text = f"{self._me()}, in {calls.describe(self._blob)}: {said['text']}"
+        if said["kind"] == "peer":
+            self._failure = PeerFailedError(text, int(str(said["rank"])))
+        else:
+            self._failure = CollectiveTimeoutError(text)
+        raise self._failure
+
+    def _warn(self, places: tuple[int, ...], got: Mapping[int, bytes]) -> None:
+        if self._is_told:
+            return
+        call = calls.describe(self._blob)
+        text = f"{self._me()} is still waiting in {call}\n{self._report(places, got)}"
+        _log.warning("%s", text)
+        for place in got:
+            with contextlib.suppress(LineClosed, TimeoutError):
+                self._lines[place].send(NOTICE, self._seq, text.encode(), time.monotonic() + 1)
+
+    def _report(self, places: tuple[int, ...], got: Mapping[int, bytes]) -> str:
+        """Say who has come with which call, who has not, and where those are."""
+        absent = [place for place in places if place not in got]
+        stacks = self._aside.ask(absent)
+        came = {self._place: self._blob}
+        for bundle in got.values():
+            came |= _entries(bundle)
+        missing = [
+            Missing(
+                self._ranks[place],
+                [self._ranks[other] for other in self._links.below.get(place, ())[1:]],
+                self._pids.get(place),
+                stacks.get(place, ""),
+            )
+            for place in absent
+        ]
+        by_rank = {self._ranks[place]: blob for place, blob in came.items()}
+        return report(f"round {self._seq} of the group of {len(self._ranks)}", by_rank, missing)
+
+
+def _entries(bundle: bytes) -> dict[int, bytes]:
+    blobs: dict[int, bytes] = {}
+    at = 0
+    while at < len(bundle):
+        place, size = _ENTRY.unpack_from(bundle, at)
+        at += _ENTRY.size + size
+        blobs[place] = bundle[at - size : at]
+    return blobs
+
+
+def _close(aside: Aside, lines: list[Line], pidfds: list[int]) -> None:
+    aside.close()
+    for line in lines:
+        line.close()
+    for fd in pidfds:
+        os.close(fd)

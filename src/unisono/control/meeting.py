@@ -1,0 +1,286 @@
+"""How the ranks of a group find each other for the control plane, once, over the data plane.
+
+Each rank offers where it can be reached and a random key. All keys together make the secret, which
+nobody else knows, and with which both ends of every connection prove that they belong to the group.
+Ranks of one host meet at an abstract Unix-domain socket (Linux; elsewhere in a directory of mode
+0700), leaders of hosts over TCP. Nothing listens any more once all are connected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import logging
+import os
+import secrets
+import shutil
+import socket
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from unisono.control import derived
+from unisono.control.addresses import own_address
+from unisono.control.hub import Hub, Neighbours
+from unisono.control.tree import FAN_OUT, Links, links
+from unisono.control.wire import Line
+from unisono.topology import Group
+
+__all__ = ("host_of_this_process", "meet")
+
+_log = logging.getLogger(__name__)
+_SET_UP_S = 10.0
+_STRANGER_S = 1.0  # how long a connection may take to prove itself
+_HELLO = struct.Struct("<II16s")
+_PROOF_BYTES = 32
+_MAIN, _ASIDE = 0, 1
+_ENTRY_BYTES = 64  # what an entry of a round takes besides its blob, and more
+
+
+def host_of_this_process() -> str:
+    """Name what this process shares with those that it can reach by a Unix-domain socket. Local."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
+    return f"{socket.gethostname()} {os.getuid() if hasattr(os, 'getuid') else ''}"
+
+
+def meet(
+    model: derived.Carrier, group: Group | None, inline_bytes: int, host: str | None = None
+) -> Hub | None:
+    """Connect the ranks of a group.
+
+    Collective over `group`, in two rounds of the derived exchange.
+
+    Args:
+        model: what carries the offers.
+        group: the ranks that meet.
+        inline_bytes: longest blob that travels in a round.
+        host: what ranks that share a host have in common; None to find out.
+
+    Returns:
+        This rank's hub; None on every rank where some rank couldn't be connected.
+    """
+    ranks = model.members(group)
+    place = ranks.index(model.topology.rank)
+    here = host_of_this_process() if host is None else host
+    is_wide = model.topology.nnodes != 1 or host is not None
+    with contextlib.ExitStack() as stack:
+        key = secrets.token_bytes(16)
+        offer: dict[str, Any] = {"host": here, "pid": os.getpid(), "key": key.hex()}
+        listeners: list[socket.socket] = []
+        reason = ""
+        try:
+            local, offer["unix"] = _bind_unix(stack)
+            listeners.append(local)
+            if is_wide:
+                wide = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+                wide.bind((own_address(), 0))
+                offer["tcp"] = wide.getsockname()
+                listeners.append(wide)
+        except OSError as error:
+            reason = str(error)
+        offers = [
+            json.loads(blob) for blob in derived.exchange(model, json.dumps(offer).encode(), group)
+        ]
+        hub = None
+        if all("unix" in each for each in offers) and not reason:
+            limit = len(ranks) * (inline_bytes + _ENTRY_BYTES)
+            try:
+                hub = _connect(offers, place, ranks, listeners, limit)
+            except OSError as error:
+                reason = str(error) or type(error).__name__
+        votes = derived.exchange(model, reason.encode() or (b"" if hub else b"no socket"), group)
+    if not any(votes):
+        return hub
+    if hub is not None:
+        hub.close()
+    said = "; ".join(f"rank {r}: {v.decode()}" for r, v in zip(ranks, votes, strict=True) if v)
+    _log.info("the control plane stays on the model's own collectives: %s", said)
+    return None
+
+
+def _bind_unix(stack: contextlib.ExitStack) -> tuple[socket.socket, str]:
+    if not hasattr(socket, "AF_UNIX"):
+        raise OSError("no Unix-domain sockets here")
+    sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    name = f"unisono-{secrets.token_hex(12)}"
+    if sys.platform == "linux":
+        address = f"@{name}"
+        sock.bind(f"\0{name}")
+    else:
+        folder = tempfile.mkdtemp(prefix="unisono-")  # mode 0700
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        address = f"{folder}/s"
+        sock.bind(address)
+    sock.listen(128)
+    return sock, address
+
+
+def _connect(
+    offers: list[dict[str, Any]],
+    place: int,
+    ranks: tuple[int, ...] | range,
+    listeners: list[socket.socket],
+    limit_bytes: int,
+) -> Hub:
+    """Connect upwards first, so that the tree is made from its root down."""
+    hosts = [offer["host"] for offer in offers]
+    fan_out = int(os.environ.get("UNISONO_FAN_OUT", FAN_OUT))
+    part = links(hosts, place, fan_out)
+    everybody = "".join(offer["key"] for offer in offers).encode()
+    secret = hashlib.sha256(everybody).digest()
+    until = time.monotonic() + _SET_UP_S
+    made: dict[tuple[int, int], socket.socket] = {}
+    try:
+        if any(hosts[down] != hosts[place] for down in part.downs):
+            listeners[1].listen(128)
+        if part.up is not None:
+            for use in (_MAIN, _ASIDE):
+                made[part.up, use] = _call(offers, place, part.up, use, secret, until)
+        for other, use, sock in _answer(hosts, place, part, listeners, secret, until):
+            made[other, use] = sock
+    except BaseException:
+        for sock in made.values():
+            sock.close()
+        raise
+    pids = _pids(offers, place)
+    return Hub(
+        ranks,
+        place,
+        Neighbours(
+            part,
+            {other: Line(sock, limit_bytes) for (other, use), sock in made.items() if use == _MAIN},
+            {other: Line(sock, 1 << 20) for (other, use), sock in made.items() if use == _ASIDE},
+            pids,
+        ),
+    )
+
+
+def _pids(offers: list[dict[str, Any]], place: int) -> dict[int, int]:
+    """Give the pids of the others on this host, if this process sees its own as it offered it."""
+    here = offers[place]["host"]
+    return {
+        other: int(offer["pid"])
+        for other, offer in enumerate(offers)
+        if other != place and offer["host"] == here and sys.platform == "linux"
+    }
+
+
+def _proof(secret: bytes, side: bytes, nonce: bytes, place: int, use: int) -> bytes:
+    return hmac.new(secret, side + struct.pack("<II", place, use) + nonce, "sha256").digest()
+
+
+def _call(
+    offers: list[dict[str, Any]], place: int, up: int, use: int, secret: bytes, until: float
+) -> socket.socket:
+    """Connect to the rank above, and let each prove itself to the other."""
+    offer = offers[up]
+    if offer["host"] == offers[place]["host"]:
+        address: Any = offer["unix"].replace("@", "\0", 1)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    else:
+        address = tuple(offer["tcp"])
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        _connect_until(sock, address, until)
+        nonce = secrets.token_bytes(16)
+        sock.sendall(_HELLO.pack(place, use, nonce))
+        reply = _read(sock, _PROOF_BYTES + 16)
+        if not hmac.compare_digest(reply[:_PROOF_BYTES], _proof(secret, b"up", nonce, place, use)):
+            raise OSError(f"who listens at {address!r} doesn't belong to this job")
+        sock.sendall(_proof(secret, b"down", reply[_PROOF_BYTES:], place, use))
+        if _read(sock, 1) != b"!":
+            raise OSError("refused")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _connect_until(sock: socket.socket, address: Any, until: float) -> None:
+    """Connect; a leader elsewhere may not listen yet."""
+    while True:
+        sock.settimeout(max(0.1, until - time.monotonic()))
+        try:
+            sock.connect(address)
+            return
+        except ConnectionRefusedError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(0.01)
+
+
+def _read(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = sock.recv(size - len(data))
+        if not part:
+            raise OSError("the other side closed the connection")
+        data += part
+    return data
+
+
+def _answer(
+    hosts: list[str],
+    place: int,
+    part: Links,
+    listeners: list[socket.socket],
+    secret: bytes,
+    until: float,
+) -> Iterator[tuple[int, int, socket.socket]]:
+    """Take the connections of those below; strangers are dropped."""
+    for is_local in (True, False):
+        wanted = {
+            (down, use)
+            for down in part.downs
+            for use in (_MAIN, _ASIDE)
+            if (hosts[down] == hosts[place]) is is_local
+        }
+        while wanted:
+            listener = listeners[0 if is_local else 1]
+            listener.settimeout(max(0.01, until - time.monotonic()))
+            sock, _ = listener.accept()
+            found = None
+            with contextlib.suppress(OSError):
+                found = _check(sock, wanted, secret, is_local)
+            if found is None:
+                sock.close()
+                continue
+            wanted.discard(found)
+            yield (*found, sock)
+
+
+def _check(
+    sock: socket.socket, wanted: set[tuple[int, int]], secret: bytes, is_local: bool
+) -> tuple[int, int] | None:
+    sock.settimeout(_STRANGER_S)
+    if is_local and not _is_own_user(sock):
+        return None
+    if not is_local:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    place, use, nonce = _HELLO.unpack(_read(sock, _HELLO.size))
+    if (place, use) not in wanted:
+        return None
+    mine = secrets.token_bytes(16)
+    sock.sendall(_proof(secret, b"up", nonce, place, use) + mine)
+    if not hmac.compare_digest(
+        _read(sock, _PROOF_BYTES), _proof(secret, b"down", mine, place, use)
+    ):
+        return None
+    sock.sendall(b"!")
+    return place, use
+
+
+def _is_own_user(sock: socket.socket) -> bool:
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True  # the directory's mode keeps others out
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return bool(uid == os.getuid())

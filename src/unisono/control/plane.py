@@ -1,0 +1,103 @@
+"""The exchange of models that have sockets beside their collectives: hubs, one for each group."""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from typing import Any, Protocol
+
+from unisono.control import derived
+from unisono.control.absence import Absent
+from unisono.control.hub import Hub
+from unisono.control.meeting import meet
+from unisono.topology import Group
+
+__all__ = ("INLINE_BYTES", "INLINE_TENSOR_BYTES", "Meeting", "close", "exchange", "gone", "has_hub")
+
+INLINE_BYTES = 1 << 16
+"""Longest blob that travels through the hub; longer ones follow on the data plane."""
+INLINE_TENSOR_BYTES = 1 << 14
+"""Longest CPU tensor that travels in a round instead of by the model's own collectives."""
+_WARN_AFTER_S = 30.0
+_SHORT, _LONG = b"\0", b"\1"
+_HEAD_BYTES = 256  # enough to tell of which call a long blob is
+_LENGTH = struct.Struct("<Q")
+
+
+class Meeting(derived.Carrier, Protocol):
+    """What this file needs of a model."""
+
+    planes: dict[tuple[int, ...], Any]
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Seconds that a collective may take."""
+
+
+def exchange(model: Meeting, blob: bytes, group: Group | None) -> list[bytes]:
+    """Give every rank the blob of every rank.
+
+    Collective over `group`. The first call of a group connects it.
+
+    Args:
+        model: whose ranks meet.
+        blob: any bytes, of any length.
+        group: the ranks that take part.
+
+    Returns:
+        The blobs in the order of ranks.
+
+    Raises:
+        PeerFailedError: a rank is gone.
+        CollectiveTimeoutError: ranks didn't come in time; names them.
+    """
+    hub = _hub(model, group)
+    if hub is None:
+        return derived.exchange(model, blob, group)
+    is_short = len(blob) < INLINE_BYTES
+    said = blob + _SHORT if is_short else blob[:_HEAD_BYTES] + _LENGTH.pack(len(blob)) + _LONG
+    limit_s = math.inf if model.timeout_s is None else model.timeout_s
+    warn_after_s = float(os.environ.get("UNISONO_WARN_AFTER_S", _WARN_AFTER_S))
+    heard = hub.exchange(said, limit_s, warn_after_s)
+    if all(each.endswith(_SHORT) for each in heard):
+        return [each[:-1] for each in heard]
+    return derived.exchange_bodies(model, blob, [_size(each) for each in heard], group)
+
+
+def _size(said: bytes) -> int:
+    if said.endswith(_SHORT):
+        return len(said) - 1
+    return int(_LENGTH.unpack_from(said, len(said) - 1 - _LENGTH.size)[0])
+
+
+def _hub(model: Meeting, group: Group | None) -> Hub | None:
+    key = () if group is None else group.ranks
+    if key not in model.planes:
+        model.planes[key] = meet(model, group, INLINE_BYTES)
+    hub: Hub | None = model.planes[key]
+    return hub
+
+
+def has_hub(model: Meeting, group: Group | None) -> bool:
+    """Tell whether a group is connected. Local, and the same on every rank of it."""
+    return model.planes.get(() if group is None else group.ranks) is not None
+
+
+def close(model: Meeting) -> None:
+    """Leave the hubs of a context. Local."""
+    hubs = list(model.planes.values())
+    model.planes.clear()
+    for hub in hubs:
+        if hub is not None:
+            hub.close()
+
+
+def gone(model: Meeting) -> Absent | None:
+    """Tell which rank is known to be gone, if any. Local; doesn't wait."""
+    hubs: list[Hub | None] = list(model.planes.values())
+    for hub in hubs:
+        absent = None if hub is None else hub.gone()
+        if absent is not None:
+            return absent
+    return None

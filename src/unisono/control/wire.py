@@ -1,0 +1,132 @@
+"""Framed messages between two ranks over a stream socket.
+
+A frame: kind as one byte, sequence number as uint32, length of the body as uint64, all
+little-endian, then the body. A body over the line's limit ends the line, so a peer can't make this
+process allocate more than that.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import time
+
+__all__ = ("ALL", "ANSWER", "ASK", "FAIL", "GIVE", "NOTICE", "Line", "LineClosed")
+
+GIVE, ALL, FAIL, NOTICE, ASK, ANSWER = range(6)
+_HEAD = struct.Struct("<BIQ")
+_CHUNK = 1 << 16
+
+
+class LineClosed(Exception):
+    """The peer is gone, or sent what is no frame. Never leaves this package."""
+
+
+class Line:
+    """One connection to one rank.
+
+    Args:
+        sock: connected stream socket; the line owns it.
+        limit_bytes: longest body that the peer may send.
+    """
+
+    def __init__(self, sock: socket.socket, limit_bytes: int) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._limit = limit_bytes
+        self._held = bytearray()
+        self.fd = sock.fileno()
+
+    def send(self, kind: int, seq: int, body: bytes, until: float) -> None:
+        """Send one frame.
+
+        Local.
+
+        Args:
+            kind: one of the kinds of this module.
+            seq: number of the round.
+            body: any bytes.
+            until: when to give up, by ``time.monotonic()``.
+
+        Raises:
+            LineClosed: the peer is gone.
+            TimeoutError: it doesn't read.
+        """
+        data = memoryview(_HEAD.pack(kind, seq, len(body)) + body)
+        data = data[self._put(data) :]
+        while data:
+            writable = select.poll()
+            writable.register(self.fd, select.POLLOUT)
+            left = until - time.monotonic()
+            if left <= 0 or not writable.poll(left * 1000):
+                raise TimeoutError
+            data = data[self._put(data) :]
+
+    def _put(self, data: memoryview) -> int:
+        try:
+            return self._sock.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise LineClosed(str(error)) from None
+
+    def take(self) -> tuple[int, int, bytes] | None:
+        """Take what has come.
+
+        Local; never waits.
+
+        Returns:
+            Kind, sequence number and body; None if no whole frame is there yet.
+
+        Raises:
+            LineClosed: the peer is gone and all that it sent has been taken, or it sent nonsense.
+        """
+        frame = self._parse()
+        while frame is None:
+            try:
+                data = self._sock.recv(max(_CHUNK, self._missing()))
+            except BlockingIOError:
+                return None
+            except OSError as error:
+                raise LineClosed(str(error)) from None
+            if not data:
+                raise LineClosed("it closed the connection")
+            self._held += data
+            frame = self._parse()
+        return frame
+
+    def look(self) -> tuple[int, int, bytes] | None:
+        """As `take`, but leave what has come to be taken later. Local; never waits."""
+        frame = self.take()
+        if frame is not None:
+            self._held[:0] = _HEAD.pack(frame[0], frame[1], len(frame[2])) + frame[2]
+        return frame
+
+    @property
+    def holds_data(self) -> bool:
+        """Whether something has been read from the socket and not been taken."""
+        return bool(self._held)
+
+    def _missing(self) -> int:
+        if len(self._held) < _HEAD.size:
+            return 0
+        return int(_HEAD.unpack_from(self._held)[2]) + _HEAD.size - len(self._held)
+
+    def _parse(self) -> tuple[int, int, bytes] | None:
+        held = self._held
+        if len(held) < _HEAD.size:
+            return None
+        kind, seq, size = _HEAD.unpack_from(held)
+        if size > self._limit or kind > ANSWER:
+            raise LineClosed(f"it sent a frame of kind {kind} with {size} bytes")
+        end = _HEAD.size + size
+        if len(held) < end:
+            return None
+        body = bytes(memoryview(held)[_HEAD.size : end])
+        del held[:end]
+        return kind, seq, body
+
+    def close(self) -> None:
+        """Close the connection. Local."""
+        self._sock.close()
