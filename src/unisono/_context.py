@@ -40,6 +40,7 @@ _serial = SerialModel()
 
 class _Slot(threading.local):
     model: ComputationModel | None = None
+    ours: ComputationModel | None = None
 
 
 _thread = _Slot()
@@ -151,13 +152,16 @@ def detect_environment() -> RankInfo | None:
         return None
 
 
-def activate(make: Callable[[], ComputationModel]) -> ComputationModel:
-    """Make a context and let it be the process's.
+def activate(
+    make: Callable[[], ComputationModel], cls: type[ComputationModel] | None = None
+) -> ComputationModel:
+    """Make a context and let it be the process's, or the thread's where the model is bound to it.
 
     Collective over the ranks of the new context.
 
     Args:
         make: initialises a model.
+        cls: the model; given where it may join the replicas that its library made as threads.
 
     Returns:
         The model.
@@ -168,19 +172,24 @@ def activate(make: Callable[[], ComputationModel]) -> ComputationModel:
     global _process, _ours, _forked
     with _lock:
         live = None if current_model() is _forked else current_model()
-        if live is not None and live is not _serial:
+        joins = live is not None and live.is_thread_bound and type(live) is cls
+        if live is not None and live is not _serial and (is_ours(live) or not joins):
             raise AlreadyInitializedError(
                 f"a {live.name} context is live already (rank {live.topology.rank} of "
                 f"{live.topology.world_size}): call finalize() first"
             )
-        _process = _ours = make()
+        model = make()
+        if model.is_thread_bound:
+            _thread.model = _thread.ours = model
+        else:
+            _process = _ours = model
         _forked = None
-        return _process
+        return model
 
 
 def is_ours(model: ComputationModel) -> bool:
     """Tell whether `activate` made this context. Local."""
-    return model is _ours
+    return model is _ours or model is _thread.ours
 
 
 def is_serial(model: ComputationModel) -> bool:
@@ -194,7 +203,7 @@ def forget() -> None:
     with _lock:
         _process = _ours = None
         if _thread.model is not None and _thread.model.is_thread_bound:
-            _thread.model = None
+            _thread.model = _thread.ours = None
 
 
 def set_local_rank(local_rank: int | None) -> None:

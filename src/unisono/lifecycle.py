@@ -83,7 +83,7 @@ def initialize(backend: str | None = None, **options: Any) -> None:
     if given.get("timeout") is not None:
         given["timeout"] = seconds("timeout", given["timeout"])
     given = {key: value for key, value in given.items() if value is not None}
-    _context.activate(lambda: cls.initialize(name.lower(), info, **given))
+    _context.activate(lambda: cls.initialize(name.lower(), info, **given), cls)
 
 
 def _who_am_i(options: dict[str, Any]) -> RankInfo:
@@ -218,7 +218,7 @@ def spawn(
     replica = Replica(name.lower(), fn, tuple(args), dict(kwargs_dict or {}), given)
     if "launch" in cls.capabilities and options.get("launcher") is None:
         _check_own_launch(cls.name, options)
-        return cls.launch(replica.run, plan, **given)
+        return cls.launch(replica.run, replace(plan, backend=name.lower()), **given)
     launch, extra = _launcher(name, options)
     return launch(replica, plan, environ=cls.worker_environ(plan), **extra)
 

@@ -25,6 +25,7 @@ __all__ = (
     "available_backends",
     "find_launcher",
     "find_model",
+    "launcher_availability",
     "probe",
     "register_model",
     "registered_models",
@@ -144,7 +145,7 @@ def _native() -> type[ComputationModel]:
 
 
 def _load_by_name(backend: str, row: Row) -> type[ComputationModel]:
-    reason = why_not_installed(row)
+    reason = why_not_installed(row, backend)
     if reason is not None:
         raise BackendUnavailableError(f"backend {backend!r} can't be used here: {reason}")
     try:
@@ -249,7 +250,7 @@ def find_launcher(name: str) -> Callable[..., Any]:
     if row is None:
         known = ", ".join(sorted({*rows, *plugins}))
         raise ArgumentError(f"unknown launcher {name!r}. Known: {known}")
-    reason = why_not_installed(row)
+    reason = why_not_installed(row, name)
     if reason is not None:
         raise BackendUnavailableError(f"launcher {name!r} can't be used here: {reason}")
     launch: Callable[..., Any] = load(row.path)
@@ -266,7 +267,7 @@ def availability() -> dict[str, str | None]:
     """
     table: dict[str, str | None] = {}
     for row in MODELS:
-        table.update(dict.fromkeys(row.names, why_not_installed(row)))
+        table.update({name: why_not_installed(row, name) for name in row.names})
     native = _native()
     for backend in native.known_backends():
         table[backend] = native.why_unavailable(backend)
@@ -274,9 +275,25 @@ def availability() -> dict[str, str | None]:
         if len(rows) > 1:
             table[backend] = "claimed by two plug-ins: " + ", ".join(r.distribution for r in rows)
         else:
-            table.setdefault(backend, why_not_installed(rows[0]))
+            table.setdefault(backend, why_not_installed(rows[0], backend))
     for backend, cls in _registered.items():
         table[backend] = cls.why_unavailable(backend)
+    return table
+
+
+def launcher_availability() -> dict[str, str | None]:
+    """Tell for every known launcher why it can't be used here, None where it can.
+
+    Local. No library is imported to answer.
+
+    Returns:
+        Reason and remedy by name.
+    """
+    table = {row.names[0]: why_not_installed(row, row.names[0]) for row in LAUNCHERS}
+    for name, rows in scan(_LAUNCHER_GROUP).items():
+        owners = ", ".join(row.distribution for row in rows)
+        clash = f"claimed by two plug-ins: {owners}" if len(rows) > 1 else None
+        table.setdefault(name, clash or why_not_installed(rows[0], name))
     return table
 
 

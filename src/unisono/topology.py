@@ -142,6 +142,7 @@ class LaunchPlan:
         master_port: TCP port there; needed where ``nnodes`` is over 1.
         init_method: a rendezvous URL that the model shall use instead; None for the launcher's own.
         start_method: how processes come to be; None for the launcher's best.
+        backend: what was asked for, where the model itself launches; it may have several.
     """
 
     nproc_per_node: int
@@ -151,6 +152,7 @@ class LaunchPlan:
     master_port: int | None = None
     init_method: str | None = None
     start_method: str | None = None
+    backend: str = ""
 
     @property
     def world_size(self) -> int:

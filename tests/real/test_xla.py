@@ -29,7 +29,6 @@ from unisono.errors import (
 )
 from unisono.launchers import xla as launcher
 from unisono.model import ComputationModel
-from unisono.models import _xla_setup
 from unisono.models._xla_meeting import MEETING
 from unisono.models.xla import XlaModel
 from unisono.reduction import ReduceOp, fold_tensors
@@ -55,7 +54,7 @@ def _torch_xla() -> None:
 
 
 def launch(entry: Callable[[XlaModel], Any], n: int, **options: Any) -> list[Any]:
-    return XlaModel.launch(entry, LaunchPlan(n), backend="xla-cpu", **options)
+    return XlaModel.launch(entry, LaunchPlan(n, backend="xla-cpu"), **options)
 
 
 def sample(dtype: torch.dtype, rank: int, shape: tuple[int, ...]) -> Tensor:
@@ -483,7 +482,7 @@ def test_the_replicas_die_with_the_parent(tmp_path: Path) -> None:
 
 def test_bad_requests_are_refused_before_anything_starts() -> None:
     with pytest.raises(UnsupportedOperation, match="2 nodes"):
-        XlaModel.launch(facts, LaunchPlan(2, nnodes=2), backend="xla-cpu")
+        XlaModel.launch(facts, LaunchPlan(2, nnodes=2, backend="xla-cpu"))
     with pytest.raises(ArgumentError, match="start_method"):
         launcher.launch(str, LaunchPlan(1, start_method="spawn"), env={})
 
@@ -505,7 +504,7 @@ def test_the_reason_says_what_is_missing_and_what_to_do(monkeypatch: pytest.Monk
         XlaModel.why_unavailable("xla-tpu")
     )
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
-    reason = str(_xla_setup.why_unavailable("xla-cpu"))
+    reason = str(XlaModel.why_unavailable("xla-cpu"))
     assert "this is torch 2.13.0" in reason
     assert "pip install torch==2.9.0 torch_xla==2.9.0" in reason
 

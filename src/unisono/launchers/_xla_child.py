@@ -13,6 +13,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
 from concurrent.futures.process import BrokenProcessPool
@@ -123,6 +124,7 @@ def _replica(_rank: int) -> None:
     assert child is not None
     runtime = importlib.import_module("torch_xla.runtime")
     rank = runtime.global_ordinal()
+    child.send("thread", rank, threading.get_ident())
     try:
         entry = cloudpickle.loads(child.entry)
         result = entry(_info(runtime, child.plan))

@@ -24,6 +24,7 @@ import cloudpickle
 
 from unisono.errors import ArgumentError, LaunchError, PayloadError, WorkerFailedError
 from unisono.launchers._xla_child import FORK_DIED, Failure
+from unisono.launchers._xla_words import explain, with_ranks
 from unisono.topology import LaunchPlan, RankInfo
 
 __all__ = ("launch",)
@@ -35,7 +36,7 @@ _BOOT = (
 )
 # Variables of the job that this process may itself belong to.
 _FOREIGN = ("TORCHELASTIC_RUN_ID", "PJRT_LOCAL_PROCESS_RANK", "PJRT_LOCAL_PROCESS_COUNT")
-_TAIL_BYTES = 8192
+_KEPT_BYTES, _SHOWN_CHARS = 65536, 8192
 _POLL_S = 1.0
 _EXIT_S = 10.0  # for exit handlers, after all results have come
 _TERM_S = 3.0  # after SIGTERM, before SIGKILL
@@ -75,19 +76,20 @@ def launch(
         with theirs:
             process = _start(theirs.fileno(), env)
         tail = _Tail(process)
+        threads: dict[int, int] = {}
         has_results = False
         try:
             path = [os.path.abspath(item) if item == "" else item for item in sys.path]
             with contextlib.suppress(OSError):  # it has died: _collect says how
                 link.send_bytes(pickle.dumps(path))
                 link.send_bytes(job)
-            results = _collect(link, process, plan.nproc_per_node)
+            results = _collect(link, process, plan.nproc_per_node, threads)
             has_results = results is not None
         finally:
             _end(process, _EXIT_S if has_results else 0.0)
             printed = tail.read()
     if results is None:
-        raise _died(process.returncode, printed)
+        raise _died(process.returncode, printed, threads)
     return [pickle.loads(results[rank]) for rank in sorted(results)]
 
 
@@ -125,16 +127,19 @@ class _Tail:
         assert isinstance(stream, io.BufferedReader)
         with stream:
             while chunk := stream.read1(65536):
-                self._kept = (self._kept + chunk)[-_TAIL_BYTES:]
+                self._kept = (self._kept + chunk)[-_KEPT_BYTES:]
                 with contextlib.suppress(Exception):  # sys.stderr may be closed, or a user's own
                     sys.stderr.write(chunk.decode(errors="replace"))
                     sys.stderr.flush()
 
 
 def _collect(
-    link: Connection, process: subprocess.Popen[bytes], n_replicas: int
+    link: Connection,
+    process: subprocess.Popen[bytes],
+    n_replicas: int,
+    threads: dict[int, int],
 ) -> dict[int, bytes] | None:
-    """Take in the results; None where the process ended before all had come."""
+    """Take in the results and which thread each rank is; None where not all results came."""
     results: dict[int, bytes] = {}
     while len(results) < n_replicas:
         # Also asked of the process: one that the user forked may hold the other end open.
@@ -149,7 +154,10 @@ def _collect(
             return None
         if kind == "failure":
             raise _failed(rank, n_replicas, body)
-        results[rank] = body
+        if kind == "thread":
+            threads[body] = rank
+        else:
+            results[rank] = body
     return results
 
 
@@ -167,12 +175,15 @@ def _failed(rank: int, n_replicas: int, failure: Failure) -> WorkerFailedError:
     return error
 
 
-def _died(code: int, printed: str) -> WorkerFailedError:
+def _died(code: int, printed: str, threads: Mapping[int, int]) -> WorkerFailedError:
     name = signal.Signals(-code).name if code < 0 else None
     how = f" by {name}" if name else f" with exit code {code}" if code != FORK_DIED else ""
-    words = printed or "(none; the kernel kills without a word where memory is short)"
+    words = with_ranks(printed, threads)[-_SHOWN_CHARS:]
+    words = words or "(none; the kernel kills without a word where memory is short)"
+    why = explain(printed, threads)
     return WorkerFailedError(
-        f"the process of XLA's replicas ended{how} before they were done; its last words:\n{words}",
+        f"the process of XLA's replicas ended{how} before they were done"
+        f"{'. ' if why else ''}{why}; its last words:\n{words}",
         exit_code=code if code >= 0 and code != FORK_DIED else None,
         signal=name,
     )

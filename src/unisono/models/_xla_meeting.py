@@ -23,22 +23,30 @@ class Meeting:
     def __init__(self) -> None:
         self._moved = threading.Condition()
         self._rounds: dict[tuple[int, ...], dict[int, tuple[str, Any]]] = {}
-        self._left: dict[int, str] = {}
+        # How often each rank has joined; one that has left the n-th time may come back.
+        self._joined: dict[int, int] = {}
+        self._left: dict[int, tuple[int, str]] = {}
 
     def join(self, rank: int) -> None:
-        """Come back after `leave`. Local."""
+        """Come, or come back after `leave`. Local."""
         with self._moved:
-            self._left.pop(rank, None)
+            self._joined[rank] = self._joined.get(rank, 0) + 1
 
     def leave(self, rank: int, why: str) -> None:
         """Tell whoever waits for `rank`, or will, that it won't come. Local."""
         with self._moved:
-            self._left[rank] = why
-            self._moved.notify_all()
+            self._leave(rank, why)
+
+    def _leave(self, rank: int, why: str) -> None:
+        self._left[rank] = (self._joined.get(rank, 0), why)
+        self._moved.notify_all()
 
     def has_left(self, rank: int) -> bool:
         """Tell whether `rank` has left and not come back. Local."""
-        return rank in self._left
+        return self._is_gone(rank, self._joined.get(rank, 0))
+
+    def _is_gone(self, rank: int, visit: int) -> bool:
+        return rank in self._left and self._left[rank][0] >= visit
 
     def swap(
         self, ranks: tuple[int, ...], rank: int, call: str, item: T, timeout_s: float
@@ -88,7 +96,7 @@ class Meeting:
         deadline = time.monotonic() + timeout_s
         while len(entries) < len(ranks):
             missing = [r for r in ranks if r not in entries]
-            gone = [r for r in missing if r in self._left]
+            gone = [r for r in missing if self._is_gone(r, self._joined.get(rank, 0))]
             left_s = deadline - time.monotonic()
             if not gone and left_s > 0:
                 self._moved.wait(left_s)
@@ -96,12 +104,11 @@ class Meeting:
             del entries[rank]
             if gone:
                 raise PeerFailedError(
-                    f"rank {rank} waited in {call}, but rank {gone[0]} {self._left[gone[0]]}",
+                    f"rank {rank} waited in {call}, but rank {gone[0]} {self._left[gone[0]][1]}",
                     gone[0],
                 )
             text = f"waited {timeout_s:g} s in {call}; ranks that did not come: {missing}"
-            self._left[rank] = text
-            self._moved.notify_all()
+            self._leave(rank, text)
             raise CollectiveTimeoutError(f"rank {rank} {text}")
 
 

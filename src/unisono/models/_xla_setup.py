@@ -1,18 +1,16 @@
-"""Whether XLA can be used here, and what its replicas start with; imports no torch_xla."""
+"""What XLA's replicas start with; imports no torch_xla."""
 
 from __future__ import annotations
 
-import glob
+import functools
 import importlib
-import importlib.metadata
+import warnings
 from typing import Any
-
-import torch
 
 from unisono.errors import BackendUnavailableError
 from unisono.topology import LaunchPlan
 
-__all__ = ("KINDS", "environment", "load_step", "why_unavailable")
+__all__ = ("KINDS", "environment", "find_step", "load_step")
 
 KINDS = {"xla-tpu": "TPU", "xla-cuda": "CUDA", "xla-cpu": "CPU"}
 # With fewer threads than blocked launches XLA's CPU client hangs.
@@ -38,49 +36,25 @@ def load_step() -> Any:
     Local. It doesn't initialise the runtime.
 
     Raises:
-        BackendUnavailableError: torch_xla can't be imported.
+        BackendUnavailableError: torch_xla can't be imported, or lacks what is needed of it.
     """
     try:
         return importlib.import_module("unisono.models._xla_step")
-    except (ImportError, OSError) as error:
-        raise BackendUnavailableError(f"torch_xla can't be imported: {error}") from error
+    except Exception as error:  # what is broken in it may raise anything
+        raise BackendUnavailableError(
+            f"torch_xla can't be imported: {type(error).__name__}: {error}; install it again "
+            "beside the torch that it was built for: pip install torch==2.9.0 torch_xla==2.9.0"
+        ) from error
 
 
-def why_unavailable(backend: str) -> str | None:
-    """Say why `backend` can't be used here and what to do, or None if it can.
+@functools.cache
+def find_step() -> Any:
+    """Give what `load_step` gives if the program has imported torch_xla, else None.
 
-    Local. Answered by versions and devices; imports nothing.
+    Local. Where it is broken: None, and one warning for each process.
     """
     try:
-        version = importlib.metadata.version("torch_xla")
-    except importlib.metadata.PackageNotFoundError:
-        return "torch_xla isn't installed: pip install torch==2.9.0 torch_xla==2.9.0"
-    release, built_for = torch.__version__.split("+")[0], version.split("+")[0]
-    if release.split(".")[:2] != built_for.split(".")[:2]:
-        return (
-            f"torch_xla {version} works with torch {built_for} alone, and this is torch "
-            f"{torch.__version__}: pip install torch=={built_for} torch_xla=={built_for}"
-        )
-    if backend == "xla-tpu":
-        return _why_no_tpu()
-    return _why_no_cuda(version) if backend == "xla-cuda" else None
-
-
-def _why_no_tpu() -> str | None:
-    try:
-        importlib.metadata.version("libtpu")
-    except importlib.metadata.PackageNotFoundError:
-        return "libtpu isn't installed: pip install 'torch_xla[tpu]'"
-    if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/[0-9]*"):
-        return "this machine has no TPU (/dev/accel*, /dev/vfio/*): use backend 'xla-cpu'"
-    return None
-
-
-def _why_no_cuda(version: str) -> str | None:
-    if tuple(int(part) for part in version.split(".")[:2]) >= (2, 9):
-        return f"torch_xla {version} has no CUDA, which 2.9 removed: use backend 'nccl'"
-    try:
-        importlib.metadata.version("torch_xla_cuda_plugin")
-    except importlib.metadata.PackageNotFoundError:
-        return "torch_xla_cuda_plugin isn't installed: install it, or use backend 'nccl'"
-    return None if torch.cuda.is_available() else "torch sees no CUDA device: use 'xla-cpu'"
+        return load_step()
+    except BackendUnavailableError as error:
+        warnings.warn(f"XLA is left out: {error}", RuntimeWarning, stacklevel=5)
+        return None

@@ -24,7 +24,7 @@ from unisono.errors import (
 )
 from unisono.handle import Handle
 from unisono.model import ComputationModel
-from unisono.models import _xla_setup
+from unisono.models import _xla_probe, _xla_setup
 from unisono.models._xla_meeting import MEETING
 from unisono.reduction import ReduceOp, fold_tensors
 from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
@@ -93,14 +93,14 @@ class XlaModel(ComputationModel):
 
     @classmethod
     def why_unavailable(cls, backend: str) -> str | None:
-        return _xla_setup.why_unavailable(backend)
+        return _xla_probe.why_unusable(backend)
 
     @classmethod
     def from_context(cls, hint: ContextHint) -> Self | None:
         if "torch_xla" not in sys.modules:
             return None
-        step = _xla_setup.load_step()
-        topology = step.replica()
+        step = _xla_setup.find_step()
+        topology = None if step is None else step.replica()
         if topology is None or MEETING.has_left(topology.rank):
             return None
         return cls(step, topology, False)
@@ -123,8 +123,8 @@ class XlaModel(ComputationModel):
         topology = topology or step.replica()
         if topology is None:
             raise ContextError(
-                f"{backend}: this thread is no replica of XLA's runtime: call initialize in the "
-                "function given to torch_xla.launch, and without SPMD"
+                f"{backend}: this thread is no replica of XLA's runtime: make the call in the "
+                "function given to spawn or to torch_xla.launch, and without SPMD"
             )
         timeout = options.get("timeout")
         MEETING.join(topology.rank)
@@ -155,6 +155,10 @@ class XlaModel(ComputationModel):
         return self._device
 
     @property
+    def timeout_s(self) -> float | None:
+        return self._timeout_s
+
+    @property
     def transport_device(self) -> torch.device:
         return self._transport
 
@@ -163,12 +167,9 @@ class XlaModel(ComputationModel):
         cls,
         entry: Callable[[Self], T],
         plan: LaunchPlan,
-        *,
-        backend: str | None = None,
         **options: Any,
     ) -> list[T]:
-        if backend is None:
-            backend = "xla-tpu" if cls.why_unavailable("xla-tpu") is None else "xla-cpu"
+        backend = plan.backend
         if backend == "xla-cpu" and plan.nnodes > 1:
             raise UnsupportedOperation(
                 cls.name,
