@@ -493,3 +493,44 @@ def test_what_it_lacks_is_undeclared() -> None:
             model.recv(torch.ones(1), 0)
 
     assert launch(entry, 1) == [None]
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
+
+
+def train(command: list[str], path: Path) -> dict[str, Any]:
+    """Run the digits example; gives what its rank 0 wrote."""
+    said = subprocess.run(
+        [*command, "--json", str(path)],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(SOURCES),
+            "TORCHINDUCTOR_CACHE_DIR": str(path.parent),  # torch makes it as soon as an SGD is made
+        },
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert said.returncode == 0, said.stdout + said.stderr
+    result: dict[str, Any] = json.loads(path.read_text())
+    return result
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.skipif(not EXAMPLE.exists(), reason="the examples aren't here")
+def test_the_digits_are_learnt_as_on_gloo(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    path, script = tmp_path / "result.json", [sys.executable, str(EXAMPLE)]
+    pair = ["--nproc-per-node", "2"]
+    on_gloo = train([*script, "--backend", "gloo", *pair], path)
+    wanted = torch.tensor(on_gloo["parameters"])
+    for command in (
+        [*script, "--backend", "horovod", *pair],
+        [*horovodrun(2), *script, "--backend", "horovod"],
+    ):
+        found = train(command, path)
+        assert (found["model"], found["world_size"]) == ("horovod-dist", 2)
+        assert found["checksums"][0] == found["checksums"][1]
+        torch.testing.assert_close(torch.tensor(found["parameters"]), wanted, rtol=0, atol=1e-5)
+        assert found["accuracy"] == on_gloo["accuracy"] > 0.95
