@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from unisono import _context, registry
+from unisono import _context, _diagnosis
 from unisono._context import current_model
 from unisono.errors import ContextError
 
@@ -320,7 +320,6 @@ def show_config() -> None:
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
         _log.addHandler(handler)
         _log.setLevel(logging.INFO)
-    environment = _context.detect_environment()
     lines = {
         "distributed configuration": model.name,
         "backend": backend(),
@@ -332,8 +331,7 @@ def show_config() -> None:
         "num processes per node": _or_unknown(topology.local_world_size),
         "num nodes": _or_unknown(topology.nnodes),
         "node rank": _or_unknown(topology.node_rank),
-        "environment": "none" if environment is None else environment.source,
-        "available backends": ", ".join(registry.available_backends()),
+        **_diagnosis.lines(),
     }
     for name, value in lines.items():
         _log.info("%s: %s", name, value)

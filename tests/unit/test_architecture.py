@@ -28,7 +28,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"model", "_frames", "_objects"}),
     frozenset({"payload", "models", "environments", "launchers"}),
     frozenset({"registry"}),
-    frozenset({"_context"}),
+    frozenset({"_context", "_diagnosis"}),
     frozenset({"_replica", "facts", "collectives"}),
     frozenset({"sections", "lifecycle"}),
     frozenset({"parallel", "pool", "training"}),

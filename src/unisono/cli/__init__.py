@@ -11,6 +11,7 @@ import typer
 import unisono
 from unisono.cli.check import check
 from unisono.cli.demo import demo
+from unisono.cli.doctor import doctor
 from unisono.cli.run import run
 from unisono.errors import ArgumentError, BackendError, UnisonoError, WorkerFailedError
 
@@ -19,6 +20,7 @@ __all__ = ("COMMANDS", "app", "main")
 COMMANDS: dict[str, Callable[..., int]] = {
     "check": check,
     "demo": demo,
+    "doctor": doctor,
     "run": run,
 }
 # What follows the script's name is the script's own.

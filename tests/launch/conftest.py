@@ -1,0 +1,63 @@
+"""The real launchers; one that isn't here is skipped with its reason, or fails if required."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import virtual_hosts
+import virtual_slurm
+
+from unisono.launchers._checks import why_no_mpi
+
+LAUNCHERS = ("processes", "torchrun", "mpi", "slurm", "ray")
+
+
+def require(name: str, reason: str | None) -> None:
+    """Skip what can't be had here; or fail, where UNISONO_REQUIRE names it."""
+    if reason is None:
+        return
+    if name in os.environ.get("UNISONO_REQUIRE", "").split(","):
+        pytest.fail(f"{reason}, but UNISONO_REQUIRE names {name}")
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A Slurm of two nodes; gives the variables that lead to it."""
+    require("slurm", virtual_slurm.why_not())
+    with virtual_slurm.virtual_slurm(tmp_path_factory.mktemp("slurm")) as environ:
+        yield environ
+
+
+@pytest.fixture(scope="session")
+def mpi() -> None:
+    require("mpi", why_no_mpi())
+
+
+@pytest.fixture(scope="session")
+def ray() -> None:
+    is_here = importlib.util.find_spec("ray") is not None
+    require("ray", None if is_here else "ray isn't installed")
+
+
+@pytest.fixture(scope="session")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[virtual_hosts.Hosts]:
+    """Two hosts with addresses of their own."""
+    require("netns", virtual_hosts.why_not())
+    with virtual_hosts.virtual_hosts(Path(tmp_path_factory.mktemp("hosts"))) as found:
+        yield found
+
+
+@pytest.fixture(params=LAUNCHERS)
+def launcher(request: pytest.FixtureRequest) -> tuple[str, dict[str, str]]:
+    """Each launcher, and the variables that it needs."""
+    name: str = request.param
+    if name == "slurm":
+        return name, request.getfixturevalue("slurm")
+    if name in ("mpi", "ray"):
+        request.getfixturevalue(name)
+    return name, {}

@@ -1,0 +1,60 @@
+"""What the jobs of these tests do: ``job.py MODE [BACKEND]``."""
+
+# ruff: noqa: T201 - what it prints is looked at
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+
+import unisono
+
+
+def facts() -> dict[str, object]:
+    return {
+        "rank": unisono.get_rank(),
+        "world_size": unisono.get_world_size(),
+        "local_rank": unisono.get_local_rank(),
+        "nproc_per_node": unisono.get_nproc_per_node(),
+        "node_rank": unisono.get_node_rank(),
+        "nnodes": unisono.get_nnodes(),
+        "model": unisono.model_name(),
+        "ranks": unisono.all_gather(unisono.get_rank()),
+        "job": unisono.all_gather(os.environ.get("UNISONO_TEST_MARK", "")),
+    }
+
+
+def main() -> None:
+    mode, backend = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
+    if mode == "stubborn":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    unisono.initialize(backend)
+    is_chosen = unisono.get_rank() == unisono.get_world_size() - 1
+    print("FACTS", json.dumps(facts()))
+    if mode in ("wait", "stubborn"):
+        print("READY", os.getpid())
+        while True:
+            time.sleep(600)
+    is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if is_chosen and (is_first or not mode.endswith("-once")):
+        print("last words to stdout")
+        print("last words to stderr", file=sys.stderr)
+        if mode == "raise":
+            try:
+                raise KeyError("the cause")
+            except KeyError as error:
+                raise ValueError("the failure") from error
+        if mode == "exit":
+            sys.exit(7)
+        if mode.startswith("kill"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    unisono.barrier()
+    unisono.finalize()
+    print("DONE")
+
+
+if __name__ == "__main__":
+    main()
