@@ -47,6 +47,21 @@ from unisono.training.averaging import (
     broadcast_optimizer_state,
     broadcast_params,
 )
+from unisono.training.batchnorm import (
+    SyncBatchNorm,
+    convert_sync_batchnorm,
+    register_sync_batchnorm,
+)
+from unisono.training.loading import DistributedProxySampler, auto_dataloader
+from unisono.training.replicated import Replicated
+from unisono.training.wrapping import (
+    auto_model,
+    auto_optim,
+    join,
+    no_sync,
+    register_wrapper,
+    unwrap_model,
+)
 
 if TYPE_CHECKING:
     registered_computation_models: tuple[type[ComputationModel], ...]
@@ -59,12 +74,15 @@ __version__ = "0.1.0.dev0"
 __all__ = (
     "ComputationModel",
     "ContextHint",
+    "DistributedProxySampler",
     "Group",
     "Handle",
     "LaunchPlan",
     "Parallel",
     "RankInfo",
     "ReduceOp",
+    "Replicated",
+    "SyncBatchNorm",
     "Topology",
     "UnisonoError",
     "all_gather",
@@ -74,6 +92,9 @@ __all__ = (
     "all_reduce_grads",
     "all_reduce_params",
     "all_to_all",
+    "auto_dataloader",
+    "auto_model",
+    "auto_optim",
     "available_backends",
     "backend",
     "barrier",
@@ -81,6 +102,7 @@ __all__ = (
     "broadcast_",
     "broadcast_optimizer_state",
     "broadcast_params",
+    "convert_sync_batchnorm",
     "device",
     "errors",
     "finalize",
@@ -99,16 +121,20 @@ __all__ = (
     "initialize",
     "is_distributed",
     "is_main_process",
+    "join",
     "local_group",
     "master_only",
     "model_name",
     "new_group",
+    "no_sync",
     "one_rank_first",
     "one_rank_only",
     "recv",
     "reduce",
     "reduce_scatter",
     "register_model",
+    "register_sync_batchnorm",
+    "register_wrapper",
     "registered_computation_models",
     "scatter",
     "send",
@@ -116,6 +142,7 @@ __all__ = (
     "show_config",
     "spawn",
     "sync",
+    "unwrap_model",
 )
 
 _LIBRARY_OF = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +14,8 @@ __all__ = ("TrainingHooks",)
 class TrainingHooks:
     """The part of a model's contract that ``training`` asks, so that it never names a backend."""
 
+    device: Any
+
     def wrap_module(self, module: nn.Module, wrapper: str, **options: Any) -> nn.Module | None:
         """Make a module train on all replicas, in the library's own way.
 
@@ -26,8 +27,9 @@ class TrainingHooks:
             options: what the user gave to `auto_model` for the wrapper.
 
         Returns:
-            The module, wrapped or as it is; None where the library has no such way: for ``"ddp"``
-            gradients are then averaged through the model's own all_reduce.
+            The module, wrapped or as it is, with equal parameters on all ranks; None where the
+            library has no such way: for ``"ddp"`` gradients are then averaged through the model's
+            own all_reduce.
         """
         return None
 
@@ -36,7 +38,7 @@ class TrainingHooks:
     ) -> Optimizer | None:
         """Adapt an optimizer to the library.
 
-        Collective over all ranks.
+        Local.
 
         Args:
             optimizer: as the user made it.
@@ -45,7 +47,7 @@ class TrainingHooks:
 
         Returns:
             An optimizer whose ``step`` averages the gradients itself, so that backward no longer
-            does; None where there is nothing to adapt and no option was understood.
+            shall; None where there is nothing to adapt, and no option is known.
         """
         return None
 
@@ -56,21 +58,13 @@ class TrainingHooks:
     @property
     def can_pin_memory(self) -> bool:
         """Whether copies from pinned memory to the model's device are faster. Local."""
-        device: torch.device = self.device  # type: ignore[attr-defined]
-        return device.type not in ("cpu", "mps", "meta") and torch.accelerator.is_available()
+        device: torch.device = self.device
+        return device.type == "cuda"
 
     @property
     def has_torch_sync_batchnorm(self) -> bool:
         """Whether ``torch.nn.SyncBatchNorm`` works on this model's device. Local."""
         return False
-
-    def join(self, module: nn.Module) -> Any:
-        """Give the library's own context for uneven inputs, None where there is none. Local."""
-        return None
-
-    def no_sync(self, module: nn.Module) -> Callable[[], Any] | None:
-        """Give what makes the context in which `module` doesn't average, None if nothing. Local."""
-        return getattr(module, "no_sync", None)
 
     @property
     def flat_buffers(self) -> dict[tuple[torch.dtype, torch.device], Tensor]:

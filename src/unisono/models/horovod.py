@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import horovod.torch as hvd  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from unisono._memory import to_bytes
 from unisono.errors import (
@@ -25,6 +26,7 @@ from unisono.errors import (
 from unisono.handle import Handle
 from unisono.model import ComputationModel
 from unisono.models import _horovod_setup as setup
+from unisono.models import _horovod_wrap
 from unisono.models._horovod_calls import NARROW, Calls, Start, guise
 from unisono.reduction import ReduceOp
 from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
@@ -135,6 +137,11 @@ class HorovodModel(ComputationModel):
         if self._device.type == "cpu" or self._is_owner:
             return self._device
         return torch.device(self._device.type, torch.accelerator.current_device_index())
+
+    def wrap_optimizer(
+        self, optimizer: Optimizer, *, is_averaged: bool, **options: Any
+    ) -> Optimizer | None:
+        return _horovod_wrap.wrap_optimizer(hvd, optimizer, is_averaged, **options)
 
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
         row = tensor.unsqueeze(0)

@@ -27,7 +27,7 @@ Work = tuple[Tensor, torch.memory_format | None]
 
 
 def as_memory(tensor: Tensor, layout: torch.memory_format | None) -> Tensor | None:
-    """See a dense tensor [*shape] as [numel] in the order of its memory, None if it has gaps."""
+    """See a dense tensor [*shape] as [numel] in its memory's order, None if it has gaps. Local."""
     if layout is None:
         return None
     return tensor.detach().as_strided((tensor.numel(),), (1,))
@@ -74,7 +74,7 @@ def pack(model: ComputationModel, tensors: Sequence[Tensor]) -> Tensor:
 
 def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy what `pack` laid together back to where it was. Local."""
-    parts = flat.split([tensor.numel() for tensor in tensors])
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.detach().copy_(part.view(tensor.shape))
 

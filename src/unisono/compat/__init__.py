@@ -1,0 +1,1 @@
+"""Other libraries' names over unisono, so that a repository changes one import."""

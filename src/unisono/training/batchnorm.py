@@ -1,0 +1,232 @@
+"""Batch norm with the statistics of all ranks, through nothing but the facade's collectives."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from unisono._context import current_model
+from unisono.collectives.gathers import all_gather_tensors_with_shapes
+from unisono.collectives.groups import GroupLike, team
+from unisono.collectives.reductions import all_reduce_
+from unisono.errors import ArgumentError, RegistrationError, UnsupportedOperation
+
+__all__ = ("SyncBatchNorm", "convert_sync_batchnorm", "register_sync_batchnorm")
+
+Converter = Callable[[nn.Module], nn.Module]
+_lock = threading.Lock()
+_registered: dict[str, Converter] = {}  # a registry, as `registry` has them
+
+
+class _Normalize(torch.autograd.Function):
+    """Normalise with mean and variance over all ranks; both directions are collective."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mean: Tensor, invstd: Tensor, count: Tensor, group: Any
+    ) -> Any:
+        normal = (x - _wide(mean, x)) * _wide(invstd, x)
+        ctx.save_for_backward(normal, invstd, count)
+        ctx.group = group
+        return normal.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        normal, invstd, count = ctx.saved_tensors
+        grad = grads[0].to(normal.dtype)
+        sums = torch.stack([_channels(grad), _channels(grad * normal)])
+        all_reduce_(sums, "SUM", ctx.group)
+        mean_grad, mean_dot = sums / count
+        back = grad - _wide(mean_grad, grad) - normal * _wide(mean_dot, grad)
+        return (back * _wide(invstd, grad)).to(grads[0].dtype), None, None, None, None
+
+
+def _wide(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(1, -1, *[1] * (like.dim() - 2))
+
+
+def _channels(x: Tensor) -> Tensor:
+    return x.sum([dim for dim in range(x.dim()) if dim != 1])
+
+
+def _statistics(x: Tensor, group: GroupLike) -> tuple[Tensor, Tensor, Tensor]:
+    """Give mean and biased variance [channels] and the count over all ranks.
+
+    Collective over `group`. Ranks may have batches of different size, or none.
+    """
+    channels = x.shape[1]
+    count = x.new_tensor([x.numel() // channels if channels else 0])
+    mean = _channels(x) / count.clamp(min=1)
+    squares = _channels((x - _wide(mean, x)) ** 2)
+    mine = torch.cat([mean, squares, count])
+    size = len(group.ranks) if group is not None else current_model().topology.world_size
+    said = torch.stack(all_gather_tensors_with_shapes(mine, [mine.shape] * size, group))
+    means, parts, counts = torch.split(said, [channels, channels, 1], dim=1)
+    total = counts.sum(0)
+    mean = (means * counts).sum(0) / total
+    # Not of sums of squares, which would lose what is small beside a large mean.
+    squares = (parts + counts * (means - mean) ** 2).sum(0)
+    return mean, squares / total, total
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch norm over any dimensions with the statistics of all ranks, on every model.
+
+    Collective over `group` in training, in forward and in backward. As
+    ``torch.nn.SyncBatchNorm``, but on any device; ranks may have batches of different size.
+
+    Args:
+        num_features: channels.
+        eps: added to the variance.
+        momentum: of the running statistics; None for a plain mean of all batches.
+        affine: whether it has weight and bias.
+        track_running_stats: whether it has running statistics.
+        group: a Group, or None for all ranks.
+        options: ``device`` and ``dtype``.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        group: GroupLike = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, **options)
+        self.group = group
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ArgumentError(f"batch norm takes [n, channels, ...], not {list(input.shape)}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise [n, channels, ...]. Collective over `group` in training."""
+        self._check_input_dim(input)
+        uses_batch = self.training or self.running_mean is None
+        if not uses_batch or team(self.group)[0].size(self.group) == 1:
+            return super().forward(input)
+        kind = torch.promote_types(input.dtype, torch.float32)
+        x = input.to(kind)
+        with torch.no_grad():
+            mean, variance, count = _statistics(x.detach(), self.group)
+            if self.training and self.track_running_stats:
+                self._track(mean, variance, count)
+        invstd = torch.rsqrt(variance + self.eps)
+        normal: Tensor = _Normalize.apply(x, mean, invstd, count, self.group)  # type: ignore[no-untyped-call]
+        if self.affine:
+            normal = normal * _wide(self.weight.to(kind), x) + _wide(self.bias.to(kind), x)
+        return normal.to(input.dtype)
+
+    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None:
+            return
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        rate = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        unbiased = variance * (count / (count - 1).clamp(min=1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
+
+
+def convert_sync_batchnorm(
+    model: nn.Module, implementation: str | Converter | None = None
+) -> nn.Module:
+    """Let the batch norms of a model take their statistics over all ranks.
+
+    Local.
+
+    Args:
+        model: changed in place; its batch norms keep their parameters and buffers.
+        implementation: ``"unisono"`` works on every model; ``"torch"`` is
+            ``torch.nn.SyncBatchNorm``, which works on native with an accelerator; a name given to
+            `register_sync_batchnorm`; or a callable from module to module. None takes torch's
+            where it works, else ours.
+
+    Returns:
+        `model`; a new module if it is itself a batch norm.
+
+    Raises:
+        ArgumentError: unknown implementation; lists the known ones.
+        UnsupportedOperation: ``"torch"`` where torch's doesn't work.
+
+    Example:
+        >>> import torch, unisono as idist
+        >>> idist.convert_sync_batchnorm(torch.nn.BatchNorm1d(3))
+        SyncBatchNorm(3, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
+    """
+    current = current_model()
+    if implementation is None:
+        implementation = "torch" if current.has_torch_sync_batchnorm else "unisono"
+    if callable(implementation):
+        return implementation(model)
+    if implementation == "torch" and not current.has_torch_sync_batchnorm:
+        raise UnsupportedOperation(
+            current.name, f"torch.nn.SyncBatchNorm on {current.device}", 'use "unisono"'
+        )
+    known: dict[str, Converter] = {
+        "unisono": _converted,
+        "torch": nn.SyncBatchNorm.convert_sync_batchnorm,
+        **_registered,
+    }
+    if implementation not in known:
+        raise ArgumentError(
+            f"unknown implementation {implementation!r} of synchronised batch norm. Known: "
+            f"{', '.join(sorted(known))}; or give a callable"
+        )
+    return known[implementation](model)
+
+
+def _converted(module: nn.Module) -> nn.Module:
+    if isinstance(module, SyncBatchNorm):
+        return module
+    if not isinstance(module, _BatchNorm):
+        for name, child in module.named_children():
+            made = _converted(child)
+            if made is not child:
+                setattr(module, name, made)
+        return module
+    made = SyncBatchNorm(
+        module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats
+    )
+    made._parameters = module._parameters  # the same, for an optimizer may have them already
+    made._buffers = module._buffers
+    made.training = module.training
+    return made
+
+
+def register_sync_batchnorm(name: str, convert: Converter, override: bool = False) -> Converter:
+    """Give a name to what converts batch norms, for `convert_sync_batchnorm`.
+
+    Local.
+
+    Args:
+        name: what users write.
+        convert: takes a module and returns one.
+        override: whether it may take over a registered name.
+
+    Returns:
+        `convert`.
+
+    Raises:
+        RegistrationError: the name is taken.
+
+    Example:
+        >>> import unisono as idist
+        >>> convert = idist.register_sync_batchnorm("none", lambda module: module, override=True)
+    """
+    with _lock:
+        if name in ("torch", "unisono") or (name in _registered and not override):
+            raise RegistrationError(
+                f"implementation {name!r} is taken: choose another name, or pass override=True for "
+                "one that was registered"
+            )
+        _registered[name] = convert
+    return convert

@@ -1,0 +1,163 @@
+"""Data loaders and samplers whose replicas share one dataset."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data.distributed import DistributedSampler
+
+from unisono import facts
+from unisono._context import current_model
+from unisono.errors import ArgumentError
+
+__all__ = ("DistributedProxySampler", "auto_dataloader")
+
+_log = logging.getLogger(__name__)
+_drawing = threading.Lock()
+
+
+def auto_dataloader(dataset: Dataset[Any], **kwargs: Any) -> Any:
+    """Make a data loader whose replicas share the dataset.
+
+    Local.
+
+    With several replicas ``batch_size`` is that of all together and is divided by their number;
+    ``num_workers`` is that of a node and is divided among its replicas; without ``sampler`` there
+    is a ``DistributedSampler`` (``shuffle`` is True if it isn't said), another sampler is put into
+    a `DistributedProxySampler`, a distributed one is used as it is. Memory is pinned where that
+    helps the device.
+
+    Args:
+        dataset: the same on every rank; an iterable one must give each rank its own part itself.
+        kwargs: those of ``DataLoader``.
+
+    Returns:
+        A ``DataLoader``, or what the model's library feeds its device with.
+
+    Raises:
+        ArgumentError: ``batch_size`` is no int of at least 1.
+
+    Example:
+        >>> import unisono as idist
+        >>> [batch.tolist() for batch in idist.auto_dataloader([1, 2, 3], batch_size=2)]
+        [[1, 2], [3]]
+    """
+    model = current_model()
+    world_size = model.topology.world_size
+    batch_size = kwargs.get("batch_size", 1)
+    is_count = isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size > 0
+    if batch_size is not None and not is_count:
+        raise ArgumentError(f"batch_size={batch_size!r} should be an int of at least 1, or None")
+    if world_size > 1:
+        if kwargs.get("batch_size") is not None:
+            kwargs["batch_size"] = _share(kwargs["batch_size"], world_size)
+        n_local = facts.get_nproc_per_node()
+        if kwargs.get("num_workers", 0) >= n_local:
+            kwargs["num_workers"] = (kwargs["num_workers"] + n_local - 1) // n_local
+        if kwargs.get("batch_sampler") is not None:
+            _check_batch_sampler(kwargs["batch_sampler"], world_size)
+        elif isinstance(dataset, IterableDataset):
+            _log.info("an iterable dataset isn't split: it must give each rank its own part")
+        else:
+            kwargs["sampler"] = _sampler(dataset, kwargs)
+    kwargs.setdefault("pin_memory", model.can_pin_memory)
+    return model.wrap_loader(DataLoader(dataset, **kwargs))
+
+
+def _share(batch_size: int, world_size: int) -> int:
+    share = max(1, batch_size // world_size) if batch_size >= world_size else batch_size
+    if share * world_size != batch_size:
+        warnings.warn(
+            f"batch_size={batch_size} can't be divided among {world_size} replicas: each loads "
+            f"batches of {share}, {share * world_size} together",
+            UserWarning,
+            stacklevel=3,
+        )
+    return share
+
+
+def _check_batch_sampler(batch_sampler: Any, world_size: int) -> None:
+    holders = (batch_sampler, getattr(batch_sampler, "sampler", None))
+    if not any(getattr(item, "num_replicas", None) == world_size for item in holders):
+        warnings.warn(
+            f"the batch_sampler, a {type(batch_sampler).__qualname__}, doesn't say that it is "
+            f"distributed over {world_size} replicas, so each replica would load every batch: give "
+            "it a DistributedSampler or DistributedProxySampler, or pass sampler= and batch_size=",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _sampler(dataset: Any, kwargs: dict[str, Any]) -> Sampler[Any]:
+    topology = current_model().topology
+    place: dict[str, Any] = {"num_replicas": topology.world_size, "rank": topology.rank}
+    sampler = kwargs.get("sampler")
+    if sampler is None:
+        return DistributedSampler(dataset, shuffle=kwargs.pop("shuffle", True), **place)
+    found = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
+    if found == (None, None):
+        return DistributedProxySampler(sampler, **place)
+    if found != (topology.world_size, topology.rank):
+        warnings.warn(
+            f"the sampler is for rank {found[1]} of {found[0]}, but this is rank {topology.rank} "
+            f"of {topology.world_size}",
+            UserWarning,
+            stacklevel=3,
+        )
+    made: Sampler[Any] = sampler
+    return made
+
+
+class DistributedProxySampler(DistributedSampler[Any]):
+    """Any sampler with a length, whose indices are dealt out to the replicas in turn.
+
+    Local. Every rank draws all indices of the sampler, with torch's generator seeded by the epoch,
+    and keeps its own; the generator is put back. A sampler with a generator of its own must draw
+    the same on every rank. As torch's ``DistributedSampler``, it begins anew at the end until
+    every rank has as many; call ``set_epoch`` before each epoch.
+
+    Args:
+        sampler: any ``Sampler`` with a length that isn't distributed.
+        num_replicas: number of replicas; None for the job's.
+        rank: of this one; None for the job's.
+
+    Raises:
+        ArgumentError: no such sampler.
+    """
+
+    def __init__(
+        self, sampler: Sampler[Any], num_replicas: int | None = None, rank: int | None = None
+    ) -> None:
+        if not isinstance(sampler, Sampler):
+            raise ArgumentError(f"a Sampler is needed, not a {type(sampler).__qualname__}")
+        if isinstance(sampler, DistributedSampler):
+            raise ArgumentError("the sampler is distributed already: use it as it is")
+        if not hasattr(sampler, "__len__"):
+            raise ArgumentError(f"the sampler, a {type(sampler).__qualname__}, has no length")
+        topology = current_model().topology
+        super().__init__(
+            sampler,  # type: ignore[arg-type]
+            num_replicas=topology.world_size if num_replicas is None else num_replicas,
+            rank=topology.rank if rank is None else rank,
+            shuffle=False,
+        )
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        indices: list[Any] = []
+        # Replicas that are threads share the generator.
+        with _drawing, torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.epoch)
+            while len(indices) < self.total_size:
+                drawn = list(self.sampler)
+                if not drawn:
+                    raise ArgumentError("the sampler has a length, but gives no index")
+                indices += drawn
+        mine = indices[: self.total_size][self.rank :: self.num_replicas]
+        return iter(mine)

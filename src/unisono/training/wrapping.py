@@ -1,0 +1,277 @@
+"""A model, its optimizer and what lets gradients add up, made fit for the active context."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from unisono._arguments import check_names
+from unisono._context import communicator, current_model
+from unisono._table import load, only_row, scan
+from unisono.errors import ArgumentError, RegistrationError, UnsupportedOperation
+from unisono.training.averaging import broadcast_optimizer_state
+from unisono.training.batchnorm import convert_sync_batchnorm
+from unisono.training.replicated import Replicated, owners
+
+__all__ = ("auto_model", "auto_optim", "join", "no_sync", "register_wrapper", "unwrap_model")
+
+Wrapper = Callable[..., nn.Module]
+_GROUP = "unisono.wrappers"
+_DDP = nn.parallel.DistributedDataParallel
+_DDP_OPTIONS = frozenset(inspect.signature(_DDP).parameters) - {
+    *("module", "device_ids", "output_device", "dim", "process_group", "device_mesh")
+}
+_lock = threading.Lock()
+_registered: dict[str, Wrapper] = {}  # a registry, as `registry` has them
+
+
+def auto_model(
+    model: nn.Module, sync_bn: bool = False, wrapper: str | Wrapper = "ddp", **kwargs: Any
+) -> nn.Module:
+    """Make a model fit for the active context: on its device, and training data-parallel.
+
+    Collective over all ranks.
+
+    Args:
+        model: the module; moved to `device` in place. The same on every rank, but for its values.
+        sync_bn: whether batch norms take their statistics over all ranks.
+        wrapper: ``"ddp"``: each rank has the whole model, and backward averages the gradients:
+            ``DistributedDataParallel`` on native, else the facade's own `Replicated`, or what the
+            model has; ``"fsdp"``: ``fully_shard`` where the model has it; a name given to
+            `register_wrapper` or an entry point of the group ``unisono.wrappers``; or a callable
+            that takes the module and returns one.
+        kwargs: options of the wrapper; of ``"ddp"`` those of ``DistributedDataParallel``.
+
+    Returns:
+        With several replicas the wrapped model; alone `model` itself.
+
+    Raises:
+        ArgumentError: no module, an unknown wrapper or option, or a model that is wrapped already.
+        UnsupportedOperation: the model of this context lacks the wrapper or one of its options.
+        CollectiveMismatchError: the modules differ between ranks; names where (on every rank).
+
+    Example:
+        >>> import torch, unisono as idist
+        >>> idist.auto_model(torch.nn.Linear(2, 1))
+        Linear(in_features=2, out_features=1, bias=True)
+    """
+    _check_module(model)
+    custom = _find(wrapper)
+    if wrapper == "ddp":
+        check_names('auto_model(wrapper="ddp")', kwargs, _DDP_OPTIONS)
+    current = communicator()
+    if any(item.device != current.device for item in (*model.parameters(), *model.buffers())):
+        model = model.to(current.device)
+    if sync_bn:
+        model = convert_sync_batchnorm(model)
+    if current.topology.world_size == 1:
+        return model
+    if custom is not None:
+        return custom(model, **kwargs)
+    wrapped = current.wrap_module(model, str(wrapper), **kwargs)
+    if wrapped is not None:
+        return wrapped
+    if wrapper != "ddp":
+        raise UnsupportedOperation(current.name, f"wrapper {wrapper!r}", 'use wrapper="ddp"')
+    return Replicated(model, **kwargs)
+
+
+def _check_module(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"a torch.nn.Module is needed, not a {type(model).__qualname__}")
+    is_sharded = hasattr(model, "set_requires_gradient_sync")
+    if is_sharded or isinstance(model, (_DDP, nn.DataParallel, Replicated)):
+        raise ArgumentError(
+            f"the model is wrapped already, in {type(model).__qualname__}: give auto_model the "
+            "plain module"
+        )
+    if owners(model.parameters()):
+        raise ArgumentError(
+            "the model, or a part of it, was given to auto_model before: use what that returned"
+        )
+
+
+def _find(wrapper: str | Wrapper) -> Wrapper | None:
+    """Give the callable of a wrapper, None for those that the model makes. Local."""
+    if callable(wrapper):
+        return wrapper
+    if wrapper in ("ddp", "fsdp"):
+        return None
+    found = _registered.get(wrapper) if isinstance(wrapper, str) else None
+    if found is not None:
+        return found
+    plugins = scan(_GROUP)
+    row = only_row("wrapper", wrapper, plugins.get(str(wrapper).lower(), []))
+    if row is None:
+        known = ", ".join(sorted({"ddp", "fsdp", *_registered, *plugins}))
+        raise ArgumentError(f"unknown wrapper {wrapper!r}. Known: {known}; or give a callable")
+    made: Wrapper = load(row.path)
+    return made
+
+
+def register_wrapper(name: str, wrap: Wrapper, override: bool = False) -> Wrapper:
+    """Give a name to what wraps a model, for ``auto_model(wrapper=name)``.
+
+    Local.
+
+    Args:
+        name: what users write.
+        wrap: called with the module and the options; returns a module.
+        override: whether it may take over a registered name.
+
+    Returns:
+        `wrap`.
+
+    Raises:
+        RegistrationError: the name is taken.
+
+    Example:
+        >>> import unisono as idist
+        >>> wrap = idist.register_wrapper("as it is", lambda module: module, override=True)
+    """
+    with _lock:
+        is_taken = name in ("ddp", "fsdp") or (name in _registered and not override)
+        if is_taken:
+            raise RegistrationError(
+                f"wrapper {name!r} is taken: choose another name, or pass override=True for one "
+                "that was registered"
+            )
+        _registered[name] = wrap
+    return wrap
+
+
+def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
+    """Make an optimizer fit for the active context.
+
+    Collective over all ranks.
+
+    Args:
+        optimizer: over parameters of a model that `auto_model` has seen, the same on every rank.
+        kwargs: options of the library's own optimizer, such as Horovod's ``compression`` and
+            ``backward_passes_per_step``; the optimizer then averages gradients instead of backward.
+
+    Returns:
+        `optimizer` itself, with the state of rank 0, where backward averages the gradients; where
+        it doesn't, one whose ``step`` does if the library has that (Horovod, XLA).
+
+    Raises:
+        ArgumentError: no optimizer, or options where the context's model takes none.
+
+    Example:
+        >>> import torch, unisono as idist
+        >>> model = idist.auto_model(torch.nn.Linear(2, 1))
+        >>> optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentError(f"an Optimizer is needed, not a {type(optimizer).__qualname__}")
+    model = communicator()
+    members = [item for entry in optimizer.param_groups for item in entry["params"]]
+    found = owners(members)
+    made = model.wrap_optimizer(optimizer, is_averaged=bool(found), **kwargs)
+    if made is None and kwargs:
+        raise ArgumentError(
+            f"auto_optim takes no options on {model.name}: {', '.join(sorted(kwargs))}"
+        )
+    if found or made is not None:
+        broadcast_optimizer_state(optimizer)
+    if made is None:
+        return optimizer
+    for each in found:
+        each.release()
+    return made
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Let gradients add up on each rank, whatever the model is wrapped in.
+
+    Local. The first backward outside averages what has added up. Where gradients are averaged by
+    the optimizer's step, and where nothing is distributed, there is nothing to do.
+
+    Args:
+        model: what `auto_model` returned.
+
+    Yields:
+        None.
+
+    Example:
+        >>> import torch, unisono as idist
+        >>> model = idist.auto_model(torch.nn.Linear(2, 1))
+        >>> with idist.no_sync(model):
+        ...     model(torch.ones(1, 2)).sum().backward()
+    """
+    if isinstance(model, (_DDP, Replicated)):
+        with model.no_sync():
+            yield
+        return
+    switch = getattr(model, "set_requires_gradient_sync", None)
+    if switch is None:
+        yield
+        return
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)
+
+
+@contextmanager
+def join(model: nn.Module) -> Iterator[None]:
+    """Let ranks train on different numbers of batches: who ends first goes along with zeros.
+
+    Collective over all ranks, which enter and leave together.
+
+    Args:
+        model: what `auto_model` returned.
+
+    Yields:
+        None.
+
+    Raises:
+        UnsupportedOperation: the model is wrapped in something that can't.
+
+    Example:
+        >>> import torch, unisono as idist
+        >>> model = idist.auto_model(torch.nn.Linear(2, 1))
+        >>> with idist.join(model):
+        ...     model(torch.ones(1, 2)).sum().backward()
+    """
+    if isinstance(model, (_DDP, Replicated)):
+        with model.join():
+            yield
+    elif current_model().topology.world_size == 1:
+        yield
+    else:
+        raise UnsupportedOperation(
+            current_model().name,
+            f"join of a {type(model).__qualname__}",
+            "give every rank the same number of batches, as auto_dataloader does",
+        )
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """Give the module within what `auto_model` returned.
+
+    Local.
+
+    Args:
+        model: wrapped or not.
+
+    Returns:
+        The plain module, whose state dict has the same keys however it was trained.
+
+    Example:
+        >>> import torch, unisono as idist
+        >>> idist.unwrap_model(idist.auto_model(torch.nn.Identity()))
+        Identity()
+    """
+    if isinstance(model, (_DDP, nn.DataParallel, Replicated)):
+        inner: nn.Module = model.module
+        return inner
+    return model
