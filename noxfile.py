@@ -145,6 +145,14 @@ def support(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """Render the changelog, run every block of Python in the documentation, follow every link."""
+    install(session, "test", "bench")
+    session.run("python", "docs/changelog.py")
+    session.run("pytest", "tests/docs", *session.posargs)
+
+
+@nox.session
 def package(session: nox.Session) -> None:
     """Build the distribution and use it in an environment that has nothing else of ours."""
     session.install("build")
