@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from unisono._loading import check_is_model, load_launcher, load_model
 from unisono._table import LAUNCHERS, MODELS, Row, load, only_row, scan, why_not_installed
 from unisono.errors import (
     ArgumentError,
@@ -62,18 +63,16 @@ def register_model(cls: type[ComputationModel], override: bool = False) -> type[
         unisono.errors.RegistrationError: ComputationModel can't be registered: it lacks ...
     """
     global _watch
-    missing = sorted(getattr(cls, "__abstractmethods__", ()))
-    missing += [name for name in ("name", "backends", "dtypes") if not hasattr(cls, name)]
-    if missing:
-        raise RegistrationError(f"{cls.__qualname__} can't be registered: it lacks {missing}")
+    check_is_model(cls)
+    backends = [backend.lower() for backend in cls.backends]
     with _lock:
-        for backend in cls.backends:
+        for backend in backends:
             if not override and _is_taken(backend, cls):
                 raise RegistrationError(
                     f"backend {backend!r} of {cls.__qualname__} is taken: choose another name, or "
                     "pass override=True"
                 )
-        _registered.update(dict.fromkeys(cls.backends, cls))
+        _registered.update(dict.fromkeys(backends, cls))
         _watch = None
     return cls
 
@@ -148,15 +147,7 @@ def _load_by_name(backend: str, row: Row) -> type[ComputationModel]:
     reason = why_not_installed(row, backend)
     if reason is not None:
         raise BackendUnavailableError(f"backend {backend!r} can't be used here: {reason}")
-    try:
-        cls: type[ComputationModel] = load(row.path)
-    except Exception as error:  # a plug-in's import may raise anything
-        owner = f" of distribution {row.distribution}" if row.distribution else ""
-        raise BackendUnavailableError(
-            f"backend {backend!r}: importing {row.path}{owner} failed: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    return cls
+    return load_model(backend, row)
 
 
 def _unknown(backend: str) -> str:
@@ -216,7 +207,7 @@ def _make_watch() -> list[_Watched]:
 def _load_or_warn(watched: _Watched) -> type[ComputationModel] | None:
     row = watched.row
     try:
-        watched.cls = load(row.path)
+        watched.cls = check_is_model(load(row.path))
     except Exception as error:  # a plug-in's import may raise anything, and must not stop others
         watched.library = "\0"  # no module has this name, so it isn't tried again
         owner = row.distribution or "unisono"
@@ -253,8 +244,7 @@ def find_launcher(name: str) -> Callable[..., Any]:
     reason = why_not_installed(row, name)
     if reason is not None:
         raise BackendUnavailableError(f"launcher {name!r} can't be used here: {reason}")
-    launch: Callable[..., Any] = load(row.path)
-    return launch
+    return load_launcher(name, row)
 
 
 def availability() -> dict[str, str | None]:

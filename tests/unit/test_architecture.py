@@ -26,7 +26,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"_memory", "_arguments", "_table", "_training_hooks", "handle", "reduction"}),
     frozenset({"control"}),
     frozenset({"model", "_frames", "_objects"}),
-    frozenset({"payload", "models", "environments", "launchers"}),
+    frozenset({"payload", "_loading", "models", "environments", "launchers"}),
     frozenset({"registry"}),
     frozenset({"_context", "_diagnosis"}),
     frozenset({"_replica", "facts", "collectives"}),

@@ -1,0 +1,306 @@
+"""Finding models and launchers by name: built-in ones, registered ones, plug-ins, broken ones.
+
+Plug-ins here are real distributions: a module and its dist-info folder on sys.path.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import unisono
+from unisono import _table, registry
+from unisono.errors import (
+    ArgumentError,
+    BackendUnavailableError,
+    RegistrationError,
+    UnknownBackendError,
+)
+from unisono.models.threads import ThreadsModel
+
+GOOD = """
+    from unisono.models.threads import ThreadsModel
+
+    class Model(ThreadsModel):
+        name = "plugged-dist"
+        backends = ("plugged",)
+"""
+Install = Callable[..., None]
+
+
+def _forget_what_was_scanned() -> None:
+    importlib.invalidate_caches()
+    for cached in (_table.scan, _table.load, _table.plugin_environments):
+        cached.cache_clear()
+    registry._watch = None
+
+
+@pytest.fixture
+def install(tmp_path: Path) -> Iterator[Install]:
+    """Give a function that installs a distribution into a folder of its own on sys.path."""
+    before, path = set(sys.modules), list(sys.path)
+
+    def lay(distribution: str, points: str, **modules: str) -> None:
+        folder = tmp_path / distribution
+        info = folder / f"{distribution.replace('-', '_')}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1\n")
+        (info / "entry_points.txt").write_text(textwrap.dedent(points))
+        for name, code in modules.items():
+            (folder / f"{name}.py").write_text(textwrap.dedent(code))
+        sys.path.insert(0, str(folder))
+        _forget_what_was_scanned()
+
+    yield lay
+    sys.path[:] = path
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+    _forget_what_was_scanned()
+
+
+@pytest.fixture
+def mine() -> Iterator[type[ThreadsModel]]:
+    """Give a class that is unregistered at the end."""
+
+    class Mine(ThreadsModel):
+        name = "my-dist"
+        backends = ("mine",)
+
+    yield Mine
+    registry.unregister_model(Mine)
+
+
+def model_name(local_rank: int) -> str:
+    return unisono.model_name()
+
+
+def test_an_unknown_backend_lists_the_known_ones_and_the_nearest() -> None:
+    with pytest.raises(UnknownBackendError) as raised:
+        registry.find_model("thread")
+    text = str(raised.value)
+    assert text.startswith("unknown backend 'thread'. Did you mean 'threads'? Known: ")
+    known = text.partition("Known: ")[2].split(", ")
+    assert {"serial", "threads", "gloo", "nccl", "mpi4py", "horovod", "xla-cpu"} <= set(known)
+    assert known == sorted(known)
+
+
+def test_a_name_that_is_near_to_nothing_gets_no_guess() -> None:
+    with pytest.raises(UnknownBackendError, match=r"^unknown backend 'q'\. Known: "):
+        registry.find_model("q")
+
+
+@pytest.mark.parametrize("name", [None, 3, b"gloo", ["gloo"]])
+def test_what_is_no_str_is_no_backend(name: Any) -> None:
+    with pytest.raises(UnknownBackendError, match=r"named by a str, not "):
+        registry.find_model(name)
+
+
+@pytest.mark.parametrize("name", ["gloo", "GLOO", "Gloo", "Threads", "SERIAL"])
+def test_names_are_taken_in_any_case(name: str) -> None:
+    assert registry.find_model(name) is registry.find_model(name.lower())
+
+
+def test_a_spawned_backend_is_taken_in_any_case() -> None:
+    assert unisono.spawn("ThReAdS", model_name, nproc_per_node=2) == ["threads"] * 2
+
+
+def test_a_backend_that_is_known_but_not_installed_says_how_to_get_it() -> None:
+    reasons = {name: reason for name, reason in registry.availability().items() if reason}
+    assert reasons, "everything is installed here"
+    for name, reason in reasons.items():
+        with pytest.raises(BackendUnavailableError) as raised:
+            registry.find_model(name)
+        assert f"backend '{name}' can't be used here: {reason}" == str(raised.value)
+        assert isinstance(raised.value, ImportError)
+
+
+def test_a_plug_in_is_found_loaded_late_and_used(install: Install) -> None:
+    install("good-plugin", "[unisono.models]\nplugged = good_plugin:Model\n", good_plugin=GOOD)
+    assert "plugged" in unisono.available_backends()
+    assert "good_plugin" not in sys.modules
+    assert unisono.spawn("Plugged", model_name, nproc_per_node=2) == ["plugged-dist"] * 2
+
+
+def test_two_plug_ins_with_one_name_are_an_error_that_names_both(install: Install) -> None:
+    for distribution in ("first-plugin", "second-plugin"):
+        module = distribution.replace("-", "_")
+        install(distribution, f"[unisono.models]\ntwice = {module}:Model\n", **{module: GOOD})
+    with pytest.raises(RegistrationError, match=r"'twice' .*first-plugin and second-plugin"):
+        registry.find_model("twice")
+    assert "twice" not in unisono.available_backends()
+    assert "first-plugin" in str(registry.availability()["twice"])
+    assert registry.find_model("gloo").name == "native-dist"
+
+
+def test_a_plug_in_does_not_shadow_a_built_in_backend(install: Install) -> None:
+    points = "[unisono.models]\ngloo = shadow:Model\nthreads = shadow:Model\n"
+    install("shadow", points, shadow=GOOD)
+    assert registry.find_model("gloo").name == "native-dist"
+    assert registry.find_model("threads") is ThreadsModel
+
+
+BROKEN = {
+    "raises": "raise RuntimeError('no licence')",
+    "needs what isn't there": "import a_library_that_is_not_there",
+    "has no such class": "",
+    "is no model": "class Model: pass",
+    "is unfinished": "import unisono\nclass Model(unisono.ComputationModel): name = 'x'",
+    "is no class": "Model = 3",
+}
+
+
+@pytest.mark.parametrize("code", BROKEN.values(), ids=BROKEN)
+def test_a_broken_plug_in_that_is_asked_for_raises_with_cause_and_distribution(
+    install: Install, code: str
+) -> None:
+    install("broken-plugin", "[unisono.models]\nbroken = broken_plugin:Model\n", broken_plugin=code)
+    with pytest.raises(BackendUnavailableError, match=r"broken-plugin") as raised:
+        unisono.spawn("broken", model_name)
+    cause = raised.value.__cause__
+    assert cause is not None
+    assert f"{type(cause).__name__}: {cause}" in str(raised.value)
+
+
+@pytest.mark.parametrize("code", BROKEN.values(), ids=BROKEN)
+def test_a_broken_plug_in_is_left_out_with_one_warning_while_probing(
+    install: Install, tmp_path: Path, code: str
+) -> None:
+    points = "[unisono.models]\nbroken = a_library.model:Model\n"
+    install("broken-plugin", points)
+    folder = Path(sys.path[0], "a_library")
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "model.py").write_text(code)
+    assert unisono.get_rank() == 0  # nobody has imported its library: not looked at
+    importlib.import_module("a_library")
+    with pytest.warns(RuntimeWarning, match=r"a_library\.model:Model of broken-plugin is left out"):
+        assert unisono.get_rank() == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert unisono.model_name() == "serial"
+        dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+        try:
+            assert unisono.model_name() == "native-dist"
+        finally:
+            dist.destroy_process_group()
+
+
+def test_a_registered_model_is_found_and_can_be_taken_back(mine: type[ThreadsModel]) -> None:
+    assert unisono.register_model(mine) is mine
+    assert unisono.register_model(mine) is mine  # again is no harm
+    assert "mine" in unisono.available_backends()
+    assert mine in unisono.registered_computation_models
+    assert unisono.spawn("MINE", model_name, nproc_per_node=2) == ["my-dist"] * 2
+    registry.unregister_model(mine)
+    with pytest.raises(UnknownBackendError):
+        registry.find_model("mine")
+
+
+def test_a_registered_model_may_write_its_backend_in_any_case(mine: type[ThreadsModel]) -> None:
+    mine.backends = ("Mine",)
+    unisono.register_model(mine)
+    assert registry.find_model("mine") is registry.find_model("MINE") is mine
+
+
+@pytest.mark.parametrize("backend", ["gloo", "threads", "serial", "mpi4py", "GLOO"])
+def test_a_built_in_backend_is_taken_over_only_with_override(
+    mine: type[ThreadsModel], backend: str
+) -> None:
+    original = registry._row_of(backend.lower())
+    mine.backends = (backend,)
+    with pytest.raises(RegistrationError, match=r"is taken: .*override=True"):
+        unisono.register_model(mine)
+    assert registry._registered == {}
+    unisono.register_model(mine, override=True)
+    assert registry.find_model(backend) is mine
+    registry.unregister_model(mine)
+    assert registry._row_of(backend.lower()) == original
+
+
+def test_the_backend_of_another_registered_model_is_taken(mine: type[ThreadsModel]) -> None:
+    class Other(ThreadsModel):
+        name = "other-dist"
+        backends = ("mine",)
+
+    unisono.register_model(mine)
+    with pytest.raises(RegistrationError, match=r"'mine' of .*Other is taken"):
+        unisono.register_model(Other)
+    assert registry.find_model("mine") is mine
+
+
+def test_of_several_backends_none_is_registered_if_one_is_taken(mine: type[ThreadsModel]) -> None:
+    mine.backends = ("mine", "gloo")
+    with pytest.raises(RegistrationError):
+        unisono.register_model(mine)
+    with pytest.raises(UnknownBackendError):
+        registry.find_model("mine")
+
+
+LAUNCH = """
+    def launch(entry, plan, *, environ, greeting="hello"):
+        return [f"{greeting} {rank}" for rank in range(plan.nproc_per_node)]
+"""
+
+
+def test_a_launcher_of_a_plug_in_is_found_and_gets_its_own_options(install: Install) -> None:
+    install("ship", "[unisono.launchers]\nship = ship:launch\n", ship=LAUNCH)
+    results = unisono.spawn("gloo", model_name, nproc_per_node=2, launcher="ship")
+    assert results == ["hello 0", "hello 1"]
+    options = {"greeting": "ahoy"}
+    results = unisono.spawn("gloo", model_name, launcher="ship", launcher_options=options)
+    assert results == ["ahoy 0"]
+    with pytest.raises(ArgumentError, match=r"takes no option 'greating'"):
+        unisono.spawn("gloo", model_name, launcher="ship", launcher_options={"greating": "x"})
+
+
+def test_an_unknown_launcher_lists_the_known_ones(install: Install) -> None:
+    install("ship", "[unisono.launchers]\nship = ship:launch\n", ship=LAUNCH)
+    with pytest.raises(ArgumentError, match=r"unknown launcher 'shop'\. Known: .*processes.*ship"):
+        registry.find_launcher("shop")
+
+
+def test_two_launchers_with_one_name_are_an_error_that_names_both(install: Install) -> None:
+    for name in ("first", "second"):
+        install(name, f"[unisono.launchers]\nship = {name}:launch\n", **{name: LAUNCH})
+    with pytest.raises(RegistrationError, match=r"launcher 'ship' .*first and second"):
+        registry.find_launcher("ship")
+
+
+@pytest.mark.parametrize("code", ["raise RuntimeError('no sails')", "launch = 3", ""])
+def test_a_broken_launcher_raises_with_cause_and_distribution(install: Install, code: str) -> None:
+    install("wreck", "[unisono.launchers]\nwreck = wreck:launch\n", wreck=code)
+    with pytest.raises(BackendUnavailableError, match=r"of distribution wreck") as raised:
+        registry.find_launcher("wreck")
+    cause = raised.value.__cause__
+    assert cause is not None
+    assert f"{type(cause).__name__}: {cause}" in str(raised.value)
+
+
+def test_an_environment_of_a_plug_in_says_who_this_is(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = """
+        from unisono import RankInfo
+
+        NAME = "fleet"
+
+        def detect(environ):
+            if "FLEET_SHIP" in environ:
+                return RankInfo(0, 1, 0, 1, 0, 1, source=NAME)
+    """
+    install("fleet", "[unisono.environments]\nfleet = fleet\n", fleet=code)
+    found = unisono._context.read_environment()
+    assert found is None or found.source != "fleet"
+    monkeypatch.setenv("FLEET_SHIP", "1")
+    found = unisono._context.read_environment()
+    assert found is not None
+    assert found.source == "fleet"
