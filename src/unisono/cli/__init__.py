@@ -24,7 +24,13 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "run": run,
 }
 # What follows the script's name is the script's own.
-_SETTINGS = {"run": {"allow_interspersed_args": False, "ignore_unknown_options": False}}
+_SETTINGS = {
+    "run": {
+        "allow_interspersed_args": False,
+        # torchrun spells its options both ways
+        "token_normalize_func": lambda token: token.replace("_", "-"),
+    }
+}
 _WRONG_USE = 2
 _INTERRUPTED = 130
 

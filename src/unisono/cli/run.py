@@ -13,6 +13,7 @@ import torch
 import typer
 
 from unisono import registry
+from unisono._arguments import check_count, check_port
 from unisono._table import OF_THREADS, SCRIPT_RUNNERS, load
 from unisono.errors import ArgumentError
 from unisono.launchers._front import Outcome
@@ -44,18 +45,18 @@ def run(
         str, typer.Option(metavar="N|MIN:MAX", help="Nodes; a range for torchrun and slurm.")
     ] = "1",
     node_rank: Annotated[
-        int | None, typer.Option(min=0, metavar="R", help="Which node this is, for torchrun.")
+        int | None, typer.Option(metavar="R", help="Which node this is, for torchrun.")
     ] = None,
     master_addr: Annotated[str | None, typer.Option(metavar="HOST", help="Host of node 0.")] = None,
     master_port: Annotated[
-        int | None, typer.Option(min=1, max=65535, metavar="PORT", help="Free port of node 0.")
+        int | None, typer.Option(metavar="PORT", help="Free port of node 0.")
     ] = None,
     hosts: Annotated[
         str | None, typer.Option(metavar="A:3,B:1", help="Hosts and their ranks: mpi, slurm.")
     ] = None,
     max_restarts: Annotated[
         int,
-        typer.Option(min=0, metavar="N", help="Times to start all ranks again after one fails."),
+        typer.Option(metavar="N", help="Times to start all ranks again after one fails."),
     ] = 0,
     timeout: Annotated[
         float | None, typer.Option(metavar="S", help="Seconds that nodes wait for each other.")
@@ -87,8 +88,6 @@ def run(
         _check_backend(backend)
         os.environ["UNISONO_BACKEND"] = backend  # this process is the command's own
     least, most = _nodes(nnodes)
-    if timeout is not None and timeout <= 0:
-        raise ArgumentError(f"--timeout {timeout:g} should be over 0 seconds")
     asked = Script(
         _program(script, args or [], module, no_python),
         _count(nproc_per_node),
@@ -103,11 +102,21 @@ def run(
         None if log_dir is None else str(log_dir),
         _is_coloured(),
     )
-    if node_rank is not None and node_rank >= most:
-        raise ArgumentError(f"--node-rank {node_rank} should be below --nnodes {nnodes}")
+    _check(asked)
     if print_only:
         return _print(name, asked)
     return _say(_run(name, asked), asked)
+
+
+def _check(asked: Script) -> None:
+    check_count("--max-restarts", asked.max_restarts, 0)
+    if asked.master_port is not None:
+        check_port("--master-port", asked.master_port)
+    most = asked.max_nnodes
+    if asked.node_rank is not None and check_count("--node-rank", asked.node_rank, 0) >= most:
+        raise ArgumentError(f"--node-rank {asked.node_rank} should be below --nnodes {most}")
+    if asked.timeout_s is not None and asked.timeout_s <= 0:
+        raise ArgumentError(f"--timeout {asked.timeout_s:g} should be over 0 seconds")
 
 
 def _default_launcher(backend: str | None, nnodes: str) -> str:

@@ -7,7 +7,7 @@ import os
 import selectors
 import signal
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -17,7 +17,7 @@ from unisono.launchers._store import host
 from unisono.launchers._worker import Failure, describe
 from unisono.topology import LaunchPlan, RankInfo
 
-__all__ = ("RankActor",)
+__all__ = ("RankActor", "seats")
 
 _POLL_S = 0.3
 
@@ -94,3 +94,34 @@ class RankActor:
         if self._process is not None:
             with contextlib.suppress(OSError):
                 self._process.send_signal(number)
+
+
+def seats(nodes: Sequence[str], addr: str, port: int) -> list[RankInfo]:
+    """Say who the ranks are, from the nodes that Ray has put them on.
+
+    Local, and pure.
+
+    Args:
+        nodes: the id of each rank's node, by rank.
+        addr: host of the store.
+        port: its port.
+
+    Returns:
+        The facts, by rank; nodes are numbered in the order of their first ranks.
+    """
+    order = list(dict.fromkeys(nodes))
+    return [
+        RankInfo(
+            rank,
+            len(nodes),
+            nodes[:rank].count(node),
+            nodes.count(node),
+            order.index(node),
+            len(order),
+            addr,
+            port,
+            source="torchrun",
+            store_is_hosted=True,
+        )
+        for rank, node in enumerate(nodes)
+    ]

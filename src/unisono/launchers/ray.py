@@ -18,49 +18,18 @@ from unisono.errors import LaunchError, PayloadError, WorkerFailedError
 from unisono.launchers._by_value import pickle_for_worker
 from unisono.launchers._front import Outcome, SignalledError, show, signals, verdict
 from unisono.launchers._rank.report import Reader, Report
-from unisono.launchers._ray_actor import RankActor
+from unisono.launchers._ray_actor import RankActor, seats
 from unisono.launchers._script import Script, env_for
 from unisono.launchers._worker import Failure
 from unisono.topology import LaunchPlan, RankInfo
 
-__all__ = ("env_for", "launch", "run", "seats")
+__all__ = ("launch", "run")
 
 _TIMEOUT_S = 60.0  # until the cluster has room
 _PRIMARY_WAIT_S = 1.0  # how long a failure that another may have caused waits for that
 _END_S = 3.0  # from the first signal to the end of the actors
 _POLL_S = 0.3
 _BASE = 128
-
-
-def seats(nodes: Sequence[str], addr: str, port: int) -> list[RankInfo]:
-    """Say who the ranks are, from the nodes that Ray has put them on.
-
-    Local, and pure.
-
-    Args:
-        nodes: the id of each rank's node, by rank.
-        addr: host of the store.
-        port: its port.
-
-    Returns:
-        The facts, by rank; nodes are numbered in the order of their first ranks.
-    """
-    order = list(dict.fromkeys(nodes))
-    return [
-        RankInfo(
-            rank,
-            len(nodes),
-            nodes[:rank].count(node),
-            nodes.count(node),
-            order.index(node),
-            len(order),
-            addr,
-            port,
-            source="torchrun",
-            store_is_hosted=True,
-        )
-        for rank, node in enumerate(nodes)
-    ]
 
 
 @contextlib.contextmanager

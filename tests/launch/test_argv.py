@@ -1,0 +1,284 @@
+"""What launchers would run and what ranks would read, without starting anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unisono import environments
+from unisono.cli import main
+from unisono.errors import ArgumentError
+from unisono.launchers import _local, _mpi_script, slurm, torchrun
+from unisono.launchers._rank.program import Manner, variables
+from unisono.launchers._rank.report import Reader, Report, encode
+from unisono.launchers._ray_actor import seats
+from unisono.launchers._script import RANK, Script, env_for, without_job
+from unisono.topology import RankInfo
+
+PROGRAM = (sys.executable, "train.py", "--lr", "0.1", "two words")
+RANK_WORDS = [sys.executable, RANK, "--", *PROGRAM]
+OPEN_MPI, HYDRA = "mpirun (Open MPI) 4.1.4", "HYDRA build details:"
+
+
+def script(**more: object) -> Script:
+    return Script(PROGRAM, token="", **{"nproc_per_node": 2, **more})  # type: ignore[arg-type]
+
+
+def infos(counts: tuple[int, ...]) -> list[RankInfo]:
+    world_size = sum(counts)
+    found: list[RankInfo] = []
+    for node_rank, count in enumerate(counts):
+        for local_rank in range(count):
+            place = (len(found), world_size, local_rank, count, node_rank, len(counts))
+            found.append(RankInfo(*place, "10.0.0.1", 29999, "torchrun", True))
+    return found
+
+
+@pytest.mark.parametrize("counts", [(1,), (2,), (3, 1), (1, 3), (2, 2, 1)])
+def test_what_ranks_read_is_what_was_planned(counts: tuple[int, ...]) -> None:
+    for info in infos(counts):
+        assert environments.detect(env_for(info)) == info
+
+
+def test_local_ranks_read_what_was_planned() -> None:
+    for info in _local.infos(script(nproc_per_node=3), "127.0.0.1", 4000):
+        assert environments.detect(env_for(info, 1, 2)) == info
+        assert (info.world_size, info.local_world_size, info.nnodes) == (3, 3, 1)
+
+
+@pytest.mark.parametrize("nodes", ["ab", "aaab", "abab", "ba", "aabbc"])
+def test_ray_seats_ranks_by_node(nodes: str) -> None:
+    found = seats(nodes, "10.0.0.1", 4000)
+    for rank, info in enumerate(found):
+        assert environments.detect(env_for(info)) == info
+        same = [other for other in range(len(nodes)) if nodes[other] == nodes[rank]]
+        assert (info.rank, info.local_rank) == (rank, same.index(rank))
+        assert (info.local_world_size, info.nnodes) == (len(same), len(set(nodes)))
+    assert found[0].node_rank == 0
+
+
+def test_torchrun_on_one_node() -> None:
+    words = torchrun.argv(script())
+    assert words[1:4] == ["-m", "torch.distributed.run", "--nnodes"]
+    assert "--standalone" in words
+    assert words[-len(RANK_WORDS) - 1 :] == ["--no-python", *RANK_WORDS]
+
+
+def test_torchrun_on_several_nodes() -> None:
+    where = {"master_addr": "h1", "master_port": 4000}
+    words = shlex.join(torchrun.argv(script(nnodes=2, max_nnodes=2, node_rank=1, **where)))
+    assert "--node-rank 1 --master-addr h1 --master-port 4000 " in words
+    words = shlex.join(torchrun.argv(script(nnodes=1, max_nnodes=4, timeout_s=7.0, **where)))
+    assert "--nnodes 1:4 " in words
+    assert "--rdzv-backend c10d --rdzv-endpoint h1:4000 " in words
+    assert "join_timeout=7,read_timeout=7" in words
+
+
+@pytest.mark.parametrize("given", [{}, {"master_addr": "h1"}, {"master_port": 4000}])
+def test_torchrun_on_several_nodes_needs_an_address(given: dict[str, object]) -> None:
+    lacking = "--master-port" if "master_addr" in given else "--master-addr"
+    with pytest.raises(ArgumentError, match=f"--nnodes 2 needs {lacking}"):
+        torchrun.argv(script(nnodes=2, max_nnodes=2, node_rank=1, **given))
+
+
+def test_torchrun_restarts_with_a_store_of_its_own() -> None:
+    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    assert torchrun.environment(script(max_restarts=1), {})[name] == "1"
+    assert torchrun.environment(script(nnodes=1, max_nnodes=2), {})[name] == "1"
+    assert name not in torchrun.environment(script(), {})
+
+
+def test_srun() -> None:
+    words = slurm.argv(script(nnodes=2, max_nnodes=2))
+    assert words[:1] == ["srun"]
+    assert "--kill-on-bad-exit=1" in words
+    assert words[3:6] == ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2"]
+    assert words[-len(RANK_WORDS) :] == RANK_WORDS
+    hosts = script(hosts=(("n1", 3), ("n2", 1)))
+    assert "--nodelist=n1,n1,n1,n2" in slurm.argv(hosts)
+    assert slurm.environment(hosts, {})["MASTER_ADDR"] == "n1"
+
+
+def test_srun_forgets_the_step_that_it_is_started_in() -> None:
+    kept = {"SLURM_JOB_ID": "7", "SLURM_CONF": "/c", "PATH": "/bin"}
+    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "RANK": "1"}
+    assert slurm.environment(script(), {**kept, **step}) == kept
+
+
+def test_batch_script() -> None:
+    text = slurm.batch_script(script(nnodes=2, max_nnodes=2), "train")
+    lines = text.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    assert {"#SBATCH --nodes=2", "#SBATCH --ntasks=4", "#SBATCH --job-name=train"} <= set(lines)
+    assert shlex.split(lines[-1])[1:] == slurm.argv(script(nnodes=2, max_nnodes=2))
+
+
+@pytest.mark.parametrize(("version", "option"), [(OPEN_MPI, "--host"), (HYDRA, "-hosts")])
+def test_mpiexec(version: str, option: str) -> None:
+    words = _mpi_script.argv(script(), ["mpiexec"], version)
+    assert words[:3] == ["mpiexec", "-n", "2"]
+    assert words[words.index(option) + 1] == "localhost"
+    assert words[-len(RANK_WORDS) :] == RANK_WORDS
+    words = _mpi_script.argv(script(hosts=(("a", 3), ("b", 1))), ["mpiexec"], version)
+    assert words[:3] == ["mpiexec", "-n", "4"]
+    assert words[words.index(option) + 1] == "a:3,b:1"
+
+
+def test_ranks_of_a_new_job_dont_read_the_old_ones() -> None:
+    old = env_for(infos((2,))[1])
+    assert without_job({**old, "ROLE_RANK": "1", "HOME": "/h"}) == {"HOME": "/h"}
+
+
+def test_a_program_gets_torchs_variables_and_keeps_its_own() -> None:
+    info = infos((3, 1))[3]
+    found = variables(info, {"OMP_NUM_THREADS": "5", "MASTER_PORT": "1"})
+    assert {name: found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} == {
+        **{"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
+    }
+    assert (found["OMP_NUM_THREADS"], found["MASTER_PORT"]) == ("5", "1")
+    assert variables(None, {}) == {"PYTHONUNBUFFERED": "1"}
+
+
+def test_prefixes() -> None:
+    info = infos((2,))[1]
+    assert Manner().prefix(info) == b"[1] "
+    assert Manner(style="plain").prefix(info) == b""
+    assert Manner(style="coloured").prefix(info) == b"\x1b[33m[1] \x1b[0m"
+
+
+def test_a_report_survives_being_torn_and_labelled() -> None:
+    words = "[rank1]: Traceback (most recent call last):\n[rank1]: ValueError: é\n" * 60
+    report = Report(1, 2, "host", 7, -9, 0, words, 1, 0)
+    lines = encode(report, "t").splitlines(keepends=True)
+    assert len(lines) > 3
+    assert max(map(len, lines)) < 1000
+    reader = Reader("t")
+    others = [b"1: hello\n", b"\x1eother x 0 of 1 abc\n"]
+    assert [reader.read(line) for line in others] == [False, False]
+    said = [reader.read(b"1: " + line) for line in reversed(lines)]
+    assert said[:-1] == [True] * (len(lines) - 1)
+    assert said[-1] == report
+    assert report.signal_name == "SIGKILL"
+    assert report.exit_code == 137
+    assert report.traceback.startswith("Traceback")
+
+
+@pytest.mark.parametrize(
+    ("last", "is_secondary"),
+    [
+        ("ValueError: no", False),
+        ("RuntimeError: Connection closed by peer [127.0.0.1]:1", True),
+        ("unisono.errors.PeerFailedError: rank 1", True),
+    ],
+)
+def test_reports_of_others_failures_are_known(last: str, is_secondary: bool) -> None:
+    words = f"Traceback (most recent call last):\n  File\n{last}\n"
+    assert Report(0, 2, "h", 1, 1, words=words).is_secondary is is_secondary
+
+
+def command(*words: str) -> int:
+    with pytest.raises(SystemExit) as raised:
+        main(["run", *words])
+    code = raised.value.code
+    assert isinstance(code, int)
+    return code
+
+
+HERE = str(Path(__file__).with_name("job.py"))
+BAD = [
+    (["nowhere.py"], "script 'nowhere.py' doesn't exist"),
+    (["--nproc-per-node", "0", HERE], "--nproc-per-node 0 should be a number of at least 1"),
+    (["--nproc-per-node", "-1", HERE], "--nproc-per-node -1 should be"),
+    (["--nproc-per-node", "two", HERE], "--nproc-per-node two should be"),
+    (["--nnodes", "0", HERE], "--nnodes 0 should be"),
+    (["--nnodes", "4:2", HERE], "--nnodes 4:2 should be"),
+    (["--nnodes", "2", HERE], "--nnodes 2 needs --master-addr"),
+    (["--nnodes", "2", "--node-rank", "2", HERE], "--node-rank 2 should be below --nnodes 2"),
+    (["--launcher", "processes", "--nnodes", "2", HERE], "ranks on this host alone"),
+    (["--launcher", "nope", HERE], "unknown launcher 'nope'. Known:"),
+    (["--backend", "nope", HERE], "unknown backend 'nope'"),
+    (["--backend", "threads", HERE], "its replicas are threads"),
+    (["--hosts", "a:0", HERE], "--hosts a:0 should be"),
+    (["--hosts", "a:1,a:2", HERE], "each name once"),
+    (["--master-port", "70000", HERE], "--master-port=70000 should be"),
+    (["--node-rank", "-1", HERE], "--node-rank=-1 should be"),
+    (["--max-restarts", "-1", HERE], "--max-restarts=-1 should be"),
+    (["--timeout", "0", HERE], "--timeout 0 should be over 0"),
+    (["--module", "--no-python", "x"], "contradict each other"),
+    (["--nproc-pre-node", "2", HERE], "--nproc-pre-node"),
+    ([], "SCRIPT"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), BAD, ids=lambda value: str(value)[:40])
+def test_wrong_use_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNISONO_BACKEND", "")  # the command sets it, in its own process
+    assert command(*words) == 2
+    error = capsys.readouterr().err
+    assert said.casefold() in error.casefold()
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("name", ["mpi", "slurm"])
+def test_a_launcher_that_isnt_installed_is_named_with_its_remedy(name: str, tmp_path: Path) -> None:
+    (tmp_path / "python").symlink_to(sys.executable)
+    done = subprocess.run(
+        [sys.executable, "-m", "unisono", "run", "--launcher", name, HERE],
+        env={**os.environ, "PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2, done.stderr
+    assert f"launcher {name!r} can't be used here" in done.stderr
+    assert "apt-get install" in done.stderr
+
+
+def doctor(*words: str, **variables: str) -> tuple[int, dict[str, object]]:
+    environ = {name: text for name, text in os.environ.items() if not name.startswith("SLURM")}
+    done = subprocess.run(
+        [sys.executable, "-m", "unisono", "doctor", "--json", *words],
+        env={**environ, **variables},
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_doctor_says_which_variable_decided_what() -> None:
+    said = {"RANK": "1", "WORLD_SIZE": "2"}
+    code, found = doctor(**said, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="3")
+    assert code == 0
+    environment = found["environment"]
+    assert isinstance(environment, dict)
+    assert environment["source"] == "torchrun"
+    verdicts = {each["source"]: each["verdict"] for each in environment["findings"]}
+    assert verdicts == {"torchrun": "won", "openmpi": "disagrees"}
+    assert environment["findings"][0]["variables"] == said
+    assert {"gloo", "threads", "nccl"} <= set(found["backends"])  # type: ignore[call-overload]
+    assert {"processes", "ray"} <= set(found["launchers"])  # type: ignore[call-overload]
+    assert "lo" in found["interfaces"]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "said"),
+    [
+        (["--backend", "nope"], {}, "unknown backend 'nope'"),
+        (["--launcher", "nope"], {}, "unknown launcher 'nope'"),
+        ([], {"RANK": "3", "WORLD_SIZE": "2"}, "RANK=3 is out of range"),
+        ([], {"RANK": "0"}, "WORLD_SIZE is not set"),
+    ],
+)
+def test_doctor_fails_for_what_cant_work(
+    words: list[str], variables: dict[str, str], said: str
+) -> None:
+    code, found = doctor(*words, **variables)
+    assert code == 1
+    assert said in str(found["problems"])

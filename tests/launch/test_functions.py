@@ -1,0 +1,94 @@
+"""Functions on the real launchers: results and errors by rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import unisono
+from unisono.errors import ArgumentError, LaunchError, WorkerFailedError
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+Launcher = tuple[str, dict[str, str]]
+
+
+def facts(local_rank: int, value: int) -> tuple[Any, ...]:
+    if value < 0 and unisono.get_rank() == 1:
+        raise KeyError("from rank 1")
+    place = (unisono.get_rank(), local_rank, unisono.get_node_rank(), unisono.get_nnodes())
+    return (*place, unisono.get_nproc_per_node(), unisono.all_reduce(value))
+
+
+@pytest.fixture
+def ready(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> str:
+    name, variables = launcher
+    for key, value in {**variables, "RAY_USAGE_STATS_ENABLED": "0"}.items():
+        monkeypatch.setenv(key, value)
+    return name
+
+
+@pytest.mark.filterwarnings("default")  # Ray's own
+def test_results_and_errors_come_back_by_rank(ready: str) -> None:
+    with unisono.Parallel("gloo", nproc_per_node=2, launcher=ready) as parallel:
+        assert parallel.run(facts, 3) == [(0, 0, 0, 1, 2, 6), (1, 1, 0, 1, 2, 6)]
+        captured = 5
+        assert parallel.run(lambda local_rank: captured + local_rank) == [5, 6]
+        with pytest.raises(WorkerFailedError, match="rank 1 of 2") as raised:
+            parallel.run(facts, -3)
+    assert raised.value.rank == 1
+    assert isinstance(raised.value.__cause__, KeyError)
+    assert "from rank 1" in raised.value.traceback
+
+
+def test_slurm_runs_functions_on_all_nodes(
+    slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in slurm.items():
+        monkeypatch.setenv(key, value)
+    found = unisono.spawn("gloo", facts, (3,), nproc_per_node=2, nnodes=2, launcher="slurm")
+    assert found == [(rank, rank % 2, rank // 2, 2, 2, 12) for rank in range(4)]
+
+
+@pytest.mark.filterwarnings("default")  # Ray's own
+def test_ray_seats_nodes_of_different_size(ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    library = pytest.importorskip("ray")
+    utils = pytest.importorskip("ray.cluster_utils")
+    memory = 100 * 2**20
+    head = {"num_cpus": 3, "object_store_memory": memory}
+    cluster = utils.Cluster(initialize_head=True, head_node_args=head)
+    try:
+        cluster.add_node(num_cpus=1, object_store_memory=memory)
+        library.init(address=cluster.address)
+        options: dict[str, Any] = {"launcher": "ray", "launcher_options": {"counts": (3, 1)}}
+        found = unisono.spawn("gloo", facts, (3,), **options)
+        assert found == [*((r, r, 0, 2, 3, 12) for r in range(3)), (3, 0, 1, 2, 1, 12)]
+        options["launcher_options"] = {"counts": (3, 3), "timeout_s": 1.0}
+        with pytest.raises(LaunchError, match=r"no room in 1 s .* 'CPU': 3.0"):
+            unisono.spawn("gloo", facts, (3,), **options)
+    finally:
+        library.shutdown()
+        cluster.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"launcher": "nope"}, "unknown launcher 'nope'"),
+        ({"launcher": "torchrun", "launcher_options": {"max_restart": 1}}, "'max_restarts'"),
+        ({"launcher": "torchrun", "start_method": "fork"}, "takes no start_method"),
+        ({"launcher": "torchrun", "join": False}, "takes no join=False"),
+        ({"launcher": "torchrun", "nnodes": 2}, "master_addr"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_starts(
+    options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        unisono.spawn("gloo", facts, (3,), nproc_per_node=2, **options)
+
+
+def test_threads_are_made_by_no_launcher() -> None:
+    with pytest.raises(ArgumentError, match="are threads"):
+        unisono.spawn("threads", facts, (3,), nproc_per_node=2, launcher="torchrun")
