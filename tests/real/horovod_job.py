@@ -13,12 +13,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import horovod.torch as hvd  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import torch
 from torch import Tensor
 
+import unisono as idist
 from unisono.errors import (
+    AlreadyInitializedError,
     CollectiveError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -212,6 +215,56 @@ def part_adopt() -> None:
     hvd.shutdown()
     assert not model.is_alive()
     assert HorovodModel.from_context(ContextHint()) is None
+
+
+def part_facade() -> None:
+    """The facade on a context of the user's own, then on one that it makes."""
+    rank, n = hvd_rank(), hvd_size()
+    assert idist.model_name() == "serial"
+    init()
+    assert (idist.model_name(), idist.backend()) == ("horovod-dist", "horovod")
+    assert (idist.get_rank(), idist.get_world_size()) == (rank, n)
+    assert (idist.get_local_rank(), idist.get_nproc_per_node()) == (rank, n)
+    assert (idist.get_nnodes(), idist.get_node_rank()) == (1, 0)
+    assert idist.all_gather("é" * rank) == ["é" * r for r in range(n)]
+    idist.finalize()
+    assert hvd.is_initialized()
+    assert idist.all_reduce(2) == 2 * n
+    hvd.shutdown()
+    assert (idist.model_name(), idist.get_world_size()) == ("serial", 1)
+    for _ in range(3):
+        idist.initialize("horovod", timeout=60)
+        assert (idist.get_rank(), idist.get_world_size()) == (rank, n)
+        refused(AlreadyInitializedError, "finalize", lambda: idist.initialize("horovod"))
+        pair = idist.new_group([0, 1])
+        assert idist.all_reduce(rank, group=pair) == (1 if rank < 2 else rank)
+        rows = idist.all_gather(torch.full((rank + 1, 2), rank), uneven=True)
+        assert [tuple(row.shape) for row in rows] == [(r + 1, 2) for r in range(n)]
+        idist.finalize()
+        assert not hvd.is_initialized()
+
+
+def part_names() -> None:
+    """Values of every type, whose names in Horovod's timeline are for the caller to count."""
+    idist.initialize("horovod")
+    rank = idist.get_rank()
+    for i in range(20):
+        idist.all_reduce(torch.ones(i + 1))
+        idist.all_reduce({"a": i, "b": [1.5, torch.ones(i)]})
+        idist.broadcast({"a": i} if rank == 1 else None, src=1)
+        idist.all_gather("x" * i * rank)
+        idist.all_gather([None, i, b"x", Path()][(rank + i) % 4])
+        idist.barrier()
+    idist.finalize()
+
+
+def part_fail() -> None:
+    """The last rank raises while the others wait for it."""
+    idist.initialize("horovod")
+    for number in range(1_000_000):
+        idist.all_reduce(torch.ones(2))
+        if number == 5 and idist.get_rank() == idist.get_world_size() - 1:
+            raise ValueError(f"the original at {time.time()!r}")
 
 
 def part_again() -> None:

@@ -131,7 +131,41 @@ def test_every_collective_under_horovodrun(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_contexts_and_errors_under_horovodrun(size: int) -> None:
-    run_job(horovodrun(size), f"again,absent,{FAST}", size)
+    run_job(horovodrun(size), f"again,absent,facade,{FAST}", size)
+
+
+def test_names_do_not_depend_on_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = tmp_path / "timeline.json"
+    monkeypatch.setitem(os.environ, "HOROVOD_TIMELINE", str(timeline))
+    run_job(horovodrun(2), "names", 2)
+    names = set(re.findall(r'"name": "([^"]*unisono[^"]*)"', timeline.read_text()))
+    wanted = {"allreduce.unisono.0", "allreduce.unisono.0.barrier", "allgather.unisono.0.exchange"}
+    assert names == wanted
+
+
+@pytest.mark.parametrize("launcher", ["horovodrun", "mpirun"])
+def test_a_rank_that_raises_ends_the_job(launcher: str, request: pytest.FixtureRequest) -> None:
+    command = (
+        horovodrun(3)
+        if launcher == "horovodrun"
+        else [*request.getfixturevalue("mpirun"), "-np", "3"]
+    )
+    mark = uuid.uuid4().hex
+    ended = subprocess.run(
+        [*command, sys.executable, str(JOB), "fail"],
+        env={**os.environ, "PYTHONPATH": str(SOURCES), "UNISONO_TEST_MARK": mark},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    end = time.time()
+    said = ended.stdout + ended.stderr
+    assert ended.returncode != 0, said
+    raised = re.search(r"ValueError: the original at ([\d.]+)", said)
+    assert raised is not None, said
+    assert end - float(raised[1]) < 30, said  # seconds; 2 on a machine that is idle
+    assert not processes_with(mark, limit_s=5)
 
 
 def test_nodes_of_different_size() -> None:

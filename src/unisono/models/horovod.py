@@ -57,8 +57,15 @@ class HorovodModel(ComputationModel):
     """The Horovod context of this process, ours or one that the user's ``hvd.init()`` made.
 
     One instance stands for a context however often it is adopted, so that the numbers of calls
-    stay equal on all ranks. `dtypes` has no float16: over gloo Horovod 0.28.1 silently leaves some
-    elements of a float16 reduction out.
+    stay equal on all ranks.
+
+    Horovod's own: all_gather, broadcast, all_to_all, all_reduce by SUM, PRODUCT, MIN and MAX,
+    reduce_scatter by SUM, asynchronous all_reduce, groups (its process sets), uneven allgather (one
+    of bytes is `exchange`). Derived: reduce, gather, scatter, all_reduce by AND, OR and XOR,
+    reduce_scatter by all but SUM. The barrier is an all_reduce, for Horovod's has no deadline.
+    In a guise: narrow integers are reduced as int32, MIN and MAX of floats as integers, since
+    Horovod loses NaN. It moves no bfloat16; float16 isn't in `dtypes` either: as float32 its sums
+    are rounded once, where Horovod would round them at each rank.
     """
 
     name: ClassVar[str] = "horovod-dist"
