@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from unisono import registry
 from unisono._table import plugin_environments
+from unisono.control import plane
 from unisono.errors import (
     AlreadyInitializedError,
     ArgumentError,
@@ -46,6 +47,7 @@ class _Slot(threading.local):
 _thread = _Slot()
 _process: ComputationModel | None = None
 _ours: ComputationModel | None = None
+_before: ComputationModel | None = None
 _forked: ComputationModel | None = None
 _replica_threads = 0
 _local_rank: int | None = None
@@ -95,10 +97,13 @@ def communicator() -> ComputationModel:
 
 
 def _look_around() -> ComputationModel:
-    global _process
+    global _process, _before
     with _lock:
         if _thread.model is not None and not _thread.model.is_alive():
             _thread.model = None
+        for dead in (_process, _before):
+            if dead is not None and not dead.is_alive():
+                plane.close(dead)
         if _process is not None and not _process.is_alive():
             _process = None
         model = _thread.model or _process
@@ -106,6 +111,9 @@ def _look_around() -> ComputationModel:
             return model
         if registry.probe(_NO_HINT) is not None:
             model = registry.probe(_hint())
+            if model is not None and _before is not None and type(_before) is type(model):
+                model.inherit(_before)
+            _before = None
     if model is None:
         if _replica_threads:
             raise NoReplicaError(
@@ -199,8 +207,9 @@ def is_serial(model: ComputationModel) -> bool:
 
 def forget() -> None:
     """Let go of the process's context, so that the next call looks around. Local."""
-    global _process, _ours
+    global _process, _ours, _before
     with _lock:
+        _before = _process or _before
         _process = _ours = None
         if _thread.model is not None and _thread.model.is_thread_bound:
             _thread.model = _thread.ours = None
@@ -208,14 +217,14 @@ def forget() -> None:
 
 def set_local_rank(local_rank: int | None) -> None:
     """Set or take back the hint for contexts that somebody else made. Local."""
-    global _local_rank, _process
+    global _local_rank, _process, _before
     is_rank = isinstance(local_rank, int) and not isinstance(local_rank, bool) and local_rank >= 0
     if local_rank is not None and not is_rank:
         raise ArgumentError(f"local_rank should be an int of at least 0, or None: {local_rank!r}")
     with _lock:
         _local_rank = local_rank
         if _process is not None and _process is not _ours:
-            _process = None
+            _before, _process = _process, None
 
 
 @contextmanager

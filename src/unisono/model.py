@@ -179,6 +179,15 @@ class ComputationModel(TrainingHooks, ABC):
         """Tell whether this is still the context that it was. Local; called before each use."""
         return True
 
+    def inherit(self, other: ComputationModel) -> None:
+        """Take over what the facade keeps on another view of this context, if it is that. Local.
+
+        What the ranks made together must not be made again on some of them alone.
+        """
+        if other.is_alive():
+            self.context_id = other.context_id
+            self.groups, self.planes = other.groups, other.planes
+
     def abort(self) -> None:
         """Leave the context without waiting for anybody: somebody failed. Local."""
 

@@ -53,8 +53,8 @@ def leave() -> None:
     dist.destroy_process_group()
 
 
-def by_hand(fn: Callable[[int], Any], size: int = 2) -> list[Any]:
-    """Run ``fn(rank)`` in processes of their own; give what each returned."""
+def by_hand(fn: Callable[[int], Any], size: int = 2, killed: int = -1) -> list[Any]:
+    """Run ``fn(rank)`` in processes of their own; give what each returned, None for `killed`."""
     blob = cloudpickle.dumps(fn)
     ends, processes = [], []
     for rank in range(size):
@@ -64,13 +64,23 @@ def by_hand(fn: Callable[[int], Any], size: int = 2) -> list[Any]:
         other.close()
         ends.append(end)
         processes.append(process)
-    told = [end.recv() for end in ends]
+    told = [_hear(end) if rank != killed else (None, "") for rank, end in enumerate(ends)]
+    if killed >= 0:
+        processes[killed].kill()
     for process, end in zip(processes, ends, strict=True):
         process.join()
         end.close()
     failed = [f"rank {rank}:\n{text}" for rank, (_, text) in enumerate(told) if text]
     assert not failed, "\n".join(failed)
     return [result for result, _ in told]
+
+
+def _hear(end: Connection) -> tuple[Any, str]:
+    try:
+        told: tuple[Any, str] = end.recv()
+    except EOFError:
+        return None, "it ended without a word"
+    return told
 
 
 def _run(blob: bytes, rank: int, end: Connection) -> None:

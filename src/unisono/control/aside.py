@@ -1,4 +1,4 @@
-"""A second line to each neighbour, answered by a thread: where are you, while you don't come?"""
+"""A second line to each neighbour, served by a thread: where are you, and who has failed?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from unisono.control.wire import ANSWER, ASK, Line, LineClosed
+from unisono.control.wire import ANSWER, ASK, FAIL, Line, LineClosed
 
 __all__ = ("Aside", "stack_of")
 
@@ -42,6 +42,7 @@ class Aside:
         """The thread whose stack the neighbours get."""
         self._lines = dict(lines)
         self._answers: dict[int, str] = {}
+        self._failure: bytes | None = None
         self._heard = threading.Condition()
         self._end, wake = os.pipe()
         self._is_open = True
@@ -68,6 +69,31 @@ class Aside:
                 lambda: all(place in self._answers for place in asked), _ANSWER_WITHIN_S
             )
             return {place: self._answers[place] for place in asked if place in self._answers}
+
+    def tell(self, failure: bytes, source: int | None = None) -> None:
+        """Let all ranks know of a failure, also those whose own thread is in a collective.
+
+        Local.
+
+        Args:
+            failure: what to say; only the first one counts.
+            source: the place that said so, None for this rank itself.
+        """
+        with self._heard:
+            if self._failure is not None:
+                return
+            self._failure = failure
+            self._heard.notify_all()
+        for place, line in self._lines.items():
+            if place != source:
+                with contextlib.suppress(LineClosed, TimeoutError):
+                    line.send(FAIL, 0, failure, time.monotonic() + _ANSWER_WITHIN_S)
+
+    def failure(self, wait_s: float = 0.0) -> bytes | None:
+        """Give what the first rank that failed was told to say, None if nobody has. Local."""
+        with self._heard:
+            self._heard.wait_for(lambda: self._failure is not None, wait_s)
+            return self._failure
 
     def close(self) -> None:
         """End the thread, which closes the lines. Local; harmless the second time."""
@@ -101,6 +127,8 @@ class Aside:
             if kind == ASK:
                 text = stack_of(self.thread_id).encode("utf-8", "replace")
                 line.send(ANSWER, 0, text, time.monotonic() + _ANSWER_WITHIN_S)
+            elif kind == FAIL:
+                self.tell(body, place)
             elif kind == ANSWER:
                 with self._heard:
                     self._answers[place] = body.decode("utf-8", "replace")

@@ -32,6 +32,7 @@ _log = logging.getLogger(__name__)
 _ENTRY = struct.Struct("<IQ")
 # The leader knows more of who is missing, so it is given the time to say so first.
 _GRACE_S = 3.0
+_LAST_WORD_S = 0.1
 _NEVER = float("inf")
 
 
@@ -69,6 +70,7 @@ class Hub:
         self._pids = neighbours.pids
         self._seq = 0
         self._failure: CollectiveError | None = None
+        self._gone: Absent | None = None
         self._lock = threading.Lock()
         self._aside = Aside(neighbours.asides)
         self._pidfds = watch(neighbours.pids)
@@ -128,30 +130,29 @@ class Hub:
 
         Local; doesn't wait.
         """
-        for place, fd in self._pidfds.items():
-            if has_ended(fd):
-                return self._absent(place)
-        if self._lock.acquire(blocking=False):
+        if self._gone is None and self._lock.acquire(blocking=False):
             try:
                 if self._failure is None:
-                    self._look_around()
+                    with contextlib.suppress(CollectiveError):
+                        self._look_around()
             finally:
                 self._lock.release()
-        failure = self._failure
-        if isinstance(failure, PeerFailedError):
-            return Absent(failure.rank, str(failure))
-        return None
+        return self._gone
 
     def _look_around(self) -> None:
-        """Notice what neighbours say of a failure, and leave what they say of rounds."""
-        with contextlib.suppress(CollectiveError):
-            for place, line in self._lines.items():
-                try:
-                    said = line.look()
-                except LineClosed as closed:
-                    self._lose(self._absent(place, str(closed)))
-                if said is not None and said[0] == FAIL:
-                    self._fail(json.loads(said[2]), place)
+        """Notice who is gone, and leave what neighbours say of rounds.
+
+        What others say comes first: some may have left because of the one that is gone.
+        """
+        ended = [place for place, fd in self._pidfds.items() if has_ended(fd)]
+        said = self._aside.failure(_LAST_WORD_S if len(ended) > 1 else 0.0)
+        if said is not None:
+            self._fail(json.loads(said))
+        if ended:
+            self._lose(self._absent(ended[0]))
+        for place, line in self._lines.items():
+            if line.is_closed():
+                self._lose(self._absent(place, "it closed the connection"))
 
     def _hear(
         self, kind: int, places: tuple[int, ...], until: float, warn_at: float
@@ -235,13 +236,15 @@ class Hub:
     def _fail(self, said: dict[str, object], source: int | None = None) -> NoReturn:
         """Tell all neighbours but the one that said so, then raise."""
         body = json.dumps(said).encode()
+        self._aside.tell(body)
         for place, line in self._lines.items():
             if place != source:
                 with contextlib.suppress(LineClosed, TimeoutError):
                     line.send(FAIL, self._seq, body, time.monotonic() + 1)
         text = f"{self._me()}, in {calls.describe(self._blob)}: {said['text']}"
         if said["kind"] == "peer":
-            self._failure = PeerFailedError(text, int(str(said["rank"])))
+            self._gone = Absent(int(str(said["rank"])), str(said["text"]))
+            self._failure = PeerFailedError(text, self._gone.rank)
         else:
             self._failure = CollectiveTimeoutError(text)
         raise self._failure

@@ -36,6 +36,7 @@ __all__ = ("host_of_this_process", "meet")
 
 _log = logging.getLogger(__name__)
 _SET_UP_S = 10.0
+_RETRY_S = 0.01
 _STRANGER_S = 1.0  # how long a connection may take to prove itself
 _HELLO = struct.Struct("<II16s")
 _PROOF_BYTES = 32
@@ -183,14 +184,11 @@ def _call(
     """Connect to the rank above, and let each prove itself to the other."""
     offer = offers[up]
     if offer["host"] == offers[place]["host"]:
-        address: Any = offer["unix"].replace("@", "\0", 1)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        family, address = int(socket.AF_UNIX), offer["unix"].replace("@", "\0", 1)
     else:
-        address = tuple(offer["tcp"])
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        family, address = int(socket.AF_INET), tuple(offer["tcp"])
+    sock = _connect_until(family, address, until)
     try:
-        _connect_until(sock, address, until)
         nonce = secrets.token_bytes(16)
         sock.sendall(_HELLO.pack(place, use, nonce))
         reply = _read(sock, _PROOF_BYTES + 16)
@@ -205,17 +203,22 @@ def _call(
     return sock
 
 
-def _connect_until(sock: socket.socket, address: Any, until: float) -> None:
+def _connect_until(family: int, address: Any, until: float) -> socket.socket:
     """Connect; a leader elsewhere may not listen yet."""
     while True:
+        sock = socket.socket(family, socket.SOCK_STREAM)
         sock.settimeout(max(0.1, until - time.monotonic()))
         try:
             sock.connect(address)
-            return
-        except ConnectionRefusedError:
-            if time.monotonic() >= until:
+        except BaseException as error:
+            sock.close()
+            if not isinstance(error, ConnectionRefusedError) or time.monotonic() >= until:
                 raise
-            time.sleep(0.01)
+            time.sleep(_RETRY_S)
+            continue
+        if family == socket.AF_INET:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
 
 
 def _read(sock: socket.socket, size: int) -> bytes:

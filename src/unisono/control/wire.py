@@ -96,12 +96,19 @@ class Line:
             frame = self._parse()
         return frame
 
-    def look(self) -> tuple[int, int, bytes] | None:
-        """As `take`, but leave what has come to be taken later. Local; never waits."""
-        frame = self.take()
-        if frame is not None:
-            self._held[:0] = _HEAD.pack(frame[0], frame[1], len(frame[2])) + frame[2]
-        return frame
+    def is_closed(self) -> bool:
+        """Tell whether the peer is gone, reading ahead what it sent. Local; never waits."""
+        try:
+            while len(self._held) <= self._limit:
+                data = self._sock.recv(_CHUNK)
+                if not data:
+                    return True
+                self._held += data
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return False
 
     @property
     def holds_data(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -28,7 +29,7 @@ class Calls:
     """
 
     def __init__(self, model: plane.Meeting, is_watched: bool) -> None:
-        self._model = model
+        self._model = weakref.proxy(model)  # a cycle would keep torch's group and its sockets
         self._is_watched = is_watched
 
     def run(self, call: str, start: Callable[..., Any]) -> None:
