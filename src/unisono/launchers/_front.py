@@ -243,16 +243,24 @@ def verdict(reports: Sequence[Report]) -> Outcome:
 
 
 @contextlib.contextmanager
-def signals() -> Iterator[None]:
-    """Turn the signals that end a program into an exception, while it lasts. Local."""
+def signals() -> Iterator[list[int]]:
+    """Turn the signals that end a program into an exception, while it lasts.
+
+    Local.
+
+    Yields:
+        The numbers of those that came: a library in between may swallow the exception.
+    """
+    seen: list[int] = []
 
     def stop(number: int, _: Any) -> None:
+        seen.append(number)
         raise SignalledError(number)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, stop) for number in numbers}
     try:
-        yield
+        yield seen
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

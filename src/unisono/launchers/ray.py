@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from unisono.errors import LaunchError, PayloadError, WorkerFailedError
 from unisono.launchers._by_value import pickle_for_worker
-from unisono.launchers._front import Outcome, SignalledError, show, signals, verdict
+from unisono.launchers._front import Outcome, show, signals, verdict
 from unisono.launchers._rank.report import Reader, Report
 from unisono.launchers._ray_actor import RankActor, seats
 from unisono.launchers._script import Script, env_for
@@ -223,14 +223,16 @@ def run(script: Script) -> Outcome:
     hosts = [name for name, _ in script.hosts]
     counts = [n for _, n in script.hosts] or [script.nproc_per_node] * script.nnodes
     own = {name: os.environ[name] for name in ("UNISONO_BACKEND",) if name in os.environ}
-    with signals():
+    with signals() as seen:
         try:
             with _ranks(counts, hosts, script.timeout_s or _TIMEOUT_S) as ranks:
                 for actor, info in zip(ranks.actors, ranks.infos, strict=True):
                     actor.start.remote(script, {**own, **env_for(info)}, os.getcwd())
-                return _Programs(ranks, Reader(script.token)).outcome()
-        except SignalledError as error:
-            return Outcome(_BASE + error.number, None, error.number)
+                outcome = _Programs(ranks, Reader(script.token), seen).outcome()
+        except BaseException:  # Ray may make anything of the exception that a signal raises
+            if not seen:
+                raise
+    return Outcome(_BASE + seen[0], None, seen[0]) if seen else outcome
 
 
 @dataclass(slots=True)
@@ -239,6 +241,7 @@ class _Programs:
 
     ranks: _Ranks
     reader: Reader
+    seen: list[int]
     _reports: list[Report] = field(default_factory=list)
     _codes: dict[int, int] = field(default_factory=dict)
     _rests: dict[tuple[int, int], bytes] = field(default_factory=dict)
@@ -247,7 +250,7 @@ class _Programs:
         """Print what they print until all have ended; end all if one fails."""
         polls = {actor.poll.remote(): rank for rank, actor in enumerate(self.ranks.actors)}
         deadline, is_told = float("inf"), False
-        while polls and time.monotonic() < deadline + _END_S:
+        while polls and not self.seen and time.monotonic() < deadline + _END_S:
             done, _ = ray.wait(list(polls), timeout=_POLL_S)
             for ref in done:
                 rank = polls.pop(ref)
