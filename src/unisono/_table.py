@@ -67,7 +67,7 @@ MODELS = (
         ("horovod",),
         "unisono.models.horovod:HorovodModel",
         "horovod.torch",
-        "HOROVOD_WITH_PYTORCH=1 python -m pip install --no-build-isolation horovod",
+        "build it against this torch with its C++ standard raised, as docs/horovod.md says",
         "unisono.models._horovod_probe:why_unusable",
     ),
     Row(
