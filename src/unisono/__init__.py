@@ -39,7 +39,7 @@ from unisono.parallel import Parallel
 from unisono.reduction import ReduceOp
 from unisono.registry import available_backends, register_model
 from unisono.registry import registered_models as _registered_models
-from unisono.sections import master_only, one_rank_first, one_rank_only
+from unisono.sections import master_only, one_rank_first, one_rank_only, run_on_rank
 from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
 from unisono.training.averaging import (
     all_reduce_grads,
@@ -52,8 +52,25 @@ from unisono.training.batchnorm import (
     convert_sync_batchnorm,
     register_sync_batchnorm,
 )
+from unisono.training.checkpoints import load_checkpoint, save_checkpoint
+from unisono.training.evaluation import EvaluationSampler, gather_results
 from unisono.training.loading import DistributedProxySampler, auto_dataloader
+from unisono.training.measures import (
+    get_current_memory_gb,
+    get_device_memory_gb,
+    reduce_dict,
+    reduce_mean,
+    reduce_sum,
+)
+from unisono.training.randomness import (
+    get_rng_state,
+    seed_everything,
+    set_rng_state,
+    sync_random_seed,
+)
 from unisono.training.replicated import Replicated
+from unisono.training.reporting import RankFilter, RankFormatter, print, progress
+from unisono.training.starting import get_dist_info, infer_launcher, init_dist
 from unisono.training.wrapping import (
     auto_model,
     auto_optim,
@@ -75,10 +92,13 @@ __all__ = (
     "ComputationModel",
     "ContextHint",
     "DistributedProxySampler",
+    "EvaluationSampler",
     "Group",
     "Handle",
     "LaunchPlan",
     "Parallel",
+    "RankFilter",
+    "RankFormatter",
     "RankInfo",
     "ReduceOp",
     "Replicated",
@@ -107,21 +127,29 @@ __all__ = (
     "errors",
     "finalize",
     "gather",
+    "gather_results",
+    "get_current_memory_gb",
+    "get_device_memory_gb",
+    "get_dist_info",
     "get_local_rank",
     "get_nnodes",
     "get_node_rank",
     "get_nproc_per_node",
     "get_rank",
+    "get_rng_state",
     "get_world_size",
     "has_hvd_support",
     "has_mpi_support",
     "has_native_dist_support",
     "has_xla_support",
     "hostname",
+    "infer_launcher",
+    "init_dist",
     "initialize",
     "is_distributed",
     "is_main_process",
     "join",
+    "load_checkpoint",
     "local_group",
     "master_only",
     "model_name",
@@ -129,19 +157,29 @@ __all__ = (
     "no_sync",
     "one_rank_first",
     "one_rank_only",
+    "print",
+    "progress",
     "recv",
     "reduce",
+    "reduce_dict",
+    "reduce_mean",
     "reduce_scatter",
+    "reduce_sum",
     "register_model",
     "register_sync_batchnorm",
     "register_wrapper",
     "registered_computation_models",
+    "run_on_rank",
+    "save_checkpoint",
     "scatter",
+    "seed_everything",
     "send",
     "set_local_rank",
+    "set_rng_state",
     "show_config",
     "spawn",
     "sync",
+    "sync_random_seed",
     "unwrap_model",
 )
 

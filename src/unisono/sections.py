@@ -13,12 +13,13 @@ from typing_extensions import ParamSpec
 from unisono._context import communicator, current_model
 from unisono.collectives._rounds import swap
 from unisono.collectives.groups import check_rank, local_group
+from unisono.collectives.transfers import broadcast
 from unisono.errors import ArgumentError, PeerFailedError
 from unisono.model import ComputationModel
 from unisono.payload import decode, encode
 from unisono.topology import Group
 
-__all__ = ("master_only", "one_rank_first", "one_rank_only")
+__all__ = ("master_only", "one_rank_first", "one_rank_only", "run_on_rank")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -161,3 +162,36 @@ def master_only(fn: Callable[P, T]) -> Callable[P, T | None]:
         'saved'
     """
     return one_rank_only(rank=0)(fn)
+
+
+def run_on_rank(fn: Callable[[], T], rank: int = 0) -> T:
+    """Run a function on one rank and give its value to all.
+
+    Collective over all ranks.
+
+    Args:
+        fn: called without arguments on `rank` alone; returns anything that `broadcast` takes.
+        rank: global rank that runs it.
+
+    Returns:
+        What it returned, on every rank.
+
+    Raises:
+        ArgumentError: `rank` isn't there (on every rank).
+        PeerFailedError: the function raised (on every rank; the original is the cause on `rank`).
+        PayloadError: its value can't travel (on every rank).
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.run_on_rank(lambda: "read once")
+        'read once'
+    """
+    model = communicator()
+    check_rank(model, None, rank, "rank")
+    value: Any = None
+    name = f"{getattr(fn, '__qualname__', repr(fn))} (run_on_rank)"
+    with _outcome_for_all(model, None, rank, name):
+        if model.topology.rank == rank:
+            value = fn()
+    found: T = broadcast(value, rank)
+    return found

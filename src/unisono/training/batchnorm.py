@@ -87,7 +87,7 @@ class SyncBatchNorm(_BatchNorm):
         affine: whether it has weight and bias.
         track_running_stats: whether it has running statistics.
         group: a Group, or None for all ranks.
-        options: ``device`` and ``dtype``.
+        options: ``device``, ``dtype`` and what else this torch's batch norms take.
     """
 
     def __init__(
@@ -121,8 +121,9 @@ class SyncBatchNorm(_BatchNorm):
                 self._track(mean, variance, count)
         invstd = torch.rsqrt(variance + self.eps)
         normal: Tensor = _Normalize.apply(x, mean, invstd, count, self.group)  # type: ignore[no-untyped-call]
-        if self.affine:
-            normal = normal * _wide(self.weight.to(kind), x) + _wide(self.bias.to(kind), x)
+        for apply, parameter in ((torch.mul, self.weight), (torch.add, self.bias)):
+            if parameter is not None:  # torch 2.13 has affine ones without bias
+                normal = apply(normal, _wide(parameter.to(kind), x))
         return normal.to(input.dtype)
 
     def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
@@ -159,8 +160,8 @@ def convert_sync_batchnorm(
 
     Example:
         >>> import torch, unisono as idist
-        >>> idist.convert_sync_batchnorm(torch.nn.BatchNorm1d(3))
-        SyncBatchNorm(3, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
+        >>> type(idist.convert_sync_batchnorm(torch.nn.BatchNorm1d(3))).__name__
+        'SyncBatchNorm'
     """
     current = current_model()
     if implementation is None:

@@ -72,6 +72,7 @@ class Replicated(nn.Module):
         self.broadcast_buffers = broadcast_buffers
         self._averager = Averager(module, int(size_mb * MEGABYTE))
         self._is_joining = False
+        self._leader = 0
         _alive.add(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -79,13 +80,20 @@ class Replicated(nn.Module):
         if torch.is_grad_enabled() and self.training:
             self._averager.check_context()
             self._averager.reset()
+            src = 0
             if self._is_joining:
-                communicator().exchange(_SYNCS if self._averager.is_syncing else _ACCUMULATES)
+                word = _SYNCS if self._averager.is_syncing else _ACCUMULATES
+                src = self._first_active(communicator().exchange(word))
             if self._averager.is_syncing:
-                self._broadcast_buffers()
+                self._broadcast_buffers(src)
         return self.module(*args, **kwargs)
 
-    def _broadcast_buffers(self, src: int = 0) -> None:
+    def _first_active(self, said: list[bytes]) -> int:
+        """Note which rank is the first that goes on, whose values all have in the end. Local."""
+        self._leader = next(rank for rank, word in enumerate(said) if word != _HAS_ENDED)
+        return self._leader
+
+    def _broadcast_buffers(self, src: int) -> None:
         buffers = list(self.module.buffers()) if self.broadcast_buffers else []
         if buffers:
             broadcast_params(buffers, src)
@@ -116,17 +124,15 @@ class Replicated(nn.Module):
             yield
         finally:
             self._is_joining = False
-        src = 0
         while True:
             said = communicator().exchange(_HAS_ENDED)
-            active = [rank for rank, word in enumerate(said) if word != _HAS_ENDED]
-            if not active:
+            if all(word == _HAS_ENDED for word in said):
                 break
-            src = active[0]
+            src = self._first_active(said)
             if said[src] == _SYNCS:
-                self._broadcast_buffers(src=0)
+                self._broadcast_buffers(src)
                 self._averager.shadow()
-        broadcast_params(self.module, src)
+        broadcast_params(self.module, self._leader)
 
     def release(self) -> None:
         """Stop averaging gradients: an optimizer does instead. Local."""

@@ -1,0 +1,151 @@
+"""Random numbers that ranks share, or don't."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from typing import Any
+
+import torch
+
+from unisono._context import current_model
+from unisono.collectives.groups import GroupLike, team
+from unisono.collectives.transfers import broadcast
+from unisono.errors import ArgumentError
+
+__all__ = ("get_rng_state", "seed_everything", "set_rng_state", "sync_random_seed")
+
+_LIMIT = 2**32  # what numpy takes
+
+
+def sync_random_seed(seed: int | None = None, group: GroupLike = None) -> int:
+    """Give every rank the same seed.
+
+    Collective over `group`.
+
+    Args:
+        seed: the seed, taken from the group's first rank; None draws one from the system.
+        group: a Group, a list of ranks, or None for all ranks.
+
+    Returns:
+        0 to 2**32 - 1, the same on every rank.
+
+    Raises:
+        ArgumentError: the seed is no int in that range.
+        CollectiveError: a peer failed or didn't come in time.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.sync_random_seed(3)
+        3
+    """
+    drawn = int.from_bytes(os.urandom(4), "little") if seed is None else _checked(seed)
+    _, members, is_member = team(group)
+    src = 0 if members is None or not is_member else members.ranks[0]
+    found: int = broadcast(drawn, src, group) if is_member else drawn
+    return found
+
+
+def _checked(seed: Any) -> int:
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < _LIMIT:
+        raise ArgumentError(f"seed={seed!r} should be an int from 0 to {_LIMIT - 1}")
+    return seed
+
+
+def seed_everything(seed: int | None = None, per_rank: bool = False) -> int:
+    """Seed python, torch on all devices, and numpy if it is loaded.
+
+    Collective over all ranks.
+
+    Args:
+        seed: the seed, taken from rank 0; None draws one from the system.
+        per_rank: whether each rank adds its rank, so that ranks draw different numbers, as for
+            dropout and augmentation; else all draw the same, as for equal parameters.
+
+    Returns:
+        The seed before the rank was added, the same on every rank. Replicas that are threads share
+        these generators: give each a ``torch.Generator`` of its own instead.
+
+    Raises:
+        ArgumentError: the seed is no int from 0 to 2**32 - 1.
+        CollectiveError: a peer failed or didn't come in time.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.seed_everything(7)
+        7
+    """
+    found = sync_random_seed(seed)
+    mine = (found + (current_model().topology.rank if per_rank else 0)) % _LIMIT
+    random.seed(mine)
+    torch.manual_seed(mine)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(mine)
+    return found
+
+
+def get_rng_state() -> dict[str, Any]:
+    """Give the states of the generators that `seed_everything` seeds, for a checkpoint.
+
+    Local.
+
+    Returns:
+        Plain values and tensors, which ``load_checkpoint`` reads with ``weights_only=True``. Each
+        rank has its own: gather them, or save them by rank.
+
+    Example:
+        >>> import torch, unisono as idist
+        >>> state = idist.get_rng_state()
+        >>> first = torch.rand(1)
+        >>> idist.set_rng_state(state)
+        >>> bool(torch.rand(1) == first)
+        True
+    """
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": [version, list(words), gauss],
+        "torch": torch.get_rng_state(),
+    }
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, position, has_gauss, cached = numpy.random.get_state()
+        keys = [int(key) for key in keys]
+        state["numpy"] = [str(kind), keys, int(position), int(has_gauss), float(cached)]
+    device = current_model().device
+    module: Any = getattr(torch, device.type, None)
+    if device.type != "cpu" and hasattr(module, "get_rng_state"):
+        state["device"] = module.get_rng_state(device)
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put back what `get_rng_state` gave.
+
+    Local.
+
+    Args:
+        state: of this rank.
+
+    Raises:
+        ArgumentError: it is no such state.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.set_rng_state(idist.get_rng_state())
+    """
+    if not isinstance(state, dict) or not {"python", "torch"} <= set(state):
+        raise ArgumentError("a state that get_rng_state gave is needed")
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    torch.set_rng_state(state["torch"].cpu())
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        kind, keys, position, has_gauss, cached = state["numpy"]
+        numbers = numpy.array(keys, dtype=numpy.uint32)
+        numpy.random.set_state((kind, numbers, position, has_gauss, cached))
+    device = current_model().device
+    if "device" in state and device.type != "cpu":
+        module: Any = getattr(torch, device.type)
+        module.set_rng_state(state["device"].cpu(), device)

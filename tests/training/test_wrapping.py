@@ -1,0 +1,318 @@
+"""What auto_model, auto_optim and the loaders do besides training right, and what they refuse."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from worlds import QUICK, REAL, run, run_all
+
+import unisono as idist
+from unisono.errors import (
+    ArgumentError,
+    CollectiveMismatchError,
+    ContextError,
+    PayloadError,
+    RegistrationError,
+    UnsupportedOperation,
+)
+
+BOTH = [pytest.param("threads", 3, id="threads-3"), pytest.param("gloo", 2, id="gloo-2")]
+
+
+class Branches(nn.Module):
+    """Uses one branch on rank 0 alone, and one nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(2, 1)
+        self.sometimes = nn.Linear(2, 1)
+        self.never = nn.Linear(2, 1)
+        self.frozen = nn.Linear(2, 1).requires_grad_(False)
+        self.narrow = nn.Linear(2, 1).to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.always(x) + self.frozen(x) + self.narrow(x.to(torch.bfloat16)).float()
+        return y + self.sometimes(x) if idist.get_rank() == 0 else y
+
+
+@pytest.mark.parametrize(("backend", "size"), BOTH)
+@pytest.mark.parametrize("bucket_cap_mb", [25, 1e-6])
+def test_the_facade_averages_whatever_has_a_gradient_somewhere(
+    backend: str, size: int, bucket_cap_mb: float
+) -> None:
+    run(backend, size, branches, bucket_cap_mb)
+
+
+def branches(local_rank: int, bucket_cap_mb: float) -> None:
+    rank, size = idist.get_rank(), idist.get_world_size()
+    model = idist.auto_model(Branches(), wrapper=idist.Replicated, bucket_cap_mb=bucket_cap_mb)
+    net: Any = idist.unwrap_model(model)
+    mean = sum(range(1, size + 1)) / size
+    for _ in range(2):
+        model(torch.full((1, 2), rank + 1.0)).sum().backward()
+        assert net.always.weight.grad.tolist() == [[mean, mean]]
+        assert net.narrow.weight.grad.tolist() == [[mean, mean]]
+        torch.testing.assert_close(net.sometimes.weight.grad, torch.full((1, 2), 1 / size))
+        assert net.never.weight.grad is None
+        assert net.frozen.weight.grad is None
+        model.zero_grad()
+    with idist.no_sync(model):
+        model(torch.full((1, 2), rank + 1.0)).sum().backward()
+    assert net.always.weight.grad.tolist() == [[rank + 1.0] * 2]
+    with pytest.raises(ArgumentError, match=r"use its \.module"):
+        copy.deepcopy(model)
+
+
+@pytest.mark.parametrize(("backend", "size"), BOTH)
+def test_a_failed_backward_spoils_no_later_one(backend: str, size: int) -> None:
+    run(backend, size, fails_once)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise ZeroDivisionError
+
+
+def fails_once(local_rank: int) -> None:
+    first, last = nn.Linear(2, 2), nn.Linear(2, 1)
+    model: Any = idist.auto_model(nn.Sequential(first, last), wrapper=idist.Replicated)
+    x = torch.full((1, 2), idist.get_rank() + 1.0)
+    with pytest.raises(ZeroDivisionError):
+        fails: Any = Fails.apply
+        last(fails(first(x))).sum().backward()
+    model.zero_grad()
+    model(x).sum().backward()
+    grads = idist.all_gather([last.weight.grad, first.weight.grad])
+    for row in grads:
+        torch.testing.assert_close(row, grads[0])
+
+
+@pytest.mark.parametrize(("backend", "size"), BOTH)
+@pytest.mark.parametrize("is_generic", [True, False])
+def test_ranks_may_have_different_numbers_of_batches(
+    backend: str, size: int, is_generic: bool
+) -> None:
+    states = run(backend, size, joins, is_generic)
+    for state in states:
+        torch.testing.assert_close(state, states[0], rtol=0, atol=0)
+
+
+def joins(local_rank: int, is_generic: bool) -> dict[str, Tensor]:
+    rank = idist.get_rank()
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    wrapper: Any = idist.Replicated if is_generic else "ddp"
+    model = idist.auto_model(net, wrapper=wrapper)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with idist.join(model):
+        for i in range(2 + 2 * rank):
+            generator = torch.Generator().manual_seed(i)
+            model(torch.randn(4, 2, generator=generator)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: item.clone() for name, item in net.state_dict().items()}
+
+
+@pytest.mark.parametrize(("backend", "size"), QUICK)
+def test_batch_norm_over_uneven_batches(backend: str, size: int) -> None:
+    run(backend, size, batch_norms)
+
+
+def batch_norms(local_rank: int) -> None:
+    """Compare with torch's batch norm over the whole batch, in both directions."""
+    rank, size = idist.get_rank(), idist.get_world_size()
+    generator = torch.Generator().manual_seed(5)
+    whole = torch.randn(7 * size, 3, 2, generator=generator, dtype=torch.float64) + 1e4
+    weights = torch.randn(7 * size, 3, 2, generator=generator, dtype=torch.float64)
+    mine = slice(7 * rank - (rank > 0), 7 * rank + 6 if rank < size - 1 else None)
+    for affine, momentum in ((True, 0.1), (False, None)):
+        plain = nn.BatchNorm1d(3, affine=affine, momentum=momentum).double()
+        ours: Any = idist.convert_sync_batchnorm(copy.deepcopy(plain), "unisono")
+        x: Any = whole.clone().requires_grad_()
+        part: Any = whole[mine].clone().requires_grad_()
+        for _ in range(2):
+            (plain(x) * weights).sum().backward()
+            out = ours(part)
+            (out * weights[mine]).sum().backward()
+        torch.testing.assert_close(part.grad, x.grad[mine], rtol=1e-6, atol=1e-9)
+        assert ours.running_mean is not None
+        torch.testing.assert_close(ours.running_mean, plain.running_mean)
+        torch.testing.assert_close(ours.running_var, plain.running_var)
+        assert int(ours.num_batches_tracked) == 2
+        if affine:
+            grads = idist.all_reduce([ours.weight.grad, ours.bias.grad])
+            torch.testing.assert_close(grads, [plain.weight.grad, plain.bias.grad])
+        ours.eval()
+        plain.eval()
+        torch.testing.assert_close(ours(part), plain(x)[mine])
+
+
+def test_conversion_keeps_parameters_and_takes_names() -> None:
+    net: Any = nn.Sequential(nn.BatchNorm2d(2), nn.Sequential(nn.BatchNorm1d(3)))
+    before = {name: id(item) for name, item in net.named_parameters()}
+    idist.convert_sync_batchnorm(net)
+    assert {name: id(item) for name, item in net.named_parameters()} == before
+    assert isinstance(net[0], idist.SyncBatchNorm)
+    assert isinstance(net[1][0], idist.SyncBatchNorm)
+    with pytest.raises(ArgumentError, match="Known: .*torch, unisono"):
+        idist.convert_sync_batchnorm(net, "mmcv")
+    with pytest.raises(UnsupportedOperation, match="unisono"):
+        idist.convert_sync_batchnorm(net, "torch")
+    idist.register_sync_batchnorm("tests", lambda module: module, override=True)
+    assert idist.convert_sync_batchnorm(net, "tests") is net
+    with pytest.raises(RegistrationError, match="taken"):
+        idist.register_sync_batchnorm("torch", lambda module: module)
+
+
+@pytest.mark.parametrize(("backend", "size"), [*QUICK[:1], *BOTH])
+def test_what_auto_model_refuses(backend: str, size: int) -> None:
+    run(backend, size, refusals)
+
+
+def refusals(local_rank: int) -> None:
+    size = idist.get_world_size()
+    for wrong in ("fsdpp", 3):
+        with pytest.raises(ArgumentError, match="Known: ddp, fsdp"):
+            idist.auto_model(nn.Linear(1, 1), wrapper=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="Did you mean 'bucket_cap_mb'"):
+        idist.auto_model(nn.Linear(1, 1), bucket_cap_mbb=3)
+    with pytest.raises(ArgumentError, match="device_ids"):
+        idist.auto_model(nn.Linear(1, 1), device_ids=[0])
+    with pytest.raises(ArgumentError, match="needed, not a str"):
+        idist.auto_model("net")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="needed, not a int"):
+        idist.auto_optim(3)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    with pytest.raises(ArgumentError, match="takes no options"):
+        idist.auto_optim(optimizer, compression=1)
+    if size == 1:
+        return
+    net = nn.Linear(2, 2)
+    model = idist.auto_model(net)
+    with pytest.raises(ArgumentError, match="wrapped already"):
+        idist.auto_model(model)
+    generic = idist.auto_model(nn.Linear(2, 2), wrapper=idist.Replicated)
+    with pytest.raises(ArgumentError, match="given to auto_model before"):
+        idist.auto_model(idist.unwrap_model(generic))
+    with pytest.raises(UnsupportedOperation, match="mixed_precision"):
+        idist.auto_model(nn.Linear(2, 2), wrapper=idist.Replicated, mixed_precision=True)
+    with pytest.raises(PayloadError, match="sparse"):
+        idist.auto_model(nn.Embedding(2, 2, sparse=True), wrapper=idist.Replicated)
+    with pytest.raises(CollectiveMismatchError, match="rank 1 has"):
+        idist.auto_model(nn.Linear(2, 2 + idist.get_rank()), wrapper=idist.Replicated)
+
+
+def test_models_without_fsdp_say_so() -> None:
+    run("threads", 2, no_fsdp)
+
+
+def no_fsdp(local_rank: int) -> None:
+    with pytest.raises(UnsupportedOperation, match="wrapper 'fsdp'"):
+        idist.auto_model(nn.Linear(2, 2), wrapper="fsdp")
+
+
+def test_a_model_of_another_context_is_refused() -> None:
+    (model, _) = run("threads", 2, wrapped)
+    with pytest.raises(ContextError, match="another context"):
+        model(torch.ones(1, 2))
+
+
+def wrapped(local_rank: int) -> Any:
+    return idist.auto_model(nn.Linear(2, 2))
+
+
+def test_registered_wrappers() -> None:
+    run("threads", 2, registered)
+    with pytest.raises(RegistrationError, match="taken"):
+        idist.register_wrapper("ddp", lambda module: module)
+
+
+def registered(local_rank: int) -> None:
+    made = nn.Identity()
+    idist.register_wrapper("mine", lambda module, flag: made if flag else module, override=True)
+    assert idist.auto_model(nn.Linear(2, 2), wrapper="mine", flag=True) is not None
+
+
+def test_fsdp_shards_and_trains_as_one_process() -> None:
+    found = run("gloo", 2, shards)
+    net = small()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for i in range(3):
+        net(batch(i)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for state in found:
+        torch.testing.assert_close(state, dict(net.state_dict()), rtol=1e-5, atol=1e-6)
+
+
+def small() -> nn.Module:
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.normal_(generator=generator)
+    return net
+
+
+def batch(i: int) -> Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(i))
+
+
+def shards(local_rank: int) -> dict[str, Tensor]:
+    model = idist.auto_model(small(), wrapper="fsdp")
+    with pytest.raises(ArgumentError, match="wrapped already"):
+        idist.auto_model(model)
+    optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    rank = idist.get_rank()
+    for i in range(3):
+        parts = batch(i)[3 * rank : 3 * rank + 3]
+        with idist.no_sync(model):
+            (model(parts[:1]).pow(2).sum() / 6).backward()
+        (model(parts[1:]).pow(2).sum() / 6).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: item.full_tensor() for name, item in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(("backend", "size"), REAL)
+def test_on_real_libraries(backend: str, size: int) -> None:
+    run_all(
+        backend,
+        size,
+        (branches, 25),
+        (branches, 1e-6),
+        (fails_once,),
+        (joins, True),
+        (batch_norms,),
+    )
+
+
+@pytest.mark.real
+def test_horovod_has_its_own_optimizer() -> None:
+    run_all("horovod", 2, (horovod_optimizer,))
+
+
+def horovod_optimizer(local_rank: int) -> None:
+    rank = idist.get_rank()
+    for has_model, options in ((False, {}), (True, {"backward_passes_per_step": 1})):
+        net = nn.Linear(2, 1)
+        idist.broadcast_params(net)
+        model = idist.auto_model(net) if has_model else net
+        optimizer = idist.auto_optim(torch.optim.SGD(net.parameters(), lr=1.0), **options)
+        assert type(optimizer).__module__ == "horovod.torch.optimizer"
+        before = net.weight.detach().clone()
+        model(torch.full((1, 2), rank + 1.0)).sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(before - net.weight.detach(), torch.full((1, 2), 1.5))
+    net = nn.Linear(2, 1)
+    averaged = idist.auto_model(net)
+    plain = torch.optim.SGD(averaged.parameters(), lr=1.0)
+    assert idist.auto_optim(plain) is plain
