@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
+import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import unisono as idist
 from unisono.errors import (
     ArgumentError,
     CollectiveMismatchError,
@@ -32,9 +36,11 @@ from unisono.model import ComputationModel
 from unisono.models._xla_meeting import MEETING
 from unisono.models.xla import XlaModel
 from unisono.reduction import ReduceOp, fold_tensors
+from unisono.testing import check
 from unisono.topology import ContextHint, LaunchPlan, RankInfo, Topology
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
 SOURCE = str(Path(__file__).parents[2] / "src")
 SIZES = (1, 2)
 SHAPES = ((3,), (2, 3), (), (0, 2))
@@ -152,6 +158,15 @@ def reductions(model: XlaModel) -> list[str]:
     return c.wrong
 
 
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_every_law_holds(n: int) -> None:
+    outcomes = check("xla-cpu", n, timeout_s=60)
+    assert len(outcomes) > 50
+    assert [(o.law, o.reason) for o in outcomes if o.status == "failed"] == []
+    unsupported = {o.law for o in outcomes if o.status == "unsupported"}
+    assert all("messages" in law for law in unsupported)  # send and recv: undeclared, and refused
+
+
 @pytest.mark.parametrize("entry", [movements, reductions])
 @pytest.mark.parametrize("n", SIZES)
 def test_collectives_give_what_the_oracle_gives(
@@ -230,6 +245,80 @@ def test_strings_of_many_sizes_are_compiled_once_for_each_bucket() -> None:
         assert wrong == []
         assert n_small == 1  # all that fit into one frame
         assert n_more == 0
+
+
+def n_compiled() -> int:
+    import torch_xla.debug.metrics as metrics
+
+    return metrics.counter_value("UncachedCompile") or 0
+
+
+def texts(_local_rank: int) -> list[object]:
+    rank, n = idist.get_rank(), idist.get_world_size()
+    idist.all_reduce(torch.ones(2048))  # the runtime is up, and its first graphs are compiled
+    counts, wrong = [n_compiled()], []
+    for size in (0, 1, 7, 100, 255, 256, 257, 5000, 70_000):
+        rows = [chr(97 + other) * (size + other) for other in range(n)]
+        if idist.all_gather(rows[rank]) != rows:
+            wrong.append(("all_gather", size))
+        if idist.broadcast(rows[rank] if rank == n - 1 else None, src=n - 1) != rows[n - 1]:
+            wrong.append(("broadcast", size))
+        if idist.all_reduce({"size": size + rank, "x": 0.5}) != {"size": 2 * size + 1, "x": 1.0}:
+            wrong.append(("all_reduce", size))
+        counts.append(n_compiled())
+    idist.barrier()
+    return [wrong, counts[-1] - counts[0], rank]
+
+
+def test_strings_and_numbers_of_any_length_compile_nothing() -> None:
+    assert idist.spawn("xla-cpu", texts, nproc_per_node=2) == [[[], 0, 0], [[], 0, 1]]
+
+
+def steps(_local_rank: int) -> list[object]:
+    """Train without ever marking a step; give the compilations of the later steps."""
+    device = idist.device()
+    weight = torch.zeros(8, device=device, requires_grad=True)
+    momentum = torch.zeros(8, device=device)
+    rows = torch.arange(64.0).reshape(8, 8) / 64 + idist.get_rank()
+    counts = []
+    for step in range(12):
+        loss = ((rows[step % 8].to(device) * weight).sum() - 1) ** 2
+        torch.autograd.backward(loss)
+        (gradient,) = idist.all_reduce([weight.grad], "AVERAGE")
+        with torch.no_grad():
+            momentum.mul_(0.9).add_(gradient)
+            weight.sub_(0.01 * momentum)
+        weight.grad = None
+        counts.append(n_compiled())
+    idist.barrier()  # what follows compiles, for every replica to see
+    return [counts[-1] - counts[5], weight.detach().cpu()]
+
+
+def test_graphs_do_not_grow_from_step_to_step() -> None:
+    (more, weight), (_, other) = idist.spawn("xla-cpu", steps, nproc_per_node=2)
+    assert more == 0
+    assert torch.equal(weight, other)
+    (_, wanted), _ = idist.spawn("gloo", on_cpu, (steps,), nproc_per_node=2)
+    assert torch.allclose(weight, wanted, atol=1e-5)
+
+
+def on_cpu(local_rank: int, fn: Callable[[int], Any]) -> Any:
+    """Run where nothing compiles."""
+    globals()["n_compiled"] = lambda: 0
+    return fn(local_rank)
+
+
+def test_the_digits_example_learns_the_same_parameters() -> None:
+    example = runpy.run_path(str(EXAMPLE))
+    found = {}
+    for backend in ("xla-cpu", "threads"):
+        arguments = (example["load"](), 3, 0)
+        rows = idist.spawn(backend, example["train"], arguments, nproc_per_node=2)
+        found[backend] = [torch.tensor(row["parameters"]) for row in rows]
+        assert rows[0]["backend"] == backend
+        assert rows[0]["accuracy"] > 0.85
+    assert torch.equal(*found["xla-cpu"])
+    assert torch.allclose(found["xla-cpu"][0], found["threads"][0], rtol=0, atol=1e-5)
 
 
 def in_groups(model: XlaModel) -> list[str]:
@@ -335,8 +424,12 @@ def alone_in_a_graph(model: XlaModel) -> None:
 
 
 def test_a_graph_without_all_replicas_ends_the_job_in_the_end() -> None:
-    with pytest.raises(WorkerFailedError, match="Expected 2 threads"):
+    with pytest.raises(WorkerFailedError, match="only 1 of 2 replicas") as caught:
         launch(alone_in_a_graph, 2)
+    text = str(caught.value)
+    assert "rank 0 was in alone_in_a_graph" in text
+    assert "rank 1 was in alone_in_a_graph" in text
+    assert "rank 1: Thread" in text
 
 
 def disagree(model: XlaModel) -> str:
@@ -394,8 +487,8 @@ def test_the_parent_stays_as_it_was() -> None:
     assert "torch_xla" not in sys.modules
 
 
-def run_script(code: str, **variables: str) -> str:
-    path = os.pathsep.join([SOURCE, str(Path(__file__).parent)])
+def run_script(code: str, first: Path | None = None, **variables: str) -> str:
+    path = os.pathsep.join([*([str(first)] if first else []), SOURCE, str(Path(__file__).parent)])
     outcome = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": path, "PJRT_DEVICE": "CPU", **variables},
@@ -442,6 +535,50 @@ def test_the_users_own_launch_is_adopted() -> None:
         "torch_xla.launch(test_xla.adopted_in_users_own_launch, start_method='fork')\n"
     )
     assert run_script(code, CPU_NUM_DEVICES="2") == "<[2.0, 2.0]>" * 2
+
+
+def facts_in_users_launch() -> tuple[Any, ...]:
+    import torch_xla.runtime as xr
+
+    rank, n = xr.global_ordinal(), xr.world_size()
+    facts = (idist.get_rank(), idist.get_world_size(), idist.get_local_rank(), str(idist.device()))
+    assert facts == (rank, n, rank, f"xla:{rank}")
+    assert (idist.model_name(), idist.backend()) == ("xla-dist", "xla-cpu")
+    assert idist.all_gather(f"rank {rank}") == [f"rank {other}" for other in range(n)]
+    ones = torch.full((3,), rank + 1.0, device=idist.device())
+    return idist.all_reduce(ones).tolist(), idist.all_reduce(rank)
+
+
+def users_facade(_index: int, how: str) -> None:
+    """Use the facade in replicas that the program made itself, in one of the ways to do so."""
+    if how == "process group":
+        import torch.distributed as dist
+        import torch_xla.distributed.xla_backend  # noqa: F401 - it registers the backend
+
+        dist.init_process_group("xla", init_method="xla://")
+    if how == "initialize":
+        for _ in range(3):  # a rank that is back early isn't taken for one that is gone
+            idist.initialize("xla-cpu", timeout=60)
+            assert facts_in_users_launch() == ([3.0] * 3, 1)
+            idist.finalize()
+            assert not idist.is_distributed()
+        idist.initialize("xla-cpu")
+        with pytest.raises(idist.errors.AlreadyInitializedError):
+            idist.initialize("xla-cpu")
+    with pytest.raises(idist.errors.AlreadyInitializedError, match="xla-dist"):
+        idist.initialize("gloo")
+    for _ in range(20):
+        result = facts_in_users_launch()
+    sys.stdout.write(f"<{result}>")
+
+
+@pytest.mark.parametrize("how", ["adopt", "initialize", "process group"])
+def test_the_facade_finds_the_replicas_of_xmp_spawn(how: str) -> None:
+    code = (
+        "import torch_xla.distributed.xla_multiprocessing as xmp, test_xla\n"
+        f"xmp.spawn(test_xla.users_facade, args=({how!r},), start_method='fork')\n"
+    )
+    assert run_script(code, CPU_NUM_DEVICES="2") == "<([3.0, 3.0, 3.0], 1)>" * 2
 
 
 def test_initialize_alone_needs_no_launcher() -> None:
@@ -507,6 +644,64 @@ def test_the_reason_says_what_is_missing_and_what_to_do(monkeypatch: pytest.Monk
     reason = str(XlaModel.why_unavailable("xla-cpu"))
     assert "this is torch 2.13.0" in reason
     assert "pip install torch==2.9.0 torch_xla==2.9.0" in reason
+
+
+TRY_IT = """
+import sys, warnings
+import unisono as idist
+from unisono import registry
+reason = registry.availability()['xla-cpu']
+print(reason)
+print('xla-cpu' in idist.available_backends(), 'gloo' in idist.available_backends())
+print(any(name.split('.')[0] == 'torch_xla' for name in sys.modules))
+for call in (lambda: idist.initialize('xla-cpu'), lambda: idist.spawn('xla-cpu', print)):
+    try:
+        call()
+    except idist.errors.BackendUnavailableError as error:
+        print(type(error.__cause__).__name__, str(error).replace(chr(10), ' '))
+    except idist.errors.WorkerFailedError as error:
+        print(type(error.__cause__).__name__, str(error).splitlines()[0])
+warnings.simplefilter('error')
+idist.initialize('gloo')
+print(idist.all_reduce(2), idist.backend())
+idist.finalize()
+print(idist.get_rank(), idist.model_name())
+"""
+
+
+def installed() -> Path:
+    distribution = importlib.metadata.distribution("torch_xla")
+    return Path(str(distribution.locate_file("")))
+
+
+def test_a_torch_xla_for_another_torch_is_unavailable_and_harms_nothing(tmp_path: Path) -> None:
+    (copied,) = installed().glob("torch_xla-*.dist-info")
+    other = tmp_path / "torch_xla-2.8.1.dist-info"
+    shutil.copytree(copied, other)
+    metadata = (other / "METADATA").read_text().replace("\nVersion: ", "\nVersion: 2.8.1+was.", 1)
+    (other / "METADATA").write_text(metadata)
+    lines = run_script(TRY_IT, first=tmp_path).splitlines()
+    assert "works with torch 2.8.1 alone, and this is torch 2.9" in lines[0]
+    assert "python -m pip install torch==2.8.1 torch_xla==2.8.1" in lines[0]
+    assert lines[1:3] == ["False True", "False"]
+    for line in lines[3:5]:
+        assert line.startswith("NoneType backend 'xla-cpu' can't be used here: torch_xla 2.8.1")
+    assert lines[-2:] == ["2 gloo", "0 serial"]
+
+
+def test_a_torch_xla_whose_library_is_broken_is_unavailable(tmp_path: Path) -> None:
+    package = tmp_path / "torch_xla"
+    package.mkdir()
+    for path in (installed() / "torch_xla").iterdir():
+        (package / path.name).symlink_to(path)
+    (extension,) = (installed()).glob("_XLAC.*.so")
+    (tmp_path / extension.name).write_bytes(b"no library")
+    lines = run_script(TRY_IT, first=tmp_path).splitlines()
+    assert lines[:3] == ["None", "True True", "False"]  # only its import can tell
+    assert lines[3].startswith("ImportError torch_xla can't be imported: ImportError")
+    assert "pip install torch==2.9.0 torch_xla==2.9.0" in lines[3]
+    assert lines[4].startswith("ImportError XLA's runtime raised")
+    assert lines[-2:] == ["2 gloo", "0 serial"]
 
 
 def test_an_import_that_fails_is_a_backend_unavailable_error() -> None:
