@@ -302,6 +302,34 @@ def test_graphs_do_not_grow_from_step_to_step() -> None:
     assert torch.allclose(weight, wanted, atol=1e-5)
 
 
+def auto_trained(_local_rank: int) -> list[float]:
+    """Train through auto_model, whose hooks run inside of backward."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.rand(shape, generator=generator) for shape in ((8, 4), (8,), (1, 8), (1,))]
+    module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    with torch.no_grad():
+        for parameter, weight in zip(module.parameters(), weights, strict=True):
+            parameter.copy_(weight)
+    model = idist.auto_model(module)
+    optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.01))
+    for step in range(6):
+        rows = torch.arange(20.0).reshape(5, 4) / 20 + idist.get_rank() + step % 3
+        loss = model(rows.to(idist.device())).square().mean()
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+    flat = torch.nn.utils.parameters_to_vector(model.parameters())
+    numbers: list[float] = flat.detach().cpu().tolist()
+    return numbers
+
+
+def test_auto_model_averages_in_the_replica_that_runs_backward() -> None:
+    one, other = idist.spawn("xla-cpu", auto_trained, nproc_per_node=2)
+    assert one == other
+    wanted, _ = idist.spawn("threads", auto_trained, nproc_per_node=2)
+    assert one == pytest.approx(wanted, abs=1e-5)
+
+
 def on_cpu(local_rank: int, fn: Callable[[int], Any]) -> Any:
     """Run where nothing compiles."""
     globals()["n_compiled"] = lambda: 0
@@ -716,3 +744,20 @@ def test_an_import_that_fails_is_a_backend_unavailable_error() -> None:
     )
     assert run_script(code).strip() in ("ImportError", "ModuleNotFoundError")
     assert issubclass(ContextError, RuntimeError)
+
+
+def test_a_torch_xla_that_lacks_something_is_left_out_with_one_warning() -> None:
+    code = (
+        "import sys, warnings\n"
+        "import torch_xla, unisono as idist\n"
+        "sys.modules['torch_xla.runtime'] = None\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    print([idist.get_rank() for _ in range(3)], idist.model_name())\n"
+        "print([type(w.message).__name__ for w in caught if 'XLA is left out' in str(w.message)])\n"
+        "idist.initialize('gloo')\n"
+        "print(idist.all_reduce(2))\n"
+        "idist.finalize()\n"
+    )
+    lines = run_script(code).splitlines()
+    assert (lines[0], lines[1], lines[-1]) == ("[0, 0, 0] serial", "['RuntimeWarning']", "2")

@@ -16,7 +16,8 @@ _REMEDY = "python -m pip install torch==2.9.0 torch_xla==2.9.0"
 def why_unusable(backend: str) -> str | None:
     """Say why torch_xla can't be used as `backend`, None if nothing speaks against it.
 
-    Local. Answered by versions and device files.
+    Local. Answered by versions and device files; those of TPU and CUDA are written from
+    documentation and not yet run on such a machine.
 
     Args:
         backend: ``"xla-tpu"``, ``"xla-cuda"`` or ``"xla-cpu"``.

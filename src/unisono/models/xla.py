@@ -65,6 +65,9 @@ class XlaModel(ComputationModel):
 
     On a CPU the collectives take tensors of the host, where the facade can compute exactly what
     XLA can't. Floats move exactly, but a SUM takes -0.0 for 0.0 and what is denormal for zero.
+
+    Run on torch_xla 2.9's CPU device. Written from documentation and not yet run: TPU and CUDA,
+    jobs of several processes, and the exchange over graphs in such a job.
     """
 
     name: ClassVar[str] = "xla-dist"
@@ -295,7 +298,9 @@ def _run_replica(
     info: RankInfo,
 ) -> T:
     model = cls.initialize(backend, info, **options)
-    result = entry(model)
+    # Autograd's own threads would run hooks outside of the replica.
+    with torch.autograd.set_multithreading_enabled(False):
+        result = entry(model)
     model.finalize()
     return result
 
