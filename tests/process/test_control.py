@@ -230,7 +230,7 @@ def test_strangers_are_dropped_and_nothing_listens_afterwards(tmp_path: Path) ->
     def fn(rank: int) -> Any:
         join(tmp_path, rank, 2)
         model = communicator()
-        bind = meeting._bind_unix
+        bind = meeting.listen_locally
         names: list[str] = []
 
         def bind_and_be_visited(stack: Any) -> Any:
@@ -242,7 +242,7 @@ def test_strangers_are_dropped_and_nothing_listens_afterwards(tmp_path: Path) ->
                 stranger.sendall(data)
             return made
 
-        meeting._bind_unix = bind_and_be_visited
+        meeting.listen_locally = bind_and_be_visited
         found = unisono.all_gather(rank)
         assert plane.has_hub(model, None)
         table = Path("/proc/net/unix").read_text().splitlines()
@@ -261,7 +261,7 @@ def test_where_sockets_cannot_be_had_the_models_own_collectives_serve(tmp_path: 
             def refuse(stack: Any) -> Any:
                 raise OSError("no sockets here")
 
-            meeting._bind_unix = refuse
+            meeting.listen_locally = refuse
         join(tmp_path, rank, 3)
         found = [unisono.all_gather("é" * rank), unisono.all_reduce(rank)]
         with pytest.raises(CollectiveMismatchError):

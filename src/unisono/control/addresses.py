@@ -1,13 +1,18 @@
-"""At which address of this host the other hosts of a job can reach it."""
+"""At which addresses this process can be reached from its host and from the others of a job."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import secrets
+import shutil
 import socket
 import struct
+import sys
+import tempfile
 
-__all__ = ("own_address",)
+__all__ = ("listen_locally", "local_address", "own_address")
 
 _SIOCGIFADDR = 0x8915  # Linux, netdevice(7)
 _VARIABLES = ("UNISONO_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -42,3 +47,39 @@ def _address_of(interface: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         request = struct.pack("256s", interface.encode()[:15])
         return socket.inet_ntoa(fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, request)[20:24])
+
+
+def listen_locally(stack: contextlib.ExitStack) -> tuple[socket.socket, str]:
+    """Listen at a Unix-domain socket for other processes of this user.
+
+    Local. On Linux its name is abstract, so that no file is left; elsewhere it is in a directory
+    of mode 0700.
+
+    Args:
+        stack: closes the socket.
+
+    Returns:
+        The socket, and its address for `local_address`.
+
+    Raises:
+        OSError: there are none here.
+    """
+    if not hasattr(socket, "AF_UNIX"):
+        raise OSError("no Unix-domain sockets here")
+    sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    name = f"unisono-{secrets.token_hex(12)}"
+    if sys.platform == "linux":
+        address = f"@{name}"
+        sock.bind(f"\0{name}")
+    else:
+        folder = tempfile.mkdtemp(prefix="unisono-")  # mode 0700
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        address = f"{folder}/s"
+        sock.bind(address)
+    sock.listen(128)
+    return sock, address
+
+
+def local_address(text: str) -> str:
+    """Give what ``connect`` takes for the address of a Unix-domain socket. Local."""
+    return text.replace("@", "\0", 1)

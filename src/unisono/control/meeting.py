@@ -15,18 +15,16 @@ import json
 import logging
 import os
 import secrets
-import shutil
 import socket
 import struct
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from unisono.control import derived
-from unisono.control.addresses import own_address
+from unisono.control.addresses import listen_locally, local_address, own_address
 from unisono.control.hub import Hub, Neighbours
 from unisono.control.tree import FAN_OUT, Links, links
 from unisono.control.wire import Line
@@ -78,7 +76,7 @@ def meet(
         listeners: list[socket.socket] = []
         reason = ""
         try:
-            local, offer["unix"] = _bind_unix(stack)
+            local, offer["unix"] = listen_locally(stack)
             listeners.append(local)
             if is_wide:
                 wide = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
@@ -105,23 +103,6 @@ def meet(
     said = "; ".join(f"rank {r}: {v.decode()}" for r, v in zip(ranks, votes, strict=True) if v)
     _log.info("the control plane stays on the model's own collectives: %s", said)
     return None
-
-
-def _bind_unix(stack: contextlib.ExitStack) -> tuple[socket.socket, str]:
-    if not hasattr(socket, "AF_UNIX"):
-        raise OSError("no Unix-domain sockets here")
-    sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-    name = f"unisono-{secrets.token_hex(12)}"
-    if sys.platform == "linux":
-        address = f"@{name}"
-        sock.bind(f"\0{name}")
-    else:
-        folder = tempfile.mkdtemp(prefix="unisono-")  # mode 0700
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        address = f"{folder}/s"
-        sock.bind(address)
-    sock.listen(128)
-    return sock, address
 
 
 def _connect(
@@ -184,7 +165,7 @@ def _call(
     """Connect to the rank above, and let each prove itself to the other."""
     offer = offers[up]
     if offer["host"] == offers[place]["host"]:
-        family, address = int(socket.AF_UNIX), offer["unix"].replace("@", "\0", 1)
+        family, address = int(socket.AF_UNIX), local_address(offer["unix"])
     else:
         family, address = int(socket.AF_INET), tuple(offer["tcp"])
     sock = _connect_until(family, address, until)

@@ -20,7 +20,7 @@ from unisono.errors import LaunchError, WorkerFailedError
 from unisono.launchers import _channel
 from unisono.launchers._worker import Failure
 
-__all__ = ("Job", "Worker")
+__all__ = ("Job", "Worker", "raised")
 
 _log = logging.getLogger(__name__)
 _PRIMARY_WAIT_S = 1.0  # how long an error that only reports a peer's waits for the peer's own
@@ -203,16 +203,7 @@ class Job:
         who = f"rank {first.rank} of {self._world_size}"
         failure = first.failure
         if failure is not None:
-            error = WorkerFailedError(
-                f"{who} raised {failure.summary}\n\n{failure.traceback}",
-                rank=first.rank,
-                exit_code=failure.exit_code,
-                traceback=failure.traceback,
-            )
-            if failure.cause is not None:
-                with contextlib.suppress(Exception):  # the class may not exist here
-                    error.__cause__ = pickle.loads(failure.cause)
-            return error
+            return raised(first.rank, self._world_size, failure)
         if first.wait_status is None:
             return WorkerFailedError(f"{who} is lost: the process that made it died", first.rank)
         code = os.waitstatus_to_exitcode(first.wait_status)
@@ -222,3 +213,17 @@ class Job:
         return WorkerFailedError(
             f"{who} ended with exit code {code} before its work was done", first.rank, code
         )
+
+
+def raised(rank: int, world_size: int, failure: Failure) -> WorkerFailedError:
+    """Make the parent's error of what a replica raised. Local."""
+    error = WorkerFailedError(
+        f"rank {rank} of {world_size} raised {failure.summary}\n\n{failure.traceback}",
+        rank=rank,
+        exit_code=failure.exit_code,
+        traceback=failure.traceback,
+    )
+    if failure.cause is not None:
+        with contextlib.suppress(Exception):  # the class may not exist here
+            error.__cause__ = pickle.loads(failure.cause)
+    return error

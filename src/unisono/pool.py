@@ -1,0 +1,249 @@
+"""Warm replicas that run many functions."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from unisono._arguments import check_count, seconds
+from unisono._crew import Answer, Crew
+from unisono.errors import (
+    ArgumentError,
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    NotInitializedError,
+    PayloadError,
+)
+from unisono.launchers import _channel
+from unisono.launchers._by_value import pickle_for_worker
+from unisono.launchers._job import raised
+from unisono.launchers._worker import Failure
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ("WorkerPool",)
+
+_GRACE_S = 1.0  # for the others, once a replica has failed
+
+
+class WorkerPool:
+    """Replicas that stay, each within its context, and run what they are given.
+
+    Local. They are made at the first call, and made anew after one that left the context unusable:
+    where a replica died, or didn't come back after another one had failed.
+
+    Args:
+        backend: as in ``spawn``.
+        nproc_per_node: replicas, at least 1.
+        deadline_s: seconds that a call may take; None for no limit.
+        prefix_output: whether each line that a replica prints begins with its rank (replicas that
+            are processes).
+        options: as in ``spawn``, but for ``join``.
+
+    Raises:
+        ArgumentError: a bad value.
+
+    Example:
+        >>> import unisono as idist
+        >>> with idist.WorkerPool("threads", nproc_per_node=2) as pool:
+        ...     pool.run(lambda local_rank, x: idist.all_reduce(x + local_rank), 10)
+        ...     pool.map(abs, [-1, -2, 3])
+        [21, 21]
+        [1, 2, 3]
+    """
+
+    def __init__(
+        self,
+        backend: str | None = None,
+        nproc_per_node: int = 1,
+        *,
+        deadline_s: float | None = None,
+        prefix_output: bool = True,
+        **options: Any,
+    ) -> None:
+        if "join" in options:
+            raise ArgumentError("a pool takes no join: its calls wait, its replicas stay")
+        self._size = check_count("nproc_per_node", nproc_per_node)
+        self._deadline_s: float | None = None
+        if deadline_s is not None:
+            self._deadline_s = seconds("deadline_s", deadline_s).total_seconds()
+        self._spawning = (backend, prefix_output, options)
+        self._crew: Crew | None = None
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run ``fn(local_rank, *args, **kwargs)`` in every replica.
+
+        Local; in the replicas collectives work as under ``spawn``.
+
+        Args:
+            fn: any callable, as in ``spawn``.
+            args: its positional arguments after the local rank.
+            kwargs: its keyword arguments.
+
+        Returns:
+            What it returned, by rank.
+
+        Raises:
+            PayloadError: `fn` or its arguments can't be pickled.
+            WorkerFailedError: a replica failed; it has the first failure's own traceback. The pool
+                can be used again.
+            CollectiveTimeoutError: the deadline is over; names the ranks that weren't done.
+            NotInitializedError: the pool is closed.
+        """
+        body = _pickled(fn, args, kwargs, True)
+        with self._lock:
+            crew = self._ready()
+            for rank in range(self._size):
+                crew.send(rank, body)
+            answers = self._collect(crew, dict.fromkeys(range(self._size), 0), 1, _name(fn))
+            return [pickle.loads(answers[rank][0][1]) for rank in range(self._size)]
+
+    def map(self, fn: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+        """Run ``fn(item)`` for every item, each in whichever replica is free.
+
+        Local. `fn` must not call collectives, since the replicas are at different items.
+
+        Args:
+            fn: any callable.
+            items: its arguments, one at a time.
+
+        Returns:
+            What it returned, in the order of items.
+
+        Raises:
+            WorkerFailedError: as `run`.
+            CollectiveTimeoutError: as `run`; the deadline is that of all items together.
+            NotInitializedError: the pool is closed.
+        """
+        bodies = [_pickled(fn, (item,), {}, False) for item in items]
+        with self._lock:
+            crew = self._ready()
+            turns: dict[int, list[int]] = {rank: [] for rank in range(self._size)}
+            waiting = iter(range(len(bodies)))
+
+            def give(rank: int) -> bool:
+                index = next(waiting, None)
+                if index is None:
+                    return False
+                turns[rank].append(index)
+                crew.send(rank, bodies[index])
+                return True
+
+            busy = {rank: 0 for rank in range(self._size) if give(rank)}
+            answers = self._collect(crew, busy, 0, _name(fn), give)
+            results: list[Any] = [None] * len(bodies)
+            for rank, indices in turns.items():
+                for index, (_, body) in zip(indices, answers.get(rank, ()), strict=True):
+                    results[index] = pickle.loads(body)
+            return results
+
+    def close(self) -> None:
+        """End the replicas. Local; harmless the second time."""
+        with self._lock:
+            self._is_closed = True
+            crew, self._crew = self._crew, None
+        if crew is not None:
+            crew.stop(is_orderly=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        frames: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _ready(self) -> Crew:
+        if self._is_closed:
+            raise NotInitializedError("this pool is closed: make another one")
+        if self._crew is not None and self._crew.has_ended():
+            self._drop()
+        if self._crew is None:
+            self._crew = Crew(self._size, *self._spawning)
+        return self._crew
+
+    def _drop(self) -> None:
+        crew, self._crew = self._crew, None
+        if crew is not None:
+            crew.stop(is_orderly=False)
+
+    def _collect(
+        self,
+        crew: Crew,
+        busy: dict[int, int],
+        only: int,
+        name: str,
+        give: Callable[[int], bool] = lambda rank: False,
+    ) -> dict[int, list[Answer]]:
+        """Take the answers of busy replicas in; give each something more until nothing is left."""
+        answers: dict[int, list[Answer]] = {}
+        failures: dict[int, Failure] = {}
+        limit = None if self._deadline_s is None else time.monotonic() + self._deadline_s
+        try:
+            while busy:
+                heard = crew.hear(busy, limit)
+                if heard is None:
+                    if failures:
+                        break
+                    self._give_up(crew, busy, name)
+                rank, answer = heard or (0, (b"", b""))
+                if answer[0] == _channel.ERROR:
+                    failures[rank] = pickle.loads(answer[1])
+                    limit = time.monotonic() + _GRACE_S
+                    del busy[rank]
+                    continue
+                answers.setdefault(rank, []).append(answer)
+                if failures or not give(rank):
+                    del busy[rank]
+        except BaseException:  # Ctrl-C, or a replica that died: nothing is left half done
+            self._drop()
+            raise
+        if failures:
+            if busy or any(_is_broken(failure) for failure in failures.values()):
+                self._drop()
+            first = min(failures, key=lambda rank: failures[rank].is_secondary)
+            raise raised(first, self._size, failures[first])
+        return answers
+
+    def _give_up(self, crew: Crew, busy: Iterable[int], name: str) -> None:
+        raise CollectiveTimeoutError(
+            f"{name} wasn't done on ranks {sorted(busy)} of {self._size} after "
+            f"{self._deadline_s:g} s: their replicas are ended; the next call makes new ones"
+        )
+
+
+def _is_broken(failure: Failure) -> bool:
+    """Tell whether a failure leaves the context unusable."""
+    if failure.cause is None:
+        return False
+    try:
+        error = cloudpickle.loads(failure.cause)
+    except Exception:  # a class that can't be had here is none of ours
+        return False
+    return isinstance(error, CollectiveError) and not isinstance(error, CollectiveMismatchError)
+
+
+def _name(fn: Any) -> str:
+    return str(getattr(fn, "__qualname__", fn))
+
+
+def _pickled(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], takes_rank: bool) -> bytes:
+    if not callable(fn):
+        raise ArgumentError(f"fn should be callable: {fn!r}")
+    try:
+        return pickle_for_worker((fn, args, kwargs, takes_rank))
+    except Exception as error:  # an object's own __reduce__ may raise anything
+        raise PayloadError(f"the function or its arguments can't be pickled: {error}") from error

@@ -1,0 +1,188 @@
+"""Warm replicas: many calls, calls that fail, replicas that die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import unisono
+from unisono import WorkerPool
+from unisono.errors import (
+    ArgumentError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    NotInitializedError,
+    PayloadError,
+    UnknownBackendError,
+    WorkerFailedError,
+)
+
+
+@pytest.fixture(params=["threads", "gloo"])
+def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
+    with WorkerPool(request.param, nproc_per_node=3) as made:
+        yield made
+
+
+def facts(local_rank: int, base: int, *, step: int = 0) -> tuple[int, int, int]:
+    return local_rank, unisono.get_world_size(), unisono.all_reduce(base + step * local_rank)
+
+
+def test_every_call_runs_in_every_replica_with_collectives(pool: WorkerPool) -> None:
+    assert pool.run(facts, 1, step=1) == [(0, 3, 6), (1, 3, 6), (2, 3, 6)]
+    assert pool.run(lambda local_rank: torch.full((2,), local_rank).tolist())[2] == [2, 2]
+
+
+def test_the_replicas_are_the_same_ones_from_call_to_call(pool: WorkerPool) -> None:
+    first = pool.run(lambda local_rank: (os.getpid(), threading.get_ident()))
+    assert pool.run(lambda local_rank: (os.getpid(), threading.get_ident())) == first
+
+
+def test_map_gives_results_in_the_order_of_items(pool: WorkerPool) -> None:
+    assert pool.map(lambda x: x * x, range(50)) == [x * x for x in range(50)]
+    assert pool.map(abs, []) == []
+    assert pool.map(abs, [-1]) == [1]
+
+
+def test_a_call_that_raises_leaves_the_pool_as_it_is(pool: WorkerPool) -> None:
+    before = pool.run(lambda local_rank: threading.get_ident())
+
+    def fail(local_rank: int) -> None:
+        if local_rank == 1:
+            raise KeyError("missing")
+
+    with pytest.raises(WorkerFailedError, match="rank 1 of 3 raised KeyError: 'missing'") as caught:
+        pool.run(fail)
+    assert caught.value.rank == 1
+    assert "in fail" in caught.value.traceback
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert pool.run(lambda local_rank: threading.get_ident()) == before
+    with pytest.raises(WorkerFailedError, match="ZeroDivisionError"):
+        pool.map(lambda x: 1 // x, [1, 0, 2])
+    assert pool.run(facts, 1)[0] == (0, 3, 3)
+
+
+def test_a_call_that_raises_while_others_wait_makes_a_new_context(pool: WorkerPool) -> None:
+    def fail(local_rank: int) -> None:
+        if local_rank == 1:
+            raise KeyError("missing")
+        unisono.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(WorkerFailedError, match="rank 1 of 3 raised KeyError"):
+        pool.run(fail)
+    assert time.monotonic() - start < 15
+    assert pool.run(facts, 2)[1] == (1, 3, 6)
+
+
+def test_ranks_that_call_different_things_stay_in_step(pool: WorkerPool) -> None:
+    def differ(local_rank: int) -> Any:
+        return unisono.barrier() if local_rank else unisono.all_gather(1)
+
+    with pytest.raises(WorkerFailedError, match="CollectiveMismatchError") as caught:
+        pool.run(differ)
+    assert isinstance(caught.value.__cause__, CollectiveMismatchError)
+    assert pool.run(facts, 2)[1] == (1, 3, 6)
+
+
+def test_an_exit_and_a_result_that_cannot_travel_are_failures(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerFailedError) as caught:
+        pool.run(lambda local_rank: sys.exit(3))
+    assert caught.value.exit_code == 3
+    with pytest.raises(WorkerFailedError, match="the result, a lock, can't be pickled"):
+        pool.run(lambda local_rank: threading.Lock())
+    with pytest.raises(PayloadError, match="can't be pickled"):
+        pool.run(lambda local_rank, lock: None, threading.Lock())
+    assert pool.run(facts, 2)[1] == (1, 3, 6)
+
+
+def test_a_replica_that_dies_is_named_and_replaced() -> None:
+    with WorkerPool("gloo", nproc_per_node=2) as pool:
+        pids = pool.run(lambda local_rank: os.getpid())
+
+        def die(local_rank: int) -> None:
+            if local_rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            unisono.barrier()
+
+        with pytest.raises(WorkerFailedError, match="rank 1 of 2 was ended by SIGKILL") as caught:
+            pool.run(die)
+        assert caught.value.signal == "SIGKILL"
+        again = pool.run(lambda local_rank: os.getpid())
+        assert not set(pids) & set(again)
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+        os.kill(again[0], signal.SIGKILL)  # between two calls
+        psutil.wait_procs([psutil.Process(again[1])], timeout=20)
+        assert pool.run(facts, 1)[1] == (1, 2, 2)
+    assert not any(psutil.pid_exists(pid) for pid in again)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "threads"])
+def test_a_call_over_its_deadline_is_ended(backend: str, tmp_path: Path) -> None:
+    def stall(local_rank: int, over: Path) -> None:
+        if local_rank:
+            unisono.barrier()
+        while not over.exists():  # a thread can't be ended from outside
+            pass
+
+    with WorkerPool(backend, nproc_per_node=2, deadline_s=0.5) as pool:
+        pool._deadline_s, limit = 60.0, pool._deadline_s
+        pool.run(lambda local_rank: None)
+        pool._deadline_s = limit
+        with pytest.raises(CollectiveTimeoutError, match=r"ranks \[0, 1\] of 2 after 0.5 s"):
+            pool.run(stall, tmp_path / "over")
+        (tmp_path / "over").touch()
+        pool._deadline_s = 60.0
+        assert pool.run(facts, 1)[1] == (1, 2, 2)
+
+
+def test_output_comes_with_its_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    def speak(local_rank: int) -> None:
+        print("one", "two", sep="\n")  # noqa: T201
+        print("without an end", end="", file=sys.stderr)  # noqa: T201
+
+    with WorkerPool("gloo", nproc_per_node=2) as pool:
+        pool.run(speak)
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == [
+        "[rank 0] one",
+        "[rank 0] two",
+        "[rank 1] one",
+        "[rank 1] two",
+    ]
+    assert "[rank 0] without an end" in err
+
+
+def test_no_replica_outlives_the_pool(tmp_path: Path) -> None:
+    pool = WorkerPool("gloo", nproc_per_node=2)
+    pids = pool.run(lambda local_rank: os.getpid())
+    pool.close()
+    pool.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    with pytest.raises(NotInitializedError, match="closed"):
+        pool.run(abs)
+
+
+def test_bad_input_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ArgumentError):
+        WorkerPool("gloo", nproc_per_node=0)
+    with pytest.raises(ArgumentError, match="deadline_s"):
+        WorkerPool("gloo", deadline_s=-1)
+    with pytest.raises(ArgumentError, match="join"):
+        WorkerPool("gloo", join=False)
+    with WorkerPool("gloo") as pool, pytest.raises(ArgumentError, match="callable"):
+        pool.run(3)  # type: ignore[arg-type]
+    with WorkerPool("glo") as pool, pytest.raises(UnknownBackendError, match="gloo"):
+        pool.run(abs)
+    with WorkerPool("gloo", timeot=3) as pool, pytest.raises(ArgumentError, match="timeot"):
+        pool.run(abs)
