@@ -1,0 +1,282 @@
+"""The names and the semantics of ``mmengine.dist``: ``import unisono.compat.mmengine as dist``.
+
+In place where mmengine is, lists where it gives lists; on every model, on any device. What is
+otherwise is in the docs: where mmengine rounds, drops or mixes up, this doesn't.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono import facts
+from unisono._context import current_model
+from unisono.collectives import gathers, groups, reductions, transfers
+from unisono.compat._devices import cast_data_device, get_data_device
+from unisono.errors import ArgumentError, NotInitializedError
+from unisono.facts import is_distributed
+from unisono.sections import master_only
+from unisono.training import averaging, evaluation, randomness, starting
+from unisono.training.starting import infer_launcher
+
+__all__ = (
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_dict",
+    "all_reduce_params",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "cast_data_device",
+    "collect_results",
+    "collect_results_cpu",
+    "collect_results_gpu",
+    "gather",
+    "gather_object",
+    "get_backend",
+    "get_comm_device",
+    "get_data_device",
+    "get_default_group",
+    "get_dist_info",
+    "get_local_group",
+    "get_local_rank",
+    "get_local_size",
+    "get_rank",
+    "get_world_size",
+    "infer_launcher",
+    "init_dist",
+    "init_local_group",
+    "is_distributed",
+    "is_main_process",
+    "master_only",
+    "sync_random_seed",
+)
+
+Group = Any
+_OPS = {"band": "AND", "bor": "OR", "bxor": "XOR"}
+
+
+def _op(name: str) -> str:
+    if not isinstance(name, str):
+        raise ArgumentError(f"op={name!r} should be a name, such as 'sum'")
+    return _OPS.get(name.lower(), name)
+
+
+def all_reduce(data: Tensor, op: str = "sum", group: Group = None) -> None:
+    """Reduce a tensor of all ranks in place. Collective over `group`.
+
+    Args:
+        data: as in ``all_reduce_`` of the facade.
+        op: ``sum mean product min max band bor bxor``.
+        group: of ranks; None for all.
+    """
+    reductions.all_reduce_(data, _op(op), group)
+
+
+def all_gather(data: Tensor, group: Group = None) -> list[Tensor]:
+    """List the tensors of all ranks, whose shapes may differ. Collective over `group`."""
+    parts: list[Tensor] = gathers.all_gather(data, group, uneven=True)
+    return parts if isinstance(parts, list) else [data]
+
+
+def gather(data: Tensor, dst: int = 0, group: Group = None) -> list[Tensor]:
+    """List the tensors of all ranks on global rank `dst`, [] elsewhere. Collective over `group`."""
+    rows = gathers.gather([data], dst, group)
+    return [row[0] for row in rows] if rows and get_rank() == dst else []
+
+
+def broadcast(data: Tensor, src: int = 0, group: Group = None) -> None:
+    """Overwrite a tensor with that of global rank `src`. Collective over `group`."""
+    transfers.broadcast_(data, src, group)
+
+
+def sync_random_seed(group: Group = None) -> int:
+    """Draw one random seed for all ranks. Collective over `group`."""
+    return randomness.sync_random_seed(group=group) % 2**31
+
+
+def broadcast_object_list(data: list[Any], src: int = 0, group: Group = None) -> None:
+    """Overwrite the items of a list with those of global rank `src`. Collective over `group`."""
+    if not isinstance(data, list):
+        raise ArgumentError(f"a list is needed, not a {type(data).__qualname__}")
+    data[:] = transfers.broadcast(data, src, group)
+
+
+def all_reduce_dict(data: dict[str, Tensor], op: str = "sum", group: Group = None) -> None:
+    """Replace the tensors of a dict by those reduced over all ranks. Collective over `group`."""
+    if not isinstance(data, dict):
+        raise ArgumentError(f"a dict is needed, not a {type(data).__qualname__}")
+    data.update(reductions.all_reduce({key: data[key] for key in sorted(data)}, _op(op), group))
+
+
+def all_gather_object(data: Any, group: Group = None) -> list[Any]:
+    """List the objects of all ranks. Collective over `group`."""
+    mine = [data]
+    rows = gathers.all_gather(mine, group)
+    return mine if rows is mine else [row[0] for row in rows]  # no member gets its own back
+
+
+def gather_object(data: Any, dst: int = 0, group: Group = None) -> list[Any] | None:
+    """List the objects of all ranks on global rank `dst`, None elsewhere.
+
+    Collective over `group`.
+    """
+    rows = gathers.gather([data], dst, group)
+    return [row[0] for row in rows] if rows and get_rank() == dst else None
+
+
+def collect_results(
+    results: list[Any], size: int, device: str = "cpu", tmpdir: str | None = None
+) -> list[Any] | None:
+    """Put results together in the order of the dataset on rank 0, None elsewhere.
+
+    Collective over all ranks.
+
+    Args:
+        results: of this rank; None among them stays.
+        size: samples in the dataset.
+        device: ``"cpu"``, ``"gpu"`` or ``"npu"``; without effect.
+        tmpdir: without effect: no file is written.
+    """
+    if device not in ("cpu", "gpu", "npu"):
+        raise ArgumentError(f"device={device!r} should be 'cpu', 'gpu' or 'npu'")
+    if device != "cpu" and tmpdir is not None:
+        raise ArgumentError(f"tmpdir should be None where device={device!r}")
+    found: list[Any] | None = evaluation.gather_results(results, size, dst=0)
+    return found
+
+
+def collect_results_cpu(
+    result_part: list[Any], size: int, tmpdir: str | None = None
+) -> list[Any] | None:
+    """Do as `collect_results` does. Collective over all ranks."""
+    return collect_results(result_part, size, "cpu", tmpdir)
+
+
+def collect_results_gpu(result_part: list[Any], size: int) -> list[Any] | None:
+    """Do as `collect_results` does. Collective over all ranks."""
+    return collect_results(result_part, size, "gpu")
+
+
+def all_reduce_params(
+    params: Iterable[Tensor],
+    coalesce: bool = True,
+    bucket_size_mb: int = -1,
+    op: str = "sum",
+    group: Group = None,
+) -> None:
+    """Reduce parameters in place: the facade's, with a sum by default. Collective over `group`."""
+    limit = bucket_size_mb if bucket_size_mb > 0 else -1
+    averaging.all_reduce_params(params, coalesce, limit, _op(op), group)
+
+
+def init_dist(
+    launcher: str, backend: str = "nccl", init_backend: str = "torch", **kwargs: Any
+) -> None:
+    """Make the context of a launched job. Collective over all ranks of the job.
+
+    Args:
+        launcher: ``"pytorch"``, ``"mpi"`` or ``"slurm"``.
+        backend: any that the facade knows.
+        init_backend: ``"torch"`` alone.
+        kwargs: options of ``initialize``, such as ``timeout`` in seconds.
+    """
+    if init_backend != "torch":
+        raise ArgumentError(f"init_backend={init_backend!r} should be 'torch'")
+    starting.init_dist(launcher, backend, **kwargs)
+
+
+def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:
+    """Make the groups of the ranks that share a node.
+
+    Collective at creation, over all ranks.
+
+    Args:
+        node_rank: of this rank's node.
+        num_gpus_per_node: ranks on it.
+    """
+    model = current_model()
+    nodes = gathers.all_gather([int(node_rank), int(num_gpus_per_node)])
+    for node in sorted({place for place, _ in nodes}):
+        ranks = [rank for rank, (place, _) in enumerate(nodes) if place == node]
+        counts = {nodes[rank][1] for rank in ranks}
+        if counts != {len(ranks)}:
+            raise ArgumentError(
+                f"init_local_group: node {node} has ranks {ranks}, but num_gpus_per_node is "
+                f"{sorted(counts)} there: pass the number of its ranks"
+            )
+        made = groups.resolve(model, ranks)
+        if node == node_rank and made is not None:
+            model.groups[()] = made
+
+
+def get_local_group() -> Group:
+    """Give the group of this node's ranks, None where nothing is distributed. Local."""
+    if not is_distributed():
+        return None
+    found = current_model().groups.get(())
+    if found is None:
+        raise NotInitializedError("there is no local group: call init_local_group first")
+    return found
+
+
+def get_default_group() -> Group:
+    """Give what stands for all ranks: None, which every function here takes. Local."""
+    return None
+
+
+def _members(group: Group) -> tuple[int, ...] | range:
+    model = current_model()
+    return model.members(groups.resolve(model, group))
+
+
+def get_backend(group: Group = None) -> str | None:
+    """Name the backend, None where nothing is distributed. Local."""
+    return facts.backend()
+
+
+def get_world_size(group: Group = None) -> int:
+    """Count the ranks of a group, 1 where nothing is distributed. Local."""
+    return len(_members(group))
+
+
+def get_rank(group: Group = None) -> int:
+    """Give this rank's place in a group, -1 where it is no member. Local."""
+    members, rank = _members(group), facts.get_rank()
+    return members.index(rank) if rank in members else -1
+
+
+def get_local_size() -> int:
+    """Count the ranks on this node. Local; needs no `init_local_group` if that is known."""
+    found = current_model().groups.get(())
+    return facts.get_nproc_per_node() if found is None else found.size
+
+
+def get_local_rank() -> int:
+    """Give the rank within this node. Local; needs no `init_local_group` if that is known."""
+    found = current_model().groups.get(())
+    return facts.get_local_rank() if found is None else found.position(facts.get_rank())
+
+
+def get_dist_info(group: Group = None) -> tuple[int, int]:
+    """Give the rank in a group and its size, (0, 1) where nothing is distributed. Local."""
+    return get_rank(group), get_world_size(group)
+
+
+def is_main_process(group: Group = None) -> bool:
+    """Tell whether this is the first rank of a group. Local."""
+    return get_rank(group) == 0
+
+
+def barrier(group: Group = None) -> None:
+    """Wait until every rank has come. Collective over `group`."""
+    groups.barrier(group)
+
+
+def get_comm_device(group: Group = None) -> torch.device:
+    """Give the device that collectives take tensors on. Local."""
+    return current_model().transport_device

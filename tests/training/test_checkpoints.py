@@ -1,0 +1,230 @@
+"""A checkpoint is the old one or the new one, whole, whatever happens while it is written."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from worlds import QUICK, REAL, run, run_all
+
+import unisono as idist
+from unisono.errors import ArgumentError, PayloadError, PeerFailedError, UnsupportedOperation
+
+BOTH = [pytest.param("threads", 2, id="threads-2"), pytest.param("gloo", 2, id="gloo-2")]
+
+
+@pytest.mark.parametrize(("backend", "size"), QUICK)
+def test_one_rank_writes_and_all_read(backend: str, size: int, tmp_path: Path) -> None:
+    run(backend, size, writes, str(tmp_path))
+
+
+@pytest.mark.parametrize(("backend", "size"), REAL)
+def test_on_real_libraries(backend: str, size: int, tmp_path: Path) -> None:
+    run_all(backend, size, (writes, str(tmp_path)), (fails, str(tmp_path / "gone" / "x.pt")))
+
+
+def writes(local_rank: int, folder: str) -> None:
+    rank, size = idist.get_rank(), idist.get_world_size()
+    path = Path(folder, "é model.pt")
+    for value in range(2):
+        state = {"w": torch.full((3,), float(rank + value)), "epoch": value}
+        idist.save_checkpoint(state, path, rank=size - 1)
+        found = idist.load_checkpoint(path)
+        assert found["w"].tolist() == [size - 1.0 + value] * 3
+        assert found["w"].device == idist.device()
+        idist.barrier()
+    assert os.listdir(folder) == ["é model.pt"]
+
+
+@pytest.mark.parametrize(("backend", "size"), BOTH)
+def test_a_failure_reaches_every_rank(backend: str, size: int, tmp_path: Path) -> None:
+    run(backend, size, fails, str(tmp_path / "no such folder" / "x.pt"))
+
+
+def fails(local_rank: int, path: str) -> None:
+    rank = idist.get_rank()
+    with pytest.raises(PeerFailedError, match="rank 0 raised FileNotFoundError") as caught:
+        idist.save_checkpoint({"w": torch.ones(1)}, path)
+    assert isinstance(caught.value.__cause__, OSError) == (rank == 0)
+    with pytest.raises(PeerFailedError, match="rank 0 raised"):  # not a hang
+        idist.save_checkpoint(lambda: 0, Path(path).parents[1] / "y.pt")
+    assert not (Path(path).parents[1] / "y.pt").exists()
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    idist.save_checkpoint({"w": torch.zeros(10)}, path)
+    run("gloo", 2, fills_the_disk, str(path))
+    assert idist.load_checkpoint(path)["w"].tolist() == [0.0] * 10
+    assert os.listdir(tmp_path) == ["model.pt"]
+
+
+def fills_the_disk(local_rank: int, path: str) -> None:
+    """Write more than the system lets this process write, which fails as a full disk does."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    with pytest.raises(PeerFailedError, match="rank 0 raised"):
+        idist.save_checkpoint({"w": torch.ones(2**20)}, path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_a_full_file_system_leaves_the_old_file(tmp_path: Path) -> None:
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True
+    )
+    if mount.returncode != 0:
+        pytest.skip(f"no file system can be mounted here: {mount.stderr.decode().strip()}")
+    try:
+        path = tmp_path / "model.pt"
+        idist.save_checkpoint({"w": torch.zeros(10)}, path)
+        with pytest.raises(PeerFailedError, match=r"No space left|unexpected pos|write"):
+            idist.save_checkpoint({"w": torch.ones(2**20)}, path)
+        assert idist.load_checkpoint(path)["w"].tolist() == [0.0] * 10
+        assert os.listdir(tmp_path) == ["model.pt"]
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    idist.save_checkpoint({"w": torch.zeros(10)}, path)
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(PeerFailedError, match="PermissionError"):
+            idist.save_checkpoint({"w": torch.ones(10)}, path)
+    finally:
+        tmp_path.chmod(0o700)
+    assert idist.load_checkpoint(path)["w"].tolist() == [0.0] * 10
+
+
+def test_another_user_without_permission_leaves_the_old_file(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    path = tmp_path / "model.pt"
+    idist.save_checkpoint({"w": torch.zeros(10)}, path)
+    code = (
+        "import sys, torch, unisono as idist\n"
+        "try:\n    idist.save_checkpoint({'w': torch.ones(10)}, sys.argv[1])\n"
+        "except idist.errors.PeerFailedError as error:\n    print(error)\n"
+    )
+    tmp_path.chmod(0o555)
+    for folder in list(tmp_path.parents)[:-1]:
+        if folder.stat().st_mode & 0o001 == 0 and str(folder).startswith("/tmp/pytest-of"):
+            folder.chmod(0o711)
+    script = "import os, sys; os.setuid(65534); os.environ['HOME'] = '/tmp'\n" + code
+    # Imported before the user changes: a checkout may be readable for its owner alone.
+    done = subprocess.run(
+        [sys.executable, "-c", f"import torch, unisono\n{script}", str(path)],
+        capture_output=True,
+        text=True,
+    )
+    assert "PermissionError" in done.stdout, done.stdout + done.stderr
+    assert idist.load_checkpoint(path)["w"].tolist() == [0.0] * 10
+
+
+WRITER = """
+import sys, torch, unisono as idist
+for value in range(1, 10_000):
+    idist.save_checkpoint({"w": torch.full((500_000,), float(value))}, sys.argv[1])
+    print(value, flush=True)
+"""
+
+
+def test_a_killed_writer_leaves_a_whole_file(tmp_path: Path) -> None:
+    """Kill it at ten moments of its writing, of which some lie within one."""
+    path = tmp_path / "model.pt"
+    for turn in range(10):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
+        )
+        assert writer.stdout is not None
+        last = int(writer.stdout.readline())
+        for _ in range(turn % 3):
+            last = int(writer.stdout.readline())
+        writer.kill()
+        last = max([last, *(int(line) for line in writer.stdout.read().split())])
+        writer.wait()
+        writer.stdout.close()
+        found = idist.load_checkpoint(path)["w"]
+        assert found.unique().numel() == 1
+        assert found.numel() == 500_000
+        assert found[0].item() in (last, last + 1)
+    assert all(name.endswith(".tmp") for name in os.listdir(tmp_path) if name != "model.pt")
+
+
+def test_shards_are_saved_and_loaded_by_other_numbers_of_ranks(tmp_path: Path) -> None:
+    path = str(tmp_path / "shards")
+    run("gloo", 2, saves_shards, path)
+    run("gloo", 2, loads_shards, path)
+    whole = network(0.0).state_dict()
+    idist.load_checkpoint(path, into=whole)
+    assert all(bool((item == 2.0).all()) for item in whole.values())
+    assert len(list(Path(path).glob("shards-*"))) == 1  # the first one's are gone
+
+
+def network(value: float) -> nn.Module:
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(value)
+    return net
+
+
+def saves_shards(local_rank: int, path: str) -> None:
+    for value in (1.0, 2.0):
+        model = idist.auto_model(network(value), wrapper="fsdp")
+        idist.save_checkpoint(model.state_dict(), path)
+
+
+def loads_shards(local_rank: int, path: str) -> None:
+    model = idist.auto_model(network(0.0), wrapper="fsdp")
+    state = model.state_dict()
+    assert idist.load_checkpoint(path, into=state) is state
+    model.load_state_dict(state)
+    assert all(bool((item.full_tensor() == 2.0).all()) for item in model.state_dict().values())
+
+
+def test_shards_need_a_group_of_torch(tmp_path: Path) -> None:
+    run("threads", 2, no_shards, str(tmp_path / "x"))
+
+
+def no_shards(local_rank: int, path: str) -> None:
+    with pytest.raises(UnsupportedOperation, match="sharded checkpoints"):
+        idist.save_checkpoint({"w": torch.ones(1)}, path, sharded=True)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.getpid, ()
+
+
+def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    with pytest.raises(ArgumentError, match="there is no checkpoint"):
+        idist.load_checkpoint(path)
+    idist.save_checkpoint({"code": Evil()}, path)
+    with pytest.raises(PayloadError, match="can't be read"):
+        idist.load_checkpoint(path)
+    assert idist.load_checkpoint(path, weights_only=False) == {"code": os.getpid()}
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(PayloadError, match=r"x\.pt can't be read \(rank 0 of 1\)"):
+        idist.load_checkpoint(path)
+    with pytest.raises(ArgumentError, match="has no checkpoint"):
+        idist.load_checkpoint(tmp_path)
+    idist.save_checkpoint({"w": torch.ones(1)}, tmp_path / "s", sharded=True)
+    with pytest.raises(ArgumentError, match="into="):
+        idist.load_checkpoint(tmp_path / "s")
+    with pytest.raises(ArgumentError, match="rank=1"):
+        idist.save_checkpoint({}, path, rank=1)
+    state = idist.get_rng_state()
+    idist.save_checkpoint(state, path)
+    idist.set_rng_state(idist.load_checkpoint(path))

@@ -1,0 +1,184 @@
+"""Results of every sample exactly once, in order; seeds and states; what a job says and weighs."""
+
+from __future__ import annotations
+
+import io
+import logging
+import random
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, DistributedSampler
+from worlds import QUICK, REAL, run, run_all
+
+import unisono as idist
+from unisono.errors import (
+    ArgumentError,
+    CollectiveMismatchError,
+    EnvironmentDetectionError,
+    PeerFailedError,
+)
+
+BOTH = [pytest.param("threads", 3, id="threads-3"), pytest.param("gloo", 2, id="gloo-2")]
+SIZES = [("threads", 2), ("threads", 3), ("threads", 5), ("gloo", 2), ("gloo", 3), ("gloo", 5)]
+
+
+@pytest.mark.parametrize(("backend", "size"), SIZES)
+def test_1797_digits_come_back_once_each_and_in_order(backend: str, size: int) -> None:
+    labels = load_digits().target.tolist()
+    for whole, as_tensor, padded in run(backend, size, evaluate, labels):
+        assert whole == [None if i % 10 == 3 else (i, label) for i, label in enumerate(labels)]
+        assert as_tensor.tolist() == labels
+        assert padded == labels
+
+
+def evaluate(local_rank: int, labels: list[int]) -> tuple[Any, Any, Any]:
+    data: Any = list(enumerate(labels))
+    loader: Any = DataLoader(data, batch_size=64, sampler=idist.EvaluationSampler(data))
+    part, numbers = [], []
+    for places, values in loader:
+        rows = zip(places.tolist(), values.tolist(), strict=True)
+        part += [None if i % 10 == 3 else (i, value) for i, value in rows]
+        numbers.append(values)
+    counts = idist.all_gather(len(part))
+    assert sum(counts) == len(labels)
+    assert max(counts) - min(counts) <= 1
+    whole = idist.gather_results(part, len(labels))
+    as_tensor = idist.gather_results(torch.cat(numbers), len(labels))
+    padding: Any = DistributedSampler(data, idist.get_world_size(), idist.get_rank(), shuffle=False)
+    padded = idist.gather_results([labels[i] for i in padding], len(labels), dst=1)
+    assert (padded is None) == (idist.get_rank() != 1)
+    return whole, as_tensor, idist.broadcast(padded, src=1)
+
+
+@pytest.mark.parametrize(("backend", "size"), BOTH)
+def test_results_that_are_missing_are_named(backend: str, size: int) -> None:
+    run(backend, size, too_few)
+
+
+def too_few(local_rank: int) -> None:
+    rank, size = idist.get_rank(), idist.get_world_size()
+    for dst in (None, 0):
+        with pytest.raises(CollectiveMismatchError, match=r"ranks \[1\] have too few"):
+            idist.gather_results([0] * (3 - (rank == 1)), 3 * size, dst=dst)
+    assert idist.gather_results([], 0) == []
+    assert len(idist.gather_results(torch.ones(1, 2) if rank == 0 else torch.ones(0, 2), 1)) == 1
+
+
+@pytest.mark.parametrize(("backend", "size"), QUICK)
+def test_seeds_and_measures(backend: str, size: int) -> None:
+    run(backend, size, seeds, backend == "threads")
+
+
+@pytest.mark.parametrize(("backend", "size"), REAL)
+def test_on_real_libraries(backend: str, size: int) -> None:
+    run_all(backend, size, (evaluate, list(range(101))), (too_few,), (seeds, False), (runs_once,))
+
+
+def seeds(local_rank: int, shares_generators: bool) -> None:
+    rank, size = idist.get_rank(), idist.get_world_size()
+    assert len(set(idist.all_gather(idist.sync_random_seed()))) == 1
+    assert idist.sync_random_seed(rank) == 0
+    assert set(idist.all_gather(idist.seed_everything(11))) == {11}
+    if not shares_generators:
+        idist.seed_everything(11)
+        drawn = (torch.rand(1).item(), random.random(), float(numpy.random.rand()))
+        assert len(set(idist.all_gather(drawn))) == 1
+        idist.seed_everything(11, per_rank=True)
+        assert len(set(idist.all_gather(torch.rand(1).item()))) == size
+        state = idist.get_rng_state()
+        first = torch.rand(2).tolist(), random.random(), numpy.random.rand(2).tolist()
+        idist.set_rng_state(state)
+        again = torch.rand(2).tolist(), random.random(), numpy.random.rand(2).tolist()
+        assert first == again
+    value = torch.tensor([rank, 2])
+    assert idist.reduce_sum(value).tolist() == [sum(range(size)), 2 * size]
+    assert value.tolist() == [rank, 2]
+    torch.testing.assert_close(idist.reduce_mean(value), torch.tensor([(size - 1) / 2, 2.0]))
+    assert idist.reduce_mean(1.5, nprocs=3) == size * 0.5
+    ordered = {"b": rank, "a": torch.tensor(2)} if rank else {"a": torch.tensor(2), "b": rank}
+    means = idist.reduce_dict(ordered)
+    assert (means["b"], means["a"].item()) == ((size - 1) / 2, 2.0)
+    assert idist.get_dist_info() == (rank, size)
+
+
+@pytest.mark.parametrize(("backend", "size"), [*QUICK[:1], *BOTH])
+def test_a_function_runs_on_one_rank_for_all(backend: str, size: int) -> None:
+    run(backend, size, runs_once)
+
+
+def runs_once(local_rank: int) -> None:
+    rank, size = idist.get_rank(), idist.get_world_size()
+    found = idist.run_on_rank(lambda: {"who": idist.get_rank()}, rank=size - 1)
+    assert found == {"who": size - 1}
+    with pytest.raises(PeerFailedError, match="rank 0 raised ZeroDivisionError") as caught:
+        idist.run_on_rank(lambda: 1 // 0)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError) == (rank == 0)
+
+
+def test_a_job_prints_logs_and_shows_once() -> None:
+    for rank, (once, everyone, kept, line, bar) in enumerate(run("threads", 2, says)):
+        assert once == ("[rank 0] a-b!" if rank == 0 else "")
+        assert everyone == f"[rank {rank}] 1\n"
+        assert kept == [rank == 0, True]
+        assert line == f"{rank}/2 {rank}: hi"
+        assert bar.count("\n") == (10 if rank == 0 else 0)
+        assert ("20/20" in bar) == (rank == 0)
+
+
+def says(local_rank: int) -> Any:
+    once, everyone, bar = io.StringIO(), io.StringIO(), io.StringIO()
+    idist.print("a", "b", sep="-", end="!", file=once, flush=True)
+    idist.print(1, all=True, file=everyone)
+    made = logging.LogRecord("n", logging.INFO, "f", 1, "hi", None, None)
+    bad = logging.LogRecord("n", logging.ERROR, "f", 1, "hi", None, None)
+    gate = idist.RankFilter(level=logging.ERROR)
+    line = idist.RankFormatter("%(rank)s/%(world_size)s %(local_rank)s: %(message)s").format(made)
+    assert list(idist.progress(iter(range(20)), total=20, file=bar)) == list(range(20))
+    kept = [bool(gate.filter(made)), bool(gate.filter(bad))]
+    return once.getvalue(), everyone.getvalue(), kept, line, bar.getvalue()
+
+
+def test_alone_nothing_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    idist.print("x", 1)
+    assert capsys.readouterr().out == "x 1\n"
+    assert idist.get_device_memory_gb() == 0.0
+    before = idist.get_current_memory_gb()
+    kept = torch.ones(64 * 2**20 // 4)
+    assert 0.05 < idist.get_current_memory_gb() - before < 0.5
+    del kept
+
+
+def test_launchers_are_inferred_and_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert idist.infer_launcher() == "none"
+    with pytest.raises(EnvironmentDetectionError, match="openmpi or mpich"):
+        idist.init_dist("mpi", "gloo")
+    with pytest.raises(ArgumentError, match="Known: mpi, none, pytorch, slurm"):
+        idist.init_dist("torchrun")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
+    assert idist.infer_launcher() == "mpi"
+    idist.init_dist("mpi", "gloo")
+    assert idist.get_dist_info() == (0, 1)
+    assert idist.backend() == "gloo"
+    idist.finalize()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert idist.infer_launcher() == "pytorch"
+
+
+def test_bad_arguments_are_refused_alone_too() -> None:
+    for seed in (-1, 2**32, 1.5, True):
+        with pytest.raises(ArgumentError, match="seed="):
+            idist.seed_everything(seed)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="a list or a tensor"):
+        idist.gather_results("abc", 3)
+    with pytest.raises(ArgumentError, match="below"):
+        idist.EvaluationSampler([1], 2, 2)
+    with pytest.raises(ArgumentError, match="dst=3"):
+        idist.gather_results([1], 1, dst=3)
+    with pytest.raises(ArgumentError, match="get_rng_state"):
+        idist.set_rng_state({})
