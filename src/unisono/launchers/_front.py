@@ -8,6 +8,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -258,6 +259,9 @@ def signals() -> Iterator[list[int]]:
         raise SignalledError(number)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+        yield seen
+        return
     before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield seen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -28,6 +29,9 @@ __all__ = (
     "place_by_store",
     "timeout_of",
 )
+
+_TIMEOUT = timedelta(minutes=5)  # torch's own for a rendezvous
+_TRY_S = 0.1
 
 
 def known_backends() -> tuple[str, ...]:
@@ -128,6 +132,7 @@ def meet(info: RankInfo, timeout: timedelta | None) -> dict[str, Any]:
         ContextError: there is no address, or nobody answers there.
     """
     ranks = {"rank": info.rank, "world_size": info.world_size}
+    _reach(info, timeout)
     if info.source == "torchrun":  # torch's own reading knows of restarts and of the agent's store
         return {**ranks, "init_method": "env://"}
     if info.master_addr is None or info.master_port is None:
@@ -138,6 +143,43 @@ def meet(info: RankInfo, timeout: timedelta | None) -> dict[str, Any]:
             "MASTER_ADDR and MASTER_PORT, or pass init_method="
         )
     return {**ranks, "store": _store(info, timeout)}
+
+
+def _reach(info: RankInfo, timeout: timedelta | None) -> None:
+    """Wait until the rendezvous listens, where that isn't this rank's own part.
+
+    Torch's own attempts take up to three times as long as they may, and call a host that doesn't
+    resolve a timeout.
+    """
+    addr, port = info.master_addr, info.master_port
+    is_host = info.rank == 0 and not info.store_is_hosted
+    if addr is None or port is None or is_host or info.world_size == 1:
+        return
+    limit_s = (timeout or _TIMEOUT).total_seconds()
+    deadline = time.monotonic() + limit_s
+    where = f"rank {info.rank} of {info.world_size} can't reach the rendezvous at {addr}:{port}"
+    try:
+        socket.getaddrinfo(addr, port)
+    except OSError as error:
+        raise ContextError(
+            f"{where}: the host doesn't resolve: {error}; check MASTER_ADDR (from {info.source})"
+        ) from error
+    while (reason := _knock(addr, port, deadline - time.monotonic())) is not None:
+        if time.monotonic() + _TRY_S > deadline:
+            raise ContextError(
+                f"{where}, {limit_s:g} s long: {reason}; is rank 0 started there, and are "
+                f"MASTER_ADDR and MASTER_PORT right (from {info.source})?"
+            ) from reason
+        time.sleep(_TRY_S)
+
+
+def _knock(addr: str, port: int, limit_s: float) -> OSError | None:
+    """Tell why nobody answers at an address, None if somebody does. Local."""
+    try:
+        socket.create_connection((addr, port), max(_TRY_S, limit_s)).close()
+    except OSError as error:
+        return error
+    return None
 
 
 def _store(info: RankInfo, timeout: timedelta | None) -> TCPStore:
@@ -151,7 +193,7 @@ def _store(info: RankInfo, timeout: timedelta | None) -> TCPStore:
             port,
             info.world_size,
             info.rank == 0 and not info.store_is_hosted,
-            timeout=timeout or timedelta(minutes=5),
+            timeout=timeout or _TIMEOUT,
             wait_for_workers=False,
         )
     except (OSError, RuntimeError) as error:
@@ -181,6 +223,7 @@ def host_url(options: dict[str, Any], info: RankInfo) -> None:
     if addr is None or port is None:
         raise ArgumentError(f"init_method={options['init_method']!r} should be tcp://HOST:PORT")
     there = replace(info, master_addr=addr, master_port=port, store_is_hosted=False)
+    _reach(there, options.get("timeout"))
     options["store"] = _store(there, options.get("timeout"))
     del options["init_method"]
 
