@@ -36,6 +36,7 @@ from unisono.handle import Handle
 from unisono.lifecycle import finalize, initialize, spawn, sync
 from unisono.model import ComputationModel
 from unisono.parallel import Parallel
+from unisono.pool import WorkerPool
 from unisono.reduction import ReduceOp
 from unisono.registry import available_backends, register_model
 from unisono.registry import registered_models as _registered_models
@@ -105,6 +106,7 @@ __all__ = (
     "SyncBatchNorm",
     "Topology",
     "UnisonoError",
+    "WorkerPool",
     "all_gather",
     "all_gather_tensors_with_shapes",
     "all_reduce",
