@@ -76,7 +76,7 @@ class Calls:
         self._mpi = mpi
         self._who = f"rank {rank} of {mpi.COMM_WORLD.size}"
         self._at_loss = at_loss
-        self._rules: dict[tuple[ReduceOp, torch.dtype], Any] = {}
+        self._rules: dict[tuple[int, torch.dtype], Any] = {}
         self._folds: list[Any] = []
         self._under_way: list[tuple[Any, object]] = []
         self._datatypes = {dtype: getattr(mpi, name) for dtype, name in DATATYPES.items()}
@@ -98,7 +98,7 @@ class Calls:
         Raises:
             PayloadError: bits of floats.
         """
-        rule = self._rules.get((op, dtype))
+        rule = self._rules.get((id(op), dtype))  # an enum's own hash is Python, and slow
         if rule is None:
             if op.is_bitwise and dtype.is_floating_point:
                 raise PayloadError(f"{op.name} works on integer tensors, not on {dtype}")
@@ -107,7 +107,7 @@ class Calls:
                 self._folds.append(rule)
             else:
                 rule = getattr(self._mpi, _OPS[op])
-            self._rules[op, dtype] = rule
+            self._rules[id(op), dtype] = rule
         return rule
 
     def run(self, name: str, comm: Any, *args: Any) -> None:

@@ -67,6 +67,7 @@ class MpiModel(ComputationModel):
         self._calls = Calls(mpi, topology.rank, self._end.end_at_exit)
         self._world: Any = None
         self._pairs: Any = mpi.COMM_WORLD
+        self._in_place = mpi.IN_PLACE
         self._comms: list[Any] = []
         self._is_live = True
 
@@ -180,9 +181,10 @@ class MpiModel(ComputationModel):
     def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
         if self._is_derived(op, tensor):
             return super().all_reduce(tensor, op, group)
-        calls, comm, rule = self._calls, self._over(group), self._calls.rule(op, tensor.dtype)
+        calls, comm = self._calls, self._over(group)
+        rule = calls.rule(op, tensor.dtype)
         for piece in self._pieces(tensor):
-            calls.run("Allreduce", comm, self._mpi.IN_PLACE, calls.buffer(piece), rule)
+            calls.run("Allreduce", comm, self._in_place, calls.buffer(piece), rule)
         return tensor
 
     def start_all_reduce(
