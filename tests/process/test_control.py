@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import FileStore
 
 import unisono
 from unisono._context import communicator
-from unisono.control import meeting, plane
+from unisono.control import addresses, meeting, plane
 from unisono.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -230,7 +230,7 @@ def test_strangers_are_dropped_and_nothing_listens_afterwards(tmp_path: Path) ->
     def fn(rank: int) -> Any:
         join(tmp_path, rank, 2)
         model = communicator()
-        bind = meeting.listen_locally
+        bind = addresses.listen_locally
         names: list[str] = []
 
         def bind_and_be_visited(stack: Any) -> Any:
@@ -242,7 +242,7 @@ def test_strangers_are_dropped_and_nothing_listens_afterwards(tmp_path: Path) ->
                 stranger.sendall(data)
             return made
 
-        meeting.listen_locally = bind_and_be_visited
+        vars(meeting)["listen_locally"] = bind_and_be_visited
         found = unisono.all_gather(rank)
         assert plane.has_hub(model, None)
         table = Path("/proc/net/unix").read_text().splitlines()
@@ -261,7 +261,7 @@ def test_where_sockets_cannot_be_had_the_models_own_collectives_serve(tmp_path: 
             def refuse(stack: Any) -> Any:
                 raise OSError("no sockets here")
 
-            meeting.listen_locally = refuse
+            vars(meeting)["listen_locally"] = refuse
         join(tmp_path, rank, 3)
         found = [unisono.all_gather("é" * rank), unisono.all_reduce(rank)]
         with pytest.raises(CollectiveMismatchError):

@@ -164,6 +164,7 @@ def _call(
 ) -> socket.socket:
     """Connect to the rank above, and let each prove itself to the other."""
     offer = offers[up]
+    address: Any
     if offer["host"] == offers[place]["host"]:
         family, address = int(socket.AF_UNIX), local_address(offer["unix"])
     else:
