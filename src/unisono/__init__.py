@@ -6,6 +6,7 @@ threads of one process, and on every backend that somebody ships as a plug-in.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,6 @@ from unisono.handle import Handle
 from unisono.lifecycle import finalize, initialize, spawn, sync
 from unisono.model import ComputationModel
 from unisono.parallel import Parallel
-from unisono.pool import WorkerPool
 from unisono.reduction import ReduceOp
 from unisono.registry import available_backends, register_model
 from unisono.registry import registered_models as _registered_models
@@ -82,6 +82,8 @@ from unisono.training.wrapping import (
 )
 
 if TYPE_CHECKING:
+    from unisono.pool import WorkerPool
+
     registered_computation_models: tuple[type[ComputationModel], ...]
     has_native_dist_support: bool
     has_hvd_support: bool
@@ -194,9 +196,11 @@ _LIBRARY_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    """Answer what idist has as variables, at the moment when it is asked. Local."""
+    """Answer what idist has as variables, and what loads much, when it is asked. Local."""
     if name in _LIBRARY_OF:
         return importlib.util.find_spec(_LIBRARY_OF[name]) is not None
     if name == "registered_computation_models":
         return _registered_models()
+    if name == "WorkerPool":  # it loads cloudpickle and what starts processes
+        return importlib.import_module("unisono.pool").WorkerPool
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
