@@ -189,7 +189,7 @@ def run_on_rank(fn: Callable[[], T], rank: int = 0) -> T:
     model = communicator()
     check_rank(model, None, rank, "rank")
     value: Any = None
-    name = f"{getattr(fn, '__qualname__', repr(fn))} (run_on_rank)"
+    name = f"{getattr(fn, '__qualname__', type(fn).__qualname__)} (run_on_rank)"
     with _outcome_for_all(model, None, rank, name):
         if model.topology.rank == rank:
             value = fn()

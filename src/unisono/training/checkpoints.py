@@ -7,7 +7,9 @@ import os
 import pickle
 import shutil
 import uuid
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,7 +108,8 @@ def _save_shards(obj: Any, target: Path) -> None:
     folder = target / name
     run_on_rank(partial(folder.mkdir, parents=True))
     try:
-        library.save(obj, checkpoint_id=str(folder))
+        with _without_warning():
+            library.save(obj, checkpoint_id=str(folder))
     except library.CheckpointException as error:  # torch raises it on every rank
         shutil.rmtree(folder, ignore_errors=True)
         raise PeerFailedError(f"shards for {target} couldn't be written: {error}") from error
@@ -187,5 +190,15 @@ def _load_shards(target: Path, into: dict[str, Any] | None, where: str) -> Any:
         raise ArgumentError(
             f"{target} has shards: give load_checkpoint the state dict to fill, into=..."
         )
-    _shard_library().load(into, checkpoint_id=str(target / name))
+    library = _shard_library()
+    with _without_warning():
+        library.load(into, checkpoint_id=str(target / name))
     return into
+
+
+@contextmanager
+def _without_warning() -> Iterator[None]:
+    """Keep torch from saying that a process alone is alone. Local."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
