@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import math
+import os
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
-from unisono.errors import ArgumentError
+from unisono.errors import ArgumentError, EnvironmentDetectionError
 
-__all__ = ("check_count", "check_names", "check_port", "seconds")
+__all__ = ("check_count", "check_names", "check_port", "number_in", "seconds")
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
@@ -52,3 +54,23 @@ def seconds(name: str, value: Any) -> timedelta:
     if given <= timedelta(0):
         raise ArgumentError(f"{name}={value!r} should be over 0")
     return given
+
+
+def number_in(variable: str, default: float, least: float = 0.0) -> float:
+    """Read a number out of an environment variable of ours. Local; `default` where it isn't set."""
+    text = os.environ.get(variable, "").strip()
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (least <= value < math.inf):
+        raise EnvironmentDetectionError(
+            f"{variable}={text[:60]!r} should be a number of at least {least:g}: correct or unset "
+            "it",
+            source="unisono",
+            variable=variable,
+            value=text,
+        )
+    return value

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from unisono.control.wire import ANSWER, ASK, FAIL, Line, LineClosed
+from unisono.control.wire import ANSWER, ASK, FAIL, Line, LineClosed, read_failure
 
 __all__ = ("Aside", "stack_of")
 
@@ -128,6 +128,7 @@ class Aside:
                 text = stack_of(self.thread_id).encode("utf-8", "replace")
                 line.send(ANSWER, 0, text, time.monotonic() + _ANSWER_WITHIN_S)
             elif kind == FAIL:
+                read_failure(body)
                 self.tell(body, place)
             elif kind == ANSWER:
                 with self._heard:

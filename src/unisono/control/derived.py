@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from unisono._memory import from_bytes, to_bytes
+from unisono.errors import CollectiveError
 from unisono.topology import Group, Topology
 
 __all__ = (
@@ -30,6 +31,7 @@ FRAME_BYTES = 256
 INLINE_TENSOR_BYTES = 128
 """The longest tensor that fits into a frame together with what is said of it and of the call."""
 _LENGTH = struct.Struct("<Q")
+_LARGEST_BYTES = 2**47  # what one process can address
 _INLINE_BYTES = FRAME_BYTES - _LENGTH.size
 
 
@@ -117,6 +119,8 @@ def exchange_bodies(
     Raises:
         CollectiveError: a peer failed or didn't come.
     """
+    if max(sizes) > _LARGEST_BYTES:
+        raise CollectiveError(f"blobs of {sizes} bytes were announced: some rank sent what is none")
     width = model.bucket(max(sizes))
     if 2 * sum(sizes) > width * len(sizes):
         rows = model.all_gather(_tensor(model, blob.ljust(width, b"\0")), group).cpu()

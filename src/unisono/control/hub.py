@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -23,7 +23,7 @@ from unisono.control import calls
 from unisono.control.absence import Absent, Missing, has_ended, report, watch
 from unisono.control.aside import Aside
 from unisono.control.tree import Links
-from unisono.control.wire import ALL, FAIL, GIVE, NOTICE, Line, LineClosed
+from unisono.control.wire import ALL, FAIL, GIVE, NOTICE, Line, LineClosed, read_failure
 from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
 
 __all__ = ("Hub", "Neighbours")
@@ -115,14 +115,17 @@ class Hub:
             until, warn_at = start + limit_s, start + warn_after_s
             up, downs = self._links.up, self._links.downs
             bundle = _ENTRY.pack(self._place, len(blob)) + blob
+            blobs = {self._place: blob}
             if downs:
-                bundle += b"".join(self._hear(GIVE, downs, until, warn_at))
+                for down, given in self._hear(GIVE, downs, until, warn_at).items():
+                    blobs |= self._read(given, down, self._links.below[down])
+                    bundle += given
             if up is not None:
                 self._say(GIVE, up, bundle, until)
-                (bundle,) = self._hear(ALL, (up,), until + _GRACE_S, warn_at + _GRACE_S)
+                bundle = self._hear(ALL, (up,), until + _GRACE_S, warn_at + _GRACE_S)[up]
+                blobs = self._read(bundle, up, range(len(self._ranks)))
             for down in downs:
                 self._say(ALL, down, bundle, until)
-            blobs = _entries(bundle)
             return [blobs[place] for place in range(len(self._ranks))]
 
     def gone(self) -> Absent | None:
@@ -147,7 +150,7 @@ class Hub:
         ended = [place for place, fd in self._pidfds.items() if has_ended(fd)]
         said = self._aside.failure(_LAST_WORD_S if len(ended) > 1 else 0.0)
         if said is not None:
-            self._fail(json.loads(said))
+            self._fail(read_failure(said))
         if ended:
             self._lose(self._absent(ended[0]))
         for place, line in self._lines.items():
@@ -156,8 +159,8 @@ class Hub:
 
     def _hear(
         self, kind: int, places: tuple[int, ...], until: float, warn_at: float
-    ) -> Iterable[bytes]:
-        """Wait for one frame of `kind` from each of `places`."""
+    ) -> dict[int, bytes]:
+        """Wait for one frame of `kind` from each of `places`; give their bodies."""
         got: dict[int, bytes] = {}
         self._is_told = False
         for place in places:
@@ -176,7 +179,7 @@ class Hub:
             if now >= warn_at:
                 warn_at = _NEVER
                 self._warn(places, got)
-        return got.values()
+        return got
 
     def _on_event(self, fd: int, kind: int, places: tuple[int, ...], got: dict[int, bytes]) -> None:
         place = self._place_of[fd]
@@ -188,7 +191,7 @@ class Hub:
                 if frame[0] == NOTICE:
                     self._tell(frame[2], place)
                 elif frame[0] == FAIL:
-                    self._fail(json.loads(frame[2]), place)
+                    self._fail(read_failure(frame[2]), place)
                 elif frame[:2] == (kind, self._seq) and place in places and place not in got:
                     got[place] = frame[2]
                     if not is_gone:
@@ -200,6 +203,17 @@ class Hub:
         # Whoever gave waits for the answer and can't be done; whoever answered may be.
         if is_gone and not (kind == ALL and place in got):
             self._lose(self._absent(place, how))
+
+    def _read(self, bundle: bytes, source: int, expected: Collection[int]) -> dict[int, bytes]:
+        """Take a bundle apart; whoever sends one that is damaged is lost."""
+        try:
+            blobs = _entries(bundle)
+            if blobs.keys() == set(expected):
+                return blobs
+            how = f"it sent blobs of places {sorted(blobs)}"
+        except LineClosed as damage:
+            how = str(damage)
+        self._lose(self._absent(source, how))
 
     def _tell(self, body: bytes, source: int) -> None:
         """Log what a neighbour says of a long wait, and hand it down."""
@@ -265,7 +279,8 @@ class Hub:
         stacks = self._aside.ask(absent)
         came = {self._place: self._blob}
         for bundle in got.values():
-            came |= _entries(bundle)
+            with contextlib.suppress(LineClosed):
+                came |= _entries(bundle)
         missing = [
             Missing(
                 self._ranks[place],
@@ -281,10 +296,14 @@ class Hub:
 
 def _entries(bundle: bytes) -> dict[int, bytes]:
     blobs: dict[int, bytes] = {}
-    at = 0
-    while at < len(bundle):
+    at, end = 0, len(bundle)
+    while at < end:
+        if end - at < _ENTRY.size:
+            raise LineClosed("it sent half an entry")
         place, size = _ENTRY.unpack_from(bundle, at)
         at += _ENTRY.size + size
+        if at > end:
+            raise LineClosed(f"it sent an entry that says it has {size} bytes")
         blobs[place] = bundle[at - size : at]
     return blobs
 

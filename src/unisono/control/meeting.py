@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from unisono._arguments import number_in
 from unisono.control import derived
 from unisono.control.addresses import listen_locally, local_address, own_address
 from unisono.control.hub import Hub, Neighbours
@@ -66,6 +67,7 @@ def meet(
     Returns:
         This rank's hub; None on every rank where some rank couldn't be connected.
     """
+    fan_out = int(number_in("UNISONO_FAN_OUT", FAN_OUT, least=1))
     ranks = model.members(group)
     place = ranks.index(model.topology.rank)
     here = host_of_this_process() if host is None else host
@@ -92,7 +94,7 @@ def meet(
         if all("unix" in each for each in offers) and not reason:
             limit = len(ranks) * (inline_bytes + _ENTRY_BYTES)
             try:
-                hub = _connect(offers, place, ranks, listeners, limit)
+                hub = _connect(offers, place, ranks, listeners, limit, fan_out)
             except OSError as error:
                 reason = str(error) or type(error).__name__
         votes = derived.exchange(model, reason.encode() or (b"" if hub else b"no socket"), group)
@@ -111,10 +113,10 @@ def _connect(
     ranks: tuple[int, ...] | range,
     listeners: list[socket.socket],
     limit_bytes: int,
+    fan_out: int,
 ) -> Hub:
     """Connect upwards first, so that the tree is made from its root down."""
     hosts = [offer["host"] for offer in offers]
-    fan_out = int(os.environ.get("UNISONO_FAN_OUT", FAN_OUT))
     part = links(hosts, place, fan_out)
     everybody = "".join(offer["key"] for offer in offers).encode()
     secret = hashlib.sha256(everybody).digest()

@@ -7,12 +7,13 @@ process allocate more than that.
 
 from __future__ import annotations
 
+import json
 import select
 import socket
 import struct
 import time
 
-__all__ = ("ALL", "ANSWER", "ASK", "FAIL", "GIVE", "NOTICE", "Line", "LineClosed")
+__all__ = ("ALL", "ANSWER", "ASK", "FAIL", "GIVE", "NOTICE", "Line", "LineClosed", "read_failure")
 
 GIVE, ALL, FAIL, NOTICE, ASK, ANSWER = range(6)
 _HEAD = struct.Struct("<BIQ")
@@ -21,6 +22,22 @@ _CHUNK = 1 << 16
 
 class LineClosed(Exception):
     """The peer is gone, or sent what is no frame. Never leaves this package."""
+
+
+def read_failure(body: bytes) -> dict[str, object]:
+    """Read what a FAIL frame says: ``kind``, ``text``, and ``rank`` where a rank is gone.
+
+    Local.
+
+    Raises:
+        LineClosed: it is none.
+    """
+    try:
+        said = json.loads(body)
+        rank = int(said.get("rank", -1))
+        return {"kind": str(said["kind"]), "text": str(said["text"]), "rank": rank}
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        raise LineClosed("it sent a report of a failure that can't be read") from None
 
 
 class Line:
