@@ -1,0 +1,272 @@
+"""What comes from outside is a value or an error of ours: frames of the control plane, variables.
+
+Frames of values are in test_payload.py, recorded environments in test_environments.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import struct
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from unisono import environments
+from unisono._arguments import number_in
+from unisono.control import calls, derived, plane
+from unisono.control.hub import Hub, Neighbours
+from unisono.control.tree import links
+from unisono.control.wire import ALL, ANSWER, FAIL, GIVE, Line, LineClosed, read_failure
+from unisono.environments import ENVIRONMENTS, detect, explain
+from unisono.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    EnvironmentDetectionError,
+    PeerFailedError,
+    UnisonoError,
+)
+from unisono.topology import RankInfo
+
+LIMIT_BYTES = 4096
+HEAD = struct.Struct("<BIQ")
+ENTRY = struct.Struct("<IQ")
+FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+frames = st.builds(
+    lambda kind, seq, size, body: HEAD.pack(kind, seq, size) + body,
+    st.integers(0, 255),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 64) | st.integers(0, 2**64 - 1),
+    st.binary(max_size=64),
+)
+streams = st.binary(max_size=200) | st.lists(frames, max_size=4).map(b"".join)
+entries = st.builds(
+    lambda place, size, body: ENTRY.pack(place, size) + body,
+    st.integers(0, 3) | st.integers(0, 2**32 - 1),
+    st.integers(0, 8) | st.integers(0, 2**64 - 1),
+    st.binary(max_size=8),
+)
+bundles = st.binary(max_size=64) | st.lists(entries, max_size=4).map(b"".join)
+
+reports = st.recursive(
+    st.none() | st.text(max_size=5) | st.floats() | st.integers(),
+    lambda inner: (
+        st.dictionaries(st.sampled_from(["kind", "text", "rank", "x"]), inner) | st.lists(inner)
+    ),
+    max_leaves=6,
+)
+
+
+@contextmanager
+def pair() -> Iterator[tuple[socket.socket, Line]]:
+    ours, theirs = socket.socketpair()
+    line = Line(ours, LIMIT_BYTES)
+    with theirs:
+        yield theirs, line
+    line.close()
+
+
+@FUZZ
+@given(streams, st.integers(1, 50))
+def test_a_line_gives_frames_within_its_limit_or_closes(stream: bytes, step: int) -> None:
+    taken = []
+    with pair() as (peer, line):
+        try:
+            for at in range(0, len(stream), step):
+                peer.sendall(stream[at : at + step])
+                while (frame := line.take()) is not None:
+                    taken.append(frame)
+            peer.shutdown(socket.SHUT_WR)
+            while (frame := line.take()) is not None:
+                taken.append(frame)
+        except LineClosed:
+            pass
+    again = b"".join(HEAD.pack(kind, seq, len(body)) + body for kind, seq, body in taken)
+    assert stream.startswith(again)
+    assert all(kind <= ANSWER and len(body) <= LIMIT_BYTES for kind, _, body in taken)
+
+
+@pytest.mark.parametrize("size", [LIMIT_BYTES + 1, 2**40, 2**64 - 1])
+def test_a_frame_that_says_it_is_huge_takes_no_memory(size: int) -> None:
+    with pair() as (peer, line):
+        peer.sendall(HEAD.pack(GIVE, 1, size) + b"x" * 100)
+        tracemalloc.start()
+        with pytest.raises(LineClosed, match=f"{size} bytes"):
+            line.take()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 1 << 20
+
+
+@FUZZ
+@given(st.lists(st.binary(max_size=80), min_size=1, max_size=4))
+def test_what_ranks_say_of_their_calls_is_blobs_or_a_mismatch(said: list[bytes]) -> None:
+    try:
+        blobs = calls.unpack(said, range(len(said)))
+    except CollectiveMismatchError as error:
+        assert "rank 0: " in str(error)
+    else:
+        assert len(blobs) == len(said)
+
+
+@FUZZ
+@given(st.text(max_size=40), st.lists(st.binary(max_size=40), min_size=1, max_size=4))
+def test_what_is_packed_is_unpacked(call: str, blobs: list[bytes]) -> None:
+    if len(call.encode("utf-8", "replace")) < 100 and call.isprintable():
+        packed = [calls.pack(call, blob) for blob in blobs]
+        assert calls.unpack(packed, range(len(blobs))) == blobs
+
+
+@FUZZ
+@given(st.binary(max_size=60) | reports.map(lambda value: json.dumps(value).encode()))
+def test_a_report_of_a_failure_is_read_or_closes_the_line(body: bytes) -> None:
+    try:
+        said = read_failure(body)
+    except LineClosed:
+        return
+    assert isinstance(said["kind"], str)
+    assert isinstance(said["text"], str)
+    assert isinstance(said["rank"], int)
+
+
+def test_a_report_nested_without_end_closes_the_line() -> None:
+    with pytest.raises(LineClosed):
+        read_failure(b"[" * 100_000)
+
+
+@contextmanager
+def hub(place: int) -> Iterator[tuple[Hub, socket.socket, socket.socket]]:
+    """Make the hub of one of two ranks; the test speaks for the other."""
+    ours, main = socket.socketpair()
+    beside, aside = socket.socketpair()
+    other = 1 - place
+    part = links(["here", "here"], place)
+    lines = ({other: Line(ours, LIMIT_BYTES)}, {other: Line(beside, LIMIT_BYTES)})
+    made = Hub(range(2), place, Neighbours(part, *lines, {}))
+    with main, aside:
+        yield made, main, aside
+    made.close()
+
+
+@FUZZ
+@given(bundles, st.integers(0, 1))
+def test_any_bundle_ends_a_round_with_blobs_or_names_the_peer(bundle: bytes, place: int) -> None:
+    with hub(place) as (made, main, _):
+        kind = GIVE if place == 0 else ALL
+        main.sendall(HEAD.pack(kind, 1, len(bundle)) + bundle)
+        try:
+            blobs = made.exchange(b"mine", 10.0, 10.0)
+        except PeerFailedError as error:
+            assert error.rank == 1 - place
+        else:
+            assert len(blobs) == 2
+
+
+@FUZZ
+@given(streams, streams)
+def test_any_bytes_on_its_lines_end_a_round_in_time(stream: bytes, beside: bytes) -> None:
+    with hub(0) as (made, main, aside):
+        aside.sendall(beside)
+        main.sendall(stream)
+        main.shutdown(socket.SHUT_WR)
+        try:
+            blobs = made.exchange(b"mine", 10.0, 10.0)
+        except CollectiveError:
+            return
+        assert blobs[0] == b"mine"
+
+
+def test_a_damaged_report_of_a_failure_names_who_sent_it() -> None:
+    with hub(0) as (made, main, _):
+        main.sendall(HEAD.pack(FAIL, 1, 4) + b"null")
+        with pytest.raises(PeerFailedError, match="can't be read") as caught:
+            made.exchange(b"mine", 10.0, 10.0)
+        assert caught.value.rank == 1
+
+
+def test_a_damaged_report_beside_leaves_no_dead_thread() -> None:
+    with hub(0) as (made, main, aside):
+        aside.sendall(HEAD.pack(FAIL, 0, 2) + b"[]")
+        blob = ENTRY.pack(1, 2) + b"ab"
+        main.sendall(HEAD.pack(GIVE, 1, len(blob)) + blob)
+        assert made.exchange(b"mine", 10.0, 10.0) == [b"mine", b"ab"]
+        assert any(thread.name == "unisono-aside" for thread in threading.enumerate())
+
+
+@FUZZ
+@given(st.binary(max_size=30))
+def test_the_size_of_what_follows_is_a_number_or_an_error(said: bytes) -> None:
+    with suppress(CollectiveError):
+        assert plane._size(said) >= 0
+
+
+@FUZZ
+@given(st.binary(min_size=derived.FRAME_BYTES, max_size=derived.FRAME_BYTES))
+def test_a_frame_of_the_derived_exchange_is_read_or_too_long(frame: bytes) -> None:
+    part = derived.inline_part(frame)
+    assert part is None or len(part) == derived.length_of(frame)
+
+
+# Variables
+
+
+# Every name in capitals that the environments' sources quote.
+SOURCES = Path(environments.__file__).parent.glob("*.py")
+VARIABLES = sorted(
+    {name for path in SOURCES for name in re.findall(r'"([A-Z][A-Z0-9_]{3,})"', path.read_text())}
+)
+# What os.environ holds: any bytes but NUL, those that are no UTF-8 as lone surrogates.
+texts = (
+    st.binary(max_size=12).map(
+        lambda data: data.replace(b"\0", b"").decode("utf-8", "surrogateescape")
+    )
+    | st.integers(-(2**70), 2**70).map(str)
+    | st.sampled_from(
+        ["", " ", "0", "1", "2", "-1", "+1", "1_0", "٣", "1e3", "0x1", "²", "9" * 5000]
+    )
+    | st.text(alphabet="n[]0123456789-,*()x ", max_size=20)
+)
+
+
+def test_the_environments_read_many_variables() -> None:
+    assert len(VARIABLES) > 20
+    assert {"RANK", "WORLD_SIZE", "SLURM_PROCID", "MASTER_PORT"} <= set(VARIABLES)
+
+
+@settings(FUZZ, max_examples=400)
+@given(st.dictionaries(st.sampled_from(VARIABLES), texts, max_size=12))
+def test_any_variables_say_who_i_am_or_an_error_names_one(env: dict[str, str]) -> None:
+    try:
+        info = detect(env)
+    except EnvironmentDetectionError as error:
+        assert error.variable in str(error)
+        assert error.source
+        assert len(str(error)) < 2000
+    else:
+        assert info is None or (
+            isinstance(info, RankInfo) and 0 <= info.rank < info.world_size < 2**31
+        )
+    assert len(explain(env)) == len(ENVIRONMENTS)
+
+
+@FUZZ
+@given(texts)
+def test_our_own_variables_are_numbers_or_an_error_names_them(text: str) -> None:
+    before = os.environ.get("UNISONO_WARN_AFTER_S")
+    os.environ["UNISONO_WARN_AFTER_S"] = text
+    try:
+        assert number_in("UNISONO_WARN_AFTER_S", 3.0, least=1) >= 1
+    except UnisonoError as error:
+        assert "UNISONO_WARN_AFTER_S=" in str(error)
+    finally:
+        del os.environ["UNISONO_WARN_AFTER_S"]
+        if before is not None:
+            os.environ["UNISONO_WARN_AFTER_S"] = before
