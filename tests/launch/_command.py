@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
-import signal
+import re
 import subprocess
 import sys
 import tempfile
@@ -149,5 +150,18 @@ def started(words: Sequence[str], **more: str) -> Iterator[Started]:
                 nobody_is_left(mark, 0.0)
 
 
-def killed(job: Started) -> None:
-    job.end(signal.SIGKILL, GONE_S)
+def learnt(text: str) -> tuple[str, float]:
+    """Read out of what the digits example printed what was learnt."""
+    accuracy = re.search(r"held-out accuracy: ([\d.]+)", text)
+    checksum = re.search(r"checksum of parameters: ([\d.]+)", text)
+    assert accuracy, text
+    assert checksum, text
+    return accuracy[1], round(float(checksum[1]), 2)
+
+
+@functools.cache
+def learnt_alone(epochs: str) -> tuple[str, float]:
+    """What the digits example learns in one process."""
+    done = run([sys.executable, DIGITS, "--epochs", epochs])
+    assert done.code == 0, done.err
+    return learnt(done.out)
