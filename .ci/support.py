@@ -68,12 +68,21 @@ def render(reports: Sequence[dict[str, Any]], missing: Sequence[str]) -> str:
 
 
 def environments(reports: Sequence[dict[str, Any]]) -> list[str]:
-    lines = ["| backend | model | replicas | torch | declares |", "|---|---|---|---|---|"]
+    head = ("backend", "model", "replicas", "torch", "declares", "derives from its all_gather")
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for report in reports:
         sizes = ", ".join(str(size) for size in sorted({row["nproc"] for row in report["laws"]}))
         cells = (report["backend"], report["model"], sizes, report["torch"])
-        lines.append(f"| {' | '.join(cells)} | {', '.join(report['capabilities']) or '–'} |")
+        lists = (report["capabilities"], derived(report))
+        texts = [", ".join(names) or "–" for names in lists]
+        lines.append(f"| {' | '.join((*cells, *texts))} |")
     return ["\n".join(lines) + "\n"]
+
+
+def derived(report: dict[str, Any]) -> list[str]:
+    """List the members that the model leaves to the contract, as far as laws have used them."""
+    reasons = [row["reason"] for row in report["laws"] if row["status"] == "derived"]
+    return sorted({name for reason in reasons for name in reason[len("derived: ") :].split(", ")})
 
 
 def outcomes(report: dict[str, Any]) -> dict[str, str]:

