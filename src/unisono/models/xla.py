@@ -13,7 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from unisono.control.derived import FRAME_BYTES
 from unisono.errors import (
@@ -24,7 +25,7 @@ from unisono.errors import (
 )
 from unisono.handle import Handle
 from unisono.model import ComputationModel
-from unisono.models import _xla_probe, _xla_setup
+from unisono.models import _xla_probe, _xla_setup, _xla_wrap
 from unisono.models._xla_meeting import MEETING
 from unisono.reduction import ReduceOp, fold_tensors
 from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
@@ -188,6 +189,19 @@ class XlaModel(ComputationModel):
         if self.size(group) == 1:
             return [blob]
         return self._swap("an exchange", blob, group) if self._meets else super().exchange(blob)
+
+    def wrap_module(self, module: nn.Module, wrapper: str, **options: Any) -> nn.Module | None:
+        return _xla_wrap.spread(self, module) if wrapper == "ddp" else None
+
+    def wrap_optimizer(
+        self, optimizer: Optimizer, *, is_averaged: bool, **options: Any
+    ) -> Optimizer | None:
+        if options or is_averaged:
+            return None
+        return _xla_wrap.wrap_optimizer(self, optimizer, partial(self._step.cut, str(self._device)))
+
+    def wrap_loader(self, loader: Any) -> Any:
+        return _xla_wrap.FeedingLoader(loader, self._device)
 
     def bucket(self, size_bytes: int) -> int:
         return max(FRAME_BYTES, 1 << (size_bytes - 1).bit_length())

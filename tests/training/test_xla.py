@@ -1,0 +1,71 @@
+"""Training on XLA: its step averages the gradients; needs an environment of torch_xla's own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import unisono as idist
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(autouse=True)
+def _installed() -> None:
+    if importlib.util.find_spec("torch_xla") is None:
+        if "xla" in os.environ.get("UNISONO_REQUIRE", ""):
+            pytest.fail("torch_xla isn't installed, but UNISONO_REQUIRE names xla")
+        pytest.skip("torch_xla isn't installed")
+
+
+def network() -> nn.Module:
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    with torch.no_grad():
+        for i, parameter in enumerate(net.parameters()):
+            values = torch.arange(parameter.numel()).float().view(parameter.shape)
+            parameter.copy_(torch.sin(values + i))
+    return net
+
+
+def data() -> Tensor:
+    return torch.cos(torch.arange(48).float()).view(12, 4)
+
+
+def train(local_rank: int) -> list[Tensor]:
+    rank = idist.get_rank()
+    net = network()
+    if rank:  # only rank 0 has the right ones
+        net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    model = idist.auto_model(net)
+    optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    rows: Any = list(data())
+    loader = idist.auto_dataloader(rows, batch_size=4, shuffle=False)
+    for _ in range(2):
+        for batch in loader:
+            assert batch.device == idist.device()
+            model(batch).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+def reference() -> list[Tensor]:
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        for batch in data().split(4):
+            net(batch).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [parameter.detach() for parameter in net.parameters()]
+
+
+def test_two_replicas_train_as_one_process_does() -> None:
+    for found in idist.spawn("xla-cpu", train, nproc_per_node=2):
+        for mine, wanted in zip(found, reference(), strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)
