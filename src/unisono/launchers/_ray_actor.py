@@ -7,6 +7,7 @@ import os
 import selectors
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,13 +43,16 @@ class RankActor:
         self._store, plan = host(LaunchPlan(1, master_addr=addr))
         return int(plan.master_port or 0)
 
-    def call(self, pickled: bytes, info: RankInfo, environ: Mapping[str, str]) -> Any:
+    def call(
+        self, pickled: bytes, info: RankInfo, environ: Mapping[str, str], path: Sequence[str]
+    ) -> Any:
         """Run a function as rank `info`; gives its result's pickle, or a `Failure`.
 
         Collective over all ranks of `info`. After a failure this process goes on, so that its
         connections stay open until the one who launched it has seen this failure.
         """
         os.environ.update(environ)
+        sys.path.extend(item for item in path if item not in sys.path)
         try:
             entry: Callable[[RankInfo], Any] = cloudpickle.loads(pickled)
             return cloudpickle.dumps(entry(info))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ _PRIMARY_WAIT_S = 1.0  # how long a failure that another may have caused waits f
 _END_S = 3.0  # from the first signal to the end of the actors
 _POLL_S = 0.3
 _BASE = 128
+_OF_RAY = {"PYTHONBREAKPOINT", "RAY_AUTH_MODE", "RAY_CLIENT_MODE"}
 
 
 @contextlib.contextmanager
@@ -38,14 +40,17 @@ def _cluster(n_ranks: int) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    before = dict(os.environ)
     try:
-        ray.init(address="auto", log_to_driver=True)
-    except ConnectionError:
-        ray.init(num_cpus=max(n_ranks, os.cpu_count() or 1), include_dashboard=False)
-    try:
+        try:
+            ray.init(address="auto", log_to_driver=True)
+        except ConnectionError:
+            ray.init(num_cpus=max(n_ranks, os.cpu_count() or 1), include_dashboard=False)
         yield
     finally:
         ray.shutdown()
+        for name in _OF_RAY - before.keys():  # Ray sets them in this process
+            os.environ.pop(name, None)
 
 
 @contextlib.contextmanager
@@ -77,8 +82,9 @@ class _Ranks:
 
     def kill(self) -> None:
         """End all actors, and with them what they run. Local."""
-        for actor in self.actors:
-            ray.kill(actor)
+        # A handle that outlives its cluster, in a traceback, would end its namesake in the next.
+        while self.actors:
+            ray.kill(self.actors.pop())
 
 
 @contextlib.contextmanager
@@ -148,9 +154,11 @@ def launch(
     shape = tuple(counts) if counts is not None else (plan.nproc_per_node,) * plan.nnodes
     with _ranks(shape, (), timeout_s) as ranks:
         calls = _Calls(len(ranks.infos))
-        for actor, info in zip(ranks.actors, ranks.infos, strict=True):
+        path = [os.path.abspath(item) if item == "" else item for item in sys.path]
+        for info in ranks.infos:
             variables = {**(environ or {}), **env_for(info)}
-            ref = actor.call.remote(pickled, replace(info, source="spawn"), variables)
+            who = replace(info, source="spawn")
+            ref = ranks.actors[info.rank].call.remote(pickled, who, variables, path)
             calls.waiting[ref] = info.rank
         return calls.results()
 
@@ -226,8 +234,9 @@ def run(script: Script) -> Outcome:
     with signals() as seen:
         try:
             with _ranks(counts, hosts, script.timeout_s or _TIMEOUT_S) as ranks:
-                for actor, info in zip(ranks.actors, ranks.infos, strict=True):
-                    actor.start.remote(script, {**own, **env_for(info)}, os.getcwd())
+                for info in ranks.infos:
+                    variables = {**own, **env_for(info)}
+                    ranks.actors[info.rank].start.remote(script, variables, os.getcwd())
                 outcome = _Programs(ranks, Reader(script.token), seen).outcome()
         except BaseException:  # Ray may make anything of the exception that a signal raises
             if not seen:
