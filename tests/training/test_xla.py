@@ -58,7 +58,7 @@ def reference() -> list[Tensor]:
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for _ in range(2):
-        for batch in data().split(4):
+        for batch in torch.split(data(), 4):
             net(batch).pow(2).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
