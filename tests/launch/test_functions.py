@@ -23,7 +23,8 @@ def facts(local_rank: int, value: int) -> tuple[Any, ...]:
 @pytest.fixture
 def ready(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> str:
     name, variables = launcher
-    own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_CLIENT_MODE": "0"}  # Ray sets one by itself
+    # Ray sets some by itself, and knows one way of authentication for each process
+    own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_CLIENT_MODE": "0", "RAY_AUTH_MODE": "disabled"}
     for key, value in {**variables, **own}.items():
         monkeypatch.setenv(key, value)
     return name

@@ -82,7 +82,6 @@ class _Ranks:
 
     def kill(self) -> None:
         """End all actors, and with them what they run. Local."""
-        # A handle that outlives its cluster, in a traceback, would end its namesake in the next.
         while self.actors:
             ray.kill(self.actors.pop())
 
@@ -154,12 +153,7 @@ def launch(
     shape = tuple(counts) if counts is not None else (plan.nproc_per_node,) * plan.nnodes
     with _ranks(shape, (), timeout_s) as ranks:
         calls = _Calls(len(ranks.infos))
-        path = [os.path.abspath(item) if item == "" else item for item in sys.path]
-        for info in ranks.infos:
-            variables = {**(environ or {}), **env_for(info)}
-            who = replace(info, source="spawn")
-            ref = ranks.actors[info.rank].call.remote(pickled, who, variables, path)
-            calls.waiting[ref] = info.rank
+        calls.start(ranks, pickled, environ or {})
         return calls.results()
 
 
@@ -172,8 +166,25 @@ class _Calls:
     _results: dict[int, bytes] = field(default_factory=dict)
     _failed: list[tuple[bool, WorkerFailedError]] = field(default_factory=list)
 
+    def start(self, ranks: _Ranks, pickled: bytes, environ: Mapping[str, str]) -> None:
+        """Start the calls; they see modules where this process sees them."""
+        path = [os.path.abspath(item) if item == "" else item for item in sys.path]
+        for actor, info in zip(ranks.actors, ranks.infos, strict=True):
+            variables = {**environ, **env_for(info)}
+            who = replace(info, source="spawn")
+            self.waiting[actor.call.remote(pickled, who, variables, path)] = info.rank
+
     def results(self) -> list[Any]:
         """Wait for all; the failure of one ends the wait."""
+        try:
+            self._wait()
+        finally:
+            self.waiting.clear()
+        if self._failed:
+            raise min(self._failed, key=lambda pair: pair[0])[1]
+        return [pickle.loads(self._results[rank]) for rank in range(self.n_ranks)]
+
+    def _wait(self) -> None:
         deadline = float("inf")
         while self.waiting and time.monotonic() < deadline:
             done, _ = ray.wait(list(self.waiting), timeout=_POLL_S)
@@ -183,9 +194,6 @@ class _Calls:
                 break
             if self._failed:
                 deadline = min(deadline, time.monotonic() + _PRIMARY_WAIT_S)
-        if self._failed:
-            raise min(self._failed, key=lambda pair: pair[0])[1]
-        return [pickle.loads(self._results[rank]) for rank in range(self.n_ranks)]
 
     def _take(self, ref: Any, rank: int) -> None:
         who = f"rank {rank} of {self.n_ranks}"
