@@ -1,0 +1,47 @@
+"""Where ranks meet: URLs under a launcher, and addresses that nobody answers at."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from _command import UNISONO, run
+from test_nodes import free_port
+
+import unisono
+from unisono.errors import ContextError
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(200)]
+BY_URL = """
+import sys, unisono
+with unisono.Parallel("gloo", init_method=sys.argv[1]) as parallel:
+    print("SUM", parallel.run(lambda local_rank: unisono.all_reduce(1)))
+"""
+
+
+@pytest.mark.parametrize("name", ["processes", "torchrun"])
+def test_a_tcp_url_works_where_a_store_is_hosted(name: str, tmp_path: Path) -> None:
+    script = tmp_path / "by_url.py"
+    script.write_text(BY_URL)
+    words = [*UNISONO, "run", "--launcher", name, "--nproc-per-node", "2", str(script)]
+    done = run([*words, f"tcp://127.0.0.1:{free_port()}"])
+    assert done.code == 0, done.err
+    assert done.out.count("SUM [2]") == 2
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [("127.0.0.1", "2 s long: .*is rank 0 started"), ("no-such.invalid", "doesn't resolve")],
+)
+def test_an_unreachable_rendezvous_is_named_in_time(
+    host: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    for key, value in variables.items():
+        monkeypatch.setenv(key, value)
+    begin = time.monotonic()
+    with pytest.raises(ContextError, match=f"rank 1 of 2 .*{host}:{port}.*{said}"):
+        unisono.initialize("gloo", timeout=2)
+    assert time.monotonic() - begin < 5
