@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import os
 import platform
@@ -18,7 +19,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ("Figure", "Goal", "Timing", "interleave", "parser", "quartiles", "report", "warm_up")
+__all__ = (
+    "Figure",
+    "Goal",
+    "Timing",
+    "interleave",
+    "parser",
+    "plot_ratios",
+    "quartiles",
+    "ratio_report",
+    "report",
+    "warm_up",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,3 +292,70 @@ def _verdicts(figures: Sequence[Figure]) -> list[str]:
             f"{figure.goal.bound}".rstrip()
         )
     return lines
+
+
+Found = Mapping[str, tuple[float, Mapping[str, Timing]]]
+
+
+def ratio_report(
+    title: str, found: Found, facts: Mapping[str, Any], *, as_json: bool = False
+) -> int:
+    """Print for each work our time, every peer's, and how many times faster than the best we are.
+
+    Args:
+        title: what was measured.
+        found: for each work how many times faster ours shall be, and the timings, ours first.
+        facts: what else belongs to the result.
+        as_json: whether to print JSON.
+
+    Returns:
+        The exit code: 1 where a goal is missed, else 0.
+    """
+    rows = [_ratio_row(work, goal, timings) for work, (goal, timings) in found.items()]
+    about = {"python": platform.python_version(), "cores": os.cpu_count(), **facts}
+    if as_json:
+        print(json.dumps({"title": title, **about, "figures": rows}))
+    else:
+        print(f"{title} ({', '.join(f'{name} {value}' for name, value in about.items())})\n")
+        for row in rows:
+            peers = ", ".join(f"{name} {_short(us)}" for name, us in row["peers"].items())
+            verdict = "yes" if row["is_met"] else "NO"
+            print(
+                f"{row['work']:32} {_short(row['ours']):>9} us   {row['times']:6.1f} times faster "
+                f"than {row['best']} (goal {row['goal']:g}: {verdict})   us: {peers}"
+            )
+    return int(not all(row["is_met"] for row in rows))
+
+
+def _ratio_row(work: str, goal: float, timings: Mapping[str, Timing]) -> dict[str, Any]:
+    ours, *names = timings
+    best = min(names, key=lambda name: timings[name].median)
+    times = timings[best].median / timings[ours].median
+    return {
+        "work": work,
+        "ours": timings[ours].median,
+        "quartiles": quartiles(timings[ours]),
+        "peers": {name: timings[name].median for name in names},
+        "best": best,
+        "times": times,
+        "goal": goal,
+        "is_met": times >= goal,
+    }
+
+
+def plot_ratios(found: Found, path: str) -> None:
+    """Draw every work's times, ours and the peers', as bars on a logarithmic scale."""
+    plots = importlib.import_module("matplotlib.figure")
+    names = list(dict.fromkeys(name for _, timings in found.values() for name in timings))
+    figure = plots.Figure(figsize=(10, 0.7 * len(found) + 1.5), layout="constrained")
+    axes = figure.subplots()
+    height = 0.8 / len(names)
+    for i, name in enumerate(names):
+        places = [row + i * height for row, (_, t) in enumerate(found.values()) if name in t]
+        widths = [t[name].median for _, t in found.values() if name in t]
+        axes.barh(places, widths, height=height, label=name)
+    axes.set_yticks([row + 0.4 - height / 2 for row in range(len(found))], list(found))
+    axes.set(xscale="log", xlabel="microseconds a call, median")
+    axes.invert_yaxis()
+    axes.legend()
+    figure.savefig(path)

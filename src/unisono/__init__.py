@@ -42,47 +42,47 @@ from unisono.registry import available_backends, register_model
 from unisono.registry import registered_models as _registered_models
 from unisono.sections import master_only, one_rank_first, one_rank_only, run_on_rank
 from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
-from unisono.training.averaging import (
-    all_reduce_grads,
-    all_reduce_params,
-    broadcast_optimizer_state,
-    broadcast_params,
-)
-from unisono.training.batchnorm import (
-    SyncBatchNorm,
-    convert_sync_batchnorm,
-    register_sync_batchnorm,
-)
-from unisono.training.checkpoints import load_checkpoint, save_checkpoint
-from unisono.training.evaluation import EvaluationSampler, gather_results
-from unisono.training.loading import DistributedProxySampler, auto_dataloader
-from unisono.training.measures import (
-    get_current_memory_gb,
-    get_device_memory_gb,
-    reduce_dict,
-    reduce_mean,
-    reduce_sum,
-)
-from unisono.training.randomness import (
-    get_rng_state,
-    seed_everything,
-    set_rng_state,
-    sync_random_seed,
-)
-from unisono.training.replicated import Replicated
-from unisono.training.reporting import RankFilter, RankFormatter, print, progress
-from unisono.training.starting import get_dist_info, infer_launcher, init_dist
-from unisono.training.wrapping import (
-    auto_model,
-    auto_optim,
-    join,
-    no_sync,
-    register_wrapper,
-    unwrap_model,
-)
 
 if TYPE_CHECKING:
     from unisono.pool import WorkerPool
+    from unisono.training.averaging import (
+        all_reduce_grads,
+        all_reduce_params,
+        broadcast_optimizer_state,
+        broadcast_params,
+    )
+    from unisono.training.batchnorm import (
+        SyncBatchNorm,
+        convert_sync_batchnorm,
+        register_sync_batchnorm,
+    )
+    from unisono.training.checkpoints import load_checkpoint, save_checkpoint
+    from unisono.training.evaluation import EvaluationSampler, gather_results
+    from unisono.training.loading import DistributedProxySampler, auto_dataloader
+    from unisono.training.measures import (
+        get_current_memory_gb,
+        get_device_memory_gb,
+        reduce_dict,
+        reduce_mean,
+        reduce_sum,
+    )
+    from unisono.training.randomness import (
+        get_rng_state,
+        seed_everything,
+        set_rng_state,
+        sync_random_seed,
+    )
+    from unisono.training.replicated import Replicated
+    from unisono.training.reporting import RankFilter, RankFormatter, print, progress
+    from unisono.training.starting import get_dist_info, infer_launcher, init_dist
+    from unisono.training.wrapping import (
+        auto_model,
+        auto_optim,
+        join,
+        no_sync,
+        register_wrapper,
+        unwrap_model,
+    )
 
     registered_computation_models: tuple[type[ComputationModel], ...]
     has_native_dist_support: bool
@@ -187,6 +187,66 @@ __all__ = (
     "unwrap_model",
 )
 
+_LOADED_LATER = {
+    "unisono.pool": ("WorkerPool",),
+    "unisono.training.averaging": (
+        "all_reduce_grads",
+        "all_reduce_params",
+        "broadcast_optimizer_state",
+        "broadcast_params",
+    ),
+    "unisono.training.batchnorm": (
+        "SyncBatchNorm",
+        "convert_sync_batchnorm",
+        "register_sync_batchnorm",
+    ),
+    "unisono.training.checkpoints": (
+        "load_checkpoint",
+        "save_checkpoint",
+    ),
+    "unisono.training.evaluation": (
+        "EvaluationSampler",
+        "gather_results",
+    ),
+    "unisono.training.loading": (
+        "DistributedProxySampler",
+        "auto_dataloader",
+    ),
+    "unisono.training.measures": (
+        "get_current_memory_gb",
+        "get_device_memory_gb",
+        "reduce_dict",
+        "reduce_mean",
+        "reduce_sum",
+    ),
+    "unisono.training.randomness": (
+        "get_rng_state",
+        "seed_everything",
+        "set_rng_state",
+        "sync_random_seed",
+    ),
+    "unisono.training.replicated": ("Replicated",),
+    "unisono.training.reporting": (
+        "RankFilter",
+        "RankFormatter",
+        "print",
+        "progress",
+    ),
+    "unisono.training.starting": (
+        "get_dist_info",
+        "infer_launcher",
+        "init_dist",
+    ),
+    "unisono.training.wrapping": (
+        "auto_model",
+        "auto_optim",
+        "join",
+        "no_sync",
+        "register_wrapper",
+        "unwrap_model",
+    ),
+}
+_MODULE_OF = {name: module for module, names in _LOADED_LATER.items() for name in names}
 _LIBRARY_OF = {
     "has_native_dist_support": "torch.distributed",
     "has_hvd_support": "horovod",
@@ -196,11 +256,12 @@ _LIBRARY_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    """Answer what idist has as variables, and what loads much, when it is asked. Local."""
+    """Answer what idist has as variables, and load what a start doesn't need. Local."""
     if name in _LIBRARY_OF:
         return importlib.util.find_spec(_LIBRARY_OF[name]) is not None
     if name == "registered_computation_models":
         return _registered_models()
-    if name == "WorkerPool":  # it loads cloudpickle and what starts processes
-        return importlib.import_module("unisono.pool").WorkerPool
+    if name in _MODULE_OF:
+        value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 from unisono import registry
 from unisono._table import plugin_environments
-from unisono.control import plane
 from unisono.errors import (
     AlreadyInitializedError,
     ArgumentError,
@@ -103,7 +102,7 @@ def _look_around() -> ComputationModel:
             _thread.model = None
         for dead in (_process, _before):
             if dead is not None and not dead.is_alive():
-                plane.close(dead)
+                dead.part()
         if _process is not None and not _process.is_alive():
             _process = None
         model = _thread.model or _process

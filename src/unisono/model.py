@@ -6,7 +6,6 @@ one is compared with it, for every operation, dtype, root and group, by the conf
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -14,11 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from unisono._keeping import Keeping
 from unisono._training_hooks import TrainingHooks
 from unisono.control import derived
 from unisono.control.derived import INLINE_TENSOR_BYTES
 from unisono.errors import UnsupportedOperation
-from unisono.handle import Background, Handle
+from unisono.handle import Handle
 from unisono.reduction import ReduceOp, fold_tensors
 from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
 
@@ -36,10 +36,9 @@ COMMON_DTYPES: frozenset[torch.dtype] = frozenset(
         *(torch.int8, torch.int32, torch.int64, torch.uint8),
     }
 )
-_context_ids = itertools.count(1)
 
 
-class ComputationModel(TrainingHooks, ABC):
+class ComputationModel(Keeping, TrainingHooks, ABC):
     """One way for replicas to know each other and to communicate.
 
     An instance is one live context as one replica sees it. Tensors reach it contiguous, on
@@ -62,23 +61,6 @@ class ComputationModel(TrainingHooks, ABC):
     """Whether an adopted context belongs to one thread instead of the process (XLA replicas)."""
     is_lazy: ClassVar[bool] = False
     """Whether the device computes only when asked to: `settle` comes before each collective."""
-
-    context_id: int
-    """Identity of this context: never equal for two contexts of one process."""
-    groups: dict[tuple[int, ...], Group]
-    """Groups that the facade made for lists of ranks, by the ranks in ascending order."""
-    planes: dict[tuple[int, ...], Any]
-    """Hubs of the control plane, by the ranks of their group; empty for models without sockets."""
-    _background: Background | None
-
-    def __new__(cls, *_args: object, **_kwargs: object) -> Self:
-        """Set what the facade keeps on a model, so that none needs a ``super().__init__``."""
-        model = super().__new__(cls)
-        model.context_id = next(_context_ids)
-        model.groups = {}
-        model.planes = {}
-        model._background = None
-        return model
 
     @classmethod
     @abstractmethod
@@ -174,19 +156,6 @@ class ComputationModel(TrainingHooks, ABC):
     def timeout_s(self) -> float | None:
         """Seconds that a collective may take; None where nobody set a limit. Local."""
         return None
-
-    def is_alive(self) -> bool:
-        """Tell whether this is still the context that it was. Local; called before each use."""
-        return True
-
-    def inherit(self, other: ComputationModel) -> None:
-        """Take over what the facade keeps on another view of this context, if it is that. Local.
-
-        What the ranks made together must not be made again on some of them alone.
-        """
-        if other.is_alive():
-            self.context_id = other.context_id
-            self.groups, self.planes = other.groups, other.planes
 
     def abort(self) -> None:
         """Leave the context without waiting for anybody: somebody failed. Local."""
@@ -344,15 +313,6 @@ class ComputationModel(TrainingHooks, ABC):
         """Wrap a group object of the model's own library, or None if it is none. Local."""
         return None
 
-    def start(self, call: Callable[[], T]) -> Handle[T]:
-        """Start `call`, which uses this model's collectives, without waiting for it.
-
-        Local. The default runs it in one background thread for each context, in order.
-        """
-        if self._background is None:
-            self._background = Background(f"unisono-{self.name}-{self.context_id}")
-        return self._background.submit(call)
-
     def start_all_reduce(
         self, tensor: Tensor, op: ReduceOp, group: Group | None = None
     ) -> Handle[Tensor]:
@@ -361,8 +321,3 @@ class ComputationModel(TrainingHooks, ABC):
         Collective over `group`.
         """
         return self.start(lambda: self.all_reduce(tensor, op, group))
-
-    def settle(self) -> None:
-        """Wait for what `start` has under way, so that every rank keeps one order. Local."""
-        if self._background is not None:
-            self._background.settle()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from torch import Tensor
 
 from unisono._memory import from_bytes, to_bytes
@@ -49,7 +47,7 @@ def check(model: ComputationModel, call: str, tensor: Tensor, group: Group | Non
     Raises:
         CollectiveMismatchError: as in `swap`.
     """
-    if os.environ.get("UNISONO_DEBUG") == "1":
+    if model.is_checked:
         swap(model, signature(call, tensor), b"", group)
 
 

@@ -17,6 +17,7 @@ from unisono.control.wire import ANSWER, ASK, FAIL, Line, LineClosed, read_failu
 __all__ = ("Aside", "stack_of")
 
 _ANSWER_WITHIN_S = 1.0
+_ASK_S = 0.6  # a stopped rank never answers, and who asks has waited for its deadline already
 _FRAMES = 6
 _PACKAGE = str(Path(__file__).parents[1])
 
@@ -51,7 +52,7 @@ class Aside:
         ).start()
 
     def ask(self, places: Iterable[int]) -> dict[int, str]:
-        """Ask neighbours for the stack of their thread; wait a second at most.
+        """Ask neighbours for the stack of their thread; wait 0.6 s at most.
 
         Local.
 
@@ -65,9 +66,7 @@ class Aside:
                 self._answers.pop(place, None)
                 with contextlib.suppress(LineClosed, TimeoutError):
                     self._lines[place].send(ASK, 0, b"", until)
-            self._heard.wait_for(
-                lambda: all(place in self._answers for place in asked), _ANSWER_WITHIN_S
-            )
+            self._heard.wait_for(lambda: all(place in self._answers for place in asked), _ASK_S)
             return {place: self._answers[place] for place in asked if place in self._answers}
 
     def tell(self, failure: bytes, source: int | None = None) -> None:

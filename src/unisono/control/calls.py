@@ -10,6 +10,7 @@ import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from unisono.errors import CollectiveMismatchError
 
@@ -20,6 +21,7 @@ _HEAD = struct.Struct("<2sHH")
 _LONGEST_SITE = (
     60  # bytes; with its call a short value still fits into the derived exchange's frame
 )
+_COPIED_BYTES = 1 << 14  # what is longer is only viewed
 _PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -57,7 +59,7 @@ def unpack(frames: Sequence[bytes], ranks: Sequence[int]) -> list[bytes]:
         ranks: their global ranks.
 
     Returns:
-        The blobs, in the same order.
+        The blobs, in the same order; long ones are views.
 
     Raises:
         CollectiveMismatchError: the calls differ; says what each rank called, and where.
@@ -77,7 +79,8 @@ def unpack(frames: Sequence[bytes], ranks: Sequence[int]) -> list[bytes]:
         end = start + width
         if magic != _MAGIC or frame[start:end] != call:
             raise _mismatch(frames, ranks)
-        blobs.append(frame[end + room :])
+        whole: Any = frame if len(frame) < _COPIED_BYTES else memoryview(frame)
+        blobs.append(whole[end + room :])
     return blobs
 
 

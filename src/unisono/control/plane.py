@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-import os
 import struct
 from typing import Any, Protocol
 
+from torch import Tensor
+
+from unisono._arguments import number_in
 from unisono.control import derived
 from unisono.control.absence import Absent
 from unisono.control.hub import Hub
 from unisono.control.meeting import meet
+from unisono.errors import CollectiveError
 from unisono.topology import Group
 
-__all__ = ("INLINE_BYTES", "INLINE_TENSOR_BYTES", "Meeting", "close", "exchange", "gone", "has_hub")
+__all__ = ("INLINE_BYTES", "INLINE_TENSOR_BYTES", "Connected", "Meeting", "gone")
 
 INLINE_BYTES = 1 << 16
 """Longest blob that travels through the hub; longer ones follow on the data plane."""
@@ -35,39 +38,59 @@ class Meeting(derived.Carrier, Protocol):
         """Seconds that a collective may take."""
 
 
-def exchange(model: Meeting, blob: bytes, group: Group | None) -> list[bytes]:
-    """Give every rank the blob of every rank.
+class Connected:
+    """What models have in common whose ranks meet at sockets beside their collectives."""
 
-    Collective over `group`. The first call of a group connects it.
+    planes: dict[tuple[int, ...], Any]
 
-    Args:
-        model: whose ranks meet.
-        blob: any bytes, of any length.
-        group: the ranks that take part.
+    def exchange(self: Meeting, blob: bytes, group: Group | None = None) -> list[bytes]:
+        """Give every rank the bytes of every rank; the first call of a group connects it.
 
-    Returns:
-        The blobs in the order of ranks.
+        Collective over `group`.
 
-    Raises:
-        PeerFailedError: a rank is gone.
-        CollectiveTimeoutError: ranks didn't come in time; names them.
-    """
-    hub = _hub(model, group)
-    if hub is None:
-        return derived.exchange(model, blob, group)
-    is_short = len(blob) < INLINE_BYTES
-    said = blob + _SHORT if is_short else blob[:_HEAD_BYTES] + _LENGTH.pack(len(blob)) + _LONG
-    limit_s = math.inf if model.timeout_s is None else model.timeout_s
-    warn_after_s = float(os.environ.get("UNISONO_WARN_AFTER_S", _WARN_AFTER_S))
-    heard = hub.exchange(said, limit_s, warn_after_s)
-    if all(each.endswith(_SHORT) for each in heard):
-        return [each[:-1] for each in heard]
-    return derived.exchange_bodies(model, blob, [_size(each) for each in heard], group)
+        Args:
+            blob: any bytes, of any length.
+            group: the ranks that take part.
+
+        Returns:
+            The blobs in the order of ranks.
+
+        Raises:
+            PeerFailedError: a rank is gone.
+            CollectiveTimeoutError: ranks didn't come in time; names them.
+        """
+        if len(self.members(group)) == 1:
+            return [blob]
+        hub = _hub(self, group)
+        if hub is None:
+            return derived.exchange(self, blob, group)
+        is_short = len(blob) < INLINE_BYTES
+        said = blob + _SHORT if is_short else blob[:_HEAD_BYTES] + _LENGTH.pack(len(blob)) + _LONG
+        limit_s = math.inf if self.timeout_s is None else self.timeout_s
+        warn_after_s = number_in("UNISONO_WARN_AFTER_S", _WARN_AFTER_S)
+        heard = hub.exchange(said, limit_s, warn_after_s)
+        if all(each.endswith(_SHORT) for each in heard):
+            return [each[:-1] for each in heard]
+        return derived.exchange_bodies(self, blob, [_size(each) for each in heard], group)
+
+    def inline_bytes(self, group: Group | None) -> int:
+        """Give the size of the longest CPU tensor that travels in an exchange. Local."""
+        return INLINE_TENSOR_BYTES if self._is_connected(group) else derived.INLINE_TENSOR_BYTES
+
+    def prefers_exchange(self, tensor: Tensor, group: Group | None) -> bool:
+        """Tell whether a tensor is small, on the CPU, and its group connected. Local."""
+        is_small = tensor.numel() * tensor.itemsize <= INLINE_TENSOR_BYTES
+        return is_small and tensor.device.type == "cpu" and self._is_connected(group)
+
+    def _is_connected(self, group: Group | None) -> bool:
+        return self.planes.get(() if group is None else group.ranks) is not None
 
 
 def _size(said: bytes) -> int:
     if said.endswith(_SHORT):
         return len(said) - 1
+    if not said.endswith(_LONG) or len(said) <= _LENGTH.size:
+        raise CollectiveError("a damaged message came over the control plane")
     return int(_LENGTH.unpack_from(said, len(said) - 1 - _LENGTH.size)[0])
 
 
@@ -77,20 +100,6 @@ def _hub(model: Meeting, group: Group | None) -> Hub | None:
         model.planes[key] = meet(model, group, INLINE_BYTES)
     hub: Hub | None = model.planes[key]
     return hub
-
-
-def has_hub(model: Meeting, group: Group | None) -> bool:
-    """Tell whether a group is connected. Local, and the same on every rank of it."""
-    return model.planes.get(() if group is None else group.ranks) is not None
-
-
-def close(model: Meeting) -> None:
-    """Leave the hubs of a context. Local."""
-    hubs = list(model.planes.values())
-    model.planes.clear()
-    for hub in hubs:
-        if hub is not None:
-            hub.close()
 
 
 def gone(model: Meeting) -> Absent | None:

@@ -113,6 +113,7 @@ class Job:
                     _channel.send(worker.channel, _channel.END)
         self._run(time.monotonic() + _FLUSH_S)
         self._signal(signal.SIGTERM)
+        self._signal(signal.SIGCONT)  # a stopped process hears SIGTERM once it goes on
         self._run(time.monotonic() + _TERM_S)
         self._signal(signal.SIGKILL)
         self._run(None)

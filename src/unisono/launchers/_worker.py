@@ -156,8 +156,19 @@ def describe(error: BaseException) -> Failure:
     last = traceback.format_exception_only(kind, error)[-1].strip()
     trimmed = error.with_traceback(_skip_ours(error.__traceback__))
     text = "".join(traceback.format_exception(kind, trimmed, trimmed.__traceback__))
-    is_secondary = isinstance(error, PeerFailedError)
+    is_secondary = _is_about_a_peer(error)
     return Failure(last, text, WorkerFailedError.exit_code_of(error), is_secondary, cause)
+
+
+def _is_about_a_peer(error: BaseException | None) -> bool:
+    """Tell whether an exception, or what it was raised from, only says that another rank failed."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, PeerFailedError):
+            return True
+        seen.add(id(error))
+        error = error.__cause__
+    return False
 
 
 def _skip_ours(frames: Any) -> Any:

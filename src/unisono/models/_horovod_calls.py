@@ -49,7 +49,7 @@ class Calls:
 
     def __init__(self, hvd: ModuleType, timeout_s: float) -> None:
         self._hvd: Any = hvd
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._place = f"rank {hvd.rank()} of {hvd.size()}"
         self._under_way: dict[str, int] = {}
         self._numbers: dict[int, int] = {}
@@ -128,9 +128,9 @@ class Calls:
         try:
             while not self._hvd.poll(handle):
                 waited_s = time.monotonic() - begin
-                if waited_s > self._timeout_s:
+                if waited_s > self.timeout_s:
                     raise CollectiveTimeoutError(
-                        f"{self._where(call, group)} timed out after {self._timeout_s:g} s: some "
+                        f"{self._where(call, group)} timed out after {self.timeout_s:g} s: some "
                         "rank didn't come, or called something else"
                     )
                 # hvd.synchronize would spin, on a core that Horovod's own thread may need.

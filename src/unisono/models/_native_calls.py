@@ -59,15 +59,18 @@ class Calls:
         limit_s = self._model.timeout_s
         until = math.inf if limit_s is None else time.monotonic() + limit_s
         while True:
+            is_over = not self._is_watched or work.is_completed()
             try:
-                if self._is_watched:
-                    work.wait(_SLICE)
-                else:
+                if is_over:
                     work.wait()
+                else:
+                    work.wait(_SLICE)
                 return
             except RuntimeError as error:
-                if not self._is_watched or work.is_completed():
+                if is_over:
                     self.fail(call, error)
+            if work.is_completed():  # just after its slice, or with an error: the next wait tells
+                continue
             if absent is not None:  # after one more slice, for its last message was on its way
                 raise PeerFailedError(f"{self._where(call)}: {absent.how}", absent.rank)
             if time.monotonic() >= until:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-import struct
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unisono._memory import to_bytes
+from unisono.control import plane
 from unisono.errors import (
     ArgumentError,
     CollectiveError,
@@ -50,10 +49,9 @@ _OPS = {
     ReduceOp.MIN: hvd.Min,
     ReduceOp.MAX: hvd.Max,
 }
-_LENGTH = struct.Struct("<Q")
 
 
-class HorovodModel(ComputationModel):
+class HorovodModel(plane.Connected, ComputationModel):
     """The Horovod context of this process, ours or one that the user's ``hvd.init()`` made.
 
     One instance stands for a context however often it is adopted, so that the numbers of calls
@@ -118,8 +116,13 @@ class HorovodModel(ComputationModel):
         model._topology = setup.place(model._topology, model.exchange(setup.seat(hvd)))
         return model
 
+    @property
+    def timeout_s(self) -> float | None:
+        return self._calls.timeout_s
+
     def finalize(self) -> None:
         self.settle()
+        self.part()
         if not (self._is_owner and self.is_alive()):
             return
         try:
@@ -129,6 +132,7 @@ class HorovodModel(ComputationModel):
         hvd.shutdown()
 
     def abort(self) -> None:
+        self.part()
         if self._is_owner and self.is_alive():
             hvd.shutdown()
 
@@ -159,26 +163,6 @@ class HorovodModel(ComputationModel):
             lambda name, members: hvd.allgather_async(row, name, members),
         )
         return rows
-
-    def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
-        # One round for any length: the frames <Q length, bytes, one for each rank, come in a row.
-        frame = torch.frombuffer(bytearray(_LENGTH.pack(len(blob)) + blob), dtype=torch.uint8)
-        frames = to_bytes(
-            self._calls.run(
-                "exchange",
-                group,
-                frame.numel() * self.size(group),
-                lambda name, members: hvd.allgather_async(frame, name, members),
-                ".exchange",
-            )
-        )
-        blobs: list[bytes] = []
-        at = 0
-        for _ in self.members(group):
-            begin = at + _LENGTH.size
-            at = begin + _LENGTH.unpack_from(frames, at)[0]
-            blobs.append(frames[begin:at])
-        return blobs
 
     def barrier(self, group: Group | None = None) -> None:
         start = _reduction(torch.zeros(1, dtype=torch.int32), ReduceOp.SUM)

@@ -47,7 +47,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class NativeModel(ComputationModel):
+class NativeModel(plane.Connected, ComputationModel):
     """The default process group of ``torch.distributed``, ours or one that the user made."""
 
     name: ClassVar[str] = "native-dist"
@@ -79,7 +79,7 @@ class NativeModel(ComputationModel):
         )
         self._timeout = timeout or setup.timeout_of(self._pg, self._transport)
         is_gloo = table.get(self._transport.type) == "gloo"
-        self._calls = Calls(self, self._transport.type == "cpu")
+        self._calls = Calls(self, self._transport.type == "cpu" and topology.world_size > 1)
         self._ops = {**_EVERYWHERE, **_BITWISE} if is_gloo else _EVERYWHERE
 
     @classmethod
@@ -153,26 +153,14 @@ class NativeModel(ComputationModel):
     def timeout_s(self) -> float | None:
         return None if self._timeout is None else self._timeout.total_seconds()
 
-    def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
-        return plane.exchange(self, blob, group)
-
-    def inline_bytes(self, group: Group | None) -> int:
-        if plane.has_hub(self, group):
-            return plane.INLINE_TENSOR_BYTES
-        return super().inline_bytes(group)
-
-    def prefers_exchange(self, tensor: Tensor, group: Group | None) -> bool:
-        is_small = tensor.numel() * tensor.itemsize <= plane.INLINE_TENSOR_BYTES
-        return is_small and tensor.device.type == "cpu" and plane.has_hub(self, group)
-
     def finalize(self) -> None:
         self.settle()
-        plane.close(self)
+        self.part()
         if self._is_owner and self.is_alive():
             dist.destroy_process_group()
 
     def abort(self) -> None:
-        plane.close(self)
+        self.part()
         if not (self._is_owner and self.is_alive()):
             return
         abort = getattr(dist.distributed_c10d, "_abort_process_group", None)

@@ -1,0 +1,80 @@
+"""What the facade keeps on every model: groups, hubs, and what runs in the background."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from unisono.handle import Background, Handle
+from unisono.topology import Group
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ("Keeping",)
+
+T = TypeVar("T")
+_context_ids = itertools.count(1)
+
+
+class Keeping:
+    """The part of a model that belongs to one context, whatever its library is."""
+
+    name: ClassVar[str]
+
+    context_id: int
+    """Identity of this context: never equal for two contexts of one process."""
+    groups: dict[tuple[int, ...], Group]
+    """Groups that the facade made for lists of ranks, by the ranks in ascending order."""
+    planes: dict[tuple[int, ...], Any]
+    """Hubs of the control plane, by the ranks of their group; empty for models without sockets."""
+    is_checked: bool
+    """Whether ranks compare their calls before each collective of the data plane."""
+    _background: Background | None
+
+    def __new__(cls, *_args: object, **_kwargs: object) -> Self:
+        """Set what the facade keeps on a model, so that none needs a ``super().__init__``."""
+        model = super().__new__(cls)
+        model.context_id = next(_context_ids)
+        model.groups = {}
+        model.planes = {}
+        model.is_checked = os.environ.get("UNISONO_DEBUG") == "1"
+        model._background = None
+        return model
+
+    def is_alive(self) -> bool:
+        """Tell whether this is still the context that it was. Local; called before each use."""
+        return True
+
+    def part(self) -> None:
+        """Close what the facade keeps on a context that has ended. Local."""
+        hubs = [hub for hub in self.planes.values() if hub is not None]
+        self.planes.clear()
+        self.groups.clear()
+        for hub in hubs:
+            hub.close()
+
+    def inherit(self, other: Keeping) -> None:
+        """Take over what the facade keeps on another view of this context, if it is that. Local.
+
+        What the ranks made together must not be made again on some of them alone.
+        """
+        if other.is_alive():
+            self.context_id = other.context_id
+            self.groups, self.planes = other.groups, other.planes
+
+    def start(self, call: Callable[[], T]) -> Handle[T]:
+        """Start `call`, which uses this model's collectives, without waiting for it.
+
+        Local. The default runs it in one background thread for each context, in order.
+        """
+        if self._background is None:
+            self._background = Background(f"unisono-{self.name}-{self.context_id}")
+        return self._background.submit(call)
+
+    def settle(self) -> None:
+        """Wait for what `start` has under way, so that every rank keeps one order. Local."""
+        if self._background is not None:
+            self._background.settle()
