@@ -1,0 +1,81 @@
+"""What goes wrong in a replica, and what the error must say of it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+__all__ = ("FAULTS", "HANGS", "Fault")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a replica does, and words that the error has."""
+
+    do: Callable[[], Any]
+    says: str
+
+
+class Locked(Exception):
+    """It can't be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__("locked")
+        self.lock = threading.Lock()
+
+
+class Mute(Exception):
+    """It can't be printed."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def throw(error: BaseException) -> NoReturn:
+    raise error
+
+
+def run_out_of_memory() -> None:
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (now + (256 << 20), hard))
+    bytearray(4 << 30)
+
+
+def kill(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+FAULTS = {
+    "raises": Fault(lambda: throw(ArithmeticError("mine")), "raised ArithmeticError: mine"),
+    "os._exit(3)": Fault(lambda: os._exit(3), "ended with exit code 3 before its work was done"),
+    "os._exit(0)": Fault(lambda: os._exit(0), "ended with exit code 0 before its work was done"),
+    'sys.exit("text")': Fault(lambda: sys.exit("text"), "raised SystemExit: text"),
+    "SIGKILL": Fault(lambda: kill(signal.SIGKILL), "was ended by SIGKILL"),
+    "SIGSEGV": Fault(lambda: kill(signal.SIGSEGV), "was ended by SIGSEGV"),
+    "out of memory": Fault(run_out_of_memory, "raised MemoryError"),
+    "exception that can't be pickled": Fault(lambda: throw(Locked()), "Locked: locked"),
+    "exception whose __str__ raises": Fault(lambda: throw(Mute()), "Mute"),
+    "KeyboardInterrupt": Fault(lambda: throw(KeyboardInterrupt()), "raised KeyboardInterrupt"),
+}
+
+
+def compute() -> None:
+    while True:
+        pass
+
+
+HANGS = {
+    "SIGSTOP": Fault(lambda: kill(signal.SIGSTOP), "stopped by a signal) did not come"),
+    "a loop in Python": Fault(compute, "in compute"),
+    "a call in C": Fault(lambda: ctypes.CDLL(None).sleep(600), "did not come; it is at"),
+    "a call in C that holds the GIL": Fault(lambda: ctypes.PyDLL(None).sleep(600), "did not come"),
+}

@@ -1,0 +1,109 @@
+"""The table of the session, and what every case must leave behind: nothing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from _measures import Clock, Table
+
+import unisono
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "process"))
+
+START, END = "<!-- table: written by the suite -->", "<!-- end of the table -->"
+_GONE_S = 5.0
+
+
+FOLDER = Path(tempfile.mkdtemp(prefix="unisono-faults-"))
+TABLE = Table()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-table", metavar="PAGE", help="put the table into this page")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ["TMPDIR"] = str(FOLDER)
+    tempfile.tempdir = None
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(FOLDER, ignore_errors=True)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    terminalreporter.section("faults")
+    for line in TABLE.lines():
+        terminalreporter.write_line(line)
+    page = config.getoption("--write-table")
+    if page:
+        text = Path(page).read_text()
+        before, _, rest = text.partition(START)
+        after = rest.partition(END)[2]
+        told = "\n".join(TABLE.lines())
+        Path(page).write_text(f"{before}{START}\n\n{told}\n\n{END}{after}")
+
+
+@pytest.fixture(scope="session")
+def table() -> Table:
+    return TABLE
+
+
+@pytest.fixture(scope="session", autouse=True)
+def helper() -> None:
+    """Start what lives as long as this process: the one that makes workers, gloo's own thread."""
+    unisono.spawn("gloo", abs, nproc_per_node=2)
+    unisono.initialize("gloo", rank=0, world_size=1)
+    unisono.finalize()
+
+
+@pytest.fixture(autouse=True)
+def nothing_else_is_left(helper: None) -> Iterator[None]:
+    """Fail a case after which this process or this host holds something that it didn't."""
+    before = _held()
+    yield
+    until = time.monotonic() + _GONE_S
+    while (left := _left(before)) and time.monotonic() < until:
+        threading.Event().wait(0.05)
+    assert not left, left
+
+
+def _held() -> dict[str, set[str]]:
+    gc.collect()
+    process = psutil.Process()
+    unix = Path("/proc/net/unix").read_text().splitlines()
+    return {
+        "descriptors": {str(i) for i in range(process.num_fds())},
+        "threads": {thread.name for thread in threading.enumerate()},
+        "shared memory": {p for p in os.listdir("/dev/shm") if _is_ours(Path("/dev/shm", p))},
+        "temporary files": {p for p in os.listdir(FOLDER) if not p.startswith("pytest-")},
+        "sockets": {line.split()[-1] for line in unix if f"@unisono-{os.getpid()}" in line},
+    }
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return path.owner() == Path("/proc/self").owner() and "sem.loky" not in path.name
+    except (OSError, KeyError):
+        return False
+
+
+def _left(before: dict[str, set[str]]) -> dict[str, set[str]]:
+    now = _held()
+    return {what: now[what] - before[what] for what in now if now[what] - before[what]}
+
+
+@pytest.fixture
+def clock(tmp_path: Path) -> Clock:
+    return Clock(str(tmp_path / "clock"))
