@@ -16,6 +16,7 @@ from unisono.collectives.groups import barrier, local_group, new_group
 from unisono.collectives.messages import recv, send
 from unisono.collectives.reductions import all_reduce, all_reduce_, reduce, reduce_scatter
 from unisono.collectives.transfers import all_to_all, broadcast, broadcast_, scatter
+from unisono.control.deadlines import deadline
 from unisono.errors import UnisonoError
 from unisono.facts import (
     backend,
@@ -127,6 +128,7 @@ __all__ = (
     "broadcast_optimizer_state",
     "broadcast_params",
     "convert_sync_batchnorm",
+    "deadline",
     "device",
     "errors",
     "finalize",

@@ -17,7 +17,7 @@ from unisono.errors import UnisonoError
 AT_ONCE_S = 0.1
 GOOD = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29511"}  # fmt: skip
-BAD = {
+BAD: dict[str, tuple[dict[str, str | None], str]] = {
     "RANK is missing": ({"RANK": None}, "RANK"),
     "RANK=5 of 2": ({"RANK": "5"}, "RANK=5"),
     "RANK=-1": ({"RANK": "-1"}, "RANK='-1'"),

@@ -49,7 +49,11 @@ def by_pool(fn: Callable[[int], Any], **options: Any) -> Any:
             raise
 
 
-RUNNERS = {"spawn": by_spawn, "Parallel": by_parallel, "WorkerPool": by_pool}
+RUNNERS: dict[str, Callable[..., Any]] = {
+    "spawn": by_spawn,
+    "Parallel": by_parallel,
+    "WorkerPool": by_pool,
+}
 WAYS = [
     *[("spawn", fault, victim) for fault in FAULTS for victim in (0, 2)],
     *[("WorkerPool", fault, 1) for fault in FAULTS],
@@ -133,7 +137,7 @@ def test_a_fault_in_finalize(fault: str, clock: Clock, table: Table) -> None:
                 clock.strike()
                 FAULTS[fault].do()
 
-            dist.destroy_process_group = end
+            vars(dist)["destroy_process_group"] = end
 
     with pytest.raises(WorkerFailedError) as caught:
         by_spawn(fn)

@@ -11,6 +11,7 @@ from torch import Tensor
 from unisono._arguments import number_in
 from unisono.control import derived
 from unisono.control.absence import Absent
+from unisono.control.deadlines import limit_of
 from unisono.control.hub import Hub
 from unisono.control.meeting import meet
 from unisono.errors import CollectiveError
@@ -66,9 +67,9 @@ class Connected:
             return derived.exchange(self, blob, group)
         is_short = len(blob) < INLINE_BYTES
         said = blob + _SHORT if is_short else blob[:_HEAD_BYTES] + _LENGTH.pack(len(blob)) + _LONG
-        limit_s = math.inf if self.timeout_s is None else self.timeout_s
+        limit_s = limit_of(self.timeout_s)
         warn_after_s = number_in("UNISONO_WARN_AFTER_S", _WARN_AFTER_S)
-        heard = hub.exchange(said, limit_s, warn_after_s)
+        heard = hub.exchange(said, math.inf if limit_s is None else limit_s, warn_after_s)
         if all(each.endswith(_SHORT) for each in heard):
             return [each[:-1] for each in heard]
         return derived.exchange_bodies(self, blob, [_size(each) for each in heard], group)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from unisono.control.deadlines import limit_of
 from unisono.control.derived import FRAME_BYTES, as_frame, inline_part, length_of
 from unisono.errors import (
     CollectiveError,
@@ -125,7 +126,7 @@ class Calls:
             CollectiveTimeoutError: the deadline passed.
         """
         try:
-            if self.timeout_s is None:
+            if limit_of(self.timeout_s) is None:
                 getattr(comm, name)(*args)
             else:
                 self._await(name, comm, getattr(comm, f"I{name.lower()}")(*args), args)
@@ -213,10 +214,11 @@ class Calls:
             self._fail(name, error)
 
     def _await(self, name: str, comm: Any, request: Any, keep: object) -> None:
-        if self.timeout_s is None:
+        limit_s = limit_of(self.timeout_s)
+        if limit_s is None:
             request.Wait()
             return
-        deadline = time.monotonic() + self.timeout_s
+        deadline = time.monotonic() + limit_s
         for spins in itertools.count():
             if request.Test():
                 return
@@ -229,7 +231,7 @@ class Calls:
         self._at_loss()
         ranks = comm.group.Translate_ranks(None, self._mpi.COMM_WORLD.group)
         raise CollectiveTimeoutError(
-            f"{self._who}: {name} over ranks {list(ranks)} wasn't done after {self.timeout_s} s: "
+            f"{self._who}: {name} over ranks {list(ranks)} wasn't done after {limit_s:.3g} s: "
             "some rank didn't come; look for its own error, or raise timeout="
         )
 

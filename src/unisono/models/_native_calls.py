@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from unisono.control import plane
 from unisono.control.absence import Absent
+from unisono.control.deadlines import limit_of
 from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
 
 __all__ = ("Calls",)
@@ -56,7 +57,7 @@ class Calls:
     def wait(self, call: str, work: Any) -> None:
         """Wait for an operation under way. Collective as the operation is; raises as `run`."""
         absent: Absent | None = None
-        limit_s = self._model.timeout_s
+        limit_s = limit_of(self._model.timeout_s)
         until = math.inf if limit_s is None else time.monotonic() + limit_s
         while True:
             is_over = not self._is_watched or work.is_completed()
@@ -74,7 +75,7 @@ class Calls:
             if absent is not None:  # after one more slice, for its last message was on its way
                 raise PeerFailedError(f"{self._where(call)}: {absent.how}", absent.rank)
             if time.monotonic() >= until:
-                self.fail(call, TimeoutError(f"not done after {limit_s} s"))
+                self.fail(call, TimeoutError(f"not done after {limit_s or 0:.3g} s"))
             absent = plane.gone(self._model)
 
     def fail(self, call: str, error: Exception) -> NoReturn:

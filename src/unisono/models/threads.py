@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from unisono.control.deadlines import limit_of
 from unisono.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -120,7 +121,8 @@ class _World:
         entry: _Round | None,
         ranks: tuple[int, ...] | range,
     ) -> None:
-        deadline = time.monotonic() + self.timeout_s
+        limit_s = limit_of(self.timeout_s) or 0.0
+        deadline = time.monotonic() + limit_s
         while not is_ready():
             if self.failure is not None:
                 peer, text = self.failure
@@ -131,7 +133,7 @@ class _World:
             if left <= 0:
                 missing = [r for r in ranks if entry is None or r not in entry.items]
                 text = (
-                    f"rank {rank} waited {self.timeout_s:g} s in {call}; "
+                    f"rank {rank} waited {limit_s:.3g} s in {call}; "
                     f"ranks that did not come: {missing}"
                 )
                 self.failure = self.failure or (missing[0], text)

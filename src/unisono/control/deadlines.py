@@ -1,0 +1,64 @@
+"""One deadline for whatever this thread calls within a block, on every model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import timedelta
+
+from unisono._arguments import seconds
+
+__all__ = ("deadline", "limit_of")
+
+_until: ContextVar[float | None] = ContextVar("_until", default=None)
+
+
+@contextmanager
+def deadline(timeout: float | timedelta) -> Iterator[None]:
+    """Let collectives of a block be done in time: those that wait longer raise.
+
+    Local. All that the block's own thread calls shares the one deadline, whatever ``timeout`` the
+    job has; a shorter one that holds already stays. A context in which a collective timed out is
+    no longer usable, since its ranks are out of step. Point-to-point messages of native, NCCL's
+    collectives, and those of Horovod and XLA keep to the job's ``timeout``.
+
+    Args:
+        timeout: seconds or a timedelta, over 0.
+
+    Raises:
+        ArgumentError: a bad value.
+        CollectiveTimeoutError: from the collective that wasn't done in time.
+
+    Example:
+        >>> import unisono as idist
+        >>> with idist.deadline(30):
+        ...     idist.all_reduce(1)
+        1
+    """
+    until = time.monotonic() + seconds("timeout", timeout).total_seconds()
+    outer = _until.get()
+    token = _until.set(until if outer is None else min(until, outer))
+    try:
+        yield
+    finally:
+        _until.reset(token)
+
+
+def limit_of(timeout_s: float | None) -> float | None:
+    """Give how long a collective may take that starts now in this thread.
+
+    Local.
+
+    Args:
+        timeout_s: seconds that the job allows; None for no limit.
+
+    Returns:
+        The seconds left until the block's deadline if that is sooner, at least 0.
+    """
+    until = _until.get()
+    if until is None:
+        return timeout_s
+    left = max(0.0, until - time.monotonic())
+    return left if timeout_s is None else min(left, timeout_s)
