@@ -209,6 +209,9 @@ def forget() -> None:
     global _process, _ours, _before
     with _lock:
         _before = _process or _before
+        if _before is not None and not _before.is_alive():  # torch's group listens as long as it is
+            _before.part()
+            _before = None
         _process = _ours = None
         if _thread.model is not None and _thread.model.is_thread_bound:
             _thread.model = _thread.ours = None

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import virtual_hosts
 import virtual_slurm
+from _needs import require
 
 from unisono.launchers._checks import why_no_mpi
 
 LAUNCHERS = ("processes", "torchrun", "mpi", "slurm", "ray")
-
-
-def require(name: str, reason: str | None) -> None:
-    """Skip what can't be had here; or fail, where UNISONO_REQUIRE names it."""
-    if reason is None:
-        return
-    if name in os.environ.get("UNISONO_REQUIRE", "").split(","):
-        pytest.fail(f"{reason}, but UNISONO_REQUIRE names {name}")
-    pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")

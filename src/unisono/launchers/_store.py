@@ -28,9 +28,13 @@ def host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
             addr, plan.master_port or 0, type=socket.SOCK_STREAM
         )[0]
         listener = socket.socket(family, kind, proto)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
-        listener.listen(1024)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(where)
+            listener.listen(1024)
+        except OSError:
+            listener.close()
+            raise
     except OSError as error:
         raise LaunchError(
             f"can't listen at master_addr={addr!r}, master_port={plan.master_port}: {error}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import pickle
 import socket
@@ -175,6 +176,7 @@ def _fork_control(held: ExitStack) -> socket.socket:
     pid = os.fork()
     if pid == 0:
         try:
+            gc.freeze()  # a group of torch that is garbage here would join threads it hasn't here
             ours.close()
             _helper.serve(theirs, parent, work)
         finally:
