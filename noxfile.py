@@ -12,7 +12,7 @@ from pathlib import Path
 import nox
 from nox.command import CommandFailed
 
-nox.options.sessions = ["tests", "mpi", "horovod"]
+nox.options.sessions = ["lint", "types", "tests", "package", "mpi", "horovod", "xla"]
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
 
@@ -76,6 +76,8 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     install(session, "types")
     session.run("mypy")
+    for path in ("tests/launch/conftest.py", "tests/training/test_xla.py"):  # see pyproject.toml
+        session.run("mypy", path)
     session.run("pyright", "--ignoreexternal", "--verifytypes", "unisono")
 
 
@@ -196,3 +198,6 @@ def bench(session: nox.Session) -> None:
     install(session, "bench")
     session.run("python", "benchmarks/imports.py")
     session.run("python", "benchmarks/dispatch.py")
+    session.run("python", "benchmarks/payloads.py")
+    session.run("python", "benchmarks/starts.py")
+    session.run("python", "benchmarks/averaging.py")

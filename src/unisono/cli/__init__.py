@@ -34,7 +34,9 @@ _SETTINGS = {
 _WRONG_USE = 2
 _INTERRUPTED = 130
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app: typer.Typer = typer.Typer(
+    add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+)
 for _name, _command in COMMANDS.items():
     app.command(
         _name,

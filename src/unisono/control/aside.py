@@ -39,7 +39,7 @@ class Aside:
     """
 
     def __init__(self, lines: Mapping[int, Line]) -> None:
-        self.thread_id = threading.get_ident()
+        self.thread_id: int = threading.get_ident()
         """The thread whose stack the neighbours get."""
         self._lines = dict(lines)
         self._answers: dict[int, str] = {}

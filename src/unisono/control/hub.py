@@ -83,10 +83,14 @@ class Hub:
             self._poll.register(fd, select.POLLIN)
         self._blob = b""
         self._is_told = False
-        self.close = weakref.finalize(
+        self._close = weakref.finalize(
             self, _close, self._aside, list(self._lines.values()), list(self._pidfds.values())
         )
-        self.close.atexit = False
+        self._close.atexit = False
+
+    def close(self) -> None:
+        """Leave the group. Local; harmless the second time."""
+        self._close()
 
     def exchange(self, blob: bytes, limit_s: float, warn_after_s: float) -> list[bytes]:
         """Give every rank the blobs of all, in order of places.

@@ -53,7 +53,7 @@ class Line:
         self._sock = sock
         self._limit = limit_bytes
         self._held = bytearray()
-        self.fd = sock.fileno()
+        self.fd: int = sock.fileno()
 
     def send(self, kind: int, seq: int, body: bytes, until: float) -> None:
         """Send one frame.

@@ -70,7 +70,9 @@ class HorovodModel(plane.Connected, ComputationModel):
     backends: ClassVar[tuple[str, ...]] = ("horovod",)
     capabilities: ClassVar[frozenset[str]] = frozenset({"groups", "launch"})
     options: ClassVar[frozenset[str]] = frozenset({"timeout", "hosts"})
-    dtypes = NARROW | frozenset({torch.int32, torch.int64, torch.float32, torch.float64})
+    dtypes: frozenset[torch.dtype] = NARROW | frozenset(
+        {torch.int32, torch.int64, torch.float32, torch.float64}
+    )
     _current: ClassVar[HorovodModel | None] = None
 
     def __init__(self, topology: Topology, is_owner: bool, timeout_s: float) -> None:

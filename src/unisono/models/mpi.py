@@ -51,7 +51,7 @@ class MpiModel(ComputationModel):
     backends: ClassVar[tuple[str, ...]] = ("mpi4py",)
     capabilities: ClassVar[frozenset[str]] = frozenset({"groups", "launch", "send_recv"})
     options: ClassVar[frozenset[str]] = frozenset({"timeout", "device"})
-    dtypes = frozenset(DATATYPES)
+    dtypes: frozenset[torch.dtype] = frozenset(DATATYPES)
     largest_count: ClassVar[int] = 2**31 - 1
     """Elements in one MPI call, which MPI 3 counts with a C int; more go in several calls."""
     _has_started_mpi: ClassVar[bool] = False

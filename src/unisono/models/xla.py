@@ -77,7 +77,7 @@ class XlaModel(ComputationModel):
     options: ClassVar[frozenset[str]] = frozenset({"timeout"})
     is_thread_bound: ClassVar[bool] = True
     is_lazy: ClassVar[bool] = True
-    dtypes = _EVERYWHERE
+    dtypes: frozenset[torch.dtype] = _EVERYWHERE
 
     def __init__(
         self, step: Any, topology: Topology, is_owner: bool, timeout_s: float = _DEFAULT_TIMEOUT_S

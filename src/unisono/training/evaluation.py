@@ -37,8 +37,9 @@ class EvaluationSampler(Sampler[int]):
         self, dataset: Any, num_replicas: int | None = None, rank: int | None = None
     ) -> None:
         topology = current_model().topology
-        self.num_replicas = topology.world_size if num_replicas is None else num_replicas
-        self.rank = topology.rank if rank is None else rank
+        size = topology.world_size
+        self.num_replicas: int = size if num_replicas is None else num_replicas
+        self.rank: int = topology.rank if rank is None else rank
         check_count("num_replicas", self.num_replicas)
         if check_count("rank", self.rank, 0) >= self.num_replicas:
             raise ArgumentError(f"rank={self.rank} should be below {self.num_replicas}")
