@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import unisono
+from unisono.cli.bench import bench
 from unisono.cli.check import check
 from unisono.cli.demo import demo
 from unisono.cli.doctor import doctor
@@ -18,6 +19,7 @@ from unisono.errors import ArgumentError, BackendError, UnisonoError, WorkerFail
 __all__ = ("COMMANDS", "app", "main")
 
 COMMANDS: dict[str, Callable[..., int]] = {
+    "bench": bench,
     "check": check,
     "demo": demo,
     "doctor": doctor,

@@ -1,0 +1,131 @@
+"""How long it takes until replicas have met in one barrier: the first time, again, and in a pool.
+
+Every start is a fresh program, timed as a whole by itself, so that what it imports counts; the
+peers take turns.
+
+    python benchmarks/starts.py [--nproc-per-node 4] [--rounds 3] [--json]
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from harness import Timing, parser, ratio_report
+
+PROGRAMS = {
+    "unisono": """
+import json, sys, time
+begin = time.perf_counter()
+import unisono
+
+def meet(local_rank):
+    unisono.barrier()
+
+if __name__ == "__main__":
+    n = int(sys.argv[1])
+    times = []
+    for _ in range(4):
+        unisono.spawn("gloo", meet, nproc_per_node=n)
+        times.append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+    with unisono.WorkerPool("gloo", nproc_per_node=n) as pool:
+        pool.run(meet)
+        runs = []
+        for _ in range(50):
+            begin = time.perf_counter()
+            pool.run(int)
+            runs.append(time.perf_counter() - begin)
+    print(json.dumps([times[0], sorted(times[1:])[1], sorted(runs)[25]]))
+""",
+    "ignite": """
+import json, sys, time
+begin = time.perf_counter()
+import ignite.distributed as idist
+
+def meet(local_rank):
+    idist.barrier()
+
+if __name__ == "__main__":
+    times = []
+    for _ in range(2):
+        idist.spawn("gloo", meet, (), nproc_per_node=int(sys.argv[1]))
+        times.append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+    print(json.dumps(times))
+""",
+}
+TORCHRUN = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def run(folder: Path, name: str, size: int) -> list[float]:
+    """Run one program; give its times in seconds."""
+    script = folder / f"start_{name}.py"
+    if name == "torchrun":
+        script.write_text(TORCHRUN)
+        words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+        command = [sys.executable, *words, str(script)]
+    else:
+        script.write_text(PROGRAMS[name])
+        command = [sys.executable, str(script), str(size)]
+    quiet = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    begin = os.times().elapsed
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=quiet)
+    if name == "torchrun":
+        return [os.times().elapsed - begin] * 2
+    return [float(seconds) for seconds in json.loads(done.stdout.splitlines()[-1])]
+
+
+def main() -> int:
+    """Measure and print."""
+    made = parser("Until replicas have met in one barrier.", 3)
+    made.add_argument("--nproc-per-node", type=int, default=4)
+    arguments = made.parse_args()
+    names = ["unisono", "torchrun"]
+    if importlib.util.find_spec("ignite") is not None:
+        names.append("ignite")
+    times: dict[str, list[list[float]]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(arguments.rounds):
+            for name in names[i % len(names) :] + names[: i % len(names)]:
+                times[name].append(run(Path(folder), name, arguments.nproc_per_node))
+
+    def timing(name: str, which: int) -> Timing:
+        return Timing(tuple(row[which] * 1e6 for row in times[name]))
+
+    first = {name: timing(name, 0) for name in names}
+    again = {name: timing(name, 1) for name in names}
+    pool = {"unisono": timing("unisono", 2), "spawn again": timing("unisono", 1)}
+    four = arguments.nproc_per_node >= 4
+    found = {
+        "first spawn, over torchrun": (2.5 if four else 2, _pick(first, "torchrun")),
+        "a second spawn, over torchrun": (2.5, _pick(again, "torchrun")),
+        "WorkerPool.run, over a second spawn": (20, pool),
+    }
+    if "ignite" in names:
+        found["first spawn, over ignite"] = (4 if four else 2, _pick(first, "ignite"))
+        found["a second spawn, over ignite"] = (40 if four else 20, _pick(again, "ignite"))
+        found["WorkerPool.run, over ignite's spawn"] = (
+            100,
+            {"unisono": timing("unisono", 2), "ignite": again["ignite"]},
+        )
+    about = {"ranks": arguments.nproc_per_node, "rounds": arguments.rounds}
+    return ratio_report("Starts", found, about, as_json=arguments.json)
+
+
+def _pick(timings: dict[str, Timing], peer: str) -> dict[str, Timing]:
+    return {"unisono": timings["unisono"], peer: timings[peer]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
