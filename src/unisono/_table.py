@@ -175,8 +175,14 @@ def why_not_installed(row: Row, name: str) -> str | None:
     Local. No library is imported.
     """
     root = row.library.partition(".")[0]
-    if root and root not in sys.modules and importlib.util.find_spec(root) is None:
+    if root and root not in sys.modules and not _is_package(root):
         return f"{root} isn't installed: {row.remedy}"
     names = (name,) if len(row.names) > 1 else ()
     reason: str | None = load(row.check)(*names) if row.check else None
     return reason
+
+
+def _is_package(name: str) -> bool:
+    """Tell whether a library can be imported; a folder that happens to have its name is none."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None

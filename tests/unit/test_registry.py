@@ -6,6 +6,7 @@ Plug-ins here are real distributions: a module and its dist-info folder on sys.p
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import textwrap
 import warnings
@@ -304,3 +305,15 @@ def test_an_environment_of_a_plug_in_says_who_this_is(
     found = unisono._context.read_environment()
     assert found is not None
     assert found.source == "fleet"
+
+
+def test_a_folder_of_a_librarys_name_is_not_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ray").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    if importlib.util.find_spec("ray").origin is not None:  # type: ignore[union-attr]
+        pytest.skip("ray is installed here")
+    assert "ray isn't installed" in str(registry.launcher_availability()["ray"])
