@@ -244,15 +244,18 @@ def part_facade() -> None:
         assert not hvd.is_initialized()
 
 
+LARGE = 20_000  # too much for the control plane
+
+
 def part_names() -> None:
     """Values of every type, whose names in Horovod's timeline are for the caller to count."""
     idist.initialize("horovod")
     rank = idist.get_rank()
     for i in range(20):
-        idist.all_reduce(torch.ones(i + 1))
-        idist.all_reduce({"a": i, "b": [1.5, torch.ones(i)]})
+        idist.all_reduce(torch.ones(i + LARGE))
+        idist.all_reduce({"a": i, "b": [1.5, torch.ones(i + LARGE)]})
         idist.broadcast({"a": i} if rank == 1 else None, src=1)
-        idist.all_gather("x" * i * rank)
+        idist.all_gather("x" * (i + 4 * LARGE))
         idist.all_gather([None, i, b"x", Path()][(rank + i) % 4])
         idist.barrier()
     idist.finalize()
