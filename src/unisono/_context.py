@@ -96,23 +96,18 @@ def communicator() -> ComputationModel:
 
 
 def _look_around() -> ComputationModel:
-    global _process, _before
+    global _process
     with _lock:
-        if _thread.model is not None and not _thread.model.is_alive():
-            _thread.model = None
-        for dead in (_process, _before):
-            if dead is not None and not dead.is_alive():
-                dead.part()
-        if _process is not None and not _process.is_alive():
-            _process = None
-        model = _thread.model or _process
-        if model is not None:
-            return model
+        if _process is not None or _thread.model is not None:
+            model = _still_alive()
+            if model is not None:
+                return model
+        model = None
         if registry.probe(_NO_HINT) is not None:
             model = registry.probe(_hint())
-            if model is not None and _before is not None and type(_before) is type(model):
-                model.inherit(_before)
-            _before = None
+            _hand_over(model)
+        elif _before is not None:
+            _hand_over(None)
     if model is None:
         if _replica_threads:
             raise NoReplicaError(
@@ -125,6 +120,29 @@ def _look_around() -> ComputationModel:
     else:
         _process = model
     return model
+
+
+def _still_alive() -> ComputationModel | None:
+    """Give the thread's or the process's context if it lives; part with one that has ended."""
+    global _process
+    if _thread.model is not None and not _thread.model.is_alive():
+        _thread.model = None
+    if _process is not None and not _process.is_alive():
+        _process.part()
+        _process = None
+    return _thread.model or _process
+
+
+def _hand_over(model: ComputationModel | None) -> None:
+    """Let a view of a context that was let go of leave what its ranks made to the new view."""
+    global _before
+    before, _before = _before, None
+    if before is None:
+        return
+    if model is not None and type(before) is type(model) and before.is_alive():
+        model.inherit(before)
+    elif not before.is_alive():
+        before.part()
 
 
 def _hint() -> ContextHint:
