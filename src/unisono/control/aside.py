@@ -14,7 +14,7 @@ from pathlib import Path
 
 from unisono.control.wire import ANSWER, ASK, FAIL, Line, LineClosed, read_failure
 
-__all__ = ("Aside", "stack_of")
+__all__ = ("Aside", "place_in", "stack_of")
 
 _ANSWER_WITHIN_S = 1.0
 _ASK_S = 0.6  # a stopped rank never answers, and who asks has waited for its deadline already
@@ -29,6 +29,12 @@ def stack_of(thread_id: int) -> str:
         entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith(_PACKAGE)
     ]
     return "".join(traceback.format_list(stack[-_FRAMES:])).rstrip()
+
+
+def place_in(stack: str) -> str:
+    """Give the innermost file and line of what `stack_of` gave, without its text. Local."""
+    lines = [line for line in stack.splitlines() if line.startswith("  File ")]
+    return lines[-1] if lines else ""
 
 
 class Aside:

@@ -1,7 +1,7 @@
 """One rank's part of a group's control plane: rounds over sockets, and who is missing in them.
 
 In a round every rank gives its blob to whom it is connected upwards, together with what came from
-below; the root sends all of it down again. Entries: place as uint32, length as uint64, the blob.
+below; the root sends all of it down again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import select
-import struct
 import threading
 import time
 import weakref
@@ -21,18 +20,28 @@ from typing import NoReturn
 
 from unisono.control import calls
 from unisono.control.absence import Absent, Missing, has_ended, report, watch
-from unisono.control.aside import Aside
+from unisono.control.aside import Aside, place_in, stack_of
 from unisono.control.tree import Links
-from unisono.control.wire import ALL, FAIL, GIVE, NOTICE, Line, LineClosed, read_failure
+from unisono.control.wire import (
+    ALL,
+    FAIL,
+    GIVE,
+    NOTICE,
+    Line,
+    LineClosed,
+    entry,
+    read_entries,
+    read_failure,
+)
 from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
 
 __all__ = ("Hub", "Neighbours")
 
 _log = logging.getLogger(__name__)
-_ENTRY = struct.Struct("<IQ")
 # The leader knows more of who is missing, so it is given the time to say so first.
 _GRACE_S = 3.0
 _LAST_WORD_S = 0.1
+_LATE_S = 1.0  # for the root to ask everybody, and to tell
 _NEVER = float("inf")
 
 
@@ -118,7 +127,7 @@ class Hub:
             start = time.monotonic()
             until, warn_at = start + limit_s, start + warn_after_s
             up, downs = self._links.up, self._links.downs
-            bundle = _ENTRY.pack(self._place, len(blob)) + blob
+            bundle = entry(self._place, blob)
             blobs = {self._place: blob}
             if downs:
                 for down, given in self._hear(GIVE, downs, until, warn_at).items():
@@ -145,6 +154,21 @@ class Hub:
             finally:
                 self._lock.release()
         return self._gone
+
+    def late(self) -> str:
+        """Say which neighbours aren't where this rank is, when the data plane's time is over.
+
+        Local; waits a second at most. The root finds out, and tells those that it serves.
+        """
+        if self._links.up is not None:
+            said = self._aside.failure(_LATE_S)
+            return "" if said is None else str(read_failure(said)["text"])
+        here = place_in(stack_of(threading.get_ident()))
+        stacks = self._aside.ask(self._links.downs)
+        absent = [p for p in self._links.downs if here not in stacks.get(p, "")]
+        text = "\n".join(str(self._missing(place, stacks)) for place in absent)
+        self._aside.tell(json.dumps({"kind": "timeout", "text": text}).encode())
+        return text
 
     def _look_around(self) -> None:
         """Notice who is gone, and leave what neighbours say of rounds.
@@ -211,7 +235,7 @@ class Hub:
     def _read(self, bundle: bytes, source: int, expected: Collection[int]) -> dict[int, bytes]:
         """Take a bundle apart; whoever sends one that is damaged is lost."""
         try:
-            blobs = _entries(bundle)
+            blobs = read_entries(bundle)
             if blobs.keys() == set(expected):
                 return blobs
             how = f"it sent blobs of places {sorted(blobs)}"
@@ -277,6 +301,10 @@ class Hub:
             with contextlib.suppress(LineClosed, TimeoutError):
                 self._lines[place].send(NOTICE, self._seq, text.encode(), time.monotonic() + 1)
 
+    def _missing(self, place: int, stacks: Mapping[int, str]) -> Missing:
+        behind = [self._ranks[other] for other in self._links.below.get(place, ())[1:]]
+        return Missing(self._ranks[place], behind, self._pids.get(place), stacks.get(place, ""))
+
     def _report(self, places: tuple[int, ...], got: Mapping[int, bytes]) -> str:
         """Say who has come with which call, who has not, and where those are."""
         absent = [place for place in places if place not in got]
@@ -284,32 +312,10 @@ class Hub:
         came = {self._place: self._blob}
         for bundle in got.values():
             with contextlib.suppress(LineClosed):
-                came |= _entries(bundle)
-        missing = [
-            Missing(
-                self._ranks[place],
-                [self._ranks[other] for other in self._links.below.get(place, ())[1:]],
-                self._pids.get(place),
-                stacks.get(place, ""),
-            )
-            for place in absent
-        ]
+                came |= read_entries(bundle)
+        missing = [self._missing(place, stacks) for place in absent]
         by_rank = {self._ranks[place]: blob for place, blob in came.items()}
         return report(f"round {self._seq} of the group of {len(self._ranks)}", by_rank, missing)
-
-
-def _entries(bundle: bytes) -> dict[int, bytes]:
-    blobs: dict[int, bytes] = {}
-    at, end = 0, len(bundle)
-    while at < end:
-        if end - at < _ENTRY.size:
-            raise LineClosed("it sent half an entry")
-        place, size = _ENTRY.unpack_from(bundle, at)
-        at += _ENTRY.size + size
-        if at > end:
-            raise LineClosed(f"it sent an entry that says it has {size} bytes")
-        blobs[place] = bundle[at - size : at]
-    return blobs
 
 
 def _close(aside: Aside, lines: list[Line], pidfds: list[int]) -> None:

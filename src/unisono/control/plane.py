@@ -17,7 +17,7 @@ from unisono.control.meeting import meet
 from unisono.errors import CollectiveError
 from unisono.topology import Group
 
-__all__ = ("INLINE_BYTES", "INLINE_TENSOR_BYTES", "Connected", "Meeting", "gone")
+__all__ = ("INLINE_BYTES", "INLINE_TENSOR_BYTES", "Connected", "Meeting", "gone", "late")
 
 INLINE_BYTES = 1 << 16
 """Longest blob that travels through the hub; longer ones follow on the data plane."""
@@ -111,3 +111,9 @@ def gone(model: Meeting) -> Absent | None:
         if absent is not None:
             return absent
     return None
+
+
+def late(model: Meeting) -> str:
+    """Say which ranks aren't in the collective that this one gives up. Local; waits a second."""
+    hubs: list[Hub | None] = list(model.planes.values())
+    return next((hub.late() for hub in hubs if hub is not None), "")

@@ -13,10 +13,23 @@ import socket
 import struct
 import time
 
-__all__ = ("ALL", "ANSWER", "ASK", "FAIL", "GIVE", "NOTICE", "Line", "LineClosed", "read_failure")
+__all__ = (
+    "ALL",
+    "ANSWER",
+    "ASK",
+    "FAIL",
+    "GIVE",
+    "NOTICE",
+    "Line",
+    "LineClosed",
+    "entry",
+    "read_entries",
+    "read_failure",
+)
 
 GIVE, ALL, FAIL, NOTICE, ASK, ANSWER = range(6)
 _HEAD = struct.Struct("<BIQ")
+_ENTRY = struct.Struct("<IQ")
 _CHUNK = 1 << 16
 
 
@@ -38,6 +51,32 @@ def read_failure(body: bytes) -> dict[str, object]:
         return {"kind": str(said["kind"]), "text": str(said["text"]), "rank": rank}
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise LineClosed("it sent a report of a failure that can't be read") from None
+
+
+def entry(place: int, blob: bytes) -> bytes:
+    """Make an entry of a bundle: place as uint32, length as uint64, the blob. Local."""
+    return _ENTRY.pack(place, len(blob)) + blob
+
+
+def read_entries(bundle: bytes) -> dict[int, bytes]:
+    """Take a bundle of entries apart, by place.
+
+    Local.
+
+    Raises:
+        LineClosed: it is none.
+    """
+    blobs: dict[int, bytes] = {}
+    at, end = 0, len(bundle)
+    while at < end:
+        if end - at < _ENTRY.size:
+            raise LineClosed("it sent half an entry")
+        place, size = _ENTRY.unpack_from(bundle, at)
+        at += _ENTRY.size + size
+        if at > end:
+            raise LineClosed(f"it sent an entry that says it has {size} bytes")
+        blobs[place] = bundle[at - size : at]
+    return blobs
 
 
 class Line:

@@ -82,9 +82,9 @@ class Calls:
         """Raise the error of ours for one of torch's. Local."""
         text = str(error).strip()
         if isinstance(error, TimeoutError) or "timed out" in text.lower():
-            raise CollectiveTimeoutError(
-                f"{self._where(call)} timed out: some rank didn't come: {text}"
-            ) from error
+            late = plane.late(self._model)
+            who = f"\n{late}" if late else ": some rank didn't come"
+            raise CollectiveTimeoutError(f"{self._where(call)} timed out: {text}{who}") from error
         if any(sign in text.lower() for sign in _GONE):
             absent = plane.gone(self._model) or Absent(-1, "lost a peer")
             text = f"{self._where(call)}: {absent.how}: {text}"
