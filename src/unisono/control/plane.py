@@ -80,8 +80,10 @@ class Connected:
 
     def prefers_exchange(self, tensor: Tensor, group: Group | None) -> bool:
         """Tell whether a tensor is small, on the CPU, and its group connected. Local."""
+        if not self.planes or tensor.device.type != "cpu":
+            return False
         is_small = tensor.numel() * tensor.itemsize <= INLINE_TENSOR_BYTES
-        return is_small and tensor.device.type == "cpu" and self._is_connected(group)
+        return is_small and self._is_connected(group)
 
     def _is_connected(self, group: Group | None) -> bool:
         return self.planes.get(() if group is None else group.ranks) is not None

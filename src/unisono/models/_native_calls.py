@@ -33,7 +33,7 @@ class Calls:
         self._model = weakref.proxy(model)  # a cycle would keep torch's group and its sockets
         self._is_watched = is_watched
 
-    def run(self, call: str, start: Callable[..., Any]) -> None:
+    def run(self, call: str, start: Callable[..., Any], *args: Any) -> None:
         """Run one operation to its end.
 
         Collective as the operation is.
@@ -41,15 +41,16 @@ class Calls:
         Args:
             call: its name.
             start: starts it; takes ``async_op=True`` for a handle.
+            args: of `start`.
 
         Raises:
             CollectiveError: a peer failed, or didn't come in time.
         """
         try:
             if not self._is_watched:
-                start()
+                start(*args)
                 return
-            work = start(async_op=True)
+            work = start(*args, async_op=True)
         except RuntimeError as error:
             self.fail(call, error)
         self.wait(call, work)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -207,15 +206,15 @@ class NativeModel(plane.Connected, ComputationModel):
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
         rows = tensor.new_empty((self.size(group), *tensor.shape))
         flat = (rows.view(-1), tensor.view(-1))
-        self._calls.run("all_gather", partial(_all_gather, *flat, group=_pg(group)))
+        self._calls.run("all_gather", _all_gather, *flat, _pg(group))
         return rows
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
         native = self._ops.get(op)
         if native is None:
             return super().all_reduce(tensor, op, group)
-        start = partial(dist.all_reduce, tensor, native, _pg(group))
-        self._calls.run(f"all_reduce {op.name}", start)
+        call = f"all_reduce {op.name}"
+        self._calls.run(call, dist.all_reduce, tensor, native, _pg(group))
         return tensor
 
     def start_all_reduce(
@@ -238,7 +237,7 @@ class NativeModel(plane.Connected, ComputationModel):
         return Handle(wait, work.is_completed)
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
-        self._calls.run(f"broadcast from {src}", partial(dist.broadcast, tensor, src, _pg(group)))
+        self._calls.run(f"broadcast from {src}", dist.broadcast, tensor, src, _pg(group))
         return tensor
 
     def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
@@ -247,12 +246,13 @@ class NativeModel(plane.Connected, ComputationModel):
             return super().reduce_scatter(rows, op, group)
         row = rows.new_empty(rows.shape[1:])
         flat = (row.view(-1), rows.view(-1), native, _pg(group))
-        self._calls.run(f"reduce_scatter {op.name}", partial(_reduce_scatter, *flat))
+        self._calls.run(f"reduce_scatter {op.name}", _reduce_scatter, *flat)
         return row
 
     def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
         got = torch.empty_like(rows)
-        self._calls.run("all_to_all", partial(dist.all_to_all_single, got, rows, group=_pg(group)))
+        args = (got, rows, None, None, _pg(group))
+        self._calls.run("all_to_all", dist.all_to_all_single, *args)
         return got
 
     def send(self, tensor: Tensor, dst: int, group: Group | None = None) -> None:
