@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 __all__ = ("Clock", "Table")
 
 # On a busy machine the limits are looser; a quiet one should pass with 1.
+_PATH = re.compile(r"(/[\w.-]+){3,}")
 SLACK = float(os.environ.get("UNISONO_FAULTS_SLACK", "10"))
 
 
@@ -23,7 +25,11 @@ class Table:
         """Keep the slowest of those that have one name, and hold it to its limit."""
         known = self.rows.get(case)
         if known is None or known[0] < seconds:
-            self.rows[case] = seconds, limit_s, " ".join(named.splitlines()[0].split())[:90]
+            self.rows[case] = (
+                seconds,
+                limit_s,
+                _PATH.sub("...", " ".join(named.splitlines()[0].split()))[:90],
+            )
         assert seconds <= limit_s * SLACK, f"{case}: {seconds:.2f} s, limit {limit_s} s"
 
     def lines(self) -> list[str]:
