@@ -22,7 +22,7 @@ import unisono as idist
 from unisono.facts import is_main_process
 from unisono.lifecycle import best_backend, spawn
 
-__all__ = ("bench",)
+__all__ = ("bench", "measure")
 
 # Of the bytes of a payload, what crosses the bus for each rank: github.com/NVIDIA/nccl-tests,
 # doc/PERFORMANCE.md. A size is that of the whole result.
