@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ import pytest
 
 import unisono
 
+# A shell starts what it runs in the background deaf to Ctrl-C, and its children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 _END_S = 5.0  # for threads and processes that are about to end
 
 
