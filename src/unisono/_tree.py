@@ -38,18 +38,19 @@ def flatten(tree: Tree) -> tuple[list[Any], list[str]]:
     """
     leaves: list[Any] = []
     paths: list[str] = []
-
-    def visit(node: Tree, path: str) -> None:
-        children = _children(node)
-        if children is None:
-            leaves.append(node)
-            paths.append(path)
-            return
-        for name, child in children:
-            visit(child, f"{path}.{name}")
-
-    visit(tree, "")
+    _visit(tree, "", leaves, paths)
     return leaves, paths
+
+
+def _visit(node: Tree, path: str, leaves: list[Any], paths: list[str]) -> None:
+    # Not a closure: one that calls itself is a cycle, which the collector would have to find.
+    children = _children(node)
+    if children is None:
+        leaves.append(node)
+        paths.append(path)
+        return
+    for name, child in children:
+        _visit(child, f"{path}.{name}", leaves, paths)
 
 
 def unflatten(tree: Tree, leaves: list[Any]) -> Tree:
@@ -64,16 +65,15 @@ def unflatten(tree: Tree, leaves: list[Any]) -> Tree:
     Returns:
         A new container of the same types; dataclasses through ``dataclasses.replace``.
     """
-    source = iter(leaves)
+    return _build(tree, iter(leaves))
 
-    def build(node: Tree) -> Tree:
-        children = _children(node)
-        if children is None:
-            return next(source)
-        built = [build(child) for _, child in children]
-        return _rebuild(node, children, iter(built))
 
-    return build(tree)
+def _build(node: Tree, source: Iterator[Any]) -> Tree:
+    children = _children(node)
+    if children is None:
+        return next(source)
+    built = [_build(child, source) for _, child in children]
+    return _rebuild(node, children, iter(built))
 
 
 def _rebuild(node: Tree, children: list[tuple[str, Tree]], built: Iterator[Tree]) -> Tree:
