@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from unisono import environments
 from unisono._arguments import number_in
 from unisono.control import calls, derived, plane
-from unisono.control.hub import Hub, Neighbours
+from unisono.control.hub import Hub
+from unisono.control.neighbours import Neighbours
 from unisono.control.tree import links
 from unisono.control.wire import ALL, ANSWER, FAIL, GIVE, Line, LineClosed, read_failure
 from unisono.environments import ENVIRONMENTS, detect, explain

@@ -15,13 +15,12 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import NoReturn
 
 from unisono.control import calls
 from unisono.control.absence import Absent, Missing, has_ended, report, watch
 from unisono.control.aside import Aside, place_in, stack_of
-from unisono.control.tree import Links
+from unisono.control.neighbours import Neighbours
 from unisono.control.wire import (
     ALL,
     FAIL,
@@ -35,31 +34,16 @@ from unisono.control.wire import (
 )
 from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
 
-__all__ = ("Hub", "Neighbours")
+__all__ = ("Hub",)
 
 _log = logging.getLogger(__name__)
 # The leader knows more of who is missing, so it is given the time to say so first.
 _GRACE_S = 3.0
 _LAST_WORD_S = 0.1
+_SPIN_S = 50e-6
+_MOST_NAPS = 64
 _LATE_S = 1.0  # for the root to ask everybody, and to tell
 _NEVER = float("inf")
-
-
-@dataclass(frozen=True, slots=True)
-class Neighbours:
-    """Whom a rank can see.
-
-    Args:
-        links: who is connected to whom.
-        lines: one for each connected place.
-        asides: a second one for each.
-        pids: process ids, as this process sees them, of the places on this host.
-    """
-
-    links: Links
-    lines: Mapping[int, Line]
-    asides: Mapping[int, Line]
-    pids: Mapping[int, int]
 
 
 class Hub:
@@ -92,6 +76,8 @@ class Hub:
             self._poll.register(fd, select.POLLIN)
         self._blob = b""
         self._is_told = False
+        self._has_cores = len(self._pids) < (os.cpu_count() or 1)
+        self._naps, self._patience = 0, 1
         self._close = weakref.finalize(
             self, _close, self._aside, list(self._lines.values()), list(self._pidfds.values())
         )
@@ -194,6 +180,7 @@ class Hub:
         for place in places:
             if self._lines[place].holds_data:  # came while this rank was elsewhere
                 self._on_event(self._lines[place].fd, kind, places, got)
+        self._look_for_a_while(kind, places, got)
         while len(got) < len(places):
             now = time.monotonic()
             for fd, _ in self._poll.poll(max(0.0, min(until, warn_at) - now) * 1000):
@@ -208,6 +195,22 @@ class Hub:
                 warn_at = _NEVER
                 self._warn(places, got)
         return got
+
+    def _look_for_a_while(self, kind: int, places: tuple[int, ...], got: dict[int, bytes]) -> None:
+        """Look without sleeping, which saves being woken where every rank has a core to itself.
+
+        Where that was in vain, the next rounds sleep at once: once more each time, up to a limit.
+        """
+        if self._naps > 0 or not self._has_cores:
+            self._naps -= 1
+            return
+        end = time.monotonic() + _SPIN_S
+        while len(got) < len(places) and time.monotonic() < end:
+            for place in places:
+                if place not in got:
+                    self._on_event(self._lines[place].fd, kind, places, got)
+        self._patience = 1 if len(got) == len(places) else min(2 * self._patience, _MOST_NAPS)
+        self._naps = 0 if self._patience == 1 else self._patience
 
     def _on_event(self, fd: int, kind: int, places: tuple[int, ...], got: dict[int, bytes]) -> None:
         place = self._place_of[fd]

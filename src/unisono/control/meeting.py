@@ -26,7 +26,8 @@ from typing import Any
 from unisono._arguments import number_in
 from unisono.control import derived
 from unisono.control.addresses import listen_locally, local_address, own_address
-from unisono.control.hub import Hub, Neighbours
+from unisono.control.hub import Hub
+from unisono.control.neighbours import Neighbours
 from unisono.control.tree import FAN_OUT, Links, links
 from unisono.control.wire import Line
 from unisono.topology import Group
