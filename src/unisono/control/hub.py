@@ -201,8 +201,8 @@ class Hub:
 
         Where that was in vain, the next rounds sleep at once: once more each time, up to a limit.
         """
-        if self._naps > 0 or not self._has_cores:
-            self._naps -= 1
+        if not self._has_cores or self._naps > 0:
+            self._naps = max(0, self._naps - 1)
             return
         end = time.monotonic() + _SPIN_S
         while len(got) < len(places) and time.monotonic() < end:

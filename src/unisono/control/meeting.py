@@ -17,7 +17,6 @@ import os
 import secrets
 import socket
 import struct
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,7 +74,12 @@ def meet(
     is_wide = model.topology.nnodes != 1 or host is not None
     with contextlib.ExitStack() as stack:
         key = secrets.token_bytes(16)
-        offer: dict[str, Any] = {"host": here, "pid": os.getpid(), "key": key.hex()}
+        offer: dict[str, Any] = {
+            "host": here,
+            "pid": os.getpid(),
+            "pids": _pid_namespace(),
+            "key": key.hex(),
+        }
         listeners: list[socket.socket] = []
         reason = ""
         try:
@@ -148,13 +152,20 @@ def _connect(
     )
 
 
+def _pid_namespace() -> str:
+    """Name what processes share that see each other by the same ids, empty if unknown. Local."""
+    with contextlib.suppress(OSError):  # Linux alone has it
+        return os.readlink("/proc/self/ns/pid")
+    return ""
+
+
 def _pids(offers: list[dict[str, Any]], place: int) -> dict[int, int]:
     """Give the pids of the others on this host, if this process sees its own as it offered it."""
     here = offers[place]["host"]
     return {
         other: int(offer["pid"])
         for other, offer in enumerate(offers)
-        if other != place and offer["host"] == here and sys.platform == "linux"
+        if other != place and offer["host"] == here and offer["pids"] == offers[place]["pids"] != ""
     }
 
 
