@@ -15,6 +15,7 @@ import torch
 
 from unisono import registry
 from unisono._table import load, plugin_environments
+from unisono.topology import usable_cores
 
 __all__ = ("diagnose", "lines", "problems")
 
@@ -38,9 +39,7 @@ def diagnose(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
         "host": {
             "name": socket.gethostname(),
             "system": platform.platform(),
-            "cores": len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count(),
+            "cores": usable_cores(),
         },
         "environment": _environment(os.environ if environ is None else environ),
         "backends": registry.availability(),

@@ -104,6 +104,8 @@ def decode(blob: bytes, device: torch.device) -> Any:
         value = reader.value()
     except PayloadError:
         raise
+    except (IndexError, struct.error):
+        raise PayloadError("a damaged frame came: it ends too early") from None
     except _DAMAGE as error:
         raise PayloadError(f"a damaged frame came: {type(error).__name__}: {error}") from error
     if reader.at != len(blob):
@@ -120,17 +122,19 @@ class _Reader:
         self.at = 0
 
     def value(self) -> Any:
-        tag = bytes(self._take(1))
+        tag = self._data[self.at]
+        self.at += 1
         return _READERS[tag](self)
 
     def _take(self, size: int) -> memoryview:
         start, self.at = self.at, self.at + size
         if self.at > len(self._data):
-            raise PayloadError("a damaged frame came: it ends too early")
+            raise IndexError
         return self._data[start : self.at]
 
     def unpack(self, shape: struct.Struct) -> tuple[Any, ...]:
-        return shape.unpack(self._take(shape.size))
+        start, self.at = self.at, self.at + shape.size
+        return shape.unpack_from(self._data, start)
 
     def view(self) -> memoryview:
         return self._take(self.unpack(SIZE)[0])
@@ -139,7 +143,7 @@ class _Reader:
         return bytes(self.view())
 
     def text(self) -> str:
-        return self.block().decode("utf-8", "surrogatepass")
+        return str(self.view(), "utf-8", "surrogatepass")
 
     def long_int(self) -> int:
         return int.from_bytes(self._take(self.unpack(COUNT)[0]), "little", signed=True)
@@ -179,23 +183,23 @@ class _Reader:
         raise PayloadError(self.text())
 
 
-_READERS: dict[bytes, Callable[[_Reader], Any]] = {
-    b"N": lambda _: None,
-    b"T": lambda _: True,
-    b"F": lambda _: False,
-    b"i": lambda reader: reader.unpack(_INT)[0],
-    b"I": _Reader.long_int,
-    b"d": lambda reader: reader.unpack(_FLOAT)[0],
-    b"c": lambda reader: complex(*reader.unpack(_COMPLEX)),
-    b"s": _Reader.text,
-    b"p": lambda reader: Path(reader.text()),
-    b"b": _Reader.block,
-    b"y": lambda reader: bytearray(reader.view()),
-    b"l": _Reader.items,
-    b"t": lambda reader: tuple(reader.items()),
-    b"m": _Reader.pairs,
-    b"x": _Reader.tensor,
-    b"h": _Reader.header,
-    b"o": _Reader.object,
-    b"e": _Reader.sender_failed,
+_READERS: dict[int, Callable[[_Reader], Any]] = {
+    ord("N"): lambda _: None,
+    ord("T"): lambda _: True,
+    ord("F"): lambda _: False,
+    ord("i"): lambda reader: reader.unpack(_INT)[0],
+    ord("I"): _Reader.long_int,
+    ord("d"): lambda reader: reader.unpack(_FLOAT)[0],
+    ord("c"): lambda reader: complex(*reader.unpack(_COMPLEX)),
+    ord("s"): _Reader.text,
+    ord("p"): lambda reader: Path(reader.text()),
+    ord("b"): _Reader.block,
+    ord("y"): lambda reader: bytearray(reader.view()),
+    ord("l"): _Reader.items,
+    ord("t"): lambda reader: tuple(reader.items()),
+    ord("m"): _Reader.pairs,
+    ord("x"): _Reader.tensor,
+    ord("h"): _Reader.header,
+    ord("o"): _Reader.object,
+    ord("e"): _Reader.sender_failed,
 }

@@ -9,6 +9,7 @@ from typing import Any
 __all__ = ("Tree", "flatten", "unflatten")
 
 Tree = Any
+_LEAVES = frozenset({bool, int, float, complex, str, bytes, type(None)})  # known without a look
 
 
 def _children(node: Tree) -> list[tuple[str, Tree]] | None:
@@ -36,6 +37,8 @@ def flatten(tree: Tree) -> tuple[list[Any], list[str]]:
     Raises:
         RecursionError: the tree contains itself.
     """
+    if type(tree) in _LEAVES:
+        return [tree], [""]
     leaves: list[Any] = []
     paths: list[str] = []
     _visit(tree, "", leaves, paths)
@@ -50,7 +53,11 @@ def _visit(node: Tree, path: str, leaves: list[Any], paths: list[str]) -> None:
         paths.append(path)
         return
     for name, child in children:
-        _visit(child, f"{path}.{name}", leaves, paths)
+        if type(child) in _LEAVES:
+            leaves.append(child)
+            paths.append(f"{path}.{name}")
+        else:
+            _visit(child, f"{path}.{name}", leaves, paths)
 
 
 def unflatten(tree: Tree, leaves: list[Any]) -> Tree:
@@ -65,14 +72,16 @@ def unflatten(tree: Tree, leaves: list[Any]) -> Tree:
     Returns:
         A new container of the same types; dataclasses through ``dataclasses.replace``.
     """
-    return _build(tree, iter(leaves))
+    return leaves[0] if type(tree) in _LEAVES else _build(tree, iter(leaves))
 
 
 def _build(node: Tree, source: Iterator[Any]) -> Tree:
     children = _children(node)
     if children is None:
         return next(source)
-    built = [_build(child, source) for _, child in children]
+    built = [
+        next(source) if type(child) in _LEAVES else _build(child, source) for _, child in children
+    ]
     return _rebuild(node, children, iter(built))
 
 

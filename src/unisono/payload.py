@@ -217,6 +217,8 @@ def raise_failures(frames: Sequence[bytes], ranks: Sequence[int], call: str) -> 
     Raises:
         PayloadError: some frame is a failure; names rank and reason.
     """
+    if b"e" not in [frame[:1] for frame in frames]:
+        return
     reasons = [
         f"rank {rank}: {bytes(frame[1 + SIZE.size :]).decode('utf-8', 'replace')}"
         for rank, frame in zip(ranks, frames, strict=True)

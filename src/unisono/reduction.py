@@ -6,7 +6,7 @@ import enum
 import math
 from collections.abc import Callable, Sequence
 from functools import reduce
-from operator import and_, mul, or_, xor
+from operator import add, and_, mul, or_, xor
 from typing import Any
 
 import torch
@@ -131,6 +131,8 @@ def fold_numbers(op: ReduceOp, values: Sequence[Number]) -> Number:
     Raises:
         PayloadError: the operation isn't defined on these numbers.
     """
+    if op is ReduceOp.SUM and type(values[0]) in (int, float):
+        return reduce(add, values)  # not `sum`, which corrects floats since 3.12
     kinds = {type(value) for value in values}
     if kinds == {bool}:
         return _fold_bools(op, values)
@@ -142,7 +144,7 @@ def fold_numbers(op: ReduceOp, values: Sequence[Number]) -> Number:
         return _extreme(op, values)
     if op in _NUMBER_STEPS:
         return reduce(_NUMBER_STEPS[op], values)
-    total = reduce(lambda a, b: a + b, values)
+    total = reduce(add, values)
     return total / len(values) if op is ReduceOp.AVERAGE else total
 
 

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
-__all__ = ("ContextHint", "Group", "LaunchPlan", "RankInfo", "Topology")
+__all__ = ("ContextHint", "Group", "LaunchPlan", "RankInfo", "Topology", "usable_cores")
+
+
+def usable_cores() -> int:
+    """Count the cores that this process may run on. Local."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +66,13 @@ class RankInfo:
     master_port: int | None = None
     source: str = "arguments"
     store_is_hosted: bool = False
+
+    def core_share(self) -> int:
+        """Give this replica's share of the cores that this process may run on, at least 1. Local.
+
+        More threads than cores cost a parallel loop of torch ten times its time and more.
+        """
+        return max(1, usable_cores() // (self.local_world_size or 1))
 
     def topology(self) -> Topology:
         """Give the same facts without the rendezvous.

@@ -18,6 +18,7 @@ from unisono._table import OF_THREADS, SCRIPT_RUNNERS, load
 from unisono.errors import ArgumentError
 from unisono.launchers._front import Outcome
 from unisono.launchers._script import Script
+from unisono.topology import usable_cores
 
 __all__ = ("run",)
 
@@ -152,9 +153,7 @@ def _program(script: str, args: list[str], module: bool, no_python: bool) -> tup
 
 def _count(text: str) -> int:
     """Read --nproc-per-node: a number, or what this host has."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = usable_cores()
     has_devices = torch.accelerator.is_available()
     kind = text.lower()
     if kind == "cpu" or (kind == "auto" and not has_devices):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 import struct
 from typing import Any
@@ -24,6 +25,10 @@ __all__ = ("reduce_values",)
 _PLAIN = {bool: "?", int: "q", float: "d", complex: "D"}
 _HEAD = struct.Struct("<cII")
 _TAG = b"v"
+_ALONE = {
+    kind: (_PLAIN[kind].encode(), struct.Struct(f"{_HEAD.format}c{_PLAIN[kind]}"))
+    for kind in (bool, int, float)
+}
 
 
 def _number(value: object) -> Number | None:
@@ -48,9 +53,10 @@ def reduce_values(
     said = [_read(other) for other in frames]
     _check_alike([structure for structure, _ in said], ranks, call)
     columns = zip(*(values for _, values in said), strict=True)
-    numbers_ = iter([fold_numbers(op, column) for column in columns])
-    totals = iter(_reduce_fused(model, tensors, op, group))
-    results = [next(totals) if isinstance(leaf, Tensor) else next(numbers_) for leaf in leaves]
+    results: list[Any] = [fold_numbers(op, column) for column in columns]
+    if tensors:
+        numbers_, totals = iter(results), iter(_reduce_fused(model, tensors, op, group))
+        results = [next(totals) if isinstance(leaf, Tensor) else next(numbers_) for leaf in leaves]
     return unflatten(value, results)
 
 
@@ -60,24 +66,29 @@ def _describe(value: Any, op: ReduceOp) -> tuple[bytes, list[Any], list[Tensor]]
     The frame: a tag, the lengths of structure and kinds as uint32, both, then the numbers as
     ``struct`` packs them by their kinds, little-endian.
     """
+    if type(value) in _ALONE:
+        kind, shape = _ALONE[type(value)]
+        with contextlib.suppress(struct.error):  # out of range, which is told below
+            return shape.pack(_TAG, 0, 1, kind, value), [value], []
     try:
         leaves, paths = flatten(value)
         structure = []
         values: list[Number] = []
+        tensors: list[Tensor] = []
         kinds = ""
         for leaf, path in zip(leaves, paths, strict=True):
-            if isinstance(leaf, Tensor):
+            number = leaf if type(leaf) in _PLAIN else _number(leaf)
+            if number is not None:
+                kinds += _PLAIN[type(number)]
+                structure.append(path)
+                values.append(number)
+            elif isinstance(leaf, Tensor):
                 carriers.check_reducible(leaf, op)
                 structure.append(f"{path} {leaf.dtype}{list(leaf.shape)}")
-                continue
-            number = leaf if type(leaf) in _PLAIN else _number(leaf)
-            if number is None:
+                tensors.append(leaf)
+            else:
                 place = f" at {path}" if path else ""
                 raise PayloadError(f"a {type(leaf).__qualname__}{place} can't be reduced")
-            kinds += _PLAIN[type(number)]
-            structure.append(path)
-            values.append(number)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         text = "\n".join(structure).encode("utf-8", "surrogatepass")
         head = _HEAD.pack(_TAG, len(text), len(kinds)) + text + kinds.encode()
         return head + _pack(kinds, values), leaves, tensors
@@ -106,17 +117,18 @@ def _read(frame: bytes) -> tuple[bytes, list[Number]]:
     start = _HEAD.size
     end = start + width
     kinds = frame[end : end + count].decode()
-    values: list[Number] = list(
-        struct.unpack_from("<" + kinds.replace("D", "dd"), frame, end + count)
-    )
-    for i, kind in enumerate(kinds if "D" in kinds else ""):
+    shape = "<" + kinds
+    if "D" not in kinds:
+        return frame[start:end], list(struct.unpack_from(shape, frame, end + count))
+    values: list[Number] = list(struct.unpack_from(shape.replace("D", "dd"), frame, end + count))
+    for i, kind in enumerate(kinds):
         if kind == "D":
             values[i : i + 2] = [complex(*values[i : i + 2])]
     return frame[start:end], values
 
 
 def _check_alike(structures: list[bytes], ranks: Any, call: str) -> None:
-    if all(structure == structures[0] for structure in structures):
+    if structures.count(structures[0]) == len(structures):
         return
     listed = [structure.decode("utf-8", "surrogatepass").split("\n") for structure in structures]
     said = []

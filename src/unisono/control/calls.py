@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,12 @@ def _site() -> bytes:
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}".encode()[-_LONGEST_SITE:]
+    return _named(frame.f_code.co_filename, frame.f_lineno)
+
+
+@lru_cache(maxsize=1024)
+def _named(file: str, line: int) -> bytes:
+    return f"{file}:{line}".encode()[-_LONGEST_SITE:]
 
 
 def pack(call: str, blob: bytes) -> bytes:
@@ -65,22 +71,24 @@ def unpack(frames: Sequence[bytes], ranks: Sequence[int]) -> list[bytes]:
         CollectiveMismatchError: the calls differ; says what each rank called, and where.
     """
     first = frames[0]
-    size = len(first)
-    if size < _HEAD.size:
+    if len(first) < _HEAD.size or first[:2] != _MAGIC:
         raise _mismatch(frames, ranks)
-    magic, width, _ = _HEAD.unpack_from(first)
+    _, width, room = _HEAD.unpack_from(first)
     start, end = _HEAD.size, _HEAD.size + width
-    call = first[start:end]
+    call, body = first[start:end], end + room
+    head = first[:body]  # mostly the same everywhere
     blobs = []
     for frame in frames:
+        whole: Any = frame if len(frame) < _COPIED_BYTES else memoryview(frame)
+        if frame[:body] == head:
+            blobs.append(whole[body:])
+            continue
         if len(frame) < _HEAD.size:
             raise _mismatch(frames, ranks)
         magic, width, room = _HEAD.unpack_from(frame)
-        end = start + width
-        if magic != _MAGIC or frame[start:end] != call:
+        if magic != _MAGIC or frame[start : start + width] != call:
             raise _mismatch(frames, ranks)
-        whole: Any = frame if len(frame) < _COPIED_BYTES else memoryview(frame)
-        blobs.append(whole[end + room :])
+        blobs.append(whole[start + width + room :])
     return blobs
 
 

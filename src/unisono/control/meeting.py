@@ -26,6 +26,7 @@ from unisono._arguments import number_in
 from unisono.control import derived
 from unisono.control.addresses import listen_locally, local_address, own_address
 from unisono.control.hub import Hub
+from unisono.control.lane import LANE_BYTES, Lane, receive, send
 from unisono.control.neighbours import Neighbours
 from unisono.control.tree import FAN_OUT, Links, links
 from unisono.control.wire import Line
@@ -39,7 +40,10 @@ _RETRY_S = 0.01
 _STRANGER_S = 1.0  # how long a connection may take to prove itself
 _HELLO = struct.Struct("<II16s")
 _PROOF_BYTES = 32
+_WELCOME = b"!"
+_SHARING = b"\0"  # the vote of a rank that has a lane to every neighbour
 _MAIN, _ASIDE = 0, 1
+Ends = tuple[socket.socket, Lane | None]
 _ENTRY_BYTES = 64  # what an entry of a round takes besides its blob, and more
 
 
@@ -97,13 +101,15 @@ def meet(
         ]
         hub = None
         if all("unix" in each for each in offers) and not reason:
-            limit = len(ranks) * (inline_bytes + _ENTRY_BYTES)
             try:
-                hub = _connect(offers, place, ranks, listeners, limit, fan_out)
+                hub = _connect(offers, place, ranks, listeners, inline_bytes, fan_out)
             except OSError as error:
                 reason = str(error) or type(error).__name__
-        votes = derived.exchange(model, reason.encode() or (b"" if hub else b"no socket"), group)
-    if not any(votes):
+        vote = b"no socket" if hub is None else _SHARING if hub.shares_memory else b""
+        votes = derived.exchange(model, reason.encode() or vote, group)
+    if hub is not None and all(vote == _SHARING for vote in votes):
+        hub.inline_bytes = max(inline_bytes, LANE_BYTES // len(ranks) - _ENTRY_BYTES)
+    if all(vote in (b"", _SHARING) for vote in votes):
         return hub
     if hub is not None:
         hub.close()
@@ -117,7 +123,7 @@ def _connect(
     place: int,
     ranks: tuple[int, ...] | range,
     listeners: list[socket.socket],
-    limit_bytes: int,
+    inline_bytes: int,
     fan_out: int,
 ) -> Hub:
     """Connect upwards first, so that the tree is made from its root down."""
@@ -126,29 +132,30 @@ def _connect(
     everybody = "".join(offer["key"] for offer in offers).encode()
     secret = hashlib.sha256(everybody).digest()
     until = time.monotonic() + _SET_UP_S
-    made: dict[tuple[int, int], socket.socket] = {}
+    made: dict[tuple[int, int], Ends] = {}
     try:
         if any(hosts[down] != hosts[place] for down in part.downs):
             listeners[1].listen(128)
         if part.up is not None:
             for use in (_MAIN, _ASIDE):
                 made[part.up, use] = _call(offers, place, part.up, use, secret, until)
-        for other, use, sock in _answer(hosts, place, part, listeners, secret, until):
-            made[other, use] = sock
+        made.update(_answer(hosts, place, part, listeners, secret, until))
     except BaseException:
-        for sock in made.values():
+        for sock, _ in made.values():
             sock.close()
         raise
     pids = _pids(offers, place)
+    limit_bytes = max(LANE_BYTES, len(ranks) * (inline_bytes + _ENTRY_BYTES))
     return Hub(
         ranks,
         place,
         Neighbours(
             part,
-            {other: Line(sock, limit_bytes) for (other, use), sock in made.items() if use == _MAIN},
-            {other: Line(sock, 1 << 20) for (other, use), sock in made.items() if use == _ASIDE},
+            {at: Line(*ends, limit_bytes) for (at, use), ends in made.items() if use == _MAIN},
+            {at: Line(*ends, 1 << 20) for (at, use), ends in made.items() if use == _ASIDE},
             pids,
         ),
+        inline_bytes,
     )
 
 
@@ -175,11 +182,12 @@ def _proof(secret: bytes, side: bytes, nonce: bytes, place: int, use: int) -> by
 
 def _call(
     offers: list[dict[str, Any]], place: int, up: int, use: int, secret: bytes, until: float
-) -> socket.socket:
+) -> Ends:
     """Connect to the rank above, and let each prove itself to the other."""
     offer = offers[up]
     address: Any
-    if offer["host"] == offers[place]["host"]:
+    is_local = offer["host"] == offers[place]["host"]
+    if is_local:
         family, address = int(socket.AF_UNIX), local_address(offer["unix"])
     else:
         family, address = int(socket.AF_INET), tuple(offer["tcp"])
@@ -191,12 +199,14 @@ def _call(
         if not hmac.compare_digest(reply[:_PROOF_BYTES], _proof(secret, b"up", nonce, place, use)):
             raise OSError(f"who listens at {address!r} doesn't belong to this job")
         sock.sendall(_proof(secret, b"down", reply[_PROOF_BYTES:], place, use))
-        if _read(sock, 1) != b"!":
+        if is_local and use == _MAIN:
+            return sock, receive(sock, _WELCOME)
+        if _read(sock, len(_WELCOME)) != _WELCOME:
             raise OSError("refused")
     except BaseException:
         sock.close()
         raise
-    return sock
+    return sock, None
 
 
 def _connect_until(family: int, address: Any, until: float) -> socket.socket:
@@ -234,7 +244,7 @@ def _answer(
     listeners: list[socket.socket],
     secret: bytes,
     until: float,
-) -> Iterator[tuple[int, int, socket.socket]]:
+) -> Iterator[tuple[tuple[int, int], Ends]]:
     """Take the connections of those below; strangers are dropped."""
     for is_local in (True, False):
         wanted = {
@@ -247,35 +257,37 @@ def _answer(
             listener = listeners[0 if is_local else 1]
             listener.settimeout(max(0.01, until - time.monotonic()))
             sock, _ = listener.accept()
-            found = None
+            found, lane = None, None
             with contextlib.suppress(OSError):
-                found = _check(sock, wanted, secret, is_local)
+                found, lane = _check(sock, wanted, secret, is_local)
             if found is None:
                 sock.close()
                 continue
             wanted.discard(found)
-            yield (*found, sock)
+            yield found, (sock, lane)
 
 
 def _check(
     sock: socket.socket, wanted: set[tuple[int, int]], secret: bytes, is_local: bool
-) -> tuple[int, int] | None:
+) -> tuple[tuple[int, int] | None, Lane | None]:
     sock.settimeout(_STRANGER_S)
     if is_local and not _is_own_user(sock):
-        return None
+        return None, None
     if not is_local:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     place, use, nonce = _HELLO.unpack(_read(sock, _HELLO.size))
     if (place, use) not in wanted:
-        return None
+        return None, None
     mine = secrets.token_bytes(16)
     sock.sendall(_proof(secret, b"up", nonce, place, use) + mine)
     if not hmac.compare_digest(
         _read(sock, _PROOF_BYTES), _proof(secret, b"down", mine, place, use)
     ):
-        return None
-    sock.sendall(b"!")
-    return place, use
+        return None, None
+    if is_local and use == _MAIN:
+        return (place, use), send(sock, _WELCOME)
+    sock.sendall(_WELCOME)
+    return (place, use), None
 
 
 def _is_own_user(sock: socket.socket) -> bool:

@@ -17,12 +17,16 @@ from unisono.control.meeting import meet
 from unisono.errors import CollectiveError
 from unisono.topology import Group
 
-__all__ = ("INLINE_BYTES", "INLINE_TENSOR_BYTES", "Connected", "Meeting", "gone", "late")
+__all__ = ("INLINE_BYTES", "Connected", "Meeting", "gone", "late")
 
 INLINE_BYTES = 1 << 16
-"""Longest blob that travels through the hub; longer ones follow on the data plane."""
-INLINE_TENSOR_BYTES = 1 << 14
-"""Longest CPU tensor that travels in a round instead of by the model's own collectives."""
+"""Longest blob that travels through the hub; longer ones follow on the data plane.
+
+Where all ranks share memory it is what fits into their lanes.
+"""
+_TENSOR_PART = 4
+"""A CPU tensor travels in a round up to this part of the longest blob, measured on 2 and 4 ranks:
+16 KiB over sockets, 1 MiB over the number of ranks where they share memory."""
 _WARN_AFTER_S = 30.0
 _SHORT, _LONG = b"\0", b"\1"
 _HEAD_BYTES = 256  # enough to tell of which call a long blob is
@@ -33,6 +37,9 @@ class Meeting(derived.Carrier, Protocol):
     """What this file needs of a model."""
 
     planes: dict[tuple[int, ...], Any]
+
+    def size(self, group: Group | None) -> int:
+        """Count the ranks that take part."""
 
     @property
     def timeout_s(self) -> float | None:
@@ -60,39 +67,47 @@ class Connected:
             PeerFailedError: a rank is gone.
             CollectiveTimeoutError: ranks didn't come in time; names them.
         """
-        if len(self.members(group)) == 1:
+        if self.size(group) == 1:
             return [blob]
         hub = _hub(self, group)
         if hub is None:
             return derived.exchange(self, blob, group)
-        is_short = len(blob) < INLINE_BYTES
-        said = blob + _SHORT if is_short else blob[:_HEAD_BYTES] + _LENGTH.pack(len(blob)) + _LONG
+        said, tail = blob, _SHORT
+        if len(blob) > hub.inline_bytes:
+            said, tail = blob[:_HEAD_BYTES], _LENGTH.pack(len(blob)) + _LONG
         limit_s = limit_of(self.timeout_s)
-        warn_after_s = number_in("UNISONO_WARN_AFTER_S", _WARN_AFTER_S)
-        heard = hub.exchange(said, math.inf if limit_s is None else limit_s, warn_after_s)
-        if all(each.endswith(_SHORT) for each in heard):
+        limit_s = math.inf if limit_s is None else limit_s
+        heard = hub.exchange(said, tail, limit_s, _warn_after)
+        if all([each[-1:] == _SHORT for each in heard]):  # noqa: C419 - a third of the time
             return [each[:-1] for each in heard]
         return derived.exchange_bodies(self, blob, [_size(each) for each in heard], group)
 
     def inline_bytes(self, group: Group | None) -> int:
         """Give the size of the longest CPU tensor that travels in an exchange. Local."""
-        return INLINE_TENSOR_BYTES if self._is_connected(group) else derived.INLINE_TENSOR_BYTES
+        hub = self._connected(group)
+        return derived.INLINE_TENSOR_BYTES if hub is None else hub.inline_bytes // _TENSOR_PART
 
     def prefers_exchange(self, tensor: Tensor, group: Group | None) -> bool:
         """Tell whether a tensor is small, on the CPU, and its group connected. Local."""
         if not self.planes or tensor.device.type != "cpu":
             return False
-        is_small = tensor.numel() * tensor.itemsize <= INLINE_TENSOR_BYTES
-        return is_small and self._is_connected(group)
+        hub = self._connected(group)
+        if hub is None:
+            return False
+        return tensor.numel() * tensor.itemsize <= hub.inline_bytes // _TENSOR_PART
 
-    def _is_connected(self, group: Group | None) -> bool:
-        return self.planes.get(() if group is None else group.ranks) is not None
+    def _connected(self, group: Group | None) -> Hub | None:
+        return self.planes.get(() if group is None else group.ranks)
+
+
+def _warn_after() -> float:
+    return number_in("UNISONO_WARN_AFTER_S", _WARN_AFTER_S)
 
 
 def _size(said: bytes) -> int:
-    if said.endswith(_SHORT):
+    if said[-1:] == _SHORT:
         return len(said) - 1
-    if not said.endswith(_LONG) or len(said) <= _LENGTH.size:
+    if said[-1:] != _LONG or len(said) <= _LENGTH.size:
         raise CollectiveError("a damaged message came over the control plane")
     return int(_LENGTH.unpack_from(said, len(said) - 1 - _LENGTH.size)[0])
 

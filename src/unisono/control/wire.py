@@ -1,4 +1,4 @@
-"""Framed messages between two ranks over a stream socket.
+"""Framed messages between two ranks over a stream socket, with a lane beside it on one host.
 
 A frame: kind as one byte, sequence number as uint32, length of the body as uint64, all
 little-endian, then the body. A body over the line's limit ends the line, so a peer can't make this
@@ -12,6 +12,9 @@ import select
 import socket
 import struct
 import time
+from typing import Any
+
+from unisono.control.lane import LANE_BYTES, Lane
 
 __all__ = (
     "ALL",
@@ -20,6 +23,7 @@ __all__ = (
     "FAIL",
     "GIVE",
     "NOTICE",
+    "WAKE",
     "Line",
     "LineClosed",
     "entry",
@@ -27,10 +31,12 @@ __all__ = (
     "read_failure",
 )
 
-GIVE, ALL, FAIL, NOTICE, ASK, ANSWER = range(6)
+GIVE, ALL, FAIL, NOTICE, ASK, ANSWER, WAKE = range(7)
 _HEAD = struct.Struct("<BIQ")
 _ENTRY = struct.Struct("<IQ")
 _CHUNK = 1 << 16
+_LONGEST_WAIT_S = 3600.0  # `poll` takes no infinity
+_COPIED_BYTES = 1 << 14  # what is longer is only viewed
 
 
 class LineClosed(Exception):
@@ -53,9 +59,9 @@ def read_failure(body: bytes) -> dict[str, object]:
         raise LineClosed("it sent a report of a failure that can't be read") from None
 
 
-def entry(place: int, blob: bytes) -> bytes:
-    """Make an entry of a bundle: place as uint32, length as uint64, the blob. Local."""
-    return _ENTRY.pack(place, len(blob)) + blob
+def entry(place: int, blob: bytes, tail: bytes = b"") -> bytes:
+    """Make an entry of a bundle: place as uint32, length as uint64, blob and tail. Local."""
+    return b"".join((_ENTRY.pack(place, len(blob) + len(tail)), blob, tail))
 
 
 def read_entries(bundle: bytes) -> dict[int, bytes]:
@@ -63,11 +69,15 @@ def read_entries(bundle: bytes) -> dict[int, bytes]:
 
     Local.
 
+    Returns:
+        What each has, as bytes, or as a view of `bundle` where that is long.
+
     Raises:
         LineClosed: it is none.
     """
     blobs: dict[int, bytes] = {}
     at, end = 0, len(bundle)
+    whole: Any = bundle if end < _COPIED_BYTES else memoryview(bundle)
     while at < end:
         if end - at < _ENTRY.size:
             raise LineClosed("it sent half an entry")
@@ -75,7 +85,7 @@ def read_entries(bundle: bytes) -> dict[int, bytes]:
         at += _ENTRY.size + size
         if at > end:
             raise LineClosed(f"it sent an entry that says it has {size} bytes")
-        blobs[place] = bundle[at - size : at]
+        blobs[place] = whole[at - size : at]
     return blobs
 
 
@@ -84,11 +94,15 @@ class Line:
 
     Args:
         sock: connected stream socket; the line owns it.
+        lane: memory that both ends share, if any; rounds go through it as far as they fit.
         limit_bytes: longest body that the peer may send.
     """
 
-    def __init__(self, sock: socket.socket, limit_bytes: int) -> None:
+    def __init__(self, sock: socket.socket, lane: Lane | None, limit_bytes: int) -> None:
         sock.setblocking(False)
+        self._lane = lane
+        self.has_lane = lane is not None
+        self._last_kind = WAKE if self.has_lane else ANSWER
         self._sock = sock
         self._limit = limit_bytes
         self._held = bytearray()
@@ -109,14 +123,20 @@ class Line:
             LineClosed: the peer is gone.
             TimeoutError: it doesn't read.
         """
+        lane = self._lane
+        if lane is not None and kind <= ALL and len(body) <= LANE_BYTES:
+            if not lane.put(kind, seq, body):
+                return
+            kind, seq, body = WAKE, 0, b""
         data = memoryview(_HEAD.pack(kind, seq, len(body)) + body)
         data = data[self._put(data) :]
         while data:
             writable = select.poll()
             writable.register(self.fd, select.POLLOUT)
             left = until - time.monotonic()
-            if left <= 0 or not writable.poll(left * 1000):
+            if left <= 0:
                 raise TimeoutError
+            writable.poll(min(left, _LONGEST_WAIT_S) * 1000)
             data = data[self._put(data) :]
 
     def _put(self, data: memoryview) -> int:
@@ -138,19 +158,32 @@ class Line:
         Raises:
             LineClosed: the peer is gone and all that it sent has been taken, or it sent nonsense.
         """
-        frame = self._parse()
-        while frame is None:
-            try:
-                data = self._sock.recv(max(_CHUNK, self._missing()))
-            except BlockingIOError:
+        while True:
+            frame = None if self._lane is None else self._lane.take()
+            if frame is None:
+                frame = self._parse()
+            if frame is not None and frame[0] != WAKE:
+                return frame
+            if frame is None and not self._fill():
                 return None
-            except OSError as error:
-                raise LineClosed(str(error)) from None
-            if not data:
-                raise LineClosed("it closed the connection")
-            self._held += data
-            frame = self._parse()
-        return frame
+
+    def _fill(self) -> bool:
+        """Read what the socket has; tell whether there was something to be looked at."""
+        how = "it closed the connection"
+        try:
+            data = self._sock.recv(max(_CHUNK, self._missing()))
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            data, how = b"", str(error)
+        self._held += data
+        if not data and not self.may_hold(False):
+            raise LineClosed(how)
+        return True
+
+    def may_hold(self, otherwise: bool = True) -> bool:
+        """Tell whether a frame waits in the lane; `otherwise` where there is none. Local."""
+        return otherwise if self._lane is None else self._lane.has_come
 
     def is_closed(self) -> bool:
         """Tell whether the peer is gone, reading ahead what it sent. Local; never waits."""
@@ -166,10 +199,10 @@ class Line:
             return True
         return False
 
-    @property
-    def holds_data(self) -> bool:
-        """Whether something has been read from the socket and not been taken."""
-        return bool(self._held)
+    def sleep(self, does_sleep: bool) -> None:
+        """Say whether the next frame must wake this rank. Local."""
+        if self._lane is not None:
+            self._lane.sleep(does_sleep)
 
     def _missing(self) -> int:
         if len(self._held) < _HEAD.size:
@@ -181,7 +214,7 @@ class Line:
         if len(held) < _HEAD.size:
             return None
         kind, seq, size = _HEAD.unpack_from(held)
-        if size > self._limit or kind > ANSWER:
+        if size > self._limit or kind > self._last_kind:
             raise LineClosed(f"it sent a frame of kind {kind} with {size} bytes")
         end = _HEAD.size + size
         if len(held) < end:
@@ -193,3 +226,4 @@ class Line:
     def close(self) -> None:
         """Close the connection. Local."""
         self._sock.close()
+        self._lane = None  # with it goes the memory, once nobody looks at it

@@ -108,7 +108,8 @@ def _task(pickled: bytes, info: RankInfo, environ: Mapping[str, str]) -> Task:
         "MASTER_ADDR": info.master_addr,
         "MASTER_PORT": info.master_port,
     }
-    variables = {**environ, **os.environ}
+    share = {} if info.local_world_size == 1 else {"OMP_NUM_THREADS": str(info.core_share())}
+    variables = {**share, **environ, **os.environ}
     variables |= {name: str(value) for name, value in own.items() if value is not None}
     path = [os.path.abspath(item) if item == "" else item for item in sys.path]
     return Task(pickled, info, variables, path, list(sys.argv), os.getcwd())

@@ -82,8 +82,7 @@ def variables(info: RankInfo | None, environ: Mapping[str, str]) -> dict[str, st
         }
         new |= {name: str(value) for name, value in said.items() if value is not None}
         if info.local_world_size is not None and info.local_world_size > 1:
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-            new["OMP_NUM_THREADS"] = str(max(1, cores // info.local_world_size))
+            new["OMP_NUM_THREADS"] = str(info.core_share())
     return {**new, **environ}
 
 

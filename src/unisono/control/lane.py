@@ -1,0 +1,141 @@
+"""A mailbox in memory that two ranks of one host share: no system call where both are awake.
+
+Each direction holds one frame: a stamp (sequence number and kind in one word), the body's length,
+the body. The stamp is written last, and one word at a time is written and read as a whole; that
+what was written before it is seen before it is what x86 promises (Intel's manual, volume 3, 9.2),
+so other machines keep to their sockets. A frame is overwritten only by the next round's, which the
+other side can't have asked for before it took this one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import socket
+
+__all__ = ("LANE_BYTES", "Lane", "is_here", "receive", "send")
+
+LANE_BYTES = 1 << 22
+"""Longest body that a lane carries; pages that no frame has reached take no memory."""
+_HEAD_BYTES = 64
+_HALF_BYTES = _HEAD_BYTES + LANE_BYTES
+_WORD_BYTES = 8
+_STAMP, _SIZE, _SLEEPS = 0, 1, 4  # words of a half's head; the last one is the reader's
+_KIND_BITS = 3
+
+
+class Lane:
+    """One end of a mailbox.
+
+    Args:
+        memory: what both share, of `send` or `receive`; it goes, with its descriptor, with the lane.
+        is_first: whether this end made it.
+    """
+
+    def __init__(self, memory: mmap.mmap, is_first: bool) -> None:
+        mine, theirs = (0, _HALF_BYTES) if is_first else (_HALF_BYTES, 0)
+        self._bytes = memoryview(memory)
+        self._words = self._bytes.cast("Q")
+        self._out, self._in = mine // _WORD_BYTES, theirs // _WORD_BYTES
+        self._out_body, self._in_body = mine + _HEAD_BYTES, theirs + _HEAD_BYTES
+        self._taken = 0
+
+    def put(self, kind: int, seq: int, body: bytes) -> bool:
+        """Give the other end a frame, which has taken the one before.
+
+        Local; never waits.
+
+        Returns:
+            Whether the other end sleeps, and is to be woken.
+        """
+        start, words, at = self._out_body, self._words, self._out
+        self._bytes[start : start + len(body)] = body
+        words[at + _SIZE] = len(body)
+        words[at] = seq << _KIND_BITS | kind
+        return words[at + _SLEEPS] != 0
+
+    @property
+    def has_come(self) -> bool:
+        """Whether `take` has a frame."""
+        return self._words[self._in] != self._taken
+
+    def take(self) -> tuple[int, int, bytes] | None:
+        """Take the frame that has come, if one has. Local; never waits."""
+        words, at = self._words, self._in
+        stamp = words[at]
+        if stamp == self._taken:
+            return None
+        self._taken = stamp
+        start = self._in_body
+        body = bytes(self._bytes[start : start + min(words[at + _SIZE], LANE_BYTES)])
+        return stamp & ((1 << _KIND_BITS) - 1), stamp >> _KIND_BITS, body
+
+    def sleep(self, does_sleep: bool) -> None:
+        """Say whether this end is to be woken by what comes next. Local."""
+        self._words[self._in + _SLEEPS] = does_sleep
+
+
+def send(sock: socket.socket, data: bytes) -> Lane | None:
+    """Send `data`, and with it memory to share, over a Unix-domain socket.
+
+    Local.
+
+    Returns:
+        This end; None where there is no such memory, which the other end then sees.
+
+    Raises:
+        OSError: the other side is gone.
+    """
+    fd = _make() if is_here() else -1
+    if fd < 0:
+        sock.sendall(data)
+        return None
+    try:
+        memory = mmap.mmap(fd, 2 * _HALF_BYTES)
+        socket.send_fds(sock, [data], [fd])
+    finally:
+        os.close(fd)
+    return Lane(memory, True)
+
+
+def is_here() -> bool:
+    """Tell whether this machine has such memory, and keeps the order of what is written. Local."""
+    return hasattr(os, "memfd_create") and platform.machine() in ("x86_64", "AMD64")
+
+
+def _make() -> int:
+    fd = -1
+    try:
+        fd = os.memfd_create("unisono")
+        os.ftruncate(fd, 2 * _HALF_BYTES)
+    except OSError:  # not allowed, or files may not be that large
+        if fd >= 0:
+            os.close(fd)
+        return -1
+    return fd
+
+
+def receive(sock: socket.socket, data: bytes) -> Lane | None:
+    """Receive what `send` sent.
+
+    Local.
+
+    Returns:
+        The other end; None where no memory came.
+
+    Raises:
+        OSError: something else came, or memory of another size.
+    """
+    got, fds, _, _ = socket.recv_fds(sock, len(data), 1)
+    try:
+        if got != data:
+            raise OSError("refused")
+        if not fds:
+            return None
+        if os.fstat(fds[0]).st_size != 2 * _HALF_BYTES:
+            raise OSError("who listens here shares memory of another size")
+        return Lane(mmap.mmap(fds[0], 2 * _HALF_BYTES), False)
+    finally:
+        for fd in fds:
+            os.close(fd)

@@ -1,0 +1,97 @@
+"""The control plane where ranks share memory and where they don't: the same values, no files."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _by_hand import by_hand, join, leave, prepare
+
+import unisono
+from unisono._context import communicator
+from unisono.control import lane
+from unisono.control.lane import LANE_BYTES
+
+SIZES = (0, 300, 16_000, 65_535, 70_000, 1_000_000, LANE_BYTES // 3, LANE_BYTES, LANE_BYTES + 1)
+JOB = """
+import unisono
+
+def fn(local_rank):
+    return unisono.all_gather("x" * 70_000 * local_rank), unisono.all_reduce(1)
+
+if __name__ == "__main__":
+    found = unisono.spawn("gloo", fn, nproc_per_node=2)
+    assert found == [(["", "x" * 70_000], 2)] * 2
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> Iterator[None]:
+    prepare()
+    yield
+
+
+def refuse(*_: object) -> int:
+    raise OSError("not allowed here")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("without", [(), (1,), (0, 1, 2)], ids=["memory", "one refuses", "none"])
+def test_values_of_all_lengths_are_whole(
+    without: tuple[int, ...], world_size: int, tmp_path: Path
+) -> None:
+    def fn(rank: int) -> Any:
+        if rank in without:
+            os.memfd_create = refuse  # type: ignore[assignment]
+        join(tmp_path, rank, world_size)
+        for size in SIZES:
+            pieces = [random.Random(size + other).randbytes(size) for other in range(world_size)]
+            assert unisono.all_gather(pieces[rank]) == pieces
+            assert unisono.broadcast(pieces[rank], src=1) == pieces[1]
+            tensor = torch.arange(size // 4, dtype=torch.float32) + rank
+            expected = torch.stack([tensor + other - rank for other in range(world_size)]).sum(0)
+            assert torch.equal(unisono.all_reduce(tensor), expected)
+        shares = communicator().planes[()].shares_memory
+        leave()
+        return shares
+
+    # The one that makes the memory of all pairs is rank 0.
+    expected = lane.is_here() and 0 not in without
+    assert by_hand(fn, world_size) == [expected] * world_size
+
+
+def run(environ: dict[str, str], before: Sequence[str] = ()) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*before, sys.executable, "-c", JOB],
+        env={**os.environ, **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere sockets have files")
+@pytest.mark.parametrize("folder", ["/proc", "/nonexistent"])
+def test_a_job_needs_no_temporary_folder(folder: str) -> None:
+    """Of /proc even root can't make a file."""
+    with run({"TMPDIR": folder, "TEMP": folder, "TMP": folder}) as job:
+        output = job.communicate(timeout=60)[0]
+        assert job.returncode == 0, output
+
+
+def test_jobs_of_two_users_on_one_host_do_not_meet() -> None:
+    other = ["unshare", "--user", "--map-user=65534"]
+    try:
+        subprocess.run([*other, "true"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no other user can be had here: {error}")
+    for job in [run({}, before) for before in (other, (), other)]:
+        output = job.communicate(timeout=100)[0]
+        assert job.returncode == 0, output

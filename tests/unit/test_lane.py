@@ -1,0 +1,145 @@
+"""Memory that two ends share: what is put comes out once, whole, and a sleeper is woken."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from unisono.control import lane
+from unisono.control.lane import LANE_BYTES, Lane
+from unisono.control.wire import ALL, FAIL, GIVE, Line, LineClosed
+
+FOREVER = float("inf")
+Frame = tuple[int, int, bytes]
+
+pytestmark = pytest.mark.skipif(not lane.is_here(), reason="there is no such memory here")
+
+
+def shared() -> tuple[tuple[socket.socket, Lane], tuple[socket.socket, Lane]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    first = lane.send(ours, b"!")
+    second = lane.receive(theirs, b"!")
+    assert first is not None
+    assert second is not None
+    return (ours, first), (theirs, second)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Line, Line]]:
+    first, second = shared()
+    made = Line(*first, 2 * LANE_BYTES), Line(*second, 2 * LANE_BYTES)
+    yield made
+    for line in made:
+        line.close()
+
+
+def is_readable(line: Line) -> bool:
+    return bool(select.select([line.fd], [], [], 0)[0])
+
+
+def taken(line: Line) -> Frame:
+    """Take the next frame, waiting for it."""
+    line.sleep(True)
+    while (frame := line.take()) is None:
+        select.select([line.fd], [], [], 10)
+    line.sleep(False)
+    return frame
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, LANE_BYTES - 1, LANE_BYTES, LANE_BYTES + 1])
+def test_frames_of_any_length_come_out_whole_and_once(ends: tuple[Line, Line], size: int) -> None:
+    bodies = [os.urandom(size) for _ in range(3)]
+    for seq, body in enumerate(bodies, 1):
+        for source, target in (ends, ends[::-1]):
+            sender = threading.Thread(target=source.send, args=(GIVE, seq, body, FOREVER))
+            sender.start()  # what is longer than a lane may fill the socket
+            assert taken(target) == (GIVE, seq, body)
+            assert target.take() is None
+            sender.join()
+
+
+def test_who_looks_is_not_woken_and_who_sleeps_is(ends: tuple[Line, Line]) -> None:
+    source, target = ends
+    source.send(GIVE, 1, b"a", FOREVER)
+    assert target.may_hold()
+    assert not is_readable(target)
+    assert target.take() == (GIVE, 1, b"a")
+    target.sleep(True)
+    source.send(ALL, 1, b"b", FOREVER)
+    assert is_readable(target)
+    target.sleep(False)
+    assert target.take() == (ALL, 1, b"b")
+    assert is_readable(target)  # having been woken isn't a frame
+    assert target.take() is None
+    assert not is_readable(target)
+    source.send(GIVE, 2, b"c", FOREVER)
+    assert not is_readable(target)
+
+
+def test_a_report_of_a_failure_goes_past_a_frame_that_nobody_took(ends: tuple[Line, Line]) -> None:
+    source, target = ends
+    source.send(GIVE, 1, b"a", FOREVER)
+    source.send(FAIL, 1, b"b", FOREVER)
+    assert [taken(target), taken(target)] == [(GIVE, 1, b"a"), (FAIL, 1, b"b")]
+
+
+def test_what_was_put_before_the_end_is_taken_before_it(ends: tuple[Line, Line]) -> None:
+    source, target = ends
+    source.send(GIVE, 1, b"last", FOREVER)
+    source.close()
+    assert target.take() == (GIVE, 1, b"last")
+    with pytest.raises(LineClosed, match="closed the connection"):
+        target.take()
+
+
+def test_an_absurd_length_takes_no_more_than_the_lane() -> None:
+    (ours, first), (theirs, second) = shared()
+    with ours, theirs:
+        first._words[first._out + lane._SIZE] = 2**64 - 1
+        first._words[first._out] = 9
+        frame = second.take()
+    assert frame is not None
+    assert len(frame[2]) == LANE_BYTES
+
+
+@pytest.mark.parametrize("size", [0, 4096])
+def test_memory_of_another_size_is_refused(size: int) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, size)
+    with ours, theirs:
+        socket.send_fds(ours, [b"!"], [fd])
+        os.close(fd)
+        with pytest.raises(OSError, match="another size"):
+            lane.receive(theirs, b"!")
+
+
+def test_who_refuses_or_hangs_up_is_an_error() -> None:
+    for said in (b"?", b""):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            ours.sendall(said)
+            ours.close()
+            with pytest.raises(OSError, match="refused"):
+                lane.receive(theirs, b"!")
+
+
+def test_with_a_line_its_memory_goes() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        for line in [Line(*end, 1) for end in shared()]:
+            line.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_without_shared_memory_there_is_no_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with ours, theirs:
+        assert lane.send(ours, b"!") is None
+        assert lane.receive(theirs, b"!") is None
