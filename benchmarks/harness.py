@@ -164,7 +164,8 @@ def interleave(
         calls: calls in one turn, timed as a whole.
 
     Returns:
-        Microseconds a call by name. One call more opens each turn and isn't timed. The loop around the calls is in them.
+        Microseconds a call by name, the loop around the calls included. One call more opens each
+        turn and isn't timed.
     """
     names = list(callables)
     samples: dict[str, list[float]] = {name: [] for name in names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import importlib.util
@@ -10,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +20,7 @@ from typing import Any
 import _functions
 import psutil
 import pytest
+import torch
 from _witness import Pipe, gone, run_python, say
 
 import unisono
@@ -271,3 +274,38 @@ def test_a_job_needs_no_fixed_port_and_listens_on_the_loopback_alone() -> None:
         found = [ip for job in both for listening in job.join() for ip in listening]
     assert found
     assert set(found) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+def leave_notes(local_rank: int, folder: Path) -> int:
+    owner = Owner()
+    inherited = [item for item in vars(weakref.finalize)["_registry"] if item.atexit]
+    atexit.register((folder / f"atexit {local_rank}").touch)
+    weakref.finalize(owner, (folder / f"finalize {local_rank}").touch)
+    globals()["_owner"] = owner  # lives until the end
+    return len(inherited)
+
+
+class Owner:
+    """Something that a finalizer can be of."""
+
+
+def test_a_replica_undoes_at_its_end_what_it_set_up_and_not_what_the_helper_did(
+    tmp_path: Path,
+) -> None:
+    assert unisono.spawn("gloo", leave_notes, (tmp_path,), nproc_per_node=2) == [0, 0]
+    notes = [f"{kind} {rank}" for kind in ("atexit", "finalize") for rank in range(2)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == notes
+
+
+def threads(local_rank: int) -> int:
+    return torch.get_num_threads()
+
+
+def test_replicas_share_the_cores_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert unisono.spawn("gloo", threads, nproc_per_node=2) == [share] * 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert unisono.spawn("gloo", threads, nproc_per_node=2) == [3] * 2

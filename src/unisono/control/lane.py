@@ -29,7 +29,7 @@ class Lane:
     """One end of a mailbox.
 
     Args:
-        memory: what both share, of `send` or `receive`; it goes, with its descriptor, with the lane.
+        memory: what both share, of `send` or `receive`; it ends with the lane, as its descriptor.
         is_first: whether this end made it.
     """
 

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 WORKER = "from unisono.launchers._worker import work; work({channel}, {parent})"
 _PR_SET_PDEATHSIG = 1
@@ -155,6 +158,19 @@ def _watching(parent: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
+def _make_ready_for_copies() -> None:
+    """Leave out of the copies what would touch their memory for nothing.
+
+    At its end a copy isn't to undo what was set up here: torch takes 20 ms for that. Nor is its
+    collector to look through what was loaded here.
+    """
+    finalizers: Iterable[weakref.finalize[Any, Any]] = getattr(weakref.finalize, "_registry", ())
+    for finalizer in list(finalizers):
+        finalizer.atexit = False
+    gc.freeze()
+    gc.enable()
+
+
 def main(control_fd: int, parent: int, preload: bool) -> None:
     """Serve as a process of its own.
 
@@ -170,6 +186,8 @@ def main(control_fd: int, parent: int, preload: bool) -> None:
     work: Callable[[int, int], None] | None = None
     if preload:
         with _watching(parent):
+            gc.disable()
             from unisono.launchers._worker import work
+        _make_ready_for_copies()
     serve(control, parent, work)
     os._exit(0)
