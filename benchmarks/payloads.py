@@ -3,7 +3,7 @@
 All peers are attached to the same gloo group, in replicas that unisono spawns, and take turns in
 every round. A goal says how many times faster than the best of them ours shall be.
 
-    python benchmarks/payloads.py [--nproc-per-node 2] [--rounds 41] [--json] [--plot out.png]
+    python benchmarks/payloads.py [--nproc-per-node 2] [--rounds 21] [--json] [--plot out.png]
 """
 
 from __future__ import annotations
@@ -170,13 +170,13 @@ def measure(local_rank: int, rounds: int) -> dict[str, tuple[float, dict[str, Ti
         warnings.simplefilter("ignore")
         table = works()
         return {
-            work: (goal, interleave(rounds, calls, 20)) for work, (goal, calls) in table.items()
+            work: (goal, interleave(rounds, calls, 50)) for work, (goal, calls) in table.items()
         }
 
 
 def main() -> int:
     """Measure and print."""
-    made = parser("What is no accelerator tensor, against everybody else.", 41)
+    made = parser("What is no accelerator tensor, against everybody else.", 21)
     made.add_argument("--nproc-per-node", type=int, default=2)
     made.add_argument("--plot", metavar="PNG")
     arguments = made.parse_args()
