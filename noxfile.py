@@ -12,7 +12,7 @@ from pathlib import Path
 import nox
 from nox.command import CommandFailed
 
-nox.options.sessions = ["lint", "types", "tests", "package", "mpi", "horovod", "xla"]
+nox.options.sessions = ["lint", "types", "tests", "faults", "package", "mpi", "horovod", "xla"]
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
 
@@ -20,6 +20,9 @@ CONSTRAINTS = ("-c", "constraints.txt")
 XLA_CONSTRAINTS = ("-c", "constraints-xla.txt")
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "unisono")
 REPORTS = Path(".nox", "reports")  # what `unisono check` found, backend by backend
+RANDOM_PROGRAMS = (
+    "tests/process/test_random_programs.py::test_a_program_gives_what_plain_python_gives"
+)
 ALL_SIZES = ("-n", "1", "-n", "2", "-n", "3")
 
 
@@ -50,9 +53,12 @@ def real(
     session: nox.Session, name: str, backend: str, *sizes: str, env: dict[str, str] | None = None
 ) -> None:
     """Run the tests of a real part, of which none may be skipped, and every law on its backend."""
-    env = {"UNISONO_REQUIRE": name, **(env or {})}
+    env = {"UNISONO_REQUIRE": f"{name},{backend}", **(env or {})}
     words = [word for word in session.posargs if word != "--required"]
-    session.run("pytest", f"tests/real/test_{name}.py", *words, env=env)
+    tests = [f"tests/real/test_{name}.py"]
+    if name != "xla":  # which would compile each random program
+        tests.append(f"{RANDOM_PROGRAMS}[{backend}]")
+    session.run("pytest", *tests, *words, env=env)
     check(session, backend, *sizes, env=env)
 
 

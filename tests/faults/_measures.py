@@ -10,9 +10,9 @@ from pathlib import Path
 
 __all__ = ("Clock", "Table")
 
-# On a busy machine the limits are looser; a quiet one should pass with 1.
 _PATH = re.compile(r"(/[\w.-]+){3,}")
-SLACK = float(os.environ.get("UNISONO_FAULTS_SLACK", "10"))
+# On a busy machine the limits are looser; a quiet one passes with 1.
+SLACK = float(os.environ.get("UNISONO_FAULTS_SLACK", "4"))
 
 
 @dataclass

@@ -61,7 +61,8 @@ def test_variables_without_peers(monkeypatch: pytest.MonkeyPatch, table: Table) 
         port = str(free.getsockname()[1])
     seconds, text = refused({"MASTER_PORT": port}, monkeypatch, timeout=2)
     assert "rank 0 of 2" in text
-    table.add("rank 0 of 2, nobody comes, timeout 2 s", seconds, 3, text)
+    # torch's store waits a whole second more (2.13).
+    table.add("rank 0 of 2, nobody comes, timeout 2 s", seconds, 3.5, text)
     seconds, text = refused({"RANK": "1", "MASTER_PORT": port}, monkeypatch, timeout=2)
     assert "rank 1 of 2" in text
     assert port in text

@@ -181,9 +181,7 @@ def test_a_rank_that_hangs_is_named_at_the_deadline(
     assert "rank 1 (pid " in text
     assert HANGS[hang].says in text
     named = next(line for line in text.splitlines() if "did not come" in line)
-    # A pool gives the others half a second, to see whether it can be kept.
-    limit_s = TIMEOUT_S + (1.5 if runner == "WorkerPool" else 1)
-    table.add(f"{runner}: {hang}, timeout {TIMEOUT_S:g} s", seconds, limit_s, named)
+    table.add(f"{runner}: {hang}, timeout {TIMEOUT_S:g} s", seconds, TIMEOUT_S + 1, named)
 
 
 @pytest.mark.parametrize("hang", ["SIGSTOP", "a loop in Python"])

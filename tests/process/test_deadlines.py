@@ -18,6 +18,7 @@ from unisono.errors import ArgumentError, CollectiveTimeoutError
 CALLS: dict[str, Callable[[], Any]] = {
     "barrier": unisono.barrier,
     "a large all_reduce": lambda: unisono.all_reduce(torch.ones(300_000)),
+    "recv": lambda: unisono.recv(src=1),
 }
 
 

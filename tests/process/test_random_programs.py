@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from _programs import FAULTS, Step, alike, expected, programs, run, run_until
@@ -22,17 +26,33 @@ FEW = settings(
 END_S = 20.0  # a failed job is over long before; the machine may be busy
 
 
-@pytest.fixture(params=["threads", "gloo"])
-def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
-    with WorkerPool(request.param, nproc_per_node=SIZE, timeout=30) as made:
-        yield made
+def why_not(library: str, program: str = "") -> str:
+    is_here = importlib.util.find_spec(library) is not None
+    return "" if is_here and (not program or shutil.which(program)) else f"{library} isn't here"
+
+
+@pytest.fixture(params=["serial", "threads", "gloo", "mpi4py", "horovod"])
+def pool(request: pytest.FixtureRequest) -> Iterator[tuple[WorkerPool, int]]:
+    backend = request.param
+    reason = {"mpi4py": why_not("mpi4py", "mpiexec"), "horovod": why_not("horovod")}.get(backend)
+    if reason and backend in os.environ.get("UNISONO_REQUIRE", "").split(","):
+        pytest.fail(f"{reason}, but UNISONO_REQUIRE names it")
+    if reason:
+        pytest.skip(reason)
+    size = 1 if backend == "serial" else SIZE
+    options: dict[str, Any] = {} if backend == "serial" else {"timeout": 30}
+    with WorkerPool(backend, nproc_per_node=size, **options) as made:
+        yield made, size
 
 
 @pytest.mark.timeout(300)
 @FEW
-@given(program=programs(SIZE))
-def test_a_program_gives_what_plain_python_gives(pool: WorkerPool, program: list[Step]) -> None:
-    found = pool.run(run, program)
+@given(data=st.data())
+def test_a_program_gives_what_plain_python_gives(
+    pool: tuple[WorkerPool, int], data: st.DataObject
+) -> None:
+    program = data.draw(programs(pool[1]))
+    found = pool[0].run(run, program)
     for rank, results in enumerate(found):
         for step, result in zip(program, results, strict=True):
             wanted = expected(step, rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -484,9 +485,19 @@ def come_late(model: XlaModel) -> str:
     return ""
 
 
-def test_who_waits_too_long_says_for_whom() -> None:
-    first, second = launch(come_late, 2, timeout=timedelta(seconds=0.5))
-    assert first.startswith("CollectiveTimeoutError: rank 0 waited 0.5 s in all_reduce SUM")
+def come_late_for_a_block(model: XlaModel) -> str:
+    with idist.deadline(0.5):
+        return come_late(model)
+
+
+@pytest.mark.parametrize("way", ["timeout", "deadline"])
+def test_who_waits_too_long_says_for_whom(way: str) -> None:
+    if way == "timeout":
+        first, second = launch(come_late, 2, timeout=timedelta(seconds=0.5))
+    else:
+        first, second = launch(come_late_for_a_block, 2)
+    said = r"CollectiveTimeoutError: rank 0 waited 0\.[45]\d* s in all_reduce SUM"
+    assert re.match(said, first)
     assert first.endswith("ranks that did not come: [1]")
     assert second.startswith("PeerFailedError: rank 1 waited in all_reduce SUM")
 

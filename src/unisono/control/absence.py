@@ -11,9 +11,10 @@ from pathlib import Path
 
 from unisono.control import calls
 
-__all__ = ("Absent", "Missing", "has_ended", "report", "watch")
+__all__ = ("Absent", "Missing", "has_ended", "is_stopped", "report", "watch")
 
-_STATES = {b"T": ", stopped by a signal", b"Z": ", ended"}
+_STOPPED, _ENDED = b"T", b"Z"
+_STATES = {_STOPPED: ", stopped by a signal", _ENDED: ", ended"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Missing:
         if self.behind:
             who += f", or one of {list(self.behind)} behind it,"
         if self.pid is not None:
-            who += f" (pid {self.pid} on this host{_state(self.pid)})"
+            who += f" (pid {self.pid} on this host{_STATES.get(_state(self.pid), '')})"
         text = f"  {who} did not come"
         return f"{text}; it is at\n{self.stack}" if self.stack else text
 
@@ -67,11 +68,15 @@ def report(round_: str, came: Mapping[int, bytes], missing: Sequence[Missing]) -
     return "\n".join([f"{round_}:", *lines, *map(str, missing)])
 
 
-def _state(pid: int) -> str:
+def _state(pid: int) -> bytes:
     with contextlib.suppress(OSError, IndexError):  # Linux alone has it
-        letter = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
-        return _STATES.get(letter, "")
-    return ""
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    return b""
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Tell whether a process of this host has been stopped by a signal. Local."""
+    return pid is not None and _state(pid) == _STOPPED
 
 
 def watch(pids: Mapping[int, int]) -> dict[int, int]:

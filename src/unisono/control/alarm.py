@@ -9,11 +9,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NoReturn
 
 from unisono.control import calls
-from unisono.control.absence import Absent, Missing, has_ended, report, watch
+from unisono.control.absence import Absent, Missing, has_ended, is_stopped, report, watch
 from unisono.control.aside import Aside, place_in, stack_of
 from unisono.control.neighbours import Neighbours
 from unisono.control.wire import FAIL, NOTICE, Line, LineClosed, read_entries, read_failure
@@ -96,7 +96,7 @@ class Alarm:
             said = self._aside.failure(_LATE_S)
             return "" if said is None else str(read_failure(said)["text"])
         here = place_in(stack_of(threading.get_ident()))
-        stacks = self._aside.ask(self._links.downs)
+        stacks = self._ask(self._links.downs)
         absent = [p for p in self._links.downs if here not in stacks.get(p, "")]
         text = "\n".join(str(self._missing(place, stacks)) for place in absent)
         self._aside.tell(json.dumps({"kind": "timeout", "text": text}).encode())
@@ -160,6 +160,10 @@ class Alarm:
     def _me(self) -> str:
         return f"rank {self._ranks[self._place]} of {len(self._ranks)}"
 
+    def _ask(self, places: Iterable[int]) -> dict[int, str]:
+        """Ask where the threads of neighbours are, but for those that can't answer."""
+        return self._aside.ask([p for p in places if not is_stopped(self._pids.get(p))])
+
     def _missing(self, place: int, stacks: Mapping[int, str]) -> Missing:
         behind = [self._ranks[other] for other in self._links.below.get(place, ())[1:]]
         return Missing(self._ranks[place], behind, self._pids.get(place), stacks.get(place, ""))
@@ -167,7 +171,7 @@ class Alarm:
     def _report(self, places: tuple[int, ...], got: Mapping[int, bytes]) -> str:
         """Say who has come with which call, who has not, and where those are."""
         absent = [place for place in places if place not in got]
-        stacks = self._aside.ask(absent)
+        stacks = self._ask(absent)
         came = {self._place: self._blob}
         for bundle in got.values():
             with contextlib.suppress(LineClosed):

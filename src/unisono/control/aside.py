@@ -17,7 +17,7 @@ from unisono.control.wire import ANSWER, ASK, FAIL, Line, LineClosed, read_failu
 __all__ = ("Aside", "place_in", "stack_of")
 
 _ANSWER_WITHIN_S = 1.0
-_ASK_S = 0.6  # a stopped rank never answers, and who asks has waited for its deadline already
+_ASK_S = 0.4  # who is stuck in C never answers, and who asks has waited for its deadline already
 _FRAMES = 6
 _PACKAGE = str(Path(__file__).parents[1])
 
@@ -58,7 +58,7 @@ class Aside:
         ).start()
 
     def ask(self, places: Iterable[int]) -> dict[int, str]:
-        """Ask neighbours for the stack of their thread; wait 0.6 s at most.
+        """Ask neighbours for the stack of their thread; wait 0.4 s at most.
 
         Local.
 

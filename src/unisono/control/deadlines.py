@@ -21,8 +21,8 @@ def deadline(timeout: float | timedelta) -> Iterator[None]:
 
     Local. All that the block's own thread calls shares the one deadline, whatever ``timeout`` the
     job has; a shorter one that holds already stays. A context in which a collective timed out is
-    no longer usable, since its ranks are out of step. Point-to-point messages of native, NCCL's
-    collectives, and those of Horovod and XLA keep to the job's ``timeout``.
+    no longer usable, since its ranks are out of step. NCCL's collectives and the graphs that XLA
+    has begun keep to the job's ``timeout``.
 
     Args:
         timeout: seconds or a timedelta, over 0.

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from unisono.control.deadlines import limit_of
 from unisono.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -124,13 +125,13 @@ class Calls:
         return key, handle
 
     def _wait(self, handle: int, call: str, group: Group | None) -> None:
-        begin = time.monotonic()
+        begin, limit_s = time.monotonic(), limit_of(self.timeout_s) or 0.0
         try:
             while not self._hvd.poll(handle):
                 waited_s = time.monotonic() - begin
-                if waited_s > self.timeout_s:
+                if waited_s > limit_s:
                     raise CollectiveTimeoutError(
-                        f"{self._where(call, group)} timed out after {self.timeout_s:g} s: some "
+                        f"{self._where(call, group)} timed out after {limit_s:.3g} s: some "
                         "rank didn't come, or called something else"
                     )
                 # hvd.synchronize would spin, on a core that Horovod's own thread may need.

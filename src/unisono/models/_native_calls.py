@@ -17,6 +17,7 @@ from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedEr
 __all__ = ("Calls",)
 
 _SLICE = timedelta(seconds=0.3)
+_LEAST_S = 0.001  # torch takes 0 for no limit
 _GONE = ("closed by peer", "reset by peer", "connection closed", "broken pipe", "socket closed")
 
 
@@ -54,6 +55,21 @@ class Calls:
         except RuntimeError as error:
             self.fail(call, error)
         self.wait(call, work)
+
+    def message(self, call: str, start: Callable[..., Any], *args: Any) -> None:
+        """Send or receive a message: no slices, for gloo's can't be waited for twice.
+
+        Collective as the operation is, and raises as `run`.
+        """
+        limit_s = limit_of(self._model.timeout_s)
+        try:
+            work = start(*args)
+            if self._is_watched and limit_s is not None:
+                work.wait(timedelta(seconds=max(limit_s, _LEAST_S)))
+            else:
+                work.wait()
+        except RuntimeError as error:
+            self.fail(call, error)
 
     def wait(self, call: str, work: Any) -> None:
         """Wait for an operation under way. Collective as the operation is; raises as `run`."""

@@ -107,7 +107,7 @@ class Meeting:
                     f"rank {rank} waited in {call}, but rank {gone[0]} {self._left[gone[0]][1]}",
                     gone[0],
                 )
-            text = f"waited {timeout_s:g} s in {call}; ranks that did not come: {missing}"
+            text = f"waited {timeout_s:.3g} s in {call}; ranks that did not come: {missing}"
             self._leave(rank, text)
             raise CollectiveTimeoutError(f"rank {rank} {text}")
 

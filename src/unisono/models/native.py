@@ -256,16 +256,10 @@ class NativeModel(plane.Connected, ComputationModel):
         return got
 
     def send(self, tensor: Tensor, dst: int, group: Group | None = None) -> None:
-        try:
-            dist.send(tensor, dst, _pg(group))
-        except RuntimeError as error:
-            self._calls.fail(f"send to rank {dst}", error)
+        self._calls.message(f"send to rank {dst}", dist.isend, tensor, dst, _pg(group))
 
     def recv(self, into: Tensor, src: int, group: Group | None = None) -> Tensor:
-        try:
-            dist.recv(into, src, _pg(group))
-        except RuntimeError as error:
-            self._calls.fail(f"recv from rank {src}", error)
+        self._calls.message(f"recv from rank {src}", dist.irecv, into, src, _pg(group))
         return into
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:

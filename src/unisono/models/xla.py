@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.control.deadlines import limit_of
 from unisono.control.derived import FRAME_BYTES
 from unisono.errors import (
     BackendUnavailableError,
@@ -301,7 +302,8 @@ class XlaModel(ComputationModel):
     def _swap(self, call: str, item: T, group: Group | None) -> list[T]:
         ranks = tuple(self.members(group))
         rank = self._topology.rank
-        return MEETING.swap(ranks, rank, call, item, self._timeout_s)
+        limit_s = limit_of(self._timeout_s)
+        return MEETING.swap(ranks, rank, call, item, 0.0 if limit_s is None else limit_s)
 
 
 def _run_replica(

@@ -1,0 +1,160 @@
+"""A job of two hosts whose network fails: it goes on where that passes, else it ends in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from _needs import require
+from virtual_hosts import Hosts
+from virtual_wire import Wire, virtual_wire, why_not
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
+TIMEOUT_S = 5.0
+STEPS = 8
+JOB = """
+import sys, time, torch, unisono
+
+unisono.initialize("gloo", timeout=float(sys.argv[1]))
+rank = unisono.get_rank()
+for step in range(int(sys.argv[2])):
+    total = unisono.all_reduce(torch.full((50_000,), rank + 1.0))  # too long for a round
+    assert total.eq(3).all(), total
+    assert unisono.all_gather((rank, step)) == [(0, step), (1, step)]
+    assert unisono.broadcast("x" * 10_000, src=step % 2) == "x" * 10_000
+    print("STEP", time.monotonic(), flush=True)
+unisono.finalize()
+print("DONE", flush=True)
+"""
+Job = list["subprocess.Popen[str]"]
+
+
+def step_of(process: subprocess.Popen[str]) -> float:
+    """Give when the next step was done, by the clock that all processes share."""
+    assert process.stdout is not None
+    word, _, when = process.stdout.readline().partition(" ")
+    assert word == "STEP"
+    return float(when)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Hosts, Wire]]:
+    require("netns", why_not())
+    with virtual_wire(Path(tmp_path_factory.mktemp("wire"))) as made:
+        yield made
+
+
+@pytest.fixture
+def wire(hosts: Hosts, place: tuple[Hosts, Wire]) -> Iterator[Wire]:
+    """The wire; `hosts` is asked for because it says why there may be none."""
+    place[1].mend()
+    yield place[1]
+    place[1].mend()
+
+
+@pytest.fixture
+def job(place: tuple[Hosts, Wire], wire: Wire, request: pytest.FixtureRequest) -> Iterator[Job]:
+    """A rank on each host, in the midst of its steps."""
+    hosts = place[0]
+    steps, timeout_s = request.param
+    processes: Job = []
+    for rank in range(2):
+        environ = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": hosts.addresses[0],
+            "MASTER_PORT": "29500",  # of a namespace that nobody else uses
+            "GLOO_SOCKET_IFNAME": "eth0",
+        }
+        words = [sys.executable, "-c", JOB, str(timeout_s), str(steps)]
+        processes.append(
+            subprocess.Popen(
+                hosts.on(rank, words),
+                env=environ,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        )
+    for process in processes:
+        assert process.stdout is not None
+        assert step_of(process) > 0
+    yield processes
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def whole(steps: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("job", [(steps, 60.0)], indirect=True, ids=[f"{steps} steps"])
+
+
+endless = pytest.mark.parametrize("job", [(10**9, TIMEOUT_S)], indirect=True, ids=["endless"])
+
+
+def ends_well(job: Job) -> None:
+    for process in job:
+        out, err = process.communicate(timeout=100)
+        assert process.returncode == 0, err
+        assert out.endswith("DONE\n")
+
+
+@whole(STEPS)
+def test_a_link_that_loses_packets_only_costs_time(job: Job, wire: Wire) -> None:
+    wire.loss = 0.05
+    ends_well(job)
+    assert wire.lost > 0
+
+
+@whole(STEPS)
+def test_a_link_that_is_slow_only_costs_time(job: Job, wire: Wire) -> None:
+    wire.delay_s = 0.2
+    start = time.monotonic()
+    ends_well(job)
+    assert time.monotonic() - start > 2 * 0.2
+
+
+@whole(10**9)
+def test_a_link_that_comes_back_only_costs_time(job: Job, wire: Wire) -> None:
+    wire.is_cut = True
+    cut = time.monotonic()
+    threading.Event().wait(1.5)  # how long the link is down
+    wire.is_cut = False
+    mended = time.monotonic()
+    done = 0.0
+    while done < mended:
+        done = step_of(job[0])
+        assert not cut + 0.5 < done < mended
+
+
+@endless
+def test_a_link_that_stays_down_is_an_error_at_the_deadline(job: Job, wire: Wire) -> None:
+    wire.is_cut = True
+    start = time.monotonic()
+    errors = [process.communicate(timeout=60)[1] for process in job]
+    assert time.monotonic() - start < TIMEOUT_S + 15
+    for error in errors:
+        assert "CollectiveTimeoutError: rank" in error
+    assert "rank 1 did not come" in errors[0]
+
+
+@endless
+def test_a_host_that_vanishes_is_an_error_at_the_deadline(job: Job, wire: Wire) -> None:
+    """Half-open: the other side is gone, and nothing says so."""
+    wire.is_cut = True
+    os.killpg(job[1].pid, signal.SIGKILL)
+    start = time.monotonic()
+    error = job[0].communicate(timeout=60)[1]
+    assert time.monotonic() - start < TIMEOUT_S + 15
+    assert "CollectiveTimeoutError: rank 0 of 2" in error
+    assert "rank 1 did not come" in error
