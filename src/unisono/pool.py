@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ("WorkerPool",)
 
-_GRACE_S = 0.3  # for the others, once a replica has failed
+_GRACE_S = 0.2  # for the others, once a replica has failed
 
 
 class WorkerPool:
