@@ -20,6 +20,7 @@ import unisono
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "process"))
 
+ROOT = Path(__file__).parents[2]
 START, END = "<!-- table: written by the suite -->", "<!-- end of the table -->"
 _GONE_S = 5.0
 # Shared memory says not whose it is: it is looked at where no other job uses the host.
@@ -36,6 +37,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     terminalreporter.section("faults")
     for line in TABLE.lines():
+        terminalreporter.write_line(line)
+    terminalreporter.section("the same with others, from the page on faults")
+    _, _, peers = (ROOT / "docs" / "faults.md").read_text().partition("## The peers")
+    for line in peers.partition("\n## ")[0].strip().splitlines():
         terminalreporter.write_line(line)
     page = config.getoption("--write-table")
     if page:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -62,8 +63,15 @@ def wire(hosts: Hosts, place: tuple[Hosts, Wire]) -> Iterator[Wire]:
 @pytest.fixture
 def job(place: tuple[Hosts, Wire], wire: Wire, request: pytest.FixtureRequest) -> Iterator[Job]:
     """A rank on each host, in the midst of its steps."""
-    hosts = place[0]
     steps, timeout_s = request.param
+    with started(place[0], steps, timeout_s) as processes:
+        for process in processes:
+            assert step_of(process) > 0
+        yield processes
+
+
+@contextmanager
+def started(hosts: Hosts, steps: int, timeout_s: float) -> Iterator[Job]:
     processes: Job = []
     for rank in range(2):
         environ = {
@@ -85,14 +93,13 @@ def job(place: tuple[Hosts, Wire], wire: Wire, request: pytest.FixtureRequest) -
                 start_new_session=True,
             )
         )
-    for process in processes:
-        assert process.stdout is not None
-        assert step_of(process) > 0
-    yield processes
-    for process in processes:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
 
 
 def whole(steps: int) -> pytest.MarkDecorator:
@@ -158,3 +165,16 @@ def test_a_host_that_vanishes_is_an_error_at_the_deadline(job: Job, wire: Wire) 
     assert time.monotonic() - start < TIMEOUT_S + 15
     assert "CollectiveTimeoutError: rank 0 of 2" in error
     assert "rank 1 did not come" in error
+
+
+def test_a_host_that_cannot_be_reached_is_named(place: tuple[Hosts, Wire], wire: Wire) -> None:
+    """As behind a firewall that drops packets: no answer, and no refusal either."""
+    wire.is_cut = True
+    start = time.monotonic()
+    with started(place[0], 1, 3.0) as job:
+        errors = [process.communicate(timeout=60)[1] for process in job]
+    assert time.monotonic() - start < 30
+    for rank, error in enumerate(errors):
+        assert f"rank {rank} of 2" in error.splitlines()[-1]
+    assert "1/2 clients joined" in errors[0]
+    assert f"{place[0].addresses[0]}:29500" in errors[1]

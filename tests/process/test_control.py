@@ -26,6 +26,7 @@ from unisono.errors import (
     CollectiveError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
+    EnvironmentDetectionError,
     PeerFailedError,
 )
 
@@ -196,6 +197,40 @@ def test_who_waits_long_is_told_once_who_is_missing_and_where_that_is(tmp_path: 
         assert "rank 1 came: barrier at " in said[0]
         assert "did not come; it is at" in said[0]
         assert "compute_for_long" in said[0]
+
+
+def test_after_an_interrupted_round_the_next_one_says_so(tmp_path: Path) -> None:
+    def wake(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def fn(rank: int) -> Any:
+        join(tmp_path, rank, 2)
+        unisono.barrier()
+        if rank == 0:
+            signal.signal(signal.SIGALRM, wake)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(KeyboardInterrupt):
+                unisono.all_gather("x")
+            with pytest.raises(CollectiveError, match="KeyboardInterrupt interrupted all_gather"):
+                unisono.all_gather("y")
+        leave()
+
+    assert by_hand(fn) == [None, None]
+
+
+def test_a_wrong_variable_is_refused_before_a_round(tmp_path: Path) -> None:
+    def fn(rank: int) -> Any:
+        os.environ["UNISONO_WARN_AFTER_S"] = "30s"
+        join(tmp_path, rank, 2)
+        for _ in range(2):
+            with pytest.raises(EnvironmentDetectionError, match="UNISONO_WARN_AFTER_S='30s'"):
+                unisono.barrier()
+        os.environ["UNISONO_WARN_AFTER_S"] = "30"
+        found = unisono.all_gather(rank)
+        leave()
+        return found
+
+    assert by_hand(fn) == [[0, 1]] * 2
 
 
 def listening() -> list[Any]:

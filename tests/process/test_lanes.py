@@ -81,9 +81,13 @@ def run(environ: dict[str, str], before: Sequence[str] = ()) -> subprocess.Popen
 @pytest.mark.parametrize("folder", ["/proc", "/nonexistent"])
 def test_a_job_needs_no_temporary_folder(folder: str) -> None:
     """Of /proc even root can't make a file."""
-    with run({"TMPDIR": folder, "TEMP": folder, "TMP": folder}) as job:
+    job = run({"TMPDIR": folder, "TEMP": folder, "TMP": folder})
+    try:
         output = job.communicate(timeout=60)[0]
-        assert job.returncode == 0, output
+    finally:
+        job.kill()
+        job.communicate()
+    assert job.returncode == 0, output
 
 
 def test_jobs_of_two_users_on_one_host_do_not_meet() -> None:
@@ -92,6 +96,12 @@ def test_jobs_of_two_users_on_one_host_do_not_meet() -> None:
         subprocess.run([*other, "true"], capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no other user can be had here: {error}")
-    for job in [run({}, before) for before in (other, (), other)]:
-        output = job.communicate(timeout=100)[0]
-        assert job.returncode == 0, output
+    jobs = [run({}, before) for before in (other, (), other)]
+    try:
+        for job in jobs:
+            output = job.communicate(timeout=100)[0]
+            assert job.returncode == 0, output
+    finally:
+        for job in jobs:
+            job.kill()
+            job.communicate()

@@ -151,7 +151,7 @@ def hub(place: int) -> Iterator[tuple[Hub, socket.socket, socket.socket]]:
     other = 1 - place
     part = links(["here", "here"], place)
     lines = ({other: Line(ours, None, LIMIT_BYTES)}, {other: Line(beside, None, LIMIT_BYTES)})
-    made = Hub(range(2), place, Neighbours(part, *lines, {}), 1 << 16)
+    made = Hub(range(2), place, Neighbours(part, *lines, {}), 1 << 16, 10.0)
     with main, aside:
         yield made, main, aside
     made.close()
@@ -164,7 +164,7 @@ def test_any_bundle_ends_a_round_with_blobs_or_names_the_peer(bundle: bytes, pla
         kind = GIVE if place == 0 else ALL
         main.sendall(HEAD.pack(kind, 1, len(bundle)) + bundle)
         try:
-            blobs = made.exchange(b"mine", b"", 10.0, lambda: 10.0)
+            blobs = made.exchange(b"mine", b"", 10.0)
         except PeerFailedError as error:
             assert error.rank == 1 - place
         else:
@@ -179,7 +179,7 @@ def test_any_bytes_on_its_lines_end_a_round_in_time(stream: bytes, beside: bytes
         main.sendall(stream)
         main.shutdown(socket.SHUT_WR)
         try:
-            blobs = made.exchange(b"mine", b"", 10.0, lambda: 10.0)
+            blobs = made.exchange(b"mine", b"", 10.0)
         except CollectiveError:
             return
         assert blobs[0] == b"mine"
@@ -189,7 +189,7 @@ def test_a_damaged_report_of_a_failure_names_who_sent_it() -> None:
     with hub(0) as (made, main, _):
         main.sendall(HEAD.pack(FAIL, 1, 4) + b"null")
         with pytest.raises(PeerFailedError, match="can't be read") as caught:
-            made.exchange(b"mine", b"", 10.0, lambda: 10.0)
+            made.exchange(b"mine", b"", 10.0)
         assert caught.value.rank == 1
 
 
@@ -198,7 +198,7 @@ def test_a_damaged_report_beside_leaves_no_dead_thread() -> None:
         aside.sendall(HEAD.pack(FAIL, 0, 2) + b"[]")
         blob = ENTRY.pack(1, 2) + b"ab"
         main.sendall(HEAD.pack(GIVE, 1, len(blob)) + blob)
-        assert made.exchange(b"mine", b"", 10.0, lambda: 10.0) == [b"mine", b"ab"]
+        assert made.exchange(b"mine", b"", 10.0) == [b"mine", b"ab"]
         assert any(thread.name == "unisono-aside" for thread in threading.enumerate())
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from unisono.control import lane
 from unisono.control.lane import LANE_BYTES, Lane
-from unisono.control.wire import ALL, FAIL, GIVE, Line, LineClosed
+from unisono.control.wire import ALL, FAIL, GIVE, Line, LineClosed, entry, read_entries
 
 FOREVER = float("inf")
 Frame = tuple[int, int, bytes]
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(not lane.is_here(), reason="there is no such mem
 
 def shared() -> tuple[tuple[socket.socket, Lane], tuple[socket.socket, Lane]]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    first = lane.send(ours, b"!")
-    second = lane.receive(theirs, b"!")
+    first = lane.send(ours)
+    second = lane.receive(theirs)
     assert first is not None
     assert second is not None
     return (ours, first), (theirs, second)
@@ -113,20 +113,20 @@ def test_memory_of_another_size_is_refused(size: int) -> None:
     fd = os.memfd_create("test")
     os.ftruncate(fd, size)
     with ours, theirs:
-        socket.send_fds(ours, [b"!"], [fd])
+        socket.send_fds(ours, [b"+"], [fd])
         os.close(fd)
         with pytest.raises(OSError, match="another size"):
-            lane.receive(theirs, b"!")
+            lane.receive(theirs)
 
 
 def test_who_refuses_or_hangs_up_is_an_error() -> None:
-    for said in (b"?", b""):
+    for said, why in ((b"?", "refused"), (b"", "refused"), (b"+", "no more descriptors")):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             ours.sendall(said)
             ours.close()
-            with pytest.raises(OSError, match="refused"):
-                lane.receive(theirs, b"!")
+            with pytest.raises(OSError, match=why):
+                lane.receive(theirs)
 
 
 def test_with_a_line_its_memory_goes() -> None:
@@ -141,5 +141,21 @@ def test_without_shared_memory_there_is_no_lane(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with ours, theirs:
-        assert lane.send(ours, b"!") is None
-        assert lane.receive(theirs, b"!") is None
+        assert lane.send(ours) is None
+        assert lane.receive(theirs) is None
+
+
+def test_who_took_a_frame_and_left_before_being_woken_is_no_error(ends: tuple[Line, Line]) -> None:
+    source, target = ends
+    target.sleep(True)
+    target.close()
+    source.send(ALL, 1, b"last", FOREVER)
+    with pytest.raises(LineClosed):
+        source.take()
+
+
+def test_short_entries_of_a_long_bundle_are_bytes_and_long_ones_views() -> None:
+    bundle = entry(0, b"short") + entry(1, b"x" * 20_000) + entry(2, b"", b"tail")
+    blobs = read_entries(bundle)
+    assert [type(blobs[place]) for place in range(3)] == [bytes, memoryview, bytes]
+    assert [bytes(blobs[place]) for place in range(3)] == [b"short", b"x" * 20_000, b"tail"]

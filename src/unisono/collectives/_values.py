@@ -52,6 +52,11 @@ def reduce_values(
     raise_failures(frames, ranks, call)
     said = [_read(other) for other in frames]
     _check_alike([structure for structure, _ in said], ranks, call)
+    if len({len(values) for _, values in said}) > 1:
+        counts = ", ".join(f"rank {r}: {len(v)}" for r, (_, v) in zip(ranks, said, strict=True))
+        raise CollectiveMismatchError(
+            f"{call} of nothing and of a number (numbers by rank: {counts})"
+        )
     columns = zip(*(values for _, values in said), strict=True)
     results: list[Any] = [fold_numbers(op, column) for column in columns]
     if tensors:
@@ -116,15 +121,15 @@ def _read(frame: bytes) -> tuple[bytes, list[Number]]:
     _, width, count = _HEAD.unpack_from(frame)
     start = _HEAD.size
     end = start + width
-    kinds = frame[end : end + count].decode()
+    kinds = str(frame[end : end + count], "ascii")
     shape = "<" + kinds
     if "D" not in kinds:
-        return frame[start:end], list(struct.unpack_from(shape, frame, end + count))
+        return bytes(frame[start:end]), list(struct.unpack_from(shape, frame, end + count))
     values: list[Number] = list(struct.unpack_from(shape.replace("D", "dd"), frame, end + count))
     for i, kind in enumerate(kinds):
         if kind == "D":
             values[i : i + 2] = [complex(*values[i : i + 2])]
-    return frame[start:end], values
+    return bytes(frame[start:end]), values
 
 
 def _check_alike(structures: list[bytes], ranks: Any, call: str) -> None:

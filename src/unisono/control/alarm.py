@@ -122,6 +122,13 @@ class Alarm:
             with contextlib.suppress(LineClosed, TimeoutError):
                 self._lines[place].send(NOTICE, self._seq, body, time.monotonic() + 1)
 
+    def interrupt(self, error: BaseException) -> None:
+        """Take note that a round was left half-way: nobody knows what the others have. Local."""
+        self.failure = CollectiveError(
+            f"{self._me()}: {type(error).__name__} interrupted {calls.describe(self._blob)}, so "
+            "the ranks are out of step: end the job, or finalize() and initialize anew"
+        )
+
     def lose(self, place: int, how: str = "") -> NoReturn:
         """Fail because of a rank that is gone. Local."""
         rank, pid = self._ranks[place], self._pids.get(place)

@@ -11,7 +11,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from unisono.control.absence import Absent
 from unisono.control.alarm import Alarm
@@ -47,6 +47,7 @@ class Hub:
         place: this rank's place.
         neighbours: whom it can see.
         inline_bytes: longest blob that a round takes, the same on every rank.
+        warn_after_s: seconds after which those who wait say once whom they wait for.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class Hub:
         place: int,
         neighbours: Neighbours,
         inline_bytes: int,
+        warn_after_s: float,
     ) -> None:
         self.inline_bytes = inline_bytes
+        self._warn_after_s = warn_after_s
         self._size = len(ranks)
         self._place = place
         self._links = neighbours.links
@@ -105,9 +108,7 @@ class Hub:
         """
         return self._alarm.late()
 
-    def exchange(
-        self, blob: bytes, tail: bytes, limit_s: float, warn_after: Callable[[], float]
-    ) -> list[bytes]:
+    def exchange(self, blob: bytes, tail: bytes, limit_s: float) -> list[bytes]:
         """Give every rank the blobs of all, in order of places.
 
         Collective over the group.
@@ -116,8 +117,6 @@ class Hub:
             blob: this rank's.
             tail: what comes after it, in the same blob.
             limit_s: seconds to wait for the others.
-            warn_after: gives the seconds after which those who wait say whom they wait for; asked
-                only where this rank has to sleep.
 
         Returns:
             The blobs with their tails; long ones are views.
@@ -125,35 +124,42 @@ class Hub:
         Raises:
             PeerFailedError: a rank is gone.
             CollectiveTimeoutError: ranks didn't come in time; names them.
+            CollectiveError: an earlier round was interrupted.
         """
         with self._lock:
             self._alarm.enter(self._seq + 1, blob)
             self._seq += 1
-            until = time.monotonic() + limit_s
-            up, downs = self._links.up, self._links.downs
-            bundle = entry(self._place, blob, tail)
-            if downs:
-                given = self._hear(GIVE, downs, until, warn_after)
-                blobs = read_entries(bundle)
-                for down in downs:
-                    blobs |= self._read(given[down], down, self._links.below[down])
-                bundle = b"".join((bundle, *given.values()))
-            if up is not None:
-                self._say(GIVE, up, bundle, until)
-                bundle = self._hear(ALL, (up,), until + _GRACE_S, warn_after)[up]
-                blobs = self._read(bundle, up, range(self._size))
-            for down in downs:
-                self._say(ALL, down, bundle, until)
-            return [blobs[place] for place in range(self._size)]
+            try:
+                return self._round(blob, tail, time.monotonic() + limit_s)
+            except CollectiveError:
+                raise
+            except BaseException as error:  # Ctrl-C above all: half a round can't be taken back
+                self._alarm.interrupt(error)
+                raise
 
-    def _hear(
-        self, kind: int, places: tuple[int, ...], until: float, warn_after: Callable[[], float]
-    ) -> dict[int, bytes]:
+    def _round(self, blob: bytes, tail: bytes, until: float) -> list[bytes]:
+        up, downs = self._links.up, self._links.downs
+        bundle = entry(self._place, blob, tail)
+        if downs:
+            given = self._hear(GIVE, downs, until)
+            blobs = read_entries(bundle)
+            for down in downs:
+                blobs |= self._read(given[down], down, self._links.below[down])
+            bundle = b"".join((bundle, *given.values()))
+        if up is not None:
+            self._say(GIVE, up, bundle, until)
+            bundle = self._hear(ALL, (up,), until + _GRACE_S)[up]
+            blobs = self._read(bundle, up, range(self._size))
+        for down in downs:
+            self._say(ALL, down, bundle, until)
+        return [blobs[place] for place in range(self._size)]
+
+    def _hear(self, kind: int, places: tuple[int, ...], until: float) -> dict[int, bytes]:
         """Wait for one frame of `kind` from each of `places`; give their bodies."""
         got: dict[int, bytes] = {}
         self._look_for_a_while(kind, places, got)
         if len(got) < len(places):
-            warn_at = time.monotonic() + warn_after() + (_GRACE_S if kind == ALL else 0.0)
+            warn_at = time.monotonic() + self._warn_after_s + (_GRACE_S if kind == ALL else 0.0)
             self._sleep(kind, places, got, until, warn_at)
         return got
 

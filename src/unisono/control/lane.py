@@ -23,6 +23,7 @@ _HALF_BYTES = _HEAD_BYTES + LANE_BYTES
 _WORD_BYTES = 8
 _STAMP, _SIZE, _SLEEPS = 0, 1, 4  # words of a half's head; the last one is the reader's
 _KIND_BITS = 3
+_MEMORY, _NONE = b"+", b"-"  # what is said with or without a descriptor
 
 
 class Lane:
@@ -76,8 +77,8 @@ class Lane:
         self._words[self._in + _SLEEPS] = does_sleep
 
 
-def send(sock: socket.socket, data: bytes) -> Lane | None:
-    """Send `data`, and with it memory to share, over a Unix-domain socket.
+def send(sock: socket.socket) -> Lane | None:
+    """Send memory to share over a Unix-domain socket.
 
     Local.
 
@@ -87,13 +88,13 @@ def send(sock: socket.socket, data: bytes) -> Lane | None:
     Raises:
         OSError: the other side is gone.
     """
-    fd = _make() if is_here() else -1
-    if fd < 0:
-        sock.sendall(data)
+    made = _make() if is_here() else None
+    if made is None:
+        sock.sendall(_NONE)
         return None
+    fd, memory = made
     try:
-        memory = mmap.mmap(fd, 2 * _HALF_BYTES)
-        socket.send_fds(sock, [data], [fd])
+        socket.send_fds(sock, [_MEMORY], [fd])
     finally:
         os.close(fd)
     return Lane(memory, True)
@@ -104,35 +105,37 @@ def is_here() -> bool:
     return hasattr(os, "memfd_create") and platform.machine() in ("x86_64", "AMD64")
 
 
-def _make() -> int:
+def _make() -> tuple[int, mmap.mmap] | None:
     fd = -1
     try:
         fd = os.memfd_create("unisono")
         os.ftruncate(fd, 2 * _HALF_BYTES)
-    except OSError:  # not allowed, or files may not be that large
+        return fd, mmap.mmap(fd, 2 * _HALF_BYTES)
+    except OSError:  # not allowed, too large for a file here, or no room for it
         if fd >= 0:
             os.close(fd)
-        return -1
-    return fd
+        return None
 
 
-def receive(sock: socket.socket, data: bytes) -> Lane | None:
+def receive(sock: socket.socket) -> Lane | None:
     """Receive what `send` sent.
 
     Local.
 
     Returns:
-        The other end; None where no memory came.
+        The other end; None where the sender has no such memory.
 
     Raises:
-        OSError: something else came, or memory of another size.
+        OSError: something else came, or memory that can't be had here.
     """
-    got, fds, _, _ = socket.recv_fds(sock, len(data), 1)
+    got, fds, flags, _ = socket.recv_fds(sock, 1, 1)
     try:
-        if got != data:
-            raise OSError("refused")
-        if not fds:
+        if got == _NONE and not fds:
             return None
+        if got != _MEMORY:
+            raise OSError("refused")
+        if not fds or flags & socket.MSG_CTRUNC:
+            raise OSError("shared memory was sent, but this process may have no more descriptors")
         if os.fstat(fds[0]).st_size != 2 * _HALF_BYTES:
             raise OSError("who listens here shares memory of another size")
         return Lane(mmap.mmap(fds[0], 2 * _HALF_BYTES), False)

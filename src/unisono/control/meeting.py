@@ -36,6 +36,7 @@ __all__ = ("host_of_this_process", "meet")
 
 _log = logging.getLogger(__name__)
 _SET_UP_S = 10.0
+_WARN_AFTER_S = 30.0
 _RETRY_S = 0.01
 _STRANGER_S = 1.0  # how long a connection may take to prove itself
 _HELLO = struct.Struct("<II16s")
@@ -71,6 +72,7 @@ def meet(
     Returns:
         This rank's hub; None on every rank where some rank couldn't be connected.
     """
+    warn_after_s = number_in("UNISONO_WARN_AFTER_S", _WARN_AFTER_S)
     fan_out = int(number_in("UNISONO_FAN_OUT", FAN_OUT, least=1))
     ranks = model.members(group)
     place = ranks.index(model.topology.rank)
@@ -102,7 +104,8 @@ def meet(
         hub = None
         if all("unix" in each for each in offers) and not reason:
             try:
-                hub = _connect(offers, place, ranks, listeners, inline_bytes, fan_out)
+                near = _connect(offers, place, listeners, inline_bytes, fan_out)
+                hub = Hub(ranks, place, near, inline_bytes, warn_after_s)
             except OSError as error:
                 reason = str(error) or type(error).__name__
         vote = b"no socket" if hub is None else _SHARING if hub.shares_memory else b""
@@ -113,7 +116,8 @@ def meet(
         return hub
     if hub is not None:
         hub.close()
-    said = "; ".join(f"rank {r}: {v.decode()}" for r, v in zip(ranks, votes, strict=True) if v)
+    named = [(r, v.decode()) for r, v in zip(ranks, votes, strict=True) if v not in (b"", _SHARING)]
+    said = "; ".join(f"rank {rank}: {reason}" for rank, reason in named)
     _log.info("the control plane stays on the model's own collectives: %s", said)
     return None
 
@@ -121,11 +125,10 @@ def meet(
 def _connect(
     offers: list[dict[str, Any]],
     place: int,
-    ranks: tuple[int, ...] | range,
     listeners: list[socket.socket],
     inline_bytes: int,
     fan_out: int,
-) -> Hub:
+) -> Neighbours:
     """Connect upwards first, so that the tree is made from its root down."""
     hosts = [offer["host"] for offer in offers]
     part = links(hosts, place, fan_out)
@@ -145,17 +148,12 @@ def _connect(
             sock.close()
         raise
     pids = _pids(offers, place)
-    limit_bytes = max(LANE_BYTES, len(ranks) * (inline_bytes + _ENTRY_BYTES))
-    return Hub(
-        ranks,
-        place,
-        Neighbours(
-            part,
-            {at: Line(*ends, limit_bytes) for (at, use), ends in made.items() if use == _MAIN},
-            {at: Line(*ends, 1 << 20) for (at, use), ends in made.items() if use == _ASIDE},
-            pids,
-        ),
-        inline_bytes,
+    limit_bytes = max(LANE_BYTES, len(offers) * (inline_bytes + _ENTRY_BYTES))
+    return Neighbours(
+        part,
+        {at: Line(*ends, limit_bytes) for (at, use), ends in made.items() if use == _MAIN},
+        {at: Line(*ends, 1 << 20) for (at, use), ends in made.items() if use == _ASIDE},
+        pids,
     )
 
 
@@ -200,7 +198,7 @@ def _call(
             raise OSError(f"who listens at {address!r} doesn't belong to this job")
         sock.sendall(_proof(secret, b"down", reply[_PROOF_BYTES:], place, use))
         if is_local and use == _MAIN:
-            return sock, receive(sock, _WELCOME)
+            return sock, receive(sock)
         if _read(sock, len(_WELCOME)) != _WELCOME:
             raise OSError("refused")
     except BaseException:
@@ -285,7 +283,7 @@ def _check(
     ):
         return None, None
     if is_local and use == _MAIN:
-        return (place, use), send(sock, _WELCOME)
+        return (place, use), send(sock)
     sock.sendall(_WELCOME)
     return (place, use), None
 

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from unisono._arguments import number_in
 from unisono.control import derived
 from unisono.control.absence import Absent
 from unisono.control.deadlines import limit_of
@@ -27,7 +26,6 @@ Where all ranks share memory it is what fits into their lanes.
 _TENSOR_PART = 4
 """A CPU tensor travels in a round up to this part of the longest blob, measured on 2 and 4 ranks:
 16 KiB over sockets, 1 MiB over the number of ranks where they share memory."""
-_WARN_AFTER_S = 30.0
 _SHORT, _LONG = b"\0", b"\1"
 _HEAD_BYTES = 256  # enough to tell of which call a long blob is
 _LENGTH = struct.Struct("<Q")
@@ -77,7 +75,7 @@ class Connected:
             said, tail = blob[:_HEAD_BYTES], _LENGTH.pack(len(blob)) + _LONG
         limit_s = limit_of(self.timeout_s)
         limit_s = math.inf if limit_s is None else limit_s
-        heard = hub.exchange(said, tail, limit_s, _warn_after)
+        heard = hub.exchange(said, tail, limit_s)
         if all([each[-1:] == _SHORT for each in heard]):  # noqa: C419 - a third of the time
             return [each[:-1] for each in heard]
         return derived.exchange_bodies(self, blob, [_size(each) for each in heard], group)
@@ -98,10 +96,6 @@ class Connected:
 
     def _connected(self, group: Group | None) -> Hub | None:
         return self.planes.get(() if group is None else group.ranks)
-
-
-def _warn_after() -> float:
-    return number_in("UNISONO_WARN_AFTER_S", _WARN_AFTER_S)
 
 
 def _size(said: bytes) -> int:

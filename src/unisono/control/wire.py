@@ -7,6 +7,7 @@ process allocate more than that.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import select
 import socket
@@ -70,14 +71,14 @@ def read_entries(bundle: bytes) -> dict[int, bytes]:
     Local.
 
     Returns:
-        What each has, as bytes, or as a view of `bundle` where that is long.
+        What each has, as bytes; one that is long as a view of `bundle`.
 
     Raises:
         LineClosed: it is none.
     """
     blobs: dict[int, bytes] = {}
     at, end = 0, len(bundle)
-    whole: Any = bundle if end < _COPIED_BYTES else memoryview(bundle)
+    view: Any = memoryview(bundle)
     while at < end:
         if end - at < _ENTRY.size:
             raise LineClosed("it sent half an entry")
@@ -85,7 +86,7 @@ def read_entries(bundle: bytes) -> dict[int, bytes]:
         at += _ENTRY.size + size
         if at > end:
             raise LineClosed(f"it sent an entry that says it has {size} bytes")
-        blobs[place] = whole[at - size : at]
+        blobs[place] = (bundle if size < _COPIED_BYTES else view)[at - size : at]
     return blobs
 
 
@@ -125,9 +126,13 @@ class Line:
         """
         lane = self._lane
         if lane is not None and kind <= ALL and len(body) <= LANE_BYTES:
-            if not lane.put(kind, seq, body):
-                return
-            kind, seq, body = WAKE, 0, b""
+            if lane.put(kind, seq, body):
+                with contextlib.suppress(LineClosed, TimeoutError):  # it took the frame and left
+                    self._transmit(WAKE, 0, b"", until)
+            return
+        self._transmit(kind, seq, body, until)
+
+    def _transmit(self, kind: int, seq: int, body: bytes, until: float) -> None:
         data = memoryview(_HEAD.pack(kind, seq, len(body)) + body)
         data = data[self._put(data) :]
         while data:
@@ -159,7 +164,8 @@ class Line:
             LineClosed: the peer is gone and all that it sent has been taken, or it sent nonsense.
         """
         while True:
-            frame = None if self._lane is None else self._lane.take()
+            lane = self._lane
+            frame = None if lane is None else lane.take()
             if frame is None:
                 frame = self._parse()
             if frame is not None and frame[0] != WAKE:
@@ -183,7 +189,8 @@ class Line:
 
     def may_hold(self, otherwise: bool = True) -> bool:
         """Tell whether a frame waits in the lane; `otherwise` where there is none. Local."""
-        return otherwise if self._lane is None else self._lane.has_come
+        lane = self._lane
+        return otherwise if lane is None else lane.has_come
 
     def is_closed(self) -> bool:
         """Tell whether the peer is gone, reading ahead what it sent. Local; never waits."""
@@ -201,8 +208,9 @@ class Line:
 
     def sleep(self, does_sleep: bool) -> None:
         """Say whether the next frame must wake this rank. Local."""
-        if self._lane is not None:
-            self._lane.sleep(does_sleep)
+        lane = self._lane
+        if lane is not None:
+            lane.sleep(does_sleep)
 
     def _missing(self) -> int:
         if len(self._held) < _HEAD.size:

@@ -216,10 +216,11 @@ class Job:
         )
 
 
-def raised(rank: int, world_size: int, failure: Failure) -> WorkerFailedError:
-    """Make the parent's error of what a replica raised. Local."""
+def raised(rank: int, world_size: int, failure: Failure, who: str = "") -> WorkerFailedError:
+    """Make the parent's error of what a replica raised, or `who` else. Local."""
+    who = who or f"rank {rank} of {world_size}"
     error = WorkerFailedError(
-        f"rank {rank} of {world_size} raised {failure.summary}\n\n{failure.traceback}",
+        f"{who} raised {failure.summary}\n\n{failure.traceback}",
         rank=rank,
         exit_code=failure.exit_code,
         traceback=failure.traceback,

@@ -15,7 +15,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -25,31 +24,15 @@ import cloudpickle
 import torch
 
 from unisono.errors import LaunchError, PeerFailedError
+from unisono.launchers._worker import describe
 from unisono.topology import LaunchPlan, RankInfo
 
-__all__ = ("FORK_DIED", "Failure", "serve")
+__all__ = ("FORK_DIED", "serve")
 
 FORK_DIED = 86
 """Exit code of the fresh process where one that it forked has died."""
 _PR_SET_PDEATHSIG = 1
 _PRIMARY_WAIT_S = 1.0  # how long an error that only reports a peer's waits for the peer's own
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """How a replica failed.
-
-    Args:
-        summary: type and text of the exception.
-        traceback: its traceback.
-        exit_code: of a SystemExit, else None.
-        cause: cloudpickle of the exception, None if it can't be pickled.
-    """
-
-    summary: str
-    traceback: str
-    exit_code: int | None
-    cause: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +80,7 @@ def serve(link: Connection) -> NoReturn:
     except BrokenProcessPool:
         os._exit(FORK_DIED)
     except BaseException as error:
-        child.send("failure", -1, _describe(error))
+        child.send("failure", -1, describe(error))
         os._exit(1)
     atexit._run_exitfuncs()
     _flush()
@@ -133,7 +116,7 @@ def _replica(_rank: int) -> None:
     except BaseException as error:  # SystemExit and KeyboardInterrupt are failures too
         if isinstance(error, PeerFailedError):
             time.sleep(_PRIMARY_WAIT_S)
-        child.send("failure", rank, _describe(error))
+        child.send("failure", rank, describe(error))
         _flush()
         os._exit(1)  # with the process go the replicas that wait for this one
     _flush()
@@ -168,18 +151,6 @@ class _ResultPickler(cloudpickle.Pickler):  # type: ignore[misc]
             moved = obj.detach().cpu().requires_grad_(obj.requires_grad)
             return moved.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
         return super().reducer_override(obj)
-
-
-def _describe(error: BaseException) -> Failure:
-    exit_code = None
-    if isinstance(error, SystemExit):
-        exit_code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-    try:
-        cause = cloudpickle.dumps(error)
-    except Exception:  # the traceback says what there is to say
-        cause = None
-    summary = traceback.format_exception_only(type(error), error)[-1].strip()
-    return Failure(summary, "".join(traceback.format_exception(error)), exit_code, cause)
 
 
 def _flush() -> None:

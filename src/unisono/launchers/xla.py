@@ -23,7 +23,8 @@ from typing import Any
 import cloudpickle
 
 from unisono.errors import ArgumentError, LaunchError, PayloadError, WorkerFailedError
-from unisono.launchers._xla_child import FORK_DIED, Failure
+from unisono.launchers._job import raised
+from unisono.launchers._xla_child import FORK_DIED
 from unisono.launchers._xla_words import explain, with_ranks
 from unisono.topology import LaunchPlan, RankInfo
 
@@ -153,26 +154,12 @@ def _collect(
         except (EOFError, OSError):
             return None
         if kind == "failure":
-            raise _failed(rank, n_replicas, body)
+            raise raised(rank, n_replicas, body, "XLA's runtime" if rank < 0 else "")
         if kind == "thread":
             threads[body] = rank
         else:
             results[rank] = body
     return results
-
-
-def _failed(rank: int, n_replicas: int, failure: Failure) -> WorkerFailedError:
-    who = "XLA's runtime" if rank < 0 else f"rank {rank} of {n_replicas}"
-    error = WorkerFailedError(
-        f"{who} raised {failure.summary}\n\n{failure.traceback}",
-        rank=rank,
-        exit_code=failure.exit_code,
-        traceback=failure.traceback,
-    )
-    if failure.cause is not None:
-        with contextlib.suppress(Exception):  # the class may not exist here
-            error.__cause__ = pickle.loads(failure.cause)
-    return error
 
 
 def _died(code: int, printed: str, threads: Mapping[int, int]) -> WorkerFailedError:

@@ -190,6 +190,8 @@ def containers_are_reduced_leaf_by_leaf_and_keep_their_shape() -> None:
     got = idist.all_reduce(Metrics(1.0, 2, torch.ones(3)))
     same((got.loss, got.seen, got.hits), (1.0 * size, 2 * size, torch.full((3,), float(size))))
     same(idist.all_reduce({}), {})
+    many = {f"a name that takes room {i}": float(i) for i in range(3000)}
+    same(idist.all_reduce(many), {key: size * item for key, item in many.items()})
     same(value["t"], torch.ones(2))
 
 
@@ -200,6 +202,10 @@ def containers_of_different_structure_are_an_error_on_every_rank() -> None:
         return
     value = {"a": 1, "only_here": 2} if rank == 0 else {"a": 1}
     raises(CollectiveMismatchError, partial(idist.all_reduce, value), ["rank 0", "only_here"])
+    many = {f"a name that takes room {i}": i for i in range(3000 + (rank == 0))}
+    raises(CollectiveMismatchError, partial(idist.all_reduce, many), ["rank 0", "room 3000"])
+    nothing: Any = {} if rank == 0 else 5
+    raises(CollectiveMismatchError, partial(idist.all_reduce, nothing), ["rank 0: 0", "rank 1: 1"])
     bad: Any = {"a": "text"} if rank == size - 1 else {"a": 1}
     raises(PayloadError, partial(idist.all_reduce, bad), [f"rank {size - 1}", "str"])
     same(idist.all_reduce(1), size)
