@@ -102,7 +102,7 @@ class Line:
     def __init__(self, sock: socket.socket, lane: Lane | None, limit_bytes: int) -> None:
         sock.setblocking(False)
         self._lane = lane
-        self.has_lane = lane is not None
+        self.has_lane: bool = lane is not None
         self._last_kind = WAKE if self.has_lane else ANSWER
         self._sock = sock
         self._limit = limit_bytes
