@@ -105,3 +105,40 @@ def test_jobs_of_two_users_on_one_host_do_not_meet() -> None:
         for job in jobs:
             job.kill()
             job.communicate()
+
+
+CONTAINED = """
+import sys, unisono
+from unisono._context import communicator
+
+unisono.initialize("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+found = unisono.all_gather("x" * 70_000 * unisono.get_rank())
+print([len(text) for text in found], communicator().planes[()]._alarm.pidfds)
+unisono.barrier()
+unisono.finalize()
+"""
+
+
+def test_ranks_that_number_processes_differently_watch_no_strangers(tmp_path: Path) -> None:
+    """As containers do that share the host's network alone: a peer's id is somebody else here."""
+    inside = ["unshare", "--pid", "--fork", "--kill-child"]
+    try:
+        subprocess.run([*inside, "true"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no ids of its own for a process here: {error}")
+    words = [sys.executable, "-c", CONTAINED, f"file://{tmp_path}/store"]
+    jobs = [
+        subprocess.Popen(
+            [*inside, *words, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        for job in jobs:
+            output, errors = job.communicate(timeout=60)
+            assert job.returncode == 0, errors
+            assert output == "[0, 70000] {}\n"
+    finally:
+        for job in jobs:
+            job.kill()
+            job.communicate()
