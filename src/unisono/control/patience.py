@@ -6,7 +6,7 @@ import time
 
 __all__ = ("Patience",)
 
-_LOOK_S = 200e-6  # some times what waking a sleeper takes, so that one slow round does not stay
+_LOOK_S = 200e-6  # longer than a wake-up takes, or one slow round would make the next one slow
 _MOST_NAPS = 64
 
 
