@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import pytest
+
 import unisono as idist
 from unisono.testing import Conformance
 
@@ -20,6 +22,17 @@ class TestThreads(Conformance):
 
 class TestGloo(Conformance):
     backend = "gloo"
+
+
+class TestGlooWithShortRounds(Conformance):
+    """What is longer than nothing follows on the data plane, which small values else never see."""
+
+    backend = "gloo"
+    sizes = (2, 3)
+
+    @pytest.fixture(autouse=True)
+    def short_rounds(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("UNISONO_INLINE_BYTES", "0")
 
 
 class TestKvStorePlugin(Conformance):

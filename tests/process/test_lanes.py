@@ -142,3 +142,16 @@ def test_ranks_that_number_processes_differently_watch_no_strangers(tmp_path: Pa
         for job in jobs:
             job.kill()
             job.communicate()
+
+
+def test_the_shortest_round_that_a_rank_wants_is_everybodys(tmp_path: Path) -> None:
+    def fn(rank: int) -> Any:
+        os.environ["UNISONO_INLINE_BYTES"] = str(1000 * (rank + 1))
+        join(tmp_path, rank, 2)
+        pieces = [bytes(900), bytes(1500)]
+        found = unisono.all_gather(pieces[rank]) == pieces
+        limit = communicator().planes[()].inline_bytes
+        leave()
+        return found, limit
+
+    assert by_hand(fn) == [(True, 1000)] * 2

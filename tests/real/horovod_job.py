@@ -245,7 +245,7 @@ def part_facade() -> None:
         assert not hvd.is_initialized()
 
 
-LARGE = 20_000  # too much for the control plane
+LARGE = 600_000  # too much for the control plane
 
 
 def part_names() -> None:

@@ -74,6 +74,7 @@ def meet(
     """
     warn_after_s = number_in("UNISONO_WARN_AFTER_S", _WARN_AFTER_S)
     fan_out = int(number_in("UNISONO_FAN_OUT", FAN_OUT, least=1))
+    most_bytes = int(number_in("UNISONO_INLINE_BYTES", LANE_BYTES))
     ranks = model.members(group)
     place = ranks.index(model.topology.rank)
     here = host_of_this_process() if host is None else host
@@ -85,6 +86,7 @@ def meet(
             "pid": os.getpid(),
             "pids": _pid_namespace(),
             "key": key.hex(),
+            "most": most_bytes,
         }
         listeners: list[socket.socket] = []
         reason = ""
@@ -110,9 +112,10 @@ def meet(
                 reason = str(error) or type(error).__name__
         vote = b"no socket" if hub is None else _SHARING if hub.shares_memory else b""
         votes = derived.exchange(model, reason.encode() or vote, group)
-    if hub is not None and all(vote == _SHARING for vote in votes):
-        hub.inline_bytes = max(inline_bytes, LANE_BYTES // len(ranks) - _ENTRY_BYTES)
-    if all(vote in (b"", _SHARING) for vote in votes):
+    if hub is not None and all(vote in (b"", _SHARING) for vote in votes):
+        if all(vote == _SHARING for vote in votes):
+            inline_bytes = max(inline_bytes, LANE_BYTES // len(ranks) - _ENTRY_BYTES)
+        hub.inline_bytes = min(inline_bytes, *(offer["most"] for offer in offers))
         return hub
     if hub is not None:
         hub.close()
