@@ -227,4 +227,5 @@ def soak(session: nox.Session) -> None:
     """Random operations on four ranks for UNISONO_SOAK_S seconds, ten minutes by default."""
     install(session, "test")
     seconds = {"UNISONO_SOAK_S": os.environ.get("UNISONO_SOAK_S", "600")}
-    session.run("pytest", "tests/faults/test_soak.py", *session.posargs, env=seconds)
+    words = ("-o", "faulthandler_timeout=0", *session.posargs)  # it says where long tests are
+    session.run("pytest", "tests/faults/test_soak.py", *words, env=seconds)
