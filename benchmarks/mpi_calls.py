@@ -37,4 +37,4 @@ def sums(local_rank: int, rounds: int, elements: int, calls: int) -> dict[str, T
 
 
 if __name__ == "__main__":
-    sys.exit(compare("mpi4py", "mpi4py", sums, BOUND, 301))
+    sys.exit(compare("mpi4py", sums, BOUND, 301))

@@ -18,7 +18,6 @@ MOST_SHARE = 0.03
 
 
 def compare(
-    backend: str,
     library: str,
     sums: Callable[[int, int, int, int], dict[str, Timing]],
     bound: str,
@@ -27,8 +26,7 @@ def compare(
     """Measure in two replicas, and print.
 
     Args:
-        backend: where the replicas meet.
-        library: the peer's distribution.
+        library: the peer's distribution, and the backend.
         sums: times both in a replica, given its local rank, rounds, elements and calls in a turn.
         bound: what our call does besides the library's.
         rounds: the default.
@@ -40,7 +38,7 @@ def compare(
     figures = []
     for work, elements, calls in (("4 bytes", 1, SMALL_CALLS), ("16 MB", LARGE, LARGE_CALLS)):
         args = (arguments.rounds, elements, calls)
-        found = unisono.spawn(backend, sums, args, nproc_per_node=2)[0]
+        found = unisono.spawn(library, sums, args, nproc_per_node=2)[0]
         most = MOST_US if elements == 1 else MOST_SHARE * found[library].median
         goal = Goal(most, is_difference=True, bound=bound)
         line = f"all_reduce_({work}), world 2"

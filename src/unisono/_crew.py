@@ -50,7 +50,7 @@ class Crew:
             try:
                 while len(self._lines) < size:
                     self._welcome(listener, size)
-            except BaseException:
+            except BaseException:  # Ctrl-C too: no replica is left behind
                 self.stop(is_orderly=False)
                 raise
         self._forget = weakref.finalize(self, _hang_up, list(self._lines.values()))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -20,12 +18,13 @@ from _witness import SOURCES, gone
 from hypothesis import HealthCheck, given, settings
 
 import unisono
+from _needs import require_backend
 from unisono import WorkerPool
 from unisono.errors import WorkerFailedError
 
 SIZE = 3
 AT_MOST_S = 3.0  # mpirun and horovodrun notice the end of a process in their own time
-LIBRARIES = {"mpi4py": "mpi4py", "horovod": "horovod"}
+LIBRARIES = ("mpi4py", "horovod")
 WAYS = [
     (backend, fault)
     for backend in LIBRARIES
@@ -33,16 +32,9 @@ WAYS = [
 ]
 
 
-def need(backend: str) -> None:
-    if importlib.util.find_spec(LIBRARIES[backend]) is None:
-        pytest.skip(f"{backend} isn't installed")
-    if backend == "mpi4py" and not shutil.which("mpiexec"):
-        pytest.skip("there is no mpiexec")
-
-
 @pytest.mark.parametrize(("backend", "fault"), WAYS)
 def test_a_fault_while_others_wait(backend: str, fault: str, clock: Clock, table: Table) -> None:
-    need(backend)
+    require_backend(backend)
 
     def fn(local_rank: int) -> None:
         unisono.barrier()
@@ -72,7 +64,7 @@ def check_programs(pool: WorkerPool, program: list[Step]) -> None:
 
 @pytest.mark.parametrize("backend", LIBRARIES)
 def test_random_programs_give_what_plain_python_gives(backend: str) -> None:
-    need(backend)
+    require_backend(backend)
     with WorkerPool(backend, nproc_per_node=SIZE) as pool:
         check_programs(pool)
 
@@ -114,7 +106,7 @@ def test_a_script_that_fails(
     launcher: str, fault: str, clock: Clock, tmp_path: Path, table: Table
 ) -> None:
     if launcher == "mpi":
-        need("mpi4py")
+        require_backend("mpi4py")
     script = tmp_path / "script.py"
     folder = str(Path(__file__).parent)
     script.write_text(SCRIPT.format(folder=folder, clock=clock.path, fault=fault))

@@ -50,40 +50,51 @@ def why_not() -> str | None:
     done = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
     if done.returncode != 0:
         return f"this kernel makes no network namespace: {done.stderr.strip()}"
-    _ip("netns", "del", probe)
+    ip("netns", "del", probe)
     return None
 
 
-def _ip(*words: str) -> None:
+def ip(*words: str) -> None:
+    """Run iproute2's command."""
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
 @contextmanager
-def virtual_hosts(folder: Path, count: int = 2) -> Iterator[Hosts]:
-    """Make the hosts, and take them away at the end."""
-    mark = uuid.uuid4().hex[:4]
+def namespaces(folder: Path, mark: str, count: int) -> Iterator[Hosts]:
+    """Make hosts that no card connects yet, and take them away at the end."""
     third = str(os.getpid() % 200 + 1)
-    names = tuple(f"u{mark}h{i + 1}" for i in range(count))
+    names = tuple(f"{mark}h{i + 1}" for i in range(count))
     addresses = tuple(_NET.format(third=third, host=i + 1) for i in range(count))
-    bridge = f"u{mark}br"
     text = "127.0.0.1 localhost\n"
     text += "".join(f"{addr} {name}\n" for addr, name in zip(addresses, names, strict=True))
     files = tuple(folder / name for name in names)
-    try:
-        _ip("link", "add", bridge, "type", "bridge")
-        _ip("link", "set", bridge, "up")
-        for name, addr, file in zip(names, addresses, files, strict=True):
+    with contextlib.ExitStack() as stack:
+        for name, file in zip(names, files, strict=True):
             file.write_text(text)
-            _ip("netns", "add", name)
-            _ip("link", "add", f"{name}v", "type", "veth", "peer", "name", "eth0", "netns", name)
-            _ip("link", "set", f"{name}v", "master", bridge, "up")
-            _ip("-n", name, "addr", "add", f"{addr}/24", "dev", "eth0")
-            _ip("-n", name, "link", "set", "eth0", "up")
-            _ip("-n", name, "link", "set", "lo", "up")
+            ip("netns", "add", name)
+            stack.callback(ip, "netns", "del", name)
         yield Hosts(names, addresses, files)
-    finally:
-        for name in names:
-            with contextlib.suppress(subprocess.CalledProcessError):
-                _ip("netns", "del", name)
-        with contextlib.suppress(subprocess.CalledProcessError):
-            _ip("link", "del", bridge)
+
+
+def bring_up(hosts: Hosts) -> None:
+    """Give every host's card, its eth0, its address."""
+    for name, addr in zip(hosts.names, hosts.addresses, strict=True):
+        ip("-n", name, "addr", "add", f"{addr}/24", "dev", "eth0")
+        ip("-n", name, "link", "set", "eth0", "up")
+        ip("-n", name, "link", "set", "lo", "up")
+
+
+@contextmanager
+def virtual_hosts(folder: Path, count: int = 2) -> Iterator[Hosts]:
+    """Make hosts on one bridge, and take them away at the end."""
+    mark = f"u{uuid.uuid4().hex[:4]}"
+    with namespaces(folder, mark, count) as hosts, contextlib.ExitStack() as stack:
+        bridge = f"{mark}br"
+        ip("link", "add", bridge, "type", "bridge")
+        stack.callback(ip, "link", "del", bridge)
+        ip("link", "set", bridge, "up")
+        for name in hosts.names:
+            ip("link", "add", f"{name}v", "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "set", f"{name}v", "master", bridge, "up")
+        bring_up(hosts)
+        yield hosts

@@ -14,7 +14,6 @@ import os
 import random
 import select
 import struct
-import subprocess
 import threading
 import time
 import uuid
@@ -22,7 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from virtual_hosts import Hosts
+import virtual_hosts
+from virtual_hosts import Hosts, bring_up, ip, namespaces
 
 _DEVICE = "/dev/net/tun"
 _TUNSETIFF = 0x400454CA  # Linux, if_tun.h
@@ -79,40 +79,31 @@ class Wire:
 
 def why_not() -> str | None:
     """Say why there can be none here, None if there can."""
+    reason = virtual_hosts.why_not()
+    if reason is not None:
+        return reason
     if not os.access(_DEVICE, os.R_OK | os.W_OK):
         return f"{_DEVICE} can't be opened here"
     return None
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
 @contextmanager
 def virtual_wire(folder: Path) -> Iterator[tuple[Hosts, Wire]]:
     """Make two hosts and the wire between them, and take them away at the end."""
-    mark = uuid.uuid4().hex[:4]
-    names = tuple(f"w{mark}h{i + 1}" for i in range(2))
-    addresses = tuple(f"10.78.{os.getpid() % 200 + 1}.{i + 1}" for i in range(2))
-    pairs = [f"{addr} {name}" for addr, name in zip(addresses, names, strict=True)]
-    files = tuple(folder / name for name in names)
-    with contextlib.ExitStack() as stack:
+    with (
+        namespaces(folder, f"w{uuid.uuid4().hex[:4]}", 2) as hosts,
+        contextlib.ExitStack() as stack,
+    ):
         ends = []
-        for name, addr, file in zip(names, addresses, files, strict=True):
-            file.write_text("\n".join(["127.0.0.1 localhost", *pairs, ""]))
-            _ip("netns", "add", name)
-            stack.callback(_ip, "netns", "del", name)
+        for name in hosts.names:
             end = os.open(_DEVICE, os.O_RDWR | os.O_CLOEXEC)
             stack.callback(os.close, end)
-            fcntl.ioctl(
-                end, _TUNSETIFF, struct.pack("16sH", f"{name}t".encode(), _TAP_WITHOUT_HEADER)
-            )
-            _ip("link", "set", f"{name}t", "netns", name, "name", "eth0")
-            _ip("-n", name, "addr", "add", f"{addr}/24", "dev", "eth0")
-            _ip("-n", name, "link", "set", "eth0", "up")
-            _ip("-n", name, "link", "set", "lo", "up")
+            request = struct.pack("16sH", f"{name}t".encode(), _TAP_WITHOUT_HEADER)
+            fcntl.ioctl(end, _TUNSETIFF, request)
+            ip("link", "set", f"{name}t", "netns", name, "name", "eth0")
             ends.append(end)
+        bring_up(hosts)
         wire = Wire((ends[0], ends[1]))
         wire.start()
         stack.callback(wire.stop)
-        yield Hosts(names, addresses, files), wire
+        yield hosts, wire

@@ -18,6 +18,7 @@ import unisono
 from unisono._context import communicator
 from unisono.control import lane
 from unisono.control.lane import LANE_BYTES
+from unisono.control.plane import INLINE_BYTES
 
 SIZES = (0, 300, 16_000, 65_535, 70_000, 1_000_000, LANE_BYTES // 3, LANE_BYTES, LANE_BYTES + 1)
 JOB = """
@@ -38,18 +39,26 @@ def forks() -> Iterator[None]:
     yield
 
 
-def refuse(*_: object) -> int:
-    raise OSError("not allowed here")
+def allow(times: int) -> None:
+    """Let this process have shared memory so often and not again."""
+    real, left = os.memfd_create, [None] * times
+
+    def make(name: str) -> int:
+        if not left:
+            raise OSError("no more of it here")
+        left.pop()
+        return real(name)
+
+    os.memfd_create = make  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("without", [(), (1,), (0, 1, 2)], ids=["memory", "one refuses", "none"])
-def test_values_of_all_lengths_are_whole(
-    without: tuple[int, ...], world_size: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("pairs", [0, 1, 2])
+def test_values_of_all_lengths_are_whole(pairs: int, world_size: int, tmp_path: Path) -> None:
+    """Rank 0 makes the memory of each pair: for none of them, for some, for all."""
+
     def fn(rank: int) -> Any:
-        if rank in without:
-            os.memfd_create = refuse  # type: ignore[assignment]
+        allow(pairs)
         join(tmp_path, rank, world_size)
         for size in SIZES:
             pieces = [random.Random(size + other).randbytes(size) for other in range(world_size)]
@@ -58,13 +67,16 @@ def test_values_of_all_lengths_are_whole(
             tensor = torch.arange(size // 4, dtype=torch.float32) + rank
             expected = torch.stack([tensor + other - rank for other in range(world_size)]).sum(0)
             assert torch.equal(unisono.all_reduce(tensor), expected)
-        shares = communicator().planes[()].shares_memory
+        hub = communicator().planes[()]
         leave()
-        return shares
+        return hub.shares_memory, hub.inline_bytes
 
-    # The one that makes the memory of all pairs is rank 0.
-    expected = lane.is_here() and 0 not in without
-    assert by_hand(fn, world_size) == [expected] * world_size
+    found = by_hand(fn, world_size)
+    have = min(pairs, world_size - 1) if lane.is_here() else 0
+    assert sum(shares for shares, _ in found[1:]) == have
+    is_everywhere = have == world_size - 1
+    assert found[0][0] == is_everywhere
+    assert {limit > INLINE_BYTES for _, limit in found} == {is_everywhere}
 
 
 def run(environ: dict[str, str], before: Sequence[str] = ()) -> subprocess.Popen[str]:

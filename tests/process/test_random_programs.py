@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shutil
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -26,22 +23,11 @@ FEW = settings(
 END_S = 20.0  # a failed job is over long before; the machine may be busy
 
 
-def why_not(library: str, program: str = "") -> str:
-    is_here = importlib.util.find_spec(library) is not None
-    return "" if is_here and (not program or shutil.which(program)) else f"{library} isn't here"
-
-
-@pytest.fixture(params=["serial", "threads", "gloo", "mpi4py", "horovod"])
+@pytest.fixture(params=["serial", "threads", "gloo"])
 def pool(request: pytest.FixtureRequest) -> Iterator[tuple[WorkerPool, int]]:
-    backend = request.param
-    reason = {"mpi4py": why_not("mpi4py", "mpiexec"), "horovod": why_not("horovod")}.get(backend)
-    if reason and backend in os.environ.get("UNISONO_REQUIRE", "").split(","):
-        pytest.fail(f"{reason}, but UNISONO_REQUIRE names it")
-    if reason:
-        pytest.skip(reason)
-    size = 1 if backend == "serial" else SIZE
-    options: dict[str, Any] = {} if backend == "serial" else {"timeout": 30}
-    with WorkerPool(backend, nproc_per_node=size, **options) as made:
+    size = 1 if request.param == "serial" else SIZE
+    options: dict[str, Any] = {} if size == 1 else {"timeout": 30}
+    with WorkerPool(request.param, nproc_per_node=size, **options) as made:
         yield made, size
 
 

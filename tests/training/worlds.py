@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +9,8 @@ import pytest
 import torch
 
 import unisono as idist
+from _needs import require_backend
 
-NEEDS = {"mpi4py": ("mpi4py", "mpiexec"), "horovod": ("horovod", "")}
 real = pytest.mark.real
 SERIAL = pytest.param("serial", 1, id="serial")
 QUICK = [
@@ -30,12 +27,7 @@ REAL = [
 
 def run(backend: str, size: int, fn: Callable[..., Any], *args: Any, timeout: float = 90) -> Any:
     """Run ``fn(local_rank, *args)`` on every rank; skip where the backend's library is missing."""
-    library, program = NEEDS.get(backend, ("", ""))
-    is_missing = library and importlib.util.find_spec(library) is None
-    if is_missing or (program and shutil.which(program) is None):
-        if library in os.environ.get("UNISONO_REQUIRE", "").split(","):
-            pytest.fail(f"{backend} can't be used here, but UNISONO_REQUIRE names it")
-        pytest.skip(f"{backend} can't be used here")
+    require_backend(backend)
     options: dict[str, Any] = {} if backend == "serial" else {"timeout": timeout}
     return idist.spawn(backend, _quietly, (fn, *args), nproc_per_node=size, **options)
 

@@ -151,7 +151,7 @@ def hub(place: int) -> Iterator[tuple[Hub, socket.socket, socket.socket]]:
     other = 1 - place
     part = links(["here", "here"], place)
     lines = ({other: Line(ours, None, LIMIT_BYTES)}, {other: Line(beside, None, LIMIT_BYTES)})
-    made = Hub(range(2), place, Neighbours(part, *lines, {}), 1 << 16, 10.0)
+    made = Hub(range(2), place, Neighbours(part, *lines, {}), 10.0)
     with main, aside:
         yield made, main, aside
     made.close()

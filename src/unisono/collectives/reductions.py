@@ -58,9 +58,8 @@ def all_reduce(
         return _unchanged(value, async_op)
     if not isinstance(value, Tensor):
         call = f"all_reduce {operation.name}"
-        if not async_op:
-            return reduce_values(model, call, value, operation, found)
-        return model.start(lambda: reduce_values(model, call, value, operation, found))
+        reduced = lambda: reduce_values(model, call, value, operation, found)  # noqa: E731
+        return outcome(model, reduced, async_op)
     if async_op:
         model.settle()
         started = carriers.start_all_reduce(model, carriers.own(model, value), operation, found)

@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from unisono.control.wire import COPIED_BYTES
 from unisono.errors import CollectiveMismatchError
 
 __all__ = ("describe", "pack", "unpack")
@@ -22,7 +23,6 @@ _HEAD = struct.Struct("<2sHH")
 _LONGEST_SITE = (
     60  # bytes; with its call a short value still fits into the derived exchange's frame
 )
-_COPIED_BYTES = 1 << 14  # what is longer is only viewed
 _PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -79,7 +79,7 @@ def unpack(frames: Sequence[bytes], ranks: Sequence[int]) -> list[bytes]:
     head = first[:body]  # mostly the same everywhere
     blobs = []
     for frame in frames:
-        whole: Any = frame if len(frame) < _COPIED_BYTES else memoryview(frame)
+        whole: Any = frame if len(frame) < COPIED_BYTES else memoryview(frame)
         if frame[:body] == head:
             blobs.append(whole[body:])
             continue

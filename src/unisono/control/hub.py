@@ -46,7 +46,6 @@ class Hub:
         ranks: global ranks of the group, in order of places.
         place: this rank's place.
         neighbours: whom it can see.
-        inline_bytes: longest blob that a round takes, the same on every rank.
         warn_after_s: seconds after which those who wait say once whom they wait for.
     """
 
@@ -55,10 +54,10 @@ class Hub:
         ranks: tuple[int, ...] | range,
         place: int,
         neighbours: Neighbours,
-        inline_bytes: int,
         warn_after_s: float,
     ) -> None:
-        self.inline_bytes = inline_bytes
+        self.inline_bytes = 0
+        """Longest blob that a round takes; set once the ranks know what all of them can."""
         self._warn_after_s = warn_after_s
         self._size = len(ranks)
         self._place = place

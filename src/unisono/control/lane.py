@@ -21,7 +21,7 @@ LANE_BYTES = 1 << 22
 _HEAD_BYTES = 64
 _HALF_BYTES = _HEAD_BYTES + LANE_BYTES
 _WORD_BYTES = 8
-_STAMP, _SIZE, _SLEEPS = 0, 1, 4  # words of a half's head; the last one is the reader's
+_SIZE, _SLEEPS = 1, 4  # words of a half's head after the stamp; the last one is the reader's
 _KIND_BITS = 3
 _MEMORY, _NONE = b"+", b"-"  # what is said with or without a descriptor
 

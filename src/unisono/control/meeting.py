@@ -107,7 +107,7 @@ def meet(
         if all("unix" in each for each in offers) and not reason:
             try:
                 near = _connect(offers, place, listeners, inline_bytes, fan_out)
-                hub = Hub(ranks, place, near, inline_bytes, warn_after_s)
+                hub = Hub(ranks, place, near, warn_after_s)
             except OSError as error:
                 reason = str(error) or type(error).__name__
         vote = b"no socket" if hub is None else _SHARING if hub.shares_memory else b""
@@ -146,7 +146,7 @@ def _connect(
             for use in (_MAIN, _ASIDE):
                 made[part.up, use] = _call(offers, place, part.up, use, secret, until)
         made.update(_answer(hosts, place, part, listeners, secret, until))
-    except BaseException:
+    except BaseException:  # Ctrl-C too: no descriptor is left open
         for sock, _ in made.values():
             sock.close()
         raise
@@ -204,7 +204,7 @@ def _call(
             return sock, receive(sock)
         if _read(sock, len(_WELCOME)) != _WELCOME:
             raise OSError("refused")
-    except BaseException:
+    except BaseException:  # as above
         sock.close()
         raise
     return sock, None

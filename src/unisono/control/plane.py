@@ -89,10 +89,8 @@ class Connected:
         """Tell whether a tensor is small, on the CPU, and its group connected. Local."""
         if not self.planes or tensor.device.type != "cpu":
             return False
-        hub = self._connected(group)
-        if hub is None:
-            return False
-        return tensor.numel() * tensor.itemsize <= hub.inline_bytes // _TENSOR_PART
+        is_small = tensor.numel() * tensor.itemsize <= self.inline_bytes(group)
+        return is_small and self._connected(group) is not None
 
     def _connected(self, group: Group | None) -> Hub | None:
         return self.planes.get(() if group is None else group.ranks)

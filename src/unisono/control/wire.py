@@ -21,6 +21,7 @@ __all__ = (
     "ALL",
     "ANSWER",
     "ASK",
+    "COPIED_BYTES",
     "FAIL",
     "GIVE",
     "NOTICE",
@@ -37,7 +38,8 @@ _HEAD = struct.Struct("<BIQ")
 _ENTRY = struct.Struct("<IQ")
 _CHUNK = 1 << 16
 _LONGEST_WAIT_S = 3600.0  # `poll` takes no infinity
-_COPIED_BYTES = 1 << 14  # what is longer is only viewed
+COPIED_BYTES = 1 << 14
+"""What is longer is only viewed, where a part of it would do."""
 
 
 class LineClosed(Exception):
@@ -86,7 +88,7 @@ def read_entries(bundle: bytes) -> dict[int, bytes]:
         at += _ENTRY.size + size
         if at > end:
             raise LineClosed(f"it sent an entry that says it has {size} bytes")
-        blobs[place] = (bundle if size < _COPIED_BYTES else view)[at - size : at]
+        blobs[place] = (bundle if size < COPIED_BYTES else view)[at - size : at]
     return blobs
 
 

@@ -302,8 +302,7 @@ class XlaModel(ComputationModel):
     def _swap(self, call: str, item: T, group: Group | None) -> list[T]:
         ranks = tuple(self.members(group))
         rank = self._topology.rank
-        limit_s = limit_of(self._timeout_s)
-        return MEETING.swap(ranks, rank, call, item, 0.0 if limit_s is None else limit_s)
+        return MEETING.swap(ranks, rank, call, item, limit_of(self._timeout_s) or 0.0)
 
 
 def _run_replica(

@@ -86,7 +86,7 @@ def write_whole(target: Path, write: Callable[[Any], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         part.replace(target)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: no half of a file is left
         part.unlink(missing_ok=True)
         raise
     _sync_folder(target.parent)
