@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import virtual_hosts
 import virtual_slurm
-from _needs import require
 
+from _needs import require
 from unisono.launchers._checks import why_no_mpi
 
 LAUNCHERS = ("processes", "torchrun", "mpi", "slurm", "ray")

@@ -26,8 +26,9 @@ from _command import (
     run,
     started,
 )
-from _needs import require
 from virtual_hosts import Hosts
+
+from _needs import require
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
 MPI = {  # what mpirun wants from root and for more ranks than cores, by Open MPI 4 and by 5
