@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
+from contextvars import copy_context
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from unisono.control.steps import Steps
 from unisono.handle import Background, Handle
 from unisono.topology import Group
 
@@ -30,6 +33,8 @@ class Keeping:
     """Groups that the facade made for lists of ranks, by the ranks in ascending order."""
     planes: dict[tuple[int, ...], Any]
     """Hubs of the control plane, by the ranks of their group; empty for models without sockets."""
+    steps: Steps
+    """What this rank has begun on the data plane."""
     is_checked: bool
     """Whether ranks compare their calls before each collective of the data plane."""
     _background: Background | None
@@ -40,6 +45,7 @@ class Keeping:
         model.context_id = next(_context_ids)
         model.groups = {}
         model.planes = {}
+        model.steps = Steps()
         model.is_checked = os.environ.get("UNISONO_DEBUG") == "1"
         model._background = None
         return model
@@ -63,16 +69,17 @@ class Keeping:
         """
         if other.is_alive():
             self.context_id = other.context_id
-            self.groups, self.planes = other.groups, other.planes
+            self.groups, self.planes, self.steps = other.groups, other.planes, other.steps
 
     def start(self, call: Callable[[], T]) -> Handle[T]:
         """Start `call`, which uses this model's collectives, without waiting for it.
 
-        Local. The default runs it in one background thread for each context, in order.
+        Local. The default runs it in one background thread for each context, in order, under the
+        deadline that holds here.
         """
         if self._background is None:
             self._background = Background(f"unisono-{self.name}-{self.context_id}")
-        return self._background.submit(call)
+        return self._background.submit(partial(copy_context().run, call))
 
     def settle(self) -> None:
         """Wait for what `start` has under way, so that every rank keeps one order. Local."""

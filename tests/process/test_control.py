@@ -195,7 +195,7 @@ def test_who_waits_long_is_told_once_who_is_missing_and_where_that_is(tmp_path: 
     for said in results[:2]:
         assert "rank 0 of 3 is still waiting in barrier at " in said[0]
         assert "rank 1 came: barrier at " in said[0]
-        assert "did not come; it is at" in said[0]
+        assert "did not come; its last collective: barrier at " in said[0]
         assert "compute_for_long" in said[0]
 
 

@@ -24,7 +24,8 @@ ROOT = Path(unisono.__file__).parent
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "topology", "_tree"}),
     frozenset({"_memory", "_arguments", "_table", "_training_hooks", "handle", "reduction"}),
-    frozenset({"control", "_keeping"}),
+    frozenset({"control"}),
+    frozenset({"_keeping"}),
     frozenset({"model", "_frames", "_objects"}),
     frozenset({"payload", "_loading", "models", "environments", "launchers"}),
     frozenset({"registry"}),

@@ -25,8 +25,9 @@ from unisono._arguments import number_in
 from unisono.control import calls, derived, plane
 from unisono.control.hub import Hub
 from unisono.control.neighbours import Neighbours
+from unisono.control.steps import Steps
 from unisono.control.tree import links
-from unisono.control.wire import ALL, ANSWER, FAIL, GIVE, Line, LineClosed, read_failure
+from unisono.control.wire import ALL, FAIL, GIVE, LATE, Line, LineClosed, read_failure
 from unisono.environments import ENVIRONMENTS, detect, explain
 from unisono.errors import (
     CollectiveError,
@@ -38,7 +39,7 @@ from unisono.errors import (
 from unisono.topology import RankInfo
 
 LIMIT_BYTES = 4096
-HEAD = struct.Struct("<BIQ")
+HEAD = struct.Struct("<BQQ")
 ENTRY = struct.Struct("<IQ")
 FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 frames = st.builds(
@@ -92,7 +93,7 @@ def test_a_line_gives_frames_within_its_limit_or_closes(stream: bytes, step: int
             pass
     again = b"".join(HEAD.pack(kind, seq, len(body)) + body for kind, seq, body in taken)
     assert stream.startswith(again)
-    assert all(kind <= ANSWER and len(body) <= LIMIT_BYTES for kind, _, body in taken)
+    assert all(kind <= LATE and len(body) <= LIMIT_BYTES for kind, _, body in taken)
 
 
 @pytest.mark.parametrize("size", [LIMIT_BYTES + 1, 2**40, 2**64 - 1])
@@ -151,7 +152,7 @@ def hub(place: int) -> Iterator[tuple[Hub, socket.socket, socket.socket]]:
     other = 1 - place
     part = links(["here", "here"], place)
     lines = ({other: Line(ours, None, LIMIT_BYTES)}, {other: Line(beside, None, LIMIT_BYTES)})
-    made = Hub(range(2), place, Neighbours(part, *lines, {}), 10.0)
+    made = Hub(range(2), place, Neighbours(part, *lines, {}), 10.0, Steps())
     with main, aside:
         yield made, main, aside
     made.close()

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from unisono.control import calls
-
 __all__ = ("Absent", "Missing", "has_ended", "is_stopped", "report", "watch")
 
 _STOPPED, _ENDED = b"T", b"Z"
@@ -34,12 +32,14 @@ class Missing:
         behind: global ranks that are reached through it alone.
         pid: its process id on this host, None if it is elsewhere.
         stack: where its thread is, empty if it didn't answer.
+        last: the collective that it began last, and where; empty if that isn't known.
     """
 
     rank: int
     behind: Sequence[int] = ()
     pid: int | None = None
     stack: str = ""
+    last: str = ""
 
     def __str__(self) -> str:
         who = f"rank {self.rank}"
@@ -48,23 +48,25 @@ class Missing:
         if self.pid is not None:
             who += f" (pid {self.pid} on this host{_STATES.get(_state(self.pid), '')})"
         text = f"  {who} did not come"
+        if self.last:
+            text += f"; its last collective: {self.last}"
         return f"{text}; it is at\n{self.stack}" if self.stack else text
 
 
-def report(round_: str, came: Mapping[int, bytes], missing: Sequence[Missing]) -> str:
+def report(round_: str, came: Mapping[int, str], missing: Sequence[Missing]) -> str:
     """Say who has come with which call, who has not, and where those are.
 
     Local.
 
     Args:
         round_: which round of which group.
-        came: what each global rank that has come gave.
+        came: what each global rank that has come called.
         missing: the others.
 
     Returns:
         Several lines.
     """
-    lines = [f"  rank {rank} came: {calls.describe(blob)}" for rank, blob in sorted(came.items())]
+    lines = [f"  rank {rank} came: {call}" for rank, call in sorted(came.items())]
     return "\n".join([f"{round_}:", *lines, *map(str, missing)])
 
 

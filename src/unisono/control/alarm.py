@@ -9,13 +9,14 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NoReturn
 
 from unisono.control import calls
 from unisono.control.absence import Absent, Missing, has_ended, is_stopped, report, watch
-from unisono.control.aside import Aside, place_in, stack_of
+from unisono.control.aside import Aside, State, stack_of
 from unisono.control.neighbours import Neighbours
+from unisono.control.steps import Steps
 from unisono.control.wire import FAIL, NOTICE, Line, LineClosed, read_entries, read_failure
 from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
 
@@ -23,7 +24,8 @@ __all__ = ("Alarm",)
 
 _log = logging.getLogger(__name__)
 _LAST_WORD_S = 0.1
-_LATE_S = 1.0  # for the root to ask everybody, and to tell
+_LATE_S = 0.3  # for a rank that knows more to say it
+_MOST_ASKED = 64
 
 
 class Alarm:
@@ -33,21 +35,29 @@ class Alarm:
         ranks: global ranks of the group, in order of places.
         place: this rank's place.
         neighbours: whom it can see.
+        steps: what this rank has begun on the data plane.
     """
 
-    def __init__(self, ranks: tuple[int, ...] | range, place: int, neighbours: Neighbours) -> None:
+    def __init__(
+        self, ranks: tuple[int, ...] | range, place: int, neighbours: Neighbours, steps: Steps
+    ) -> None:
         self._ranks = ranks
         self._place = place
         self._links = neighbours.links
         self._lines = neighbours.lines
         self._pids = neighbours.pids
-        self._aside = Aside(neighbours.asides)
+        self._steps = steps
         self.pidfds: Mapping[int, int] = watch(neighbours.pids)
         """For each place of this host, what becomes readable when its process ends."""
         self.failure: CollectiveError | None = None
         self.gone: Absent | None = None
-        self._seq, self._blob = 0, b""
+        self.waits: tuple[tuple[int, ...], Mapping[int, bytes]] | None = None
+        """Whom this rank waits for in its round, and what came; None where it doesn't wait."""
+        self._seq, self._blob, self._is_inside = 0, b"", False
+        self._thread_id = threading.get_ident()
         self._is_told = False
+        self._crossed = ""
+        self._aside = Aside(place, neighbours.links, neighbours.asides, _asked(weakref.ref(self)))
         self._close = weakref.finalize(
             self, _close, self._aside, list(self._lines.values()), list(self.pidfds.values())
         )
@@ -65,41 +75,79 @@ class Alarm:
         """
         if self.failure is not None:
             raise type(self.failure)(*self.failure.args)
-        self._seq, self._blob = seq, blob
-        self._aside.thread_id = threading.get_ident()
+        self._seq, self._blob, self._is_inside = seq, blob, True
+        self._thread_id = threading.get_ident()
         self._is_told = False
+        self._steps.last = ""
 
-    def look_around(self) -> None:
+    def leave(self) -> None:
+        """Take note that the round is over, whichever way. Local.
+
+        Raises:
+            CollectiveError: another thread wanted one meanwhile, so the ranks are out of step.
+        """
+        self.waits, self._is_inside = None, False
+        if self._crossed and self.failure is None:
+            self.fail({"kind": "threads", "text": self._crossed})
+
+    def state(self, ranks: tuple[int, ...]) -> State:
+        """Say where this rank is, and how far in the group of `ranks`. Local."""
+        waits_for = None
+        if self.waits is not None:
+            places, got = self.waits
+            waits_for = [place for place in places if place not in got]
+        last = self._steps.last or (calls.describe(self._blob) if self._seq else "")
+        step = self._steps.counts.get(ranks, 0)
+        return State(stack_of(self._thread_id), last, self._seq, waits_for, step)
+
+    def look_around(self, among: Collection[int] | None = None) -> None:
         """Notice who is gone, and leave what neighbours say of rounds.
 
         Local. What others say comes first: some may have left because of the one that is gone.
 
+        Args:
+            among: places that count; None for all.
+
         Raises:
             CollectiveError: a rank is gone.
         """
-        ended = [place for place, fd in self.pidfds.items() if has_ended(fd)]
+        counts = [place for place in self.pidfds if among is None or place in among]
+        ended = [place for place in counts if has_ended(self.pidfds[place])]
         said = self._aside.failure(_LAST_WORD_S if len(ended) > 1 else 0.0)
-        if said is not None:
+        if said is not None and (among is None or ended):
             self.fail(read_failure(said))
         if ended:
             self.lose(ended[0])
         for place, line in self._lines.items():
-            if line.is_closed():
+            if (among is None or place in among) and line.is_closed():
                 self.lose(place, "it closed the connection")
 
-    def late(self) -> str:
-        """Say which neighbours aren't where this rank is, when the data plane's time is over.
+    def late(self, places: Iterable[int], ranks: tuple[int, ...], step: int, is_over: bool) -> str:
+        """Say which ranks haven't come to an operation of the data plane.
 
-        Local; waits a second at most. The root finds out, and tells those that it serves.
+        Local; waits 0.7 s at most.
+
+        Args:
+            places: who takes part.
+            ranks: of the group, ``()`` for all ranks.
+            step: the number of the operation there.
+            is_over: whether its time is over, which all ranks then learn.
         """
-        if self._links.up is not None:
-            said = self._aside.failure(_LATE_S)
-            return "" if said is None else str(read_failure(said)["text"])
-        here = place_in(stack_of(threading.get_ident()))
-        stacks = self._ask(self._links.downs)
-        absent = [p for p in self._links.downs if here not in stacks.get(p, "")]
-        text = "\n".join(str(self._missing(place, stacks)) for place in absent)
-        self._aside.tell(json.dumps({"kind": "timeout", "text": text}).encode())
+        asked = [place for place in places if place != self._place][:_MOST_ASKED]
+        states = self._ask(asked, ranks)
+        said = self._aside.late(ranks, step)
+        if said:
+            return said
+        absent = [p for p in asked if p in states and states[p].step < step]
+        silent = [p for p in asked if p not in states]
+        absent += [p for p in silent if self._aside.towards(p) in (p, *states)]
+        if not absent:
+            if is_over:
+                said = self._aside.late(ranks, step, _LATE_S)
+            absent = silent
+        text = said or "\n".join(str(self._missing(place, states)) for place in absent)
+        if text and is_over:
+            self._aside.tell_late(ranks, step, text)
         return text
 
     def hand_on(self, body: bytes, source: int) -> None:
@@ -129,6 +177,21 @@ class Alarm:
             "the ranks are out of step: end the job, or finalize() and initialize anew"
         )
 
+    def clash(self, thread_id: int, blob: bytes) -> None:
+        """Refuse a round that another thread is in the middle of. Local.
+
+        Raises:
+            CollectiveError: some thread is; which one's call the others take part in is chance.
+        """
+        if not thread_id or thread_id == threading.get_ident():
+            return
+        self._crossed = (
+            f"two threads called collectives of one group at once, {calls.describe(blob)} and "
+            f"{calls.describe(self._blob)}: let one thread make them all, or use async_op=True, or "
+            "make a group for each thread with new_group"
+        )
+        raise CollectiveError(f"{self._me()}: {self._crossed}")
+
     def lose(self, place: int, how: str = "") -> NoReturn:
         """Fail because of a rank that is gone. Local."""
         rank, pid = self._ranks[place], self._pids.get(place)
@@ -136,6 +199,16 @@ class Alarm:
         ended = pid is not None and place in self.pidfds and has_ended(self.pidfds[place])
         text = f"{who} has ended" if ended else f"{who} is gone: {how}"
         self.fail({"kind": "peer", "rank": rank, "text": text})
+
+    def has_come(self, place: int) -> bool:
+        """Tell whether a neighbour is in this round too. Local; asks it."""
+        state = self._ask([place]).get(place)
+        return state is not None and state.seq == self._seq and state.waits_for is not None
+
+    def is_behind(self, place: int) -> bool:
+        """Tell whether a neighbour hasn't begun this round. Local; asks it."""
+        state = self._ask([place]).get(place)
+        return state is not None and state.seq < self._seq
 
     def time_out(self, places: tuple[int, ...], got: Mapping[int, bytes]) -> NoReturn:
         """Fail because some of `places` didn't come. Local; asks them where they are."""
@@ -156,36 +229,59 @@ class Alarm:
             if place != source:
                 with contextlib.suppress(LineClosed, TimeoutError):
                     line.send(FAIL, self._seq, body, time.monotonic() + 1)
-        text = f"{self._me()}, in {calls.describe(self._blob)}: {said['text']}"
+        where = f", in {calls.describe(self._blob)}" if self._is_inside else ""
+        text = f"{self._me()}{where}: {said['text']}"
         if said["kind"] == "peer":
             self.gone = Absent(int(str(said["rank"])), str(said["text"]))
             self.failure = PeerFailedError(text, self.gone.rank)
         else:
-            self.failure = CollectiveTimeoutError(text)
+            kind = CollectiveTimeoutError if said["kind"] == "timeout" else CollectiveError
+            self.failure = kind(text)
         raise self.failure
 
     def _me(self) -> str:
         return f"rank {self._ranks[self._place]} of {len(self._ranks)}"
 
-    def _ask(self, places: Iterable[int]) -> dict[int, str]:
-        """Ask where the threads of neighbours are, but for those that can't answer."""
-        return self._aside.ask([p for p in places if not is_stopped(self._pids.get(p))])
+    def _ask(self, places: Iterable[int], ranks: tuple[int, ...] = ()) -> dict[int, State]:
+        """Ask ranks where they are, but for those that can't answer."""
+        return self._aside.ask([p for p in places if not is_stopped(self._pids.get(p))], ranks)
 
-    def _missing(self, place: int, stacks: Mapping[int, str]) -> Missing:
-        behind = [self._ranks[other] for other in self._links.below.get(place, ())[1:]]
-        return Missing(self._ranks[place], behind, self._pids.get(place), stacks.get(place, ""))
+    def _missing(self, place: int, states: Mapping[int, State]) -> Missing:
+        state = states.get(place, State())
+        behind = () if place in states else self._links.below.get(place, ())[1:]
+        rank, pid = self._ranks[place], self._pids.get(place)
+        return Missing(rank, [self._ranks[far] for far in behind], pid, state.stack, state.last)
 
     def _report(self, places: tuple[int, ...], got: Mapping[int, bytes]) -> str:
         """Say who has come with which call, who has not, and where those are."""
         absent = [place for place in places if place not in got]
-        stacks = self._ask(absent)
+        states = self._ask(absent)
         came = {self._place: self._blob}
         for bundle in got.values():
             with contextlib.suppress(LineClosed):
                 came |= read_entries(bundle)
-        missing = [self._missing(place, stacks) for place in absent]
-        by_rank = {self._ranks[place]: blob for place, blob in came.items()}
+        by_rank = {self._ranks[place]: calls.describe(blob) for place, blob in came.items()}
+        missing = []
+        for place in absent:
+            state = states.get(place, State())
+            if state.seq != self._seq or state.waits_for is None:
+                missing.append(self._missing(place, states))
+                continue
+            by_rank[self._ranks[place]] = state.last  # and waits for others itself
+            further = [far for far in state.waits_for if 0 <= far < len(self._ranks)]
+            states |= self._ask(further)
+            missing += [self._missing(far, states) for far in further]
         return report(f"round {self._seq} of the group of {len(self._ranks)}", by_rank, missing)
+
+
+def _asked(alarm: weakref.ref[Alarm]) -> Callable[[tuple[int, ...]], State]:
+    """Give what the thread of the side lines calls, which must not keep the alarm."""
+
+    def state(ranks: tuple[int, ...]) -> State:
+        found = alarm()
+        return State() if found is None else found.state(ranks)
+
+    return state
 
 
 def _close(aside: Aside, lines: list[Line], pidfds: list[int]) -> None:

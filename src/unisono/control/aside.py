@@ -1,29 +1,61 @@
-"""A second line to each neighbour, served by a thread: where are you, and who has failed?"""
+"""A second line to each neighbour, served by a thread: where is a rank, and who has failed?
+
+Questions and answers name the place that is meant and are handed on towards it, so any rank can ask
+any other, also where its leader's own thread is elsewhere. Bodies are JSON.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from unisono.control.wire import ANSWER, ASK, FAIL, Line, LineClosed, read_failure
+from unisono.control.tree import Links
+from unisono.control.wire import ANSWER, ASK, FAIL, LATE, Line, LineClosed, read_failure
 
-__all__ = ("Aside", "place_in", "stack_of")
+__all__ = ("Aside", "State", "stack_of")
 
-_ANSWER_WITHIN_S = 1.0
+_SEND_S = 1.0
 _ASK_S = 0.4  # who is stuck in C never answers, and who asks has waited for its deadline already
 _FRAMES = 6
 _PACKAGE = str(Path(__file__).parents[1])
+_OURS = "unisono-"  # what our threads are called
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Where a rank is.
+
+    Args:
+        stack: the innermost frames of its thread that aren't ours.
+        last: the collective that it began last, and the line of it; empty if there is none.
+        seq: the number of the last round that it began.
+        waits_for: places that it waits for in that round; None where it isn't in the round now.
+        step: how many operations of the data plane it has begun in the group that was asked about.
+    """
+
+    stack: str = ""
+    last: str = ""
+    seq: int = 0
+    waits_for: list[int] | None = None
+    step: int = 0
 
 
 def stack_of(thread_id: int) -> str:
     """Give the innermost frames of one thread of this process that aren't ours. Local."""
+    by_id = {thread.ident: thread for thread in threading.enumerate()}
+    thread, main = by_id.get(thread_id), threading.main_thread()
+    if thread is None or thread.name.startswith(_OURS):  # the user's waits for it
+        thread_id = main.ident or thread_id
     frame = sys._current_frames().get(thread_id)
     stack = [
         entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith(_PACKAGE)
@@ -31,47 +63,62 @@ def stack_of(thread_id: int) -> str:
     return "".join(traceback.format_list(stack[-_FRAMES:])).rstrip()
 
 
-def place_in(stack: str) -> str:
-    """Give the innermost file and line of what `stack_of` gave, without its text. Local."""
-    lines = [line for line in stack.splitlines() if line.startswith("  File ")]
-    return lines[-1] if lines else ""
-
-
 class Aside:
     """The side lines of one rank, and the thread that answers on them.
 
     Args:
+        place: this rank's place.
+        links: who is connected to whom.
         lines: one line for each neighbour, by its place.
+        state: tells where this rank is, given the ranks of the group that is asked about; called
+            in the thread of the side lines.
     """
 
-    def __init__(self, lines: Mapping[int, Line]) -> None:
-        self.thread_id: int = threading.get_ident()
-        """The thread whose stack the neighbours get."""
+    def __init__(
+        self,
+        place: int,
+        links: Links,
+        lines: Mapping[int, Line],
+        state: Callable[[tuple[int, ...]], State],
+    ) -> None:
+        self._place = place
+        self._up = links.up
+        self._towards = {far: near for near, fars in links.below.items() for far in fars}
         self._lines = dict(lines)
-        self._answers: dict[int, str] = {}
+        self._state = state
+        self._answers: dict[int, State] = {}
         self._failure: bytes | None = None
+        self._late: dict[tuple[int, ...], tuple[int, str]] = {}
         self._heard = threading.Condition()
         self._end, wake = os.pipe()
         self._is_open = True
         threading.Thread(
-            target=self._serve, args=(wake,), name="unisono-aside", daemon=True
+            target=self._serve, args=(wake,), name=f"{_OURS}aside", daemon=True
         ).start()
 
-    def ask(self, places: Iterable[int]) -> dict[int, str]:
-        """Ask neighbours for the stack of their thread; wait 0.4 s at most.
+    def towards(self, place: int) -> int:
+        """Give the neighbour through which a place is reached. Local."""
+        return self._towards.get(place, -1 if self._up is None else self._up)
+
+    def ask(self, places: Iterable[int], ranks: tuple[int, ...] = ()) -> dict[int, State]:
+        """Ask other ranks where they are; wait 0.4 s at most.
 
         Local.
+
+        Args:
+            places: whom to ask.
+            ranks: of the group that the question is about, ``()`` for all ranks.
 
         Returns:
             The answers that came, by place.
         """
-        asked = [place for place in places if place in self._lines]
-        until = time.monotonic() + _ANSWER_WITHIN_S
+        asked = [place for place in places if place != self._place]
         with self._heard:
             for place in asked:
                 self._answers.pop(place, None)
-                with contextlib.suppress(LineClosed, TimeoutError):
-                    self._lines[place].send(ASK, 0, b"", until)
+        for place in asked:
+            self._pass_on(ASK, {"to": place, "of": self._place, "ranks": ranks}, place)
+        with self._heard:
             self._heard.wait_for(lambda: all(place in self._answers for place in asked), _ASK_S)
             return {place: self._answers[place] for place in asked if place in self._answers}
 
@@ -89,10 +136,7 @@ class Aside:
                 return
             self._failure = failure
             self._heard.notify_all()
-        for place, line in self._lines.items():
-            if place != source:
-                with contextlib.suppress(LineClosed, TimeoutError):
-                    line.send(FAIL, 0, failure, time.monotonic() + _ANSWER_WITHIN_S)
+        self._flood(FAIL, failure, source)
 
     def failure(self, wait_s: float = 0.0) -> bytes | None:
         """Give what the first rank that failed was told to say, None if nobody has. Local."""
@@ -100,11 +144,51 @@ class Aside:
             self._heard.wait_for(lambda: self._failure is not None, wait_s)
             return self._failure
 
+    def tell_late(
+        self, ranks: tuple[int, ...], step: int, text: str, source: int | None = None
+    ) -> None:
+        """Let all ranks know who didn't come to an operation of the data plane.
+
+        Local.
+
+        Args:
+            ranks: of the group, ``()`` for all ranks.
+            step: the number of the operation; only what is first said of it counts.
+            text: who it is.
+            source: as in `tell`.
+        """
+        with self._heard:
+            if self._late.get(ranks, (0, ""))[0] >= step:
+                return
+            self._late[ranks] = (step, text)
+            self._heard.notify_all()
+        self._flood(LATE, json.dumps({"ranks": ranks, "step": step, "text": text}).encode(), source)
+
+    def late(self, ranks: tuple[int, ...], step: int, wait_s: float = 0.0) -> str:
+        """Give what some rank has said of an operation, empty if none has. Local."""
+        with self._heard:
+            self._heard.wait_for(lambda: self._late.get(ranks, (0, ""))[0] == step, wait_s)
+            found, text = self._late.get(ranks, (0, ""))
+            return text if found == step else ""
+
     def close(self) -> None:
         """End the thread, which closes the lines. Local; harmless the second time."""
         if self._is_open:
             self._is_open = False
             os.close(self._end)
+
+    def _flood(self, kind: int, body: bytes, source: int | None) -> None:
+        for place in self._lines:
+            if place != source:
+                self._send(kind, body, place)
+
+    def _pass_on(self, kind: int, said: dict[str, Any], place: int) -> None:
+        self._send(kind, json.dumps(said).encode(), self.towards(place))
+
+    def _send(self, kind: int, body: bytes, place: int) -> None:
+        if place in self._lines:
+            with contextlib.suppress(LineClosed, TimeoutError), self._heard:
+                self._lines[place].send(kind, 0, body, time.monotonic() + _SEND_S)
 
     def _serve(self, wake: int) -> None:
         places = {line.fd: place for place, line in self._lines.items()}
@@ -118,24 +202,41 @@ class Aside:
                     is_over = True
                     continue
                 try:
-                    self._answer(places[fd])
-                except (LineClosed, TimeoutError):
+                    self._hear(places[fd])
+                except LineClosed:
                     readable.unregister(fd)
         os.close(wake)
         for line in self._lines.values():
             line.close()
 
-    def _answer(self, place: int) -> None:
-        line = self._lines[place]
-        while (frame := line.take()) is not None:
+    def _hear(self, source: int) -> None:
+        while (frame := self._lines[source].take()) is not None:
             kind, _, body = frame
-            if kind == ASK:
-                text = stack_of(self.thread_id).encode("utf-8", "replace")
-                line.send(ANSWER, 0, text, time.monotonic() + _ANSWER_WITHIN_S)
-            elif kind == FAIL:
+            if kind == FAIL:
                 read_failure(body)
-                self.tell(body, place)
-            elif kind == ANSWER:
-                with self._heard:
-                    self._answers[place] = body.decode("utf-8", "replace")
-                    self._heard.notify_all()
+                self.tell(body, source)
+            else:
+                try:
+                    self._read(kind, json.loads(body), source)
+                except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                    raise LineClosed("it sent what can't be read on its side line") from None
+
+    def _read(self, kind: int, said: Any, source: int) -> None:
+        if kind == LATE:
+            self.tell_late(tuple(said["ranks"]), int(said["step"]), str(said["text"]), source)
+        elif int(said["to"]) != self._place:
+            self._pass_on(kind, said, int(said["to"]))
+        elif kind == ASK:
+            answer = asdict(self._state(tuple(said["ranks"])))
+            asker = int(said["of"])
+            self._pass_on(ANSWER, {"to": asker, "of": self._place, "state": answer}, asker)
+        elif kind == ANSWER:
+            with self._heard:
+                self._answers[int(said["of"])] = _read_state(said["state"])
+                self._heard.notify_all()
+
+
+def _read_state(said: Any) -> State:
+    waits_for = said["waits_for"]
+    places = None if waits_for is None else [int(place) for place in waits_for]
+    return State(str(said["stack"]), str(said["last"]), int(said["seq"]), places, int(said["step"]))

@@ -16,7 +16,7 @@ from typing import Any
 from unisono.control.wire import COPIED_BYTES
 from unisono.errors import CollectiveMismatchError
 
-__all__ = ("describe", "pack", "unpack")
+__all__ = ("describe", "pack", "site", "unpack")
 
 _MAGIC = b"\xf5C"
 _HEAD = struct.Struct("<2sHH")
@@ -26,8 +26,8 @@ _LONGEST_SITE = (
 _PACKAGE = str(Path(__file__).parents[1])
 
 
-def _site() -> bytes:
-    """Give file and line of the innermost frame that isn't ours."""
+def site() -> bytes:
+    """Give file and line of the innermost frame that isn't ours. Local."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
@@ -51,8 +51,8 @@ def pack(call: str, blob: bytes) -> bytes:
     Returns:
         A frame for an exchange.
     """
-    text, site = call.encode(), _site()
-    return b"".join((_HEAD.pack(_MAGIC, len(text), len(site)), text, site, blob))
+    text, place = call.encode(), site()
+    return b"".join((_HEAD.pack(_MAGIC, len(text), len(place)), text, place, blob))
 
 
 def unpack(frames: Sequence[bytes], ranks: Sequence[int]) -> list[bytes]:

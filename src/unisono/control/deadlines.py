@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from unisono._arguments import seconds
 
-__all__ = ("deadline", "limit_of")
+__all__ = ("deadline", "end_of_block", "limit_of")
 
 _until: ContextVar[float | None] = ContextVar("_until", default=None)
 
@@ -46,19 +46,25 @@ def deadline(timeout: float | timedelta) -> Iterator[None]:
         _until.reset(token)
 
 
-def limit_of(timeout_s: float | None) -> float | None:
+def end_of_block() -> float | None:
+    """Give the deadline that holds in this thread, by ``time.monotonic()``; None if none. Local."""
+    return _until.get()
+
+
+def limit_of(timeout_s: float | None, until: float | None = None) -> float | None:
     """Give how long a collective may take that starts now in this thread.
 
     Local.
 
     Args:
         timeout_s: seconds that the job allows; None for no limit.
+        until: the deadline that held where it was started, if that was elsewhere.
 
     Returns:
         The seconds left until the block's deadline if that is sooner, at least 0.
     """
-    until = _until.get()
-    if until is None:
+    here = _until.get()
+    if here is None and until is None:
         return timeout_s
-    left = max(0.0, until - time.monotonic())
+    left = max(0.0, min(end for end in (here, until) if end is not None) - time.monotonic())
     return left if timeout_s is None else min(left, timeout_s)

@@ -17,6 +17,7 @@ from unisono.control.absence import Absent
 from unisono.control.alarm import Alarm
 from unisono.control.neighbours import Neighbours
 from unisono.control.patience import Patience
+from unisono.control.steps import Steps
 from unisono.control.wire import (
     ALL,
     FAIL,
@@ -33,7 +34,9 @@ from unisono.topology import usable_cores
 __all__ = ("Hub",)
 
 # The leader knows more of who is missing, so it is given the time to say so first.
-_GRACE_S = 3.0
+_WARN_LATER_S = 3.0
+_GRACE_S = 0.4
+_SUSPECT_S = 0.3  # until a rank that ended while others wait is asked about, and then each time
 _FIRST_SLEEP_S = 0.002  # a neighbour may just have missed that this rank goes to sleep
 _LONGEST_SLEEP_S = 3600.0  # `poll` takes no infinity
 _NEVER = float("inf")
@@ -47,6 +50,7 @@ class Hub:
         place: this rank's place.
         neighbours: whom it can see.
         warn_after_s: seconds after which those who wait say once whom they wait for.
+        steps: what this rank has begun on the data plane.
     """
 
     def __init__(
@@ -55,22 +59,24 @@ class Hub:
         place: int,
         neighbours: Neighbours,
         warn_after_s: float,
+        steps: Steps,
     ) -> None:
         self.inline_bytes = 0
         """Longest blob that a round takes; set once the ranks know what all of them can."""
-        self._warn_after_s = warn_after_s
+        self.warn_after_s: float = warn_after_s
+        self._ranks = ranks
         self._size = len(ranks)
         self._place = place
         self._links = neighbours.links
         self._lines = neighbours.lines
-        self._alarm = Alarm(ranks, place, neighbours)
+        self._alarm = Alarm(ranks, place, neighbours, steps)
         self._seq = 0
         self._lock = threading.Lock()
         self._poll = select.poll()
         self._place_of = {line.fd: other for other, line in self._lines.items()}
-        for other, fd in self._alarm.pidfds.items():
-            if other in self._lines:
-                self._place_of[fd] = other
+        self._place_of |= {fd: other for other, fd in self._alarm.pidfds.items()}
+        self._ended: list[int] = []  # places of this host that no line leads to
+        self._caller = 0  # the thread that is in a round
         for fd in self._place_of:
             self._poll.register(fd, select.POLLIN)
         self._patience = Patience()
@@ -85,27 +91,39 @@ class Hub:
         """Leave the group. Local; harmless the second time."""
         self._alarm.close()
 
-    def gone(self) -> Absent | None:
-        """Tell which rank of the group is known to be gone, if any.
+    def gone(self, ranks: Collection[int] | None = None) -> Absent | None:
+        """Tell which rank is known to be gone, if any.
 
         Local; doesn't wait.
+
+        Args:
+            ranks: global ranks that count; None for all of the group.
         """
         alarm = self._alarm
         if alarm.gone is None and self._lock.acquire(blocking=False):
             try:
                 if alarm.failure is None:
                     with contextlib.suppress(CollectiveError):
-                        alarm.look_around()
+                        alarm.look_around(None if ranks is None else self._places(ranks))
             finally:
                 self._lock.release()
-        return alarm.gone
+        absent = alarm.gone
+        return absent if absent is None or ranks is None or absent.rank in ranks else None
 
-    def late(self) -> str:
-        """Say which neighbours aren't where this rank is, when the data plane's time is over.
+    def late(self, ranks: tuple[int, ...], step: int, is_over: bool) -> str:
+        """Say which ranks haven't come to an operation of the data plane.
 
-        Local; waits a second at most. The root finds out, and tells those that it serves.
+        Local; waits 0.7 s at most.
+
+        Args:
+            ranks: of the group that it is in, ``()`` for all ranks.
+            step: its number there.
+            is_over: whether its time is over, which all ranks then learn.
         """
-        return self._alarm.late()
+        return self._alarm.late(self._places(ranks or self._ranks), ranks, step, is_over)
+
+    def _places(self, ranks: Collection[int]) -> list[int]:
+        return [place for place, rank in enumerate(self._ranks) if rank in ranks]
 
     def exchange(self, blob: bytes, tail: bytes, limit_s: float) -> list[bytes]:
         """Give every rank the blobs of all, in order of places.
@@ -123,10 +141,14 @@ class Hub:
         Raises:
             PeerFailedError: a rank is gone.
             CollectiveTimeoutError: ranks didn't come in time; names them.
-            CollectiveError: an earlier round was interrupted.
+            CollectiveError: an earlier round was interrupted, or another thread is in one.
         """
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            self._alarm.clash(self._caller, blob)
+            self._lock.acquire()
+        try:
             self._alarm.enter(self._seq + 1, blob)
+            self._caller = threading.get_ident()
             self._seq += 1
             try:
                 return self._round(blob, tail, time.monotonic() + limit_s)
@@ -135,6 +157,11 @@ class Hub:
             except BaseException as error:  # Ctrl-C above all: half a round can't be taken back
                 self._alarm.interrupt(error)
                 raise
+            finally:
+                self._caller = 0
+                self._alarm.leave()
+        finally:
+            self._lock.release()
 
     def _round(self, blob: bytes, tail: bytes, until: float) -> list[bytes]:
         up, downs = self._links.up, self._links.downs
@@ -147,7 +174,7 @@ class Hub:
             bundle = b"".join((bundle, *given.values()))
         if up is not None:
             self._say(GIVE, up, bundle, until)
-            bundle = self._hear(ALL, (up,), until + _GRACE_S)[up]
+            bundle = self._hear(ALL, (up,), until)[up]
             blobs = self._read(bundle, up, range(self._size))
         for down in downs:
             self._say(ALL, down, bundle, until)
@@ -158,7 +185,8 @@ class Hub:
         got: dict[int, bytes] = {}
         self._look_for_a_while(kind, places, got)
         if len(got) < len(places):
-            warn_at = time.monotonic() + self._warn_after_s + (_GRACE_S if kind == ALL else 0.0)
+            later_s = _WARN_LATER_S if kind == ALL else 0.0
+            warn_at = time.monotonic() + self.warn_after_s + later_s
             self._sleep(kind, places, got, until, warn_at)
         return got
 
@@ -188,17 +216,26 @@ class Hub:
     ) -> None:
         """Sleep until all have come, and say so to those that could go unnoticed."""
         wait_s = _FIRST_SLEEP_S
+        look_at, has_grace = time.monotonic() + _SUSPECT_S, kind == ALL
+        self._alarm.waits = (places, got)
         for place in places:
             self._lines[place].sleep(True)
         self._look_at(kind, places, got)
         while len(got) < len(places):
             now = time.monotonic()
             if now >= until:
-                self._alarm.time_out(places, got)
+                if not (has_grace and self._alarm.has_come(places[0])):
+                    self._alarm.time_out(places, got)
+                has_grace, until = False, now + _GRACE_S
+            if kind == ALL and self._ended and now >= look_at:
+                look_at = now + _SUSPECT_S
+                if self._alarm.is_behind(places[0]):  # so it can't have left with the answer
+                    self._alarm.lose(self._ended[0])
             if now >= warn_at:
                 warn_at = _NEVER
                 self._alarm.warn(places, got)
-            events = self._poll.poll(max(0.0, min(until - now, warn_at - now, wait_s)) * 1000)
+            ends = (until, warn_at, look_at if self._ended else _NEVER)
+            events = self._poll.poll(max(0.0, min(min(ends) - now, wait_s)) * 1000)
             for fd, _ in events:
                 self._on_event(fd, kind, places, got)
             if not events:
@@ -215,6 +252,10 @@ class Hub:
 
     def _on_event(self, fd: int, kind: int, places: tuple[int, ...], got: dict[int, bytes]) -> None:
         place = self._place_of[fd]
+        if place not in self._lines:
+            self._poll.unregister(fd)
+            self._ended.append(place)
+            return
         line = self._lines[place]
         how = ""
         is_gone = fd != line.fd

@@ -20,7 +20,7 @@ import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from unisono._arguments import number_in
 from unisono.control import derived
@@ -28,11 +28,12 @@ from unisono.control.addresses import listen_locally, local_address, own_address
 from unisono.control.hub import Hub
 from unisono.control.lane import LANE_BYTES, Lane, receive, send
 from unisono.control.neighbours import Neighbours
+from unisono.control.steps import Steps
 from unisono.control.tree import FAN_OUT, Links, links
 from unisono.control.wire import Line
 from unisono.topology import Group
 
-__all__ = ("host_of_this_process", "meet")
+__all__ = ("Met", "host_of_this_process", "meet")
 
 _log = logging.getLogger(__name__)
 _SET_UP_S = 10.0
@@ -56,9 +57,13 @@ def host_of_this_process() -> str:
     return f"{socket.gethostname()} {os.getuid() if hasattr(os, 'getuid') else ''}"
 
 
-def meet(
-    model: derived.Carrier, group: Group | None, inline_bytes: int, host: str | None = None
-) -> Hub | None:
+class Met(derived.Carrier, Protocol):
+    """What this file needs of a model."""
+
+    steps: Steps
+
+
+def meet(model: Met, group: Group | None, inline_bytes: int, host: str | None = None) -> Hub | None:
     """Connect the ranks of a group.
 
     Collective over `group`, in two rounds of the derived exchange.
@@ -107,7 +112,7 @@ def meet(
         if all("unix" in each for each in offers) and not reason:
             try:
                 near = _connect(offers, place, listeners, inline_bytes, fan_out)
-                hub = Hub(ranks, place, near, warn_after_s)
+                hub = Hub(ranks, place, near, warn_after_s, model.steps)
             except OSError as error:
                 reason = str(error) or type(error).__name__
         vote = b"no socket" if hub is None else _SHARING if hub.shares_memory else b""

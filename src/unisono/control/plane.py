@@ -12,11 +12,11 @@ from unisono.control import derived
 from unisono.control.absence import Absent
 from unisono.control.deadlines import limit_of
 from unisono.control.hub import Hub
-from unisono.control.meeting import meet
+from unisono.control.meeting import Met, meet
 from unisono.errors import CollectiveError
 from unisono.topology import Group
 
-__all__ = ("INLINE_BYTES", "Connected", "Meeting", "gone", "late")
+__all__ = ("INLINE_BYTES", "Connected", "Meeting", "gone", "late", "warn_after_s")
 
 INLINE_BYTES = 1 << 16
 """Longest blob that travels through the hub; longer ones follow on the data plane.
@@ -31,7 +31,7 @@ _HEAD_BYTES = 256  # enough to tell of which call a long blob is
 _LENGTH = struct.Struct("<Q")
 
 
-class Meeting(derived.Carrier, Protocol):
+class Meeting(Met, Protocol):
     """What this file needs of a model."""
 
     planes: dict[tuple[int, ...], Any]
@@ -112,17 +112,34 @@ def _hub(model: Meeting, group: Group | None) -> Hub | None:
     return hub
 
 
-def gone(model: Meeting) -> Absent | None:
-    """Tell which rank is known to be gone, if any. Local; doesn't wait."""
-    hubs: list[Hub | None] = list(model.planes.values())
-    for hub in hubs:
-        absent = None if hub is None else hub.gone()
+def gone(model: Meeting, group: Group | None) -> Absent | None:
+    """Tell which rank of a group is known to be gone, if any. Local; doesn't wait."""
+    ranks = () if group is None else group.ranks
+    for key in dict.fromkeys((ranks, ())):
+        hub: Hub | None = model.planes.get(key)
+        absent = None if hub is None else hub.gone(ranks or None)
         if absent is not None:
             return absent
     return None
 
 
-def late(model: Meeting) -> str:
-    """Say which ranks aren't in the collective that this one gives up. Local; waits a second."""
-    hubs: list[Hub | None] = list(model.planes.values())
-    return next((hub.late() for hub in hubs if hub is not None), "")
+def late(model: Meeting, group: Group | None, step: int, is_over: bool = True) -> str:
+    """Say which ranks haven't come to an operation of the data plane, if it can be found out.
+
+    Local; waits a second at most.
+
+    Args:
+        model: whose operation it is.
+        group: the ranks that take part.
+        step: its number in the group.
+        is_over: whether its time is over, which all ranks then learn.
+    """
+    ranks = () if group is None else group.ranks
+    hub: Hub | None = model.planes.get(ranks) or model.planes.get(())
+    return "" if hub is None else hub.late(ranks, step, is_over)
+
+
+def warn_after_s(model: Meeting) -> float:
+    """Give the seconds after which a wait on the data plane says whom it waits for. Local."""
+    hub: Hub | None = next((hub for hub in model.planes.values() if hub is not None), None)
+    return math.inf if hub is None else hub.warn_after_s

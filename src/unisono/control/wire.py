@@ -1,8 +1,8 @@
 """Framed messages between two ranks over a stream socket, with a lane beside it on one host.
 
-A frame: kind as one byte, sequence number as uint32, length of the body as uint64, all
-little-endian, then the body. A body over the line's limit ends the line, so a peer can't make this
-process allocate more than that.
+A frame: kind as one byte, sequence number and length of the body as uint64, all little-endian,
+then the body. A body over the line's limit ends the line, so a peer can't make this process
+allocate more than that.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ __all__ = (
     "COPIED_BYTES",
     "FAIL",
     "GIVE",
+    "LATE",
     "NOTICE",
     "WAKE",
     "Line",
@@ -33,8 +34,8 @@ __all__ = (
     "read_failure",
 )
 
-GIVE, ALL, FAIL, NOTICE, ASK, ANSWER, WAKE = range(7)
-_HEAD = struct.Struct("<BIQ")
+GIVE, ALL, FAIL, NOTICE, ASK, ANSWER, LATE, WAKE = range(8)
+_HEAD = struct.Struct("<BQQ")
 _ENTRY = struct.Struct("<IQ")
 _CHUNK = 1 << 16
 _LONGEST_WAIT_S = 3600.0  # `poll` takes no infinity
@@ -105,7 +106,7 @@ class Line:
         sock.setblocking(False)
         self._lane = lane
         self.has_lane: bool = lane is not None
-        self._last_kind = WAKE if self.has_lane else ANSWER
+        self._last_kind = WAKE if self.has_lane else LATE
         self._sock = sock
         self._limit = limit_bytes
         self._held = bytearray()

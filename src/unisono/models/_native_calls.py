@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
+
+import torch.distributed as dist
 
 from unisono.control import plane
 from unisono.control.absence import Absent
-from unisono.control.deadlines import limit_of
+from unisono.control.deadlines import end_of_block, limit_of
 from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
+from unisono.handle import Handle
+from unisono.topology import Group
 
-__all__ = ("Calls",)
+__all__ = ("LEAST_S", "Calls", "set_timeout")
 
+_log = logging.getLogger(__name__)
 _SLICE = timedelta(seconds=0.3)
-_LEAST_S = 0.001  # torch takes 0 for no limit
+LEAST_S = 0.001
+"""The shortest timeout to give to torch, which takes 0 for no limit."""
 _GONE = ("closed by peer", "reset by peer", "connection closed", "broken pipe", "socket closed")
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Let the operations of one of torch's groups take that long. Local."""
+    change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)  # no public name in torch 2.13
+    if change is not None:
+        change(timeout, group)
+
+
+def _handle(group: Group | None) -> Any:
+    return None if group is None else group.handle
 
 
 class Calls:
@@ -34,48 +53,68 @@ class Calls:
         self._model = weakref.proxy(model)  # a cycle would keep torch's group and its sockets
         self._is_watched = is_watched
 
-    def run(self, call: str, start: Callable[..., Any], *args: Any) -> None:
+    def run(self, call: str, group: Group | None, start: Callable[..., Any], *args: Any) -> None:
         """Run one operation to its end.
 
-        Collective as the operation is.
+        Collective over `group`.
 
         Args:
             call: its name.
+            group: the ranks that take part.
             start: starts it; takes ``async_op=True`` for a handle.
-            args: of `start`.
+            args: of `start`, without the group, which follows them.
 
         Raises:
             CollectiveError: a peer failed, or didn't come in time.
         """
-        try:
-            if not self._is_watched:
-                start(*args)
-                return
-            work = start(*args, async_op=True)
-        except RuntimeError as error:
-            self.fail(call, error)
-        self.wait(call, work)
+        if not self._is_watched:
+            try:
+                start(*args, _handle(group))
+            except RuntimeError as error:
+                self.fail(call, group, error)
+            return
+        self.start(call, group, start, *args).wait()
 
-    def message(self, call: str, start: Callable[..., Any], *args: Any) -> None:
+    def start(
+        self, call: str, group: Group | None, start: Callable[..., Any], *args: Any
+    ) -> Handle[None]:
+        """Start one operation. As `run` otherwise."""
+        step = 0
+        if self._is_watched:
+            step = self._model.steps.begin(() if group is None else group.ranks, call)
+        try:
+            work = start(*args, _handle(group), async_op=True)
+        except RuntimeError as error:
+            self.fail(call, group, error, step)
+        return Handle(
+            partial(self._wait, call, group, work, step, end_of_block()), work.is_completed
+        )
+
+    def message(
+        self, call: str, group: Group | None, start: Callable[..., Any], *args: Any
+    ) -> None:
         """Send or receive a message: no slices, for gloo's can't be waited for twice.
 
-        Collective as the operation is, and raises as `run`.
+        Takes two ranks, and raises as `run`.
         """
         limit_s = limit_of(self._model.timeout_s)
         try:
-            work = start(*args)
+            work = start(*args, _handle(group))
             if self._is_watched and limit_s is not None:
-                work.wait(timedelta(seconds=max(limit_s, _LEAST_S)))
+                work.wait(timedelta(seconds=max(limit_s, LEAST_S)))
             else:
                 work.wait()
         except RuntimeError as error:
-            self.fail(call, error)
+            self.fail(call, group, error)
 
-    def wait(self, call: str, work: Any) -> None:
-        """Wait for an operation under way. Collective as the operation is; raises as `run`."""
+    def _wait(
+        self, call: str, group: Group | None, work: Any, step: int, until: float | None
+    ) -> None:
         absent: Absent | None = None
-        limit_s = limit_of(self._model.timeout_s)
-        until = math.inf if limit_s is None else time.monotonic() + limit_s
+        limit_s = limit_of(self._model.timeout_s, until)
+        begun = time.monotonic()
+        until = math.inf if limit_s is None else begun + limit_s
+        warn_at = math.inf if not self._is_watched else begun + plane.warn_after_s(self._model)
         while True:
             is_over = not self._is_watched or work.is_completed()
             try:
@@ -86,24 +125,36 @@ class Calls:
                 return
             except RuntimeError as error:
                 if is_over:
-                    self.fail(call, error)
+                    self.fail(call, group, error, step)
             if work.is_completed():  # just after its slice, or with an error: the next wait tells
                 continue
             if absent is not None:  # after one more slice, for its last message was on its way
                 raise PeerFailedError(f"{self._where(call)}: {absent.how}", absent.rank)
-            if time.monotonic() >= until:
-                self.fail(call, TimeoutError(f"not done after {limit_s or 0:.3g} s"))
-            absent = plane.gone(self._model)
+            now = time.monotonic()
+            if now >= until:
+                self.fail(call, group, TimeoutError(f"not done after {limit_s or 0:.3g} s"), step)
+            if now >= warn_at:
+                warn_at = math.inf
+                late = plane.late(self._model, group, step, is_over=False)
+                _log.warning("%s is still waiting\n%s", self._where(call), late)
+            absent = plane.gone(self._model, group)
 
-    def fail(self, call: str, error: Exception) -> NoReturn:
-        """Raise the error of ours for one of torch's. Local."""
+    def fail(self, call: str, group: Group | None, error: Exception, step: int = 0) -> NoReturn:
+        """Raise the error of ours for one of torch's. Local.
+
+        Args:
+            call: what was run.
+            group: the ranks that take part.
+            error: torch's.
+            step: its number among the operations of the group; 0 if it has none.
+        """
         text = str(error).strip()
         if isinstance(error, TimeoutError) or "timed out" in text.lower():
-            late = plane.late(self._model)
+            late = plane.late(self._model, group, step) if step else ""
             who = f"\n{late}" if late else ": some rank didn't come"
             raise CollectiveTimeoutError(f"{self._where(call)} timed out: {text}{who}") from error
         if any(sign in text.lower() for sign in _GONE):
-            absent = plane.gone(self._model) or Absent(-1, "lost a peer")
+            absent = plane.gone(self._model, group) or Absent(-1, "lost a peer")
             text = f"{self._where(call)}: {absent.how}: {text}"
             raise PeerFailedError(text, absent.rank) from error
         raise CollectiveError(f"{self._where(call)} failed: {text}") from error

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unisono.control import plane
+from unisono.control.deadlines import limit_of
 from unisono.errors import (
     ArgumentError,
     ContextError,
@@ -21,7 +22,7 @@ from unisono.handle import Handle
 from unisono.model import COMMON_DTYPES, ComputationModel
 from unisono.models import _native_setup as setup
 from unisono.models import _native_wrap
-from unisono.models._native_calls import Calls
+from unisono.models._native_calls import LEAST_S, Calls, set_timeout
 from unisono.reduction import ReduceOp
 from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
 
@@ -206,15 +207,14 @@ class NativeModel(plane.Connected, ComputationModel):
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
         rows = tensor.new_empty((self.size(group), *tensor.shape))
         flat = (rows.view(-1), tensor.view(-1))
-        self._calls.run("all_gather", _all_gather, *flat, _pg(group))
+        self._calls.run("all_gather", group, _all_gather, *flat)
         return rows
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
         native = self._ops.get(op)
         if native is None:
             return super().all_reduce(tensor, op, group)
-        call = f"all_reduce {op.name}"
-        self._calls.run(call, dist.all_reduce, tensor, native, _pg(group))
+        self._calls.run(f"all_reduce {op.name}", group, dist.all_reduce, tensor, native)
         return tensor
 
     def start_all_reduce(
@@ -224,20 +224,12 @@ class NativeModel(plane.Connected, ComputationModel):
         if native is None:
             return super().start_all_reduce(tensor, op, group)
         call = f"all_reduce {op.name}"
-        try:
-            work = dist.all_reduce(tensor, native, _pg(group), async_op=True)
-        except RuntimeError as error:
-            self._calls.fail(call, error)
-        assert work is not None
-
-        def wait() -> Tensor:
-            self._calls.wait(call, work)
-            return tensor
-
-        return Handle(wait, work.is_completed)
+        return self._calls.start(call, group, dist.all_reduce, tensor, native).then(
+            lambda _: tensor
+        )
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
-        self._calls.run(f"broadcast from {src}", dist.broadcast, tensor, src, _pg(group))
+        self._calls.run(f"broadcast from {src}", group, dist.broadcast, tensor, src)
         return tensor
 
     def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
@@ -245,24 +237,27 @@ class NativeModel(plane.Connected, ComputationModel):
         if native is None:
             return super().reduce_scatter(rows, op, group)
         row = rows.new_empty(rows.shape[1:])
-        flat = (row.view(-1), rows.view(-1), native, _pg(group))
-        self._calls.run(f"reduce_scatter {op.name}", _reduce_scatter, *flat)
+        flat = (row.view(-1), rows.view(-1), native)
+        self._calls.run(f"reduce_scatter {op.name}", group, _reduce_scatter, *flat)
         return row
 
     def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
         got = torch.empty_like(rows)
-        args = (got, rows, None, None, _pg(group))
-        self._calls.run("all_to_all", dist.all_to_all_single, *args)
+        self._calls.run("all_to_all", group, dist.all_to_all_single, got, rows, None, None)
         return got
 
     def send(self, tensor: Tensor, dst: int, group: Group | None = None) -> None:
-        self._calls.message(f"send to rank {dst}", dist.isend, tensor, dst, _pg(group))
+        self._calls.message(f"send to rank {dst}", group, dist.isend, tensor, dst)
 
     def recv(self, into: Tensor, src: int, group: Group | None = None) -> Tensor:
-        self._calls.message(f"recv from rank {src}", dist.irecv, into, src, _pg(group))
+        self._calls.message(f"recv from rank {src}", group, dist.irecv, into, src)
         return into
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
+        limit_s = limit_of(self.timeout_s)
+        is_short = "timeout" not in options and limit_s != self.timeout_s
+        if is_short:
+            options["timeout"] = timedelta(seconds=max(limit_s or 0.0, LEAST_S))
         options.setdefault("timeout", self._timeout)
         try:
             # Not with use_local_synchronization: it names the group by how many groups this rank
@@ -271,8 +266,10 @@ class NativeModel(plane.Connected, ComputationModel):
         except TypeError as error:
             raise ArgumentError(f"new_group: {error}") from error
         except (RuntimeError, ValueError) as error:
-            self._calls.fail(f"new_group({list(ranks)})", error)
+            self._calls.fail(f"new_group({list(ranks)})", None, error)
         is_member = self._topology.rank in ranks
+        if is_short and is_member and self._timeout is not None:
+            set_timeout(made, self._timeout)
         return Group(ranks, self.context_id, made if is_member else None)
 
     def adopt_group(self, handle: object) -> Group | None:
@@ -287,10 +284,6 @@ class NativeModel(plane.Connected, ComputationModel):
                 f"{handle} isn't a group of the live context: make it again with new_group"
             ) from error
         return Group(ranks, self.context_id, handle)
-
-
-def _pg(group: Group | None) -> Any:
-    return None if group is None else group.handle
 
 
 def _parts(backend: str) -> tuple[str, ...]:
