@@ -35,8 +35,9 @@ class Keeping:
     """Hubs of the control plane, by the ranks of their group; empty for models without sockets."""
     steps: Steps
     """What this rank has begun on the data plane."""
-    is_checked: bool
-    """Whether ranks compare their calls before each collective of the data plane."""
+    is_checked: bool | None
+    """Whether ranks compare their calls before each collective of the data plane; None for where
+    it costs little, which `compares_calls` tells."""
     _background: Background | None
 
     def __new__(cls, *_args: object, **_kwargs: object) -> Self:
@@ -46,7 +47,7 @@ class Keeping:
         model.groups = {}
         model.planes = {}
         model.steps = Steps()
-        model.is_checked = os.environ.get("UNISONO_DEBUG") == "1"
+        model.is_checked = {"0": False, "1": True}.get(os.environ.get("UNISONO_DEBUG", ""))
         model._background = None
         return model
 

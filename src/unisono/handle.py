@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
-__all__ = ("Background", "Handle")
+__all__ = ("Background", "Handle", "joined")
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -74,6 +74,20 @@ class Handle(Generic[T]):
 
 
 _Calls = SimpleQueue["tuple[Future[Any], Callable[[], Any]] | None"]
+
+
+def joined(outer: Handle[Handle[T]]) -> Handle[T]:
+    """Make one handle of an operation that is started by another one. Local."""
+
+    def is_completed() -> bool:
+        if not outer.is_completed():
+            return False
+        try:
+            return outer.wait().is_completed()
+        except Exception:  # which `wait` raises again
+            return True
+
+    return Handle(lambda: outer.wait().wait(), is_completed)
 
 
 class Background:

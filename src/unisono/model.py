@@ -220,6 +220,13 @@ class ComputationModel(Keeping, TrainingHooks, ABC):
         """Give the size of the longest CPU tensor that travels in an exchange of `group`. Local."""
         return INLINE_TENSOR_BYTES
 
+    def compares_calls(self, group: Group | None) -> bool:
+        """Tell whether comparing the ranks' calls costs little beside a collective of `group`.
+
+        Local, or collective at creation of what they are compared over.
+        """
+        return False
+
     def prefers_exchange(self, tensor: Tensor, group: Group | None) -> bool:
         """Tell whether a tensor is better reduced from everybody's bytes than by `all_reduce`.
 

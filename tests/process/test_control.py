@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+import re
 import select
 import signal
 import socket
@@ -23,10 +25,12 @@ import unisono
 from unisono._context import communicator
 from unisono.control import addresses, meeting, plane
 from unisono.errors import (
+    ArgumentError,
     CollectiveError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
     EnvironmentDetectionError,
+    PayloadError,
     PeerFailedError,
 )
 
@@ -128,19 +132,120 @@ def test_ranks_that_call_different_things_learn_it_at_once(backend: str, name: s
         assert "test_control.py:" in lines[1]
 
 
-def test_large_tensors_are_compared_where_the_user_asks_for_it() -> None:
+LARGE: dict[str, Callable[[torch.Tensor], Any]] = {
+    "all_reduce SUM": unisono.all_reduce,
+    "all_reduce MAX": lambda tensor: unisono.all_reduce(tensor, "MAX"),
+    "all_reduce SUM in place": unisono.all_reduce_,
+    "all_reduce SUM later": lambda tensor: unisono.all_reduce(tensor, async_op=True).wait(),
+    "reduce SUM to 0": unisono.reduce,
+    "reduce SUM to 1": lambda tensor: unisono.reduce(tensor, dst=1),
+    "reduce_scatter SUM": unisono.reduce_scatter,
+    "broadcast_ from 0": unisono.broadcast_,
+    "broadcast_ from 1": lambda tensor: unisono.broadcast_(tensor, src=1),
+    "all_to_all": unisono.all_to_all,
+    "all_gather_tensors_with_shapes": lambda tensor: unisono.all_gather_tensors_with_shapes(
+        tensor, [list(tensor.shape)] * 2
+    ),
+    "barrier": lambda _: unisono.barrier(),
+}
+
+
+def _mismatches(local_rank: int) -> list[str]:
+    wrong = []
+    pairs = list(itertools.combinations(LARGE, 2))
+    for mine, other in pairs:
+        name = other if local_rank else mine
+        if mine.partition(" in ")[0] == other.partition(" later")[0].partition(" in ")[0]:
+            continue  # the same call
+        try:
+            LARGE[name](torch.ones(BIG))
+            wrong.append(f"{mine} and {other}: nobody noticed")
+        except CollectiveMismatchError as error:
+            for rank, call in enumerate((mine, other)):
+                if f"rank {rank}: {' '.join(call.split()[:2])}" not in str(error):
+                    wrong.append(f"{mine} and {other}: {error}")
+    others = (torch.ones(BIG + 2), torch.ones(BIG, dtype=torch.int32), torch.ones(2, BIG // 2))
+    for name in sorted(LARGE.keys() - {"barrier"}):
+        for tensor in others:
+            with pytest.raises(CollectiveMismatchError):
+                LARGE[name](tensor if local_rank else torch.ones(BIG))
+    assert unisono.all_gather(local_rank) == [0, 1]
+    return wrong
+
+
+def test_large_tensors_are_compared_before_they_travel() -> None:
+    assert unisono.spawn("gloo", _mismatches, nproc_per_node=2) == [[], []]
+
+
+def test_what_one_rank_refuses_the_others_do_not_wait_for() -> None:
+    def fn(local_rank: int) -> list[str]:
+        bad: list[Callable[[bool], Any]] = [
+            lambda is_bad: unisono.all_reduce(_sparse(3) if is_bad else torch.ones(3)),
+            lambda is_bad: unisono.all_reduce(_sparse(BIG) if is_bad else torch.ones(BIG)),
+            lambda is_bad: unisono.all_reduce_(_sparse(BIG) if is_bad else torch.ones(BIG)),
+            lambda is_bad: unisono.reduce(_sparse(BIG) if is_bad else torch.ones(BIG)),
+            lambda is_bad: unisono.reduce_scatter(torch.ones(3 if is_bad else 4)),
+            lambda is_bad: unisono.all_to_all(torch.ones(3 if is_bad else 4)),
+            lambda is_bad: unisono.broadcast_(_sparse(3) if is_bad else torch.ones(3)),
+            lambda is_bad: unisono.all_gather(_sparse(3) if is_bad else torch.ones(3)),
+            lambda is_bad: unisono.gather(_sparse(3) if is_bad else torch.ones(3)),
+            lambda is_bad: unisono.all_gather_tensors_with_shapes(
+                torch.ones(3 if is_bad else 4), [[4], [4]]
+            ),
+        ]
+        said = []
+        unisono.barrier()  # connects
+        for call in bad:
+            with pytest.raises((CollectiveMismatchError, PayloadError, ArgumentError)) as caught:
+                call(local_rank == 1)
+            said.append(str(caught.value))
+        assert unisono.all_gather(local_rank) == [0, 1]
+        return said
+
+    for first, second in zip(*unisono.spawn("gloo", fn, nproc_per_node=2), strict=True):
+        assert "rank 1" in first
+        assert second.partition(":")[0] in first  # the others learn what it refuses, and why
+
+
+def _sparse(size: int) -> torch.Tensor:
+    return torch.ones(size).to_sparse()
+
+
+def test_one_call_too_many_on_one_rank_is_noticed_in_the_next(tmp_path: Path) -> None:
     def fn(local_rank: int) -> str:
+        unisono.all_gather("before")
         with pytest.raises(CollectiveMismatchError) as caught:
-            unisono.all_reduce(torch.ones(BIG + local_rank))
+            for step in range(3):
+                if step == 1 and local_rank == 0:
+                    unisono.all_gather("forgotten")
+                unisono.all_gather(step)
+                unisono.all_gather(-step)
+        unisono.barrier()  # in step again, by chance of where it was noticed
         return str(caught.value)
 
-    os.environ["UNISONO_DEBUG"] = "1"
-    try:
-        said = unisono.spawn("gloo", fn, nproc_per_node=2)
-    finally:
-        del os.environ["UNISONO_DEBUG"]
-    assert f"float32[{BIG}]" in said[0]
-    assert f"float32[{BIG + 1}]" in said[0]
+    for backend in ("gloo", "threads"):
+        for said in unisono.spawn(backend, fn, nproc_per_node=3):
+            assert "rank 0 has made one call more than the others, probably at " in said
+            lines = [int(line) for line in re.findall(r"test_control\.py:(\d+)", said)]
+            assert lines[0] == lines[1] == lines[2] - 1 == lines[3] - 1 == lines[4] - 2
+
+
+def test_the_same_call_on_other_lines_is_no_mistake() -> None:
+    def fn(local_rank: int) -> list[Any]:
+        found = []
+        for step in range(4):
+            if local_rank == 0:
+                found.append(unisono.broadcast(step))
+            else:
+                found.append(unisono.broadcast())
+            if step % 2 == local_rank:  # they take turns
+                found.append(unisono.all_gather(step))
+            else:
+                found.append(unisono.all_gather(None))
+        return found
+
+    expected = [0, [0, None], 1, [None, 1], 2, [2, None], 3, [None, 3]]
+    assert unisono.spawn("gloo", fn, nproc_per_node=2) == [expected] * 2
 
 
 def test_a_stopped_rank_is_named_at_the_deadline_with_those_who_came(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from unisono._memory import as_bytes_tensor
-from unisono.collectives._rounds import check, fold
+from unisono.collectives._rounds import check, compares, fold
 from unisono.errors import PayloadError
-from unisono.handle import Handle
+from unisono.handle import Handle, joined
 from unisono.model import ComputationModel
 from unisono.payload import is_dense
 from unisono.reduction import ReduceOp, fold_tensors
@@ -191,10 +191,16 @@ def start_all_reduce(
     carrier, step, restore = _carrier(model, tensor, op, model.size(group))
     if model.prefers_exchange(carrier, group):
         return model.start(lambda: fold(model, carrier.contiguous(), step, group)).then(restore)
-    check(model, f"all_reduce {op.name}", tensor, group)
-    if carrier.dtype in model.dtypes:
-        return model.start_all_reduce(carrier, step, group).then(restore)
-    return model.start(lambda: _fold(model, carrier, step, group)).then(restore)
+    if carrier.dtype not in model.dtypes:
+        return model.start(lambda: all_reduce(model, tensor, op, group))
+
+    def begin() -> Handle[Tensor]:
+        check(model, f"all_reduce {op.name}", tensor, group)
+        return model.start_all_reduce(carrier, step, group)
+
+    # Comparing calls waits for the others, which whoever starts an operation must not.
+    started = joined(model.start(begin)) if compares(model, group) else begin()
+    return started.then(restore)
 
 
 def reduce(

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from typing import NoReturn
+
 from torch import Tensor
 
 from unisono._memory import from_bytes, to_bytes
 from unisono.control.calls import pack, unpack
+from unisono.errors import CollectiveMismatchError, UnisonoError
 from unisono.model import ComputationModel
 from unisono.reduction import ReduceOp, fold_tensors
 from unisono.topology import Group
 
-__all__ = ("check", "fold", "signature", "swap")
+__all__ = ("check", "compares", "fold", "refuse", "signature", "swap")
+
+_LONGEST_CALL = 500
 
 
 def swap(model: ComputationModel, call: str, blob: bytes, group: Group | None) -> list[bytes]:
@@ -31,7 +37,11 @@ def swap(model: ComputationModel, call: str, blob: bytes, group: Group | None) -
         CollectiveMismatchError: the calls differ (on every rank, naming each rank's).
         CollectiveError: a peer failed or didn't come in time.
     """
-    return unpack(model.exchange(pack(call, blob), group), model.members(group))
+    frames = model.exchange(pack(call, blob), group)
+    history = None
+    if model.is_checked is not False:
+        history = model.steps.histories[() if group is None else group.ranks]
+    return unpack(frames, model.members(group), history)
 
 
 def signature(call: str, tensor: Tensor) -> str:
@@ -39,16 +49,39 @@ def signature(call: str, tensor: Tensor) -> str:
     return f"{call} of {str(tensor.dtype)[6:]}{list(tensor.shape)}"
 
 
-def check(model: ComputationModel, call: str, tensor: Tensor, group: Group | None) -> None:
-    """Compare what the ranks are about to call on the data plane, if ``UNISONO_DEBUG`` is 1.
+def compares(model: ComputationModel, group: Group | None) -> bool:
+    """Tell whether ranks compare their calls before each operation of the data plane.
 
-    Collective over `group` then, else local.
+    Local, or collective at creation of what they compare them over.
+    """
+    return model.compares_calls(group) if model.is_checked is None else model.is_checked
+
+
+def check(model: ComputationModel, call: str, tensor: Tensor, group: Group | None) -> None:
+    """Compare what the ranks are about to call on the data plane, where they do that.
+
+    Collective over `group` there, else local.
 
     Raises:
         CollectiveMismatchError: as in `swap`.
     """
-    if model.is_checked:
+    if compares(model, group):
         swap(model, signature(call, tensor), b"", group)
+
+
+def refuse(
+    model: ComputationModel, call: str, tensor: object, group: Group | None, error: UnisonoError
+) -> NoReturn:
+    """Raise what is wrong with this rank's `tensor` alone, so that the others don't wait for it.
+
+    Collective over `group` where the ranks would have compared this call, else local.
+    """
+    model.settle()
+    is_small = isinstance(tensor, Tensor) and model.prefers_exchange(tensor, group)
+    if is_small or compares(model, group):
+        with suppress(CollectiveMismatchError):
+            swap(model, f"{call}, which it refuses: {error}"[:_LONGEST_CALL], b"", group)
+    raise error
 
 
 def fold(model: ComputationModel, tensor: Tensor, op: ReduceOp, group: Group | None) -> Tensor:

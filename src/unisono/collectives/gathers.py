@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import _carriers as carriers
-from unisono.collectives._rounds import check, swap
+from unisono.collectives._rounds import check, refuse, swap
 from unisono.collectives.groups import GroupLike, check_rank, outcome, team
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
 from unisono.handle import Handle
@@ -18,6 +18,7 @@ from unisono.payload import (
     TensorHeader,
     decode,
     encode_or_reason,
+    failure,
     header,
     raise_failures,
     rides_data_plane,
@@ -59,8 +60,6 @@ def all_gather(
         >>> idist.all_gather("é")
         ['é']
     """
-    if isinstance(value, Tensor):
-        carriers.check_dense(value, "all_gather")
     model, found, is_member = team(group, async_op)
     if not is_member:
         return Handle(lambda: value, lambda: True) if async_op else value
@@ -76,8 +75,7 @@ def all_gather(
 
 def _gather(model: ComputationModel, value: Any, group: Group | None, call: str) -> list[Any]:
     """Give every rank's value in a list: one exchange, and tensors that are large in one gather."""
-    rides = rides_data_plane(value, model.inline_bytes(group))
-    frames = swap(model, call, header(value) if rides else encode_or_reason(value), group)
+    frames = swap(model, call, _frame(value, call, model.inline_bytes(group)), group)
     ranks = model.members(group)
     raise_failures(frames, ranks, call)
     said = [decode(frame, model.device) for frame in frames]
@@ -98,6 +96,15 @@ def _gather(model: ComputationModel, value: Any, group: Group | None, call: str)
     return [
         row[:size].reshape(head.shape) for row, size, head in zip(rows, sizes, heads, strict=True)
     ]
+
+
+def _frame(value: Any, call: str, inline_bytes: int) -> bytes:
+    if isinstance(value, Tensor):
+        try:
+            carriers.check_dense(value, call)
+        except PayloadError as error:
+            return failure(str(error))
+    return header(value) if rides_data_plane(value, inline_bytes) else encode_or_reason(value)
 
 
 def _head(tensor: Tensor) -> TensorHeader:
@@ -162,23 +169,18 @@ def all_gather_tensors_with_shapes(
         >>> idist.all_gather_tensors_with_shapes(torch.ones(2), [[2]])
         [tensor([1., 1.])]
     """
-    if not isinstance(tensor, Tensor):
-        raise PayloadError(f"a tensor is needed, not a {type(tensor).__qualname__}")
-    carriers.check_dense(tensor, "all_gather_tensors_with_shapes")
     model, found, is_member = team(group, async_op)
     if not is_member:
         return Handle(lambda: [tensor], lambda: True) if async_op else [tensor]
     wanted = [tuple(shape) for shape in shapes]
-    if len(wanted) != model.size(found):
-        raise ArgumentError(f"{len(wanted)} shapes were given for {model.size(found)} ranks")
-    if tuple(tensor.shape) != wanted[model.position(found)]:
-        raise ArgumentError(
-            f"rank {model.topology.rank} has a tensor of shape {list(tensor.shape)}, but `shapes` "
-            f"says {list(wanted[model.position(found)])}"
-        )
+    name = f"all_gather_tensors_with_shapes {wanted}"
+    try:
+        _check_shapes(model, tensor, wanted, found)
+    except (ArgumentError, PayloadError) as error:
+        refuse(model, name, None, found, error)
 
     def call() -> list[Tensor]:
-        check(model, f"all_gather_tensors_with_shapes {wanted}", tensor.new_empty(0), found)
+        check(model, name, tensor.new_empty(0), found)
         sizes = [_numel(shape) for shape in wanted]
         mine = carriers.own(model, tensor).reshape(-1)
         if mine.numel() < max(sizes):
@@ -189,6 +191,21 @@ def all_gather_tensors_with_shapes(
         ]
 
     return outcome(model, call, async_op)
+
+
+def _check_shapes(
+    model: ComputationModel, tensor: Any, wanted: list[tuple[int, ...]], group: Group | None
+) -> None:
+    if not isinstance(tensor, Tensor):
+        raise PayloadError(f"a tensor is needed, not a {type(tensor).__qualname__}")
+    carriers.check_dense(tensor, "all_gather_tensors_with_shapes")
+    if len(wanted) != model.size(group):
+        raise ArgumentError(f"{len(wanted)} shapes were given for {model.size(group)} ranks")
+    if tuple(tensor.shape) != wanted[model.position(group)]:
+        raise ArgumentError(
+            f"rank {model.topology.rank} has a tensor of shape {list(tensor.shape)}, but `shapes` "
+            f"says {list(wanted[model.position(group)])}"
+        )
 
 
 def gather(value: Any, dst: int = 0, group: GroupLike = None, *, async_op: bool = False) -> Any:
@@ -218,8 +235,6 @@ def gather(value: Any, dst: int = 0, group: GroupLike = None, *, async_op: bool 
         >>> idist.gather(3, dst=0)
         [3]
     """
-    if isinstance(value, Tensor):
-        carriers.check_dense(value, "gather")
     model, found, is_member = team(group, async_op)
     check_rank(model, found, dst, "dst")
     if not is_member:

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from unisono._context import communicator
 from unisono.collectives import _carriers as carriers
-from unisono.collectives._rounds import check
+from unisono.collectives._rounds import check, refuse
 from unisono.collectives._values import reduce_values
 from unisono.collectives.groups import GroupLike, check_rank, outcome, team
 from unisono.errors import PayloadError
 from unisono.handle import Handle
+from unisono.model import ComputationModel
 from unisono.reduction import ReduceOp, parse_op
+from unisono.topology import Group
 
 __all__ = ("all_reduce", "all_reduce_", "reduce", "reduce_scatter")
 
@@ -51,11 +53,11 @@ def all_reduce(
         {'loss': 0.5, 'seen': 3}
     """
     operation = parse_op(op)
-    if isinstance(value, Tensor):
-        carriers.check_reducible(value, operation)
     model, found, is_member = team(group, async_op)
     if not is_member:
         return _unchanged(value, async_op)
+    if isinstance(value, Tensor):
+        _check_reducible(model, f"all_reduce {operation.name}", value, operation, found)
     if not isinstance(value, Tensor):
         call = f"all_reduce {operation.name}"
         reduced = lambda: reduce_values(model, call, value, operation, found)  # noqa: E731
@@ -117,12 +119,11 @@ def all_reduce_(
         and not model.prefers_exchange(tensor, found)
     )
     if is_ready and not async_op:
-        if model.is_checked:
-            check(model, f"all_reduce {operation.name}", tensor, found)
+        check(model, f"all_reduce {operation.name}", tensor, found)
         mine = tensor.detach() if tensor.requires_grad else tensor
         total = model.all_reduce(mine, operation, found)
         return tensor if total is mine else _fill(tensor, total)
-    carriers.check_reducible(tensor, operation)
+    _check_reducible(model, f"all_reduce {operation.name}", tensor, operation, found)
     if not async_op:
         total = carriers.all_reduce(model, carriers.own(model, tensor), operation, found)
         return _fill(tensor, total)
@@ -168,18 +169,19 @@ def reduce(
         2
     """
     operation = parse_op(op)
-    if isinstance(value, Tensor):
-        carriers.check_reducible(value, operation)
     model, found, is_member = team(group, async_op)
     check_rank(model, found, dst, "dst")
     if not is_member:
         return _unchanged(value, async_op)
+    name = f"reduce {operation.name} to {dst}"
+    if isinstance(value, Tensor):
+        _check_reducible(model, name, value, operation, found)
 
     def call() -> Any:
         if isinstance(value, Tensor):
             total = carriers.reduce(model, carriers.own(model, value), dst, operation, found)
             return None if total is None else total.to(value.device)
-        total = reduce_values(model, f"reduce to {dst}", value, operation, found)
+        total = reduce_values(model, name, value, operation, found)
         return total if model.topology.rank == dst else None
 
     return outcome(model, call, async_op)
@@ -216,13 +218,11 @@ def reduce_scatter(
     model, found, is_member = team(group, async_op)
     if not is_member:
         return _unchanged(tensor, async_op)
-    size = model.size(found)
+    size, name = model.size(found), f"reduce_scatter {operation.name}"
     if not isinstance(tensor, Tensor) or tensor.dim() == 0 or tensor.shape[0] % size:
-        raise PayloadError(
-            f"reduce_scatter takes a tensor whose dim 0 is a multiple of {size}, "
-            f"not {_kind(tensor)}"
-        )
-    carriers.check_reducible(tensor, operation)
+        what = f"a tensor whose dim 0 is a multiple of {size}, not {_kind(tensor)}"
+        refuse(model, name, None, found, PayloadError(f"reduce_scatter takes {what}"))
+    _check_reducible(model, name, tensor, operation, found)
 
     def call() -> Tensor:
         mine = carriers.own(model, tensor)
@@ -230,6 +230,15 @@ def reduce_scatter(
         return carriers.reduce_scatter(model, rows, operation, found).to(tensor.device)
 
     return outcome(model, call, async_op)
+
+
+def _check_reducible(
+    model: ComputationModel, call: str, tensor: Tensor, op: ReduceOp, group: Group | None
+) -> None:
+    try:
+        carriers.check_reducible(tensor, op)
+    except PayloadError as error:
+        refuse(model, call, tensor, group, error)
 
 
 def _kind(value: object) -> str:

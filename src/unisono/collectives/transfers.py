@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unisono._memory import from_bytes, to_bytes
 from unisono.collectives import _carriers as carriers
-from unisono.collectives._rounds import check, swap
+from unisono.collectives._rounds import check, refuse, swap
 from unisono.collectives.groups import GroupLike, check_rank, outcome, team
 from unisono.errors import PayloadError
 from unisono.handle import Handle
@@ -127,16 +127,20 @@ def broadcast_(
         >>> idist.broadcast_(torch.zeros(1))
         tensor([0.])
     """
-    if not isinstance(tensor, Tensor):
-        raise PayloadError(f"broadcast_ works in place on a tensor, not on {type(tensor).__name__}")
-    carriers.check_dense(tensor, "broadcast_")
     model, found, is_member = team(group, async_op)
     check_rank(model, found, src, "src")
     if not is_member:
         return Handle(lambda: tensor, lambda: True) if async_op else tensor
+    name = f"broadcast_ from {src}"
+    try:
+        if not isinstance(tensor, Tensor):
+            raise PayloadError(f"broadcast_ takes a tensor, not a {type(tensor).__name__}")
+        carriers.check_dense(tensor, "broadcast_")
+    except PayloadError as error:
+        refuse(model, name, None, found, error)
 
     def call() -> Tensor:
-        check(model, f"broadcast_ from {src}", tensor, found)
+        check(model, name, tensor, found)
         carrier, restore = carriers.movement(model, carriers.own(model, tensor))
         got = restore(model.broadcast(carrier, src, found))
         if model.topology.rank != src:
@@ -253,12 +257,15 @@ def all_to_all(value: Any, group: GroupLike = None, *, async_op: bool = False) -
     size = model.size(found)
     if not isinstance(value, Tensor):
         return outcome(model, lambda: _swap_values(model, value, found), async_op)
-    carriers.check_dense(value, "all_to_all")
-    if value.dim() == 0 or value.shape[0] % size:
-        raise PayloadError(
-            f"all_to_all takes a tensor whose dim 0 is a multiple of {size}, not one of shape "
-            f"{list(value.shape)}"
-        )
+    try:
+        carriers.check_dense(value, "all_to_all")
+        if value.dim() == 0 or value.shape[0] % size:
+            raise PayloadError(
+                f"all_to_all takes a tensor whose dim 0 is a multiple of {size}, not one of shape "
+                f"{list(value.shape)}"
+            )
+    except PayloadError as error:
+        refuse(model, "all_to_all", None, found, error)
 
     def call() -> Tensor:
         check(model, "all_to_all", value, found)

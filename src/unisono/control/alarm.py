@@ -125,7 +125,7 @@ class Alarm:
     def late(self, places: Iterable[int], ranks: tuple[int, ...], step: int, is_over: bool) -> str:
         """Say which ranks haven't come to an operation of the data plane.
 
-        Local; waits 0.7 s at most.
+        Local; waits a second at most.
 
         Args:
             places: who takes part.
@@ -160,8 +160,8 @@ class Alarm:
         """Say who of `places` is missing, unless a neighbour has said so. Local; once a round."""
         if self._is_told:
             return
-        call = calls.describe(self._blob)
-        text = f"{self._me()} is still waiting in {call}\n{self._report(places, got)}"
+        found = self._report(places, got, self.ask(places, got))
+        text = f"{self._me()} is still waiting in {calls.describe(self._blob)}\n{found}"
         _log.warning("%s", text)
         self._notify(list(got), text.encode())
 
@@ -200,19 +200,20 @@ class Alarm:
         text = f"{who} has ended" if ended else f"{who} is gone: {how}"
         self.fail({"kind": "peer", "rank": rank, "text": text})
 
-    def has_come(self, place: int) -> bool:
-        """Tell whether a neighbour is in this round too. Local; asks it."""
-        state = self._ask([place]).get(place)
-        return state is not None and state.seq == self._seq and state.waits_for is not None
+    def ask(self, places: tuple[int, ...], got: Mapping[int, bytes]) -> dict[int, State]:
+        """Ask those of `places` that haven't come where they are. Local; waits 0.6 s at most."""
+        return self._ask([place for place in places if place not in got])
 
     def is_behind(self, place: int) -> bool:
         """Tell whether a neighbour hasn't begun this round. Local; asks it."""
         state = self._ask([place]).get(place)
         return state is not None and state.seq < self._seq
 
-    def time_out(self, places: tuple[int, ...], got: Mapping[int, bytes]) -> NoReturn:
-        """Fail because some of `places` didn't come. Local; asks them where they are."""
-        text = self._report(places, got)
+    def time_out(
+        self, places: tuple[int, ...], got: Mapping[int, bytes], states: dict[int, State]
+    ) -> NoReturn:
+        """Fail because some of `places` didn't come, given what `ask` found. Local."""
+        text = self._report(places, got, states)
         self.fail({"kind": "timeout", "text": f"the deadline is over.\n{text}"})
 
     def jam(self, place: int) -> NoReturn:
@@ -252,10 +253,11 @@ class Alarm:
         rank, pid = self._ranks[place], self._pids.get(place)
         return Missing(rank, [self._ranks[far] for far in behind], pid, state.stack, state.last)
 
-    def _report(self, places: tuple[int, ...], got: Mapping[int, bytes]) -> str:
+    def _report(
+        self, places: tuple[int, ...], got: Mapping[int, bytes], states: dict[int, State]
+    ) -> str:
         """Say who has come with which call, who has not, and where those are."""
         absent = [place for place in places if place not in got]
-        states = self._ask(absent)
         came = {self._place: self._blob}
         for bundle in got.values():
             with contextlib.suppress(LineClosed):
@@ -264,11 +266,11 @@ class Alarm:
         missing = []
         for place in absent:
             state = states.get(place, State())
-            if state.seq != self._seq or state.waits_for is None:
+            if state.seq < self._seq:
                 missing.append(self._missing(place, states))
                 continue
             by_rank[self._ranks[place]] = state.last  # and waits for others itself
-            further = [far for far in state.waits_for if 0 <= far < len(self._ranks)]
+            further = [far for far in state.waits_for or () if 0 <= far < len(self._ranks)]
             states |= self._ask(further)
             missing += [self._missing(far, states) for far in further]
         return report(f"round {self._seq} of the group of {len(self._ranks)}", by_rank, missing)

@@ -6,6 +6,8 @@ then the blob. Calls are compared between ranks; sites are for people.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import struct
 import sys
 from collections.abc import Sequence
@@ -13,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from unisono.control.history import History
 from unisono.control.wire import COPIED_BYTES
 from unisono.errors import CollectiveMismatchError
 
@@ -23,13 +26,14 @@ _HEAD = struct.Struct("<2sHH")
 _LONGEST_SITE = (
     60  # bytes; with its call a short value still fits into the derived exchange's frame
 )
-_PACKAGE = str(Path(__file__).parents[1])
+_LONGEST_CALL = 1000  # bytes; the rest of a longer one is compared by its hash
+_PASSED = (str(Path(__file__).parents[1]), contextlib.__file__)  # who enters and leaves sections
 
 
 def site() -> bytes:
     """Give file and line of the innermost frame that isn't ours. Local."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PASSED):
         frame = frame.f_back
     return _named(frame.f_code.co_filename, frame.f_lineno)
 
@@ -52,10 +56,14 @@ def pack(call: str, blob: bytes) -> bytes:
         A frame for an exchange.
     """
     text, place = call.encode(), site()
+    if len(text) > _LONGEST_CALL:
+        text = text[:_LONGEST_CALL] + hashlib.sha256(text).hexdigest().encode()
     return b"".join((_HEAD.pack(_MAGIC, len(text), len(place)), text, place, blob))
 
 
-def unpack(frames: Sequence[bytes], ranks: Sequence[int]) -> list[bytes]:
+def unpack(
+    frames: Sequence[bytes], ranks: Sequence[int], history: History | None = None
+) -> list[bytes]:
     """Take the blobs out of frames, if all ranks made the same call.
 
     Local.
@@ -63,12 +71,14 @@ def unpack(frames: Sequence[bytes], ranks: Sequence[int]) -> list[bytes]:
     Args:
         frames: one for each rank, in order of ranks; bytes of any kind.
         ranks: their global ranks.
+        history: what the lines of the rounds before were.
 
     Returns:
         The blobs, in the same order; long ones are views.
 
     Raises:
-        CollectiveMismatchError: the calls differ; says what each rank called, and where.
+        CollectiveMismatchError: the calls differ; says what each rank called, and where. Or one
+            rank is a call behind the others.
     """
     first = frames[0]
     if len(first) < _HEAD.size or first[:2] != _MAGIC:
@@ -77,7 +87,7 @@ def unpack(frames: Sequence[bytes], ranks: Sequence[int]) -> list[bytes]:
     start, end = _HEAD.size, _HEAD.size + width
     call, body = first[start:end], end + room
     head = first[:body]  # mostly the same everywhere
-    blobs = []
+    blobs, is_aligned = [], True
     for frame in frames:
         whole: Any = frame if len(frame) < COPIED_BYTES else memoryview(frame)
         if frame[:body] == head:
@@ -89,6 +99,12 @@ def unpack(frames: Sequence[bytes], ranks: Sequence[int]) -> list[bytes]:
         if magic != _MAGIC or frame[start : start + width] != call:
             raise _mismatch(frames, ranks)
         blobs.append(whole[start + width + room :])
+        is_aligned = False
+    if history is not None:
+        if is_aligned:
+            history.sites = None
+        else:
+            history.compare([_split(frame)[1] for frame in frames], call.decode(), ranks)
     return blobs
 
 
@@ -96,10 +112,15 @@ def describe(frame: bytes) -> str:
     """Say what a frame is of, for a person. Local."""
     if len(frame) < _HEAD.size or frame[:2] != _MAGIC:
         return "another call"
+    return " at ".join(_split(frame))
+
+
+def _split(frame: bytes) -> tuple[str, str]:
+    """Give the call and the line of it."""
     _, width, room = _HEAD.unpack_from(frame)
     end = _HEAD.size + width
-    call = bytes(frame[_HEAD.size : end]).decode("utf-8", "replace")
-    return f"{call} at {bytes(frame[end : end + room]).decode('utf-8', 'replace')}"
+    parts = bytes(frame[_HEAD.size : end]), bytes(frame[end : end + room])
+    return parts[0].decode("utf-8", "replace"), parts[1].decode("utf-8", "replace")
 
 
 def _mismatch(frames: Sequence[bytes], ranks: Sequence[int]) -> CollectiveMismatchError:

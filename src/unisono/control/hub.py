@@ -61,8 +61,10 @@ class Hub:
         warn_after_s: float,
         steps: Steps,
     ) -> None:
+        self.all_share_memory = False
+        """Whether every round goes through memory; set once the ranks know what all of them can."""
         self.inline_bytes = 0
-        """Longest blob that a round takes; set once the ranks know what all of them can."""
+        """Longest blob that a round takes; set likewise."""
         self.warn_after_s: float = warn_after_s
         self._ranks = ranks
         self._size = len(ranks)
@@ -113,7 +115,7 @@ class Hub:
     def late(self, ranks: tuple[int, ...], step: int, is_over: bool) -> str:
         """Say which ranks haven't come to an operation of the data plane.
 
-        Local; waits 0.7 s at most.
+        Local; waits a second at most.
 
         Args:
             ranks: of the group that it is in, ``()`` for all ranks.
@@ -224,9 +226,14 @@ class Hub:
         while len(got) < len(places):
             now = time.monotonic()
             if now >= until:
-                if not (has_grace and self._alarm.has_come(places[0])):
-                    self._alarm.time_out(places, got)
-                has_grace, until = False, now + _GRACE_S
+                states = self._alarm.ask(places, got)
+                self._look_at(kind, places, got)  # who answered may have been the first to give up
+                if len(got) == len(places):
+                    break
+                is_there = bool(states) and all(s.seq >= self._seq for s in states.values())
+                if not (has_grace and is_there):
+                    self._alarm.time_out(places, got, states)
+                has_grace, until = False, time.monotonic() + _GRACE_S
             if kind == ALL and self._ended and now >= look_at:
                 look_at = now + _SUSPECT_S
                 if self._alarm.is_behind(places[0]):  # so it can't have left with the answer

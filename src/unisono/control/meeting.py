@@ -119,6 +119,7 @@ def meet(model: Met, group: Group | None, inline_bytes: int, host: str | None = 
         votes = derived.exchange(model, reason.encode() or vote, group)
     if hub is not None and all(vote in (b"", _SHARING) for vote in votes):
         if all(vote == _SHARING for vote in votes):
+            hub.all_share_memory = True
             inline_bytes = max(inline_bytes, LANE_BYTES // len(ranks) - _ENTRY_BYTES)
         hub.inline_bytes = min(inline_bytes, *(offer["most"] for offer in offers))
         return hub

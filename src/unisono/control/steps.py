@@ -1,20 +1,25 @@
-"""What a rank has begun on the data plane, so that the others can tell whether it has come."""
+"""What the ranks have called: how many operations of the data plane, and on which lines."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from unisono.control.calls import site
+from unisono.control.history import History
 
 __all__ = ("Steps",)
 
 
 class Steps:
-    """Counts of what was begun, group by group: equal counts are the same operation."""
+    """What was called in each group, by its ranks; ``()`` stands for all ranks."""
 
     def __init__(self) -> None:
         self.counts: dict[tuple[int, ...], int] = {}
-        """By the ranks of the group, ``()`` for all ranks."""
+        """Operations of the data plane that this rank began: equal counts are the same one."""
         self.last: str = ""
-        """The last one and its line; empty once something else came after it."""
+        """The last of them and its line; empty once something else came after it."""
+        self.histories: defaultdict[tuple[int, ...], History] = defaultdict(History)
+        """The lines of rounds in which all ranks said what they call."""
 
     def begin(self, ranks: tuple[int, ...], call: str) -> int:
         """Take note of an operation that this rank begins; give its number. Local."""
