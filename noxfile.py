@@ -196,13 +196,17 @@ def package(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """What unisono costs over its peers, measured in the same run."""
-    install(session, "bench")
+    """What unisono costs over its peers, measured in the same run; first, that each one runs."""
+    install(session, "bench", "test")
+    session.run("pytest", "tests/benchmarks")
     session.run("python", "benchmarks/imports.py")
     session.run("python", "benchmarks/dispatch.py")
-    session.run("python", "benchmarks/payloads.py")
-    session.run("python", "benchmarks/starts.py")
+    for name in ("payloads", "starts"):
+        for size in ("2", "4"):
+            session.run("python", f"benchmarks/{name}.py", "--nproc-per-node", size)
     session.run("python", "benchmarks/averaging.py")
+    session.run("python", "benchmarks/scaling.py")
+    session.run("python", "benchmarks/tree.py")
 
 
 @nox.session

@@ -5,7 +5,7 @@ buffer that is there already, so without any copy, and without the division that
 it ``mmengine.dist.all_reduce_params(coalesce=True)`` where mmengine is installed. All take turns in
 the same processes. Beside the times stands the memory that averaging keeps.
 
-    python benchmarks/averaging.py [--rounds 15] [--json]
+    python benchmarks/averaging.py [--rounds 15] [--json | --markdown]
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def main() -> int:
     if "mmengine" in in_ms:
         notes.append(f"{'MISSED' if is_slower else 'met'}: faster than mmengine.")
     about = {"torch": torch.__version__, "rounds": arguments.rounds}
-    report("Averaging", figures, notes, about, as_json=arguments.json)
+    report("Averaging", figures, notes, about, how=arguments.how)
     return int(ratio > LIMIT or is_slower)
 
 

@@ -3,7 +3,7 @@
 Serial and world size 1 are measured in this process, world size 2 in replicas that unisono spawns,
 where rank 0 reports. All peers of a line take turns in the same process.
 
-    python benchmarks/dispatch.py [--rounds 301] [--json]
+    python benchmarks/dispatch.py [--rounds 301] [--json | --markdown]
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def main() -> int:
         figures += lines(f"get_rank(), gloo, world {size}", ranks, ATTACHED)
         figures += lines(f"all_reduce_(4 bytes), gloo, world {size}", totals, OVER_RAW)
     about = {"torch": torch.__version__, "rounds": rounds}
-    return report("Dispatch", figures, BOUNDS, about, as_json=arguments.json)
+    return report("Dispatch", figures, BOUNDS, about, how=arguments.how)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib
 import json
 import os
 import platform
@@ -25,10 +24,11 @@ __all__ = (
     "Timing",
     "interleave",
     "parser",
-    "plot_ratios",
     "quartiles",
-    "ratio_report",
     "report",
+    "short",
+    "show",
+    "show_json",
     "warm_up",
 )
 
@@ -201,10 +201,14 @@ def quartiles(timing: Timing) -> tuple[float, float]:
 
 
 def parser(description: str, rounds: int) -> argparse.ArgumentParser:
-    """Make the command line that all benchmarks have: ``--rounds`` and ``--json``."""
+    """Make the command line that all benchmarks have: rounds, and how to print."""
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--rounds", type=_count, default=rounds, help="default: %(default)s")
-    made.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    how = made.add_mutually_exclusive_group()
+    for name, what in (("json", "JSON"), ("markdown", "a table of Markdown")):
+        text = f"print {what} instead of a table"
+        how.add_argument(f"--{name}", dest="how", action="store_const", const=name, help=text)
+    made.set_defaults(how="table")
     return made
 
 
@@ -215,63 +219,82 @@ def _count(text: str) -> int:
     return value
 
 
+HEAD = ("work", "ours", "quartiles", "peer", "peer's", "ratio", "difference", "goal", "met")
+
+
 def report(
     title: str,
     figures: Sequence[Figure],
     notes: Sequence[str] = (),
     facts: Mapping[str, Any] | None = None,
     *,
-    as_json: bool = False,
+    how: str = "table",
 ) -> int:
-    """Print figures as a table or as JSON.
+    """Print figures.
 
     Args:
         title: what was measured.
         figures: the lines.
         notes: sentences below the table.
         facts: what else belongs to the result, such as versions.
-        as_json: whether to print JSON.
+        how: ``"table"``, ``"json"`` or ``"markdown"``.
 
     Returns:
         The exit code: 1 where a goal is missed, else 0.
     """
-    about = {"python": platform.python_version(), "cores": os.cpu_count(), **(facts or {})}
-    if as_json:
-        entries = [figure.as_dict() for figure in figures]
-        print(json.dumps({"title": title, **about, "notes": list(notes), "figures": entries}))
+    if how == "json":
+        show_json(title, [figure.as_dict() for figure in figures], facts or {}, notes=list(notes))
     else:
-        print(f"{title} ({', '.join(f'{name} {value}' for name, value in about.items())})\n")
-        print(_table(figures))
-        for note in (*notes, *_verdicts(figures)):
-            print(f"\n{note}")
+        rows = [_cells(figure) for figure in figures]
+        show(title, HEAD, rows, [*notes, *_verdicts(figures)], facts or {}, how=how)
     return int(any(figure.excess > 0 for figure in figures))
 
 
-def _table(figures: Sequence[Figure]) -> str:
-    head = ("work", "ours", "quartiles", "peer", "peer's", "ratio", "difference", "goal", "met")
-    rows = [head, *(_cells(figure) for figure in figures)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    is_text = [i in (0, 3, 7, 8) for i in range(len(head))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if text else cell.rjust(width)
-            for cell, width, text in zip(row, widths, is_text, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+def show_json(
+    title: str, entries: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], **more: Any
+) -> None:
+    """Print entries with what was measured, and where, as one line of JSON."""
+    print(json.dumps({"title": title, **_about(facts), **more, "figures": entries}))
+
+
+def show(
+    title: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    notes: Sequence[str],
+    facts: Mapping[str, Any],
+    *,
+    how: str,
+) -> None:
+    """Print rows of text as a table, with what was measured above it and notes below."""
+    about = ", ".join(f"{name} {value}" for name, value in _about(facts).items())
+    if how == "markdown":
+        cells = [head, ["---"] * len(head), *rows]
+        table = "\n".join(f"| {' | '.join(row)} |" for row in cells)
+    else:
+        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in (head, *rows)
+        ]
+        table = "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+    print("\n\n".join([f"{title} ({about})", table, *notes]))
+
+
+def _about(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {"python": platform.python_version(), "cores": os.cpu_count(), **facts}
 
 
 def _cells(figure: Figure) -> tuple[str, ...]:
     difference, ratio, goal = figure.difference, figure.ratio, figure.goal
     low, high = quartiles(figure.timing)
-    cells = [figure.work, f"{_short(figure.timing.median)} {figure.unit}"]
-    cells.append(f"{_short(low)}..{_short(high)}")
+    cells = [figure.work, f"{short(figure.timing.median)} {figure.unit}"]
+    cells.append(f"{short(low)}..{short(high)}")
     if figure.peer_timing is None or difference is None or ratio is None:
         cells += ["", "", "", ""]
     else:
         low, high = quartiles(difference)
-        cells += [figure.peer, f"{_short(figure.peer_timing.median)} {figure.unit}"]
+        cells += [figure.peer, f"{short(figure.peer_timing.median)} {figure.unit}"]
         cells += [f"{ratio:.3f}", f"{difference.median:+.2f} ({low:+.2f}..{high:+.2f})"]
     if goal is None:
         return (*cells, "", "")
@@ -279,7 +302,8 @@ def _cells(figure: Figure) -> tuple[str, ...]:
     return (*cells, f"{sign} {goal.limit:g} {figure.unit}", "yes" if figure.excess <= 0 else "NO")
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
+    """Write a number with as many places as one reads."""
     return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
 
 
@@ -294,70 +318,3 @@ def _verdicts(figures: Sequence[Figure]) -> list[str]:
             f"{figure.goal.bound}".rstrip()
         )
     return lines
-
-
-Found = Mapping[str, tuple[float, Mapping[str, Timing]]]
-
-
-def ratio_report(
-    title: str, found: Found, facts: Mapping[str, Any], *, as_json: bool = False
-) -> int:
-    """Print for each work our time, every peer's, and how many times faster than the best we are.
-
-    Args:
-        title: what was measured.
-        found: for each work how many times faster ours shall be, and the timings, ours first.
-        facts: what else belongs to the result.
-        as_json: whether to print JSON.
-
-    Returns:
-        The exit code: 1 where a goal is missed, else 0.
-    """
-    rows = [_ratio_row(work, goal, timings) for work, (goal, timings) in found.items()]
-    about = {"python": platform.python_version(), "cores": os.cpu_count(), **facts}
-    if as_json:
-        print(json.dumps({"title": title, **about, "figures": rows}))
-    else:
-        print(f"{title} ({', '.join(f'{name} {value}' for name, value in about.items())})\n")
-        for row in rows:
-            peers = ", ".join(f"{name} {_short(us)}" for name, us in row["peers"].items())
-            verdict = "yes" if row["is_met"] else "NO"
-            print(
-                f"{row['work']:32} {_short(row['ours']):>9} us   {row['times']:6.1f} times faster "
-                f"than {row['best']} (goal {row['goal']:g}: {verdict})   us: {peers}"
-            )
-    return int(not all(row["is_met"] for row in rows))
-
-
-def _ratio_row(work: str, goal: float, timings: Mapping[str, Timing]) -> dict[str, Any]:
-    ours, *names = timings
-    best = min(names, key=lambda name: timings[name].median)
-    times = timings[best].median / timings[ours].median
-    return {
-        "work": work,
-        "ours": timings[ours].median,
-        "quartiles": quartiles(timings[ours]),
-        "peers": {name: timings[name].median for name in names},
-        "best": best,
-        "times": times,
-        "goal": goal,
-        "is_met": times >= goal,
-    }
-
-
-def plot_ratios(found: Found, path: str) -> None:
-    """Draw every work's times, ours and the peers', as bars on a logarithmic scale."""
-    plots = importlib.import_module("matplotlib.figure")
-    names = list(dict.fromkeys(name for _, timings in found.values() for name in timings))
-    figure = plots.Figure(figsize=(10, 0.7 * len(found) + 1.5), layout="constrained")
-    axes = figure.subplots()
-    height = 0.8 / len(names)
-    for i, name in enumerate(names):
-        places = [row + i * height for row, (_, t) in enumerate(found.values()) if name in t]
-        widths = [t[name].median for _, t in found.values() if name in t]
-        axes.barh(places, widths, height=height, label=name)
-    axes.set_yticks([row + 0.4 - height / 2 for row in range(len(found))], list(found))
-    axes.set(xscale="log", xlabel="microseconds a call, median")
-    axes.invert_yaxis()
-    axes.legend()
-    figure.savefig(path)

@@ -1,9 +1,10 @@
-"""What an all_reduce_ through the facade costs over Horovod's own, in two replicas.
+"""What calls through the facade cost over Horovod's own, in two replicas.
 
-Both sum in place and take turns in the same processes. Horovod answers at the beat of its own
-thread (``HOROVOD_CYCLE_TIME``, 1 ms by default), so its peer's time is that of the beat.
+A sum of a tensor, and values: a string gathered, a dict broadcast, a number summed. Both sum
+tensors in place and take turns in the same processes. Horovod answers at the beat of its own thread
+(``HOROVOD_CYCLE_TIME``, 1 ms by default), so its peer's time is that of the beat.
 
-    python benchmarks/horovod_calls.py [--rounds 101] [--json]
+    python benchmarks/horovod_calls.py [--rounds 101] [--json | --markdown]
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import partial
 
 import torch
 from harness import Timing, interleave
-from raw_calls import compare
+from raw_calls import SMALL, TEXT, compare, measure_values
 
 import unisono
 
@@ -35,5 +36,22 @@ def sums(local_rank: int, rounds: int, elements: int, calls: int) -> dict[str, T
     return interleave(rounds, callables, calls)
 
 
+def values(local_rank: int, rounds: int) -> list[dict[str, Timing]]:
+    """Time values that are no tensors. Collective over all ranks."""
+    hvd = importlib.import_module("horovod.torch")
+    torch.set_num_threads(1)
+
+    def total() -> float:
+        tensor = torch.tensor(0.5, dtype=torch.float64)
+        return float(hvd.allreduce(tensor, name="number", op=hvd.Sum).item())
+
+    theirs = (
+        partial(hvd.allgather_object, TEXT, name="text"),
+        partial(hvd.broadcast_object, SMALL, root_rank=0, name="dict"),
+        total,
+    )
+    return measure_values(rounds, "horovod", theirs)
+
+
 if __name__ == "__main__":
-    sys.exit(compare("horovod", sums, BOUND, 101))
+    sys.exit(compare("horovod", sums, values, BOUND, 101))

@@ -6,7 +6,7 @@ of the second import, taken in the interpreter that has just done the first. The
 whole interpreters, with and without unisono, is shown beside it; it says the same and spreads far
 more, because torch takes a hundred times as long. Bytecode is compiled first, as installers do it.
 
-    python benchmarks/imports.py [--rounds 15] [--json]
+    python benchmarks/imports.py [--rounds 15] [--json | --markdown]
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def main() -> int:
     notes = [
         f"Must not be loaded: {', '.join(MUST_NOT_LOAD)}. Loaded: {', '.join(loaded) or 'none'}.",
     ]
-    code = report("Import", figures, notes, {"rounds": arguments.rounds}, as_json=arguments.json)
+    code = report("Import", figures, notes, {"rounds": arguments.rounds}, how=arguments.how)
     return max(code, int(bool(loaded)))
 
 

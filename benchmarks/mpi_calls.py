@@ -1,9 +1,10 @@
-"""What an all_reduce_ through the facade costs over mpi4py's own Allreduce, in two ranks.
+"""What calls through the facade cost over mpi4py's own, in two ranks.
 
-Both sum in place over memory of their own and take turns in the same processes. mpi4py's is called
-as cheaply as it can be: on a NumPy array over the tensor's memory, with its MPI type given.
+A sum of a tensor, and values: a string gathered, a dict broadcast, a number summed. Both sum
+tensors in place over memory of their own and take turns in the same processes. mpi4py's sum is
+called as cheaply as it can be: on a NumPy array over the tensor's memory, with its MPI type given.
 
-    python benchmarks/mpi_calls.py [--rounds 301] [--json]
+    python benchmarks/mpi_calls.py [--rounds 301] [--json | --markdown]
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import partial
 
 import torch
 from harness import Timing, interleave
-from raw_calls import compare
+from raw_calls import SMALL, TEXT, compare, measure_values
 
 import unisono
 
@@ -36,5 +37,16 @@ def sums(local_rank: int, rounds: int, elements: int, calls: int) -> dict[str, T
     return interleave(rounds, callables, calls)
 
 
+def values(local_rank: int, rounds: int) -> list[dict[str, Timing]]:
+    """Time values that are no tensors. Collective over all ranks."""
+    world = importlib.import_module("mpi4py.MPI").COMM_WORLD
+    theirs = (
+        partial(world.allgather, TEXT),
+        partial(world.bcast, SMALL, root=0),
+        partial(world.allreduce, 0.5),
+    )
+    return measure_values(rounds, "mpi4py", theirs)
+
+
 if __name__ == "__main__":
-    sys.exit(compare("mpi4py", sums, BOUND, 301))
+    sys.exit(compare("mpi4py", sums, values, BOUND, 301))

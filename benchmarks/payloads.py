@@ -1,9 +1,11 @@
 """What is no accelerator tensor, against everybody else: strings, numbers, metrics, barriers.
 
 All peers are attached to the same gloo group, in replicas that unisono spawns, and take turns in
-every round. A goal says how many times faster than the best of them ours shall be.
+every round. A goal says how many times faster than the best of them ours shall be; a work without
+one is only shown.
 
-    python benchmarks/payloads.py [--nproc-per-node 2] [--rounds 21] [--json] [--plot out.png]
+    python benchmarks/payloads.py [--nproc-per-node 2] [--rounds 21] [--json | --markdown]
+                                  [--calls 50] [--plot out.png]
 """
 
 from __future__ import annotations
@@ -12,92 +14,113 @@ import importlib
 import importlib.util
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from harness import Timing, interleave, parser, plot_ratios, ratio_report
+from harness import interleave, parser
+from ratios import Work, plot, ratio_report
+from rich.console import Console
+from rich.progress import Progress
 
 import unisono
 
 TEXT = "twenty characters ok"
 LONG = "x" * 5000
+SMALL = {"a": 1, "b": "x"}
 METRICS = {f"metric{i}": i * 0.5 for i in range(20)}
+ARRAY = np.ones(125_000)
 BIG = {"weights": torch.ones(250_000), "epoch": 3}
 Calls = dict[str, Callable[[], object]]
 
+ROUND = (
+    "One round through memory that the ranks share: what is left is Python's work around it, and, "
+)
+ROUND += "with more ranks than cores, the kernel's turns between them."
+FLOAT = (
+    "The peers' own collective on one float64 is short already; ours is bound as every round is."
+)
+COPIES = "The copies of a megabyte into and out of shared memory, for every pair of ranks."
+SECTION = "Two rounds: the one rank is done, and the others are."
+WORKS: dict[str, tuple[float | None, str]] = {
+    "all_gather of 20 characters": (20, ROUND),
+    "all_gather of a small dict": (20, ROUND),
+    "broadcast of 20 characters": (20, ROUND),
+    "broadcast of a small dict": (20, ROUND),
+    "all_reduce of a number": (10, FLOAT),
+    "all_gather of a number": (10, ROUND),
+    "metrics dict of 20 scalars": (10, FLOAT),
+    "barrier": (10, ROUND),
+    "all_gather of 5000 characters": (10, ROUND),
+    "all_gather of a dict with 1 MB": (1.5, COPIES),
+    "all_gather of an array of 1 MB": (1.5, COPIES),
+    "one rank first, with nothing to do": (None, SECTION),
+}
+"""For each work how many times faster ours shall be, if that is said, and what bounds it."""
 
-def _torch_gather(value: object) -> list[object]:
-    out: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(out, value)
-    return out
+
+def _enter(section: Callable[[], AbstractContextManager[object]]) -> None:
+    with section():
+        pass
 
 
-def _torch_broadcast(value: object) -> object:
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
-def _torch_sum(value: float) -> float:
-    tensor = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(tensor)
-    return tensor.item()
-
-
-def _torch_metrics() -> list[float]:
-    tensor = torch.tensor(list(METRICS.values()), dtype=torch.float64)
-    dist.all_reduce(tensor)
-    return tensor.tolist()
-
-
-def works() -> dict[str, tuple[float, Calls]]:
-    """Give for each work the goal and a callable for us and for each peer that is installed."""
+def _unisono() -> Calls:
     mine = unisono
-    table: dict[str, tuple[float, Calls]] = {
-        "all_gather of 20 characters": (
-            20,
-            {"unisono": lambda: mine.all_gather(TEXT), "torch": lambda: _torch_gather(TEXT)},
-        ),
-        "all_gather of a small dict": (
-            20,
-            {
-                "unisono": lambda: mine.all_gather({"a": 1, "b": "x"}),
-                "torch": lambda: _torch_gather({"a": 1, "b": "x"}),
-            },
-        ),
-        "broadcast of 20 characters": (
-            20,
-            {"unisono": lambda: mine.broadcast(TEXT), "torch": lambda: _torch_broadcast(TEXT)},
-        ),
-        "all_reduce of a number": (
-            10,
-            {"unisono": lambda: mine.all_reduce(0.5), "torch": lambda: _torch_sum(0.5)},
-        ),
-        "all_gather of a number": (
-            10,
-            {"unisono": lambda: mine.all_gather(0.5), "torch": lambda: _torch_gather(0.5)},
-        ),
-        "metrics dict of 20 scalars": (
-            10,
-            {"unisono": lambda: mine.all_reduce(METRICS), "torch, by hand": _torch_metrics},
-        ),
-        "barrier": (10, {"unisono": mine.barrier, "torch": dist.barrier}),
-        "all_gather of 5000 characters": (
-            10,
-            {"unisono": lambda: mine.all_gather(LONG), "torch": lambda: _torch_gather(LONG)},
-        ),
-        "all_gather of a dict with 1 MB": (
-            1.5,
-            {"unisono": lambda: mine.all_gather(BIG), "torch": lambda: _torch_gather(BIG)},
-        ),
+    return {
+        "all_gather of 20 characters": lambda: mine.all_gather(TEXT),
+        "all_gather of a small dict": lambda: mine.all_gather(SMALL),
+        "broadcast of 20 characters": lambda: mine.broadcast(TEXT),
+        "broadcast of a small dict": lambda: mine.broadcast(SMALL),
+        "all_reduce of a number": lambda: mine.all_reduce(0.5),
+        "all_gather of a number": lambda: mine.all_gather(0.5),
+        "metrics dict of 20 scalars": lambda: mine.all_reduce(METRICS),
+        "barrier": mine.barrier,
+        "all_gather of 5000 characters": lambda: mine.all_gather(LONG),
+        "all_gather of a dict with 1 MB": lambda: mine.all_gather(BIG),
+        "all_gather of an array of 1 MB": lambda: mine.all_gather(ARRAY),
+        "one rank first, with nothing to do": lambda: _enter(mine.one_rank_first),
     }
-    for name, add in PEERS.items():
-        if importlib.util.find_spec(name) is not None:
-            for work, call in add(importlib.import_module).items():
-                table[work][1][name] = call
-    return table
+
+
+def _torch() -> Calls:
+    def gather(value: object) -> list[object]:
+        out: list[object] = [None] * dist.get_world_size()
+        dist.all_gather_object(out, value)
+        return out
+
+    def broadcast(value: object) -> object:
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def total(values: Sequence[float]) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor)
+        return tensor.tolist()
+
+    def first() -> None:
+        if dist.get_rank() != 0:
+            dist.barrier()
+        if dist.get_rank() == 0:
+            dist.barrier()
+
+    return {
+        "all_gather of 20 characters": lambda: gather(TEXT),
+        "all_gather of a small dict": lambda: gather(SMALL),
+        "broadcast of 20 characters": lambda: broadcast(TEXT),
+        "broadcast of a small dict": lambda: broadcast(SMALL),
+        "all_reduce of a number": lambda: total([0.5]),
+        "all_gather of a number": lambda: gather(0.5),
+        "metrics dict of 20 scalars": lambda: total(list(METRICS.values())),
+        "barrier": dist.barrier,
+        "all_gather of 5000 characters": lambda: gather(LONG),
+        "all_gather of a dict with 1 MB": lambda: gather(BIG),
+        "all_gather of an array of 1 MB": lambda: gather(ARRAY),
+        "one rank first, with nothing to do": first,
+    }
 
 
 def _ignite(load: Callable[[str], Any]) -> Calls:
@@ -106,6 +129,7 @@ def _ignite(load: Callable[[str], Any]) -> Calls:
     return {
         "all_gather of 20 characters": lambda: peer.all_gather(TEXT),
         "broadcast of 20 characters": lambda: peer.broadcast(TEXT, safe_mode=True),
+        "one rank first, with nothing to do": lambda: _enter(peer.one_rank_first),
         "all_reduce of a number": lambda: peer.all_reduce(0.5),
         "all_gather of a number": lambda: peer.all_gather(0.5),
         "metrics dict of 20 scalars": lambda: {k: peer.all_reduce(v) for k, v in METRICS.items()},
@@ -119,28 +143,33 @@ def _mmengine(load: Callable[[str], Any]) -> Calls:
     tensors = {key: torch.tensor(value) for key, value in METRICS.items()}
     return {
         "all_gather of 20 characters": lambda: peer.all_gather_object(TEXT),
-        "all_gather of a small dict": lambda: peer.all_gather_object({"a": 1, "b": "x"}),
+        "all_gather of a small dict": lambda: peer.all_gather_object(SMALL),
         "broadcast of 20 characters": lambda: peer.broadcast_object_list([TEXT]),
+        "broadcast of a small dict": lambda: peer.broadcast_object_list([SMALL]),
         "metrics dict of 20 scalars": lambda: peer.all_reduce_dict(dict(tensors)),
         "barrier": peer.barrier,
         "all_gather of 5000 characters": lambda: peer.all_gather_object(LONG),
         "all_gather of a dict with 1 MB": lambda: peer.all_gather_object(BIG),
+        "all_gather of an array of 1 MB": lambda: peer.all_gather_object(ARRAY),
     }
 
 
 def _accelerate(load: Callable[[str], Any]) -> Calls:
-    load("accelerate").PartialState(cpu=True)
+    state = load("accelerate").PartialState(cpu=True)
     peer = load("accelerate.utils")
     tensors = {key: torch.tensor(value) for key, value in METRICS.items()}
     return {
         "all_gather of 20 characters": lambda: peer.gather_object([TEXT]),
-        "all_gather of a small dict": lambda: peer.gather_object([{"a": 1, "b": "x"}]),
+        "all_gather of a small dict": lambda: peer.gather_object([SMALL]),
         "broadcast of 20 characters": lambda: peer.broadcast_object_list([TEXT]),
+        "broadcast of a small dict": lambda: peer.broadcast_object_list([SMALL]),
         "all_reduce of a number": lambda: peer.reduce(torch.tensor(0.5), "sum"),
         "metrics dict of 20 scalars": lambda: peer.reduce(tensors, "sum"),
         "barrier": peer.wait_for_everyone,
         "all_gather of 5000 characters": lambda: peer.gather_object([LONG]),
         "all_gather of a dict with 1 MB": lambda: peer.gather_object([BIG]),
+        "all_gather of an array of 1 MB": lambda: peer.gather_object([ARRAY]),
+        "one rank first, with nothing to do": lambda: _enter(state.main_process_first),
     }
 
 
@@ -151,6 +180,7 @@ def _fabric(load: Callable[[str], Any]) -> Calls:
     )
     return {
         "broadcast of 20 characters": lambda: strategy.broadcast(TEXT),
+        "broadcast of a small dict": lambda: strategy.broadcast(SMALL),
         "all_reduce of a number": lambda: strategy.all_reduce(torch.tensor(0.5), reduce_op="sum"),
         "barrier": strategy.barrier,
     }
@@ -164,29 +194,40 @@ PEERS: dict[str, Callable[[Callable[[str], Any]], Calls]] = {
 }
 
 
-def measure(local_rank: int, rounds: int) -> dict[str, tuple[float, dict[str, Timing]]]:
-    """Time every work. Collective over all ranks."""
+def measure(
+    local_rank: int, rounds: int, calls: int, names: Sequence[str] = tuple(WORKS)
+) -> list[Work]:
+    """Time works of ours and of each peer that is installed. Collective over all ranks."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        table = works()
-        return {
-            work: (goal, interleave(rounds, calls, 50)) for work, (goal, calls) in table.items()
-        }
+        libraries = {"unisono": _unisono(), "torch": _torch()}
+        for name, made in PEERS.items():
+            if importlib.util.find_spec(name) is not None:
+                libraries[name] = made(importlib.import_module)
+        done = []
+        console = Console(stderr=True)
+        with Progress(console=console, disable=local_rank != 0, transient=True) as progress:
+            for name in progress.track(names, description=f"{unisono.get_world_size()} ranks"):
+                goal, bound = WORKS[name]
+                mine = {library: has[name] for library, has in libraries.items() if name in has}
+                done.append(Work(name, interleave(rounds, mine, calls), goal, bound=bound))
+    return done
 
 
 def main() -> int:
     """Measure and print."""
     made = parser("What is no accelerator tensor, against everybody else.", 21)
     made.add_argument("--nproc-per-node", type=int, default=2)
+    made.add_argument("--calls", type=int, default=50, help="in a turn; default: %(default)s")
     made.add_argument("--plot", metavar="PNG")
     arguments = made.parse_args()
-    found = unisono.spawn(
-        "gloo", measure, (arguments.rounds,), nproc_per_node=arguments.nproc_per_node
-    )[0]
+    size = arguments.nproc_per_node
+    args = (arguments.rounds, arguments.calls)
+    works = unisono.spawn("gloo", measure, args, nproc_per_node=size)[0]
     if arguments.plot:
-        plot_ratios(found, arguments.plot)
-    about = {"torch": torch.__version__, "ranks": arguments.nproc_per_node}
-    return ratio_report("Payloads", found, about, as_json=arguments.json)
+        plot(works, arguments.plot)
+    about = {"torch": torch.__version__, "ranks": size, "rounds": arguments.rounds}
+    return ratio_report("Payloads", works, about, how=arguments.how)
 
 
 if __name__ == "__main__":

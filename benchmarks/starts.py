@@ -4,7 +4,7 @@ Every start is a fresh program that times its own calls; the peers take turns. t
 and is timed as a whole, so our whole program is shown too, in which torch is imported twice, one
 after the other: by the caller, and by the process that workers are copied from.
 
-    python benchmarks/starts.py [--nproc-per-node 4] [--rounds 3] [--json]
+    python benchmarks/starts.py [--nproc-per-node 4] [--rounds 3] [--json | --markdown]
 """
 
 from __future__ import annotations
@@ -15,10 +15,18 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
-from harness import Timing, parser, ratio_report
+from harness import Timing, parser
+from ratios import Work, ratio_report
 
+FIRST = (
+    "One import of torch by the process that workers are copied from; torch is imported already "
+)
+FIRST += "where ours begins, but not in the whole program."
+AGAIN = "Copies of a process, torch's store and gloo's connections: each pair of ranks makes one."
+POOL = "A message to each worker and back, and the kernel's turns where workers outnumber cores."
 PROGRAMS = {
     "unisono": """
 import json, sys, time
@@ -81,10 +89,10 @@ def run(folder: Path, name: str, size: int) -> list[float]:
         script.write_text(PROGRAMS[name])
         command = [sys.executable, str(script), str(size)]
     quiet = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    begin = os.times().elapsed
+    begin = time.perf_counter()
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=quiet)
     if name == "torchrun":
-        return [os.times().elapsed - begin] * 2
+        return [time.perf_counter() - begin] * 2
     return [float(seconds) for seconds in json.loads(done.stdout.splitlines()[-1])]
 
 
@@ -105,32 +113,26 @@ def main() -> int:
     def timing(name: str, which: int) -> Timing:
         return Timing(tuple(row[which] * 1e6 for row in times[name]))
 
-    first = {name: timing(name, 0) for name in names}
-    again = {name: timing(name, 1) for name in names}
-    pool = {"unisono": timing("unisono", 2), "spawn again": timing("unisono", 1)}
+    ours, again, pool, whole = (timing("unisono", which) for which in range(4))
     four = arguments.nproc_per_node >= 4
-    found = {
-        "first spawn, over torchrun": (2.5 if four else 2, _pick(first, "torchrun")),
-        "the whole program, over torchrun": (
-            2 if four else 1,
-            {"unisono": timing("unisono", 3), "torchrun": first["torchrun"]},
-        ),
-        "a second spawn, over torchrun": (2.5, _pick(again, "torchrun")),
-        "WorkerPool.run, over a second spawn": (20, pool),
-    }
+
+    def over(peer: str, which: int, mine: Timing) -> dict[str, Timing]:
+        return {"unisono": mine, peer: timing(peer, which)}
+
+    works = [
+        Work("first spawn", over("torchrun", 0, ours), 2.5 if four else 2, bound=FIRST),
+        Work("the whole program", over("torchrun", 0, whole), 2 if four else 1, bound=FIRST),
+        Work("a second spawn", over("torchrun", 1, again), 2.5, bound=AGAIN),
+        Work("WorkerPool.run", {"unisono": pool, "our second spawn": again}, 100, 2000, POOL),
+    ]
     if "ignite" in names:
-        found["first spawn, over ignite"] = (4 if four else 2, _pick(first, "ignite"))
-        found["a second spawn, over ignite"] = (40 if four else 20, _pick(again, "ignite"))
-        found["WorkerPool.run, over ignite's spawn"] = (
-            100,
-            {"unisono": timing("unisono", 2), "ignite": again["ignite"]},
-        )
+        works += [
+            Work("first spawn", over("ignite", 0, ours), 4 if four else 2, bound=FIRST),
+            Work("a second spawn", over("ignite", 1, again), 40 if four else 20, bound=AGAIN),
+            Work("WorkerPool.run", over("ignite", 1, pool), 100, 2000, POOL),
+        ]
     about = {"ranks": arguments.nproc_per_node, "rounds": arguments.rounds}
-    return ratio_report("Starts", found, about, as_json=arguments.json)
-
-
-def _pick(timings: dict[str, Timing], peer: str) -> dict[str, Timing]:
-    return {"unisono": timings["unisono"], peer: timings[peer]}
+    return ratio_report("Starts", works, about, how=arguments.how)
 
 
 if __name__ == "__main__":

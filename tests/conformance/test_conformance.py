@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
 import unisono as idist
+from unisono._context import communicator
+from unisono.control import plane
 from unisono.testing import Conformance
+
+
+def without_sockets(local_rank: int, fn: Callable[..., Any], *args: Any) -> Any:
+    """Run a function in a replica whose ranks can't meet. Collective over all ranks."""
+    vars(plane)["meet"] = lambda *given: None
+    model = communicator()
+    model.planes.clear()  # a hub of the default group, if `initialize` made one
+    result = fn(local_rank, *args)
+    assert set(model.planes.values()) == {None}, "every exchange should have been the derived one"
+    return result
+
+
+def launch_without_sockets(backend: str, fn: Any, args: tuple[Any, ...], **options: Any) -> Any:
+    return idist.spawn(backend, without_sockets, (fn, *args), **options)
 
 
 class TestSerial(Conformance):
@@ -33,6 +51,14 @@ class TestGlooWithShortRounds(Conformance):
     @pytest.fixture(autouse=True)
     def short_rounds(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("UNISONO_INLINE_BYTES", "0")
+
+
+class TestGlooWithoutSockets(Conformance):
+    """Where ranks can't meet, what no tensor is travels in the exchange that every model has."""
+
+    backend = "gloo"
+    sizes = (2, 3)
+    options: ClassVar[Mapping[str, Any]] = {"launch": launch_without_sockets}
 
 
 class TestKvStorePlugin(Conformance):

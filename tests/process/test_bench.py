@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -55,3 +57,28 @@ def test_the_table_names_what_was_measured(tmp_path: Path) -> None:
     assert done.returncode == 0
     for word in ("barrier", "dict of 20", "algorithm", "threads, 2 ranks"):
         assert word in done.stdout
+
+
+def test_times_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "times.png"
+    done = bench("--backend", "threads", "--sizes", "4 64", "--rounds", "1", "--plot", str(path))
+    assert done.returncode == 0, done.stderr
+    assert path.read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_progress_is_shown_on_a_terminal() -> None:
+    leader, end = os.openpty()
+    command = [sys.executable, "-m", "unisono", "bench", "--backend", "threads", "--sizes", "4"]
+    with subprocess.Popen([*command, "--rounds", "1"], stdout=subprocess.PIPE, stderr=end) as made:
+        os.close(end)
+        shown = b""
+        with contextlib.suppress(OSError):  # EIO: nobody has the other end any more
+            while more := os.read(leader, 1 << 16):
+                shown += more
+        os.close(leader)
+        assert made.stdout is not None
+        table = made.stdout.read().decode()
+    assert made.returncode == 0
+    assert b"measuring" in shown and b"100%" in shown
+    assert "barrier" in table and "measuring" not in table

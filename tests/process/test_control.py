@@ -365,7 +365,7 @@ def test_hosts_of_different_size_meet_in_a_tree_over_tcp(tmp_path: Path) -> None
 
 
 def test_strangers_are_dropped_and_nothing_listens_afterwards(tmp_path: Path) -> None:
-    """While the ranks meet, others connect: silent, with garbage, with half a greeting."""
+    """While the ranks meet, others connect: silent, with garbage, without the secret."""
 
     def fn(rank: int) -> Any:
         join(tmp_path, rank, 2)
@@ -376,7 +376,9 @@ def test_strangers_are_dropped_and_nothing_listens_afterwards(tmp_path: Path) ->
         def bind_and_be_visited(stack: Any) -> Any:
             made = bind(stack)
             names.append(made[1])
-            for data in (b"", b"\xff" * 500, meeting._HELLO.pack(1, 0, b"x" * 16)):
+            greeting = meeting._HELLO.pack(1, 0, b"x" * 16)
+            without_the_secret = greeting + bytes(meeting._PROOF_BYTES)
+            for data in (b"", b"\xff" * 500, greeting, without_the_secret):
                 stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
                 stranger.connect(made[1].replace("@", "\0", 1))
                 stranger.sendall(data)

@@ -12,9 +12,12 @@ import struct
 import sys
 import tempfile
 
-__all__ = ("listen_locally", "local_address", "own_address")
+__all__ = ("BACKLOG", "bind_widely", "listen_locally", "local_address", "own_address")
 
+BACKLOG = 4096
+"""Connections that may wait at a listener, where the kernel allows so many."""
 _SIOCGIFADDR = 0x8915  # Linux, netdevice(7)
+_REMEDY = "set UNISONO_SOCKET_IFNAME to the interface that the other hosts reach"
 _VARIABLES = ("UNISONO_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -28,12 +31,22 @@ def own_address() -> str:
         An IPv4 address.
 
     Raises:
-        OSError: there is none.
+        OSError: there is none that other hosts could reach; says what to do.
     """
     for variable in _VARIABLES:
         for name in os.environ.get(variable, "").split(","):
             if name and not name.startswith(("^", "=")):
                 return _address_of(name)
+    try:
+        found = _address_of_route()
+    except OSError as error:
+        raise OSError(f"no address of this host is known ({error}); {_REMEDY}") from error
+    if found.startswith("127."):
+        raise OSError(f"other hosts can't reach {found}, as this host calls itself; {_REMEDY}")
+    return found
+
+
+def _address_of_route() -> str:
     master = os.environ.get("MASTER_ADDR")
     if master and master not in ("localhost", "127.0.0.1"):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -47,6 +60,26 @@ def _address_of(interface: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         request = struct.pack("256s", interface.encode()[:15])
         return socket.inet_ntoa(fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, request)[20:24])
+
+
+def bind_widely(stack: contextlib.ExitStack) -> tuple[socket.socket, tuple[str, int]]:
+    """Take a port that leaders of other hosts can connect to once it listens.
+
+    Local.
+
+    Args:
+        stack: closes the socket.
+
+    Returns:
+        The socket, and its address.
+
+    Raises:
+        OSError: this host has no address that others could reach; says what to do.
+    """
+    sock = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+    sock.bind((own_address(), 0))
+    host, port = sock.getsockname()
+    return sock, (host, port)
 
 
 def listen_locally(stack: contextlib.ExitStack) -> tuple[socket.socket, str]:
@@ -76,7 +109,7 @@ def listen_locally(stack: contextlib.ExitStack) -> tuple[socket.socket, str]:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         address = f"{folder}/s"
         sock.bind(address)
-    sock.listen(128)
+    sock.listen(BACKLOG)
     return sock, address
 
 

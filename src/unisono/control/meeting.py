@@ -19,42 +19,36 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from functools import cache
 from typing import Any, Protocol
 
-from unisono._arguments import number_in
 from unisono.control import derived
-from unisono.control.addresses import listen_locally, local_address, own_address
+from unisono.control.addresses import BACKLOG, bind_widely, listen_locally, local_address
 from unisono.control.hub import Hub
 from unisono.control.lane import LANE_BYTES, Lane, receive, send
 from unisono.control.neighbours import Neighbours
+from unisono.control.offers import Offer, own_offer, refuse_wrong
 from unisono.control.steps import Steps
-from unisono.control.tree import FAN_OUT, Links, links
+from unisono.control.tree import Links, links
 from unisono.control.wire import Line
 from unisono.topology import Group
 
-__all__ = ("Met", "host_of_this_process", "meet")
+__all__ = ("Met", "meet")
 
 _log = logging.getLogger(__name__)
 _SET_UP_S = 10.0
-_WARN_AFTER_S = 30.0
 _RETRY_S = 0.01
 _STRANGER_S = 1.0  # how long a connection may take to prove itself
 _HELLO = struct.Struct("<II16s")
 _PROOF_BYTES = 32
 _WELCOME = b"!"
-_SHARING = b"\0"  # the vote of a rank that has a lane to every neighbour
+_REMEDY_HERE = "let this user's processes meet at Unix-domain sockets"
+_REMEDY_BETWEEN = (
+    "let the hosts reach each other over TCP; UNISONO_SOCKET_IFNAME names the interface for it"
+)
 _MAIN, _ASIDE = 0, 1
 Ends = tuple[socket.socket, Lane | None]
 _ENTRY_BYTES = 64  # what an entry of a round takes besides its blob, and more
-
-
-def host_of_this_process() -> str:
-    """Name what this process shares with those that it can reach by a Unix-domain socket. Local."""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
-    return f"{socket.gethostname()} {os.getuid() if hasattr(os, 'getuid') else ''}"
 
 
 class Met(derived.Carrier, Protocol):
@@ -66,7 +60,7 @@ class Met(derived.Carrier, Protocol):
 def meet(model: Met, group: Group | None, inline_bytes: int, host: str | None = None) -> Hub | None:
     """Connect the ranks of a group.
 
-    Collective over `group`, in two rounds of the derived exchange.
+    Collective over `group`, in two rounds of the derived exchange; three where hosts differ.
 
     Args:
         model: what carries the offers.
@@ -76,78 +70,108 @@ def meet(model: Met, group: Group | None, inline_bytes: int, host: str | None = 
 
     Returns:
         This rank's hub; None on every rank where some rank couldn't be connected.
+
+    Raises:
+        EnvironmentDetectionError: some rank's variable is no number; on every rank.
     """
-    warn_after_s = number_in("UNISONO_WARN_AFTER_S", _WARN_AFTER_S)
-    fan_out = int(number_in("UNISONO_FAN_OUT", FAN_OUT, least=1))
-    most_bytes = int(number_in("UNISONO_INLINE_BYTES", LANE_BYTES))
     ranks = model.members(group)
     place = ranks.index(model.topology.rank)
-    here = host_of_this_process() if host is None else host
-    is_wide = model.topology.nnodes != 1 or host is not None
+    hub = None
     with contextlib.ExitStack() as stack:
-        key = secrets.token_bytes(16)
-        offer: dict[str, Any] = {
-            "host": here,
-            "pid": os.getpid(),
-            "pids": _pid_namespace(),
-            "key": key.hex(),
-            "most": most_bytes,
-        }
-        listeners: list[socket.socket] = []
-        reason = ""
-        try:
-            local, offer["unix"] = listen_locally(stack)
-            listeners.append(local)
-            if is_wide:
-                wide = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-                wide.bind((own_address(), 0))
-                offer["tcp"] = wide.getsockname()
-                listeners.append(wide)
-        except OSError as error:
-            reason = str(error)
-        offers = [
-            json.loads(blob) for blob in derived.exchange(model, json.dumps(offer).encode(), group)
-        ]
-        hub = None
-        if all("unix" in each for each in offers) and not reason:
+        said, listeners = _exchange_offers(model, group, host, stack)
+        refuse_wrong(said, ranks)
+        remedy = _REMEDY_HERE if len({each["host"] for each in said}) == 1 else _REMEDY_BETWEEN
+        if not any(each["reason"] for each in said):
+            most_bytes = min(each["most_bytes"] for each in said)
+            vote: Offer = {"reason": "", "shares_memory": False}
             try:
-                near = _connect(offers, place, listeners, inline_bytes, fan_out)
-                hub = Hub(ranks, place, near, warn_after_s, model.steps)
+                near = _connect(said, place, listeners, inline_bytes)
+                hub = Hub(ranks, place, near, said[place]["warn_after_s"], model.steps)
+                vote["shares_memory"] = hub.shares_memory
             except OSError as error:
-                reason = str(error) or type(error).__name__
-        vote = b"no socket" if hub is None else _SHARING if hub.shares_memory else b""
-        votes = derived.exchange(model, reason.encode() or vote, group)
-    if hub is not None and all(vote in (b"", _SHARING) for vote in votes):
-        if all(vote == _SHARING for vote in votes):
+                vote["reason"] = _text_of(error)
+            said = _tell(model, vote, group)
+    reasons = [
+        f"rank {r}: {each['reason']}" for r, each in zip(ranks, said, strict=True) if each["reason"]
+    ]
+    if hub is not None and not reasons:
+        if all(each["shares_memory"] for each in said):
             hub.all_share_memory = True
             inline_bytes = max(inline_bytes, LANE_BYTES // len(ranks) - _ENTRY_BYTES)
-        hub.inline_bytes = min(inline_bytes, *(offer["most"] for offer in offers))
+        else:  # every rank gets the blobs of all
+            inline_bytes = min(inline_bytes, LANE_BYTES // len(ranks))
+        hub.inline_bytes = min(inline_bytes, most_bytes)
         return hub
     if hub is not None:
         hub.close()
-    named = [(r, v.decode()) for r, v in zip(ranks, votes, strict=True) if v not in (b"", _SHARING)]
-    said = "; ".join(f"rank {rank}: {reason}" for rank, reason in named)
-    _log.info("the control plane stays on the model's own collectives: %s", said)
+    if place == 0:
+        _warn_once("; ".join(reasons), remedy)
     return None
 
 
+def _exchange_offers(
+    model: derived.Carrier, group: Group | None, host: str | None, stack: contextlib.ExitStack
+) -> tuple[list[Offer], list[socket.socket]]:
+    """Tell every rank where every rank can be reached, or why it can't.
+
+    Who leads a host takes a port only where there is another host, and after that is known.
+    """
+    listeners: list[socket.socket] = []
+    offer = own_offer(host)
+    try:
+        listener, offer["unix"] = listen_locally(stack)
+        listeners.append(listener)
+    except OSError as error:
+        offer["reason"] = _text_of(error)
+    offers = _tell(model, offer, group)
+    hosts = [each["host"] for each in offers]
+    if len(set(hosts)) == 1:
+        return offers, listeners
+    place = model.members(group).index(model.topology.rank)
+    if hosts.index(hosts[place]) == place:
+        try:
+            listener, offer["tcp"] = bind_widely(stack)
+            listeners.append(listener)
+        except OSError as error:
+            offer["reason"] = offer["reason"] or _text_of(error)
+    return _tell(model, offer, group), listeners
+
+
+def _tell(model: derived.Carrier, offer: Offer, group: Group | None) -> list[Offer]:
+    blobs = derived.exchange(model, json.dumps(offer).encode(), group)
+    return [json.loads(blob) for blob in blobs]
+
+
+def _text_of(error: OSError) -> str:
+    return str(error) or type(error).__name__
+
+
+@cache
+def _warn_once(reasons: str, remedy: str) -> None:
+    _log.warning(
+        "the control plane stays on the model's own collectives, with the same results but slower: "
+        "%s; to have it faster, %s",
+        reasons,
+        remedy,
+    )
+
+
 def _connect(
-    offers: list[dict[str, Any]],
+    offers: list[Offer],
     place: int,
     listeners: list[socket.socket],
     inline_bytes: int,
-    fan_out: int,
 ) -> Neighbours:
     """Connect upwards first, so that the tree is made from its root down."""
     hosts = [offer["host"] for offer in offers]
-    part = links(hosts, place, fan_out)
+    part = links(hosts, place, offers[0]["fan_out"])
     everybody = "".join(offer["key"] for offer in offers).encode()
     secret = hashlib.sha256(everybody).digest()
     until = time.monotonic() + _SET_UP_S
     made: dict[tuple[int, int], Ends] = {}
     try:
         if any(hosts[down] != hosts[place] for down in part.downs):
-            listeners[1].listen(128)
+            listeners[1].listen(BACKLOG)
         if part.up is not None:
             for use in (_MAIN, _ASIDE):
                 made[part.up, use] = _call(offers, place, part.up, use, secret, until)
@@ -166,14 +190,7 @@ def _connect(
     )
 
 
-def _pid_namespace() -> str:
-    """Name what processes share that see each other by the same ids, empty if unknown. Local."""
-    with contextlib.suppress(OSError):  # Linux alone has it
-        return os.readlink("/proc/self/ns/pid")
-    return ""
-
-
-def _pids(offers: list[dict[str, Any]], place: int) -> dict[int, int]:
+def _pids(offers: list[Offer], place: int) -> dict[int, int]:
     """Give the pids of the others on this host, if this process sees its own as it offered it."""
     here = offers[place]["host"]
     return {
@@ -187,9 +204,7 @@ def _proof(secret: bytes, side: bytes, nonce: bytes, place: int, use: int) -> by
     return hmac.new(secret, side + struct.pack("<II", place, use) + nonce, "sha256").digest()
 
 
-def _call(
-    offers: list[dict[str, Any]], place: int, up: int, use: int, secret: bytes, until: float
-) -> Ends:
+def _call(offers: list[Offer], place: int, up: int, use: int, secret: bytes, until: float) -> Ends:
     """Connect to the rank above, and let each prove itself to the other."""
     offer = offers[up]
     address: Any
@@ -217,7 +232,7 @@ def _call(
 
 
 def _connect_until(family: int, address: Any, until: float) -> socket.socket:
-    """Connect; a leader elsewhere may not listen yet."""
+    """Connect; a leader elsewhere may not listen yet, and one here may be asked by many."""
     while True:
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.settimeout(max(0.1, until - time.monotonic()))
@@ -225,7 +240,8 @@ def _connect_until(family: int, address: Any, until: float) -> socket.socket:
             sock.connect(address)
         except BaseException as error:
             sock.close()
-            if not isinstance(error, ConnectionRefusedError) or time.monotonic() >= until:
+            is_early = isinstance(error, (ConnectionRefusedError, BlockingIOError))
+            if not is_early or time.monotonic() >= until:
                 raise
             time.sleep(_RETRY_S)
             continue

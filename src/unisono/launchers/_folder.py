@@ -9,7 +9,6 @@ import contextlib
 import os
 import pickle
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,6 +21,7 @@ from unisono._table import load, plugin_environments
 from unisono.errors import LaunchError, PayloadError, WorkerFailedError
 from unisono.launchers._by_value import pickle_for_worker
 from unisono.launchers._front import Outcome
+from unisono.launchers._private import no_room, private_folder
 from unisono.launchers._script import Script
 from unisono.topology import RankInfo
 
@@ -56,19 +56,22 @@ def run_function(
 
     Raises:
         PayloadError: `entry` can't be pickled.
-        LaunchError: the launcher failed.
+        LaunchError: the launcher failed, or its files can't be written.
         WorkerFailedError: a rank failed.
     """
     try:
         pickled = pickle_for_worker(entry)
     except Exception as error:  # an object's own __reduce__ may raise anything
         raise PayloadError(f"the function or its arguments can't be pickled: {error}") from error
-    with tempfile.TemporaryDirectory(prefix=".unisono-", dir=parent) as name:
+    with private_folder(".unisono-", parent) as name:
         folder = Path(name)
         path = [os.path.abspath(item) if item == "" else item for item in sys.path]
-        (folder / "path").write_bytes(pickle.dumps(path))
-        (folder / "entry").write_bytes(pickled)
-        (folder / "environ").write_bytes(pickle.dumps(dict(environ)))
+        try:
+            (folder / "path").write_bytes(pickle.dumps(path))
+            (folder / "entry").write_bytes(pickled)
+            (folder / "environ").write_bytes(pickle.dumps(dict(environ)))
+        except OSError as error:
+            raise no_room(error) from error
         boot = _BOOT.format(path=str(folder / "path"), folder=str(folder))
         outcome = run(replace(script, program=(sys.executable, "-c", boot), is_prefixed=False))
         if outcome.interrupted is not None:

@@ -17,7 +17,6 @@ import secrets
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -28,6 +27,7 @@ from unisono.errors import ArgumentError, LaunchError, PayloadError
 from unisono.launchers import _channel
 from unisono.launchers._by_value import pickle_for_worker
 from unisono.launchers._horovod_job import Job
+from unisono.launchers._private import private_folder
 from unisono.launchers._worker import work
 from unisono.topology import LaunchPlan, RankInfo
 
@@ -159,9 +159,7 @@ def _listen(is_local: bool, held: ExitStack) -> tuple[socket.socket, str | int]:
         listener = held.enter_context(socket.socket())
         listener.bind(("", 0))
     else:
-        place = None if len(tempfile.gettempdir()) < _LONGEST_FOLDER else "/tmp"
-        private = tempfile.TemporaryDirectory(prefix="unisono-", dir=place)  # of mode 0700
-        folder = held.enter_context(private)
+        folder = held.enter_context(private_folder(longest=_LONGEST_FOLDER))
         listener = held.enter_context(socket.socket(socket.AF_UNIX))
         listener.bind(str(Path(folder, "link")))
     listener.listen(1024)

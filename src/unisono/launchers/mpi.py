@@ -9,7 +9,6 @@ import site
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from unisono.errors import BackendUnavailableError, PayloadError, UnsupportedOperation
 from unisono.launchers._by_value import pickle_for_worker
 from unisono.launchers._mpi_job import Job
+from unisono.launchers._private import private_folder
 from unisono.topology import LaunchPlan, RankInfo
 
 __all__ = ("argv", "environment", "find_mpiexec", "launch")
@@ -141,8 +141,7 @@ def launch(
         raise PayloadError(f"the function or its arguments can't be pickled: {error}") from error
     words = [find_mpiexec()] if command is None else list(command)
     version = _version(words[0])
-    place = None if len(tempfile.gettempdir()) < _LONGEST_FOLDER else "/tmp"
-    private = tempfile.TemporaryDirectory(prefix="unisono-", dir=place)  # of mode 0700
+    private = private_folder(longest=_LONGEST_FOLDER)
     with private as folder, socket.socket(socket.AF_UNIX) as listener:
         link = str(Path(folder, "link"))
         listener.bind(link)

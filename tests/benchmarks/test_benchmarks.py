@@ -1,0 +1,94 @@
+"""Every benchmark runs and prints what it found; how fast that was is no matter of tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from _needs import require_backend
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+PNG = b"\x89PNG\r\n"
+
+
+def run(name: str, *args: str, timeout: float = 200) -> str:
+    """Run a benchmark; whether its goals are met doesn't count, that it comes to its end does."""
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / f"{name}.py"), *args],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+    )
+    assert done.returncode in (0, 1), done.stderr
+    assert done.stdout, done.stderr
+    return done.stdout
+
+
+BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "imports": (("--rounds", "1"), ("import unisono, after import torch", "Loaded: none")),
+    "dispatch": (("--rounds", "2"), ("get_rank(), serial", "all_reduce_(4 bytes), gloo, world 2")),
+    "averaging": (("--rounds", "1"), ("one all_reduce of a flat buffer",)),
+    "starts": (
+        ("--rounds", "1", "--nproc-per-node", "2"),
+        ("first spawn", "a second spawn", "torchrun", "WorkerPool.run", "<= 2.000 ms"),
+    ),
+    "tree": ((), ("ranks 2 ", "ranks 10000 ", "depth")),
+}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_prints_its_table(name: str) -> None:
+    args, words = BENCHMARKS[name]
+    text = run(name, *args)
+    for word in words:
+        assert word in text
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("backend", ["mpi4py", "horovod"])
+def test_sums_and_values_stand_beside_a_librarys_own(backend: str) -> None:
+    require_backend(backend)
+    text = run({"mpi4py": "mpi_calls", "horovod": "horovod_calls"}[backend], "--rounds", "1")
+    for work in ("all_reduce_(4 bytes)", "all_reduce_(16 MB)", "all_gather of 20 characters"):
+        assert f"{work}, world 2" in text
+    for work in ("broadcast of a small dict", "all_reduce of a number"):
+        assert f"{work}, world 2" in text
+
+
+@pytest.mark.timeout(240)
+def test_payloads_are_compared_drawn_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "payloads.png"
+    plot = ("--plot", str(path)) if importlib.util.find_spec("matplotlib") else ()
+    told = json.loads(run("payloads", "--rounds", "2", "--calls", "2", "--json", *plot))
+    assert (told["title"], told["ranks"]) == ("Payloads", 2)
+    assert len(told["figures"]) == 12
+    for figure in told["figures"]:
+        assert len(figure["quartiles"]) == 2
+        assert "torch" in figure["peers"]
+        for peer in figure["peers"].values():
+            assert peer["quartiles"][0] <= peer["median"] <= peer["quartiles"][1]
+        is_section = figure["work"].startswith("one rank first")
+        assert ("goal" in figure) is not is_section
+        assert is_section or figure["goal"]["bound"]
+    assert not plot or path.read_bytes().startswith(PNG)
+
+
+@pytest.mark.timeout(240)
+def test_scaling_shows_every_work_at_every_number_of_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "scaling.png"
+    plot = ("--plot", str(path)) if importlib.util.find_spec("matplotlib") else ()
+    few = ("--rounds", "1", "--calls", "2", "--ranks", "2", "3")
+    rows = [row for row in run("scaling", *few, "--markdown", *plot).splitlines() if "|" in row]
+    names = [row.split(" | ")[0] for row in rows[2:]]
+    assert len(set(names)) == len(names) == 12
+    assert {name.rpartition(", ")[2] for name in names} == {"2 ranks", "3 ranks"}
+    assert not plot or path.read_bytes().startswith(PNG)

@@ -1,0 +1,76 @@
+"""The control plane's tree, against what it promises, up to 10,000 ranks."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from unisono.control.tree import Links, links
+
+SHAPES = {
+    "one rank": [0],
+    "one host": [0] * 9,
+    "a rank on each host": list(range(300)),
+    "eight on each host": [rank // 8 for rank in range(512)],
+    "hosts in turns": [rank % 50 for rank in range(300)],
+    "hosts of different size": [0] * 5 + [1] + [2] * 40 + list(range(3, 40)),
+    "hosts at random": random.Random(0).choices(range(60), k=300),
+}
+
+
+@pytest.mark.parametrize("fan_out", [1, 2, 8, 1000])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_rank_reaches_the_root_once(shape: str, fan_out: int) -> None:
+    hosts = SHAPES[shape]
+    size = len(hosts)
+    parts = [links(hosts, place, fan_out) for place in range(size)]
+    assert [place for place, part in enumerate(parts) if part.up is None] == [0]
+    beneath: list[set[int]] = [{place} for place in range(size)]  # by walking up from each rank
+    for place in range(size):
+        seen, at = {place}, place
+        while (up := parts[at].up) is not None:
+            assert up not in seen
+            assert at in parts[up].downs
+            at = up
+            seen.add(at)
+            beneath[at].add(place)
+        assert at == 0
+    first = {host: hosts.index(host) for host in hosts}
+    for place, part in enumerate(parts):
+        assert set(part.downs) == set(part.below) == {d for d in part.downs if parts[d].up == place}
+        for down, below in part.below.items():
+            assert below[0] == down
+            assert len(below) == len(set(below))
+            assert set(below) == beneath[down]
+        is_leader = first[hosts[place]] == place
+        others = [down for down in part.downs if hosts[down] != hosts[place]]
+        assert len(others) <= fan_out
+        assert is_leader or (part.up, part.downs) == (first[hosts[place]], ())
+        if is_leader and part.up is not None:
+            assert first[hosts[part.up]] == part.up
+
+
+@pytest.mark.parametrize("per_host", [1, 8])
+@pytest.mark.parametrize("size", [1000, 10_000])
+def test_it_is_as_deep_as_the_logarithm_of_the_hosts(size: int, per_host: int) -> None:
+    fan_out, hosts = 8, [rank // per_host for rank in range(size)]
+    root = links(hosts, 0, fan_out)
+    assert sorted(place for below in root.below.values() for place in below) == [*range(1, size)]
+    nodes = math.ceil(size / per_host)
+    leaders, at_most = 0, 1  # a full tree of so many layers of leaders holds them all
+    while at_most < nodes:
+        leaders += 1
+        at_most += fan_out**leaders
+    found: dict[int, Links] = {}
+    for place in [*random.Random(size).sample(range(size), 20), size - 1]:
+        depth, at = -1, place
+        up: int | None = place
+        while up is not None:
+            depth, at = depth + 1, up
+            part = found.get(at) or links(hosts, at, fan_out)
+            found[at], up = part, part.up
+            assert len(part.downs) <= fan_out + per_host - 1
+        assert at == 0
+        assert depth <= leaders + (per_host > 1)
