@@ -24,6 +24,7 @@ import torch
 from _witness import Pipe, gone, run_python, say
 
 import unisono
+from unisono import WorkerPool
 
 PROGRAM = """
 import unisono
@@ -201,6 +202,33 @@ def test_two_jobs_share_one_helper() -> None:
 
 def _helper(local_rank: int) -> int:
     return os.getppid()
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_job_goes_on_when_a_variable_makes_another_helper(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Pipe(tmp_path) as pipe, WorkerPool("gloo", 2, start_method=method) as pool:
+        (old, *_), threads = pool.run(_helper), os.environ.get("OMP_NUM_THREADS", "1")
+        job = unisono.spawn("gloo", _wait, (pipe.path,), start_method=method, join=False)
+        go_on = pipe.read(1)[0]
+        monkeypatch.setenv("OMP_NUM_THREADS", str(int(threads) + 1))
+        (new,) = unisono.spawn("gloo", _helper, start_method=method)
+        assert new != old
+        assert pool.run(_helper) == [old, old]
+        say(go_on, "go on")
+        assert job.join(30) == ["go on"]
+        assert psutil.pid_exists(old)
+    assert not gone([old], 5)
+    assert psutil.pid_exists(new)
+
+
+def _wait(local_rank: int, said: str) -> str:
+    go_on = f"{said}-{os.getpid()}"
+    os.mkfifo(go_on)
+    say(said, go_on)
+    with open(go_on) as heard:
+        return heard.readline().strip()
 
 
 def test_a_job_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
