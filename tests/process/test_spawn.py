@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -178,6 +179,24 @@ def test_a_handle_can_be_joined_with_a_deadline_and_again(tmp_path: Path) -> Non
         job.join(timeout=0.05)
     say(answer, "go on")
     assert job.join(timeout=30) == job.join() == ["go on\n"]
+
+
+def test_a_deadline_holds_while_a_worker_is_stopped_within_its_result(tmp_path: Path) -> None:
+    def fn(local_rank: int, path: str) -> bytes:
+        say(path, os.getpid())
+        return bytes(1 << 24)
+
+    with Pipe(tmp_path) as pipe:
+        job = unisono.spawn("gloo", fn, (pipe.path,), join=False)
+        pid = int(pipe.read(1)[0])
+        job._workers[0].channel.recv(1, socket.MSG_PEEK)  # the kernel doesn't keep the whole of it
+        os.kill(pid, signal.SIGSTOP)
+        start = time.monotonic()
+        with pytest.raises(unisono.errors.LaunchError, match=r"ranks \[0\] haven't finished"):
+            job.join(0.5)
+        assert time.monotonic() - start < 5
+        os.kill(pid, signal.SIGCONT)
+        assert job.join(30) == [bytes(1 << 24)]
 
 
 def test_terminate_ends_a_job(tmp_path: Path) -> None:

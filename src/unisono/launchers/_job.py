@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
@@ -36,11 +36,15 @@ class Worker:
     rank: int
     channel: socket.socket
     status: socket.socket
+    inbox: _channel.Inbox = field(init=False)
     result: bytes | None = None
     failure: Failure | None = None
     wait_status: int | None = None
     has_ended: bool = False
     is_silent: bool = False
+
+    def __post_init__(self) -> None:
+        self.inbox = _channel.Inbox(self.channel)
 
     @property
     def has_failed(self) -> bool:
@@ -176,25 +180,26 @@ class Job:
             if worker.has_failed and worker not in self._failed:
                 self._failed.append(worker)
 
-    def _hear(self, worker: Worker) -> None:
-        if not worker.is_silent:
-            worker.channel.setblocking(True)
-            self._take(worker)
-
-    def _take(self, worker: Worker) -> None:
-        message = _channel.receive(worker.channel)
-        if message is None:
+    def _hear(self, worker: Worker) -> bool:
+        """Take in one message, and tell whether there was one, and the whole of it."""
+        try:
+            message = worker.inbox.take()
+        except EOFError:
             worker.is_silent = True
-        elif message[0] == _channel.RESULT:
+            return False
+        if message is None:
+            return False
+        if message[0] == _channel.RESULT:
             worker.result = message[1]
         else:
             worker.failure = pickle.loads(message[1])
+        return True
 
     def _bury(self, worker: Worker) -> None:
         # All that it sent is there; a child that it left behind may hold the channel open for ever.
-        worker.channel.setblocking(False)
-        while not worker.is_silent:
-            self._take(worker)
+        while self._hear(worker):
+            pass
+        worker.is_silent = True
         with contextlib.suppress(OSError, ValueError):
             worker.wait_status = int(worker.status.recv(32))
         worker.has_ended = True
