@@ -1,4 +1,7 @@
-"""At which addresses this process can be reached from its host and from the others of a job."""
+"""At which addresses this process can be reached from its host and from the others of a job.
+
+And who has reached it there.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ import socket
 import struct
 import sys
 import tempfile
+from dataclasses import dataclass
 
-__all__ = ("listen_locally", "local_address", "own_address")
+__all__ = ("Peer", "listen_locally", "local_address", "own_address", "peer")
 
 _SIOCGIFADDR = 0x8915  # Linux, netdevice(7)
 _VARIABLES = ("UNISONO_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -83,3 +87,30 @@ def listen_locally(stack: contextlib.ExitStack) -> tuple[socket.socket, str]:
 def local_address(text: str) -> str:
     """Give what ``connect`` takes for the address of a Unix-domain socket. Local."""
     return text.replace("@", "\0", 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The process at the other end of a Unix-domain socket.
+
+    Args:
+        pid: its id, as this process sees it; None where the kernel doesn't say.
+        is_own_user: whether it is this process's user's. Where the kernel doesn't say, the mode of
+            the socket's directory has seen to it.
+    """
+
+    pid: int | None
+    is_own_user: bool
+
+
+def peer(sock: socket.socket) -> Peer:
+    """Ask the kernel who connected. Local.
+
+    Args:
+        sock: of the family ``AF_UNIX``.
+    """
+    if not hasattr(socket, "SO_PEERCRED"):
+        return Peer(None, True)
+    said = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, uid, _ = struct.unpack("3i", said)
+    return Peer(pid or None, uid == os.getuid())
