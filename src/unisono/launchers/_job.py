@@ -25,7 +25,7 @@ __all__ = ("Job", "Worker", "raised")
 _log = logging.getLogger(__name__)
 _PRIMARY_WAIT_S = 1.0  # how long an error that only reports a peer's waits for the peer's own
 _FLUSH_S = 0.3  # after END, before SIGTERM
-_TERM_S = 2.0  # after SIGTERM, before SIGKILL
+_TERM_S = 1.2  # after SIGTERM, before SIGKILL
 _EXIT_S = 5.0  # for exit handlers, after all results have come
 
 
