@@ -199,6 +199,28 @@ def test_a_deadline_holds_while_a_worker_is_stopped_within_its_result(tmp_path: 
         assert job.join(30) == [bytes(1 << 24)]
 
 
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+def test_a_worker_that_is_stopped_is_named_at_once(
+    method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fn(local_rank: int, path: str) -> str:
+        if local_rank == 1:
+            say(path, os.getpid())
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return "on"
+
+    with Pipe(tmp_path) as pipe:
+        options: dict[str, Any] = {"start_method": method, "join": False}
+        job = unisono.spawn("gloo", fn, (pipe.path,), nproc_per_node=2, **options)
+        pid = int(pipe.read(1)[0])
+        while "rank 1 of 2 was stopped by SIGSTOP" not in caplog.text:
+            with pytest.raises(unisono.errors.LaunchError, match="haven't finished"):
+                job.join(0.1)
+        os.kill(pid, signal.SIGCONT)
+        assert job.join(30) == ["on", "on"]
+    assert caplog.text.count("was stopped by") == 1
+
+
 def test_terminate_ends_a_job(tmp_path: Path) -> None:
     def fn(local_rank: int, path: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -6,8 +6,8 @@ It is run by its path, not imported as part of the package, so that it starts fa
 standard library is imported before its first request. Each request on the control socket is
 ``fork`` or ``exec``, with five file descriptors: stdin, stdout and stderr of the worker,
 its channel to the parent, and its status socket. On the status socket the parent writes signal
-numbers, one byte each, and reads the wait status, as text, once the worker has ended. Closing it
-ends the worker.
+numbers, one byte each, and reads ``{signal}s`` when the worker is stopped and ``{wait status}e``
+once it has ended. Closing it ends the worker.
 """
 
 from __future__ import annotations
@@ -137,10 +137,14 @@ def _obey(status: socket.socket, pid: int) -> None:
 
 def _reap(workers: dict[socket.socket, int]) -> None:
     for status, pid in list(workers.items()):
-        done, code = os.waitpid(pid, os.WNOHANG)
-        if done:
-            with contextlib.suppress(OSError):
-                status.sendall(str(code).encode())
+        done, code = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
+        if not done:
+            continue
+        is_stopped = os.WIFSTOPPED(code)
+        said = f"{os.WSTOPSIG(code)}s" if is_stopped else f"{code}e"
+        with contextlib.suppress(OSError):  # a parent that doesn't listen is not waited for
+            status.send(said.encode(), socket.MSG_DONTWAIT)
+        if not is_stopped:
             status.close()
             del workers[status]
 
