@@ -5,25 +5,30 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
+import select
 import selectors
+import signal
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from collections.abc import Generator, Iterable
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 from unisono._serving import CALL, SECRET_BYTES, serve
-from unisono.control.addresses import listen_locally
+from unisono.control.addresses import listen_locally, peer
+from unisono.control.door import visitors
 from unisono.errors import LaunchError
 from unisono.launchers import _channel
 from unisono.lifecycle import spawn
 
 __all__ = ("Answer", "Crew")
 
-_STRANGER_S = 1.0  # how long a connection may take to prove itself
-_END_S = 10.0
+_LEAST_S = 0.001
+_LEAVE_S = 1.0  # for an idle replica to take its leave, before it is killed
+_QUIT_S = 0.3  # for one that shall drop what it does
+_END_S = 10.0  # for exit handlers
 Answer = tuple[bytes, bytes]
 
 
@@ -34,6 +39,7 @@ class Crew:
         self, size: int, backend: str | None, has_prefix: bool, options: dict[str, Any]
     ) -> None:
         self._lines: dict[int, socket.socket] = {}
+        self._inboxes: dict[int, _channel.Inbox] = {}
         self._error: BaseException | None = None
         self._ended, self._end = socket.socketpair()
         self._secret = secrets.token_bytes(SECRET_BYTES)
@@ -48,8 +54,7 @@ class Crew:
             )
             self._thread.start()
             try:
-                while len(self._lines) < size:
-                    self._welcome(listener, size)
+                self._welcome(listener, size)
             except BaseException:  # Ctrl-C too: no replica is left behind
                 self.stop(is_orderly=False)
                 raise
@@ -66,29 +71,22 @@ class Crew:
             self._end.close()
 
     def _welcome(self, listener: socket.socket, size: int) -> None:
-        """Take one connection; one that doesn't know the secret is dropped."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(listener, selectors.EVENT_READ)
-            selector.register(self._ended, selectors.EVENT_READ)
-            ready = [key.fileobj for key, _ in selector.select()]
-        if self._ended in ready:
-            raise self._why()
-        sock, _ = listener.accept()
-        sock.settimeout(_STRANGER_S)
-        with suppress(OSError):
-            said = b""
-            while len(said) < SECRET_BYTES + 4:
-                part = sock.recv(SECRET_BYTES + 4 - len(said))
-                if not part:
-                    break
-                said += part
+        """Let the replicas in, which know the secret."""
+
+        def check(_: socket.socket) -> Generator[int, bytes, int | None]:
+            said = yield SECRET_BYTES + 4
             rank = int.from_bytes(said[SECRET_BYTES:], "little")
             is_ours = hmac.compare_digest(said[:SECRET_BYTES], self._secret)
-            if is_ours and rank < size and rank not in self._lines:
-                sock.settimeout(None)
+            return rank if is_ours and rank < size and rank not in self._lines else None
+
+        with closing(visitors(listener, check, alarm=self._ended)) as replicas:
+            for sock, rank in replicas:
+                sock.setblocking(True)
                 self._lines[rank] = sock
-                return
-        sock.close()
+                self._inboxes[rank] = _channel.Inbox(sock)
+                if len(self._lines) == size:
+                    return
+        raise self._why()
 
     def _why(self) -> BaseException:
         self._thread.join()
@@ -98,10 +96,13 @@ class Crew:
         """Tell whether a replica is gone. Local."""
         return not self._thread.is_alive() or any(map(_is_closed, self._lines.values()))
 
-    def send(self, rank: int, body: bytes) -> None:
-        """Give a replica its next call. Local."""
-        with suppress(OSError):  # `hear` says why it is gone
-            _channel.send(self._lines[rank], CALL, body)
+    def send(self, rank: int, body: bytes, limit: float | None) -> None:
+        """Give a replica its next call; nothing more once the limit has passed. Local."""
+        line = self._lines[rank]
+        with suppress(OSError):  # `hear` says why it is gone, or late
+            line.settimeout(None if limit is None else max(_LEAST_S, limit - time.monotonic()))
+            _channel.send(line, CALL, body)
+        line.setblocking(True)
 
     def hear(self, busy: Iterable[int], limit: float | None) -> tuple[int, Answer] | None:
         """Wait for the next answer; None once the limit has passed. Local.
@@ -113,27 +114,61 @@ class Crew:
             for rank in busy:
                 selector.register(self._lines[rank], selectors.EVENT_READ, rank)
             selector.register(self._ended, selectors.EVENT_READ)
-            left = None if limit is None else max(0.0, limit - time.monotonic())
-            ranks = [key.data for key, _ in selector.select(left)]
-        for rank in ranks:
-            if rank is not None:
-                answer = _channel.receive(self._lines[rank])
-                if answer is not None:
-                    return rank, answer
-        if ranks:
-            raise self._why()
+            while limit is None or time.monotonic() < limit:
+                left = None if limit is None else max(0.0, limit - time.monotonic())
+                ranks = [key.data for key, _ in selector.select(left)]
+                for rank in [rank for rank in ranks if rank is not None]:
+                    try:
+                        answer = self._inboxes[rank].take()
+                    except EOFError:  # its end is seen, and told, by those who made it
+                        selector.unregister(self._lines[rank])
+                        continue
+                    if answer is not None:
+                        return rank, answer
+                if None in ranks:
+                    raise self._why()
         return None
 
-    def stop(self, is_orderly: bool) -> None:
-        """End the replicas: in their own time, or at once. Local."""
-        if is_orderly:
-            for line in self._lines.values():
-                with suppress(OSError):
+    def stop(self, is_orderly: bool) -> bool:
+        """End the replicas: in their own time, or at once; processes that don't go are killed.
+
+        Local.
+
+        Returns:
+            Whether they have ended; threads that are stuck can't be ended.
+        """
+        for line in self._lines.values():
+            with suppress(OSError):
+                if is_orderly:
+                    line.setblocking(False)
                     _channel.send(line, _channel.END)
-            self._thread.join(_END_S)
+                else:
+                    line.shutdown(socket.SHUT_WR)
+        self._see_off(_LEAVE_S if is_orderly else _QUIT_S)
+        pids = {peer(line).pid for line in self._lines.values()}
+        self._thread.join(_QUIT_S if pids == {os.getpid()} and not is_orderly else _END_S)
         _hang_up(list(self._lines.values()))
-        self._thread.join(_END_S)
         self._ended.close()
+        return not self._thread.is_alive()
+
+    def _see_off(self, patience_s: float) -> None:
+        """Wait until the replicas have closed their lines; kill the processes that don't."""
+        until = time.monotonic() + patience_s
+        waiting = select.poll()
+        lines = {line.fileno(): line for line in self._lines.values()}
+        for line in lines.values():
+            waiting.register(line, 0)  # an end alone is reported
+        waiting.register(self._ended, select.POLLIN)
+        while lines and (left := until - time.monotonic()) > 0:
+            for fd, _ in waiting.poll(left * 1000):
+                if fd == self._ended.fileno():
+                    return
+                waiting.unregister(fd)
+                del lines[fd]
+        for pid in {peer(line).pid for line in lines.values()}:
+            if pid is not None and pid != os.getpid():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def _hang_up(lines: list[socket.socket]) -> None:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import cloudpickle
 
@@ -102,10 +102,15 @@ class WorkerPool:
         """
         body = _pickled(fn, args, kwargs, True)
         with self._lock:
-            crew = self._ready()
-            for rank in range(self._size):
-                crew.send(rank, body)
-            answers = self._collect(crew, dict.fromkeys(range(self._size), 0), 1, _name(fn))
+            waiting = set(range(self._size))
+
+            def give(rank: int) -> bytes | None:
+                if rank not in waiting:
+                    return None
+                waiting.remove(rank)
+                return body
+
+            answers = self._collect(self._ready(), give, _name(fn))
             return [pickle.loads(answers[rank][0][1]) for rank in range(self._size)]
 
     def map(self, fn: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
@@ -127,20 +132,17 @@ class WorkerPool:
         """
         bodies = [_pickled(fn, (item,), {}, False) for item in items]
         with self._lock:
-            crew = self._ready()
             turns: dict[int, list[int]] = {rank: [] for rank in range(self._size)}
             waiting = iter(range(len(bodies)))
 
-            def give(rank: int) -> bool:
+            def give(rank: int) -> bytes | None:
                 index = next(waiting, None)
                 if index is None:
-                    return False
+                    return None
                 turns[rank].append(index)
-                crew.send(rank, bodies[index])
-                return True
+                return bodies[index]
 
-            busy = {rank: 0 for rank in range(self._size) if give(rank)}
-            answers = self._collect(crew, busy, 0, _name(fn), give)
+            answers = self._collect(self._ready(), give, _name(fn))
             results: list[Any] = [None] * len(bodies)
             for rank, indices in turns.items():
                 for index, (_, body) in zip(indices, answers.get(rank, ()), strict=True):
@@ -175,39 +177,47 @@ class WorkerPool:
             self._crew = Crew(self._size, *self._spawning)
         return self._crew
 
-    def _drop(self) -> None:
+    def _drop(self) -> bool:
         crew, self._crew = self._crew, None
-        if crew is not None:
-            crew.stop(is_orderly=False)
+        return crew is None or crew.stop(is_orderly=False)
 
     def _collect(
-        self,
-        crew: Crew,
-        busy: dict[int, int],
-        only: int,
-        name: str,
-        give: Callable[[int], bool] = lambda rank: False,
+        self, crew: Crew, give: Callable[[int], bytes | None], name: str
     ) -> dict[int, list[Answer]]:
-        """Take the answers of busy replicas in; give each something more until nothing is left."""
+        """Give each replica calls until nothing is left, and take the answers in."""
         answers: dict[int, list[Answer]] = {}
         failures: dict[int, Failure] = {}
+        busy: set[int] = set()
         limit = None if self._deadline_s is None else time.monotonic() + self._deadline_s
+
+        def go_on(rank: int) -> None:
+            body = give(rank)
+            if body is None:
+                busy.discard(rank)
+            else:
+                busy.add(rank)
+                crew.send(rank, body, limit)
+
         try:
+            for rank in range(self._size):
+                go_on(rank)
             while busy:
                 heard = crew.hear(busy, limit)
+                if heard is None and failures:
+                    break
                 if heard is None:
-                    if failures:
-                        break
-                    self._give_up(crew, busy, name)
-                rank, answer = heard or (0, (b"", b""))
+                    self._give_up(busy, name)
+                rank, answer = heard
                 if answer[0] == _channel.ERROR:
                     failures[rank] = pickle.loads(answer[1])
                     limit = time.monotonic() + _GRACE_S
-                    del busy[rank]
+                    busy.remove(rank)
                     continue
                 answers.setdefault(rank, []).append(answer)
-                if failures or not give(rank):
-                    del busy[rank]
+                if failures:
+                    busy.remove(rank)
+                else:
+                    go_on(rank)
         except BaseException:  # Ctrl-C, or a replica that died: nothing is left half done
             self._drop()
             raise
@@ -218,10 +228,13 @@ class WorkerPool:
             raise raised(first, self._size, failures[first])
         return answers
 
-    def _give_up(self, crew: Crew, busy: Iterable[int], name: str) -> None:
+    def _give_up(self, busy: Iterable[int], name: str) -> NoReturn:
+        late = sorted(busy)
+        is_over = self._drop()
+        what = "ended" if is_over else "told to end, which they haven't yet"
         raise CollectiveTimeoutError(
-            f"{name} wasn't done on ranks {sorted(busy)} of {self._size} after "
-            f"{self._deadline_s:g} s: their replicas are ended; the next call makes new ones"
+            f"{name} wasn't done on ranks {late} of {self._size} after {self._deadline_s:g} s: "
+            f"their replicas are {what}; the next call makes new ones"
         )
 
 

@@ -69,6 +69,12 @@ def processes_with(mark: str) -> list[Any]:
     return found
 
 
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
 def wait_until(is_true: Callable[[], Any], limit_s: float) -> bool:
     limit = time.monotonic() + limit_s
     while not is_true():

@@ -3,6 +3,7 @@
 # ruff: noqa: T201 - what it prints is looked at
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -34,8 +35,11 @@ def main() -> None:
     unisono.initialize(backend)
     is_chosen = unisono.get_rank() == unisono.get_world_size() - 1
     print("FACTS", json.dumps(facts()))
-    if mode in ("wait", "stubborn"):
+    if mode in ("wait", "stubborn", "stuck"):
         print("READY", os.getpid())
+        if mode == "stuck":
+            sys.stdout.flush()
+            ctypes.PyDLL(None).sleep(600)  # it holds the interpreter
         while True:
             time.sleep(600)
     is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import time
 import uuid
 from pathlib import Path
 
@@ -13,11 +15,13 @@ from _command import (
     GONE_S,
     JOB,
     UNISONO,
+    is_alive,
     learnt,
     learnt_alone,
     nobody_is_left,
     run,
     started,
+    wait_until,
 )
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
@@ -97,6 +101,24 @@ def test_interrupted_once_all_are_gone(launcher: Launcher, mode: str) -> None:
         nobody_is_left(job.mark)
         assert code == 128 + signal.SIGINT
         assert "interrupted" in job.err()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("mode", ["stubborn", "stuck"])
+def test_ranks_that_are_stuck_are_gone_within_two_seconds(
+    launcher: Launcher, mode: str, number: int
+) -> None:
+    name, variables = launcher
+    if name in ("slurm", "ray"):
+        pytest.skip("its daemons end the ranks, in their own time; so does mpirun, within 3 s")
+    with started([*words(name), JOB, mode, "gloo"], **variables) as job:
+        job.wait_for("READY", 2)
+        ranks = [int(pid) for pid in re.findall(r"READY (\d+)", job.out())]
+        begin = time.monotonic()
+        os.kill(job.process.pid, number)
+        assert wait_until(lambda: not any(map(is_alive, ranks)), GONE_S)
+        assert time.monotonic() - begin < (3.0 if name == "mpi" else 2.0)
+        job.process.wait(GONE_S)
 
 
 def test_killed_it_leaves_nobody(launcher: Launcher) -> None:

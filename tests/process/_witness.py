@@ -6,6 +6,8 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -50,11 +52,19 @@ def gone(pids: Iterable[int], within_s: float) -> list[int]:
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             processes.append(psutil.Process(pid))
-    _, left = psutil.wait_procs(processes, timeout=within_s)
-    alive = [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    until = time.monotonic() + within_s
+    while (alive := [p for p in processes if _is_alive(p)]) and time.monotonic() < until:
+        threading.Event().wait(0.01)
     for process in alive:
         process.kill()
     return [process.pid for process in alive]
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """Tell whether a process runs; orphans that have ended wait for a busy init to bury them."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def run_python(*args: str, text: str = "", cwd: Path | None = None) -> str:

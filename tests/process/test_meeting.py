@@ -230,10 +230,10 @@ def test_who_listens_but_is_no_rank_is_found_out(tmp_path: Path) -> None:
 def test_processes_of_other_users_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     mine, other = socket.socketpair(socket.AF_UNIX)
     with mine, other:
-        assert meeting._is_own_user(mine)
+        assert addresses.peer(mine).is_own_user
         other_uid = os.getuid() + 1
         monkeypatch.setattr(os, "getuid", lambda: other_uid)
-        assert not meeting._is_own_user(mine)
+        assert not addresses.peer(mine).is_own_user
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")

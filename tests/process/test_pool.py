@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from _witness import SOURCES, gone
 
 import unisono
 from unisono import WorkerPool
@@ -144,6 +147,109 @@ def test_a_call_over_its_deadline_is_ended(backend: str, tmp_path: Path) -> None
         (tmp_path / "over").touch()
         pool._deadline_s = 60.0
         assert pool.run(facts, 1)[1] == (1, 2, 2)
+
+
+def stop(local_rank: int) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hold_the_gil(local_rank: int) -> None:
+    ctypes.PyDLL(None).sleep(600)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("stuck", [stop, hold_the_gil])
+def test_replicas_that_are_all_stuck_are_ended_at_the_deadline(stuck: Any, size: int) -> None:
+    before = {*threading.enumerate()}
+    with WorkerPool("gloo", nproc_per_node=size, deadline_s=0.5) as pool:
+        pool._deadline_s, limit = 60.0, pool._deadline_s
+        pids = pool.run(lambda local_rank: os.getpid())
+        pool._deadline_s, start = limit, time.monotonic()
+        with pytest.raises(CollectiveTimeoutError, match="their replicas are ended"):
+            pool.run(stuck)
+        assert time.monotonic() - start < 1.5
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+        assert {*threading.enumerate()} <= before
+        pool._deadline_s = 60.0
+        assert len(pool.run(facts, 1)) == size
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_replicas_that_are_stuck_between_calls_are_ended_at_the_end(size: int) -> None:
+    pool = WorkerPool("gloo", nproc_per_node=size)
+    with pool:
+        pids = pool.run(lambda local_rank: os.getpid())
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        start = time.monotonic()
+    assert time.monotonic() - start < 2
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("method", ["run", "map"])
+def test_arguments_that_a_stopped_replica_does_not_read_are_given_up(method: str) -> None:
+    with WorkerPool("gloo", deadline_s=60) as pool:
+        (pid,) = pool.run(lambda local_rank: os.getpid())
+        os.kill(pid, signal.SIGSTOP)
+        pool._deadline_s, start = 0.5, time.monotonic()
+        with pytest.raises(CollectiveTimeoutError, match=r"ranks \[0\] of 1"):
+            if method == "run":
+                pool.run(lambda local_rank, text: None, bytes(1 << 24))
+            else:
+                pool.map(len, [bytes(1 << 24)])
+        assert time.monotonic() - start < 1.5
+        assert not psutil.pid_exists(pid)
+
+
+def test_a_replica_that_is_stopped_within_its_answer_is_ended(tmp_path: Path) -> None:
+    with WorkerPool("gloo", deadline_s=60) as pool:
+        (pid,) = pool.run(lambda local_rank: os.getpid())
+        pool._deadline_s = 1.0
+        crew = pool._crew
+        assert crew is not None
+        take = crew._inboxes[0].take
+
+        def stop_first() -> Any:  # the answer is larger than what the kernel keeps for it
+            os.kill(pid, signal.SIGSTOP)
+            return take()
+
+        crew._inboxes[0].take = stop_first  # type: ignore[method-assign]
+        start = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError, match=r"ranks \[0\] of 1"):
+            pool.run(lambda local_rank: bytes(1 << 24))
+        assert time.monotonic() - start < 2
+        assert not psutil.pid_exists(pid)
+
+
+INTERRUPTED = """
+import ctypes, os, signal, sys, unisono
+
+def stay(local_rank):
+    os.write(1, b"%d\\n" % os.getpid())
+    if local_rank:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    ctypes.PyDLL(None).sleep(600)
+
+with unisono.WorkerPool("gloo", 2) as pool:
+    pool.run(stay)
+"""
+
+
+def test_ctrl_c_ends_replicas_that_are_stuck() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": SOURCES},
+    ) as parent:
+        assert parent.stdout is not None
+        pids = [int(parent.stdout.readline()) for _ in range(2)]
+        start = time.monotonic()
+        parent.send_signal(signal.SIGINT)
+        assert not gone([*pids, parent.pid], 10)
+        assert time.monotonic() - start < 2
+        assert "KeyboardInterrupt" in parent.communicate()[1]
 
 
 def test_output_comes_with_its_rank(capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ import torch
 from _witness import Pipe, gone, run_python, say
 
 import unisono
+from unisono import WorkerPool
 
 PROGRAM = """
 import unisono
@@ -179,6 +181,46 @@ def test_a_handle_can_be_joined_with_a_deadline_and_again(tmp_path: Path) -> Non
     assert job.join(timeout=30) == job.join() == ["go on\n"]
 
 
+def test_a_deadline_holds_while_a_worker_is_stopped_within_its_result(tmp_path: Path) -> None:
+    def fn(local_rank: int, path: str) -> bytes:
+        say(path, os.getpid())
+        return bytes(1 << 24)
+
+    with Pipe(tmp_path) as pipe:
+        job = unisono.spawn("gloo", fn, (pipe.path,), join=False)
+        pid = int(pipe.read(1)[0])
+        job._workers[0].channel.recv(1, socket.MSG_PEEK)  # the kernel doesn't keep the whole of it
+        os.kill(pid, signal.SIGSTOP)
+        start = time.monotonic()
+        with pytest.raises(unisono.errors.LaunchError, match=r"ranks \[0\] haven't finished"):
+            job.join(0.5)
+        assert time.monotonic() - start < 5
+        os.kill(pid, signal.SIGCONT)
+        assert job.join(30) == [bytes(1 << 24)]
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+def test_a_worker_that_is_stopped_is_named_at_once(
+    method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fn(local_rank: int, path: str) -> str:
+        if local_rank == 1:
+            say(path, os.getpid())
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return "on"
+
+    with Pipe(tmp_path) as pipe:
+        options: dict[str, Any] = {"start_method": method, "join": False}
+        job = unisono.spawn("gloo", fn, (pipe.path,), nproc_per_node=2, **options)
+        pid = int(pipe.read(1)[0])
+        while "rank 1 of 2 was stopped by SIGSTOP" not in caplog.text:
+            with pytest.raises(unisono.errors.LaunchError, match="haven't finished"):
+                job.join(0.1)
+        os.kill(pid, signal.SIGCONT)
+        assert job.join(30) == ["on", "on"]
+    assert caplog.text.count("was stopped by") == 1
+
+
 def test_terminate_ends_a_job(tmp_path: Path) -> None:
     def fn(local_rank: int, path: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -201,6 +243,33 @@ def test_two_jobs_share_one_helper() -> None:
 
 def _helper(local_rank: int) -> int:
     return os.getppid()
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_job_goes_on_when_a_variable_makes_another_helper(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Pipe(tmp_path) as pipe, WorkerPool("gloo", 2, start_method=method) as pool:
+        (old, *_), threads = pool.run(_helper), os.environ.get("OMP_NUM_THREADS", "1")
+        job = unisono.spawn("gloo", _wait, (pipe.path,), start_method=method, join=False)
+        go_on = pipe.read(1)[0]
+        monkeypatch.setenv("OMP_NUM_THREADS", str(int(threads) + 1))
+        (new,) = unisono.spawn("gloo", _helper, start_method=method)
+        assert new != old
+        assert pool.run(_helper) == [old, old]
+        say(go_on, "go on")
+        assert job.join(30) == ["go on"]
+        assert psutil.pid_exists(old)
+    assert not gone([old], 5)
+    assert psutil.pid_exists(new)
+
+
+def _wait(local_rank: int, said: str) -> str:
+    go_on = f"{said}-{os.getpid()}"
+    os.mkfifo(go_on)
+    say(said, go_on)
+    with open(go_on) as heard:
+        return heard.readline().strip()
 
 
 def test_a_job_outlives_the_thread_that_started_it(tmp_path: Path) -> None:

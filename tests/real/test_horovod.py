@@ -386,6 +386,16 @@ def test_hosts_that_do_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.monotonic() - begin < 8
 
 
+@pytest.mark.usefixtures("nothing_left")
+def test_a_job_of_one_host_has_no_secret_in_its_arguments() -> None:
+    for words in launch(lambda _: sys.orig_argv, 2):
+        link = re.search(r"join\('(.*)'\)", words[-1])
+        assert link, words
+        where, token = json.loads(link[1])
+        assert token == ""
+        assert where.endswith("/link")  # in a folder of mode 0700
+
+
 FAKE_SSH = """#!/bin/sh
 # ssh [options] HOST [options] COMMAND, run on this host
 host=

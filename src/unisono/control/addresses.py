@@ -1,4 +1,7 @@
-"""At which addresses this process can be reached from its host and from the others of a job."""
+"""At which addresses this process can be reached from its host and from the others of a job.
+
+And who has reached it there.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,17 @@ import socket
 import struct
 import sys
 import tempfile
+from dataclasses import dataclass
 
-__all__ = ("BACKLOG", "bind_widely", "listen_locally", "local_address", "own_address")
+__all__ = (
+    "BACKLOG",
+    "Peer",
+    "bind_widely",
+    "listen_locally",
+    "local_address",
+    "own_address",
+    "peer",
+)
 
 BACKLOG = 4096
 """Connections that may wait at a listener, where the kernel allows so many."""
@@ -116,3 +128,30 @@ def listen_locally(stack: contextlib.ExitStack) -> tuple[socket.socket, str]:
 def local_address(text: str) -> str:
     """Give what ``connect`` takes for the address of a Unix-domain socket. Local."""
     return text.replace("@", "\0", 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The process at the other end of a Unix-domain socket.
+
+    Args:
+        pid: its id, as this process sees it; None where the kernel doesn't say.
+        is_own_user: whether it is this process's user's. Where the kernel doesn't say, the mode of
+            the socket's directory has seen to it.
+    """
+
+    pid: int | None
+    is_own_user: bool
+
+
+def peer(sock: socket.socket) -> Peer:
+    """Ask the kernel who connected. Local.
+
+    Args:
+        sock: of the family ``AF_UNIX``.
+    """
+    if not hasattr(socket, "SO_PEERCRED"):
+        return Peer(None, True)
+    said = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, uid, _ = struct.unpack("3i", said)
+    return Peer(pid or None, uid == os.getuid())

@@ -13,17 +13,17 @@ import hashlib
 import hmac
 import json
 import logging
-import os
 import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Generator, Iterator
+from functools import cache, partial
 from typing import Any, Protocol
 
 from unisono.control import derived
 from unisono.control.addresses import BACKLOG, bind_widely, listen_locally, local_address
+from unisono.control.door import visitors
 from unisono.control.hub import Hub
 from unisono.control.lane import LANE_BYTES, Lane, receive, send
 from unisono.control.neighbours import Neighbours
@@ -38,7 +38,6 @@ __all__ = ("Met", "meet")
 _log = logging.getLogger(__name__)
 _SET_UP_S = 10.0
 _RETRY_S = 0.01
-_STRANGER_S = 1.0  # how long a connection may take to prove itself
 _HELLO = struct.Struct("<II16s")
 _PROOF_BYTES = 32
 _WELCOME = b"!"
@@ -276,45 +275,33 @@ def _answer(
             for use in (_MAIN, _ASIDE)
             if (hosts[down] == hosts[place]) is is_local
         }
-        while wanted:
-            listener = listeners[0 if is_local else 1]
-            listener.settimeout(max(0.01, until - time.monotonic()))
-            sock, _ = listener.accept()
-            found, lane = None, None
-            with contextlib.suppress(OSError):
-                found, lane = _check(sock, wanted, secret, is_local)
-            if found is None:
-                sock.close()
-                continue
-            wanted.discard(found)
-            yield found, (sock, lane)
+        if not wanted:
+            continue
+        check = partial(_check, wanted=wanted, secret=secret, is_local=is_local)
+        with contextlib.closing(visitors(listeners[not is_local], check, until)) as members:
+            for sock, (found, lane) in members:
+                wanted.discard(found)
+                yield found, (sock, lane)
+                if not wanted:
+                    break
+        if wanted:
+            late = sorted({down for down, _ in wanted})
+            raise OSError(f"places {late} of the group didn't connect in {_SET_UP_S:g} s")
 
 
 def _check(
     sock: socket.socket, wanted: set[tuple[int, int]], secret: bytes, is_local: bool
-) -> tuple[tuple[int, int] | None, Lane | None]:
-    sock.settimeout(_STRANGER_S)
-    if is_local and not _is_own_user(sock):
-        return None, None
+) -> Generator[int, bytes, tuple[tuple[int, int], Lane | None] | None]:
     if not is_local:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    place, use, nonce = _HELLO.unpack(_read(sock, _HELLO.size))
+    place, use, nonce = _HELLO.unpack((yield _HELLO.size))
     if (place, use) not in wanted:
-        return None, None
+        return None
     mine = secrets.token_bytes(16)
     sock.sendall(_proof(secret, b"up", nonce, place, use) + mine)
-    if not hmac.compare_digest(
-        _read(sock, _PROOF_BYTES), _proof(secret, b"down", mine, place, use)
-    ):
-        return None, None
+    if not hmac.compare_digest((yield _PROOF_BYTES), _proof(secret, b"down", mine, place, use)):
+        return None
     if is_local and use == _MAIN:
         return (place, use), send(sock)
     sock.sendall(_WELCOME)
     return (place, use), None
-
-
-def _is_own_user(sock: socket.socket) -> bool:
-    if not hasattr(socket, "SO_PEERCRED"):
-        return True  # the directory's mode keeps others out
-    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return bool(uid == os.getuid())

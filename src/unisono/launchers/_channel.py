@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 
-__all__ = ("END", "ERROR", "RESULT", "TASK", "receive", "send")
+__all__ = ("END", "ERROR", "RESULT", "TASK", "Inbox", "receive", "send")
 
 TASK, RESULT, ERROR, END = b"t", b"r", b"e", b"q"
 _HEAD = struct.Struct("<Qc")
@@ -21,6 +21,52 @@ def send(channel: socket.socket, kind: bytes, body: bytes = b"") -> None:
     """
     channel.sendall(_HEAD.pack(len(body), kind))
     channel.sendall(body)
+
+
+class Inbox:
+    """What has come of the messages of one channel, for a reader that can't wait for their ends.
+
+    Args:
+        channel: where they come from; it has no timeout, with which ``MSG_DONTWAIT`` waits.
+    """
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._expect(None, _HEAD.size)
+
+    def _expect(self, kind: bytes | None, size: int) -> None:
+        self._kind = kind
+        self._data = bytearray(size)
+        self._room = memoryview(self._data)
+
+    def take(self) -> tuple[bytes, bytes] | None:
+        """Take the next message as far as it is there.
+
+        Local; never waits.
+
+        Returns:
+            Kind and body; None while a part is missing.
+
+        Raises:
+            EOFError: the other side is gone, and has left no whole message.
+        """
+        while self._room:
+            try:
+                count = self._channel.recv_into(self._room, 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return None
+            except OSError:
+                count = 0
+            if count == 0:
+                raise EOFError
+            self._room = self._room[count:]
+            if not self._room and self._kind is None:
+                size, kind = _HEAD.unpack(self._data)
+                self._expect(kind, size)
+        assert self._kind is not None
+        message = self._kind, bytes(self._data)
+        self._expect(None, _HEAD.size)
+        return message
 
 
 def receive(channel: socket.socket) -> tuple[bytes, bytes] | None:

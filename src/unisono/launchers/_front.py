@@ -32,7 +32,7 @@ __all__ = (
 _POLL_S = 0.2
 _PRIMARY_WAIT_S = 0.5  # how long a failure that another may have caused waits for that
 _OWN_END_S = 2.0  # how long a launcher has to end its job by itself after a failure
-_END_S = 3.5  # from the first signal to SIGKILL; ranks give their programs 2.5 s
+_END_S = 1.5  # from the first signal to SIGKILL; ranks give their programs 1 s
 _DRAIN_S = 2.0
 _BASE = 128
 

@@ -1,11 +1,13 @@
 """The clean process that makes workers for one parent, and that ends when the parent ends.
 
+Once the control socket is closed it makes no more, and ends with the last worker that it has.
+
 It is run by its path, not imported as part of the package, so that it starts fast: only the
 standard library is imported before its first request. Each request on the control socket is
 ``fork`` or ``exec``, with five file descriptors: stdin, stdout and stderr of the worker,
 its channel to the parent, and its status socket. On the status socket the parent writes signal
-numbers, one byte each, and reads the wait status, as text, once the worker has ended. Closing it
-ends the worker.
+numbers, one byte each, and reads ``{signal}s`` when the worker is stopped and ``{wait status}e``
+once it has ended. Closing it ends the worker.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def die_with(parent: int) -> None:
 
 
 def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] | None) -> None:
-    """Make workers until the parent is gone.
+    """Make workers until the parent is gone, or wants no more and the last one has ended.
 
     Local.
 
@@ -59,8 +61,11 @@ def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] 
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     workers: dict[socket.socket, int] = {}
-    while True:
-        watched: list[socket.socket | int] = [control, wake_read, *workers]
+    is_wanted = True
+    while is_wanted or workers:
+        watched: list[socket.socket | int] = [wake_read, *workers]
+        if is_wanted:
+            watched.append(control)
         ready, _, _ = select.select(watched, [], [], _POLL_S)
         if os.getppid() != parent:
             return
@@ -69,16 +74,16 @@ def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] 
                 os.read(wake_read, 4096)
         if control in ready:
             request, fds, _, _ = socket.recv_fds(control, 4, 5)
-            if not request:
-                return
-            status = socket.socket(fileno=fds.pop())
-            inherited = [control.fileno(), wake_read, wake_write]
-            inherited += [status.fileno(), *(other.fileno() for other in workers)]
-            workers[status] = (
-                _fork(work, fds, inherited) if request == b"fork" and work else _exec(fds)
-            )
-            for fd in fds:
-                os.close(fd)
+            is_wanted = bool(request)
+            if is_wanted:
+                status = socket.socket(fileno=fds.pop())
+                inherited = [control.fileno(), wake_read, wake_write]
+                inherited += [status.fileno(), *(other.fileno() for other in workers)]
+                workers[status] = (
+                    _fork(work, fds, inherited) if request == b"fork" and work else _exec(fds)
+                )
+                for fd in fds:
+                    os.close(fd)
         for status in [item for item in ready if item in workers]:
             _obey(status, workers[status])
         _reap(workers)
@@ -132,10 +137,14 @@ def _obey(status: socket.socket, pid: int) -> None:
 
 def _reap(workers: dict[socket.socket, int]) -> None:
     for status, pid in list(workers.items()):
-        done, code = os.waitpid(pid, os.WNOHANG)
-        if done:
-            with contextlib.suppress(OSError):
-                status.sendall(str(code).encode())
+        done, code = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
+        if not done:
+            continue
+        is_stopped = os.WIFSTOPPED(code)
+        said = f"{os.WSTOPSIG(code)}s" if is_stopped else f"{code}e"
+        with contextlib.suppress(OSError):  # a parent that doesn't listen is not waited for
+            status.send(said.encode(), socket.MSG_DONTWAIT)
+        if not is_stopped:
             status.close()
             del workers[status]
 

@@ -20,6 +20,7 @@ from typing import IO, Any
 
 import cloudpickle
 
+from unisono.control.addresses import peer
 from unisono.errors import LaunchError, WorkerFailedError
 from unisono.launchers import _channel
 from unisono.launchers._worker import Failure, Task
@@ -52,6 +53,10 @@ class _Rank:
     result: bytes | None = None
     failure: Failure | None = None
     is_gone: bool = False
+    inbox: _channel.Inbox | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.inbox = None if self.channel is None else _channel.Inbox(self.channel)
 
     @property
     def is_secondary(self) -> bool:
@@ -68,7 +73,7 @@ class Job:
         entry: cloudpickle of the function.
         listener: where they connect.
         driver: the process that runs horovodrun.
-        token: what they show before they are heard.
+        token: what they show before they are heard; empty where only this user's can connect.
         held: closed when all have come, or at the end; holds the listener.
     """
 
@@ -166,14 +171,19 @@ class Job:
         channel, _ = self.listener.accept()
         channel.settimeout(_HELLO_S)
         with contextlib.suppress(OSError):
-            shown = channel.recv(len(self.token), socket.MSG_WAITALL)
-            if hmac.compare_digest(shown, self.token.encode()):
+            if self._is_ours(channel):
                 channel.settimeout(None)
                 message = _channel.receive(channel)
                 if message is not None:
                     self._employ(channel, message[1])
                     return
         channel.close()
+
+    def _is_ours(self, channel: socket.socket) -> bool:
+        if channel.family == socket.AF_UNIX:
+            return peer(channel).is_own_user
+        shown = channel.recv(len(self.token), socket.MSG_WAITALL)
+        return hmac.compare_digest(shown, self.token.encode())
 
     def _employ(self, channel: socket.socket, hello: bytes) -> None:
         number, pid, environ = pickle.loads(hello)
@@ -188,13 +198,17 @@ class Job:
 
     def _hear(self, rank: _Rank) -> None:
         assert rank.channel is not None
-        rank.channel.setblocking(True)
-        message = _channel.receive(rank.channel)
-        if message is None:
+        assert rank.inbox is not None
+        try:
+            message = rank.inbox.take()
+        except EOFError:
             rank.is_gone = True
             if rank.result is None and rank.failure is None:
                 self._fail(rank)
-        elif message[0] == _channel.RESULT:
+            return
+        if message is None:
+            return
+        if message[0] == _channel.RESULT:
             rank.result = message[1]
         else:
             rank.failure = pickle.loads(message[1])

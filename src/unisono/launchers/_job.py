@@ -6,12 +6,13 @@ import contextlib
 import logging
 import os
 import pickle
+import re
 import selectors
 import signal
 import socket
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
@@ -25,7 +26,8 @@ __all__ = ("Job", "Worker", "raised")
 _log = logging.getLogger(__name__)
 _PRIMARY_WAIT_S = 1.0  # how long an error that only reports a peer's waits for the peer's own
 _FLUSH_S = 0.3  # after END, before SIGTERM
-_TERM_S = 2.0  # after SIGTERM, before SIGKILL
+_TERM_S = 1.2  # after SIGTERM, before SIGKILL
+_STATUS = re.compile(rb"([0-9]+)([se])")
 _EXIT_S = 5.0  # for exit handlers, after all results have come
 
 
@@ -36,11 +38,16 @@ class Worker:
     rank: int
     channel: socket.socket
     status: socket.socket
+    inbox: _channel.Inbox = field(init=False)
     result: bytes | None = None
     failure: Failure | None = None
+    said: bytes = b""
     wait_status: int | None = None
     has_ended: bool = False
     is_silent: bool = False
+
+    def __post_init__(self) -> None:
+        self.inbox = _channel.Inbox(self.channel)
 
     @property
     def has_failed(self) -> bool:
@@ -167,7 +174,7 @@ class Job:
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 if not worker.has_ended:
-                    selector.register(worker.status, selectors.EVENT_READ, (worker, self._bury))
+                    selector.register(worker.status, selectors.EVENT_READ, (worker, self._look_at))
                 if not worker.is_silent:
                     selector.register(worker.channel, selectors.EVENT_READ, (worker, self._hear))
             ready = [key.data for key, _ in selector.select(timeout)]
@@ -176,27 +183,44 @@ class Job:
             if worker.has_failed and worker not in self._failed:
                 self._failed.append(worker)
 
-    def _hear(self, worker: Worker) -> None:
-        if not worker.is_silent:
-            worker.channel.setblocking(True)
-            self._take(worker)
-
-    def _take(self, worker: Worker) -> None:
-        message = _channel.receive(worker.channel)
-        if message is None:
+    def _hear(self, worker: Worker) -> bool:
+        """Take in one message, and tell whether there was one, and the whole of it."""
+        try:
+            message = worker.inbox.take()
+        except EOFError:
             worker.is_silent = True
-        elif message[0] == _channel.RESULT:
+            return False
+        if message is None:
+            return False
+        if message[0] == _channel.RESULT:
             worker.result = message[1]
         else:
             worker.failure = pickle.loads(message[1])
+        return True
 
-    def _bury(self, worker: Worker) -> None:
+    def _look_at(self, worker: Worker) -> None:
+        """Take in what became of a worker's process: it was stopped, or has ended."""
+        said = b""
+        with contextlib.suppress(OSError):
+            said = worker.status.recv(4096)
+        worker.said += said
+        told = _STATUS.findall(worker.said)
+        worker.said = _STATUS.sub(b"", worker.said)
+        for number in [int(number) for number, kind in told if kind == b"s"]:
+            _log.warning(
+                "rank %d of %d was stopped by %s, and goes on after SIGCONT",
+                worker.rank, self._world_size, signal.Signals(number).name,
+            )  # fmt: skip
+        ends = [int(status) for status, kind in told if kind == b"e"]
+        if ends or not said:
+            self._bury(worker, ends[0] if ends else None)
+
+    def _bury(self, worker: Worker, wait_status: int | None) -> None:
         # All that it sent is there; a child that it left behind may hold the channel open for ever.
-        worker.channel.setblocking(False)
-        while not worker.is_silent:
-            self._take(worker)
-        with contextlib.suppress(OSError, ValueError):
-            worker.wait_status = int(worker.status.recv(32))
+        while self._hear(worker):
+            pass
+        worker.is_silent = True
+        worker.wait_status = wait_status
         worker.has_ended = True
 
     def _error(self) -> WorkerFailedError:

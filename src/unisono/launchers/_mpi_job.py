@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import cloudpickle
@@ -81,9 +81,13 @@ class _Rank:
 
     rank: int
     channel: socket.socket
+    inbox: _channel.Inbox = field(init=False)
     result: bytes | None = None
     failure: Failure | None = None
     is_gone: bool = False
+
+    def __post_init__(self) -> None:
+        self.inbox = _channel.Inbox(self.channel)
 
     @property
     def is_secondary(self) -> bool:
@@ -188,8 +192,8 @@ class Job:
         info, environ = pickle.loads(message[1])
         if info is None or info.world_size != self._n_ranks:
             raise LaunchError(
-                f"{self._n_ranks} ranks were asked for, but {self._process.args!r} made a process "
-                f"that MPI's variables say is {info}: is it an mpiexec?"
+                f"{self._n_ranks} ranks were asked for, but the launcher made a process that MPI's "
+                f"variables say is {info}: is it an mpiexec?"
             )
         path = [os.path.abspath(item) if item == "" else item for item in sys.path]
         task = Task(self._entry, info, environ, path, list(sys.argv), os.getcwd())
@@ -200,12 +204,16 @@ class Job:
             shutil.rmtree(os.path.dirname(listener.getsockname()), ignore_errors=True)
 
     def _hear(self, rank: _Rank) -> None:
-        message = _channel.receive(rank.channel)
-        if message is None:
+        try:
+            message = rank.inbox.take()
+        except EOFError:
             rank.is_gone = True
             if rank.result is None and rank not in self._failed:
                 self._failed.append(rank)
-        elif message[0] == _channel.RESULT:
+            return
+        if message is None:
+            return
+        if message[0] == _channel.RESULT:
             rank.result = message[1]
         else:
             rank.failure = pickle.loads(message[1])

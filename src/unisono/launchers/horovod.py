@@ -82,9 +82,10 @@ def launch(
         pickled = pickle_for_worker(entry)
     except Exception as error:  # an object's own __reduce__ may raise anything
         raise PayloadError(f"the function or its arguments can't be pickled: {error}") from error
-    token = secrets.token_hex(16)
+    is_local = set(slots) <= {"localhost", "127.0.0.1"}
+    token = "" if is_local else secrets.token_hex(16)  # a folder of mode 0700 needs none
     with ExitStack() as held:
-        listener, where = _listen(set(slots) <= {"localhost", "127.0.0.1"}, held)
+        listener, where = _listen(is_local, held)
         driver = _start(slots, json.dumps([where, token]))
         job = Job(_infos(slots), pickled, listener, driver, token, held)
         try:

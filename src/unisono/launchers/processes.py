@@ -44,6 +44,7 @@ class _Helper:
 
 
 _helpers: dict[str, _Helper] = {}
+_retired: list[_Helper] = []  # each ends with the last of its workers
 _lock = threading.Lock()
 
 
@@ -80,17 +81,16 @@ def launch(
     except Exception as error:  # an object's own __reduce__ may raise anything
         raise PayloadError(f"the function or its arguments can't be pickled: {error}") from error
     store, plan = host(plan)
+    ranks = range(plan.nproc_per_node)
+    is_hosted = plan.init_method is None
+    infos = [replace(plan.info(local_rank), store_is_hosted=is_hosted) for local_rank in ranks]
     workers: list[Worker] = []
     held = ExitStack()
     held.callback(lambda store: None, store)  # it lives until the stack is closed
-    control = _fork_control(held) if method == "fork" else _helper_for(method).control
     job = Job(workers, plan.world_size, held)
     try:
-        for local_rank in range(plan.nproc_per_node):
-            info = replace(plan.info(local_rank), store_is_hosted=plan.init_method is None)
-            workers.append(_start(control, method, info))
-        for worker, local_rank in zip(workers, range(plan.nproc_per_node), strict=True):
-            info = replace(plan.info(local_rank), store_is_hosted=plan.init_method is None)
+        _start(infos, method, workers, held)
+        for worker, info in zip(workers, infos, strict=True):
             task = _task(pickled, info, environ or {})
             _channel.send(worker.channel, _channel.TASK, pickle.dumps(task))
     except OSError as error:
@@ -116,16 +116,16 @@ def _task(pickled: bytes, info: RankInfo, environ: Mapping[str, str]) -> Task:
 
 
 def _helper_for(method: str) -> _Helper:
-    with _lock:
-        at_load = sorted(item for item in os.environ.items() if item[0].startswith(_AT_LOAD))
-        key = (sys.executable, *at_load)
-        known = _helpers.get(method)
-        if known is not None and known.owner == os.getpid():
-            if known.key == key and _answers(known):
-                return known
-            _dismiss(known)
-        _helpers[method] = known = _start_helper(method, key)
-        return known
+    _retired[:] = [old for old in _retired if old.process.poll() is None]
+    at_load = sorted(item for item in os.environ.items() if item[0].startswith(_AT_LOAD))
+    key = (sys.executable, *at_load)
+    known = _helpers.get(method)
+    if known is not None and known.owner == os.getpid():
+        if known.key == key and _answers(known):
+            return known
+        _retire(known)
+    _helpers[method] = known = _start_helper(method, key)
+    return known
 
 
 def _answers(helper: _Helper) -> bool:
@@ -155,19 +155,22 @@ def _start_helper(method: str, key: tuple[object, ...]) -> _Helper:
     return _Helper(ours, process, os.getpid(), key)
 
 
-def _dismiss(helper: _Helper) -> None:
-    """Let a helper process end, and with it the workers that it still has."""
+def _retire(helper: _Helper) -> None:
+    """Let a helper process end once it has no worker any more."""
     with contextlib.suppress(OSError), helper.control:  # forks of this process have copies of it
         helper.control.shutdown(socket.SHUT_RDWR)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        helper.process.wait(_END_S)
+    _retired.append(helper)
 
 
 @atexit.register
 def _dismiss_all() -> None:
-    for helper in _helpers.values():
+    """End all helpers, and with them the workers that they still have."""
+    for helper in (*_helpers.values(), *_retired):
         if helper.owner == os.getpid():
-            _dismiss(helper)
+            helper.process.kill()
+            helper.control.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                helper.process.wait(_END_S)
 
 
 def _fork_control(held: ExitStack) -> socket.socket:
@@ -188,7 +191,18 @@ def _fork_control(held: ExitStack) -> socket.socket:
     return ours
 
 
-def _start(control: socket.socket, method: str, info: RankInfo) -> Worker:
+def _start(infos: list[RankInfo], method: str, workers: list[Worker], held: ExitStack) -> None:
+    """Ask a helper for a worker each, which `workers` has from then on."""
+    if method == "fork":  # outside of the lock, which the fork would have for ever
+        control = _fork_control(held)
+        workers.extend(_ask_for_one(control, method, info) for info in infos)
+        return
+    with _lock:  # nobody retires the helper before it has all requests
+        control = _helper_for(method).control
+        workers.extend(_ask_for_one(control, method, info) for info in infos)
+
+
+def _ask_for_one(control: socket.socket, method: str, info: RankInfo) -> Worker:
     channel, their_channel = socket.socketpair()
     status, their_status = socket.socketpair()
     with their_channel, their_status:

@@ -24,7 +24,7 @@ from unisono.topology import RankInfo
 
 __all__ = ("Manner", "run", "variables")
 
-_END_S = 2.5  # from the first signal to SIGKILL
+_END_S = 1.0  # from the first signal to SIGKILL
 _DRAIN_S = 1.0  # after the program's end, for what its children still print
 _POLL_S = 0.5
 _LAST_LINES = 100
@@ -183,11 +183,18 @@ class _Running:
                     if time.monotonic() > ended_at + _DRAIN_S:
                         break
                 self._obey()
-                for key, _ in selector.select(_POLL_S if ended_at is None else _DRAIN_S / 10):
+                for key, _ in selector.select(self._patience(ended_at is not None)):
                     self._read(selector, key)
         for fd in (1, 2):
             self._print(fd, self._rest[fd] + b"\n" if self._rest[fd] else b"")
         return self._bury()
+
+    def _patience(self, has_ended: bool) -> float:
+        if has_ended:
+            return _DRAIN_S / 10
+        if self._stopped_at is None:
+            return _POLL_S
+        return min(_POLL_S, max(0.01, self._stopped_at + _END_S - time.monotonic()))
 
     def _read(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
         if key.data == 0:

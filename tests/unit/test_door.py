@@ -1,0 +1,130 @@
+"""Who proves itself is let in at once, whoever else stands at the door."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, closing, suppress
+
+import pytest
+
+from unisono.control import door
+from unisono.control.addresses import listen_locally, peer
+from unisono.control.door import visitors
+
+WORD = b"open sesame"
+
+
+def check(sock: socket.socket) -> Generator[int, bytes, str | None]:
+    """Ask twice, and answer in between."""
+    if (yield 4) != WORD[:4]:
+        return None
+    sock.sendall(b"?")
+    return "member" if (yield len(WORD) - 4) == WORD[4:] else None
+
+
+@pytest.fixture
+def held() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def listener(request: pytest.FixtureRequest, held: ExitStack) -> socket.socket:
+    if request.param == "unix":
+        return listen_locally(held)[0]
+    made = held.enter_context(socket.socket())
+    made.bind(("127.0.0.1", 0))
+    made.listen(128)
+    return made
+
+
+def knock(listener: socket.socket, held: ExitStack, data: bytes = b"") -> socket.socket:
+    made = held.enter_context(socket.socket(listener.family))
+    made.settimeout(20)
+    made.connect(listener.getsockname())
+    made.sendall(data)
+    return made
+
+
+def test_strangers_take_no_time_of_a_member(listener: socket.socket, held: ExitStack) -> None:
+    said = (b"", b"x", WORD[:4], b"garbage" * 9, WORD[:4] + b"!" * 7)
+    strangers = [knock(listener, held, said[turn % 5]) for turn in range(40)]
+    knock(listener, held, WORD)
+    start = time.monotonic()
+    with closing(visitors(listener, check, start + 20)) as members:
+        sock, found = next(members)
+        sock.close()
+    assert found == "member"
+    assert time.monotonic() - start < 0.9
+    for stranger in strangers:  # all are sent away, also those who hadn't spoken yet
+        with suppress(ConnectionResetError):
+            assert stranger.recv(8) in (b"", b"?")
+
+
+def test_a_connection_has_one_second_in_all(listener: socket.socket, held: ExitStack) -> None:
+    dripping, is_over = knock(listener, held), threading.Event()
+
+    def drip() -> None:
+        with suppress(OSError):
+            while not is_over.wait(0.3):
+                dripping.sendall(WORD[:1])
+
+    def ask(_: socket.socket) -> Generator[int, bytes, str | None]:
+        yield 1000
+        return "member"
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    start = time.monotonic()
+    assert list(visitors(listener, ask, start + 1.5)) == []
+    with suppress(ConnectionResetError):
+        assert dripping.recv(1) == b""
+    is_over.set()
+    thread.join()
+
+
+def test_the_oldest_makes_room(
+    listener: socket.socket, held: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "_AT_ONCE", 3)
+    strangers = [knock(listener, held) for _ in range(20)]
+    knock(listener, held, WORD)
+    with closing(visitors(listener, check, time.monotonic() + 20)) as members:
+        sock, found = next(members)
+        sock.close()
+        assert found == "member"
+        assert strangers[0].recv(1) == b""
+
+
+def test_an_alarm_ends_it(listener: socket.socket, held: ExitStack) -> None:
+    alarm, theirs = socket.socketpair()
+    with alarm:
+        theirs.close()
+        assert list(visitors(listener, check, alarm=alarm)) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux's kernel")
+def test_the_kernel_says_who_connected(held: ExitStack) -> None:
+    listener, _ = listen_locally(held)
+    knock(listener, held)
+    sock, _ = listener.accept()
+    with sock:
+        assert (peer(sock).pid, peer(sock).is_own_user) == (os.getpid(), True)
+    if os.getuid() != 0:
+        pytest.skip("only root can be another user")
+    os.seteuid(65534)
+    try:
+        stranger = knock(listener, held, WORD)
+    finally:
+        os.seteuid(0)
+    knock(listener, held, WORD)
+    with closing(visitors(listener, check, time.monotonic() + 20)) as members:
+        sock, _ = next(members)
+        sock.close()
+    with suppress(ConnectionResetError):
+        assert stranger.recv(1) == b""
