@@ -56,9 +56,10 @@ def initialize(backend: str | None = None, **options: Any) -> None:
         backend: such as ``"gloo"``, ``"nccl"``, ``"cpu:gloo,cuda:nccl"``, ``"serial"`` or a
             plug-in's; None for the best one for this machine.
         options: ``rank`` and ``world_size`` (together; else the environment says them, else this
-            process is alone), ``timeout`` (seconds or a timedelta, for set-up and for each
-            operation), and what the model takes: on native ``init_method``, ``store``, ``device``
-            (a device, its name or its index), ``device_id``, ``pg_options``, ``group_name``.
+            process is alone), ``timeout`` (seconds or a timedelta, for set-up, else 60 s on torch's
+            backends and MPI, and for each operation), and what the model takes: on native
+            ``init_method``, ``store``, ``device`` (a device, its name or its index),
+            ``device_id``, ``pg_options``, ``group_name``.
 
     Raises:
         UnknownBackendError: nobody claims the backend.

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from typing import Any
 
 import psutil
 import pytest
-from _measures import Table
+from _measures import SLACK, Table
 
 import unisono
 from unisono.errors import UnisonoError
+from unisono.models import _native_meeting
 
 AT_ONCE_S = 0.1
 GOOD = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
@@ -55,26 +57,66 @@ def test_a_bad_variable(case: str, monkeypatch: pytest.MonkeyPatch, table: Table
     table.add(f"variables: {case}", seconds, AT_ONCE_S, text)
 
 
-def test_variables_without_peers(monkeypatch: pytest.MonkeyPatch, table: Table) -> None:
+def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+        return str(free.getsockname()[1])
+
+
+def test_variables_without_peers(monkeypatch: pytest.MonkeyPatch, table: Table) -> None:
+    port = free_port()
     seconds, text = refused({"MASTER_PORT": port}, monkeypatch, timeout=2)
-    assert "rank 0 of 2" in text
-    # torch's store waits a whole second more (2.13).
-    table.add("rank 0 of 2, nobody comes, timeout 2 s", seconds, 3.5, text)
+    assert f"rank 1 of 2 did not come to 127.0.0.1:{port} within 2 s" in text
+    assert "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT" in text
+    table.add("rank 0 of 2, nobody comes, timeout 2 s", seconds, 3, text)
     seconds, text = refused({"RANK": "1", "MASTER_PORT": port}, monkeypatch, timeout=2)
     assert "rank 1 of 2" in text
     assert port in text
     table.add("rank 1 of 2, nobody listens, timeout 2 s", seconds, 3, text)
 
 
-def test_an_address_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch, table: Table) -> None:
-    seconds, text = refused(
-        {"RANK": "1", "MASTER_ADDR": "no-such-host.invalid"}, monkeypatch, timeout=2
-    )
+def test_set_up_has_a_limit_and_a_warning_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert (_native_meeting._LIMIT_S, _native_meeting._WARN_AFTER_S) == (60, 10)
+    monkeypatch.setattr(_native_meeting, "_LIMIT_S", 1.0)
+    monkeypatch.setattr(_native_meeting, "_WARN_AFTER_S", 0.3)
+    for rank, awaited in (("0", "for rank 1"), ("1", "for somebody to listen")):
+        caplog.clear()
+        seconds, _ = refused({"RANK": rank, "MASTER_PORT": free_port()}, monkeypatch)
+        assert seconds < 2 * SLACK
+        (record,) = caplog.records
+        assert awaited in record.getMessage()
+        assert "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT" in record.getMessage()
+
+
+def test_a_block_with_a_deadline_bounds_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with unisono.deadline(1):
+        _, text = refused({"MASTER_PORT": free_port()}, monkeypatch)
+    assert re.search(r"within (1|0\.9\d*) s", text)
+
+
+def test_another_try_at_the_same_port_while_the_error_is_handled() -> None:
+    options: Any = {"rank": 0, "world_size": 2, "timeout": 1}
+    options["init_method"] = f"tcp://127.0.0.1:{free_port()}"
+    with pytest.raises(UnisonoError, match="rank 1 of 2 did not come"):
+        try:
+            unisono.initialize("gloo", **options)
+        except UnisonoError:
+            unisono.initialize("gloo", **options)
+
+
+@pytest.mark.parametrize("who", ["rank 0", "rank 1", "rank 0 under an agent"])
+def test_an_address_that_does_not_resolve(
+    who: str, monkeypatch: pytest.MonkeyPatch, table: Table
+) -> None:
+    env: dict[str, str | None] = {"RANK": who[5], "MASTER_ADDR": "no-such-host.invalid"}
+    if "agent" in who:
+        env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    seconds, text = refused(env, monkeypatch)
     assert "no-such-host.invalid" in text
-    table.add("MASTER_ADDR doesn't resolve, timeout 2 s", seconds, 3, text)
+    assert "MASTER_ADDR" in text
+    table.add(f"MASTER_ADDR doesn't resolve, {who}", seconds, AT_ONCE_S, text)
 
 
 def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch, table: Table) -> None:
@@ -85,6 +127,9 @@ def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch, table: Table) -> None:
         seconds, text = refused({"MASTER_PORT": port}, monkeypatch, timeout=2)
         assert port in text
         table.add("MASTER_PORT in use by another program, timeout 2 s", seconds, 3, text)
+        seconds, text = refused({"MASTER_PORT": port, "RANK": "1"}, monkeypatch, timeout=2)
+        assert "didn't answer" in text
+        table.add("MASTER_PORT is another program's that is silent, timeout 2 s", seconds, 4, text)
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
