@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -13,6 +14,7 @@ import pytest
 from _measures import SLACK, Table
 
 import unisono
+from unisono.cli.run import run
 from unisono.errors import UnisonoError
 from unisono.models import _native_meeting
 
@@ -160,6 +162,52 @@ def test_a_bad_option(case: str, table: Table) -> None:
     assert says in str(caught.value)
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= children
     table.add(f"options: {case}", seconds, AT_ONCE_S, str(caught.value))
+
+
+@pytest.mark.parametrize("call", ["spawn", "Parallel", "WorkerPool", "initialize", "run"])
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("UNISONO_WARN_AFTER_S", "soon"),
+        ("UNISONO_WARN_AFTER_S", "-1"),
+        ("UNISONO_FAN_OUT", "0"),
+        ("UNISONO_INLINE_BYTES", "nan"),
+    ],
+)
+def test_a_bad_variable_of_ours_is_refused_before_anything_starts(
+    call: str, variable: str, value: str, monkeypatch: pytest.MonkeyPatch, table: Table
+) -> None:
+
+    def parallel() -> None:
+        with unisono.Parallel("gloo", nproc_per_node=2) as job:
+            job.run(abs)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "spawn": lambda: unisono.spawn("gloo", abs, nproc_per_node=2),
+        "Parallel": parallel,
+        "WorkerPool": lambda: unisono.WorkerPool("gloo", nproc_per_node=2),
+        "initialize": lambda: unisono.initialize("gloo"),
+        "run": lambda: run(__file__),
+    }
+    monkeypatch.setenv(variable, value)
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    start = time.monotonic()
+    with pytest.raises(UnisonoError) as caught:
+        calls[call]()
+    seconds = time.monotonic() - start
+    assert f"{variable}={value!r}" in str(caught.value)
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= children
+    table.add(f"variables: {variable}={value}", seconds, AT_ONCE_S, str(caught.value))
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_a_bad_option_of_a_pool_is_refused_when_it_is_made(case: str) -> None:
+    if case.startswith(("start_method", "launcher")):
+        pytest.skip("looked at by who makes the replicas")
+    options, says = OPTIONS[case]
+    with pytest.raises(UnisonoError) as caught:
+        unisono.WorkerPool("gloo", **{"nproc_per_node": 2, **options})
+    assert says in str(caught.value)
 
 
 def test_variables_that_a_user_sets_meanwhile_stay() -> None:
