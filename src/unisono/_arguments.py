@@ -11,7 +11,19 @@ from typing import Any
 
 from unisono.errors import ArgumentError, EnvironmentDetectionError
 
-__all__ = ("check_count", "check_names", "check_port", "number_in", "seconds")
+__all__ = ("check_count", "check_names", "check_port", "check_variables", "number_in", "seconds")
+
+_NUMBERS = {"UNISONO_WARN_AFTER_S": 0.0, "UNISONO_FAN_OUT": 1.0, "UNISONO_INLINE_BYTES": 0.0}
+
+
+def check_variables() -> None:
+    """Refuse numbers in variables of ours that replicas would refuse. Local.
+
+    Raises:
+        EnvironmentDetectionError: one is no number, or too small.
+    """
+    for variable, least in _NUMBERS.items():
+        number_in(variable, least, least)
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:

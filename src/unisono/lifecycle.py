@@ -11,14 +11,15 @@ from typing import Any
 import torch
 
 from unisono import _context
-from unisono._arguments import check_count, check_names, check_port, seconds
+from unisono._arguments import check_count, check_names, check_port, check_variables, seconds
 from unisono._replica import Replica
 from unisono._table import OF_THREADS, SEATS_NODES
 from unisono.errors import ArgumentError
+from unisono.model import ComputationModel
 from unisono.registry import find_launcher, find_model
 from unisono.topology import LaunchPlan, RankInfo
 
-__all__ = ("best_backend", "finalize", "initialize", "spawn", "sync")
+__all__ = ("best_backend", "check_job", "finalize", "initialize", "spawn", "sync")
 
 _PLAN_OPTIONS = frozenset(
     {"nnodes", "node_rank", "master_addr", "master_port", "init_method", "start_method"}
@@ -56,16 +57,18 @@ def initialize(backend: str | None = None, **options: Any) -> None:
         backend: such as ``"gloo"``, ``"nccl"``, ``"cpu:gloo,cuda:nccl"``, ``"serial"`` or a
             plug-in's; None for the best one for this machine.
         options: ``rank`` and ``world_size`` (together; else the environment says them, else this
-            process is alone), ``timeout`` (seconds or a timedelta, for set-up and for each
-            operation), and what the model takes: on native ``init_method``, ``store``, ``device``
-            (a device, its name or its index), ``device_id``, ``pg_options``, ``group_name``.
+            process is alone), ``timeout`` (seconds or a timedelta, for set-up, else 60 s on torch's
+            backends and MPI, and for each operation), and what the model takes: on native
+            ``init_method``, ``store``, ``device`` (a device, its name or its index),
+            ``device_id``, ``pg_options``, ``group_name``.
 
     Raises:
         UnknownBackendError: nobody claims the backend.
         BackendUnavailableError: it is known, but can't be used here.
         ArgumentError: an option that nobody takes, or a bad value.
         AlreadyInitializedError: a context is live, whoever made it.
-        EnvironmentDetectionError: the environment's variables are partial or contradictory.
+        EnvironmentDetectionError: the environment's variables are partial or contradictory, or one
+            of ours has a bad value.
         ContextError: the ranks couldn't meet.
 
     Example:
@@ -75,6 +78,7 @@ def initialize(backend: str | None = None, **options: Any) -> None:
         ('native-dist', 1)
         >>> idist.finalize()
     """
+    check_variables()
     name = best_backend() if backend is None else backend
     cls = find_model(name)
     check_names(f"initialize({name!r})", options, {*cls.options, "rank", "world_size"})
@@ -193,6 +197,7 @@ def spawn(
         UnknownBackendError: nobody claims the backend.
         BackendUnavailableError: it is known, but can't be used here.
         ArgumentError: a bad value or an option that nobody takes; nothing was started.
+        EnvironmentDetectionError: a variable of ours has a bad value; nothing was started.
         PayloadError: `fn` or its arguments can't be pickled.
         LaunchError: the replicas couldn't be started.
         WorkerFailedError: a replica failed; it carries the first failure's own traceback, and all
@@ -205,11 +210,8 @@ def spawn(
         >>> idist.spawn("threads", square, args=(3,), nproc_per_node=2)
         [18, 18]
     """
-    name = best_backend() if backend is None else backend
-    cls = find_model(name)
-    check_names("spawn", options, {*cls.options, *_LAUNCH_OPTIONS})
+    name, cls, plan = check_job("spawn", backend, nproc_per_node, options)
     _check_call(fn, args, kwargs_dict)
-    plan = _plan(nproc_per_node, options)
     given = {key: value for key, value in options.items() if key not in _LAUNCH_OPTIONS}
     if options.get("timeout") is not None:
         given["timeout"] = seconds("timeout", options["timeout"])
@@ -221,6 +223,36 @@ def spawn(
         return cls.launch(replica.run, replace(plan, backend=name.lower()), **given)
     launch, extra = _launcher(name, options)
     return launch(replica, plan, environ=cls.worker_environ(plan), **extra)
+
+
+def check_job(
+    call: str, backend: str | None, nproc_per_node: Any, options: Mapping[str, Any]
+) -> tuple[str, type[ComputationModel], LaunchPlan]:
+    """Refuse what can't be started, before anything is.
+
+    Local.
+
+    Args:
+        call: who was given the options, for messages.
+        backend: as in `spawn`.
+        nproc_per_node: as in `spawn`.
+        options: as in `spawn`.
+
+    Returns:
+        The backend's name, its model, and the plan.
+
+    Raises:
+        UnknownBackendError: nobody claims the backend.
+        ArgumentError: a bad value or an option that nobody takes.
+        EnvironmentDetectionError: a variable of ours has a bad value.
+    """
+    check_variables()
+    name = best_backend() if backend is None else backend
+    cls = find_model(name)
+    check_names(call, options, {*cls.options, *_LAUNCH_OPTIONS})
+    if options.get("timeout") is not None:
+        seconds("timeout", options["timeout"])
+    return name, cls, _plan(nproc_per_node, options)
 
 
 def _launcher(

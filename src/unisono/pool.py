@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import cloudpickle
 
-from unisono._arguments import check_count, seconds
+from unisono._arguments import seconds
 from unisono._crew import Answer, Crew
 from unisono.errors import (
     ArgumentError,
@@ -25,6 +25,7 @@ from unisono.launchers import _channel
 from unisono.launchers._by_value import pickle_for_worker
 from unisono.launchers._job import raised
 from unisono.launchers._worker import Failure
+from unisono.lifecycle import check_job
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -49,7 +50,9 @@ class WorkerPool:
         options: as in ``spawn``, but for ``join``.
 
     Raises:
-        ArgumentError: a bad value.
+        UnknownBackendError: nobody claims the backend.
+        ArgumentError: a bad value or an option that nobody takes.
+        EnvironmentDetectionError: a variable of ours has a bad value.
 
     Example:
         >>> import unisono as idist
@@ -71,7 +74,8 @@ class WorkerPool:
     ) -> None:
         if "join" in options:
             raise ArgumentError("a pool takes no join: its calls wait, its replicas stay")
-        self._size = check_count("nproc_per_node", nproc_per_node)
+        check_job("WorkerPool", backend, nproc_per_node, options)
+        self._size = nproc_per_node
         self._deadline_s: float | None = None
         if deadline_s is not None:
             self._deadline_s = seconds("deadline_s", deadline_s).total_seconds()

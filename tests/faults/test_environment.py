@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import pytest
-from _measures import Table
+from _measures import SLACK, Table
 
 import unisono
+from unisono.cli.run import run
 from unisono.errors import UnisonoError
+from unisono.models import _native_meeting
 
 AT_ONCE_S = 0.1
 GOOD = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
@@ -55,26 +59,66 @@ def test_a_bad_variable(case: str, monkeypatch: pytest.MonkeyPatch, table: Table
     table.add(f"variables: {case}", seconds, AT_ONCE_S, text)
 
 
-def test_variables_without_peers(monkeypatch: pytest.MonkeyPatch, table: Table) -> None:
+def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+        return str(free.getsockname()[1])
+
+
+def test_variables_without_peers(monkeypatch: pytest.MonkeyPatch, table: Table) -> None:
+    port = free_port()
     seconds, text = refused({"MASTER_PORT": port}, monkeypatch, timeout=2)
-    assert "rank 0 of 2" in text
-    # torch's store waits a whole second more (2.13).
-    table.add("rank 0 of 2, nobody comes, timeout 2 s", seconds, 3.5, text)
+    assert f"rank 1 of 2 did not come to 127.0.0.1:{port} within 2 s" in text
+    assert "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT" in text
+    table.add("rank 0 of 2, nobody comes, timeout 2 s", seconds, 3, text)
     seconds, text = refused({"RANK": "1", "MASTER_PORT": port}, monkeypatch, timeout=2)
     assert "rank 1 of 2" in text
     assert port in text
     table.add("rank 1 of 2, nobody listens, timeout 2 s", seconds, 3, text)
 
 
-def test_an_address_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch, table: Table) -> None:
-    seconds, text = refused(
-        {"RANK": "1", "MASTER_ADDR": "no-such-host.invalid"}, monkeypatch, timeout=2
-    )
+def test_set_up_has_a_limit_and_a_warning_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert (_native_meeting._LIMIT_S, _native_meeting._WARN_AFTER_S) == (60, 10)
+    monkeypatch.setattr(_native_meeting, "_LIMIT_S", 1.0)
+    monkeypatch.setattr(_native_meeting, "_WARN_AFTER_S", 0.3)
+    for rank, awaited in (("0", "for rank 1"), ("1", "for somebody to listen")):
+        caplog.clear()
+        seconds, _ = refused({"RANK": rank, "MASTER_PORT": free_port()}, monkeypatch)
+        assert seconds < 2 * SLACK
+        (record,) = caplog.records
+        assert awaited in record.getMessage()
+        assert "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT" in record.getMessage()
+
+
+def test_a_block_with_a_deadline_bounds_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with unisono.deadline(1):
+        _, text = refused({"MASTER_PORT": free_port()}, monkeypatch)
+    assert re.search(r"within (1|0\.9\d*) s", text)
+
+
+def test_another_try_at_the_same_port_while_the_error_is_handled() -> None:
+    options: Any = {"rank": 0, "world_size": 2, "timeout": 1}
+    options["init_method"] = f"tcp://127.0.0.1:{free_port()}"
+    with pytest.raises(UnisonoError, match="rank 1 of 2 did not come"):
+        try:
+            unisono.initialize("gloo", **options)
+        except UnisonoError:
+            unisono.initialize("gloo", **options)
+
+
+@pytest.mark.parametrize("who", ["rank 0", "rank 1", "rank 0 under an agent"])
+def test_an_address_that_does_not_resolve(
+    who: str, monkeypatch: pytest.MonkeyPatch, table: Table
+) -> None:
+    env: dict[str, str | None] = {"RANK": who[5], "MASTER_ADDR": "no-such-host.invalid"}
+    if "agent" in who:
+        env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    seconds, text = refused(env, monkeypatch)
     assert "no-such-host.invalid" in text
-    table.add("MASTER_ADDR doesn't resolve, timeout 2 s", seconds, 3, text)
+    assert "MASTER_ADDR" in text
+    table.add(f"MASTER_ADDR doesn't resolve, {who}", seconds, AT_ONCE_S, text)
 
 
 def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch, table: Table) -> None:
@@ -85,6 +129,9 @@ def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch, table: Table) -> None:
         seconds, text = refused({"MASTER_PORT": port}, monkeypatch, timeout=2)
         assert port in text
         table.add("MASTER_PORT in use by another program, timeout 2 s", seconds, 3, text)
+        seconds, text = refused({"MASTER_PORT": port, "RANK": "1"}, monkeypatch, timeout=2)
+        assert "didn't answer" in text
+        table.add("MASTER_PORT is another program's that is silent, timeout 2 s", seconds, 4, text)
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
@@ -115,6 +162,52 @@ def test_a_bad_option(case: str, table: Table) -> None:
     assert says in str(caught.value)
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= children
     table.add(f"options: {case}", seconds, AT_ONCE_S, str(caught.value))
+
+
+@pytest.mark.parametrize("call", ["spawn", "Parallel", "WorkerPool", "initialize", "run"])
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("UNISONO_WARN_AFTER_S", "soon"),
+        ("UNISONO_WARN_AFTER_S", "-1"),
+        ("UNISONO_FAN_OUT", "0"),
+        ("UNISONO_INLINE_BYTES", "nan"),
+    ],
+)
+def test_a_bad_variable_of_ours_is_refused_before_anything_starts(
+    call: str, variable: str, value: str, monkeypatch: pytest.MonkeyPatch, table: Table
+) -> None:
+
+    def parallel() -> None:
+        with unisono.Parallel("gloo", nproc_per_node=2) as job:
+            job.run(abs)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "spawn": lambda: unisono.spawn("gloo", abs, nproc_per_node=2),
+        "Parallel": parallel,
+        "WorkerPool": lambda: unisono.WorkerPool("gloo", nproc_per_node=2),
+        "initialize": lambda: unisono.initialize("gloo"),
+        "run": lambda: run(__file__),
+    }
+    monkeypatch.setenv(variable, value)
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    start = time.monotonic()
+    with pytest.raises(UnisonoError) as caught:
+        calls[call]()
+    seconds = time.monotonic() - start
+    assert f"{variable}={value!r}" in str(caught.value)
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= children
+    table.add(f"variables: {variable}={value}", seconds, AT_ONCE_S, str(caught.value))
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_a_bad_option_of_a_pool_is_refused_when_it_is_made(case: str) -> None:
+    if case.startswith(("start_method", "launcher")):
+        pytest.skip("looked at by who makes the replicas")
+    options, says = OPTIONS[case]
+    with pytest.raises(UnisonoError) as caught:
+        unisono.WorkerPool("gloo", **{"nproc_per_node": 2, **options})
+    assert says in str(caught.value)
 
 
 def test_variables_that_a_user_sets_meanwhile_stay() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 
 import unisono
 from _needs import require_backend
-from unisono import WorkerPool
+from unisono import WorkerPool, _context
 from unisono.errors import WorkerFailedError
 
 SIZE = 3
@@ -49,6 +50,35 @@ def test_a_fault_while_others_wait(backend: str, fault: str, clock: Clock, table
     first = str(caught.value).splitlines()[0]
     assert f"rank 1 of {SIZE}" in first
     table.add(f"spawn on {backend}: {fault} while others wait", seconds, AT_MOST_S, first)
+
+
+@pytest.mark.parametrize("backend", ["gloo", *LIBRARIES])
+@pytest.mark.parametrize("way", ["finalize", "abort"])
+def test_leaving_waits_for_no_rank_that_is_stopped(
+    backend: str, way: str, tmp_path: Path, table: Table
+) -> None:
+    """A rank of the job stops itself; the other one leaves, and says how long that took."""
+    require_backend(backend)
+    took = tmp_path / "took"
+
+    def fn(local_rank: int) -> None:
+        pids = unisono.all_gather(os.getpid())
+        if local_rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        while psutil.Process(pids[1]).status() != psutil.STATUS_STOPPED:
+            os.sched_yield()
+        begin = time.monotonic()
+        if way == "abort":
+            _context.current_model().abort()
+        else:
+            unisono.finalize()
+        took.write_text(str(time.monotonic() - begin))
+        raise ArithmeticError("after that")
+
+    with pytest.raises(WorkerFailedError, match="rank 0 of 2 raised ArithmeticError"):
+        unisono.spawn(backend, fn, nproc_per_node=2, timeout=3)
+    case = f"{way} on {backend}, a rank stopped, timeout 3 s"
+    table.add(case, float(took.read_text()), 6, "(left)")
 
 
 @settings(

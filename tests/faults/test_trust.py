@@ -7,8 +7,11 @@ import base64
 import contextlib
 import logging
 import os
+import shutil
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,6 +107,76 @@ def test_a_job_of_one_host_listens_on_the_loopback_alone(tmp_path: Path) -> None
         os.write(keep, b"\n")
         made.join(60)
     assert listeners() == []
+
+
+SCRIPT = """
+import sys
+import torch, torch.distributed as dist, unisono
+from _witness import say
+
+how, said, go_on, *place = sys.argv[1:]
+if how == "torch":
+    dist.init_process_group("gloo")
+else:
+    ranks = dict(zip(("rank", "world_size"), map(int, place)))
+    unisono.initialize("gloo", **ranks, timeout=30)
+unisono.all_reduce(torch.ones(300_000), group=[0, 1])
+unisono.barrier()
+with open(go_on) as heard:
+    say(said, "here")
+    heard.readline()
+dist.destroy_process_group() if how == "torch" else unisono.finalize()
+"""
+# The host's name is an address of the host that isn't the loopback, where the test may say so.
+NAMED = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"')
+
+
+def named_otherwise() -> list[str]:
+    words = [*NAMED, *other_addresses()[:1]]
+    is_allowed = shutil.which("unshare") and len(words) > len(NAMED)
+    if is_allowed and subprocess.run([*words, "true"], capture_output=True).returncode == 0:
+        return words
+    return []
+
+
+@pytest.mark.parametrize(
+    "how", ["unisono run", "torch", "torchrun's variables", "by hand", "by hand, URL"]
+)
+def test_ranks_of_one_host_listen_on_the_loopback_alone_whoever_started_them(
+    how: str, tmp_path: Path
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    script = tmp_path / "script.py"
+    url = f', init_method="tcp://127.0.0.1:{port}"' if how == "by hand, URL" else ""
+    script.write_text(SCRIPT.replace("timeout=30", f"timeout=30{url}"))
+    go_on = str(tmp_path / "go_on")
+    os.mkfifo(go_on)
+    keep = os.open(go_on, os.O_RDWR)
+    path = os.pathsep.join([*sys.path, str(Path(__file__).parents[1] / "process")])
+    env = {**os.environ, "PYTHONPATH": path, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with Pipe(tmp_path) as pipe, contextlib.ExitStack() as stack:
+        words = [*named_otherwise(), sys.executable]
+        args = [str(script), how, pipe.path, go_on]
+        if how in ("unisono run", "torch"):
+            command = [*words, "-m", "unisono", "run", "--nproc-per-node", "2"]
+            jobs = [subprocess.Popen([*command, *args], env=env)]
+        elif how == "torchrun's variables":
+            ranks = [{"RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
+            jobs = [subprocess.Popen([*words, *args], env={**env, **rank}) for rank in ranks]
+        else:
+            jobs = [subprocess.Popen([*words, *args, str(rank), "2"], env=env) for rank in range(2)]
+        for job in jobs:
+            stack.callback(job.wait, 30)
+            stack.callback(job.terminate)
+        pipe.read(2)
+        found = listeners()
+        os.close(keep)
+        codes = [job.wait(30) for job in jobs]
+    assert found, "torch's store and gloo should be there"
+    assert {address.ip for address in found} == {"127.0.0.1"}
+    assert codes == [0] * len(jobs)
 
 
 def test_a_pool_listens_nowhere_once_its_replicas_are_there() -> None:

@@ -16,7 +16,7 @@ import torch
 from _witness import Pipe, gone, say
 
 import unisono
-from unisono.errors import PayloadError, WorkerFailedError
+from unisono.errors import PayloadError, PeerFailedError, WorkerFailedError
 
 MODELS = ["gloo", "threads"]
 
@@ -84,6 +84,28 @@ def test_an_interrupt_in_a_replica_is_a_failure(backend: str) -> None:
         raise KeyboardInterrupt
 
     assert "rank 1 of 2 raised KeyboardInterrupt" in str(spawn_to_fail(backend, interrupt))
+
+
+@pytest.mark.parametrize("backend", MODELS)
+@pytest.mark.parametrize("way", ["all", "group", "recv"])
+def test_a_replica_that_returns_early_is_missed_at_once(backend: str, way: str) -> None:
+    def fn(local_rank: int) -> None:
+        group = unisono.new_group([0, 1])
+        if local_rank == 1:
+            return
+        begin = time.monotonic()
+        try:
+            if way == "recv":
+                unisono.recv(src=1)
+            else:
+                unisono.all_reduce(1, group=group if way == "group" else None)
+        finally:
+            assert time.monotonic() - begin < 20
+
+    with pytest.raises(WorkerFailedError) as caught:
+        unisono.spawn(backend, fn, nproc_per_node=2)
+    assert isinstance(caught.value.__cause__, PeerFailedError)
+    assert "rank 1" in str(caught.value.__cause__)
 
 
 class Locked(Exception):

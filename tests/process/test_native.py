@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -145,3 +146,36 @@ def test_ranks_without_an_address_are_told_what_to_set() -> None:
     with pytest.raises(ContextError, match="MASTER_ADDR"):
         idist.initialize("gloo", rank=0, world_size=2)
     assert idist.model_name() == "serial"
+
+
+def test_those_who_came_name_all_who_did_not() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    for text in _in_two_processes(_wait_in_vain, url):
+        assert text.startswith("ranks 1, 3 of 4 did not come to ")
+        assert "init_method=" in text
+
+
+def _wait_in_vain(rank: int, url: str) -> str:
+    with pytest.raises(ContextError) as caught:
+        idist.initialize("gloo", rank=2 * rank, world_size=4, timeout=2, init_method=url)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("timeout", [None, 7])
+def test_operations_have_the_jobs_timeout_and_not_what_set_up_had_left(
+    tmp_path: Path, timeout: int | None
+) -> None:
+    wanted = dist.default_pg_timeout if timeout is None else timedelta(seconds=timeout)
+    url = f"file://{tmp_path}/store"
+    assert _in_two_processes(_limits, url, timeout) == [[wanted, wanted]] * 2
+
+
+def _limits(rank: int, url: str, timeout: int | None) -> list[Any]:
+    idist.initialize("gloo", rank=rank, world_size=2, init_method=url, timeout=timeout)
+    try:
+        groups: list[Any] = [dist.group.WORLD, idist.new_group([0, 1]).handle]
+        return [setup.timeout_of(group, torch.device("cpu")) for group in groups]
+    finally:
+        idist.finalize()

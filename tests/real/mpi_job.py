@@ -15,6 +15,7 @@ from torch import Tensor
 
 import unisono as idist
 from unisono.errors import CollectiveTimeoutError, ContextError, GroupMembershipError
+from unisono.models import _mpi_setup as setup
 from unisono.models.mpi import MpiModel
 from unisono.reduction import ReduceOp, fold_tensors
 from unisono.testing import keep_laws, law_names
@@ -207,6 +208,39 @@ def deadline() -> None:
             say("TIMED OUT")
             raise
     time.sleep(60)
+
+
+def missed(rank: int, kind: type[Exception], call: Callable[[], object]) -> None:
+    """Check that the other ranks are told who doesn't come, in time; the error ends the job."""
+    world = setup.start()[0].COMM_WORLD
+    if world.rank == rank:
+        time.sleep(60)
+    begin = time.monotonic()
+    try:
+        call()
+    except kind as error:
+        assert f"[{rank}] did not come" in str(error), error
+        assert time.monotonic() - begin < 10
+        say("MISSED")
+        world.sendrecv(None, 3 - rank - world.rank)  # the first to end ends the other one
+        raise
+
+
+def nobody_to_set_up() -> None:
+    limit = timedelta(seconds=2)
+    missed(2, ContextError, lambda: MpiModel.initialize("mpi4py", UNKNOWN, timeout=limit))
+
+
+def no_first_to_set_up() -> None:
+    limit = timedelta(seconds=2)
+    missed(0, ContextError, lambda: MpiModel.initialize("mpi4py", UNKNOWN, timeout=limit))
+
+
+def nobody_to_a_group() -> None:
+    model = MpiModel.initialize("mpi4py", UNKNOWN, timeout=timedelta(seconds=2))
+    model.new_group((0, 2))
+    model.new_group((0, 1, 2))
+    missed(1, CollectiveTimeoutError, lambda: model.new_group((0, 1, 2)))
 
 
 def twice() -> None:
@@ -424,7 +458,8 @@ def forked() -> None:
 CHECKS: dict[str, Callable[[], None]] = {
     check.__name__: check
     for check in (
-        laws, large, deadline, twice, contradiction, adopt, funneled, uninitialised, fail,
+        laws, large, deadline, twice, contradiction, nobody_to_set_up, no_first_to_set_up,
+        nobody_to_a_group, adopt, funneled, uninitialised, fail,
         fail_adopted, abort, forked, facade, facade_adopted, facade_fail,
     )
 }  # fmt: skip

@@ -169,6 +169,15 @@ class TestJobs:
         assert "CollectiveTimeoutError" in error
         assert process.returncode != 0
 
+    @pytest.mark.parametrize(
+        "part", ["nobody_to_set_up", "no_first_to_set_up", "nobody_to_a_group"]
+    )
+    def test_who_comes_names_who_does_not(self, part: str) -> None:
+        process = mpiexec(3, part)
+        out, error = process.communicate(timeout=50)
+        assert out.count("MISSED") == 2, out + error
+        assert process.returncode != 0
+
     @pytest.mark.parametrize("part", ["fail", "fail_adopted", "facade_fail"])
     def test_a_rank_that_fails_ends_the_job(self, part: str) -> None:
         error = self.ends_within(10.0, mpiexec(3, part))

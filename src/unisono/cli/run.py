@@ -13,7 +13,7 @@ import torch
 import typer
 
 from unisono import registry
-from unisono._arguments import check_count, check_port
+from unisono._arguments import check_count, check_port, check_variables
 from unisono._table import OF_THREADS, SCRIPT_RUNNERS, load
 from unisono.errors import ArgumentError
 from unisono.launchers._front import Outcome
@@ -83,6 +83,7 @@ def run(
     Returns:
         The exit code of the rank that failed first, 128 and the signal's number if one ended it.
     """
+    check_variables()
     name = launcher or _default_launcher(backend, nnodes)
     registry.find_launcher(name)
     if backend is not None:

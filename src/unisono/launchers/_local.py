@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -16,6 +17,8 @@ from unisono.topology import RankInfo
 __all__ = ("infos", "run")
 
 _log = logging.getLogger(__name__)
+# Else gloo listens at the address of the host's name; ours does so without, a plain script doesn't.
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
 _SEVERAL = "use launcher 'torchrun' for several nodes, or 'slurm', 'mpi' or 'ray'"
 
 
@@ -57,7 +60,7 @@ def run(script: Script, environ: Mapping[str, str] | None = None) -> Outcome:
         LaunchError: the rendezvous or a process can't be made.
     """
     script.require_one_node("processes", _SEVERAL)
-    base = without_job(os.environ if environ is None else environ)
+    base = {**_LOOPBACK, **without_job(os.environ if environ is None else environ)}
     for attempt in range(script.max_restarts + 1):
         outcome = _attempt(script, base, attempt)
         if outcome.code == 0 or outcome.interrupted is not None:

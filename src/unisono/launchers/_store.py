@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import replace
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
+from unisono._listening import listen_at
 from unisono.errors import LaunchError
 from unisono.topology import LaunchPlan
 
@@ -24,17 +24,7 @@ def host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
         return None, plan
     addr = plan.master_addr or "127.0.0.1"
     try:
-        family, kind, proto, _, where = socket.getaddrinfo(
-            addr, plan.master_port or 0, type=socket.SOCK_STREAM
-        )[0]
-        listener = socket.socket(family, kind, proto)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(where)
-            listener.listen(1024)
-        except OSError:
-            listener.close()
-            raise
+        listener = listen_at(addr, plan.master_port or 0)
     except OSError as error:
         raise LaunchError(
             f"can't listen at master_addr={addr!r}, master_port={plan.master_port}: {error}"

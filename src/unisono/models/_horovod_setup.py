@@ -6,6 +6,9 @@ import ctypes
 import json
 import os
 import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from types import ModuleType
 
@@ -18,8 +21,10 @@ from unisono.topology import ContextHint, RankInfo, Topology
 __all__ = (
     "DEFAULT_TIMEOUT_S",
     "DYNAMIC",
+    "LEAVE_S",
     "device_of",
     "initialize",
+    "leave",
     "place",
     "seat",
     "seconds",
@@ -27,6 +32,8 @@ __all__ = (
 )
 
 DEFAULT_TIMEOUT_S = 1800.0
+LEAVE_S = 2.0
+"""Seconds that a replica waits for Horovod's own end where a peer has failed or didn't come."""
 DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
 
@@ -82,6 +89,29 @@ def initialize(hvd: ModuleType, info: RankInfo, timeout_s: float) -> None:
             f"rank {info.rank} of {info.world_size} (from {info.source}) found itself alone in "
             "Horovod: start the program with horovodrun or mpirun, or use spawn"
         )
+
+
+def leave(end: Callable[[], None], limit_s: float) -> None:
+    """Let Horovod end, for a while: its calls hold on for 30 s to a peer that is stopped.
+
+    Local. After the limit it goes on in a thread, which the end of the process may wait for.
+
+    Raises:
+        CollectiveError: as `end` does.
+    """
+    outcome: Future[None] = Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(end())  # type: ignore[func-returns-value]
+        except BaseException as error:  # belongs to whoever leaves
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=work, name="unisono-leaving", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if outcome.done():
+        outcome.result()
 
 
 def _is_mpi_over(hvd: ModuleType) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -20,6 +20,7 @@ from unisono.errors import (
     PayloadError,
     PeerFailedError,
 )
+from unisono.models._mpi_meeting import missing
 from unisono.reduction import ReduceOp
 
 __all__ = ("DATATYPES", "Calls", "is_folded_by_torch")
@@ -194,12 +195,33 @@ class Calls:
 
         return wait, is_completed
 
+    def meet(self, name: str, comm: Any, ranks: Sequence[int]) -> None:
+        """Wait for ranks before a call that MPI can't give up, where there is a deadline.
+
+        Collective over `ranks`.
+
+        Raises:
+            CollectiveTimeoutError: some didn't come.
+        """
+        limit_s = limit_of(self.timeout_s)
+        if limit_s is None:
+            return
+        with self.edge(name):
+            absent = missing(self._mpi, comm, ranks, limit_s, name)
+        if absent:
+            self._is_broken = True
+            self._at_loss()
+            raise CollectiveTimeoutError(
+                f"{self._who}: {name}: ranks {absent} did not come within {limit_s:.3g} s"
+            )
+
     def finish(self) -> None:
         """Wait for what `start` has under way, and free our operations. Local."""
         if self._is_broken:  # what was given up may never be done
             return
-        with self.edge("Waitall"):
-            self._mpi.Request.Waitall([request for request, _ in self._under_way])
+        with self.edge("finalize"):
+            for request, keep in list(self._under_way):
+                self._await("finalize", self._mpi.COMM_WORLD, request, keep)
             for rule in self._folds:
                 rule.Free()
         self._under_way = []

@@ -9,12 +9,15 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from unisono.control.deadlines import limit_of
 from unisono.errors import BackendUnavailableError, ContextError, GroupMembershipError
+from unisono.models._mpi_meeting import LIMIT_S, missing
 from unisono.models._mpi_probe import REMEDY
 from unisono.topology import ContextHint, RankInfo, Topology
 
@@ -22,6 +25,7 @@ __all__ = (
     "EndOfJob",
     "adopted_topology",
     "choose_device",
+    "gather",
     "is_cuda_aware",
     "live",
     "measured_topology",
@@ -177,6 +181,27 @@ def _with_variables(topology: Topology, environ: Mapping[str, str]) -> Topology:
             node = (0, 1) if is_one_node else (topology.node_rank, topology.nnodes)
             return Topology(topology.rank, topology.world_size, int(rank), int(size), *node)
     return topology
+
+
+def gather(mpi: Any, info: RankInfo, timeout: timedelta | None) -> None:
+    """Wait until all ranks of the world have come to be set up.
+
+    Collective over all ranks.
+
+    Raises:
+        ContextError: some didn't come in time; the job ends when this process does.
+    """
+    world = mpi.COMM_WORLD
+    limit_s = limit_of(LIMIT_S if timeout is None else timeout.total_seconds())
+    assert limit_s is not None
+    absent = missing(mpi, world, range(world.size), limit_s, "set-up of mpi4py")
+    if absent:
+        EndOfJob.install(mpi).end_at_exit()  # else MPI would wait for them there
+        raise ContextError(
+            f"rank {world.rank} of {world.size}: ranks {absent} did not come to initialize within "
+            f"{limit_s:.3g} s (who is there is said by mpiexec and {info.source}): look for their "
+            "own errors, or raise timeout="
+        )
 
 
 def measured_topology(mpi: Any, info: RankInfo) -> Topology:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import time
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
 
-from unisono.errors import ArgumentError, BackendUnavailableError, ContextError
+from unisono.errors import ArgumentError, BackendUnavailableError
 from unisono.model import ComputationModel
 from unisono.topology import RankInfo, Topology
 
@@ -22,16 +20,12 @@ __all__ = (
     "accelerator",
     "backends_by_device",
     "choose_device",
-    "host_url",
+    "join",
     "known_backends",
-    "meet",
     "place_by_hosts",
     "place_by_store",
     "timeout_of",
 )
-
-_TIMEOUT = timedelta(minutes=5)  # torch's own for a rendezvous
-_TRY_S = 0.1
 
 
 def known_backends() -> tuple[str, ...]:
@@ -123,109 +117,36 @@ def _serves(backend: str, device_type: str) -> bool:
     return dist.get_default_backend_for_device(device_type) == backend
 
 
-def meet(info: RankInfo, timeout: timedelta | None) -> dict[str, Any]:
-    """Give the arguments of ``init_process_group`` that make the ranks of `info` meet.
+def join(
+    backend: str,
+    info: RankInfo,
+    timeout: timedelta | None,
+    left: timedelta,
+    options: dict[str, Any],
+) -> None:
+    """Let torch make the default group.
 
-    Collective over all ranks of `info`.
+    Collective over all ranks of `info`. Gloo connects all ranks within what is left for set-up, and
+    keeps to the job's own timeout from then on.
 
-    Raises:
-        ContextError: there is no address, or nobody answers there.
+    Args:
+        backend: a name that torch knows.
+        info: who this rank is.
+        timeout: of each operation; None for torch's own.
+        left: for set-up.
+        options: of ``init_process_group``.
     """
-    ranks = {"rank": info.rank, "world_size": info.world_size}
-    _reach(info, timeout)
-    if info.source == "torchrun":  # torch's own reading knows of restarts and of the agent's store
-        return {**ranks, "init_method": "env://"}
-    if info.master_addr is None or info.master_port is None:
-        if info.world_size == 1:
-            return {**ranks, "store": HashStore()}
-        raise ContextError(
-            f"rank {info.rank} of {info.world_size} has no address to meet the others at: set "
-            "MASTER_ADDR and MASTER_PORT, or pass init_method="
-        )
-    return {**ranks, "store": _store(info, timeout)}
-
-
-def _reach(info: RankInfo, timeout: timedelta | None) -> None:
-    """Wait until the rendezvous listens, where that isn't this rank's own part.
-
-    Torch's own attempts take up to three times as long as they may, and call a host that doesn't
-    resolve a timeout.
-    """
-    addr, port = info.master_addr, info.master_port
-    is_host = info.rank == 0 and not info.store_is_hosted
-    if addr is None or port is None or is_host or info.world_size == 1:
+    if timeout is not None:
+        options = {**options, "timeout": timeout}
+    options = {**options, "rank": info.rank, "world_size": info.world_size}
+    if set(backends_by_device(backend).values()) != {"gloo"}:
+        dist.init_process_group(backend, **options)
         return
-    limit_s = (timeout or _TIMEOUT).total_seconds()
-    deadline = time.monotonic() + limit_s
-    where = f"rank {info.rank} of {info.world_size} can't reach the rendezvous at {addr}:{port}"
-    try:
-        socket.getaddrinfo(addr, port)
-    except OSError as error:
-        raise ContextError(
-            f"{where}: the host doesn't resolve: {error}; check MASTER_ADDR (from {info.source})"
-        ) from error
-    while (reason := _knock(addr, port, deadline - time.monotonic())) is not None:
-        if time.monotonic() + _TRY_S > deadline:
-            raise ContextError(
-                f"{where}, {limit_s:g} s long: {reason}; is rank 0 started there, and are "
-                f"MASTER_ADDR and MASTER_PORT right (from {info.source})?"
-            ) from reason
-        time.sleep(_TRY_S)
-
-
-def _knock(addr: str, port: int, limit_s: float) -> OSError | None:
-    """Tell why nobody answers at an address, None if somebody does. Local."""
-    try:
-        socket.create_connection((addr, port), max(_TRY_S, limit_s)).close()
-    except OSError as error:
-        return error
-    return None
-
-
-def _store(info: RankInfo, timeout: timedelta | None) -> TCPStore:
-    addr, port = info.master_addr, info.master_port
-    assert addr is not None
-    assert port is not None
-    try:
-        socket.getaddrinfo(addr, port)
-        return TCPStore(
-            addr,
-            port,
-            info.world_size,
-            info.rank == 0 and not info.store_is_hosted,
-            timeout=timeout or _TIMEOUT,
-            wait_for_workers=False,
-        )
-    except (OSError, RuntimeError) as error:
-        raise ContextError(
-            f"rank {info.rank} of {info.world_size} can't reach the rendezvous at {addr}:{port} "
-            f"(from {info.source}): {error}"
-        ) from error
-
-
-def host_url(options: dict[str, Any], info: RankInfo) -> None:
-    """Make the store of a ``tcp://`` URL where torch would wait for torchrun's agent to make it.
-
-    Collective over all ranks of `info`. Changes `options`.
-
-    Raises:
-        ArgumentError: the URL has no host or no port.
-        ContextError: nobody answers there.
-    """
-    url = urlsplit(options.get("init_method") or "")
-    # until torch 2.14.1: under torchrun all ranks wait for somebody to listen at a tcp:// URL
-    if url.scheme != "tcp" or not info.store_is_hosted:
-        return
-    try:
-        addr, port = url.hostname, url.port
-    except ValueError:
-        addr, port = url.hostname, None
-    if addr is None or port is None:
-        raise ArgumentError(f"init_method={options['init_method']!r} should be tcp://HOST:PORT")
-    there = replace(info, master_addr=addr, master_port=port, store_is_hosted=False)
-    _reach(there, options.get("timeout"))
-    options["store"] = _store(there, options.get("timeout"))
-    del options["init_method"]
+    dist.init_process_group(backend, **{**options, "timeout": left})
+    pg = dist.group.WORLD
+    assert pg is not None
+    for device in {torch.device(name) for name in backends_by_device(backend)}:
+        pg._get_backend(device)._set_default_timeout(timeout or dist.default_pg_timeout)
 
 
 def place_by_store(rank: int, world_size: int) -> Topology:

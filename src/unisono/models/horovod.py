@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.control import plane
+from unisono.control.deadlines import limit_of
 from unisono.errors import (
     ArgumentError,
     CollectiveError,
@@ -127,6 +128,9 @@ class HorovodModel(plane.Connected, ComputationModel):
         self.part()
         if not (self._is_owner and self.is_alive()):
             return
+        setup.leave(self._end, (limit_of(self.timeout_s) or 0.0) + setup.LEAVE_S)
+
+    def _end(self) -> None:
         try:
             self.barrier()  # the first to shut down breaks what the others have under way
         except CollectiveError as error:
@@ -136,7 +140,7 @@ class HorovodModel(plane.Connected, ComputationModel):
     def abort(self) -> None:
         self.part()
         if self._is_owner and self.is_alive():
-            hvd.shutdown()
+            setup.leave(hvd.shutdown, setup.LEAVE_S)
 
     def is_alive(self) -> bool:
         return bool(hvd.is_initialized()) and hvd.mpi_ops._handle_map is self._identity

@@ -43,8 +43,9 @@ class MpiModel(ComputationModel):
     and MAX of all floats (NaN wins), are torch's, within an MPI operation of ours. With two ranks
     every result is bit for bit that of `fold_tensors`.
 
-    Without ``timeout`` a call waits for ever, in MPI. With it each is made in its non-blocking form
-    and polled: about 1 us more, and up to twice the time for megabytes.
+    Set-up waits for all ranks within ``timeout``, else for 60 s; no call of MPI that all must make
+    is begun before. Without ``timeout`` any other call waits for ever, in MPI. With it each is made
+    in its non-blocking form and polled: about 1 us more, and up to twice the time for megabytes.
     """
 
     name: ClassVar[str] = "mpi-dist"
@@ -89,11 +90,12 @@ class MpiModel(ComputationModel):
     def initialize(cls, backend: str, info: RankInfo, **options: Any) -> Self:
         mpi, has_started = setup.start()
         MpiModel._has_started_mpi |= has_started
+        timeout = options.get("timeout")
+        setup.gather(mpi, info, timeout)
         topology = setup.measured_topology(mpi, info)
         device = setup.choose_device(topology.local_rank, options.get("device"))
         model = cls(mpi, topology, device)
         model._pairs = model._over(None)
-        timeout = options.get("timeout")
         model._calls.timeout_s = None if timeout is None else timeout.total_seconds()
         return model
 
@@ -282,7 +284,9 @@ class MpiModel(ComputationModel):
         """
         if self._topology.rank not in ranks:
             return Group(ranks, self.context_id)
-        with self._calls.edge(f"new_group({list(ranks)})"):
+        name = f"new_group({list(ranks)})"
+        self._calls.meet(name, self._pairs, ranks)
+        with self._calls.edge(name):
             members = self._pairs.group.Incl(ranks)
             comm = self._keep(self._pairs.Create_group(members, _TAG))
         return Group(ranks, self.context_id, comm)

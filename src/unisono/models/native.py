@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unisono.control import plane
-from unisono.control.deadlines import limit_of
+from unisono.control.deadlines import deadline, limit_of
 from unisono.errors import (
     ArgumentError,
     ContextError,
@@ -23,6 +23,7 @@ from unisono.model import COMMON_DTYPES, ComputationModel
 from unisono.models import _native_setup as setup
 from unisono.models import _native_wrap
 from unisono.models._native_calls import LEAST_S, Calls, set_timeout
+from unisono.models._native_meeting import Meeting, is_one_host, listening_locally
 from unisono.reduction import ReduceOp
 from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
 
@@ -64,12 +65,14 @@ class NativeModel(plane.Connected, ComputationModel):
         device: torch.device | None,
         is_owner: bool,
         timeout: timedelta | None = None,
+        is_local: bool = False,
     ) -> None:
         self._pg = dist.group.WORLD
         self._backend = str(dist.get_backend())
         self._topology = topology
         self._device = device
         self._is_owner = is_owner
+        self._is_local = is_local
         table = setup.backends_by_device(self._backend)
         transport = device if device is not None else self._user_device()
         self._transport = (
@@ -122,25 +125,31 @@ class NativeModel(plane.Connected, ComputationModel):
         device = setup.choose_device(backend, info, options.pop("device", None))
         if device.type != "cpu" and setup.backends_by_device(backend).get(device.type) != "gloo":
             options.setdefault("device_id", device)
-        if "store" in options or "init_method" in options:
-            options.update(rank=info.rank, world_size=info.world_size)
-            setup.host_url(options, info)
-        else:
-            options.update(setup.meet(info, options.get("timeout")))
+        timeout = options.pop("timeout", None)
+        meeting = Meeting(info, timeout)
+        url = options.get("init_method")
+        if "store" not in options and (url is None or meeting.at(url)):
+            options["store"] = meeting.store()
+            options.pop("init_method", None)
+        is_local = is_one_host(meeting.info)
         try:
-            dist.init_process_group(backend, **options)
+            with listening_locally(is_local):
+                setup.join(backend, meeting.info, timeout, meeting.left(), options)
+            model = cls(info.topology(), device, True, timeout, is_local)
+            if info.world_size > 1:
+                # Also so that a rank that is done and gone doesn't look dead to one still joining.
+                with deadline(meeting.left()):
+                    model._topology = setup.place_by_hosts(model)
         except (RuntimeError, ValueError, OSError) as error:
             if dist.group.WORLD is not None:
                 dist.destroy_process_group()
-            where = options.get("init_method") or f"{info.master_addr}:{info.master_port}"
+            options.clear()  # the store listens as long as it is held, and this frame by the error
+            here = meeting.info
+            where = url or f"{here.master_addr}:{here.master_port}"
             raise ContextError(
                 f"rank {info.rank} of {info.world_size} couldn't join the {backend} group at "
                 f"{where} (from {info.source}): {error}"
             ) from error
-        model = cls(info.topology(), device, is_owner=True, timeout=options.get("timeout"))
-        if info.world_size > 1:
-            # Also so that a rank that is done and gone doesn't look dead to one still joining.
-            model._topology = setup.place_by_hosts(model)
         return model
 
     @classmethod
@@ -262,7 +271,8 @@ class NativeModel(plane.Connected, ComputationModel):
         try:
             # Not with use_local_synchronization: it names the group by how many groups this rank
             # has seen, which members of overlapping groups count differently (torch 2.13).
-            made = dist.new_group(list(ranks), **options)
+            with listening_locally(self._is_local):
+                made = dist.new_group(list(ranks), **options)
         except TypeError as error:
             raise ArgumentError(f"new_group: {error}") from error
         except (RuntimeError, ValueError) as error:

@@ -52,6 +52,7 @@ class _World:
         self.size = size
         self.timeout_s = timeout_s
         self.failure: tuple[int, str] | None = None
+        self.ended: set[int] = set()
         self._moved = threading.Condition()
         self._rounds: dict[tuple[object, int], _Round] = {}
         self._letters: dict[tuple[object, int, int], list[Tensor]] = {}
@@ -61,6 +62,12 @@ class _World:
         with self._moved:
             if self.failure is None:
                 self.failure = (rank, text)
+            self._moved.notify_all()
+
+    def end(self, rank: int) -> None:
+        """Tell every replica that waits for `rank`, or will, that it has returned."""
+        with self._moved:
+            self.ended.add(rank)
             self._moved.notify_all()
 
     def join(self, threads: list[threading.Thread]) -> None:
@@ -129,9 +136,14 @@ class _World:
                 raise PeerFailedError(
                     f"rank {rank} waited in {call}, but rank {peer} failed: {text}", peer, text
                 )
+            missing = [r for r in ranks if entry is None or r not in entry.items]
+            gone = next((r for r in missing if r in self.ended), None)
+            if gone is not None:
+                raise PeerFailedError(
+                    f"rank {rank} waited in {call}, but rank {gone} ended before it came", gone
+                )
             left = deadline - time.monotonic()
             if left <= 0:
-                missing = [r for r in ranks if entry is None or r not in entry.items]
                 text = (
                     f"rank {rank} waited {limit_s:.3g} s in {call}; "
                     f"ranks that did not come: {missing}"
@@ -188,7 +200,10 @@ class ThreadsModel(ComputationModel):
             try:
                 # Autograd's own threads would run hooks outside of the replica.
                 with torch.autograd.set_multithreading_enabled(False):
-                    results[rank] = entry(cls(world, rank))
+                    model = cls(world, rank)
+                    results[rank] = entry(model)
+                    model.settle()
+                world.end(rank)
             except BaseException as error:  # SystemExit too: a replica that leaves has failed
                 failures.append(WorkerFailedError.of(error, rank, world.size))
                 world.fail(rank, str(failures[-1]).splitlines()[0])

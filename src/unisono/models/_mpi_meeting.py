@@ -1,0 +1,95 @@
+"""How ranks of MPI come together before a call that MPI can't give up: in time, or by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ("LIMIT_S", "missing")
+
+_log = logging.getLogger(__name__)
+LIMIT_S = 60.0
+"""Seconds for set-up, where the user says nothing."""
+_WARN_AFTER_S = 10.0
+_GRACE_S = 1.0  # how long the word of the first rank may take to the others
+_TAG = 32_766  # beside that of the model's own messages
+_HERE = b"!"  # outlives every call, also one that is given up
+_WORD_BYTES = 256
+_SHOWN = 32
+_SPINS = 1_000
+_NAP_S = 1e-3
+
+
+def missing(mpi: Any, comm: Any, ranks: Sequence[int], limit_s: float, what: str) -> list[int]:
+    """Wait until all of some ranks have come, or the first of them has waited long enough.
+
+    Collective over `ranks`, in messages, for a collective call of MPI can't be given up and doesn't
+    tell who is missing.
+
+    Args:
+        mpi: the module ``mpi4py.MPI``.
+        comm: a communicator.
+        ranks: some ranks of it, this one among them.
+        limit_s: seconds to wait.
+        what: what is waited in, for a warning.
+
+    Returns:
+        Who didn't come, up to some number of them.
+    """
+    first, *others = ranks
+    if not others:
+        return []
+    if comm.rank == first:
+        return _hear(mpi, comm, others, limit_s, what)
+    comm.Isend([_HERE, mpi.BYTE], first, _TAG).Test()
+    word = bytearray(_WORD_BYTES)
+    answer = comm.Irecv([word, mpi.BYTE], first, _TAG)
+    if _await([answer], limit_s + _GRACE_S, f"{what}: rank {comm.rank} awaits rank {first}"):
+        answer.Cancel()
+        answer.Wait()
+        return [first]
+    found: list[int] = json.loads(word.rstrip(b"\0"))
+    return found
+
+
+def _hear(mpi: Any, comm: Any, others: list[int], limit_s: float, what: str) -> list[int]:
+    seats = bytearray(len(others))
+    view = memoryview(seats)
+    calls = [
+        comm.Irecv([view[at : at + 1], mpi.BYTE], rank, _TAG) for at, rank in enumerate(others)
+    ]
+    open_at = _await(calls, limit_s, f"{what}: rank {comm.rank} awaits all of {len(others)} others")
+    absent = [others[at] for at in open_at]
+    word = json.dumps(absent[:_SHOWN]).encode().ljust(_WORD_BYTES, b"\0")
+    sends = []
+    for at, (rank, call) in enumerate(zip(others, calls, strict=True)):
+        if at in open_at:
+            call.Cancel()
+            call.Wait()
+        else:
+            sends.append(comm.Isend([word, mpi.BYTE], rank, _TAG))
+    _await(sends, _GRACE_S, what)
+    return absent[:_SHOWN]
+
+
+def _await(calls: list[Any], limit_s: float, what: str) -> set[int]:
+    """Test requests until all are done or the time is over; give the places of the others."""
+    begin, spins = time.monotonic(), 0
+    warn_at = begin + _WARN_AFTER_S
+    left = set(range(len(calls)))
+    while left:
+        left = {at for at in left if not calls[at].Test()}
+        now = time.monotonic()
+        if now > begin + limit_s:
+            break
+        if left and now > warn_at:
+            warn_at = math.inf
+            _log.warning("%s, for %g s so far, and for %g s at most", what, _WARN_AFTER_S, limit_s)
+        spins += 1
+        if spins > _SPINS:
+            time.sleep(_NAP_S)
+    return left
