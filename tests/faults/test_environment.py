@@ -9,9 +9,9 @@ from typing import Any
 
 import psutil
 import pytest
-from _measures import Table
 
 import unisono
+from _measures import Table
 from unisono.errors import UnisonoError
 
 AT_ONCE_S = 0.1

@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 from _faults import FAULTS
-from _measures import Clock, Table
 from _programs import Step, alike, expected, programs, run
 from _witness import SOURCES, gone
 from hypothesis import HealthCheck, given, settings
 
 import unisono
+from _measures import Clock, Table
 from _needs import require_backend
 from unisono import WorkerPool
 from unisono.errors import WorkerFailedError

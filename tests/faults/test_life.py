@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from _measures import Table
 
 import unisono
+from _measures import Table
 from unisono import WorkerPool
 from unisono.errors import AlreadyInitializedError, ContextError, UnisonoError
 

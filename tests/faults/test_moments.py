@@ -7,9 +7,9 @@ import signal
 import threading
 
 import pytest
-from _measures import Clock, Table
 
 import unisono
+from _measures import Clock, Table
 from unisono.errors import WorkerFailedError
 
 DELAYS_MS = (0, 2, 5, 10, 15, 20, 30, 50)

@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import psutil
 import pytest
-from _measures import Table
 from _witness import SOURCES, gone
+
+from _measures import Table
 
 AT_MOST_S = 2.0
 # Each replica writes its id into the parent's standard output once it is where it will stay.

@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from _faults import FAULTS, HANGS
-from _measures import Clock, Table
 from _witness import SOURCES
 
 import unisono
+from _measures import Clock, Table
 from unisono import Parallel, WorkerPool
 from unisono.errors import CollectiveTimeoutError, WorkerFailedError
 
