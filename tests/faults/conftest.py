@@ -26,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "process"))
 ROOT = Path(__file__).parents[2]
 START, END = "<!-- table: written by the suite -->", "<!-- end of the table -->"
 _GONE_S = 5.0
+# torchrun's agent leaves a folder for every job that failed (torch 2.13), a killed mpiexec its own.
+_OTHERS = ("torchelastic_", "ompi.")
 _SHARED = "/dev/shm"
 _BE_SUBREAPER = 36  # prctl's number: whoever loses its parent becomes a child of this process
 
@@ -96,9 +98,8 @@ def _held() -> dict[str, set[str]]:
         "descriptors": {str(i) for i in range(process.num_fds())},
         "threads": {f"{t.name} {t.ident}" for t in threading.enumerate()},
         "shared memory": set(os.listdir(_SHARED)),
-        # torchrun's agent leaves a folder of its own for every job that failed (torch 2.13).
         "temporary files": {
-            name for name in os.listdir(tempfile.gettempdir()) if "torchelastic_" not in name
+            name for name in os.listdir(tempfile.gettempdir()) if not name.startswith(_OTHERS)
         },
         "listening sockets": {
             str(connection.laddr)
