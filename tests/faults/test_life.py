@@ -78,6 +78,15 @@ def test_spawn_inside_spawn_and_after_initialize() -> None:
         unisono.finalize()
 
 
+def test_a_parent_that_used_openmp_can_spawn() -> None:
+    """As in a notebook: a fork would hang in the first product of matrices."""
+    torch.set_num_threads(2)
+    square = torch.ones(600, 600)
+    product = square @ square
+    total = unisono.spawn("gloo", lambda rank: float((square @ square).sum()), nproc_per_node=2)
+    assert total == [float(product.sum())] * 2
+
+
 def test_a_fork_after_initialize_is_told_at_once() -> None:
     def fn(local_rank: int) -> int:
         unisono.barrier()

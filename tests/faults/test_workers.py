@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from _faults import FAULTS, HANGS
 from _ways import SIZE, Way, check_error, launcher_rank, told
-from _witness import SOURCES
+from _witness import SOURCES, say
 
 import unisono
 from _measures import Clock, Table, says_little
@@ -44,7 +45,7 @@ MOMENTS = [
     (PARALLEL, "raises"),
     *[(Way("spawn", backend), fault) for backend in LIBRARIES for fault in ("raises", "SIGKILL")],
 ]
-HANDLER_S = {"gloo": 9.0, "mpi4py": 15.0, "horovod": 20.0}
+HANDLER_S = {"gloo": 9.0, "mpi4py": 20.0, "horovod": 20.0}
 SPAWNS = [SPAWN, *[Way("spawn", backend) for backend in LIBRARIES]]
 # horovodrun says nothing of a rank that ends with 0: a second is waited for a failure that is.
 SLOWER_S = {("horovod", "os._exit(0)"): 2.0}
@@ -325,6 +326,38 @@ def test_a_hundred_failures_are_a_hundred_originals_and_nothing_grows(
     )
     assert (descriptors, threads) == (0, 0)
     assert memory < 8 << 20, f"80 jobs took {memory} bytes"
+
+
+def test_rank_0_leaves_first_and_the_others_go_on(tmp_path: Path) -> None:
+    """It is its parent that hosts the rendezvous: a group is made when rank 0 is long gone."""
+
+    def fn(local_rank: int, left: str) -> Any:
+        group = unisono.new_group([1, 2])
+        unisono.barrier()
+        if local_rank == 0:
+            unisono.finalize()
+            say(left, "gone")
+            return None
+        if local_rank == 1:
+            Path(left).read_text()
+        unisono.barrier(group=group)
+        return unisono.all_gather(local_rank, group=group)
+
+    os.mkfifo(tmp_path / "left")
+    assert SPAWN.run(fn, str(tmp_path / "left")) == [None, [1, 2], [1, 2]]
+
+
+def test_150_mib_of_one_rank_arrive(table: Table) -> None:
+    def fn(local_rank: int) -> Any:
+        unisono.barrier()
+        start = time.monotonic()
+        found = unisono.all_gather(bytes(150 << 20) if local_rank == 1 else b"")
+        return time.monotonic() - start, [len(each) for each in found]
+
+    results = SPAWN.run(fn)
+    assert [sizes for _, sizes in results] == [[0, 150 << 20, 0]] * SIZE
+    seconds = max(seconds for seconds, _ in results)
+    table.add("spawn: 150 MiB from one of three ranks", seconds, 3.5, "(no error)")
 
 
 LOUD = """
