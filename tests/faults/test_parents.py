@@ -68,6 +68,8 @@ WAYS = [
 ]
 # A rank that doesn't end by itself is given 2.5 s; torchrun's agent looks for its own end, too.
 RUN_S = {"processes": 3.0, "torchrun": 4.0, "mpi": 3.0}
+# Horovod's helpers, of which nobody is the parent then, give a stuck rank 5 s, twice.
+LATER_S = {("horovod", "SIGKILL"): 11.0, ("horovod", "SIGTERM"): 11.0}
 RUNS = [
     *[("processes", end) for end in ENDS],
     *[(launcher, end) for launcher in ("torchrun", "mpi") for end in (KILL, CTRL_C_GROUP)],
@@ -110,7 +112,8 @@ def test_nobody_outlives_the_parent(way: Way, end: str, tmp_path: Path, table: T
     assert text.count("Traceback") == (number == signal.SIGINT), text
     said = "KeyboardInterrupt" if number == signal.SIGINT else "(the parent is gone)"
     assert number != signal.SIGINT or said in text
-    table.add(f"{way}: parent ends by {end}, ranks stuck", seconds, AT_MOST_S, said)
+    limit_s = LATER_S.get((way.backend, end), AT_MOST_S)
+    table.add(f"{way}: parent ends by {end}, ranks stuck", seconds, limit_s, said)
 
 
 @pytest.mark.parametrize(("launcher", "end"), RUNS)
