@@ -7,12 +7,14 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 import unisono
+from _measures import TABLE, Clock, Table
 
 # A shell starts what it runs in the background deaf to Ctrl-C, and its children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -30,6 +32,17 @@ def nothing_is_left() -> Iterator[None]:
     unisono.finalize()
     assert not was_distributed
     assert _environ() == environ
+
+
+@pytest.fixture(scope="session")
+def table() -> Table:
+    """What every way to fail costs: printed by tests/faults."""
+    return TABLE
+
+
+@pytest.fixture
+def clock(tmp_path: Path) -> Clock:
+    return Clock(str(tmp_path / "clock"))
 
 
 def _threads_left() -> list[str]:

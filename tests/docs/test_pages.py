@@ -128,3 +128,13 @@ def test_the_changelog_can_be_rendered_and_has_every_fragment() -> None:
         body = fragment.read_text().strip()
         assert body in text, fragment.name
         assert body.startswith("- "), f"{fragment.name} should have bullet lines"
+
+
+def test_every_fault_of_the_peers_has_a_row_and_every_named_test_is_there() -> None:
+    page = (ROOT / "docs" / "faults.md").read_text()
+    found = re.findall(r"^\| ([A-E]\d+) \|.*\| (?:`([^`]+)`)? ?\|$", page, re.MULTILINE)
+    counts = {"A": 14, "B": 16, "C": 17, "D": 14, "E": 8}
+    assert [row for row, _ in found] == [f"{x}{i + 1}" for x, n in counts.items() for i in range(n)]
+    for row, test in found:
+        path, _, name = test.partition("::")
+        assert not test or f"def {name}(" in (ROOT / path).read_text(), f"{row}: {test}"

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import os
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from _measures import Clock, Table
+from _listeners import listening_unix_sockets
 
 import unisono
+from _measures import TABLE, slack
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "process"))
 
 ROOT = Path(__file__).parents[2]
 START, END = "<!-- table: written by the suite -->", "<!-- end of the table -->"
 _GONE_S = 5.0
-# Shared memory says not whose it is: it is looked at where no other job uses the host.
-ALONE = "CI" in os.environ
+# torchrun's agent leaves a folder for every job that failed (torch 2.13), a killed mpiexec its own.
+_OTHERS = ("torchelastic_", "ompi.")
+_SHARED = "/dev/shm"
+_BE_SUBREAPER = 36  # prctl's number: whoever loses its parent becomes a child of this process
 
-
-TABLE = Table()
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(_BE_SUBREAPER, 1, 0, 0, 0)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    terminalreporter.section("faults")
+    terminalreporter.section(f"faults; a limit may be passed {slack():g} times")
     for line in TABLE.lines():
         terminalreporter.write_line(line)
     terminalreporter.section("the same with others, from the page on faults")
@@ -57,14 +62,10 @@ def _merged(known: list[str], lines: list[str]) -> list[str]:
     return list(rows.values())
 
 
-@pytest.fixture(scope="session")
-def table() -> Table:
-    return TABLE
-
-
 @pytest.fixture(scope="session", autouse=True)
 def helper(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Start what lives as long as this process; let all have a folder of temporary files."""
+    slack()  # while nothing of this session runs yet
     os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("private"))
     tempfile.tempdir = None
     unisono.spawn("gloo", abs, nproc_per_node=2)
@@ -72,7 +73,10 @@ def helper(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_else_is_left(helper: None) -> Iterator[None]:
-    """Fail a case after which this process or this host holds something that it didn't."""
+    """Fail a case after which this process or this host holds something that it didn't.
+
+    Processes are looked for in tests/conftest.py; here, those that lost their parent are found too.
+    """
     before = _held()
     yield
     until = time.monotonic() + _GONE_S
@@ -81,31 +85,52 @@ def nothing_else_is_left(helper: None) -> Iterator[None]:
     assert not left, left
 
 
+@pytest.fixture
+def held() -> Callable[..., dict[str, set[str]]]:
+    """What this process holds; given what it held before, what it holds besides."""
+    return lambda before=None: _held() if before is None else _left(before)
+
+
 def _held() -> dict[str, set[str]]:
     gc.collect()
     process = psutil.Process()
     return {
         "descriptors": {str(i) for i in range(process.num_fds())},
         "threads": {f"{t.name} {t.ident}" for t in threading.enumerate()},
-        "shared memory": set(os.listdir("/dev/shm")) if ALONE else set(),
-        # torchrun's agent leaves a folder of its own for every job that failed (torch 2.13).
+        "shared memory": set(os.listdir(_SHARED)),
         "temporary files": {
-            name for name in os.listdir(tempfile.gettempdir()) if "torchelastic_" not in name
+            name for name in os.listdir(tempfile.gettempdir()) if not name.startswith(_OTHERS)
         },
         "listening sockets": {
             str(connection.laddr)
             for each in (process, *process.children(recursive=True))
-            for connection in each.net_connections("inet")
+            for connection in _connections(each)
             if connection.status == psutil.CONN_LISTEN
         },
+        "listening Unix sockets": set(listening_unix_sockets()),
     }
+
+
+def _connections(process: Any) -> list[Any]:
+    with contextlib.suppress(psutil.Error):  # it has ended
+        return list(process.net_connections("inet"))
+    return []
 
 
 def _left(before: dict[str, set[str]]) -> dict[str, set[str]]:
     now = _held()
-    return {what: now[what] - before[what] for what in now if now[what] - before[what]}
+    left = {what: now[what] - before[what] for what in now}
+    if left["shared memory"]:
+        left["shared memory"] -= _shared_memory_in_use()
+    return {what: names for what, names in left.items() if names}
 
 
-@pytest.fixture
-def clock(tmp_path: Path) -> Clock:
-    return Clock(str(tmp_path / "clock"))
+def _shared_memory_in_use() -> set[str]:
+    """List what a process has mapped: of other jobs on this host; what is left over nobody has."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has ended
+            for line in maps.read_text().splitlines():
+                _, _, name = line.partition(f"{_SHARED}/")
+                found.add(name.removesuffix(" (deleted)"))
+    return found

@@ -11,9 +11,9 @@ from typing import Any
 
 import psutil
 import pytest
-from _measures import SLACK, Table
 
 import unisono
+from _measures import Table, slack
 from unisono.cli.run import run
 from unisono.errors import UnisonoError
 from unisono.models import _native_meeting
@@ -86,7 +86,7 @@ def test_set_up_has_a_limit_and_a_warning_of_its_own(
     for rank, awaited in (("0", "for rank 1"), ("1", "for somebody to listen")):
         caplog.clear()
         seconds, _ = refused({"RANK": rank, "MASTER_PORT": free_port()}, monkeypatch)
-        assert seconds < 2 * SLACK
+        assert seconds < 2 * slack()
         (record,) = caplog.records
         assert awaited in record.getMessage()
         assert "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT" in record.getMessage()

@@ -7,49 +7,30 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-from _faults import FAULTS
-from _measures import Clock, Table
-from _programs import Step, alike, expected, programs, run
-from _witness import SOURCES, gone
+from _programs import FAULTS as PROGRAM_FAULTS
+from _programs import Step, alike, expected, programs, run, run_until
+from _ways import SIZE
+from _witness import SOURCES, Pipe, gone, say
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import unisono
+from _measures import Clock, Table, says_little
 from _needs import require_backend
 from unisono import WorkerPool, _context
 from unisono.errors import WorkerFailedError
 
-SIZE = 3
-AT_MOST_S = 3.0  # mpirun and horovodrun notice the end of a process in their own time
+END_S = 20.0  # a failed job is over long before; the machine may be busy
 LIBRARIES = ("mpi4py", "horovod")
-WAYS = [
-    (backend, fault)
-    for backend in LIBRARIES
-    for fault in ("raises", "os._exit(3)", 'sys.exit("text")', "SIGKILL", "SIGSEGV")
-]
-
-
-@pytest.mark.parametrize(("backend", "fault"), WAYS)
-def test_a_fault_while_others_wait(backend: str, fault: str, clock: Clock, table: Table) -> None:
-    require_backend(backend)
-
-    def fn(local_rank: int) -> None:
-        unisono.barrier()
-        if local_rank == 1:
-            clock.strike()
-            FAULTS[fault].do()
-        unisono.barrier()
-
-    with pytest.raises(WorkerFailedError) as caught:
-        unisono.spawn(backend, fn, nproc_per_node=SIZE)
-    seconds = clock.since()
-    first = str(caught.value).splitlines()[0]
-    assert f"rank 1 of {SIZE}" in first
-    table.add(f"spawn on {backend}: {fault} while others wait", seconds, AT_MOST_S, first)
+# A launcher looks after its ranks every 0.2 s, and gives them time to end; mpiexec takes a second.
+RUN_S = 3.0
 
 
 @pytest.mark.parametrize("backend", ["gloo", *LIBRARIES])
@@ -99,15 +80,85 @@ def test_random_programs_give_what_plain_python_gives(backend: str) -> None:
         check_programs(pool)
 
 
+EXAMPLES = settings(
+    deadline=None, derandomize=True, database=None, max_examples=3,
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+
+
+def alone(fn: Callable[[], None], rank: int, url: str) -> Any:
+    """Start a rank that nobody but its peers ends: a job of its own, which joins the others."""
+
+    def join(local_rank: int) -> None:
+        unisono.finalize()
+        unisono.initialize("gloo", rank=rank, world_size=SIZE, init_method=url, timeout=60)
+        fn()
+
+    return unisono.spawn("gloo", join, join=False)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("fault", PROGRAM_FAULTS)
+def test_every_rank_names_a_rank_that_fails_anywhere(fault: str, tmp_path: Path) -> None:
+    @EXAMPLES
+    @given(programs(SIZE, 4), st.integers(0, 4), st.integers(0, SIZE - 1))
+    def check(program: list[Step], at: int, victim: int) -> None:
+        url = f"file://{tmp_path}/{uuid.uuid4().hex}"
+        start = time.monotonic()
+        run = lambda: run_until(0, program, at, victim, fault)  # noqa: E731
+        jobs = [alone(run, rank, url) for rank in range(SIZE)]
+        said = {}
+        for rank in sorted(range(SIZE), key=lambda rank: rank != victim):
+            with pytest.raises(WorkerFailedError) as caught:
+                jobs[rank].join(60)
+            said[rank] = str(caught.value)
+        assert time.monotonic() - start < END_S
+        assert PROGRAM_FAULTS[fault].says in said.pop(victim)
+        for rank, text in said.items():
+            assert f"rank {victim}" in text.splitlines()[0], (rank, text)
+
+    check()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", LIBRARIES)
+def test_a_job_ends_with_a_rank_that_fails_anywhere(backend: str, tmp_path: Path) -> None:
+    """Its launcher ends the others: all are gone with the error, which names the first."""
+    require_backend(backend)
+    path = str(tmp_path / "pipe")
+
+    @EXAMPLES
+    @given(
+        programs(SIZE, 4), st.integers(0, 4), st.integers(0, SIZE - 1),
+        st.sampled_from(list(PROGRAM_FAULTS)),
+    )  # fmt: skip
+    def check(program: list[Step], at: int, victim: int, fault: str) -> None:
+        def fn(local_rank: int) -> None:
+            say(path, os.getpid())
+            run_until(local_rank, program, at, victim, fault)
+
+        start = time.monotonic()
+        with pytest.raises(WorkerFailedError) as caught:
+            unisono.spawn(backend, fn, nproc_per_node=SIZE, timeout=60)
+        assert time.monotonic() - start < END_S
+        says_little(str(caught.value), caught.value.traceback)
+        says = f"rank {victim} of {SIZE} {PROGRAM_FAULTS[fault].says}"
+        assert str(caught.value).startswith(says)
+        assert gone(map(int, pipe.read(SIZE)), 2) == []
+
+    with Pipe(tmp_path) as pipe:
+        check()
+
+
 SCRIPT = """
 import os, sys, unisono
-sys.path.insert(0, {folder!r})
+sys.path[:0] = [{folder!r}, {folder!r} + "/.."]
 from _faults import FAULTS
 from _measures import Clock
 
 unisono.initialize("gloo")
 unisono.barrier()
-if unisono.get_rank() == 1:
+if unisono.get_rank() == {victim}:
     Clock({clock!r}).strike()
     FAULTS[{fault!r}].do()
 unisono.barrier()
@@ -129,17 +180,40 @@ def _mark(process: psutil.Process) -> str:
         return ""
 
 
+RUNS = [
+    *[
+        ("processes", fault, i % SIZE)
+        for i, fault in enumerate(("raises", 'sys.exit("text")', "SIGSEGV", "out of memory"))
+    ],
+    *[
+        (launcher, fault, i % SIZE)
+        for i, fault in enumerate(("os._exit(3)", "SIGKILL"))
+        for launcher in ("processes", "torchrun", "mpi")
+    ],
+    ("torchrun", "raises", 1),
+    ("mpi", "raises", 2),
+]
+SAID = {
+    "raises": ("ended with exit code 1; it said:", "ArithmeticError: mine"),
+    "os._exit(3)": ("ended with exit code 3; it printed nothing", ""),
+    'sys.exit("text")': ("ended with exit code 1; it said:", "text"),
+    "SIGKILL": ("was ended by SIGKILL; it printed nothing", ""),
+    "SIGSEGV": ("was ended by SIGSEGV; it printed nothing", ""),
+    "out of memory": ("ended with exit code 1; it said:", "MemoryError"),
+}
+
+
 @pytest.mark.usefixtures("nobody")
-@pytest.mark.parametrize("launcher", ["processes", "torchrun", "mpi"])
-@pytest.mark.parametrize("fault", ["raises", "os._exit(3)", "SIGKILL"])
+@pytest.mark.parametrize(("launcher", "fault", "victim"), RUNS)
 def test_a_script_that_fails(
-    launcher: str, fault: str, clock: Clock, tmp_path: Path, table: Table
+    launcher: str, fault: str, victim: int, clock: Clock, tmp_path: Path, table: Table
 ) -> None:
+    """What is said last is said of the rank that failed first, with its own last words."""
     if launcher == "mpi":
         require_backend("mpi4py")
     script = tmp_path / "script.py"
     folder = str(Path(__file__).parent)
-    script.write_text(SCRIPT.format(folder=folder, clock=clock.path, fault=fault))
+    script.write_text(SCRIPT.format(folder=folder, clock=clock.path, fault=fault, victim=victim))
     words = ["run", "--launcher", launcher, "--nproc-per-node", str(SIZE), str(script)]
     done = subprocess.run(
         [sys.executable, "-m", "unisono", *words],
@@ -150,11 +224,13 @@ def test_a_script_that_fails(
     )
     seconds = time.monotonic() - float(Path(clock.path).read_text())
     assert done.returncode != 0
-    said = {"raises": "ArithmeticError: mine", "os._exit(3)": "3", "SIGKILL": "SIGKILL"}[fault]
-    lines = [line for line in done.stderr.splitlines() if said in line]
-    if fault == "raises":
-        assert lines, done.stderr
-    else:
-        lines = [line for line in lines if line.startswith("error: rank 1 of")]
-        assert lines, done.stderr
-    table.add(f"unisono run, {launcher}: {fault}", seconds, AT_MOST_S, lines[0])
+    _, error, last = done.stderr.rpartition(f"error: rank {victim} of {SIZE} (local rank {victim},")
+    assert error, done.stderr
+    first, _, words_of_rank = last.partition("\n")
+    how, cause = SAID[fault]
+    assert how in first
+    assert words_of_rank.strip().endswith(cause), last
+    _, is_traceback, traceback = last.partition("Traceback (most recent call last):\n")
+    says_little(last, is_traceback + traceback)
+    named = f"{error} ...) {first.partition(') ')[2].partition(';')[0]}: {cause}".rstrip(": ")
+    table.add(f"unisono run, {launcher}: {fault}", seconds, RUN_S, named)

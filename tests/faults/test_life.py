@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from _measures import Table
 
 import unisono
+from _measures import Table
 from unisono import WorkerPool
 from unisono.errors import AlreadyInitializedError, ContextError, UnisonoError
 
@@ -76,6 +76,15 @@ def test_spawn_inside_spawn_and_after_initialize() -> None:
         assert unisono.get_world_size() == 1
     finally:
         unisono.finalize()
+
+
+def test_a_parent_that_used_openmp_can_spawn() -> None:
+    """As in a notebook: a fork would hang in the first product of matrices."""
+    torch.set_num_threads(2)
+    square = torch.ones(600, 600)
+    product = square @ square
+    total = unisono.spawn("gloo", lambda rank: float((square @ square).sum()), nproc_per_node=2)
+    assert total == [float(product.sum())] * 2
 
 
 def test_a_fork_after_initialize_is_told_at_once() -> None:

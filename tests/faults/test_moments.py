@@ -7,12 +7,13 @@ import signal
 import threading
 
 import pytest
-from _measures import Clock, Table
 
 import unisono
+from _measures import Clock, Table
 from unisono.errors import WorkerFailedError
 
 DELAYS_MS = (0, 2, 5, 10, 15, 20, 30, 50)
+WHO = ("the leader", "a member")  # of the control plane: rank 0 leads
 
 
 def die_in(delay_ms: int, clock: Clock) -> None:
@@ -29,14 +30,14 @@ def die_in(delay_ms: int, clock: Clock) -> None:
 
 
 class Doomed:
-    """It is unpickled before its process has a context; rank 1 has little time then."""
+    """It is unpickled before its process has a context; the victim has little time then."""
 
-    def __init__(self, delay_ms: int, clock: Clock) -> None:
-        self.delay_ms, self.clock = delay_ms, clock
+    def __init__(self, victim: int, delay_ms: int, clock: Clock) -> None:
+        self.victim, self.delay_ms, self.clock = victim, delay_ms, clock
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        if os.environ.get("RANK") == "1":
+        if os.environ.get("RANK") == str(self.victim):
             die_in(self.delay_ms, self.clock)
 
     def __call__(self, local_rank: int) -> None:
@@ -45,21 +46,28 @@ class Doomed:
 
 
 @pytest.mark.parametrize("delay_ms", DELAYS_MS)
-def test_a_death_while_ranks_meet(delay_ms: int, clock: Clock, table: Table) -> None:
+@pytest.mark.parametrize("victim", [0, 1], ids=WHO)
+def test_a_death_while_ranks_meet(victim: int, delay_ms: int, clock: Clock, table: Table) -> None:
     with pytest.raises(WorkerFailedError) as caught:
-        unisono.spawn("gloo", Doomed(delay_ms, clock), nproc_per_node=3, timeout=60)
+        unisono.spawn("gloo", Doomed(victim, delay_ms, clock), nproc_per_node=3, timeout=60)
     seconds = clock.since()
-    assert str(caught.value).startswith("rank 1 of 3 was ended by SIGKILL")
-    table.add("spawn: SIGKILL while ranks meet, 8 moments", seconds, 1, str(caught.value))
+    assert str(caught.value).startswith(f"rank {victim} of 3 was ended by SIGKILL")
+    table.add(
+        f"spawn: SIGKILL of {WHO[victim]} while ranks meet, 8 moments",
+        seconds,
+        1,
+        str(caught.value),
+    )
 
 
 @pytest.mark.parametrize("delay_ms", DELAYS_MS)
-def test_a_death_while_ranks_part(delay_ms: int, clock: Clock, table: Table) -> None:
+@pytest.mark.parametrize("victim", [0, 1], ids=WHO)
+def test_a_death_while_ranks_part(victim: int, delay_ms: int, clock: Clock, table: Table) -> None:
     """Either its work was done by then, or it is the dead one that is named."""
 
     def fn(local_rank: int) -> int:
         unisono.barrier()
-        if local_rank == 1:
+        if local_rank == victim:
             die_in(delay_ms, clock)
         return local_rank
 
@@ -67,8 +75,10 @@ def test_a_death_while_ranks_part(delay_ms: int, clock: Clock, table: Table) -> 
         found = unisono.spawn("gloo", fn, nproc_per_node=3, timeout=60)
     except WorkerFailedError as error:
         seconds = clock.since()
-        assert str(error).startswith("rank 1 of 3 was ended by SIGKILL")
-        table.add("spawn: SIGKILL while ranks part, 8 moments", seconds, 1, str(error))
+        assert str(error).startswith(f"rank {victim} of 3 was ended by SIGKILL")
+        table.add(
+            f"spawn: SIGKILL of {WHO[victim]} while ranks part, 8 moments", seconds, 1, str(error)
+        )
     else:
         assert delay_ms > 0, "a rank that died before it could return anything was no failure"
         assert found == [0, 1, 2]

@@ -8,19 +8,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
+from _ways import Way
+from _witness import SOURCES, Pipe, gone
+
 from _measures import Table
-from _witness import SOURCES, gone
+from _needs import require_backend
 
 AT_MOST_S = 2.0
-# Each replica writes its id into the parent's standard output once it is where it will stay.
-JOB = """
+# Each replica writes its id into a pipe once it is where it will stay.
+STATES = """
 import ctypes, os, signal, sys, unisono
 
 def here():
-    os.write(1, b"%d\\n" % os.getpid())
+    with open(sys.argv[1], "wb", buffering=0) as pipe:
+        pipe.write(b"%d\\n" % os.getpid())
 
 def compute():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -34,12 +39,21 @@ def stay(local_rank):
     unisono.barrier()
     here()
     states[local_rank]()
-
-if sys.argv[1] == "spawn":
-    unisono.spawn("gloo", stay, nproc_per_node=4)
+"""
+JOB = """
+runner, backend = sys.argv[2:]
+if runner == "spawn":
+    unisono.spawn(backend, stay, nproc_per_node=4)
+elif runner == "Parallel":
+    with unisono.Parallel(backend, nproc_per_node=4) as parallel:
+        parallel.run(stay)
 else:
-    with unisono.WorkerPool("gloo", 4) as pool:
+    with unisono.WorkerPool(backend, 4) as pool:
         pool.run(stay)
+"""
+SCRIPT = """
+unisono.initialize("gloo")
+stay(unisono.get_rank())
 """
 ENDS: dict[str, tuple[int, Callable[[int, int], None]]] = {
     "SIGKILL": (signal.SIGKILL, os.kill),
@@ -47,22 +61,37 @@ ENDS: dict[str, tuple[int, Callable[[int, int], None]]] = {
     "Ctrl-C, parent alone": (signal.SIGINT, os.kill),
     "Ctrl-C, whole group": (signal.SIGINT, os.killpg),
 }
+KILL, _, CTRL_C, CTRL_C_GROUP = ENDS
+WAYS = [
+    *[(Way(runner), end) for runner in ("spawn", "WorkerPool") for end in ENDS],
+    *[(Way("Parallel"), end) for end in (KILL, CTRL_C)],
+    *[(Way("spawn", backend), end) for backend in ("mpi4py", "horovod") for end in ENDS],
+]
+# A rank that doesn't end by itself is given 2.5 s; torchrun's agent looks for its own end, too.
+RUN_S = {"processes": 3.0, "torchrun": 4.0, "mpi": 3.0}
+# Horovod's helpers, of which nobody is the parent then, give a stuck rank 5 s, twice.
+LATER_S = {("horovod", "SIGKILL"): 11.0, ("horovod", "SIGTERM"): 11.0}
+RUNS = [
+    *[("processes", end) for end in ENDS],
+    *[(launcher, end) for launcher in ("torchrun", "mpi") for end in (KILL, CTRL_C_GROUP)],
+]
 
 
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("runner", ["spawn", "WorkerPool"])
-def test_nobody_outlives_the_parent(runner: str, end: str, table: Table) -> None:
+def seconds_to_the_end_of_all(words: list[str], end: str, folder: Path) -> tuple[float, int, str]:
+    """Start a parent, end it once its replicas are stuck; give its code and words, too."""
     number, send = ENDS[end]
-    with subprocess.Popen(
-        [sys.executable, "-c", JOB, runner],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": SOURCES},
-        start_new_session=True,
-    ) as parent:
-        assert parent.stdout is not None
-        replicas = [int(parent.stdout.readline()) for _ in range(4)]
+    with (
+        Pipe(folder) as pipe,
+        subprocess.Popen(
+            [sys.executable, *(pipe.path if word == "PIPE" else word for word in words)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": SOURCES},
+            start_new_session=True,
+        ) as parent,
+    ):
+        replicas = [int(line) for line in pipe.read(4)]
         everybody = [p.pid for p in psutil.Process(parent.pid).children(recursive=True)]
         assert set(replicas) < set(everybody)
         start = time.monotonic()
@@ -71,8 +100,37 @@ def test_nobody_outlives_the_parent(runner: str, end: str, table: Table) -> None
         seconds = time.monotonic() - start
         assert not left
         _, text = parent.communicate(timeout=20)
-    assert parent.returncode == -number
+    return seconds, parent.returncode, text
+
+
+@pytest.mark.parametrize(("way", "end"), WAYS, ids=str)
+def test_nobody_outlives_the_parent(way: Way, end: str, tmp_path: Path, table: Table) -> None:
+    require_backend(way.backend)
+    number, _ = ENDS[end]
+    words = ["-c", STATES + JOB, "PIPE", way.runner, way.backend]
+    seconds, code, text = seconds_to_the_end_of_all(words, end, tmp_path)
+    assert code == -number
     assert text.count("Traceback") == (number == signal.SIGINT), text
     said = "KeyboardInterrupt" if number == signal.SIGINT else "(the parent is gone)"
     assert number != signal.SIGINT or said in text
-    table.add(f"{runner}: parent ends by {end}, ranks stuck", seconds, AT_MOST_S, said)
+    limit_s = LATER_S.get((way.backend, end), AT_MOST_S)
+    table.add(f"{way}: parent ends by {end}, ranks stuck", seconds, limit_s, said)
+
+
+@pytest.mark.parametrize(("launcher", "end"), RUNS)
+def test_nobody_outlives_unisono_run(launcher: str, end: str, tmp_path: Path, table: Table) -> None:
+    if launcher == "mpi":
+        require_backend("mpi4py")
+    script = tmp_path / "script.py"
+    script.write_text(STATES + SCRIPT)
+    run = ["-m", "unisono", "run", "--launcher", launcher, "--nproc-per-node", "4"]
+    seconds, code, text = seconds_to_the_end_of_all([*run, str(script), "PIPE"], end, tmp_path)
+    number, _ = ENDS[end]
+    said = "(the parent is gone)"
+    if number == signal.SIGINT:
+        said = text.strip().splitlines()[-1]
+        assert code == 128 + number
+        assert "interrupted" in said
+    table.add(
+        f"unisono run, {launcher}: ends by {end}, ranks stuck", seconds, RUN_S[launcher], said
+    )

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from _listeners import listeners, listening_unix_sockets, ours
 from _witness import Pipe, say
 
 import unisono
@@ -27,7 +28,6 @@ from unisono import WorkerPool
 from unisono.errors import PayloadError, WorkerFailedError
 
 SIZE = 3
-LISTENS = "00010000"  # the flag of a listening socket in Linux's /proc/net/unix
 
 
 @contextmanager
@@ -58,30 +58,6 @@ def job(folder: Path, turns: int = 1) -> Iterator[Any]:
         finally:
             made.terminate()
             os.close(keep)
-
-
-def ours() -> list[Any]:
-    this = psutil.Process()
-    return [this, *this.children(recursive=True)]
-
-
-def listeners() -> list[Any]:
-    return [
-        connection.laddr
-        for process in ours()
-        for connection in process.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    ]
-
-
-def listening_unix_sockets() -> list[str]:
-    inodes = set()
-    for process in ours():
-        for fd in Path(f"/proc/{process.pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                inodes.add(os.readlink(fd).removeprefix("socket:[").rstrip("]"))
-    table = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-    return [" ".join(row) for row in table if row[3] == LISTENS and row[6] in inodes]
 
 
 def other_addresses() -> list[str]:

@@ -40,7 +40,9 @@ _VARIABLES = (
     ("PMIX_RANK", "PMIX_SIZE"),
 )
 _SIGNAL = re.compile(r"signal:? (\d+)", re.IGNORECASE)
+_AFTER_A_ZERO = "exiting improperly"  # what Open MPI says, whose own code is 1 then
 _TAIL_BYTES = 8192
+_TAIL_LINES = 12
 _POLL_S = 0.1
 _PRIMARY_WAIT_S = 1.0  # how long an error that only reports a peer's waits for the peer's own
 _END_S = 2.0  # after END, of which ranks die and mpiexec with them, before SIGTERM
@@ -238,7 +240,8 @@ class Job:
 
     def _last_words(self) -> str:
         self._tail.join(1.0)
-        return self._said.decode(errors="replace").strip() or "(none)"
+        lines = self._said.decode(errors="replace").strip().splitlines()
+        return "\n".join(lines[-_TAIL_LINES:]) or "(none)"
 
     def _error(self) -> WorkerFailedError:
         first = next((rank for rank in self._failed if not rank.is_secondary), self._failed[0])
@@ -261,7 +264,9 @@ class Job:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_TERM_S)
         words, code = self._last_words(), self._process.poll()
-        found = _SIGNAL.search(words)
+        said = self._said.decode(errors="replace")
+        code = 0 if _AFTER_A_ZERO in said else code
+        found = _SIGNAL.search(said)
         name = None
         with contextlib.suppress(ValueError):
             name = signal.Signals(int(found[1])).name if found else None

