@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -17,6 +20,7 @@ from _measures import Table, slack
 from unisono.cli.run import run
 from unisono.errors import UnisonoError
 from unisono.models import _native_meeting
+from unisono.topology import RankInfo
 
 AT_ONCE_S = 0.1
 GOOD = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
@@ -90,6 +94,22 @@ def test_set_up_has_a_limit_and_a_warning_of_its_own(
         (record,) = caplog.records
         assert awaited in record.getMessage()
         assert "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT" in record.getMessage()
+
+
+def test_the_limit_begins_anew_while_ranks_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native_meeting, "_LIMIT_S", 1.5)
+    port = int(free_port())
+    info = RankInfo(0, 3, nnodes=1, master_addr="127.0.0.1", master_port=port, source="torchrun")
+    begin, came = time.monotonic(), []
+
+    def come(rank: int) -> None:
+        threading.Event().wait(begin + rank - time.monotonic())  # each a second after the other
+        _native_meeting.Meeting(replace(info, rank=rank), None).store()
+        came.append(time.monotonic() - begin)
+
+    with ThreadPoolExecutor(3) as ranks:
+        list(ranks.map(come, range(3)))
+    assert min(came) > 1.9
 
 
 def test_a_block_with_a_deadline_bounds_set_up(monkeypatch: pytest.MonkeyPatch) -> None:

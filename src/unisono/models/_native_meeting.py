@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from unisono._listening import listen_at
-from unisono.control.deadlines import limit_of
+from unisono.control.deadlines import end_of_block, limit_of
 from unisono.errors import ArgumentError, ContextError
 from unisono.topology import RankInfo
 
@@ -82,7 +82,7 @@ class Meeting:
 
     Args:
         info: who this rank is.
-        timeout: for the whole of set-up; None for ours.
+        timeout: for the whole of set-up; None for ours, which begins anew while ranks come.
     """
 
     def __init__(self, info: RankInfo, timeout: timedelta | None) -> None:
@@ -90,6 +90,8 @@ class Meeting:
         assert limit_s is not None
         self.info = info
         self._limit_s = limit_s
+        self._is_ours = timeout is None
+        self._last: float = end_of_block() or math.inf
         self._until = time.monotonic() + limit_s
         self._warn_at: float = time.monotonic() + _WARN_AFTER_S
 
@@ -163,7 +165,8 @@ class Meeting:
 
         thread = threading.Thread(target=work, name="unisono-meeting", daemon=True)
         thread.start()
-        thread.join(self._until - time.monotonic() + _GRACE_S)
+        while not outcome.done() and (left := self._until + _GRACE_S - time.monotonic()) > 0:
+            thread.join(left)
         if outcome.done():
             return outcome.result()
         raise ContextError(
@@ -256,10 +259,15 @@ class Meeting:
         rank, size = self.info.rank, self.info.world_size
         turn = store.add(f"came/{rank}", 1)
         end, begin = f"end/{turn}", time.monotonic()
-        if store.add(f"ranks/{turn}", 1) == size:
+        known = store.add(f"ranks/{turn}", 1)
+        if known == size:
             return turn, json.loads(store.compare_set(end, "", _ALL))
         while not store.check([end]):
             now = time.monotonic()
+            if now >= self._until and self._is_ours:
+                before, known = known, store.add(f"ranks/{turn}", 0)
+                if known > before:  # ours is for set-up that makes no progress
+                    self._until = min(now + self._limit_s, self._last)
             if now >= min(self._until, self._warn_at):
                 missing = [at for at in range(size) if store.add(f"came/{at}", 0) < turn]
                 if now >= self._until:
