@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from unisono.control.calls import site
 from unisono.control.deadlines import limit_of
 from unisono.control.derived import FRAME_BYTES, as_frame, inline_part, length_of
 from unisono.errors import (
@@ -20,6 +21,7 @@ from unisono.errors import (
     PayloadError,
     PeerFailedError,
 )
+from unisono.models._mpi_asking import Asking
 from unisono.models._mpi_meeting import missing
 from unisono.reduction import ReduceOp
 
@@ -53,6 +55,8 @@ _STEPS: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.MAX: torch.maximum,
 }
 _GONE = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_PROC_ABORTED", "ERR_REVOKED")
+_SPINS_TO_LISTEN = 100  # 10 ms once it has waited a while
+_ASK_S = 0.6  # who is stuck never answers, and who asks has waited for its deadline already
 _SPINS = 1_000  # tests of a request before waiting for it gives way to other processes
 
 
@@ -84,6 +88,7 @@ class Calls:
         self._datatypes = {dtype: getattr(mpi, name) for dtype, name in DATATYPES.items()}
         self._at = mpi.buffer.fromaddress
         self._is_broken = False
+        self.asking: Asking = Asking(mpi, mpi.COMM_WORLD)
         self.timeout_s: float | None = None
 
     def buffer(self, tensor: Tensor) -> list[Any]:
@@ -241,6 +246,7 @@ class Calls:
             request.Wait()
             return
         deadline = time.monotonic() + limit_s
+        doing = ""
         for spins in itertools.count():
             if request.Test():
                 return
@@ -248,15 +254,36 @@ class Calls:
                 break
             if spins > _SPINS:
                 time.sleep(0 if spins < 2 * _SPINS else 1e-4)
+                if spins % _SPINS_TO_LISTEN == 0:
+                    doing = doing or self._doing(name, comm)
+                    self.asking.answer(doing)
         self._under_way.append((request, keep))  # MPI may still write there
         self._is_broken = True
         self._at_loss()
-        ranks = comm.group.Translate_ranks(None, self._mpi.COMM_WORLD.group)
+        doing = doing or self._doing(name, comm)
+        late = self._late(comm, doing)
         raise CollectiveTimeoutError(
-            f"{self._who}: {name} over ranks {list(ranks)} wasn't done after "
-            f"{round(limit_s, 3)} s: some rank didn't come; look for its own error, or raise "
-            "timeout="
+            f"{self._who}: {doing} wasn't done after {round(limit_s, 3)} s: {late}"
         )
+
+    def _ranks(self, comm: Any) -> list[int]:
+        return list(comm.group.Translate_ranks(None, self._mpi.COMM_WORLD.group))
+
+    def _doing(self, name: str, comm: Any) -> str:
+        return f"{name} over ranks {self._ranks(comm)} at {site().decode('utf-8', 'replace')}"
+
+    def _late(self, comm: Any, doing: str) -> str:
+        """Say who doesn't wait in this call, too."""
+        ranks = self._ranks(comm)
+        found = self.asking.ask(ranks, doing, _ASK_S)
+        me, call = self._mpi.COMM_WORLD.rank, doing.partition(" at ")[0]
+        late = [f"rank {rank} did not come" for rank in ranks if rank not in {me, *found}]
+        late += [
+            f"rank {rank} waits in {said}"
+            for rank, said in sorted(found.items())
+            if said.partition(" at ")[0] != call
+        ]
+        return "; ".join(late) or "some rank came too late; raise timeout="
 
     def _fail(self, name: str, error: Any) -> NoReturn:
         kind = error.Get_error_class()

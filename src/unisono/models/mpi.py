@@ -16,6 +16,7 @@ from unisono.control import derived
 from unisono.handle import Handle
 from unisono.model import ComputationModel
 from unisono.models import _mpi_setup as setup
+from unisono.models._mpi_asking import Asking
 from unisono.models._mpi_calls import DATATYPES, Calls, is_folded_by_torch
 from unisono.models._mpi_probe import why_unavailable
 from unisono.reduction import ReduceOp
@@ -96,6 +97,7 @@ class MpiModel(ComputationModel):
         device = setup.choose_device(topology.local_rank, options.get("device"))
         model = cls(mpi, topology, device)
         model._pairs = model._over(None)
+        model._calls.asking = Asking(mpi, model._pairs)
         model._calls.timeout_s = None if timeout is None else timeout.total_seconds()
         return model
 

@@ -1,0 +1,74 @@
+"""How ranks of MPI that wait tell each other so, and find out who doesn't: MPI itself can't say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = ("Asking",)
+
+_QUESTION, _ANSWER = 32_764, 32_765  # tags beside those of the model's own messages
+_BYTES = 256
+_NAP_S = 1e-3
+
+
+class Asking:
+    """Questions between ranks that wait, in messages.
+
+    Args:
+        mpi: the module ``mpi4py.MPI``.
+        comm: a communicator of all ranks.
+    """
+
+    def __init__(self, mpi: Any, comm: Any) -> None:
+        self._mpi = mpi
+        self._comm = comm
+        self._sent: list[tuple[Any, bytes]] = []  # MPI reads the memory until it is done
+
+    def answer(self, doing: str) -> None:
+        """Tell those who have asked since the last time. Local; doesn't wait.
+
+        Args:
+            doing: what this rank waits in.
+        """
+        for rank, _ in self._heard(_QUESTION):
+            self._send(doing.encode()[:_BYTES], rank, _ANSWER)
+
+    def ask(self, ranks: Iterable[int], doing: str, limit_s: float) -> dict[int, str]:
+        """Ask ranks what they wait in, answering those that ask too.
+
+        Local.
+
+        Args:
+            ranks: whom to ask.
+            doing: as in `answer`.
+            limit_s: seconds to wait for the answers.
+
+        Returns:
+            The answers, by rank. Who isn't there gives none, nor who waits without a deadline.
+        """
+        asked = {rank for rank in ranks if rank != self._comm.rank}
+        for rank in asked:
+            self._send(b"?", rank, _QUESTION)
+        found: dict[int, str] = {}
+        until = time.monotonic() + limit_s
+        while asked - found.keys() and time.monotonic() < until:
+            self.answer(doing)
+            found |= {rank: said.decode("utf-8", "replace") for rank, said in self._heard(_ANSWER)}
+            time.sleep(_NAP_S)
+        self.answer(doing)
+        return found
+
+    def _heard(self, tag: int) -> list[tuple[int, bytes]]:
+        heard = []
+        status = self._mpi.Status()
+        while self._comm.Iprobe(self._mpi.ANY_SOURCE, tag, status):
+            body = bytearray(status.Get_count(self._mpi.BYTE))
+            self._comm.Recv([body, self._mpi.BYTE], status.Get_source(), tag)
+            heard.append((status.Get_source(), bytes(body)))
+        return heard
+
+    def _send(self, body: bytes, rank: int, tag: int) -> None:
+        self._sent = [item for item in self._sent if not item[0].Test()]
+        self._sent.append((self._comm.Isend([body, self._mpi.BYTE], rank, tag), body))
