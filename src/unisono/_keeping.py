@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from unisono.control.steps import Steps
-from unisono.handle import Background, Handle
+from unisono.handle import BACKGROUND, Background, Handle
 from unisono.topology import Group
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Keeping:
         deadline that holds here.
         """
         if self._background is None:
-            self._background = Background(f"unisono-{self.name}-{self.context_id}")
+            self._background = Background(f"{BACKGROUND}-{self.name}-{self.context_id}")
         return self._background.submit(partial(copy_context().run, call))
 
     def settle(self) -> None:

@@ -9,8 +9,10 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
-__all__ = ("Background", "Handle", "joined")
+__all__ = ("BACKGROUND", "Background", "Handle", "joined")
 
+BACKGROUND = "unisono-background"
+"""What the names of threads begin with that carry operations under way."""
 T = TypeVar("T")
 U = TypeVar("U")
 

@@ -292,7 +292,7 @@ def test_a_del_that_hangs_is_named_at_the_deadline(way: Way, clock: Clock, table
     with pytest.raises(WorkerFailedError) as caught:
         way.run(fn, timeout=TIMEOUT_S)
     seconds = told(caught.value, clock)
-    named = named_late(caught.value, 1, "did not come; it is at")
+    named = named_late(caught.value, 1, "; it is at")
     table.add(f"{way}: a __del__ hangs, timeout {TIMEOUT_S:g} s", seconds, TIMEOUT_S + 1, named)
 
 

@@ -19,6 +19,7 @@ from _by_hand import by_hand, join, leave, prepare
 from torch._C._distributed_c10d import FileStore
 
 import unisono
+from _needs import require_backend
 from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
 
 BIG = 2_000_000  # elements: more than what travels in a round
@@ -163,6 +164,64 @@ def test_who_waits_long_for_a_large_tensor_is_told_who_is_missing(tmp_path: Path
         assert "rank 2 (pid" in said[0]
         assert said[0].count("did not come") == 1
         assert "until_there" in said[0]
+
+
+@pytest.mark.parametrize("backend", ["threads", "mpi4py"])
+def test_models_without_sockets_tell_too_who_is_missing(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNISONO_WARN_AFTER_S", "0.2")
+    if backend == "mpi4py":
+        require_backend(backend)
+
+    def fn(rank: int) -> list[str]:
+        said: list[str] = []
+        handler = logging.Handler()
+        warned = tmp_path / f"warned{rank}"
+
+        def keep(record: logging.LogRecord) -> None:
+            if record.getMessage().startswith(f"rank {rank} "):  # threads share a logger
+                said.append(record.getMessage())
+                warned.touch()
+
+        handler.emit = keep  # type: ignore[method-assign]
+        logging.getLogger("unisono").addHandler(handler)
+        unisono.barrier()
+        if rank == 1:
+            until_there(tmp_path / "warned0")
+            until_there(tmp_path / "warned2")
+        unisono.barrier()
+        logging.getLogger("unisono").removeHandler(handler)
+        return said
+
+    first, late, third = unisono.spawn(backend, fn, nproc_per_node=3, timeout=30)
+    assert [len(first), late, len(third)] == [1, [], 1]
+    for said in (first[0], third[0]):
+        assert "still waits in " in said
+        assert "rank 1 did not come" in said
+        assert said.count("did not come") == 1
+        assert ("until_there" in said) == (backend == "threads")
+
+
+def test_on_threads_too_the_late_are_named_with_their_line() -> None:
+    done = threading.Event()
+
+    def late() -> None:
+        done.wait()
+
+    def fn(rank: int) -> str:
+        if rank == 1:
+            late()
+            return ""
+        with pytest.raises(CollectiveTimeoutError) as caught, unisono.deadline(0.5):
+            unisono.barrier()
+        done.set()
+        return str(caught.value)
+
+    said, _ = unisono.spawn("threads", fn, nproc_per_node=2)
+    assert "rank 0 waited 0.5 s in barrier at " in said
+    assert "\n  rank 1 did not come; it is at\n" in said
+    assert "in late" in said
 
 
 def test_a_death_is_noticed_while_the_leader_is_elsewhere(tmp_path: Path) -> None:

@@ -9,10 +9,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ("Absent", "Missing", "has_ended", "is_stopped", "report", "watch")
+from unisono._arguments import number_in
 
+__all__ = ("Absent", "Missing", "has_ended", "is_stopped", "report", "warn_after_s", "watch")
+
+_WARN_AFTER_S = 30.0
 _STOPPED, _ENDED = b"T", b"Z"
 _STATES = {_STOPPED: ", stopped by a signal", _ENDED: ", ended"}
+
+
+def warn_after_s() -> float:
+    """Give the seconds after which a wait says once whom it waits for, as the user wants it.
+
+    Local.
+
+    Raises:
+        EnvironmentDetectionError: ``UNISONO_WARN_AFTER_S`` is no such number.
+    """
+    return number_in("UNISONO_WARN_AFTER_S", _WARN_AFTER_S)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from typing import Any
 
 from unisono.control.tree import Links
 from unisono.control.wire import ANSWER, ASK, FAIL, LATE, Line, LineClosed, read_failure
+from unisono.handle import BACKGROUND
 
 __all__ = ("Aside", "State", "stack_of")
 
@@ -28,7 +29,7 @@ _SEND_S = 1.0
 _ASK_S = 0.6  # who is stuck in C never answers, and who asks has waited for its deadline already
 _FRAMES = 6
 _PACKAGE = str(Path(__file__).parents[1])
-_OURS = "unisono-"  # what our threads are called
+_OURS = ("unisono-aside", BACKGROUND)  # threads in which the user calls nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +93,7 @@ class Aside:
         self._heard = threading.Condition()
         self._end, wake = os.pipe()
         self._is_open = True
-        threading.Thread(
-            target=self._serve, args=(wake,), name=f"{_OURS}aside", daemon=True
-        ).start()
+        threading.Thread(target=self._serve, args=(wake,), name=_OURS[0], daemon=True).start()
 
     def towards(self, place: int) -> int:
         """Give the neighbour through which a place is reached. Local."""

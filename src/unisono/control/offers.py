@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono._arguments import number_in
+from unisono.control.absence import warn_after_s
 from unisono.control.lane import LANE_BYTES
 from unisono.control.tree import FAN_OUT
 from unisono.errors import EnvironmentDetectionError
@@ -18,7 +19,6 @@ from unisono.errors import EnvironmentDetectionError
 __all__ = ("Offer", "host_of_this_process", "own_offer", "refuse_wrong")
 
 Offer = dict[str, Any]
-_WARN_AFTER_S = 30.0
 
 
 def host_of_this_process() -> str:
@@ -48,7 +48,7 @@ def own_offer(host: str | None) -> Offer:
         "key": secrets.token_bytes(16).hex(),
     }
     try:
-        offer["warn_after_s"] = number_in("UNISONO_WARN_AFTER_S", _WARN_AFTER_S)
+        offer["warn_after_s"] = warn_after_s()
         offer["fan_out"] = int(number_in("UNISONO_FAN_OUT", FAN_OUT, least=1))
         offer["most_bytes"] = int(number_in("UNISONO_INLINE_BYTES", LANE_BYTES))
     except EnvironmentDetectionError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from unisono.control.absence import warn_after_s
 from unisono.control.calls import site
 from unisono.control.deadlines import limit_of
 from unisono.control.derived import FRAME_BYTES, as_frame, inline_part, length_of
@@ -54,6 +57,7 @@ _STEPS: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.MIN: torch.minimum,
     ReduceOp.MAX: torch.maximum,
 }
+_log = logging.getLogger(__name__)
 _GONE = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_PROC_ABORTED", "ERR_REVOKED")
 _SPINS_TO_LISTEN = 100  # 10 ms once it has waited a while
 _ASK_S = 0.6  # who is stuck never answers, and who asks has waited for its deadline already
@@ -88,6 +92,7 @@ class Calls:
         self._datatypes = {dtype: getattr(mpi, name) for dtype, name in DATATYPES.items()}
         self._at = mpi.buffer.fromaddress
         self._is_broken = False
+        self._warn_after_s = warn_after_s()
         self.asking: Asking = Asking(mpi, mpi.COMM_WORLD)
         self.timeout_s: float | None = None
 
@@ -245,8 +250,8 @@ class Calls:
         if limit_s is None:
             request.Wait()
             return
-        deadline = time.monotonic() + limit_s
-        doing = ""
+        begin, doing = time.monotonic(), ""
+        deadline, warn_at = begin + limit_s, begin + self._warn_after_s
         for spins in itertools.count():
             if request.Test():
                 return
@@ -257,6 +262,10 @@ class Calls:
                 if spins % _SPINS_TO_LISTEN == 0:
                     doing = doing or self._doing(name, comm)
                     self.asking.answer(doing)
+                    if time.monotonic() > warn_at:
+                        warn_at = math.inf
+                        late = self._late(comm, doing)
+                        _log.warning("%s still waits in %s: %s", self._who, doing, late)
         self._under_way.append((request, keep))  # MPI may still write there
         self._is_broken = True
         self._at_loss()
@@ -283,7 +292,7 @@ class Calls:
             for rank, said in sorted(found.items())
             if said.partition(" at ")[0] != call
         ]
-        return "; ".join(late) or "some rank came too late; raise timeout="
+        return "; ".join(late) or "all are there by now"
 
     def _fail(self, name: str, error: Any) -> NoReturn:
         kind = error.Get_error_class()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from unisono.control import calls
+from unisono.control.absence import Missing, warn_after_s
+from unisono.control.aside import stack_of
 from unisono.control.deadlines import limit_of
 from unisono.errors import (
     CollectiveMismatchError,
@@ -53,6 +57,8 @@ class _World:
         self.timeout_s = timeout_s
         self.failure: tuple[int, str] | None = None
         self.ended: set[int] = set()
+        self.threads: dict[int, int] = {}
+        self.warn_after_s = warn_after_s()
         self._moved = threading.Condition()
         self._rounds: dict[tuple[object, int], _Round] = {}
         self._letters: dict[tuple[object, int, int], list[Tensor]] = {}
@@ -130,6 +136,7 @@ class _World:
     ) -> None:
         limit_s = limit_of(self.timeout_s) or 0.0
         deadline = time.monotonic() + limit_s
+        warn_at: float = time.monotonic() + self.warn_after_s
         while not is_ready():
             if self.failure is not None:
                 peer, text = self.failure
@@ -142,16 +149,23 @@ class _World:
                 raise PeerFailedError(
                     f"rank {rank} waited in {call}, but rank {gone} ended before it came", gone
                 )
-            left = deadline - time.monotonic()
-            if left <= 0:
-                text = (
-                    f"rank {rank} waited {limit_s:.3g} s in {call}; "
-                    f"ranks that did not come: {missing}"
-                )
+            now = time.monotonic()
+            mine = None if entry is None else entry.items.get(rank)
+            if isinstance(mine, bytes):
+                call = calls.describe(mine)
+            if now >= deadline:
+                text = f"rank {rank} waited {limit_s:.3g} s in {call}:\n{self._late(missing)}"
                 self.failure = self.failure or (missing[0], text)
                 self._moved.notify_all()
                 raise CollectiveTimeoutError(text)
-            self._moved.wait(left)
+            if now >= warn_at:
+                warn_at = math.inf
+                _log.warning("rank %d still waits in %s:\n%s", rank, call, self._late(missing))
+            self._moved.wait(min(deadline, warn_at) - now)
+
+    def _late(self, ranks: list[int]) -> str:
+        stacks = {r: stack_of(self.threads[r]) for r in ranks if r in self.threads}
+        return "\n".join(str(Missing(r, stack=stacks.get(r, ""))) for r in ranks)
 
 
 class ThreadsModel(ComputationModel):
@@ -197,6 +211,7 @@ class ThreadsModel(ComputationModel):
         failures: list[WorkerFailedError] = []
 
         def run(rank: int) -> None:
+            world.threads[rank] = threading.get_ident()
             try:
                 # Autograd's own threads would run hooks outside of the replica.
                 with torch.autograd.set_multithreading_enabled(False):
