@@ -135,6 +135,7 @@ def test_a_job_ends_with_a_rank_that_fails_anywhere(backend: str, tmp_path: Path
     def check(program: list[Step], at: int, victim: int, fault: str) -> None:
         def fn(local_rank: int) -> None:
             say(path, os.getpid())
+            unisono.barrier()  # so that all have said it when the first one ends
             run_until(local_rank, program, at, victim, fault)
 
         start = time.monotonic()
