@@ -32,22 +32,44 @@ _END_S = 10.0  # for exit handlers
 Answer = tuple[bytes, bytes]
 
 
+class _Spawning:
+    """A spawn within a thread of its own, which knows no Crew: that may be dropped meanwhile."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.error: BaseException | None = None
+        self._end = end
+
+    def run(
+        self, backend: str | None, args: tuple[Any, ...], size: int, options: dict[str, Any]
+    ) -> None:
+        """Make the replicas, and wait for their end. Local."""
+        try:
+            spawn(backend, serve, args, nproc_per_node=size, **options)
+        except BaseException as error:  # it is raised where the pool is used
+            self.error = error
+        finally:
+            self._end.close()
+
+
 class Crew:
-    """One set of replicas: the thread that spawned them, and a connection to each."""
+    """One set of replicas: the thread that spawned them, and a connection to each.
+
+    They end with it, also where nobody stops them.
+    """
 
     def __init__(
         self, size: int, backend: str | None, has_prefix: bool, options: dict[str, Any]
     ) -> None:
         self._lines: dict[int, socket.socket] = {}
         self._inboxes: dict[int, _channel.Inbox] = {}
-        self._error: BaseException | None = None
-        self._ended, self._end = socket.socketpair()
+        self._ended, end = socket.socketpair()
+        self._spawning = _Spawning(end)
         self._secret = secrets.token_bytes(SECRET_BYTES)
         with ExitStack() as stack:
             listener, address = listen_locally(stack)
             args = (address, self._secret, os.getpid(), has_prefix)
             self._thread = threading.Thread(
-                target=self._spawn,
+                target=self._spawning.run,
                 args=(backend, args, size, options),
                 name="unisono-pool-spawn",
                 daemon=True,
@@ -58,17 +80,7 @@ class Crew:
             except BaseException:  # Ctrl-C too: no replica is left behind
                 self.stop(is_orderly=False)
                 raise
-        self._forget = weakref.finalize(self, _hang_up, list(self._lines.values()))
-
-    def _spawn(
-        self, backend: str | None, args: tuple[Any, ...], size: int, options: dict[str, Any]
-    ) -> None:
-        try:
-            spawn(backend, serve, args, nproc_per_node=size, **options)
-        except BaseException as error:  # it is raised where the pool is used
-            self._error = error
-        finally:
-            self._end.close()
+        weakref.finalize(self, _hang_up, self._sockets())
 
     def _welcome(self, listener: socket.socket, size: int) -> None:
         """Let the replicas in, which know the secret."""
@@ -88,9 +100,12 @@ class Crew:
                     return
         raise self._why()
 
+    def _sockets(self) -> list[socket.socket]:
+        return [*self._lines.values(), self._ended]
+
     def _why(self) -> BaseException:
         self._thread.join()
-        return self._error or LaunchError("the replicas of the pool have ended")
+        return self._spawning.error or LaunchError("the replicas of the pool have ended")
 
     def has_ended(self) -> bool:
         """Tell whether a replica is gone. Local."""
@@ -147,8 +162,7 @@ class Crew:
         self._see_off(_LEAVE_S if is_orderly else _QUIT_S)
         pids = {peer(line).pid for line in self._lines.values()}
         self._thread.join(_QUIT_S if pids == {os.getpid()} and not is_orderly else _END_S)
-        _hang_up(list(self._lines.values()))
-        self._ended.close()
+        _hang_up(self._sockets())
         return not self._thread.is_alive()
 
     def _see_off(self, patience_s: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import subprocess
@@ -277,6 +278,21 @@ def test_no_replica_outlives_the_pool(tmp_path: Path) -> None:
     assert not any(psutil.pid_exists(pid) for pid in pids)
     with pytest.raises(NotInitializedError, match="closed"):
         pool.run(abs)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "threads"])
+def test_a_pool_that_is_dropped_ends_its_replicas(backend: str) -> None:
+    before = {*threading.enumerate()}
+    pool = WorkerPool(backend, nproc_per_node=2)
+    pids = pool.run(lambda local_rank: os.getpid())
+    threads = {*threading.enumerate()} - before
+    assert threads
+    del pool
+    gc.collect()
+    for thread in threads:
+        thread.join(10)
+    assert {*threading.enumerate()} <= before
+    assert backend == "threads" or not gone(pids, 10)
 
 
 def test_bad_input_is_refused_before_anything_starts() -> None:
