@@ -5,13 +5,14 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from unisono._arguments import check_count, seconds
 from unisono._crew import Answer, Crew, Ending
 from unisono._serving import BROKEN
+from unisono._table import SEATS_NODES
 from unisono.errors import (
     ArgumentError,
     CollectiveTimeoutError,
@@ -41,7 +42,8 @@ class WorkerPool:
         deadline_s: seconds that a call may take; None for no limit.
         prefix_output: whether each line that a replica prints begins with its rank (replicas that
             are processes).
-        options: as in ``spawn``, but for ``join``.
+        options: as in ``spawn``, but for ``join`` and for what is about other hosts: the replicas
+            of a pool are on this one.
 
     Raises:
         ArgumentError: a bad value.
@@ -66,6 +68,7 @@ class WorkerPool:
     ) -> None:
         if "join" in options:
             raise ArgumentError("a pool takes no join: its calls wait, its replicas stay")
+        _check_host(options)
         self._size = check_count("nproc_per_node", nproc_per_node)
         self._deadline_s: float | None = None
         if deadline_s is not None:
@@ -231,6 +234,20 @@ class WorkerPool:
         raise CollectiveTimeoutError(
             f"{name} wasn't done on ranks {late} of {self._size} after {self._deadline_s:g} s: "
             f"their replicas are {what}; the next call makes new ones"
+        )
+
+
+def _check_host(options: Mapping[str, Any]) -> None:
+    """Refuse what would put replicas on other hosts, which the pool's own socket doesn't reach."""
+    found = {name: options[name] for name in ("nnodes", "hosts") if options.get(name) is not None}
+    if found.get("nnodes") == 1:
+        del found["nnodes"]
+    if options.get("launcher") in SEATS_NODES:
+        found["launcher"] = options["launcher"]
+    for name, value in found.items():
+        raise ArgumentError(
+            f"{name}={value!r}: all replicas of a pool are on this host; leave {name} out, or run "
+            "a function on several hosts with spawn()"
         )
 
 

@@ -409,6 +409,11 @@ def test_bad_input_is_refused_before_anything_starts() -> None:
         WorkerPool("gloo", deadline_s=-1)
     with pytest.raises(ArgumentError, match="join"):
         WorkerPool("gloo", join=False)
+    for elsewhere in ({"nnodes": 2}, {"hosts": "one:1,two:1"}, {"launcher": "slurm"}):
+        with pytest.raises(ArgumentError, match=rf"{next(iter(elsewhere))}=.*on this host.*spawn"):
+            WorkerPool("gloo", **elsewhere)
+    with WorkerPool("gloo", nnodes=1) as pool:
+        assert pool.run(facts, 1) == [(0, 1, 1)]
     with WorkerPool("gloo") as pool, pytest.raises(ArgumentError, match="callable"):
         pool.run(3)  # type: ignore[arg-type]
     with WorkerPool("glo") as pool, pytest.raises(UnknownBackendError, match="gloo"):
