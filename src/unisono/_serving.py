@@ -26,6 +26,7 @@ BROKEN = b"b"  # an error that leaves the context unusable
 WHERE = b"w"  # asks, and says, whether the replica is where it may wait for another one
 SECRET_BYTES = 32
 _END = None
+_LONGEST_LINE = 64 * 1024  # of output, in characters
 _WAITING = ("unisono.", "torch.distributed.")
 
 
@@ -136,24 +137,31 @@ def _listen(
 
 
 class _Prefixed:
-    """A text stream whose lines begin with a prefix and are written whole."""
+    """A text stream whose lines begin with a prefix and are written whole, but for long ones."""
 
     def __init__(self, stream: TextIO, prefix: str) -> None:
         self._stream = stream
         self._prefix = prefix
-        self._held = ""
+        self._held: list[str] = []
+        self._n_held = 0
         self._is_at_start = True
 
     def write(self, text: str) -> int:
-        self._held += text
-        whole, newline, self._held = self._held.rpartition("\n")
+        whole, newline, rest = text.rpartition("\n")
         if newline:
-            self._put(whole + newline)
+            self._put(self._take() + whole + newline)
+        self._held.append(rest)
+        self._n_held += len(rest)
+        if self._n_held > _LONGEST_LINE:
+            self._put(self._take() + "\n")
         return len(text)
 
     def flush(self) -> None:
-        held, self._held = self._held, ""
-        self._put(held)
+        self._put(self._take())
+
+    def _take(self) -> str:
+        held, self._held, self._n_held = self._held, [], 0
+        return "".join(held)
 
     def _put(self, text: str) -> None:
         if text:

@@ -377,6 +377,19 @@ def test_output_comes_with_its_rank(capfd: pytest.CaptureFixture[str]) -> None:
     assert "[rank 0] without an end" in err
 
 
+def test_output_without_an_end_is_cut_into_long_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    def speak(local_rank: int) -> None:
+        for _ in range(100_000):
+            sys.stdout.write("abcde")
+
+    with WorkerPool("gloo") as pool:
+        pool.run(speak)
+    lines = capfd.readouterr().out.splitlines()
+    assert {line[:9] for line in lines} == {"[rank 0] "}
+    assert max(map(len, lines)) < (1 << 16) + 20
+    assert sum(line.count("b") for line in lines) == 100_000
+
+
 def test_no_replica_outlives_the_pool(tmp_path: Path) -> None:
     pool = WorkerPool("gloo", nproc_per_node=2)
     pids = pool.run(lambda local_rank: os.getpid())
