@@ -12,42 +12,69 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Generator, Iterable
+from collections.abc import Collection, Generator, Iterable
 from contextlib import ExitStack, closing, suppress
 from typing import Any
 
-from unisono._serving import CALL, SECRET_BYTES, serve
+from unisono._serving import CALL, SECRET_BYTES, WHERE, serve
 from unisono.control.addresses import listen_locally, peer
 from unisono.control.door import visitors
 from unisono.errors import LaunchError
 from unisono.launchers import _channel
 from unisono.lifecycle import spawn
 
-__all__ = ("Answer", "Crew")
+__all__ = ("Answer", "Crew", "Ending")
 
 _LEAST_S = 0.001
 _LEAVE_S = 1.0  # for an idle replica to take its leave, before it is killed
 _QUIT_S = 0.3  # for one that shall drop what it does
 _END_S = 10.0  # for exit handlers
+_TICK_S = 0.1  # between two looks at replicas that are busy when another one has failed
+_STRIKES = 2  # looks in a row at which one says nothing, or that it waits
+_PATIENCE_S = 5.0  # with those that say that they compute
+_GRACE_S = 0.2  # for those whose context is lost anyway
 Answer = tuple[bytes, bytes]
 
 
+class _Spawning:
+    """A spawn within a thread of its own, which knows no Crew: that may be dropped meanwhile."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.error: BaseException | None = None
+        self._end = end
+
+    def run(
+        self, backend: str | None, args: tuple[Any, ...], size: int, options: dict[str, Any]
+    ) -> None:
+        """Make the replicas, and wait for their end. Local."""
+        try:
+            spawn(backend, serve, args, nproc_per_node=size, **options)
+        except BaseException as error:  # it is raised where the pool is used
+            self.error = error
+        finally:
+            self._end.close()
+
+
 class Crew:
-    """One set of replicas: the thread that spawned them, and a connection to each."""
+    """One set of replicas: the thread that spawned them, and a connection to each.
+
+    They end with it, also where nobody stops them.
+    """
 
     def __init__(
         self, size: int, backend: str | None, has_prefix: bool, options: dict[str, Any]
     ) -> None:
         self._lines: dict[int, socket.socket] = {}
         self._inboxes: dict[int, _channel.Inbox] = {}
-        self._error: BaseException | None = None
-        self._ended, self._end = socket.socketpair()
+        self._computing: set[int] = set()
+        self._ended, end = socket.socketpair()
+        self._spawning = _Spawning(end)
         self._secret = secrets.token_bytes(SECRET_BYTES)
         with ExitStack() as stack:
             listener, address = listen_locally(stack)
             args = (address, self._secret, os.getpid(), has_prefix)
             self._thread = threading.Thread(
-                target=self._spawn,
+                target=self._spawning.run,
                 args=(backend, args, size, options),
                 name="unisono-pool-spawn",
                 daemon=True,
@@ -58,17 +85,7 @@ class Crew:
             except BaseException:  # Ctrl-C too: no replica is left behind
                 self.stop(is_orderly=False)
                 raise
-        self._forget = weakref.finalize(self, _hang_up, list(self._lines.values()))
-
-    def _spawn(
-        self, backend: str | None, args: tuple[Any, ...], size: int, options: dict[str, Any]
-    ) -> None:
-        try:
-            spawn(backend, serve, args, nproc_per_node=size, **options)
-        except BaseException as error:  # it is raised where the pool is used
-            self._error = error
-        finally:
-            self._end.close()
+        weakref.finalize(self, _hang_up, self._sockets())
 
     def _welcome(self, listener: socket.socket, size: int) -> None:
         """Let the replicas in, which know the secret."""
@@ -88,9 +105,12 @@ class Crew:
                     return
         raise self._why()
 
+    def _sockets(self) -> list[socket.socket]:
+        return [*self._lines.values(), self._ended]
+
     def _why(self) -> BaseException:
         self._thread.join()
-        return self._error or LaunchError("the replicas of the pool have ended")
+        return self._spawning.error or LaunchError("the replicas of the pool have ended")
 
     def has_ended(self) -> bool:
         """Tell whether a replica is gone. Local."""
@@ -103,6 +123,21 @@ class Crew:
             line.settimeout(None if limit is None else max(_LEAST_S, limit - time.monotonic()))
             _channel.send(line, CALL, body)
         line.setblocking(True)
+
+    def ask(self, ranks: Iterable[int]) -> set[int]:
+        """Ask replicas what they do.
+
+        Local; never waits.
+
+        Returns:
+            Those that, since they were asked before, have said that they compute, or began to
+            answer their call.
+        """
+        said, self._computing = self._computing, set()
+        for rank in ranks:
+            with suppress(OSError):  # it doesn't even read: then it says nothing
+                self._lines[rank].send(_channel.head(WHERE), socket.MSG_DONTWAIT)
+        return said | {rank for rank in ranks if self._inboxes[rank].is_within}
 
     def hear(self, busy: Iterable[int], limit: float | None) -> tuple[int, Answer] | None:
         """Wait for the next answer; None once the limit has passed. Local.
@@ -123,8 +158,10 @@ class Crew:
                     except EOFError:  # its end is seen, and told, by those who made it
                         selector.unregister(self._lines[rank])
                         continue
-                    if answer is not None:
+                    if answer is not None and answer[0] != WHERE:
                         return rank, answer
+                    if answer is not None and not answer[1]:
+                        self._computing.add(rank)
                 if None in ranks:
                     raise self._why()
         return None
@@ -147,8 +184,7 @@ class Crew:
         self._see_off(_LEAVE_S if is_orderly else _QUIT_S)
         pids = {peer(line).pid for line in self._lines.values()}
         self._thread.join(_QUIT_S if pids == {os.getpid()} and not is_orderly else _END_S)
-        _hang_up(list(self._lines.values()))
-        self._ended.close()
+        _hang_up(self._sockets())
         return not self._thread.is_alive()
 
     def _see_off(self, patience_s: float) -> None:
@@ -169,6 +205,42 @@ class Crew:
             if pid is not None and pid != os.getpid():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+
+class Ending:
+    """The end of a call in which a replica failed: how long the others are waited for.
+
+    Args:
+        crew: the replicas.
+        is_together: whether they may wait for the one that failed.
+    """
+
+    def __init__(self, crew: Crew, is_together: bool) -> None:
+        self._crew = crew
+        self.at = time.monotonic() + _TICK_S if is_together else None
+        """When to look at them next; None for not before the deadline."""
+        self.is_broken = False
+        """Whether the context is lost."""
+        self._until = time.monotonic() + _PATIENCE_S
+        self._strikes: dict[int, int] = {}
+
+    def hurry(self) -> None:
+        """Take note that the context is lost. Local."""
+        if not self.is_broken:
+            self.is_broken, self.at = True, time.monotonic() + _GRACE_S
+
+    def is_over(self, busy: Collection[int]) -> bool:
+        """Look whether all those that are busy compute; if not, they wait for ever. Local."""
+        now = time.monotonic()
+        if self.at is None or now < self.at:
+            return False
+        if self.is_broken or now > self._until:
+            return True
+        said = self._crew.ask(busy)
+        for rank in busy:  # at the first look nobody has been asked yet
+            self._strikes[rank] = 0 if rank in said else self._strikes.get(rank, -1) + 1
+        self.at = now + _TICK_S
+        return any(self._strikes[rank] >= _STRIKES for rank in busy)
 
 
 def _hang_up(lines: list[socket.socket]) -> None:

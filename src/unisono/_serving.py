@@ -7,22 +7,27 @@ import queue
 import socket
 import sys
 import threading
+from contextlib import suppress
 from typing import Any, TextIO
 
 import cloudpickle
 
 from unisono import _context
 from unisono.control.addresses import local_address
-from unisono.errors import PayloadError
+from unisono.errors import CollectiveError, PayloadError
 from unisono.launchers import _channel
 from unisono.launchers._worker import describe
 from unisono.model import ComputationModel
 
-__all__ = ("CALL", "SECRET_BYTES", "serve")
+__all__ = ("BROKEN", "CALL", "SECRET_BYTES", "WHERE", "serve")
 
 CALL = b"c"
+BROKEN = b"b"  # an error that leaves the context unusable
+WHERE = b"w"  # asks, and says, whether the replica is where it may wait for another one
 SECRET_BYTES = 32
 _END = None
+_LONGEST_LINE = 64 * 1024  # of output, in characters
+_WAITING = ("unisono.", "torch.distributed.")
 
 
 def serve(local_rank: int, address: str, secret: bytes, owner: int, has_prefix: bool) -> None:
@@ -47,11 +52,42 @@ def serve(local_rank: int, address: str, secret: bytes, owner: int, has_prefix: 
         sock.connect(local_address(address))
         sock.sendall(secret + rank.to_bytes(4, "little"))
         calls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        pool = _Pool(sock)
         threading.Thread(
-            target=_listen, args=(sock, calls, model, is_process), name="unisono-pool", daemon=True
+            target=_listen, args=(pool, calls, model, is_process), name="unisono-pool", daemon=True
         ).start()
         while (body := calls.get()) is not _END:
-            _channel.send(sock, *_outcome(local_rank, body))
+            pool.tell(*_outcome(local_rank, body))
+
+
+class _Pool:
+    """The pool as a replica's two threads see it: the one that serves, and the one that listens."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._lock = threading.Lock()
+        self._server = threading.get_ident()
+
+    def tell(self, kind: bytes, body: bytes) -> None:
+        """Send one message. Local."""
+        with self._lock:
+            _channel.send(self._sock, kind, body)
+
+    def hear(self) -> tuple[bytes, bytes] | None:
+        """Receive one message, but answer those that ask where this replica is. Local."""
+        while (message := _channel.receive(self._sock)) is not None and message[0] == WHERE:
+            with suppress(OSError):
+                self.tell(WHERE, b"w" if _may_wait(self._server) else b"")
+        return message
+
+
+def _may_wait(thread_id: int) -> bool:
+    """Tell whether a call is within anything that may wait for other ranks. Local."""
+    frame, may_wait = sys._current_frames().get(thread_id), False
+    while frame is not None and frame.f_code is not _outcome.__code__:
+        may_wait = may_wait or str(frame.f_globals.get("__name__")).startswith(_WAITING)
+        frame = frame.f_back
+    return may_wait and frame is not None
 
 
 def _outcome(local_rank: int, body: bytes) -> tuple[bytes, bytes]:
@@ -65,20 +101,31 @@ def _outcome(local_rank: int, body: bytes) -> tuple[bytes, bytes]:
             kind = type(result).__qualname__
             raise PayloadError(f"the result, a {kind}, can't be pickled: {error}") from error
     except BaseException as error:  # SystemExit too: the pool decides what it means
-        return _channel.ERROR, cloudpickle.dumps(describe(error))
+        return BROKEN if _is_broken(error) else _channel.ERROR, cloudpickle.dumps(describe(error))
     finally:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
 
 
+def _is_broken(error: BaseException | None) -> bool:
+    """Tell whether an error, or one that led to it, left the ranks out of step."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, CollectiveError) and not error.is_in_step:
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def _listen(
-    sock: socket.socket,
+    pool: _Pool,
     calls: queue.SimpleQueue[bytes | None],
     model: ComputationModel,
     is_process: bool,
 ) -> None:
     """Take calls in; once the pool is gone or gave up, leave whatever this replica is doing."""
-    while (message := _channel.receive(sock)) is not None and message[0] == CALL:
+    while (message := pool.hear()) is not None and message[0] == CALL:
         calls.put(message[1])
     if message is not None:
         calls.put(_END)
@@ -90,24 +137,31 @@ def _listen(
 
 
 class _Prefixed:
-    """A text stream whose lines begin with a prefix and are written whole."""
+    """A text stream whose lines begin with a prefix and are written whole, but for long ones."""
 
     def __init__(self, stream: TextIO, prefix: str) -> None:
         self._stream = stream
         self._prefix = prefix
-        self._held = ""
+        self._held: list[str] = []
+        self._n_held = 0
         self._is_at_start = True
 
     def write(self, text: str) -> int:
-        self._held += text
-        whole, newline, self._held = self._held.rpartition("\n")
+        whole, newline, rest = text.rpartition("\n")
         if newline:
-            self._put(whole + newline)
+            self._put(self._take() + whole + newline)
+        self._held.append(rest)
+        self._n_held += len(rest)
+        if self._n_held > _LONGEST_LINE:
+            self._put(self._take() + "\n")
         return len(text)
 
     def flush(self) -> None:
-        held, self._held = self._held, ""
-        self._put(held)
+        self._put(self._take())
+
+    def _take(self) -> str:
+        held, self._held, self._n_held = self._held, [], 0
+        return "".join(held)
 
     def _put(self, text: str) -> None:
         if text:

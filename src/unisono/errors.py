@@ -16,7 +16,7 @@ UnisonoError(Exception)
 │  └─ WorkerFailedError                       .rank .exit_code .signal .traceback
 ├─ UnsupportedOperation(NotImplementedError)  .model .what .instead
 ├─ PayloadError(TypeError)
-└─ CollectiveError(RuntimeError)
+└─ CollectiveError(RuntimeError)            .is_in_step
    ├─ CollectiveTimeoutError(TimeoutError)
    ├─ CollectiveMismatchError
    └─ PeerFailedError                         .rank .traceback
@@ -194,7 +194,12 @@ class PayloadError(UnisonoError, TypeError):
 
 
 class CollectiveError(UnisonoError, RuntimeError):
-    """Raised when a collective failed after it was started."""
+    """Raised when a collective failed after it was started.
+
+    ``is_in_step`` tells whether all ranks have it and may go on with the next collective.
+    """
+
+    is_in_step = False
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
@@ -203,6 +208,8 @@ class CollectiveTimeoutError(CollectiveError, TimeoutError):
 
 class CollectiveMismatchError(CollectiveError):
     """Raised when ranks called different things; says what each rank called."""
+
+    is_in_step = True
 
 
 class PeerFailedError(CollectiveError):

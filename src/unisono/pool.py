@@ -5,18 +5,16 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import cloudpickle
-
 from unisono._arguments import seconds
-from unisono._crew import Answer, Crew
+from unisono._crew import Answer, Crew, Ending
+from unisono._serving import BROKEN
+from unisono._table import SEATS_NODES
 from unisono.errors import (
     ArgumentError,
-    CollectiveError,
-    CollectiveMismatchError,
     CollectiveTimeoutError,
     NotInitializedError,
     PayloadError,
@@ -32,14 +30,12 @@ if TYPE_CHECKING:
 
 __all__ = ("WorkerPool",)
 
-_GRACE_S = 0.2  # for the others, once a replica has failed
-
 
 class WorkerPool:
     """Replicas that stay, each within its context, and run what they are given.
 
     Local. They are made at the first call, and made anew after one that left the context unusable:
-    where a replica died, or didn't come back after another one had failed.
+    where a replica died, or waited for one that had failed.
 
     Args:
         backend: as in ``spawn``.
@@ -47,7 +43,8 @@ class WorkerPool:
         deadline_s: seconds that a call may take; None for no limit.
         prefix_output: whether each line that a replica prints begins with its rank (replicas that
             are processes).
-        options: as in ``spawn``, but for ``join``.
+        options: as in ``spawn``, but for ``join`` and for what is about other hosts: the replicas
+            of a pool are on this one.
 
     Raises:
         UnknownBackendError: nobody claims the backend.
@@ -74,6 +71,7 @@ class WorkerPool:
     ) -> None:
         if "join" in options:
             raise ArgumentError("a pool takes no join: its calls wait, its replicas stay")
+        _check_host(options)
         check_job("WorkerPool", backend, nproc_per_node, options)
         self._size = nproc_per_node
         self._deadline_s: float | None = None
@@ -114,7 +112,7 @@ class WorkerPool:
                 waiting.remove(rank)
                 return body
 
-            answers = self._collect(self._ready(), give, _name(fn))
+            answers = self._collect(self._ready(), give, _name(fn), is_together=True)
             return [pickle.loads(answers[rank][0][1]) for rank in range(self._size)]
 
     def map(self, fn: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
@@ -146,7 +144,7 @@ class WorkerPool:
                 turns[rank].append(index)
                 return bodies[index]
 
-            answers = self._collect(self._ready(), give, _name(fn))
+            answers = self._collect(self._ready(), give, _name(fn), is_together=False)
             results: list[Any] = [None] * len(bodies)
             for rank, indices in turns.items():
                 for index, (_, body) in zip(indices, answers.get(rank, ()), strict=True):
@@ -186,16 +184,17 @@ class WorkerPool:
         return crew is None or crew.stop(is_orderly=False)
 
     def _collect(
-        self, crew: Crew, give: Callable[[int], bytes | None], name: str
+        self, crew: Crew, give: Callable[[int], bytes | None], name: str, *, is_together: bool
     ) -> dict[int, list[Answer]]:
         """Give each replica calls until nothing is left, and take the answers in."""
         answers: dict[int, list[Answer]] = {}
         failures: dict[int, Failure] = {}
         busy: set[int] = set()
         limit = None if self._deadline_s is None else time.monotonic() + self._deadline_s
+        ending: Ending | None = None
 
         def go_on(rank: int) -> None:
-            body = give(rank)
+            body = None if failures else give(rank)
             if body is None:
                 busy.discard(rank)
             else:
@@ -206,27 +205,27 @@ class WorkerPool:
             for rank in range(self._size):
                 go_on(rank)
             while busy:
-                heard = crew.hear(busy, limit)
-                if heard is None and failures:
-                    break
+                heard = crew.hear(busy, _sooner(limit, ending.at if ending else None))
                 if heard is None:
-                    self._give_up(busy, name)
-                rank, answer = heard
-                if answer[0] == _channel.ERROR:
-                    failures[rank] = pickle.loads(answer[1])
-                    limit = time.monotonic() + _GRACE_S
-                    busy.remove(rank)
+                    if ending is None:
+                        self._give_up(busy, name)
+                    if _is_past(limit) or ending.is_over(busy):
+                        break
                     continue
-                answers.setdefault(rank, []).append(answer)
-                if failures:
-                    busy.remove(rank)
+                rank, answer = heard
+                if answer[0] == _channel.RESULT:
+                    answers.setdefault(rank, []).append(answer)
                 else:
-                    go_on(rank)
+                    ending = ending or Ending(crew, is_together)
+                    failures[rank] = pickle.loads(answer[1])
+                    if answer[0] == BROKEN:
+                        ending.hurry()
+                go_on(rank)
         except BaseException:  # Ctrl-C, or a replica that died: nothing is left half done
             self._drop()
             raise
         if failures:
-            if busy or any(_is_broken(failure) for failure in failures.values()):
+            if busy or (ending and ending.is_broken):
                 self._drop()
             first = min(failures, key=lambda rank: failures[rank].is_secondary)
             raise raised(first, self._size, failures[first])
@@ -242,15 +241,26 @@ class WorkerPool:
         )
 
 
-def _is_broken(failure: Failure) -> bool:
-    """Tell whether a failure leaves the context unusable."""
-    if failure.cause is None:
-        return False
-    try:
-        error = cloudpickle.loads(failure.cause)
-    except Exception:  # a class that can't be had here is none of ours
-        return False
-    return isinstance(error, CollectiveError) and not isinstance(error, CollectiveMismatchError)
+def _check_host(options: Mapping[str, Any]) -> None:
+    """Refuse what would put replicas on other hosts, which the pool's own socket doesn't reach."""
+    found = {name: options[name] for name in ("nnodes", "hosts") if options.get(name) is not None}
+    if found.get("nnodes") == 1:
+        del found["nnodes"]
+    if options.get("launcher") in SEATS_NODES:
+        found["launcher"] = options["launcher"]
+    for name, value in found.items():
+        raise ArgumentError(
+            f"{name}={value!r}: all replicas of a pool are on this host; leave {name} out, or run "
+            "a function on several hosts with spawn()"
+        )
+
+
+def _sooner(one: float | None, other: float | None) -> float | None:
+    return min((at for at in (one, other) if at is not None), default=None)
+
+
+def _is_past(limit: float | None) -> bool:
+    return limit is not None and time.monotonic() >= limit
 
 
 def _name(fn: Any) -> str:

@@ -135,9 +135,11 @@ def _outcome_for_all(
     heard = decode(frames[model.position(group, rank)], model.device)
     if heard is not None:
         summary, text = heard
-        raise PeerFailedError(
+        failed = PeerFailedError(
             f"rank {rank} raised {summary} in {name}\n\n{text}", rank=rank, traceback=text
-        ) from error
+        )
+        failed.is_in_step = True
+        raise failed from error
     if error is not None:
         raise error
 

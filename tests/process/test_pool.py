@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import subprocess
@@ -73,6 +74,113 @@ def test_a_call_that_raises_leaves_the_pool_as_it_is(pool: WorkerPool) -> None:
     with pytest.raises(WorkerFailedError, match="ZeroDivisionError"):
         pool.map(lambda x: 1 // x, [1, 0, 2])
     assert pool.run(facts, 1)[0] == (0, 3, 3)
+
+
+def compute(seconds: float) -> float:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+    return seconds
+
+
+def ident(local_rank: int) -> tuple[int, int]:
+    return os.getpid(), threading.get_ident()
+
+
+def test_a_call_that_raises_while_others_compute_leaves_them(pool: WorkerPool) -> None:
+    before = pool.run(ident)
+
+    def fail(local_rank: int) -> None:
+        if local_rank == 1:
+            raise KeyError("missing")
+        compute(1.0)
+
+    with pytest.raises(WorkerFailedError, match="rank 1 of 3 raised KeyError"):
+        pool.run(fail)
+    assert pool.run(ident) == before
+    with pytest.raises(WorkerFailedError, match="raised TypeError"):
+        pool.map(compute, [1.0, "no number", 1.0])
+    assert pool.run(ident) == before
+    assert pool.run(facts, 1)[1] == (1, 3, 3)
+
+
+def test_map_waits_within_its_deadline_for_others_than_the_one_that_failed(tmp_path: Path) -> None:
+    def item(path: Path | None) -> None:
+        while not (path or 1 / 0).exists():  # type: ignore[union-attr]
+            pass
+
+    with WorkerPool("gloo", nproc_per_node=2) as pool:
+        before = pool.run(ident)
+        pool._deadline_s = 0.5
+        with pytest.raises(WorkerFailedError, match="ZeroDivisionError"):
+            pool.map(item, [tmp_path / "never", None])
+        pool._deadline_s = None
+        assert not {*pool.run(ident)} & {*before}
+
+
+def test_a_section_that_fails_leaves_the_pool_as_it_is(pool: WorkerPool) -> None:
+    before = pool.run(ident)
+
+    @unisono.one_rank_only(rank=1, with_barrier=True)
+    def only() -> None:
+        raise KeyError("missing")
+
+    def first(local_rank: int) -> None:
+        with unisono.one_rank_first(rank=1):
+            raise KeyError("missing")
+
+    for fn in (lambda local_rank: only(), first):
+        with pytest.raises(WorkerFailedError, match="rank 1 raised KeyError: 'missing'"):
+            pool.run(fn)
+        assert pool.run(ident) == before
+    assert pool.run(facts, 1)[1] == (1, 3, 3)
+
+
+def test_ranks_out_of_step_get_a_new_context_whatever_they_raise(pool: WorkerPool) -> None:
+    pool.run(facts, 1)
+    before = pool._crew
+
+    def hide(local_rank: int) -> None:
+        if local_rank:
+            return
+        try:
+            with unisono.deadline(0.2):
+                unisono.barrier()
+        except CollectiveTimeoutError:
+            raise KeyError("mine") from None
+
+    with pytest.raises(WorkerFailedError, match="rank 0 of 3 raised KeyError: 'mine'"):
+        pool.run(hide)
+    assert pool.run(facts, 1)[1] == (1, 3, 3)
+    assert pool._crew is not before
+
+
+def spin(local_rank: int) -> None:
+    compute(600)
+
+
+def wait_for_torch(local_rank: int) -> None:
+    torch.distributed.barrier()
+
+
+def test_a_call_that_raises_ends_those_that_never_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(local_rank: int, others: Any) -> None:
+        if local_rank == 1:
+            raise KeyError("missing")
+        others(local_rank)
+
+    with WorkerPool("gloo", nproc_per_node=2) as pool:
+        for others in (stop, hold_the_gil, wait_for_torch, spin):
+            before = pool.run(ident)
+            if others is spin:
+                monkeypatch.setattr("unisono._crew._PATIENCE_S", 0.5)
+            start = time.monotonic()
+            with pytest.raises(WorkerFailedError, match="rank 1 of 2 raised KeyError"):
+                pool.run(fail, others)
+            assert time.monotonic() - start < 2
+            assert not {*pool.run(ident)} & {*before}
 
 
 def test_a_call_that_raises_while_others_wait_makes_a_new_context(pool: WorkerPool) -> None:
@@ -269,6 +377,19 @@ def test_output_comes_with_its_rank(capfd: pytest.CaptureFixture[str]) -> None:
     assert "[rank 0] without an end" in err
 
 
+def test_output_without_an_end_is_cut_into_long_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    def speak(local_rank: int) -> None:
+        for _ in range(100_000):
+            sys.stdout.write("abcde")
+
+    with WorkerPool("gloo") as pool:
+        pool.run(speak)
+    lines = capfd.readouterr().out.splitlines()
+    assert {line[:9] for line in lines} == {"[rank 0] "}
+    assert max(map(len, lines)) < (1 << 16) + 20
+    assert sum(line.count("b") for line in lines) == 100_000
+
+
 def test_no_replica_outlives_the_pool(tmp_path: Path) -> None:
     pool = WorkerPool("gloo", nproc_per_node=2)
     pids = pool.run(lambda local_rank: os.getpid())
@@ -279,6 +400,21 @@ def test_no_replica_outlives_the_pool(tmp_path: Path) -> None:
         pool.run(abs)
 
 
+@pytest.mark.parametrize("backend", ["gloo", "threads"])
+def test_a_pool_that_is_dropped_ends_its_replicas(backend: str) -> None:
+    before = {*threading.enumerate()}
+    pool = WorkerPool(backend, nproc_per_node=2)
+    pids = pool.run(lambda local_rank: os.getpid())
+    threads = {*threading.enumerate()} - before
+    assert threads
+    del pool
+    gc.collect()
+    for thread in threads:
+        thread.join(10)
+    assert {*threading.enumerate()} <= before
+    assert backend == "threads" or not gone(pids, 10)
+
+
 def test_bad_input_is_refused_before_anything_starts() -> None:
     with pytest.raises(ArgumentError):
         WorkerPool("gloo", nproc_per_node=0)
@@ -286,6 +422,11 @@ def test_bad_input_is_refused_before_anything_starts() -> None:
         WorkerPool("gloo", deadline_s=-1)
     with pytest.raises(ArgumentError, match="join"):
         WorkerPool("gloo", join=False)
+    for elsewhere in ({"nnodes": 2}, {"hosts": "one:1,two:1"}, {"launcher": "slurm"}):
+        with pytest.raises(ArgumentError, match=rf"{next(iter(elsewhere))}=.*on this host.*spawn"):
+            WorkerPool("gloo", **elsewhere)
+    with WorkerPool("gloo", nnodes=1) as pool:
+        assert pool.run(facts, 1) == [(0, 1, 1)]
     with WorkerPool("gloo") as pool, pytest.raises(ArgumentError, match="callable"):
         pool.run(3)  # type: ignore[arg-type]
     with pytest.raises(UnknownBackendError, match="gloo"):

@@ -12,6 +12,7 @@ import pytest
 
 from unisono import errors
 from unisono.errors import (
+    CollectiveError,
     EnvironmentDetectionError,
     PeerFailedError,
     UnisonoError,
@@ -32,6 +33,7 @@ MADE: list[tuple[BaseException, dict[str, Any]]] = [
     ),
     (WorkerFailedError("what"), {"rank": -1, "exit_code": None, "signal": None, "traceback": ""}),
     (UnsupportedOperation("m", "send", "x"), {"model": "m", "what": "send", "instead": "x"}),
+    (CollectiveError("what"), {"is_in_step": False}),
     (PeerFailedError("what", 1, "Traceback"), {"rank": 1, "traceback": "Traceback"}),
     (PeerFailedError("what", rank=1), {"rank": 1, "traceback": ""}),
 ]
@@ -111,3 +113,11 @@ def test_all_lists_every_class() -> None:
     assert list(errors.__all__) == sorted(errors.__all__)
     assert all(issubclass(cls, UnisonoError) for cls in CLASSES)
     assert all((cls.__doc__ or "").strip() for cls in CLASSES)
+
+
+def test_whether_the_ranks_are_in_step_travels_with_the_error() -> None:
+    assert errors.CollectiveMismatchError("what").is_in_step
+    error = PeerFailedError("what", 1)
+    assert not error.is_in_step
+    error.is_in_step = True
+    assert pickle.loads(pickle.dumps(error)).is_in_step

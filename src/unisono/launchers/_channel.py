@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 
-__all__ = ("END", "ERROR", "RESULT", "TASK", "Inbox", "receive", "send")
+__all__ = ("END", "ERROR", "RESULT", "TASK", "Inbox", "head", "receive", "send")
 
 TASK, RESULT, ERROR, END = b"t", b"r", b"e", b"q"
 _HEAD = struct.Struct("<Qc")
@@ -19,8 +19,13 @@ def send(channel: socket.socket, kind: bytes, body: bytes = b"") -> None:
     Raises:
         OSError: the other side is gone.
     """
-    channel.sendall(_HEAD.pack(len(body), kind))
+    channel.sendall(head(kind, len(body)))
     channel.sendall(body)
+
+
+def head(kind: bytes, size: int = 0) -> bytes:
+    """Write what comes before a body of so many bytes. Local, and pure."""
+    return _HEAD.pack(size, kind)
 
 
 class Inbox:
@@ -38,6 +43,11 @@ class Inbox:
         self._kind = kind
         self._data = bytearray(size)
         self._room = memoryview(self._data)
+
+    @property
+    def is_within(self) -> bool:
+        """Whether a message has begun to come."""
+        return self._kind is not None or len(self._room) < len(self._data)
 
     def take(self) -> tuple[bytes, bytes] | None:
         """Take the next message as far as it is there.
