@@ -13,6 +13,7 @@ from unisono._arguments import seconds
 from unisono._crew import Answer, Crew, Ending
 from unisono._serving import BROKEN
 from unisono._table import SEATS_NODES
+from unisono.control.deadlines import limit_of
 from unisono.errors import (
     ArgumentError,
     CollectiveTimeoutError,
@@ -40,7 +41,8 @@ class WorkerPool:
     Args:
         backend: as in ``spawn``.
         nproc_per_node: replicas, at least 1.
-        deadline_s: seconds that a call may take; None for no limit.
+        deadline_s: seconds that a call may take; None for no limit. Within ``deadline`` a call has
+            the time that is left there, if that is less.
         prefix_output: whether each line that a replica prints begins with its rank (replicas that
             are processes).
         options: as in ``spawn``, but for ``join`` and for what is about other hosts: the replicas
@@ -190,7 +192,10 @@ class WorkerPool:
         answers: dict[int, list[Answer]] = {}
         failures: dict[int, Failure] = {}
         busy: set[int] = set()
-        limit = None if self._deadline_s is None else time.monotonic() + self._deadline_s
+        limit_s = limit_of(self._deadline_s)
+        if limit_s == 0:
+            raise CollectiveTimeoutError(f"{name} wasn't begun: the block's deadline is over")
+        limit = None if limit_s is None else time.monotonic() + limit_s
         ending: Ending | None = None
 
         def go_on(rank: int) -> None:
@@ -208,7 +213,7 @@ class WorkerPool:
                 heard = crew.hear(busy, _sooner(limit, ending.at if ending else None))
                 if heard is None:
                     if ending is None:
-                        self._give_up(busy, name)
+                        self._give_up(busy, name, limit_s)
                     if _is_past(limit) or ending.is_over(busy):
                         break
                     continue
@@ -231,12 +236,13 @@ class WorkerPool:
             raise raised(first, self._size, failures[first])
         return answers
 
-    def _give_up(self, busy: Iterable[int], name: str) -> NoReturn:
+    def _give_up(self, busy: Iterable[int], name: str, limit_s: float | None) -> NoReturn:
         late = sorted(busy)
         is_over = self._drop()
+        spent_s = round(limit_s or 0, 2)
         what = "ended" if is_over else "told to end, which they haven't yet"
         raise CollectiveTimeoutError(
-            f"{name} wasn't done on ranks {late} of {self._size} after {self._deadline_s:g} s: "
+            f"{name} wasn't done on ranks {late} of {self._size} after {spent_s:g} s: "
             f"their replicas are {what}; the next call makes new ones"
         )
 

@@ -257,6 +257,23 @@ def test_a_call_over_its_deadline_is_ended(backend: str, tmp_path: Path) -> None
         assert pool.run(facts, 1)[1] == (1, 2, 2)
 
 
+@pytest.mark.parametrize("method", ["run", "map"])
+def test_a_call_keeps_to_the_deadline_of_its_block(method: str) -> None:
+    with WorkerPool("gloo", nproc_per_node=2, deadline_s=60) as pool:
+        pool.run(facts, 1)
+        with unisono.deadline(0.5):
+            pool.run(facts, 1)
+            start = time.monotonic()
+            with pytest.raises(CollectiveTimeoutError, match=r"ranks \[0, 1\] of 2 after 0\.\d+ s"):
+                pool.run(spin) if method == "run" else pool.map(spin, [0, 1])
+            assert time.monotonic() - start < 1.5
+            with pytest.raises(CollectiveTimeoutError, match="facts wasn't begun"):
+                pool.run(facts, 1)
+        crew = pool._crew
+        assert pool.run(facts, 1)[1] == (1, 2, 2)
+        assert pool._crew is crew
+
+
 def stop(local_rank: int) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 

@@ -17,7 +17,7 @@ _until: ContextVar[float | None] = ContextVar("_until", default=None)
 
 @contextmanager
 def deadline(timeout: float | timedelta) -> Iterator[None]:
-    """Let collectives of a block be done in time: those that wait longer raise.
+    """Let collectives of a block, and calls of a pool, be done in time: those that are late raise.
 
     Local. All that the block's own thread calls shares the one deadline, whatever ``timeout`` the
     job has; a shorter one that holds already stays. A context in which a collective timed out is
