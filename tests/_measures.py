@@ -20,7 +20,7 @@ _MOST_LINES = 20
 
 @functools.cache
 def slack() -> float:
-    """Tell by how much a limit may be passed: 1.5 where the host is idle as the suite begins.
+    """Tell by how much a limit may be passed: 2 where the host is idle as the suite begins.
 
     On a host that others use, of which the suite can't tell how much, it is 4;
     UNISONO_FAULTS_SLACK says otherwise.
@@ -28,7 +28,7 @@ def slack() -> float:
     asked = os.environ.get("UNISONO_FAULTS_SLACK")
     if asked is not None:
         return float(asked)
-    return 1.5 if psutil.cpu_percent(interval=1.0) < _QUIET_PERCENT else 4.0
+    return 2.0 if psutil.cpu_percent(interval=1.0) < _QUIET_PERCENT else 4.0
 
 
 def says_little(text: str, original: str | None) -> None:

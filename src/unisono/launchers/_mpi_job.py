@@ -40,7 +40,8 @@ _VARIABLES = (
     ("PMIX_RANK", "PMIX_SIZE"),
 )
 _SIGNAL = re.compile(r"signal:? (\d+)", re.IGNORECASE)
-_AFTER_A_ZERO = "exiting improperly"  # what Open MPI says, whose own code is 1 then
+# What Open MPI says, whose own code is 1 then; it breaks lines as they come.
+_AFTER_A_ZERO = re.compile(r"exiting\s+improperly")
 _TAIL_BYTES = 8192
 _TAIL_LINES = 12
 _POLL_S = 0.1
@@ -265,7 +266,7 @@ class Job:
             self._process.wait(_TERM_S)
         words, code = self._last_words(), self._process.poll()
         said = self._said.decode(errors="replace")
-        code = 0 if _AFTER_A_ZERO in said else code
+        code = 0 if _AFTER_A_ZERO.search(said) else code
         found = _SIGNAL.search(said)
         name = None
         with contextlib.suppress(ValueError):

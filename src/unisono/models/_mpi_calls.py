@@ -60,7 +60,7 @@ _STEPS: dict[ReduceOp, Callable[..., Tensor]] = {
 _log = logging.getLogger(__name__)
 _GONE = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_PROC_ABORTED", "ERR_REVOKED")
 _SPINS_TO_LISTEN = 100  # 10 ms once it has waited a while
-_ASK_S = 0.6  # who is stuck never answers, and who asks has waited for its deadline already
+_ASK_S = 0.4  # who is stuck never answers, and who asks has waited for its deadline already
 _SPINS = 1_000  # tests of a request before waiting for it gives way to other processes
 
 
