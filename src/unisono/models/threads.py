@@ -58,7 +58,7 @@ class _World:
         self.failure: tuple[int, str] | None = None
         self.ended: set[int] = set()
         self.threads: dict[int, int] = {}
-        self.warn_after_s = warn_after_s()
+        self.warn_after_s: float = warn_after_s()
         self._moved = threading.Condition()
         self._rounds: dict[tuple[object, int], _Round] = {}
         self._letters: dict[tuple[object, int, int], list[Tensor]] = {}
