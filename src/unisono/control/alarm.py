@@ -201,7 +201,7 @@ class Alarm:
         self.fail({"kind": "peer", "rank": rank, "text": text})
 
     def ask(self, places: tuple[int, ...], got: Mapping[int, bytes]) -> dict[int, State]:
-        """Ask those of `places` that haven't come where they are. Local; waits 0.5 s at most."""
+        """Ask those of `places` that haven't come where they are. Local; waits 0.4 s at most."""
         return self._ask([place for place in places if place not in got])
 
     def is_behind(self, place: int) -> bool:

@@ -26,7 +26,7 @@ from unisono.handle import BACKGROUND
 __all__ = ("Aside", "State", "stack_of")
 
 _SEND_S = 1.0
-_ASK_S = 0.5  # who is stuck in C never answers, and who asks has waited for its deadline already
+_ASK_S = 0.4  # who is stuck in C never answers, and who asks has waited for its deadline already
 _FRAMES = 6
 _PACKAGE = str(Path(__file__).parents[1])
 _OURS = ("unisono-aside", BACKGROUND)  # threads in which the user calls nothing
@@ -100,7 +100,7 @@ class Aside:
         return self._towards.get(place, -1 if self._up is None else self._up)
 
     def ask(self, places: Iterable[int], ranks: tuple[int, ...] = ()) -> dict[int, State]:
-        """Ask other ranks where they are; wait 0.5 s at most.
+        """Ask other ranks where they are; wait 0.4 s at most.
 
         Local.
 
