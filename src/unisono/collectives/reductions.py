@@ -43,8 +43,9 @@ def all_reduce(
     Raises:
         ArgumentError: unknown operation.
         PayloadError: the value has no number or tensor where one must be, or the operation isn't
-            defined on its dtype (on every rank).
-        CollectiveMismatchError: containers of different structure (on every rank).
+            defined on its dtype.
+        CollectiveMismatchError: containers of different structure (on every rank); or another rank
+            refused its tensor, where calls are compared.
         CollectiveError: a peer failed or didn't come in time.
 
     Example:
@@ -206,7 +207,8 @@ def reduce_scatter(
 
     Raises:
         ArgumentError: unknown operation.
-        PayloadError: it is no dense tensor, or its dim 0 isn't a multiple of n (on every rank).
+        PayloadError: it is no dense tensor, or its dim 0 isn't a multiple of n.
+        CollectiveMismatchError: another rank's isn't, where calls are compared.
         CollectiveError: a peer failed or didn't come in time.
 
     Example:

@@ -241,7 +241,8 @@ def all_to_all(value: Any, group: GroupLike = None, *, async_op: bool = False) -
         member.
 
     Raises:
-        PayloadError: its length isn't a multiple of n, or a value can't travel (on every rank).
+        PayloadError: its length isn't a multiple of n; or a value can't travel (on every rank).
+        CollectiveMismatchError: another rank refused its tensor, where calls are compared.
         CollectiveError: a peer failed or didn't come in time.
 
     Example:
