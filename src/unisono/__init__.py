@@ -2,50 +2,52 @@
 
 ``import unisono as idist``, then the same script runs alone, under ``torch.distributed``, as
 threads of one process, and on every backend that somebody ships as a plug-in.
+
+A name is loaded when it is first asked for, so that what needs no torch (the command line's help,
+plug-ins of environments, the process beside each rank of a script) doesn't wait for it.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from unisono import errors
-from unisono.collectives.gathers import all_gather, all_gather_tensors_with_shapes, gather
-from unisono.collectives.groups import barrier, local_group, new_group
-from unisono.collectives.messages import recv, send
-from unisono.collectives.reductions import all_reduce, all_reduce_, reduce, reduce_scatter
-from unisono.collectives.transfers import all_to_all, broadcast, broadcast_, scatter
-from unisono.control.deadlines import deadline
-from unisono.errors import UnisonoError
-from unisono.facts import (
-    backend,
-    device,
-    get_local_rank,
-    get_nnodes,
-    get_node_rank,
-    get_nproc_per_node,
-    get_rank,
-    get_world_size,
-    hostname,
-    is_distributed,
-    is_main_process,
-    model_name,
-    set_local_rank,
-    show_config,
-)
-from unisono.handle import Handle
-from unisono.lifecycle import finalize, initialize, spawn, sync
-from unisono.model import ComputationModel
-from unisono.parallel import Parallel
-from unisono.reduction import ReduceOp
-from unisono.registry import available_backends, register_model
-from unisono.registry import registered_models as _registered_models
-from unisono.sections import master_only, one_rank_first, one_rank_only, run_on_rank
-from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
-
 if TYPE_CHECKING:
+    from unisono import errors
+    from unisono.collectives.gathers import all_gather, all_gather_tensors_with_shapes, gather
+    from unisono.collectives.groups import barrier, local_group, new_group
+    from unisono.collectives.messages import recv, send
+    from unisono.collectives.reductions import all_reduce, all_reduce_, reduce, reduce_scatter
+    from unisono.collectives.transfers import all_to_all, broadcast, broadcast_, scatter
+    from unisono.control.deadlines import deadline
+    from unisono.errors import UnisonoError
+    from unisono.facts import (
+        backend,
+        device,
+        get_local_rank,
+        get_nnodes,
+        get_node_rank,
+        get_nproc_per_node,
+        get_rank,
+        get_world_size,
+        hostname,
+        is_distributed,
+        is_main_process,
+        model_name,
+        set_local_rank,
+        show_config,
+    )
+    from unisono.handle import Handle
+    from unisono.lifecycle import finalize, initialize, spawn, sync
+    from unisono.model import ComputationModel
+    from unisono.parallel import Parallel
     from unisono.pool import WorkerPool
+    from unisono.reduction import ReduceOp
+    from unisono.registry import available_backends, register_model
+    from unisono.sections import master_only, one_rank_first, one_rank_only, run_on_rank
+    from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
     from unisono.training.averaging import (
         all_reduce_grads,
         all_reduce_params,
@@ -189,7 +191,82 @@ __all__ = (
     "unwrap_model",
 )
 
-_LOADED_LATER = {
+
+# Where each name is defined. What a rank of any program is likely to use comes first.
+_CORE = {
+    "unisono.collectives.gathers": (
+        "all_gather",
+        "all_gather_tensors_with_shapes",
+        "gather",
+    ),
+    "unisono.collectives.groups": (
+        "barrier",
+        "local_group",
+        "new_group",
+    ),
+    "unisono.collectives.messages": (
+        "recv",
+        "send",
+    ),
+    "unisono.collectives.reductions": (
+        "all_reduce",
+        "all_reduce_",
+        "reduce",
+        "reduce_scatter",
+    ),
+    "unisono.collectives.transfers": (
+        "all_to_all",
+        "broadcast",
+        "broadcast_",
+        "scatter",
+    ),
+    "unisono.control.deadlines": ("deadline",),
+    "unisono.errors": ("UnisonoError",),
+    "unisono.facts": (
+        "backend",
+        "device",
+        "get_local_rank",
+        "get_nnodes",
+        "get_node_rank",
+        "get_nproc_per_node",
+        "get_rank",
+        "get_world_size",
+        "hostname",
+        "is_distributed",
+        "is_main_process",
+        "model_name",
+        "set_local_rank",
+        "show_config",
+    ),
+    "unisono.handle": ("Handle",),
+    "unisono.lifecycle": (
+        "finalize",
+        "initialize",
+        "spawn",
+        "sync",
+    ),
+    "unisono.model": ("ComputationModel",),
+    "unisono.parallel": ("Parallel",),
+    "unisono.reduction": ("ReduceOp",),
+    "unisono.registry": (
+        "available_backends",
+        "register_model",
+    ),
+    "unisono.sections": (
+        "master_only",
+        "one_rank_first",
+        "one_rank_only",
+        "run_on_rank",
+    ),
+    "unisono.topology": (
+        "ContextHint",
+        "Group",
+        "LaunchPlan",
+        "RankInfo",
+        "Topology",
+    ),
+}
+_EXTRAS = {
     "unisono.pool": ("WorkerPool",),
     "unisono.training.averaging": (
         "all_reduce_grads",
@@ -248,7 +325,7 @@ _LOADED_LATER = {
         "unwrap_model",
     ),
 }
-_MODULE_OF = {name: module for module, names in _LOADED_LATER.items() for name in names}
+_MODULE_OF = {name: module for module, names in {**_CORE, **_EXTRAS}.items() for name in names}
 _LIBRARY_OF = {
     "has_native_dist_support": "torch.distributed",
     "has_hvd_support": "horovod",
@@ -257,13 +334,28 @@ _LIBRARY_OF = {
 }
 
 
+def _preload() -> None:
+    """Load the core, for a process whose forks will use it. Local."""
+    for module in _CORE:
+        importlib.import_module(module)
+
+
 def __getattr__(name: str) -> Any:
-    """Answer what idist has as variables, and load what a start doesn't need. Local."""
-    if name in _LIBRARY_OF:
-        return importlib.util.find_spec(_LIBRARY_OF[name]) is not None
-    if name == "registered_computation_models":
-        return _registered_models()
+    """Load what is asked for, and answer what idist has as variables. Local."""
     if name in _MODULE_OF:
         value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
         return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "errors":
+        return importlib.import_module("unisono.errors")
+    if name in _LIBRARY_OF:
+        return importlib.util.find_spec(_LIBRARY_OF[name]) is not None
+    if name == "registered_computation_models":
+        return importlib.import_module("unisono.registry").registered_models()
+    similar = difflib.get_close_matches(name, __all__, 1)
+    hint = f". Did you mean: {similar[0]!r}?" if similar else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}", name=name)
+
+
+def __dir__() -> list[str]:
+    """List the public names. Local."""
+    return sorted((*__all__, "__version__"))

@@ -13,7 +13,7 @@ from _command import JOB, Done
 
 MODULE = """
 from unisono.launchers.processes import launch as local
-from unisono.topology import RankInfo
+from unisono import RankInfo
 
 def launch(entry, plan, *, environ=None):
     print("launched by mine", flush=True)

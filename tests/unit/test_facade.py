@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import pkgutil
@@ -12,8 +13,9 @@ import pytest
 
 import unisono
 
-# `ignite.distributed` 0.5, without `auto_*` and the sampler's proxy, which come later.
+# `ignite.distributed` 0.5.
 IDIST = (
+    *("DistributedProxySampler", "auto_dataloader", "auto_model", "auto_optim"),
     *("Parallel", "all_gather", "all_gather_tensors_with_shapes", "all_reduce"),
     *("available_backends", "backend", "barrier", "broadcast", "device", "finalize"),
     *("get_local_rank", "get_nnodes", "get_node_rank", "get_nproc_per_node", "get_rank"),
@@ -30,6 +32,7 @@ def test_all_is_sorted_and_every_name_is_there() -> None:
 
 
 def test_all_is_complete() -> None:
+    unisono._preload()
     imported = {
         name
         for name, item in vars(unisono).items()
@@ -68,8 +71,6 @@ def test_facts_about_libraries_are_answered_when_asked() -> None:
         assert type(getattr(unisono, name)) is bool
     models = {cls.name for cls in unisono.registered_computation_models}
     assert {"serial", "threads", "native-dist"} <= models
-    with pytest.raises(AttributeError, match=r"no attribute 'all_redcue'"):
-        unisono.all_redcue  # noqa: B018
 
 
 def test_every_function_says_whether_it_communicates() -> None:
@@ -112,9 +113,42 @@ def test_all_of_every_module_is_true(name: str) -> None:
 
 def test_a_bare_import_loads_no_heavy_library() -> None:
     code = (
-        "import sys, unisono; heavy = {'horovod', 'torch_xla', 'mpi4py', 'ray', 'typer', 'rich', "
-        "'cloudpickle', 'sklearn', 'multiprocessing.spawn'}; "
+        "import sys, unisono; heavy = {'torch', 'horovod', 'torch_xla', 'mpi4py', 'ray', 'typer', "
+        "'rich', 'numpy', 'cloudpickle', 'psutil', 'sklearn', 'multiprocessing'}; "
+        "from unisono import RankInfo, Topology, errors, deadline; dir(unisono); "
         "print(sorted({name.partition('.')[0] for name in sys.modules} & heavy))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_dir_lists_what_is_public_and_nothing_else() -> None:
+    assert set(dir(unisono)) == {*unisono.__all__, "__version__"}
+
+
+def test_a_misspelt_name_is_answered_by_the_nearest() -> None:
+    with pytest.raises(AttributeError, match=r"'all_redcue'\. Did you mean: 'all_reduce'\?$"):
+        unisono.all_redcue  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'xyzzy'$"):
+        unisono.xyzzy  # noqa: B018
+
+
+def test_type_checkers_see_the_names_where_they_are_loaded_from() -> None:
+    tree = ast.parse(inspect.getsource(unisono))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    checked = {
+        (node.module, alias.name)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom) and node.module != "unisono"
+        for alias in node.names
+    }
+    assert checked == {(module, name) for name, module in unisono._MODULE_OF.items()}
+
+
+def test_the_core_of_the_facade_is_loaded_once_for_all_workers() -> None:
+    loaded = unisono.spawn("gloo", _modules, nproc_per_node=1)[0]
+    assert set(unisono._CORE) <= set(loaded)
+
+
+def _modules(_local_rank: int) -> list[str]:
+    return sorted(sys.modules)

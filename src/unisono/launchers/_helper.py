@@ -197,6 +197,8 @@ def main(control_fd: int, parent: int, preload: bool) -> None:
         with _watching(parent):
             gc.disable()
             from unisono.launchers._worker import work
+
+            sys.modules["unisono"]._preload()  # what a copy is likely to use, loaded once
         _make_ready_for_copies()
     serve(control, parent, work)
     os._exit(0)

@@ -11,14 +11,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import importlib.util
 import os
 import resource
 import signal
 import sys
-import types
 from pathlib import Path
 
-_HERE = Path(__file__).resolve().parent
 _PR_SET_PDEATHSIG = 1
 
 
@@ -30,12 +29,16 @@ def _die_with(parent: int, number: int) -> None:
         os.kill(os.getpid(), number)
 
 
-def _leave_out_the_facade() -> None:
-    """Let modules of the package be imported without its facade, which imports torch. Local."""
-    if "unisono" not in sys.modules:
-        package = types.ModuleType("unisono")
-        package.__path__ = [str(_HERE.parents[1])]
-        sys.modules["unisono"] = package
+def _load_package() -> None:
+    """Load the package that this file is part of, wherever it lies. Local."""
+    folder = Path(__file__).resolve().parents[2]
+    spec = importlib.util.spec_from_file_location(
+        "unisono", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    package = sys.modules["unisono"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
 
 
 def _options() -> argparse.Namespace:
@@ -58,7 +61,7 @@ def main() -> None:
         _die_with(options.parent, options.exec)
         os.execvp(program[0], program)
     _die_with(options.parent, signal.SIGTERM)
-    _leave_out_the_facade()
+    _load_package()
     from unisono.launchers._rank.program import Manner, run
 
     style = "plain" if options.plain else "coloured" if options.colour else "prefixed"
