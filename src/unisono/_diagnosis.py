@@ -169,5 +169,5 @@ def _said(environment: Mapping[str, Any]) -> str:
         if each["verdict"] == "won":
             parts.insert(0, f"{each['source']} ({names})")
         elif each["verdict"] == "disagrees":
-            parts.append(f"{each['source']} disagrees and isn't heard ({names})")
+            parts.append(f"{each['source']} disagrees and is ignored ({names})")
     return "; ".join(parts) or "none"

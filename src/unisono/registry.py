@@ -151,10 +151,13 @@ def _load_by_name(backend: str, row: Row) -> type[ComputationModel]:
 
 
 def _unknown(backend: str) -> str:
-    known = sorted(availability())
+    known = availability()
     near = difflib.get_close_matches(backend.lower(), known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"unknown backend {backend!r}.{hint} Known: {', '.join(known)}"
+    usable = ", ".join(sorted(name for name, why in known.items() if why is None))
+    others = ", ".join(sorted(name for name, why in known.items() if why is not None))
+    rest = f" Known, but not usable here: {others} (`unisono doctor` says why)" if others else ""
+    return f"unknown backend {backend!r}.{hint} Usable here: {usable}.{rest}"
 
 
 def probe(hint: ContextHint) -> ComputationModel | None:

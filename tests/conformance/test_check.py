@@ -177,6 +177,17 @@ class TestCommand:
         assert "onlygathers, 2 replicas" in text
         assert "derived: all_reduce" in text
         assert "1 passed, 1 derived" in text
+        assert "derived: it holds; the model leaves members to the contract" in text
+
+    def test_the_sizes_are_those_of_the_kit(self, capsys: pytest.CaptureFixture[str]) -> None:
+        law = ("--law", "broadcast ignores")  # names are taken with spaces, too
+        code, text = run(capsys, "check", "threads", *law)
+        assert code == 0
+        for size in ("1 replica", "2 replicas", "3 replicas"):
+            assert f"threads, {size}" in text
+        code, text = run(capsys, "check", "serial", *law)
+        assert code == 0
+        assert "not checked with 2 replicas: the serial model is one replica" in text
 
     def test_json(self, capsys: pytest.CaptureFixture[str]) -> None:
         code, text = run(capsys, "check", "threads", "-n", "3", "--json")
@@ -189,11 +200,12 @@ class TestCommand:
 
     def test_a_failed_law_is_exit_code_1(self, capsys: pytest.CaptureFixture[str]) -> None:
         words = ("--law", "reduce_gives_the_result_to_its_root", "--timeout", "1")
-        code, text = run(capsys, "check", "stayaway", *words)
+        code, text = run(capsys, "check", "stayaway", "-n", "2", *words)
         assert code == 1
         assert "1 failed" in text
+        assert "--law reduce_gives_the_result_to_its_root_alone" in text
         assert "rank 0, in reduce_gives_the_result_to_its_root_alone" in text
-        code, text = run(capsys, "check", "stayaway", *words, "--json")
+        code, text = run(capsys, "check", "stayaway", "-n", "2", *words, "--json")
         assert code == 1
         assert json.loads(text)["laws"][0]["status"] == "failed"
 

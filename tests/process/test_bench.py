@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 OPERATIONS = {"all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"}
 
@@ -30,7 +32,7 @@ def test_every_operation_is_measured_at_every_size(backend: str) -> None:
         (operation, size) for operation in OPERATIONS for size in (64, 4096)
     }
     for row in told["figures"]:
-        assert row["us"] > 0
+        assert 0 < row["us_q1"] <= row["us"] <= row["us_q3"]
     for row in tensors:
         assert row["algorithm_gb_s"] == pytest.approx(row["bytes"] / row["us"] / 1e3)
         factor = 0.5 if row["operation"] not in ("broadcast", "all_reduce") else 1
@@ -55,8 +57,10 @@ def test_wrong_use_is_one_line(args: list[str], words: str) -> None:
 def test_the_table_names_what_was_measured(tmp_path: Path) -> None:
     done = bench("--backend", "threads", "--sizes", "4", "--rounds", "1")
     assert done.returncode == 0
-    for word in ("barrier", "dict of 20", "algorithm", "threads, 2 ranks"):
+    for word in ("barrier", "dict of 20", "algorithm", "threads, 2 ranks", "quartiles", " cores, "):
         assert word in done.stdout
+    assert f"torch {torch.__version__}" in done.stdout
+    assert re.search(r"all_reduce +tensor +8 B +[\d.]+ us ", done.stdout)
 
 
 def test_times_are_drawn(tmp_path: Path) -> None:
@@ -65,6 +69,7 @@ def test_times_are_drawn(tmp_path: Path) -> None:
     done = bench("--backend", "threads", "--sizes", "4 64", "--rounds", "1", "--plot", str(path))
     assert done.returncode == 0, done.stderr
     assert path.read_bytes().startswith(b"\x89PNG\r\n")
+    assert f"wrote {path}" in done.stderr
 
 
 def test_progress_is_shown_on_a_terminal() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn
@@ -9,55 +12,91 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import unisono
-from unisono.cli.bench import bench
-from unisono.cli.check import check
-from unisono.cli.demo import demo
-from unisono.cli.doctor import doctor
-from unisono.cli.run import run
 from unisono.errors import ArgumentError, BackendError, UnisonoError, WorkerFailedError
 
-__all__ = ("COMMANDS", "app", "main")
+__all__ = ("COMMANDS", "main")
 
-COMMANDS: dict[str, Callable[..., int]] = {
-    "bench": bench,
-    "check": check,
-    "demo": demo,
-    "doctor": doctor,
-    "run": run,
+COMMANDS: dict[str, str] = {
+    "bench": "Measure every collective on this machine.",
+    "check": "Check every law of the contract on one backend.",
+    "demo": "Train a small net on handwritten digits with several workers.",
+    "doctor": "Say what can be used here, and who this process would be.",
+    "run": "Run a script in several ranks: here, or by torchrun, MPI, Slurm or Ray.",
 }
-# What follows the script's name is the script's own.
-_SETTINGS = {
+_HELP = {"help_option_names": ["-h", "--help"]}
+_SETTINGS: dict[str, dict[str, Any]] = {
+    # What follows the script's name is the script's own.
     "run": {
         "allow_interspersed_args": False,
         # torchrun spells its options both ways
         "token_normalize_func": lambda token: token.replace("_", "-"),
     }
 }
+# Where shells put the words typed so far when they ask for completions.
+_TYPED = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
 _WRONG_USE = 2
 _INTERRUPTED = 130
 
-app: typer.Typer = typer.Typer(
-    add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
-)
-for _name, _command in COMMANDS.items():
-    app.command(
-        _name,
-        help=(_command.__doc__ or "").partition("\n\n    Local.")[0],
-        context_settings=_SETTINGS.get(_name),
-    )(_command)
 
-
-@app.callback(invoke_without_command=True, help="One API for every way PyTorch goes distributed.")
-def _unisono(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
-) -> None:
-    if version:
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
         typer.echo(f"unisono {unisono.__version__}")
         raise typer.Exit
+
+
+def _unisono(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", "-V", help="Show the version and exit.", callback=_show_version,
+            is_eager=True,
+        ),
+    ] = False,
+) -> None:  # fmt: skip
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(_WRONG_USE)
+
+
+def _command_line(name: str) -> Any:
+    """Build the parser; of the commands it loads one alone, as some need seconds. Local."""
+    app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.callback(
+        invoke_without_command=True,
+        help="One API for every way PyTorch goes distributed.",
+        context_settings=_HELP,
+    )(_unisono)
+    for each, line in COMMANDS.items():
+        command = _load(each) if each == name else _unloaded
+        text = (command.__doc__ or "").partition("\n\n    Local.")[0]
+        app.command(
+            each,
+            help=text if each == name else line,
+            short_help=line,
+            context_settings={**_HELP, **_SETTINGS.get(each, {})},
+        )(command)
+    group = typer.main.get_command(app)
+    version = copy.copy(next(option for option in group.params if option.name == "version"))
+    version.expose_value = False  # the commands' functions needn't take it
+    for command in group.commands.values():  # type: ignore[attr-defined]
+        command.params.append(version)
+    return group
+
+
+def _load(name: str) -> Callable[..., int]:
+    command: Callable[..., int] = getattr(importlib.import_module(f"unisono.cli.{name}"), name)
+    return command
+
+
+def _unloaded() -> int:
+    raise AssertionError("a command that wasn't named on the command line was called")
+
+
+def _named_in(args: Sequence[str]) -> str:
+    """Give the command that the words name, or those that a shell wants completed. Local."""
+    typed = " ".join(os.environ.get(name, "") for name in _TYPED).split()[1:]
+    return next((word for word in (*args, *typed) if not word.startswith("-")), "")
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
@@ -77,14 +116,15 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 def _exit_code(args: Sequence[str]) -> int:
     try:
-        code: Any = app(args=list(args), prog_name="unisono", standalone_mode=False)
+        group = _command_line(_named_in(args))
+        code: Any = group(args=list(args), prog_name="unisono", standalone_mode=False)
     except (ArgumentError, BackendError) as error:
         return _complain(str(error), _WRONG_USE)
     except WorkerFailedError as error:
         return _complain(str(error).rstrip(), 1)
     except UnisonoError as error:
         return _complain(f"{type(error).__name__}: {error}", 1)
-    except typer.Abort:  # what typers that build on click make of Ctrl-C
+    except (typer.Abort, KeyboardInterrupt):
         code = _INTERRUPTED
     except Exception as error:
         # Click's exceptions, or the same of a typer that carries its own: no common public base.

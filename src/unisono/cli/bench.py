@@ -4,68 +4,69 @@ from __future__ import annotations
 
 import importlib
 import json
-import statistics
-import time
-from collections.abc import Callable
-from functools import partial
+import os
+import platform
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
-import unisono as idist
-from unisono.facts import is_main_process
-from unisono.lifecycle import best_backend, spawn
+import unisono
+from unisono.cli._tables import Column, folded, show
 
-__all__ = ("bench", "measure")
+__all__ = ("bench",)
 
-# Of the bytes of a payload, what crosses the bus for each rank: github.com/NVIDIA/nccl-tests,
-# doc/PERFORMANCE.md. A size is that of the whole result.
-_BUS: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1.0,
-}
 _SIZES = "4 1K 64K 1M 16M"
 _UNITS = {"K": 10, "M": 20, "G": 30}
+_COLUMNS = (
+    Column("operation"),
+    Column("payload", rank=1),
+    Column("size", is_number=True),
+    Column("median", is_number=True),
+    Column("quartiles", is_number=True, rank=2),
+    Column("algorithm", is_number=True, rank=4),
+    Column("bus", is_number=True, rank=3),
+)
+_CPU_INFO = Path("/proc/cpuinfo")
 
 
 def bench(
     backend: Annotated[str | None, typer.Option(help="As in spawn; the best one here.")] = None,
     *,
-    nproc: Annotated[int, typer.Option("-n", "--nproc-per-node", min=1, help="Replicas.")] = 2,
+    nproc_per_node: Annotated[
+        int, typer.Option("-n", "--nproc-per-node", min=1, metavar="N", help="Replicas.")
+    ] = 2,
     sizes: Annotated[str, typer.Option(help="Bytes of tensors, such as '4 64K 1M'.")] = _SIZES,
     rounds: Annotated[int, typer.Option(min=1, help="Calls, of which the median counts.")] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     plot: Annotated[
-        Path | None, typer.Option(metavar="PNG", help="Draw times over sizes (needs matplotlib).")
+        Path | None, typer.Option(metavar="FILE", help="Draw times over sizes (needs matplotlib).")
     ] = None,
 ) -> int:
     """Measure every collective on tensors of several sizes, and values of the control plane.
 
-    Local. It starts replicas. Algorithm bandwidth is the payload over the time; bus bandwidth is
-    what crosses the slowest link for it, as nccl-tests defines it.
+    Local. It starts replicas. Times are the median and the quartiles of the slowest rank.
+    Algorithm bandwidth is the payload over the median; bus bandwidth is what crosses the slowest
+    link for it, as nccl-tests defines it.
 
     Returns:
         The exit code, 0.
     """
-    wanted = [_bytes(text) for text in sizes.split()]
+    from unisono.cli._measure import measure
+    from unisono.lifecycle import best_backend, spawn
+
+    wanted = [_bytes(text) for text in sizes.replace(",", " ").split()]
+    draw = None if plot is None else _drawing()
     name = best_backend() if backend is None else backend
-    rows = spawn(name, measure, (wanted, rounds, not as_json), nproc_per_node=nproc)[0]
-    facts = {"backend": name, "ranks": nproc, "torch": torch.__version__, "rounds": rounds}
-    if plot is not None:
-        _draw(rows, plot, f"{name}, {nproc} ranks")
+    rows = spawn(name, measure, (wanted, rounds, not as_json), nproc_per_node=nproc_per_node)[0]
+    facts = {"backend": name, "ranks": nproc_per_node, "rounds": rounds, **_machine()}
     if as_json:
         typer.echo(json.dumps({**facts, "figures": rows}, indent=1))
     else:
-        _show(rows, f"{name}, {nproc} ranks, median of {rounds}")
+        _show(rows, facts)
+    if plot is not None:
+        _draw(draw, rows, plot, facts)
+        typer.echo(f"wrote {plot}", err=True)
     return 0
 
 
@@ -77,103 +78,112 @@ def _bytes(text: str) -> int:
     return int(number) << (unit or 0)
 
 
-def measure(
-    _local_rank: int, sizes: list[int], rounds: int, shows_progress: bool
-) -> list[dict[str, Any]]:
-    """Time everything. Collective over all ranks; rows as ``--json`` prints them."""
-    n, rows = idist.get_world_size(), []
-    works = [*_values().items(), *_tensors(sizes)]
-    is_shown = shows_progress and is_main_process()
-    with Progress(console=Console(stderr=True), disable=not is_shown, transient=True) as progress:
-        task = progress.add_task("measuring", total=len(works))
-        for key, call in works:
-            seconds = _time(call, rounds)
-            operation, payload, size = key
-            row = {"operation": operation, "payload": payload, "bytes": size}
-            row |= {"us": seconds * 1e6, "algorithm_gb_s": None, "bus_gb_s": None}
-            if payload == "tensor":
-                row["algorithm_gb_s"] = size / seconds / 1e9
-                row["bus_gb_s"] = size / seconds / 1e9 * _BUS[operation](n)
-            rows.append(row)
-            progress.advance(task)
-    return rows
+def _machine() -> dict[str, Any]:
+    """Say what the figures depend on. Local."""
+    import torch
 
+    from unisono.topology import usable_cores
 
-def _time(call: Callable[[], object], rounds: int) -> float:
-    call()
-    samples = []
-    for _ in range(rounds):
-        idist.barrier()
-        begin = time.perf_counter()
-        call()
-        _finish()
-        samples.append(time.perf_counter() - begin)
-    # The slowest rank's, since that is what a program waits for.
-    return float(idist.all_reduce(statistics.median(samples), "MAX"))
-
-
-def _finish() -> None:
-    if idist.device().type in ("cuda", "xpu"):
-        torch.accelerator.synchronize()
-
-
-def _values() -> dict[tuple[str, str, int], Callable[[], object]]:
-    metrics = {f"metric{i}": i * 0.5 for i in range(20)}
+    lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     return {
-        ("barrier", "", 0): idist.barrier,
-        ("all_gather", "str", 20): lambda: idist.all_gather("twenty characters ok"),
-        ("broadcast", "str", 20): lambda: idist.broadcast("twenty characters ok"),
-        ("all_reduce", "float", 8): lambda: idist.all_reduce(0.5),
-        ("all_reduce", "dict of 20 floats", 160): lambda: idist.all_reduce(metrics),
-        ("all_gather", "str", 5000): lambda: idist.all_gather("x" * 5000),
+        "processor": models[0] if models else platform.processor() or platform.machine(),
+        "cores": usable_cores(),
+        "accelerators": devices,
+        "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "unisono": unisono.__version__,
     }
 
 
-def _tensors(sizes: list[int]) -> list[tuple[tuple[str, str, int], Callable[[], object]]]:
-    n, works = idist.get_world_size(), []
-    for size in sizes:
-        count = max(n, size // 4 // n * n)
-        whole = torch.zeros(count, device=idist.device())
-        part = whole[: count // n].clone()
-        shapes = [[count // n]] * n
-        calls: dict[str, Callable[[], object]] = {
-            "all_reduce": partial(idist.all_reduce_, whole),
-            "broadcast": partial(idist.broadcast_, whole),
-            "all_gather": partial(idist.all_gather_tensors_with_shapes, part, shapes),
-            "reduce_scatter": partial(idist.reduce_scatter, whole),
-            "all_to_all": partial(idist.all_to_all, whole),
-        }
-        works += [((name, "tensor", count * 4), call) for name, call in calls.items()]
-    return works
+def _size(count: float) -> str:
+    """Write a number of bytes with its unit. Local."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} GiB"
 
 
-def _show(rows: list[dict[str, Any]], title: str) -> None:
-    table = Table(title=title, box=SIMPLE_HEAD)
-    for column in ("operation", "payload"):
-        table.add_column(column)
-    for column in ("bytes", "us", "algorithm GB/s", "bus GB/s"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        speeds = [
-            "" if row[key] is None else f"{row[key]:.3f}" for key in ("algorithm_gb_s", "bus_gb_s")
+def _time(us: float) -> str:
+    """Write microseconds with three digits and the unit that suits them. Local."""
+    value, unit = (us, "us") if us < 1000 else (us / 1e3, "ms") if us < 1e6 else (us / 1e6, "s")
+    return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+
+
+def _speed(gb_s: float | None) -> str:
+    """Write a bandwidth with the unit that suits it. Local."""
+    if gb_s is None:
+        return ""
+    for factor, unit in ((1, "GB/s"), (1e3, "MB/s"), (1e6, "kB/s")):
+        if gb_s * factor >= 1:
+            return f"{gb_s * factor:.3g} {unit}"
+    return f"{gb_s * 1e9:.3g} B/s"
+
+
+def _title(facts: dict[str, Any]) -> str:
+    ranks = "1 rank" if facts["ranks"] == 1 else f"{facts['ranks']} ranks"
+    return f"{facts['backend']}, {ranks}, median of {facts['rounds']}"
+
+
+def _host(facts: dict[str, Any]) -> str:
+    return f"{facts['processor']}, {facts['cores']} cores, load {facts['load']}"
+
+
+def _versions(facts: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {facts[name]}" for name in ("unisono", "torch", "python"))
+
+
+def _show(rows: list[dict[str, Any]], facts: dict[str, Any]) -> None:
+    cells = [
+        [
+            row["operation"],
+            row["payload"],
+            _size(row["bytes"]) if row["bytes"] else "",
+            _time(row["us"]),
+            f"{_time(row['us_q1'])} to {_time(row['us_q3'])}",
+            _speed(row["algorithm_gb_s"]),
+            _speed(row["bus_gb_s"]),
         ]
-        size = f"{row['bytes']:,}" if row["bytes"] else ""
-        table.add_row(row["operation"], row["payload"], size, f"{row['us']:,.1f}", *speeds)
-    Console().print(table)
+        for row in rows
+    ]
+    typer.echo(f"{folded(_host(facts))}\n{folded(_versions(facts))}")
+    show(_title(facts), _COLUMNS, cells)
 
 
-def _draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+def _drawing() -> Any:
     try:
-        plots = importlib.import_module("matplotlib.figure")
+        return importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise typer.BadParameter(
             "--plot needs matplotlib: python -m pip install matplotlib"
         ) from error
-    figure = plots.Figure(layout="constrained")
+
+
+def _draw(drawing: Any, rows: list[dict[str, Any]], path: Path, facts: dict[str, Any]) -> None:
+    """Draw each operation's median over the size, its quartiles as a band. Local."""
+    from unisono.cli._measure import BUS
+
+    figure = drawing.Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for operation in _BUS:
+    sizes = sorted({row["bytes"] for row in rows if row["payload"] == "tensor"})
+    for operation in BUS:
         points = [r for r in rows if r["operation"] == operation and r["payload"] == "tensor"]
-        axes.plot([r["bytes"] for r in points], [r["us"] for r in points], "o-", label=operation)
-    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="microseconds", title=title)
-    axes.legend()
-    figure.savefig(path)
+        x = [row["bytes"] for row in points]
+        (line,) = axes.plot(x, [row["us"] for row in points], "o-", label=operation)
+        bounds = [[row[key] for row in points] for key in ("us_q1", "us_q3")]
+        axes.fill_between(x, *bounds, color=line.get_color(), alpha=0.15, linewidth=0)
+    axes.set(xscale="log", yscale="log", xlabel="size of the result", ylabel="time of a call")
+    axes.set_xticks(sizes, [_size(size) for size in sizes], minor=False)
+    axes.xaxis.set_minor_locator(importlib.import_module("matplotlib.ticker").NullLocator())
+    formatter = importlib.import_module("matplotlib.ticker").FuncFormatter
+    axes.yaxis.set_major_formatter(formatter(lambda us, _at: _time(us)))
+    axes.yaxis.set_minor_formatter(formatter(lambda us, _at: ""))
+    axes.grid(which="major", alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, title="median; the band is half of all calls")
+    axes.set_title(_title(facts), loc="left", fontweight="bold")
+    figure.supxlabel(f"{_host(facts)}\n{_versions(facts)}", fontsize=8, color="gray")
+    figure.savefig(path, dpi=150)

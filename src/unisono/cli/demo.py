@@ -32,7 +32,9 @@ def demo(
     backend: Annotated[
         str, typer.Option(metavar="NAME", help="Such as gloo, nccl, threads, serial.")
     ] = "gloo",
-    nproc_per_node: Annotated[int, typer.Option(min=1, metavar="N", help="Workers to start.")] = 2,
+    nproc_per_node: Annotated[
+        int, typer.Option("-n", "--nproc-per-node", min=1, metavar="N", help="Workers to start.")
+    ] = 2,
     epochs: Annotated[
         int, typer.Option(min=1, metavar="N", help="Times to go through the images.")
     ] = 20,

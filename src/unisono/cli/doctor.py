@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from unisono import _diagnosis
+from unisono.cli._tables import folded
 
 __all__ = ("doctor",)
 
@@ -19,9 +19,9 @@ _FACTS = (
 _VERDICTS = {
     "won": "this one decides",
     "agrees": "says the same",
-    "disagrees": "DISAGREES, and isn't heard",
+    "disagrees": "DISAGREES, and is ignored",
     "refused": "REFUSED",
-    "unused": "can't be heard, because another one is refused",
+    "unused": "is ignored, because another one is refused",
 }
 
 
@@ -42,29 +42,54 @@ def doctor(
     Returns:
         The exit code: 0, or 1 where what was asked for, or any job here, can't work.
     """
+    from unisono import _diagnosis
+
     found = _diagnosis.diagnose()
+    found = {"recommended": _recommended(found), **found}
     problems = _diagnosis.problems(found, backend, launcher)
     if as_json:
         typer.echo(json.dumps({**found, "problems": problems}, indent=2))
         return 1 if problems else 0
     for title, lines in _sections(found):
-        typer.echo(f"{title}\n" + "".join(f"  {line}\n" for line in lines))
+        typer.echo("\n".join([title, *(folded(line, 2) for line in lines)]) + "\n")
     if problems:
-        typer.echo("problems\n" + "\n".join(f"  {problem}" for problem in problems), err=True)
+        typer.echo("\n".join(["problems", *(folded(line, 2) for line in problems)]), err=True)
         return 1
     typer.echo("no problem found")
     return 0
 
 
+def _recommended(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Choose what a program here should use, if nothing speaks for anything else. Local."""
+    from unisono.lifecycle import best_backend
+
+    devices = found["devices"]["count"]
+    return {
+        "backend": best_backend(),
+        "launcher": "processes",
+        "nproc_per_node": devices or found["host"]["cores"],
+    }
+
+
 def _sections(found: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     host, devices = found["host"], found["devices"]
     what = f"{devices['count']} x {devices['type']}" if devices["count"] else "no accelerator"
+    use = found["recommended"]
+    count = use["nproc_per_node"]
     return [
-        ("host", [f"{host['name']}: {host['system']}, {host['cores']} cores"]),
+        (
+            "recommended here",
+            [
+                f"backend {use['backend']}, as there is {what}; ranks: {count}",
+                f"unisono run -n {count} script.py",
+                f'or in a program: idist.spawn("{use["backend"]}", fn, nproc_per_node={count})',
+            ],
+        ),
         ("environment", _environment(found["environment"])),
+        ("host", [f"{host['name']}: {host['system']}, {host['cores']} cores"]),
+        ("devices", [what, *devices["names"]]),
         ("backends", _table(found["backends"])),
         ("launchers", _table(found["launchers"])),
-        ("devices", [what, *devices["names"]]),
         ("network interfaces", _interfaces(found["interfaces"])),
         ("versions", [f"{name}: {text or '-'}" for name, text in found["versions"].items()]),
     ]
@@ -84,11 +109,16 @@ def _environment(environment: Mapping[str, Any]) -> list[str]:
 
 
 def _table(table: Mapping[str, str | None]) -> list[str]:
-    width = max(map(len, table))
-    return [
-        f"{name:<{width}}  {'usable' if why is None else f'not usable: {why}'}"
-        for name, why in table.items()
-    ]
+    """List what is usable in one line, then what would need something, which is optional."""
+    usable = [name for name, why in table.items() if why is None]
+    lines = [f"usable: {', '.join(usable)}"]
+    if len(usable) < len(table):
+        lines.append("optional, each needs something that isn't here:")
+    by_reason: dict[str, list[str]] = {}
+    for name, why in table.items():
+        if why is not None:
+            by_reason.setdefault(why, []).append(name)
+    return lines + [f"  {', '.join(names)}: {why}" for why, names in by_reason.items()]
 
 
 def _interfaces(interfaces: Mapping[str, Any]) -> list[str]:

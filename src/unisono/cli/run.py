@@ -9,10 +9,8 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
-from unisono import registry
 from unisono._arguments import check_count, check_port, check_variables
 from unisono._table import OF_THREADS, SCRIPT_RUNNERS, load
 from unisono.errors import ArgumentError
@@ -40,7 +38,10 @@ def run(
         typer.Option(metavar="NAME", help="processes, torchrun, mpi, slurm, ray, or a plug-in's."),
     ] = None,
     nproc_per_node: Annotated[
-        str, typer.Option(metavar="N|gpu|cpu|auto", help="Ranks on each node.")
+        str,
+        typer.Option(
+            "-n", "--nproc-per-node", metavar="N|gpu|cpu|auto", help="Ranks on each node."
+        ),
     ] = "auto",
     nnodes: Annotated[
         str, typer.Option(metavar="N|MIN:MAX", help="Nodes; a range for torchrun and slurm.")
@@ -83,6 +84,8 @@ def run(
     Returns:
         The exit code of the rank that failed first, 128 and the signal's number if one ended it.
     """
+    from unisono import registry
+
     check_variables()
     name = launcher or _default_launcher(backend, nnodes)
     registry.find_launcher(name)
@@ -128,6 +131,8 @@ def _default_launcher(backend: str | None, nnodes: str) -> str:
 
 
 def _check_backend(backend: str) -> None:
+    from unisono import registry
+
     registry.find_model(backend)
     if backend.lower() in OF_THREADS:
         raise ArgumentError(
@@ -154,6 +159,10 @@ def _program(script: str, args: list[str], module: bool, no_python: bool) -> tup
 
 def _count(text: str) -> int:
     """Read --nproc-per-node: a number, or what this host has."""
+    if text.isascii() and text.isdigit() and 0 < int(text) < 2**31:
+        return int(text)
+    import torch
+
     cores = usable_cores()
     has_devices = torch.accelerator.is_available()
     kind = text.lower()
@@ -163,11 +172,9 @@ def _count(text: str) -> int:
         if not has_devices:
             raise ArgumentError("--nproc-per-node gpu: torch finds no accelerator here; use cpu")
         return torch.accelerator.device_count()
-    if not (text.isascii() and text.isdigit()) or not 0 < int(text) < 2**31:
-        raise ArgumentError(
-            f"--nproc-per-node {text} should be a number of at least 1, or gpu, cpu or auto"
-        )
-    return int(text)
+    raise ArgumentError(
+        f"--nproc-per-node {text} should be a number of at least 1, or gpu, cpu or auto"
+    )
 
 
 def _nodes(text: str) -> tuple[int, int]:
@@ -195,6 +202,8 @@ def _is_coloured() -> bool:
 
 
 def _run(name: str, asked: Script) -> Outcome:
+    from unisono import registry
+
     outcome: Outcome = load(SCRIPT_RUNNERS.get(name, "unisono.launchers._plugin:run"))(
         asked, *([] if name in SCRIPT_RUNNERS else [registry.find_launcher(name)])
     )

@@ -100,10 +100,8 @@ class NativeModel(plane.Connected, ComputationModel):
         missing = [name for name in _parts(backend) if not dist.is_backend_available(name)]
         if not missing:
             return None
-        return (
-            f"torch {torch.__version__} was built without {', '.join(missing)}: install a build of "
-            "torch that has it, or use one of the available backends"
-        )
+        what = "it" if missing == [backend] else ", ".join(missing)
+        return f"torch {torch.__version__} was built without {what}: install a build that has it"
 
     @classmethod
     def from_context(cls, hint: ContextHint) -> Self | None:

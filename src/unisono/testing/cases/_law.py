@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +56,47 @@ def needs_ranks(count: int) -> bool:
 
 def same(found: Any, wanted: Any, what: object = "") -> None:
     """Demand the same value, type, dtype, shape and bits. Local."""
-    assert _is_same(found, wanted), f"{what}: got {found!r}, wanted {wanted!r}"
+    assert _is_same(found, wanted), f"{what}: {_difference(found, wanted)}"
+
+
+def _difference(found: Any, wanted: Any, path: str = "") -> str:
+    """Say where two values differ first, in a line. Local."""
+    at = f"at {path}: " if path else ""
+    if type(found) is not type(wanted):
+        return f"{at}got {_short(found)}, wanted {_short(wanted)}"
+    if isinstance(wanted, Tensor):
+        return at + _difference_of_tensors(found, wanted)
+    if isinstance(wanted, dict) and list(found) != list(wanted):
+        return f"{at}got the keys {_short(list(found))}, wanted {_short(list(wanted))}"
+    if isinstance(wanted, (list, tuple)) and len(found) != len(wanted):
+        return f"{at}got {len(found)} items, wanted {len(wanted)}"
+    keys: Iterable[Any] = ()
+    if isinstance(wanted, (dict, list, tuple)):
+        keys = wanted if isinstance(wanted, dict) else range(len(wanted))
+    for key in keys:
+        if not _is_same(found[key], wanted[key]):
+            return _difference(found[key], wanted[key], f"{path}[{key!r}]")
+    return f"{at}got {_short(found)}, wanted {_short(wanted)}"
+
+
+def _difference_of_tensors(found: Tensor, wanted: Tensor) -> str:
+    for name in ("dtype", "shape", "device"):
+        got, due = getattr(found, name), getattr(wanted, name)
+        if got != due:
+            shown = [tuple(each) if name == "shape" else each for each in (got, due)]
+            return f"got a tensor of {name} {shown[0]}, wanted {shown[1]}"
+    differs = (_bits(found) != _bits(wanted)).reshape(max(wanted.numel(), 1), -1).any(dim=1)
+    count, first = int(differs.sum()), int(differs.nonzero()[0])
+    index = [int(each) for each in torch.unravel_index(torch.tensor(first), wanted.shape)]
+    values = [each.detach().cpu().reshape(-1)[first].item() for each in (found, wanted)]
+    others = f", and {count - 1} other elements differ" if count > 1 else ""
+    return f"element {index} is {values[0]!r}, wanted {values[1]!r}{others}"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype} {tuple(value.shape)}"
+    return f"{type(value).__name__} {reprlib.repr(value)}"
 
 
 def _is_same(found: Any, wanted: Any) -> bool:
