@@ -31,8 +31,8 @@ class Keeping:
     """Identity of this context: never equal for two contexts of one process."""
     groups: dict[tuple[int, ...], Group]
     """Groups that the facade made for lists of ranks, by the ranks in ascending order."""
-    planes: dict[tuple[int, ...], Any]
-    """Hubs of the control plane, by the ranks of their group; empty for models without sockets."""
+    planes: dict[str, Any]
+    """Hubs of the control plane, by the name of their group; empty for models without sockets."""
     steps: Steps
     """What this rank has begun on the data plane."""
     is_checked: bool | None

@@ -5,7 +5,19 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-__all__ = ("ContextHint", "Group", "LaunchPlan", "RankInfo", "Topology", "usable_cores")
+__all__ = (
+    "EVERYBODY",
+    "ContextHint",
+    "Group",
+    "LaunchPlan",
+    "RankInfo",
+    "Topology",
+    "name_of",
+    "usable_cores",
+)
+
+EVERYBODY = "all ranks"
+"""The name of the group of all ranks that a context has from its beginning."""
 
 
 def usable_cores() -> int:
@@ -114,11 +126,21 @@ class Group:
         context_id: identity of the context that it belongs to.
         handle: the model's own object, such as a ``torch.distributed.ProcessGroup``; None on a
             rank that is no member where the model makes nothing there.
+        name: what tells it from every other group of its context, also from those of the same
+            ranks; the same on all of its ranks. Made of the ranks where it is empty.
+        timeout_s: seconds that a collective over it may take; None for what the job allows.
     """
 
     ranks: tuple[int, ...]
     context_id: int
     handle: object = field(default=None, repr=False)
+    name: str = field(default="", repr=False)
+    timeout_s: float | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        """Name a group that its maker has given no name. Local."""
+        if not self.name:
+            object.__setattr__(self, "name", str(self.ranks))
 
     @property
     def size(self) -> int:
@@ -143,6 +165,11 @@ class Group:
             ValueError: the rank is no member.
         """
         return self.ranks.index(rank)
+
+
+def name_of(group: Group | None) -> str:
+    """Name the ranks that take part, where None stands for all ranks. Local."""
+    return EVERYBODY if group is None else group.name
 
 
 @dataclass(frozen=True, slots=True)

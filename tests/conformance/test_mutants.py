@@ -51,6 +51,11 @@ class IgnoresGroups(ThreadsModel):
         return super().all_reduce(tensor, op, None)
 
 
+class LetsGroupsOfTheSameRanksMeet(ThreadsModel):
+    def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
+        return Group(ranks, self.context_id, ranks)
+
+
 class DeclaresMessagesItCantSend(ThreadsModel):
     def send(self, tensor: Tensor, dst: int, group: Group | None = None) -> None:
         raise RuntimeError("not written yet")

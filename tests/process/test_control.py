@@ -33,6 +33,7 @@ from unisono.errors import (
     PayloadError,
     PeerFailedError,
 )
+from unisono.topology import EVERYBODY
 
 ACCEPTS = "00010000"  # the flag of a listening socket in Linux's /proc/net/unix
 BIG = 300_000  # elements: more than what travels in a round
@@ -351,7 +352,7 @@ def test_hosts_of_different_size_meet_in_a_tree_over_tcp(tmp_path: Path) -> None
         model, before = communicator(), len(listening())
         hub = meeting.meet(model, None, plane.INLINE_BYTES, hosts[rank])
         assert hub is not None
-        model.planes[()] = hub
+        model.planes[EVERYBODY] = hub
         found = [unisono.all_gather(rank), unisono.all_reduce({"a": rank, "b": torch.ones(2)})["a"]]
         found.append(unisono.all_gather("é" * 100_000 * rank)[6] == "é" * 600_000)
         with pytest.raises(CollectiveMismatchError, match="rank 5: barrier"):
@@ -386,7 +387,7 @@ def test_strangers_are_dropped_and_nothing_listens_afterwards(tmp_path: Path) ->
 
         vars(meeting)["listen_locally"] = bind_and_be_visited
         found = unisono.all_gather(rank)
-        assert model.planes[()] is not None
+        assert model.planes[EVERYBODY] is not None
         table = Path("/proc/net/unix").read_text().splitlines()
         heard = "".join(line for line in table if line.split()[3] == ACCEPTS)
         unisono.barrier()
@@ -409,7 +410,7 @@ def test_where_sockets_cannot_be_had_the_models_own_collectives_serve(tmp_path: 
         with pytest.raises(CollectiveMismatchError):
             unisono.all_reduce(1) if rank == 2 else unisono.broadcast(1)
         unisono.barrier()
-        assert communicator().planes[()] is None
+        assert communicator().planes[EVERYBODY] is None
         leave()
         return found
 

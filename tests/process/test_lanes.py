@@ -19,6 +19,7 @@ from unisono._context import communicator
 from unisono.control import lane
 from unisono.control.lane import LANE_BYTES
 from unisono.control.plane import INLINE_BYTES
+from unisono.topology import EVERYBODY
 
 SIZES = (0, 300, 16_000, 65_535, 70_000, 1_000_000, LANE_BYTES // 3, LANE_BYTES, LANE_BYTES + 1)
 JOB = """
@@ -67,7 +68,7 @@ def test_values_of_all_lengths_are_whole(pairs: int, world_size: int, tmp_path: 
             tensor = torch.arange(size // 4, dtype=torch.float32) + rank
             expected = torch.stack([tensor + other - rank for other in range(world_size)]).sum(0)
             assert torch.equal(unisono.all_reduce(tensor), expected)
-        hub = communicator().planes[()]
+        hub = communicator().planes[EVERYBODY]
         leave()
         return hub.shares_memory, hub.inline_bytes
 
@@ -122,10 +123,11 @@ def test_jobs_of_two_users_on_one_host_do_not_meet() -> None:
 CONTAINED = """
 import sys, unisono
 from unisono._context import communicator
+from unisono.topology import EVERYBODY
 
 unisono.initialize("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 found = unisono.all_gather("x" * 70_000 * unisono.get_rank())
-print([len(text) for text in found], communicator().planes[()]._alarm.pidfds)
+print([len(text) for text in found], communicator().planes[EVERYBODY]._alarm.pidfds)
 unisono.barrier()
 unisono.finalize()
 """
@@ -162,7 +164,7 @@ def test_the_shortest_round_that_a_rank_wants_is_everybodys(tmp_path: Path) -> N
         join(tmp_path, rank, 2)
         pieces = [bytes(900), bytes(1500)]
         found = unisono.all_gather(pieces[rank]) == pieces
-        limit = communicator().planes[()].inline_bytes
+        limit = communicator().planes[EVERYBODY].inline_bytes
         leave()
         return found, limit
 

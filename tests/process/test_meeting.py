@@ -19,6 +19,7 @@ import unisono
 from unisono._context import communicator
 from unisono.control import addresses, meeting, offers, plane
 from unisono.errors import EnvironmentDetectionError
+from unisono.topology import EVERYBODY
 
 RANKS = 200
 
@@ -55,7 +56,7 @@ def meet(host: str | None = None) -> Any:
     model = communicator()
     with heard() as said:
         for _ in range(2):
-            model.planes[()] = hub = meeting.meet(model, None, plane.INLINE_BYTES, host)
+            model.planes[EVERYBODY] = hub = meeting.meet(model, None, plane.INLINE_BYTES, host)
     return hub, said
 
 
@@ -217,7 +218,7 @@ def test_who_listens_but_is_no_rank_is_found_out(tmp_path: Path) -> None:
         join(tmp_path, rank, 2)
         with heard() as said:
             found = unisono.all_gather(rank)
-        hub = communicator().planes[()]
+        hub = communicator().planes[EVERYBODY]
         leave()
         return hub, found, "\n".join(said)
 
@@ -270,7 +271,7 @@ def test_another_user_is_sent_away_even_with_a_greeting(tmp_path: Path) -> None:
             vars(meeting)["listen_locally"] = bind_and_be_visited
         join(tmp_path, rank, 2)
         found = unisono.all_gather(rank)
-        connected = communicator().planes[()] is not None
+        connected = communicator().planes[EVERYBODY] is not None
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         leave()
         return found, connected, codes

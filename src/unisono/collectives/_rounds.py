@@ -12,7 +12,7 @@ from unisono.control.calls import pack, unpack
 from unisono.errors import CollectiveMismatchError, UnisonoError
 from unisono.model import ComputationModel
 from unisono.reduction import ReduceOp, fold_tensors
-from unisono.topology import Group
+from unisono.topology import Group, name_of
 
 __all__ = ("check", "compares", "fold", "refuse", "signature", "swap")
 
@@ -40,7 +40,7 @@ def swap(model: ComputationModel, call: str, blob: bytes, group: Group | None) -
     frames = model.exchange(pack(call, blob), group)
     history = None
     if model.is_checked is not False:
-        history = model.steps.histories[() if group is None else group.ranks]
+        history = model.steps.histories[name_of(group)]
     return unpack(frames, model.members(group), history)
 
 

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from unisono._arguments import seconds
 from unisono._context import communicator, current_model
 from unisono.collectives._rounds import swap
 from unisono.errors import ArgumentError, GroupMembershipError
@@ -37,15 +38,18 @@ def new_group(ranks: Sequence[int], **options: Any) -> Group:
 
     Args:
         ranks: global ranks, in any order; the group is ordered by rank.
-        options: what the model's library takes; on native ``timeout`` (the job's by default),
+        options: ``timeout``, in seconds or as a timedelta, for each collective over the group (by
+            default the job's; XLA takes none), and what the model's library takes: on native
             ``backend``, ``pg_options``, ``group_desc``.
 
     Returns:
-        A group for the `group` argument of collectives. A list of ranks given there instead makes
-        one group at its first use, and no other later.
+        A group for the `group` argument of collectives. It is a communicator of its own, also
+        where others have the same ranks. A list of ranks given there instead makes one group at its
+        first use, and no other later.
 
     Raises:
-        ArgumentError: no ranks, a rank twice, one that isn't in the job, or one that is no int.
+        ArgumentError: no ranks, a rank twice, one that isn't in the job, or one that is no int; a
+            bad timeout, or an option that the model doesn't take.
         UnsupportedOperation: the model has no groups.
 
     Example:
@@ -54,7 +58,10 @@ def new_group(ranks: Sequence[int], **options: Any) -> Group:
         (0,)
     """
     model = communicator()
-    return model.new_group(_checked(model, ranks), **options)
+    given = {key: value for key, value in options.items() if value is not None}
+    if "timeout" in given:
+        given["timeout"] = seconds("timeout", given["timeout"])
+    return model.new_group(_checked(model, ranks), **given)
 
 
 def _checked(model: ComputationModel, ranks: Sequence[int]) -> tuple[int, ...]:

@@ -90,14 +90,14 @@ class Alarm:
         if self._crossed and self.failure is None:
             self.fail({"kind": "threads", "text": self._crossed})
 
-    def state(self, ranks: tuple[int, ...]) -> State:
-        """Say where this rank is, and how far in the group of `ranks`. Local."""
+    def state(self, group: str) -> State:
+        """Say where this rank is, and how far in the group of that name. Local."""
         waits_for = None
         if self.waits is not None:
             places, got = self.waits
             waits_for = [place for place in places if place not in got]
         last = self._steps.last or (calls.describe(self._blob) if self._seq else "")
-        step = self._steps.counts.get(ranks, 0)
+        step = self._steps.counts.get(group, 0)
         return State(stack_of(self._thread_id), last, self._seq, waits_for, step)
 
     def look_around(self, among: Collection[int] | None = None) -> None:
@@ -122,20 +122,20 @@ class Alarm:
             if (among is None or place in among) and line.is_closed():
                 self.lose(place, "it closed the connection")
 
-    def late(self, places: Iterable[int], ranks: tuple[int, ...], step: int, is_over: bool) -> str:
+    def late(self, places: Iterable[int], group: str, step: int, is_over: bool) -> str:
         """Say which ranks haven't come to an operation of the data plane.
 
         Local; waits a second at most.
 
         Args:
             places: who takes part.
-            ranks: of the group, ``()`` for all ranks.
+            group: its name.
             step: the number of the operation there.
             is_over: whether its time is over, which all ranks then learn.
         """
         asked = [place for place in places if place != self._place][:_MOST_ASKED]
-        states = self._ask(asked, ranks)
-        said = self._aside.late(ranks, step)
+        states = self._ask(asked, group)
+        said = self._aside.late(group, step)
         if said:
             return said
         absent = [p for p in asked if p in states and states[p].step < step]
@@ -143,11 +143,11 @@ class Alarm:
         absent += [p for p in silent if self._aside.towards(p) in (p, *states)]
         if not absent:
             if is_over:
-                said = self._aside.late(ranks, step, _LATE_S)
+                said = self._aside.late(group, step, _LATE_S)
             absent = silent
         text = said or "\n".join(str(self._missing(place, states)) for place in absent)
         if text and is_over:
-            self._aside.tell_late(ranks, step, text)
+            self._aside.tell_late(group, step, text)
         return text
 
     def hand_on(self, body: bytes, source: int) -> None:
@@ -243,9 +243,9 @@ class Alarm:
     def _me(self) -> str:
         return f"rank {self._ranks[self._place]} of {len(self._ranks)}"
 
-    def _ask(self, places: Iterable[int], ranks: tuple[int, ...] = ()) -> dict[int, State]:
+    def _ask(self, places: Iterable[int], group: str = "") -> dict[int, State]:
         """Ask ranks where they are, but for those that can't answer."""
-        return self._aside.ask([p for p in places if not is_stopped(self._pids.get(p))], ranks)
+        return self._aside.ask([p for p in places if not is_stopped(self._pids.get(p))], group)
 
     def _missing(self, place: int, states: Mapping[int, State]) -> Missing:
         state = states.get(place, State())
@@ -276,12 +276,12 @@ class Alarm:
         return report(f"round {self._seq} of the group of {len(self._ranks)}", by_rank, missing)
 
 
-def _asked(alarm: weakref.ref[Alarm]) -> Callable[[tuple[int, ...]], State]:
+def _asked(alarm: weakref.ref[Alarm]) -> Callable[[str], State]:
     """Give what the thread of the side lines calls, which must not keep the alarm."""
 
-    def state(ranks: tuple[int, ...]) -> State:
+    def state(group: str) -> State:
         found = alarm()
-        return State() if found is None else found.state(ranks)
+        return State() if found is None else found.state(group)
 
     return state
 

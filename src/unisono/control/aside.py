@@ -71,8 +71,8 @@ class Aside:
         place: this rank's place.
         links: who is connected to whom.
         lines: one line for each neighbour, by its place.
-        state: tells where this rank is, given the ranks of the group that is asked about; called
-            in the thread of the side lines.
+        state: tells where this rank is, given the name of the group that is asked about; called in
+            the thread of the side lines.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Aside:
         place: int,
         links: Links,
         lines: Mapping[int, Line],
-        state: Callable[[tuple[int, ...]], State],
+        state: Callable[[str], State],
     ) -> None:
         self._place = place
         self._up = links.up
@@ -89,7 +89,7 @@ class Aside:
         self._state = state
         self._answers: dict[int, State] = {}
         self._failure: bytes | None = None
-        self._late: dict[tuple[int, ...], tuple[int, str]] = {}
+        self._late: dict[str, tuple[int, str]] = {}
         self._heard = threading.Condition()
         self._end, wake = os.pipe()
         self._is_open = True
@@ -99,14 +99,14 @@ class Aside:
         """Give the neighbour through which a place is reached. Local."""
         return self._towards.get(place, -1 if self._up is None else self._up)
 
-    def ask(self, places: Iterable[int], ranks: tuple[int, ...] = ()) -> dict[int, State]:
+    def ask(self, places: Iterable[int], group: str = "") -> dict[int, State]:
         """Ask other ranks where they are; wait 0.4 s at most.
 
         Local.
 
         Args:
             places: whom to ask.
-            ranks: of the group that the question is about, ``()`` for all ranks.
+            group: the name of the group that the question is about.
 
         Returns:
             The answers that came, by place.
@@ -116,7 +116,7 @@ class Aside:
             for place in asked:
                 self._answers.pop(place, None)
         for place in asked:
-            self._pass_on(ASK, {"to": place, "of": self._place, "ranks": ranks}, place)
+            self._pass_on(ASK, {"to": place, "of": self._place, "group": group}, place)
         with self._heard:
             self._heard.wait_for(lambda: all(place in self._answers for place in asked), _ASK_S)
             return {place: self._answers[place] for place in asked if place in self._answers}
@@ -143,31 +143,29 @@ class Aside:
             self._heard.wait_for(lambda: self._failure is not None, wait_s)
             return self._failure
 
-    def tell_late(
-        self, ranks: tuple[int, ...], step: int, text: str, source: int | None = None
-    ) -> None:
+    def tell_late(self, group: str, step: int, text: str, source: int | None = None) -> None:
         """Let all ranks know who didn't come to an operation of the data plane.
 
         Local.
 
         Args:
-            ranks: of the group, ``()`` for all ranks.
+            group: its name.
             step: the number of the operation; only what is first said of it counts.
             text: who it is.
             source: as in `tell`.
         """
         with self._heard:
-            if self._late.get(ranks, (0, ""))[0] >= step:
+            if self._late.get(group, (0, ""))[0] >= step:
                 return
-            self._late[ranks] = (step, text)
+            self._late[group] = (step, text)
             self._heard.notify_all()
-        self._flood(LATE, json.dumps({"ranks": ranks, "step": step, "text": text}).encode(), source)
+        self._flood(LATE, json.dumps({"group": group, "step": step, "text": text}).encode(), source)
 
-    def late(self, ranks: tuple[int, ...], step: int, wait_s: float = 0.0) -> str:
+    def late(self, group: str, step: int, wait_s: float = 0.0) -> str:
         """Give what some rank has said of an operation, empty if none has. Local."""
         with self._heard:
-            self._heard.wait_for(lambda: self._late.get(ranks, (0, ""))[0] == step, wait_s)
-            found, text = self._late.get(ranks, (0, ""))
+            self._heard.wait_for(lambda: self._late.get(group, (0, ""))[0] == step, wait_s)
+            found, text = self._late.get(group, (0, ""))
             return text if found == step else ""
 
     def close(self) -> None:
@@ -222,11 +220,11 @@ class Aside:
 
     def _read(self, kind: int, said: Any, source: int) -> None:
         if kind == LATE:
-            self.tell_late(tuple(said["ranks"]), int(said["step"]), str(said["text"]), source)
+            self.tell_late(str(said["group"]), int(said["step"]), str(said["text"]), source)
         elif int(said["to"]) != self._place:
             self._pass_on(kind, said, int(said["to"]))
         elif kind == ASK:
-            answer = asdict(self._state(tuple(said["ranks"])))
+            answer = asdict(self._state(str(said["group"])))
             asker = int(said["of"])
             self._pass_on(ANSWER, {"to": asker, "of": self._place, "state": answer}, asker)
         elif kind == ANSWER:

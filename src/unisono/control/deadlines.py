@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
+from typing import Protocol
 
 from unisono._arguments import seconds
+from unisono.topology import Group
 
-__all__ = ("deadline", "end_of_block", "limit_of")
+__all__ = ("Limited", "allowed_s", "deadline", "end_of_block", "limit_of")
 
 _until: ContextVar[float | None] = ContextVar("_until", default=None)
 
@@ -51,13 +53,29 @@ def end_of_block() -> float | None:
     return _until.get()
 
 
+class Limited(Protocol):
+    """What allows its collectives some time."""
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Seconds that a collective may take."""
+
+
+def allowed_s(job: Limited, group: Group | None) -> float | None:
+    """Give the seconds that a collective over `group` may take: the group's own, else the job's.
+
+    Local.
+    """
+    return job.timeout_s if group is None or group.timeout_s is None else group.timeout_s
+
+
 def limit_of(timeout_s: float | None, until: float | None = None) -> float | None:
     """Give how long a collective may take that starts now in this thread.
 
     Local.
 
     Args:
-        timeout_s: seconds that the job allows; None for no limit.
+        timeout_s: seconds that the job or the group allows; None for no limit.
         until: the deadline that held where it was started, if that was elsewhere.
 
     Returns:

@@ -112,17 +112,18 @@ class Hub:
         absent = alarm.gone
         return absent if absent is None or ranks is None or absent.rank in ranks else None
 
-    def late(self, ranks: tuple[int, ...], step: int, is_over: bool) -> str:
+    def late(self, group: str, ranks: tuple[int, ...], step: int, is_over: bool) -> str:
         """Say which ranks haven't come to an operation of the data plane.
 
         Local; waits a second at most.
 
         Args:
-            ranks: of the group that it is in, ``()`` for all ranks.
+            group: the name of the group that it is in.
+            ranks: those of the group, ``()`` for all ranks.
             step: its number there.
             is_over: whether its time is over, which all ranks then learn.
         """
-        return self._alarm.late(self._places(ranks or self._ranks), ranks, step, is_over)
+        return self._alarm.late(self._places(ranks or self._ranks), group, step, is_over)
 
     def _places(self, ranks: Collection[int]) -> list[int]:
         return [place for place, rank in enumerate(self._ranks) if rank in ranks]

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from unisono.control import derived
 from unisono.control.absence import Absent
-from unisono.control.deadlines import limit_of
+from unisono.control.deadlines import allowed_s, limit_of
 from unisono.control.hub import Hub
 from unisono.control.meeting import Met, meet
 from unisono.errors import CollectiveError
-from unisono.topology import Group
+from unisono.topology import EVERYBODY, Group, name_of
 
 __all__ = ("INLINE_BYTES", "Connected", "Meeting", "gone", "late", "warn_after_s")
 
@@ -34,7 +34,7 @@ _LENGTH = struct.Struct("<Q")
 class Meeting(Met, Protocol):
     """What this file needs of a model."""
 
-    planes: dict[tuple[int, ...], Any]
+    planes: dict[str, Any]
 
     def size(self, group: Group | None) -> int:
         """Count the ranks that take part."""
@@ -47,7 +47,7 @@ class Meeting(Met, Protocol):
 class Connected:
     """What models have in common whose ranks meet at sockets beside their collectives."""
 
-    planes: dict[tuple[int, ...], Any]
+    planes: dict[str, Any]
 
     def exchange(self: Meeting, blob: bytes, group: Group | None = None) -> list[bytes]:
         """Give every rank the bytes of every rank; the first call of a group connects it.
@@ -73,7 +73,7 @@ class Connected:
         said, tail = blob, _SHORT
         if len(blob) > hub.inline_bytes:
             said, tail = blob[:_HEAD_BYTES], _LENGTH.pack(len(blob)) + _LONG
-        limit_s = limit_of(self.timeout_s)
+        limit_s = limit_of(allowed_s(self, group))
         limit_s = math.inf if limit_s is None else limit_s
         heard = hub.exchange(said, tail, limit_s)
         if all([each[-1:] == _SHORT for each in heard]):  # noqa: C419 - a third of the time
@@ -103,7 +103,7 @@ class Connected:
         return hub is not None and hub.all_share_memory
 
     def _connected(self, group: Group | None) -> Hub | None:
-        return self.planes.get(() if group is None else group.ranks)
+        return self.planes.get(name_of(group))
 
 
 def _size(said: bytes) -> int:
@@ -115,7 +115,7 @@ def _size(said: bytes) -> int:
 
 
 def _hub(model: Meeting, group: Group | None) -> Hub | None:
-    key = () if group is None else group.ranks
+    key = name_of(group)
     if key not in model.planes:
         model.planes[key] = meet(model, group, INLINE_BYTES)
     hub: Hub | None = model.planes[key]
@@ -125,7 +125,7 @@ def _hub(model: Meeting, group: Group | None) -> Hub | None:
 def gone(model: Meeting, group: Group | None) -> Absent | None:
     """Tell which rank of a group is known to be gone, if any. Local; doesn't wait."""
     ranks = () if group is None else group.ranks
-    for key in dict.fromkeys((ranks, ())):
+    for key in dict.fromkeys((name_of(group), EVERYBODY)):
         hub: Hub | None = model.planes.get(key)
         absent = None if hub is None else hub.gone(ranks or None)
         if absent is not None:
@@ -145,8 +145,9 @@ def late(model: Meeting, group: Group | None, step: int, is_over: bool = True) -
         is_over: whether its time is over, which all ranks then learn.
     """
     ranks = () if group is None else group.ranks
-    hub: Hub | None = model.planes.get(ranks) or model.planes.get(())
-    return "" if hub is None else hub.late(ranks, step, is_over)
+    name = name_of(group)
+    hub: Hub | None = model.planes.get(name) or model.planes.get(EVERYBODY)
+    return "" if hub is None else hub.late(name, ranks, step, is_over)
 
 
 def warn_after_s(model: Meeting) -> float:

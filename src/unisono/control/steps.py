@@ -11,18 +11,18 @@ __all__ = ("Steps",)
 
 
 class Steps:
-    """What was called in each group, by its ranks; ``()`` stands for all ranks."""
+    """What was called in each group, by its name."""
 
     def __init__(self) -> None:
-        self.counts: dict[tuple[int, ...], int] = {}
+        self.counts: dict[str, int] = {}
         """Operations of the data plane that this rank began: equal counts are the same one."""
         self.last: str = ""
         """The last of them and its line; empty once something else came after it."""
-        self.histories: defaultdict[tuple[int, ...], History] = defaultdict(History)
+        self.histories: defaultdict[str, History] = defaultdict(History)
         """The lines of rounds in which all ranks said what they call."""
 
-    def begin(self, ranks: tuple[int, ...], call: str) -> int:
+    def begin(self, group: str, call: str) -> int:
         """Take note of an operation that this rank begins; give its number. Local."""
-        self.counts[ranks] = count = self.counts.get(ranks, 0) + 1
+        self.counts[group] = count = self.counts.get(group, 0) + 1
         self.last = f"{call} at {site().decode('utf-8', 'replace')}"
         return count

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from unisono.control.deadlines import limit_of
+from unisono.control.deadlines import allowed_s, limit_of
 from unisono.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -20,7 +20,7 @@ from unisono.errors import (
 )
 from unisono.handle import Handle
 from unisono.reduction import ReduceOp
-from unisono.topology import Group
+from unisono.topology import Group, name_of
 
 __all__ = ("NARROW", "Calls", "Start", "guise")
 
@@ -53,7 +53,7 @@ class Calls:
         self.timeout_s = timeout_s
         self._place = f"rank {hvd.rank()} of {hvd.size()}"
         self._under_way: dict[str, int] = {}
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[str, int] = {}
 
     def run(self, call: str, group: Group | None, count: int, start: Start, label: str = "") -> Any:
         """Start an operation and wait for its value.
@@ -80,8 +80,8 @@ class Calls:
 
     def start(self, call: str, group: Group | None, count: int, start: Start) -> Handle[Any]:
         """Start an operation without waiting for it. Collective over `group`, as `run` is."""
-        number = self._numbers.get(id_of := self._process_set(group).process_set_id, 0)
-        self._numbers[id_of] = number + 1
+        number = self._numbers.get(team := name_of(group), 0)
+        self._numbers[team] = number + 1
         work = self._begin(call, group, count, start, f".async{number % _ASYNC_NAMES}")
         return Handle(lambda: self._finish(work, call, group), lambda: self._is_done(work))
 
@@ -113,7 +113,7 @@ class Calls:
                 f"{_MAX_COUNT} are the most; split the tensor"
             )
         members = self._process_set(group)
-        name = f"unisono.{members.process_set_id}{label}"
+        name = f"unisono.{name_of(group)}{label}"
         key = f"{call}.{name}"
         earlier = self._under_way.get(key)
         if earlier is not None:  # it timed out, was interrupted, or nobody waited for it yet
@@ -125,7 +125,7 @@ class Calls:
         return key, handle
 
     def _wait(self, handle: int, call: str, group: Group | None) -> None:
-        begin, limit_s = time.monotonic(), limit_of(self.timeout_s) or 0.0
+        begin, limit_s = time.monotonic(), limit_of(allowed_s(self, group)) or 0.0
         try:
             while not self._hvd.poll(handle):
                 waited_s = time.monotonic() - begin

@@ -95,12 +95,20 @@ class Calls:
         self._warn_after_s = warn_after_s()
         self.asking: Asking = Asking(mpi, mpi.COMM_WORLD)
         self.timeout_s: float | None = None
+        self._allowed_s: dict[int, float] = {}  # by the identity of communicators that stay
 
     def buffer(self, tensor: Tensor) -> list[Any]:
         """Show MPI the memory of a contiguous tensor, which must outlive the call. Local."""
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()  # MPI knows of no streams
         return [self._at(tensor.data_ptr(), tensor.nbytes), self._datatypes[tensor.dtype]]
+
+    def allow(self, comm: Any, timeout_s: float) -> None:
+        """Set how long a call over a communicator that is kept may take. Local."""
+        self._allowed_s[id(comm)] = timeout_s
+
+    def _limit_s(self, comm: Any) -> float | None:
+        return limit_of(self._allowed_s.get(id(comm), self.timeout_s))
 
     def rule(self, op: ReduceOp, dtype: torch.dtype) -> Any:
         """Give MPI's operation, or ours where it has none that computes what torch does.
@@ -137,7 +145,7 @@ class Calls:
             CollectiveTimeoutError: the deadline passed.
         """
         try:
-            if limit_of(self.timeout_s) is None:
+            if self._limit_s(comm) is None:
                 getattr(comm, name)(*args)
             else:
                 self._await(name, comm, getattr(comm, f"I{name.lower()}")(*args), args)
@@ -246,7 +254,7 @@ class Calls:
             self._fail(name, error)
 
     def _await(self, name: str, comm: Any, request: Any, keep: object) -> None:
-        limit_s = limit_of(self.timeout_s)
+        limit_s = self._limit_s(comm)
         if limit_s is None:
             request.Wait()
             return

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from unisono.control import plane
 from unisono.control.absence import Absent
-from unisono.control.deadlines import end_of_block, limit_of
+from unisono.control.deadlines import allowed_s, end_of_block, limit_of
 from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
 from unisono.handle import Handle
-from unisono.topology import Group
+from unisono.topology import Group, name_of
 
 __all__ = ("LEAST_S", "Calls", "set_timeout")
 
@@ -81,7 +81,7 @@ class Calls:
         """Start one operation. As `run` otherwise."""
         step = 0
         if self._is_watched:
-            step = self._model.steps.begin(() if group is None else group.ranks, call)
+            step = self._model.steps.begin(name_of(group), call)
         try:
             work = start(*args, _handle(group), async_op=True)
         except RuntimeError as error:
@@ -97,7 +97,7 @@ class Calls:
 
         Takes two ranks, and raises as `run`.
         """
-        limit_s = limit_of(self._model.timeout_s)
+        limit_s = limit_of(allowed_s(self._model, group))
         try:
             work = start(*args, _handle(group))
             if self._is_watched and limit_s is not None:
@@ -111,7 +111,7 @@ class Calls:
         self, call: str, group: Group | None, work: Any, step: int, until: float | None
     ) -> None:
         absent: Absent | None = None
-        limit_s = limit_of(self._model.timeout_s, until)
+        limit_s = limit_of(allowed_s(self._model, group), until)
         begun = time.monotonic()
         until = math.inf if limit_s is None else begun + limit_s
         warn_at = math.inf if not self._is_watched else begun + plane.warn_after_s(self._model)

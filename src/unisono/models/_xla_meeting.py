@@ -22,7 +22,7 @@ class Meeting:
 
     def __init__(self) -> None:
         self._moved = threading.Condition()
-        self._rounds: dict[tuple[int, ...], dict[int, tuple[str, Any]]] = {}
+        self._rounds: dict[str, dict[int, tuple[str, Any]]] = {}
         # How often each rank has joined; one that has left the n-th time may come back.
         self._joined: dict[int, int] = {}
         self._left: dict[int, tuple[int, str]] = {}
@@ -49,14 +49,15 @@ class Meeting:
         return rank in self._left and self._left[rank][0] >= visit
 
     def swap(
-        self, ranks: tuple[int, ...], rank: int, call: str, item: T, timeout_s: float
+        self, group: str, ranks: tuple[int, ...], rank: int, call: str, item: T, timeout_s: float
     ) -> list[T]:
         """Bring an item and take everybody's.
 
         Collective over `ranks`.
 
         Args:
-            ranks: those that meet, ascending; `rank` is one of them.
+            group: the name of the group that meets.
+            ranks: those of it, ascending; `rank` is one of them.
             rank: who comes.
             call: what it does, for comparison and for messages.
             item: what it brings; the others get the same object.
@@ -71,10 +72,10 @@ class Meeting:
             PeerFailedError: one that hasn't come has left.
         """
         with self._moved:
-            entries = self._rounds.setdefault(ranks, {})
+            entries = self._rounds.setdefault(group, {})
             entries[rank] = (call, item)
             if len(entries) == len(ranks):
-                del self._rounds[ranks]
+                del self._rounds[group]
                 self._moved.notify_all()
             else:
                 self._wait(entries, ranks, rank, call, timeout_s)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from unisono._arguments import check_names
 from unisono.control import plane
 from unisono.control.deadlines import limit_of
 from unisono.errors import (
@@ -83,6 +84,7 @@ class HorovodModel(plane.Connected, ComputationModel):
         self._device = setup.device_of(hvd)
         self._is_owner = is_owner
         self._calls = Calls(hvd, timeout_s)
+        self._made = 0
         HorovodModel._current = self
 
     @classmethod
@@ -221,8 +223,9 @@ class HorovodModel(plane.Connected, ComputationModel):
         return got
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
-        if options:
-            raise ArgumentError(f"groups of Horovod take no options: {', '.join(sorted(options))}")
+        timeout = options.pop("timeout", None)
+        check_names("new_group on horovod", options, {"timeout"})
+        self._made += 1
         asked = [json.loads(blob) for blob in self.exchange(json.dumps(ranks).encode())]
         if asked != [list(ranks)] * len(asked):
             raise CollectiveMismatchError(
@@ -240,7 +243,9 @@ class HorovodModel(plane.Connected, ComputationModel):
                     f"process_sets=[hvd.ProcessSet({list(ranks)})]",
                 ) from error
             self._calls.fail(f"new_group({list(ranks)})", None, error)
-        return Group(ranks, self.context_id, made)
+        timeout_s = None if timeout is None else timeout.total_seconds()
+        # Horovod has one process set for these ranks; operations of another name don't meet there.
+        return Group(ranks, self.context_id, made, f"group{self._made}", timeout_s)
 
     def _find_process_set(self, ranks: tuple[int, ...]) -> Any:
         """Find the process set that exists for `ranks`, for Horovod has each only once. Local."""
@@ -255,7 +260,8 @@ class HorovodModel(plane.Connected, ComputationModel):
     def adopt_group(self, handle: object) -> Group | None:
         if not isinstance(handle, hvd.ProcessSet) or handle.process_set_id is None:
             return None
-        return Group(tuple(handle.ranks), self.context_id, handle)
+        name = f"set{handle.process_set_id}"
+        return Group(tuple(handle.ranks), self.context_id, handle, name)
 
     @classmethod
     def launch(cls, entry: Callable[[Self], T], plan: LaunchPlan, **options: Any) -> list[T]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from unisono._arguments import check_names
 from unisono.control import derived
 from unisono.handle import Handle
 from unisono.model import ComputationModel
@@ -284,6 +285,8 @@ class MpiModel(ComputationModel):
 
         Collective at creation, over the members.
         """
+        timeout = options.pop("timeout", None)
+        check_names("new_group on mpi4py", options, {"timeout"})
         if self._topology.rank not in ranks:
             return Group(ranks, self.context_id)
         name = f"new_group({list(ranks)})"
@@ -291,19 +294,26 @@ class MpiModel(ComputationModel):
         with self._calls.edge(name):
             members = self._pairs.group.Incl(ranks)
             comm = self._keep(self._pairs.Create_group(members, _TAG))
-        return Group(ranks, self.context_id, comm)
+        timeout_s = None if timeout is None else timeout.total_seconds()
+        if timeout_s is not None:
+            self._calls.allow(comm, timeout_s)
+        return Group(ranks, self.context_id, comm, _name(comm), timeout_s)
 
     def adopt_group(self, handle: object) -> Group | None:
         if not isinstance(handle, self._mpi.Comm):
             return None
         ranks = setup.ranks_of(self._mpi, handle)
-        return Group(ranks, self.context_id, handle)
+        return Group(ranks, self.context_id, handle, _name(handle))
 
     @classmethod
     def launch(cls, entry: Callable[[Self], T], plan: LaunchPlan, **options: Any) -> list[T]:
         launcher: Any = importlib.import_module("unisono.launchers.mpi")
         results: list[T] = launcher.launch(partial(_replica, cls, entry, options), plan)
         return results
+
+
+def _name(comm: Any) -> str:
+    return f"communicator {comm.py2f()}"
 
 
 def _replica(

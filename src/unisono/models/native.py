@@ -25,7 +25,7 @@ from unisono.models import _native_wrap
 from unisono.models._native_calls import LEAST_S, Calls, set_timeout
 from unisono.models._native_meeting import Meeting, is_one_host, listening_locally
 from unisono.reduction import ReduceOp
-from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
+from unisono.topology import EVERYBODY, ContextHint, Group, LaunchPlan, RankInfo, Topology
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -261,11 +261,11 @@ class NativeModel(plane.Connected, ComputationModel):
         return into
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
-        limit_s = limit_of(self.timeout_s)
-        is_short = "timeout" not in options and limit_s != self.timeout_s
-        if is_short:
-            options["timeout"] = timedelta(seconds=max(limit_s or 0.0, LEAST_S))
-        options.setdefault("timeout", self._timeout)
+        allowed = options.pop("timeout", None) or self._timeout
+        allowed_s = None if allowed is None else allowed.total_seconds()
+        limit_s = limit_of(allowed_s)
+        is_short = limit_s is not None and limit_s != allowed_s
+        options["timeout"] = timedelta(seconds=max(limit_s or 0, LEAST_S)) if is_short else allowed
         try:
             # Not with use_local_synchronization: it names the group by how many groups this rank
             # has seen, which members of overlapping groups count differently (torch 2.13).
@@ -276,9 +276,11 @@ class NativeModel(plane.Connected, ComputationModel):
         except (RuntimeError, ValueError) as error:
             self._calls.fail(f"new_group({list(ranks)})", None, error)
         is_member = self._topology.rank in ranks
-        if is_short and is_member and self._timeout is not None:
-            set_timeout(made, self._timeout)
-        return Group(ranks, self.context_id, made if is_member else None)
+        if not is_member:
+            return Group(ranks, self.context_id)
+        if is_short and allowed is not None:
+            set_timeout(made, allowed)
+        return Group(ranks, self.context_id, made, made.group_name, allowed_s)
 
     def adopt_group(self, handle: object) -> Group | None:
         if handle is dist.GroupMember.NON_GROUP_MEMBER:
@@ -291,7 +293,11 @@ class NativeModel(plane.Connected, ComputationModel):
             raise GroupMembershipError(
                 f"{handle} isn't a group of the live context: make it again with new_group"
             ) from error
-        return Group(ranks, self.context_id, handle)
+        if handle is self._pg:
+            return Group(ranks, self.context_id, handle, EVERYBODY)
+        timeout = setup.timeout_of(handle, self._transport)
+        timeout_s = None if timeout is None else timeout.total_seconds()
+        return Group(ranks, self.context_id, handle, handle.group_name, timeout_s)
 
 
 def _parts(backend: str) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from unisono._arguments import check_names
 from unisono.errors import ArgumentError, WorkerFailedError
 from unisono.model import COMMON_DTYPES, ComputationModel
 from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = ("SerialModel",)
 
 T = TypeVar("T")
+# What other models take, so that a program runs alone as it runs on many ranks.
+_GROUP_OPTIONS = ("timeout", "backend", "pg_options", "group_desc", "use_local_synchronization")
 _ALONE = Topology(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, nnodes=1)
 
 
@@ -28,6 +31,9 @@ class SerialModel(ComputationModel):
     backends: ClassVar[tuple[str, ...]] = ("serial",)
     capabilities: ClassVar[frozenset[str]] = frozenset({"groups", "launch", "send_recv"})
     dtypes: frozenset[torch.dtype] = COMMON_DTYPES
+
+    def __init__(self) -> None:
+        self._n_groups = 0
 
     @classmethod
     def from_context(cls, hint: ContextHint) -> Self | None:
@@ -75,4 +81,6 @@ class SerialModel(ComputationModel):
         return [blob]
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
-        return Group(ranks, self.context_id)
+        check_names("new_group", options, _GROUP_OPTIONS)
+        self._n_groups += 1
+        return Group(ranks, self.context_id, name=f"group {self._n_groups}")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from unisono._arguments import check_names
 from unisono.control import calls
 from unisono.control.absence import Missing, warn_after_s
 from unisono.control.aside import stack_of
@@ -92,9 +93,16 @@ class _World:
             _log.warning("replicas still computing after another one failed: %s", ", ".join(left))
 
     def swap(
-        self, key: tuple[object, int], ranks: tuple[int, ...] | range, rank: int, call: str, item: T
+        self,
+        key: tuple[object, int],
+        ranks: tuple[int, ...] | range,
+        rank: int,
+        call: str,
+        item: T,
+        timeout_s: float | None = None,
     ) -> list[T]:
         """Bring `item` to the round `key` and take everybody's, in rank order."""
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
         with self._moved:
             entry = self._rounds.setdefault(key, _Round())
             entry.items[rank] = item
@@ -102,7 +110,9 @@ class _World:
             if len(entry.items) == len(ranks):
                 self._moved.notify_all()
             else:
-                self._wait(lambda: len(entry.items) == len(ranks), rank, call, entry, ranks)
+                self._wait(
+                    lambda: len(entry.items) == len(ranks), rank, call, entry, ranks, timeout_s
+                )
             entry.taken += 1
             if entry.taken == len(ranks):
                 del self._rounds[key]
@@ -119,11 +129,15 @@ class _World:
             self._letters.setdefault(key, []).append(tensor)
             self._moved.notify_all()
 
-    def fetch(self, key: tuple[object, int, int], rank: int) -> Tensor:
+    def fetch(
+        self, key: tuple[object, int, int], rank: int, timeout_s: float | None = None
+    ) -> Tensor:
         """Take the oldest letter from `key`."""
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
         with self._moved:
             box = self._letters.setdefault(key, [])
-            self._wait(lambda: bool(box), rank, f"recv from rank {key[1]}", None, (key[1],))
+            call = f"recv from rank {key[1]}"
+            self._wait(lambda: bool(box), rank, call, None, (key[1],), timeout_s)
             return box.pop(0)
 
     def _wait(
@@ -133,8 +147,9 @@ class _World:
         call: str,
         entry: _Round | None,
         ranks: tuple[int, ...] | range,
+        timeout_s: float,
     ) -> None:
-        limit_s = limit_of(self.timeout_s) or 0.0
+        limit_s = limit_of(timeout_s) or 0.0
         deadline = time.monotonic() + limit_s
         warn_at: float = time.monotonic() + self.warn_after_s
         while not is_ready():
@@ -242,7 +257,12 @@ class ThreadsModel(ComputationModel):
         owner: object = None if group is None else group.handle
         count = self._counts[owner] = self._counts.get(owner, 0) + 1
         return self._world.swap(
-            (owner, count), self.members(group), self._topology.rank, call, item
+            (owner, count),
+            self.members(group),
+            self._topology.rank,
+            call,
+            item,
+            None if group is None else group.timeout_s,
         )
 
     def _swap_tensors(self, call: str, tensor: Tensor, group: Group | None) -> list[Tensor]:
@@ -273,11 +293,15 @@ class ThreadsModel(ComputationModel):
 
     def recv(self, into: Tensor, src: int, group: Group | None = None) -> Tensor:
         owner = None if group is None else group.handle
-        return self._world.fetch((owner, src, self._topology.rank), self._topology.rank)
+        timeout_s = None if group is None else group.timeout_s
+        return self._world.fetch((owner, src, self._topology.rank), self._topology.rank, timeout_s)
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
+        timeout = options.pop("timeout", None)
+        check_names("new_group on threads", options, {"timeout"})
         count = self._counts[("groups", ranks)] = self._counts.get(("groups", ranks), 0) + 1
-        return Group(ranks, self.context_id, (ranks, count))
+        timeout_s = None if timeout is None else timeout.total_seconds()
+        return Group(ranks, self.context_id, (ranks, count), f"{ranks} {count}", timeout_s)
 
 
 def _seconds(timeout: timedelta | None) -> float:

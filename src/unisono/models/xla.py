@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from unisono.control.deadlines import limit_of
 from unisono.control.derived import FRAME_BYTES
 from unisono.errors import (
+    ArgumentError,
     BackendUnavailableError,
     CollectiveError,
     ContextError,
@@ -29,7 +30,7 @@ from unisono.model import ComputationModel
 from unisono.models import _xla_probe, _xla_setup, _xla_wrap
 from unisono.models._xla_meeting import MEETING
 from unisono.reduction import ReduceOp, fold_tensors
-from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
+from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology, name_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -88,6 +89,7 @@ class XlaModel(ComputationModel):
         self._is_owner = is_owner
         self._timeout_s = timeout_s
         self._is_live = True
+        self._made: dict[tuple[int, ...], int] = {}
         self._n_replicas = step.n_replicas()
         self._device: torch.device = step.device()
         self._meets = step.replicas_are_threads()
@@ -248,13 +250,16 @@ class XlaModel(ComputationModel):
         return self._run("all_to_all", rows, self._step.all_to_all)
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
+        if options:
+            raise ArgumentError(f"groups of XLA take no options: {', '.join(sorted(options))}")
         if not self._meets and 1 < len(ranks) < self._topology.world_size:
             raise UnsupportedOperation(
                 self.name,
                 f"group {ranks} of {self._topology.world_size} replicas in several processes",
                 "XLA's graphs need every replica; use all ranks, or backend 'nccl' or 'gloo'",
             )
-        return Group(ranks, self.context_id)
+        count = self._made[ranks] = self._made.get(ranks, 0) + 1
+        return Group(ranks, self.context_id, name=f"{ranks} {count}")
 
     def settle(self) -> None:
         self._step.cut(str(self._device))
@@ -302,7 +307,8 @@ class XlaModel(ComputationModel):
     def _swap(self, call: str, item: T, group: Group | None) -> list[T]:
         ranks = tuple(self.members(group))
         rank = self._topology.rank
-        return MEETING.swap(ranks, rank, call, item, limit_of(self._timeout_s) or 0.0)
+        limit_s = limit_of(self._timeout_s) or 0.0
+        return MEETING.swap(name_of(group), ranks, rank, call, item, limit_s)
 
 
 def _run_replica(

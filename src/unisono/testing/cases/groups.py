@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from typing import Any
 
 import torch
 
 import unisono as idist
-from unisono._context import current_model
+from unisono._context import current_model, replica
 from unisono.errors import ArgumentError, GroupMembershipError
+from unisono.model import ComputationModel
 from unisono.testing.cases._law import law, needs_ranks, raises, same, tensor_of, worlds
+from unisono.topology import Group
 
 __all__ = ()
 
@@ -87,6 +90,35 @@ def a_list_of_ranks_makes_one_group_however_often_it_is_used() -> None:
         idist.all_reduce(1, group=list(members))
         idist.all_reduce(1, group=tuple(members))
     same(len(current_model().groups), before)
+
+
+@law("groups")
+def two_groups_of_the_same_ranks_are_two_communicators() -> None:
+    """Rank 0 calls both at once, each in a thread of its own; the others one after the other."""
+    rank, size = worlds()
+    model = current_model()
+    if not needs_ranks(2) or model.is_lazy:  # a graph has one order
+        return
+    one, other = idist.new_group(range(size)), idist.new_group(range(size))
+    for _ in range(10):
+        found: dict[str, Any] = {}
+        if rank == 0:
+            thread = threading.Thread(target=_sum_in_a_thread, args=(model, one, found))
+            thread.start()
+            found["other"] = idist.all_reduce(100, group=other)
+            thread.join()
+        else:
+            found["other"] = idist.all_reduce(100, group=other)
+            found["one"] = idist.all_reduce(1, group=one)
+        same((found["one"], found["other"]), (size, 100 * size), "sums of the two groups")
+
+
+def _sum_in_a_thread(model: ComputationModel, group: Group, found: dict[str, Any]) -> None:
+    with replica(model):
+        try:
+            found["one"] = idist.all_reduce(1, group=group)
+        except Exception as error:
+            found["one"] = error
 
 
 @law("groups")
