@@ -29,6 +29,7 @@ __all__ = (
     "forget",
     "is_ours",
     "is_serial",
+    "own_model",
     "read_environment",
     "replica",
     "set_local_rank",
@@ -82,6 +83,21 @@ def communicator() -> ComputationModel:
         ContextError: this process is a fork of the one that made the context.
         NoReplicaError: as in `current_model`.
     """
+    model = own_model()
+    if model._background is not None or model.is_lazy:
+        model.settle()
+    return model
+
+
+def own_model() -> ComputationModel:
+    """Give the active model, whose collectives this process may start.
+
+    Local.
+
+    Raises:
+        ContextError: this process is a fork of the one that made the context.
+        NoReplicaError: as in `current_model`.
+    """
     model = _thread.model or _process  # as current_model, a call less
     if model is None or not model.is_alive():
         model = _look_around()
@@ -90,8 +106,6 @@ def communicator() -> ComputationModel:
             f"this process is a fork of rank {model.topology.rank}, whose connections it must not "
             "use: call collectives in the process that initialised, or initialise here anew"
         )
-    if model._background is not None or model.is_lazy:
-        model.settle()
     return model
 
 

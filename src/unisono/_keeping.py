@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
-from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from unisono.control.calls import from_here
 from unisono.control.steps import Steps
 from unisono.handle import BACKGROUND, Background, Handle
 from unisono.topology import Group
@@ -76,11 +76,11 @@ class Keeping:
         """Start `call`, which uses this model's collectives, without waiting for it.
 
         Local. The default runs it in one background thread for each context, in order, under the
-        deadline that holds here.
+        deadline that holds here, and in the name of the user's line.
         """
         if self._background is None:
             self._background = Background(f"{BACKGROUND}-{self.name}-{self.context_id}")
-        return self._background.submit(partial(copy_context().run, call))
+        return self._background.submit(partial(from_here().run, call))
 
     def settle(self) -> None:
         """Wait for what `start` has under way, so that every rank keeps one order. Local."""

@@ -103,13 +103,15 @@ class Background:
     def __init__(self, name: str) -> None:
         self._calls: _Calls = SimpleQueue()
         self._last: Future[Any] | None = None
-        threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True).start()
+        self._thread = threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True)
+        self._thread.start()
         weakref.finalize(self, self._calls.put, None).atexit = False
 
     def submit(self, call: Callable[[], T]) -> Handle[T]:
         """Queue a call.
 
-        Local.
+        Local. One that a queued call makes is part of it, and runs at once: at the end of the queue
+        its place among the others would differ from rank to rank.
 
         Args:
             call: runs in the background thread after all that were queued before it.
@@ -118,6 +120,9 @@ class Background:
             Its handle.
         """
         future: Future[T] = Future()
+        if self._is_own_thread():
+            _run(future, call)
+            return Handle(future.result, future.done)
         self._last = future
         self._calls.put((future, call))
         return Handle(future.result, future.done)
@@ -125,19 +130,25 @@ class Background:
     def settle(self) -> None:
         """Wait until everything that was queued is done; errors stay with their handles.
 
-        Local.
+        Local. A queued call waits for nothing: what was queued before it is done.
         """
         last = self._last
-        if last is not None:
+        if last is not None and not self._is_own_thread():
             last.exception()
             self._last = None
+
+    def _is_own_thread(self) -> bool:
+        return threading.current_thread() is self._thread
 
 
 def _work(calls: _Calls) -> None:
     while (item := calls.get()) is not None:
-        future, call = item
-        try:
-            future.set_result(call())
-        except BaseException as error:  # belongs to whoever waits for the handle
-            future.set_exception(error)
-        del item, future, call
+        _run(*item)
+        del item
+
+
+def _run(future: Future[T], call: Callable[[], T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:  # belongs to whoever waits for the handle
+        future.set_exception(error)

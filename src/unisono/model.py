@@ -223,9 +223,10 @@ class ComputationModel(Keeping, TrainingHooks, ABC):
     def compares_calls(self, group: Group | None) -> bool:
         """Tell whether comparing the ranks' calls costs little beside a collective of `group`.
 
-        Local, or collective at creation of what they are compared over.
+        Local, or collective at creation of what they are compared over. Where it is False, what one
+        rank refuses or calls differently is an error on the others at the deadline alone.
         """
-        return False
+        return self.transport_device.type == "cpu" and self.size(group) > 1
 
     def prefers_exchange(self, tensor: Tensor, group: Group | None) -> bool:
         """Tell whether a tensor is better reduced from everybody's bytes than by `all_reduce`.

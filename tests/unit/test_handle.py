@@ -117,6 +117,31 @@ def test_calls_run_in_the_order_in_which_they_were_given() -> None:
     background.settle()
 
 
+def test_what_a_call_submits_is_part_of_it() -> None:
+    """At the end of the queue its place among the others would differ from rank to rank."""
+    background = Background("test-nested")
+    gate, seen = threading.Event(), []
+
+    def inner() -> int:
+        seen.append("inner")
+        raise Boom("kept")
+
+    def outer() -> Any:
+        gate.wait(20)
+        background.settle()
+        inside = background.submit(inner)
+        assert inside.is_completed()
+        return inside
+
+    first, second = background.submit(outer), background.submit(lambda: seen.append("second"))
+    gate.set()
+    background.settle()
+    assert seen == ["inner", "second"]
+    with pytest.raises(Boom, match="kept"):
+        first.wait().wait()
+    assert second.wait() is None
+
+
 def test_settle_waits_and_leaves_errors_with_their_handles() -> None:
     background = Background("test-settle")
     background.settle()

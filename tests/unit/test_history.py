@@ -52,6 +52,10 @@ def test_a_mistake(case: str) -> None:
     ) as caught:
         follow(WRONG[case])
     said = str(caught.value)
+    lines = said.split("\n")
+    assert [line[:7] for line in lines[1:3]] == ["  rank ", "  other"], lines
+    assert len(lines) == 4
+    assert "\\" not in said
     if "many" in case and "of two" not in case:
         assert "one call more than the others, probably at L.py:1" in said
         assert f"rank {2 if 'last' in case else 0} has" in said

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from unisono._arguments import seconds
-from unisono._context import communicator, current_model
+from unisono._context import communicator, own_model
 from unisono.collectives._rounds import swap
 from unisono.errors import ArgumentError, GroupMembershipError
 from unisono.handle import Handle
@@ -118,7 +118,7 @@ def team(group: GroupLike, async_op: bool = False) -> tuple[ComputationModel, Gr
 
     Collective at creation, as `resolve` is.
     """
-    model = current_model() if async_op else communicator()
+    model = own_model() if async_op else communicator()
     if group is None:
         return model, None, True
     if async_op:

@@ -11,6 +11,7 @@ import hashlib
 import struct
 import sys
 from collections.abc import Sequence
+from contextvars import Context, ContextVar, copy_context
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from unisono.control.history import History
 from unisono.control.wire import COPIED_BYTES
 from unisono.errors import CollectiveMismatchError
 
-__all__ = ("describe", "pack", "site", "unpack")
+__all__ = ("describe", "from_here", "pack", "site", "unpack")
 
 _MAGIC = b"\xf5C"
 _HEAD = struct.Struct("<2sHH")
@@ -30,9 +31,23 @@ _LONGEST_CALL = 1000  # bytes; the rest of a longer one is compared by its hash
 _PASSED = (str(Path(__file__).parents[1]), contextlib.__file__)  # who enters and leaves sections
 
 
+# The line of the call that a background thread carries: its own frames say nothing of it.
+_carried: ContextVar[bytes] = ContextVar("_carried", default=b"")
+
+
+def from_here() -> Context:
+    """Give the context to run a call in elsewhere: there, `site` gives the line of here. Local."""
+    context = copy_context()
+    context.run(_carried.set, site())
+    return context
+
+
 def site() -> bytes:
     """Give file and line of the innermost frame that isn't ours. Local."""
-    frame = sys._getframe(2)
+    carried = _carried.get()
+    if carried:
+        return carried
+    frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PASSED):
         frame = frame.f_back
     return _named(frame.f_code.co_filename, frame.f_lineno)

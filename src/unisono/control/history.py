@@ -69,9 +69,9 @@ def _shifted(
     extra, count = (own[0], "more") if is_behind else (others[0], "less")
     return CollectiveMismatchError(
         f"rank {rank} has made one call {count} than the others, probably at {extra}, so what the "
-        f"ranks got doesn't belong together:\\n"
-        f"  rank {rank}: {call} at {own[0]}, then at {own[1]}\\n"
-        f"  others: {call} at {others[0]}, then at {others[1]}\\n"
+        f"ranks got doesn't belong together:\n"
+        f"  rank {rank}: {call} at {own[0]}, then at {own[1]}\n"
+        f"  others: {call} at {others[0]}, then at {others[1]}\n"
         "make every rank of the group call the same collectives in the same order; where this is "
         "meant, set UNISONO_DEBUG=0"
     )

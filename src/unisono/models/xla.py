@@ -193,6 +193,9 @@ class XlaModel(ComputationModel):
             return [blob]
         return self._swap("an exchange", blob, group) if self._meets else super().exchange(blob)
 
+    def compares_calls(self, group: Group | None) -> bool:
+        return self._meets and self.size(group) > 1
+
     def wrap_module(self, module: nn.Module, wrapper: str, **options: Any) -> nn.Module | None:
         return _xla_wrap.spread(self, module) if wrapper == "ddp" else None
 
