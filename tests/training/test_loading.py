@@ -50,6 +50,37 @@ def loaders(local_rank: int) -> None:
         idist.auto_dataloader(data, batch_size=size, sampler=wrong)
 
 
+def test_a_loader_alone_orders_as_several_replicas_do() -> None:
+    data = list(range(20))
+    alone = idist.auto_dataloader(data, batch_size=4)
+    sampler: Any = alone.sampler
+    orders: list[list[int]] = []
+    for epoch in (0, 0, 1):
+        sampler.set_epoch(epoch)
+        orders.append([i for rows in alone for i in rows.tolist()])
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == sorted(orders[2]) == data
+    together = idist.spawn("threads", epochs, args=(data,), nproc_per_node=2)
+    pairs = (zip(*parts, strict=True) for parts in zip(*together, strict=True))
+    dealt = [[i for pair in epoch for i in pair] for epoch in pairs]
+    assert dealt == [orders[0], orders[2]]
+    assert isinstance(sampler, RandomSampler)
+    in_order = idist.auto_dataloader(data, batch_size=4, shuffle=False)
+    in_order.sampler.set_epoch(3)
+    assert [i for rows in in_order for i in rows.tolist()] == data
+    own = RandomSampler(data)
+    assert idist.auto_dataloader(data, batch_size=4, sampler=own).sampler is own
+
+
+def epochs(_local_rank: int, data: list[int]) -> list[list[int]]:
+    loader = idist.auto_dataloader(data, batch_size=4)
+    orders = []
+    for epoch in (0, 1):
+        loader.sampler.set_epoch(epoch)
+        orders.append([i for rows in loader for i in rows.tolist()])
+    return orders
+
+
 @pytest.mark.parametrize(("backend", "size"), BOTH)
 def test_the_proxy_deals_out_any_sampler(backend: str, size: int) -> None:
     run(backend, size, proxies)

@@ -5,11 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence, Sized
+from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from unisono import facts
@@ -22,19 +29,21 @@ _log = logging.getLogger(__name__)
 _drawing = threading.Lock()
 
 
-def auto_dataloader(dataset: Dataset[Any], **kwargs: Any) -> Any:
+def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Any:
     """Make a data loader whose replicas share the dataset.
 
     Local.
 
-    With several replicas ``batch_size`` is that of all together and is divided by their number;
-    ``num_workers`` is that of a node and is divided among its replicas; without ``sampler`` there
-    is a ``DistributedSampler`` (``shuffle`` is True if it isn't said), another sampler is put into
-    a `DistributedProxySampler`, a distributed one is used as it is. Memory is pinned where that
-    helps the device.
+    ``batch_size`` is that of all replicas together and is divided by their number; ``num_workers``
+    is that of a node and is divided among its replicas. Without ``sampler`` the loader shuffles
+    (unless ``shuffle=False``) in an order that is the same on every run, and that
+    ``loader.sampler.set_epoch(epoch)`` changes, alone as with several replicas. Several replicas
+    put a sampler of yours into a `DistributedProxySampler`; a distributed one is used as it is.
+    Memory is pinned where that helps the device.
 
     Args:
-        dataset: the same on every rank; an iterable one must give each rank its own part itself.
+        dataset: the same on every rank, a list for example; an iterable one must give each rank
+            its own part itself.
         kwargs: those of ``DataLoader``.
 
     Returns:
@@ -45,7 +54,8 @@ def auto_dataloader(dataset: Dataset[Any], **kwargs: Any) -> Any:
 
     Example:
         >>> import unisono as idist
-        >>> [batch.tolist() for batch in idist.auto_dataloader([1, 2, 3], batch_size=2)]
+        >>> loader = idist.auto_dataloader([1, 2, 3], batch_size=2, shuffle=False)
+        >>> [batch.tolist() for batch in loader]
         [[1, 2], [3]]
     """
     model = current_model()
@@ -66,8 +76,16 @@ def auto_dataloader(dataset: Dataset[Any], **kwargs: Any) -> Any:
             _log.info("an iterable dataset isn't split: it must give each rank its own part")
         else:
             kwargs["sampler"] = _sampler(dataset, kwargs)
+    elif not isinstance(dataset, IterableDataset) and _chooses_order(kwargs):
+        is_shuffled = kwargs.pop("shuffle", True)
+        kwargs["sampler"] = (_Shuffled if is_shuffled else _InOrder)(cast("Sized", dataset))
     kwargs.setdefault("pin_memory", model.can_pin_memory)
-    return model.wrap_loader(DataLoader(dataset, **kwargs))
+    return model.wrap_loader(DataLoader(cast("Dataset[Any]", dataset), **kwargs))
+
+
+def _chooses_order(kwargs: dict[str, Any]) -> bool:
+    is_given = any(kwargs.get(name) is not None for name in ("sampler", "batch_sampler"))
+    return not is_given and kwargs.get("batch_size", 1) is not None
 
 
 def _share(batch_size: int, world_size: int) -> int:
@@ -112,6 +130,34 @@ def _sampler(dataset: Any, kwargs: dict[str, Any]) -> Sampler[Any]:
         )
     made: Sampler[Any] = sampler
     return made
+
+
+class _Shuffled(RandomSampler):
+    """The order that a ``DistributedSampler`` of one replica has, of the type of one alone."""
+
+    epoch = 0
+
+    def __init__(self, dataset: Sized) -> None:
+        super().__init__(dataset)
+        self._indices: Any = DistributedSampler(dataset, 1, 0)  # type: ignore[arg-type]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next epoch."""
+        self.epoch = epoch
+        self._indices.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._indices)
+
+
+class _InOrder(SequentialSampler):
+    """The order of the dataset, of the type of one alone."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Note the epoch, as a distributed sampler does."""
+        self.epoch = epoch
 
 
 class DistributedProxySampler(DistributedSampler[Any]):
