@@ -143,6 +143,103 @@ def sparse(local_rank: int) -> None:
 
 
 @pytest.mark.parametrize(("backend", "size"), QUICK)
+def test_means_neither_wrap_nor_overflow(backend: str, size: int) -> None:
+    run(backend, size, large_means)
+
+
+def large_means(local_rank: int) -> None:
+    rank, size = idist.get_rank(), idist.get_world_size()
+    equal = [2**62 + 8, -(2**63), 2**63 - 1, 1_760_000_000_000_000_000 * 3]
+    for _ in range(2):
+        tensors = [
+            torch.tensor(equal),
+            torch.tensor([2**63 - 1 - 2 * rank, -(2**63) + 2 * rank]) if size == 2 else matrix(),
+            torch.tensor([2**64 - 1, 5], dtype=torch.uint64),
+            torch.tensor([200, 255], dtype=torch.uint8),
+            torch.tensor([True, False]),
+        ]
+        wanted = [tensor.clone() for tensor in tensors]
+        if size == 2:
+            wanted[1] = torch.tensor([2**63 - 2, -(2**63) + 1])
+        idist.all_reduce_params(tensors)
+        for tensor, other in zip(tensors, wanted, strict=True):
+            assert torch.equal(tensor, other), (tensor, other)
+    largest = {torch.float16: 40000.0, torch.bfloat16: 2e38, torch.float32: 2e38}
+    for dtype, value in {**largest, torch.float64: 1.5e308}.items():
+        for length in (3, 600_000):
+            tensor = torch.full((length,), value, dtype=dtype)
+            parameter = nn.Parameter(torch.zeros(length, dtype=dtype))
+            parameter.grad = tensor.clone()
+            idist.all_reduce_params([tensor])
+            idist.all_reduce_grads([parameter])
+            wide = torch.full((length,), value, dtype=dtype).double()
+            torch.testing.assert_close(tensor.double(), wide, rtol=1e-2, atol=0)
+            torch.testing.assert_close(parameter.grad.double(), wide, rtol=1e-2, atol=0)
+
+
+def matrix() -> Tensor:
+    return torch.arange(6).view(2, 3)
+
+
+@pytest.mark.parametrize(("backend", "size"), BOTH)
+def test_another_call_is_told_on_every_rank_and_the_ranks_stay_in_step(
+    backend: str, size: int
+) -> None:
+    run(backend, size, calls_differ)
+
+
+def calls_differ(local_rank: int) -> None:
+    rank = idist.get_rank()
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    pairs: list[tuple[Any, Any]] = [
+        (lambda: idist.all_reduce_params(net), idist.barrier),
+        (lambda: idist.all_reduce_grads(net), lambda: idist.all_reduce_params(net)),
+        (lambda: idist.all_reduce_params(net, op="max"), lambda: idist.all_reduce_params(net)),
+        (lambda: idist.all_reduce_params(net, False), lambda: idist.all_reduce_params(net)),
+        (lambda: idist.broadcast_params(net, src=1), lambda: idist.broadcast_params(net)),
+        (lambda: idist.broadcast_optimizer_state(optimizer), lambda: idist.all_gather(1)),
+    ]
+    for first, second in pairs:
+        with pytest.raises(CollectiveMismatchError) as caught:
+            (first if rank == 0 else second)()
+        assert caught.value.is_in_step
+        assert idist.all_gather(rank) == list(range(idist.get_world_size()))
+    with pytest.raises(ArgumentError if rank == 0 else PayloadError, match="item 0 is a str"):
+        idist.all_reduce_params(["x"] if rank == 0 else [torch.ones(1)])  # type: ignore[list-item]
+    assert idist.all_gather(rank) == list(range(idist.get_world_size()))
+
+
+def test_sharded_tensors_are_refused_or_put_together() -> None:
+    run("gloo", 2, sharded)
+
+
+def sharded(local_rank: int) -> None:
+    torch.manual_seed(0)
+    net = idist.auto_model(nn.Linear(64, 64), wrapper="fsdp")
+    net(torch.ones(4, 64) * (local_rank + 1)).sum().backward()
+    norm: Any = nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    assert hasattr(norm, "device_mesh")
+    whole = float(norm.full_tensor())
+    assert idist.reduce_dict({"loss": 0.5, "norm": norm}, "max") == {"loss": 0.5, "norm": whole}
+    assert idist.reduce_dict({"norm": norm})["norm"] == whole
+    assert float(idist.reduce_mean(norm)) == whole
+    assert float(idist.reduce_sum(norm)) == 2 * whole
+    with pytest.raises(CollectiveMismatchError):
+        idist.reduce_dict({"norm": norm if local_rank else whole})
+    optimizer = torch.optim.Adam(net.parameters())
+    optimizer.step()
+    before = [item.to_local().clone() for item in net.parameters()]  # type: ignore[attr-defined]
+    for call in (idist.all_reduce_grads, idist.all_reduce_params, idist.broadcast_params):
+        with pytest.raises(PayloadError, match=r"tensor 0 .* is sharded, a DTensor on ranks \["):
+            call(net)
+    with pytest.raises(PayloadError, match="sharded"):
+        idist.broadcast_optimizer_state(optimizer)
+    after = [item.to_local() for item in net.parameters()]  # type: ignore[attr-defined]
+    assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize(("backend", "size"), QUICK)
 def test_broadcast_of_a_module_and_of_a_state(backend: str, size: int) -> None:
     run(backend, size, broadcasts)
 
@@ -254,6 +351,8 @@ def test_on_real_libraries(backend: str, size: int) -> None:
         (operations,),
         (gradients,),
         (differs,),
+        (large_means,),
+        (calls_differ,),
         (sparse,),
         (broadcasts,),
         (optimizers, torch.optim.Adam),

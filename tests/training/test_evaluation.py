@@ -19,6 +19,7 @@ from unisono.errors import (
     ArgumentError,
     CollectiveMismatchError,
     EnvironmentDetectionError,
+    PayloadError,
     PeerFailedError,
 )
 
@@ -103,6 +104,52 @@ def seeds(local_rank: int, shares_generators: bool) -> None:
     means = idist.reduce_dict(ordered)
     assert (means["b"], means["a"].item()) == ((size - 1) / 2, 2.0)
     assert idist.get_dist_info() == (rank, size)
+
+
+@pytest.mark.parametrize(("backend", "size"), [*QUICK[:1], *BOTH])
+def test_sums_and_means_are_right_or_refused(backend: str, size: int) -> None:
+    run(backend, size, sums_and_means)
+
+
+def sums_and_means(local_rank: int) -> None:
+    rank, size = idist.get_rank(), idist.get_world_size()
+    assert idist.reduce_mean(True) == 1.0
+    assert idist.reduce_mean(rank == 0) == 1 / size
+    assert type(idist.reduce_sum(True)) is int
+    assert idist.reduce_sum(True) == size
+    flags = torch.tensor([True, rank == 0])
+    assert idist.reduce_sum(flags).tolist() == [size, 1]
+    torch.testing.assert_close(idist.reduce_mean(flags), torch.tensor([1.0, 1 / size]))
+    assert idist.reduce_dict({"ok": True, "flags": flags})["ok"] == 1.0
+    large = {torch.uint8: 200, torch.int8: 100, torch.int32: 2**31 - 1, torch.int64: 2**62}
+    for dtype, value in {**large, torch.uint64: 2**64 - 1}.items():
+        tensor = torch.tensor([value], dtype=dtype)
+        for mean in (idist.reduce_mean(tensor), idist.reduce_dict({"x": tensor})["x"]):
+            assert mean.dtype is torch.float32
+            torch.testing.assert_close(mean.item(), float(value), rtol=1e-6, atol=0)
+        if size == 1:
+            assert torch.equal(idist.reduce_sum(tensor), tensor)
+            continue
+        for call in (idist.reduce_sum, lambda item: idist.reduce_dict({"x": item}, "sum")):
+            with pytest.raises(PayloadError, match=f"doesn't fit into {dtype}"):
+                call(tensor)
+        part = torch.tensor([value // size, 3, 0], dtype=dtype)
+        assert idist.reduce_sum(part).tolist() == [value // size * size, 3 * size, 0]
+        assert idist.reduce_sum(part).dtype is dtype
+    least = torch.tensor([-(2**62), -1, 2**40])
+    if size == 2:
+        assert idist.reduce_sum(least).tolist() == [-(2**63), -2, 2**41]
+    for dtype, number in ((torch.float16, 4e4), (torch.float32, 4e4), (torch.bfloat16, 1e38)):
+        tensor = torch.tensor([number], dtype=dtype)
+        for mean in (idist.reduce_mean(tensor), idist.reduce_dict({"x": tensor})["x"]):
+            assert mean.dtype is dtype
+            torch.testing.assert_close(mean, tensor)
+    assert idist.reduce_mean([2, {"a": torch.tensor(4.0)}], nprocs=2 * size) == [
+        1.0,
+        {"a": torch.tensor(2.0)},
+    ]
+    with pytest.raises(PayloadError):
+        idist.reduce_mean("x")
 
 
 @pytest.mark.parametrize(("backend", "size"), [*QUICK[:1], *BOTH])

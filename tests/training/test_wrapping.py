@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from worlds import QUICK, REAL, run, run_all
 
 import unisono as idist
@@ -65,6 +69,109 @@ def branches(local_rank: int, bucket_cap_mb: float) -> None:
     assert net.always.weight.grad.tolist() == [[rank + 1.0] * 2]
     with pytest.raises(ArgumentError, match=r"use its \.module"):
         copy.deepcopy(model)
+
+
+class Checkpointed(nn.Module):
+    """Uses a layer within a checkpoint, and once more, or in another one, outside."""
+
+    def __init__(self, is_reentrant: bool, is_last: bool) -> None:
+        super().__init__()
+        self.first, self.shared, self.last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1)
+        self.is_reentrant, self.is_last = is_reentrant, is_last
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = checkpoint(self.shared, x, use_reentrant=self.is_reentrant)
+        if self.is_last:
+            x = checkpoint(self.last, self.shared(x), use_reentrant=self.is_reentrant)
+        else:
+            x = self.last(torch.tanh(self.shared(x)))
+        return x.sum()
+
+
+@pytest.mark.parametrize(("backend", "size"), BOTH)
+@pytest.mark.parametrize("bucket_cap_mb", [25, 1e-6])
+def test_a_parameter_may_get_its_gradient_in_several_parts(
+    backend: str, size: int, bucket_cap_mb: float
+) -> None:
+    run(backend, size, checkpoints, bucket_cap_mb)
+
+
+def checkpoints(local_rank: int, bucket_cap_mb: float) -> None:
+    rank, size = idist.get_rank(), idist.get_world_size()
+    cases = [*itertools.product((False, True), (False, True), [False]), (True, False, True)]
+    for is_reentrant, is_last, on_rank_0_alone in cases:
+        modes = [is_reentrant and not (on_rank_0_alone and r) for r in range(size)]
+        made = [made_checkpointed(mode, is_last) for mode in modes]
+        net = made_checkpointed(made[rank].is_reentrant, is_last)
+        model = idist.auto_model(net, wrapper=idist.Replicated, bucket_cap_mb=bucket_cap_mb)
+        for step in range(3):
+            with idist.no_sync(model) if step == 1 else nullcontext():
+                model(samples(rank, step)).backward()
+            for other in range(size):
+                made[other](samples(other, step)).backward()
+            if step == 1:
+                continue
+            rows = zip(*map(grads, made), strict=True)
+            whole = [torch.stack(row).mean(0) for row in rows]
+            torch.testing.assert_close(grads(net), whole, rtol=1e-5, atol=1e-6)
+            for each in (net, *made):
+                each.zero_grad()
+
+
+def made_checkpointed(is_reentrant: bool, is_last: bool) -> Checkpointed:
+    net = Checkpointed(is_reentrant, is_last)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.normal_(generator=generator)
+    return net
+
+
+def samples(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(4, 3, generator=generator).requires_grad_()
+
+
+def grads(net: nn.Module) -> list[Tensor]:
+    return [item.grad for item in net.parameters() if item.grad is not None]
+
+
+@pytest.mark.parametrize(("backend", "size"), BOTH)
+def test_a_plain_module_outlives_its_wrapper(backend: str, size: int) -> None:
+    for net in run(backend, size, outlives):
+        net(torch.ones(1, 2)).sum().backward()  # in the parent, where nothing is distributed
+
+
+def outlives(local_rank: int) -> nn.Module:
+    rank, size = idist.get_rank(), idist.get_world_size()
+    net = nn.Linear(2, 1)
+    model = idist.auto_model(net, wrapper=idist.Replicated)
+    model(torch.full((1, 2), rank + 1.0)).sum().backward()
+    mean = sum(range(1, size + 1)) / size
+    assert net.weight.grad is not None
+    assert net.weight.grad.tolist() == [[mean] * 2]
+    known = weakref.ref(model)
+    del model
+    assert known() is None
+    if rank == 0:  # alone, as for a probe or an evaluation with gradients
+        net(torch.ones(1, 2)).sum().backward()
+        assert net.weight.grad.tolist() == [[mean + 1] * 2]
+    idist.barrier()
+    return net if rank == 0 else nn.Linear(2, 1)
+
+
+def test_a_plain_module_outlives_the_context() -> None:
+    for model in run("threads", 2, kept_wrappers):
+        net = idist.unwrap_model(model)
+        net(torch.ones(1, 2)).sum().backward()
+        assert idist.auto_model(net) is net  # as the error below advises
+        with pytest.raises(ContextError, match="call auto_model again"):
+            model(torch.ones(1, 2))
+
+
+def kept_wrappers(local_rank: int) -> Any:
+    return idist.auto_model(nn.Linear(2, 1), wrapper=idist.Replicated)
 
 
 @pytest.mark.parametrize(("backend", "size"), BOTH)
@@ -153,6 +260,45 @@ def batch_norms(local_rank: int) -> None:
         ours.eval()
         plain.eval()
         torch.testing.assert_close(ours(part), plain(x)[mine])
+
+
+@pytest.mark.parametrize(("backend", "size"), BOTH)
+def test_batch_norm_is_differentiable_several_times(backend: str, size: int) -> None:
+    run(backend, size, second_derivatives)
+
+
+def second_derivatives(local_rank: int) -> None:
+    """Compare the gradients of a gradient's norm, and of those, with those over the batch.
+
+    Not with torch's batch norm, whose third derivative is another.
+    """
+    rank, size = idist.get_rank(), idist.get_world_size()
+    generator = torch.Generator().manual_seed(5)
+    whole, weights = torch.randn(2, 5 * size, 3, 2, generator=generator, dtype=torch.float64)
+    mine = slice(5 * rank - (rank > 0), 5 * rank + 4 if rank < size - 1 else None)
+    for affine in (True, False):
+        plain = nn.BatchNorm1d(3, affine=affine).double()
+        ours = idist.convert_sync_batchnorm(plain, "unisono")
+        found = derivatives(ours, whole[mine], weights[mine])
+        wanted = derivatives(normalised, whole, weights)
+        for got, want in zip(found, wanted, strict=True):
+            torch.testing.assert_close(got, want[mine], rtol=1e-6, atol=1e-9)
+
+
+def normalised(x: Tensor) -> Tensor:
+    variance, mean = torch.var_mean(x, (0, 2), correction=0, keepdim=True)
+    return (x - mean) * torch.rsqrt(variance + 1e-5)
+
+
+def derivatives(layer: Any, x: Tensor, weights: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    value = (torch.tanh(layer(x)) * weights).sum()
+    found = []
+    for order in range(3):
+        (gradient,) = torch.autograd.grad(value, x, create_graph=order < 2)
+        found.append(gradient.detach())
+        value = (gradient * weights.sin()).pow(2).sum()
+    return found
 
 
 def test_conversion_keeps_parameters_and_takes_names() -> None:
@@ -292,6 +438,9 @@ def test_on_real_libraries(backend: str, size: int) -> None:
         (fails_once,),
         (joins, True),
         (batch_norms,),
+        (second_derivatives,),
+        (checkpoints, 1e-6),
+        (outlives,),
     )
 
 

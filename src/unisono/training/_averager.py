@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from functools import partial
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono._context import current_model
 from unisono.collectives.reductions import all_reduce_
-from unisono.errors import ContextError, PayloadError
+from unisono.errors import CollectiveError, ContextError, PayloadError
 from unisono.handle import Handle
 from unisono.training._flat import buckets
 
@@ -24,21 +25,24 @@ class _Bucket:
 
     The counts make it right, without another collective, that a parameter has a gradient on some
     ranks only: it counts as zero on the others; and that one which has none anywhere keeps none.
+
+    Args:
+        parameters: whose gradients travel.
+        notes: how many further counts travel behind them.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], notes: int) -> None:
         first = parameters[0]
         self.parameters = parameters
-        count = sum(parameter.numel() for parameter in parameters)
+        sizes = [*(p.numel() for p in parameters), len(parameters), notes]
         self.flat = torch.zeros(
-            count + len(parameters), dtype=first.dtype, device=first.device, requires_grad=False
+            sum(sizes), dtype=first.dtype, device=first.device, requires_grad=False
         )
-        sizes = [*(p.numel() for p in parameters), len(parameters)]
-        *parts, self.counts = torch.split(self.flat, sizes)
+        *parts, self.counts, self.notes = torch.split(self.flat, sizes)
         self.parts = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
         self.handle: Handle[Tensor] | None = None
 
-    def start(self, touched: set[int], size: int) -> None:
+    def start(self, touched: set[int], size: int, notes: Sequence[bool] = ()) -> None:
         """Copy the gradients together and start their sum. Collective over all ranks."""
         has = [id(p) in touched and p.grad is not None for p in self.parameters]
         for parameter, part, is_there in zip(self.parameters, self.parts, has, strict=True):
@@ -47,15 +51,18 @@ class _Bucket:
             else:
                 part.zero_()
         self.counts.copy_(torch.tensor(has))
+        if self.notes.numel():
+            self.notes.copy_(torch.tensor(notes))
         self.handle = all_reduce_(self.flat, "SUM", async_op=True)
 
-    def finish(self, touched: set[int], is_shadow: bool) -> None:
-        """Wait for the sum and copy it back. Local, but for what `start` began."""
-        assert self.handle is not None
-        self.handle.wait()
-        self.handle = None
-        if is_shadow:
-            return
+    def wait(self) -> None:
+        """Wait for the sum, which `start` began. Local."""
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            handle.wait()
+
+    def copy_back(self, touched: set[int]) -> None:
+        """Give the parameters their gradients. Local."""
         counts: list[Any] | None = None
         for i, (parameter, part) in enumerate(zip(self.parameters, self.parts, strict=True)):
             if id(parameter) in touched and parameter.grad is not None:
@@ -71,6 +78,11 @@ class Averager:
 
     Collective at creation in that every rank makes one, with the same parameters.
 
+    A bucket leaves when each of its parameters has a gradient, but for the last one, which leaves
+    at the end of backward. By then it is known which parameters had another gradient after their
+    bucket had left, as under reentrant checkpointing; the last bucket carries how many ranks have
+    seen that of each bucket, and such a bucket travels again.
+
     Args:
         module: whose parameters that require grad are averaged.
         bucket_bytes: size of a bucket.
@@ -84,42 +96,49 @@ class Averager:
         parameters = [p for p in module.parameters() if p.requires_grad][::-1]
         self.parameter_ids = {id(parameter) for parameter in parameters}
         runs = list(buckets(parameters, bucket_bytes))
-        self._buckets = [_Bucket(run) for run in runs]
+        notes = [0] * (len(runs) - 1) + [len(runs)]
+        self._buckets = [_Bucket(run, count) for run, count in zip(runs, notes, strict=False)]
         self._place = {id(p): i for i, run in enumerate(runs) for p in run}
         self._sizes = [len(run) for run in runs]
-        self._hooks: list[RemovableHandle] = [
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                partial(self._on_gradient, id(parameter))
-            )
-            for parameter in parameters
-        ]
+        self._hooks = _hook(self, parameters)
+        self.release = weakref.finalize(self, _remove, self._hooks)
+        self.release.atexit = False
         self.is_syncing = True
         self._touched: set[int] = set()  # since the last sum, also while not syncing
         self._fired: set[int] = set()  # in this backward
+        self._late: set[int] = set()  # buckets of this backward that left too early
         self._is_running = False
         self._missing: list[int] = []
         self._next = 0
 
-    def release(self) -> None:
-        """Stop averaging: somebody else does. Local."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+    @property
+    def is_current(self) -> bool:
+        """Whether the active context is the one that this averages in. Local."""
+        return current_model().context_id == self._context_id
 
     def check_context(self) -> None:
         """Refuse to go on in another context than the one of the start. Local."""
-        model = current_model()
-        if model.context_id != self._context_id:
+        if not self.is_current:
             raise ContextError(
                 "this model was wrapped in another context than the active "
-                f"{model.name} one: call auto_model again after initialize"
+                f"{current_model().name} one: call auto_model again after initialize"
             )
 
     def reset(self) -> None:
-        """Forget a backward that failed half way. Local."""
+        """Forget a backward that failed half way. Local, but for the buckets that have left."""
+        if self._is_running:
+            for bucket in self._buckets:
+                with suppress(CollectiveError):
+                    bucket.wait()
         self._is_running = False
 
-    def _on_gradient(self, key: int, parameter: Tensor) -> None:
+    def on_gradient(self, key: int, parameter: Tensor) -> None:
+        """Note a gradient, and let its bucket leave if that is complete.
+
+        Collective over all ranks, in the context of the start; else local.
+        """
+        if not self.is_current:
+            return
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise PayloadError(
                 f"a gradient of shape {list(parameter.shape)} is sparse, and gradients are "
@@ -130,41 +149,73 @@ class Averager:
             return
         if not self._is_running:
             self._begin()
+        place = self._place[key]
         if key not in self._fired:
             self._fired.add(key)
-            self._missing[self._place[key]] -= 1
+            self._missing[place] -= 1
+        elif place < self._next:
+            self._late.add(place)
         with torch.no_grad():
-            while self._next < len(self._buckets) and self._missing[self._next] == 0:
+            while self._next < len(self._buckets) - 1 and self._missing[self._next] == 0:
                 self._start_next()
 
     def _begin(self) -> None:
-        self.check_context()
         self._is_running = True
         self._next = 0
         self._fired.clear()
+        self._late.clear()
         self._missing = list(self._sizes)
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _start_next(self) -> None:
-        self._buckets[self._next].start(self._touched, self._size)
+        bucket = self._buckets[self._next]
+        late = [place in self._late for place in range(bucket.notes.numel())]
+        bucket.start(self._touched, self._size, late)
         self._next += 1
 
     def _end(self) -> None:
-        if not self._is_running:
-            return
-        self._finish(is_shadow=False)
+        if self._is_running:
+            self._finish(is_shadow=False)
 
     def _finish(self, is_shadow: bool) -> None:
         with torch.no_grad():
             while self._next < len(self._buckets):
                 self._start_next()
             for bucket in self._buckets:
-                bucket.finish(self._touched, is_shadow)
+                bucket.wait()
+            again = self._buckets[-1].notes.tolist() if len(self._buckets) > 1 else []
+            for bucket, count in zip(self._buckets, again, strict=False):
+                if count:
+                    bucket.start(self._touched, self._size)
+                    bucket.wait()
+            for bucket in [] if is_shadow else self._buckets:
+                bucket.copy_back(self._touched)
         self._is_running = False
         self._touched.clear()
 
     def shadow(self) -> None:
         """Take part in the others' backward with no gradients. Collective over all ranks."""
         self._touched.clear()
+        self._late.clear()
         self._next = 0
         self._finish(is_shadow=True)
+
+
+def _hook(averager: Averager, parameters: Sequence[Tensor]) -> list[RemovableHandle]:
+    """Let the parameters tell of their gradients, without keeping the averager alive. Local."""
+    known = weakref.ref(averager)
+
+    def on_gradient(parameter: Tensor) -> None:
+        found = known()
+        if found is not None:
+            found.on_gradient(id(parameter), parameter)
+
+    return [
+        parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+        for parameter in parameters
+    ]
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    while hooks:
+        hooks.pop().remove()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -13,7 +14,16 @@ from unisono.handle import Handle
 from unisono.model import ComputationModel
 from unisono.topology import Group
 
-__all__ = ("Work", "as_memory", "broadcast_all", "buckets", "pack", "reduce_all", "unpack")
+__all__ = (
+    "Work",
+    "as_memory",
+    "broadcast_all",
+    "buckets",
+    "mean_factors",
+    "packed",
+    "reduce_all",
+    "unpack",
+)
 
 MEGABYTE = 2**20
 # Measured on gloo with the tensors of a ResNet-50: above the first, copying costs more than
@@ -54,26 +64,31 @@ def buckets(tensors: Sequence[Tensor], limit_bytes: int) -> Iterator[list[Tensor
         yield run
 
 
-def pack(model: ComputationModel, tensors: Sequence[Tensor]) -> Tensor:
-    """Copy tensors of one dtype and device into the context's buffer for these. Local.
+@contextmanager
+def packed(model: ComputationModel, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Copy tensors of one dtype and device into a buffer that nobody else uses meanwhile.
 
-    Returns:
-        [sum of numel], a part of the buffer, which lives as long as the context.
+    Local. The context keeps one buffer for each dtype and device, and lends it to one call at a
+    time, for threads with groups of their own may average at once. After an error it isn't kept,
+    for what failed may still write to it.
+
+    Yields:
+        [sum of numel], valid within the block.
     """
     first, count = tensors[0], sum(tensor.numel() for tensor in tensors)
     key = (first.dtype, first.device)
-    buffer = model.flat_buffers.get(key)
+    buffer = model.flat_buffers.pop(key, None)
     if buffer is None or buffer.numel() < count:
         buffer = first.new_empty(count, requires_grad=False)
-        if len(tensors) > 1 or first.nbytes <= _BUCKET_BYTES:  # else one huge one would stay
-            model.flat_buffers[key] = buffer
     flat = buffer[:count]
     torch.cat([tensor.detach().reshape(-1) for tensor in tensors], out=flat)
-    return flat
+    yield flat
+    if len(tensors) > 1 or buffer.nbytes <= _BUCKET_BYTES:  # else one huge one would stay
+        model.flat_buffers[key] = buffer
 
 
 def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy what `pack` laid together back to where it was. Local."""
+    """Copy what `packed` laid together back to where it was. Local."""
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.detach().copy_(part.view(tensor.shape))
@@ -121,24 +136,40 @@ def reduce_all(
     limit = _BUCKET_BYTES if bucket_bytes is None else bucket_bytes
     is_mean = op.upper() in ("MEAN", "AVERAGE")
     step = "SUM" if is_mean else op
+    before, after = mean_factors(size) if is_mean else (1.0, 1.0)
     alone, together = _split(model, works, limit)
     under_way: list[Handle[Tensor]] = []
+
+    def start(memory: Tensor) -> None:
+        if before != 1:
+            memory.mul_(before)
+        under_way.append(all_reduce_(memory, step, group, async_op=True))
 
     def finish(left: int) -> None:
         while len(under_way) > left:
             total = under_way.pop(0).wait()
-            if is_mean:
-                total.div_(size)
+            if after != 1:
+                total.div_(after)
 
     for memory in alone:
         finish(_IN_FLIGHT - 1)
-        under_way.append(all_reduce_(memory, step, group, async_op=True))
+        start(memory)
     for run in buckets(together, limit):
-        flat = pack(model, run)
-        under_way.append(all_reduce_(flat, step, group, async_op=True))
-        finish(0)
-        unpack(flat, run)
+        with packed(model, run) as flat:
+            start(flat)
+            finish(0)
+            unpack(flat, run)
     finish(0)
+
+
+def mean_factors(size: int) -> tuple[float, float]:
+    """Give what to multiply by before a sum, and to divide by after it, for the mean. Local.
+
+    A sum of floats that is divided last overflows where their mean doesn't. The first factor is a
+    power of two, so that nothing is rounded but what is smaller than the dtype's normal numbers.
+    """
+    before = 2.0 ** -(size - 1).bit_length()
+    return before, size * before
 
 
 def broadcast_all(
@@ -150,7 +181,7 @@ def broadcast_all(
         broadcast_(memory, src, group)
     is_src = model.topology.rank == src
     for run in buckets(together, _BUCKET_BYTES):
-        flat = pack(model, run)
-        broadcast_(flat, src, group)
-        if not is_src:
-            unpack(flat, run)
+        with packed(model, run) as flat:
+            broadcast_(flat, src, group)
+            if not is_src:
+                unpack(flat, run)

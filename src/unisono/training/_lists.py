@@ -9,21 +9,39 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from unisono.collectives._rounds import swap
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
 from unisono.model import ComputationModel
-from unisono.payload import decode, encode, is_dense
+from unisono.payload import decode, encode, failure, is_dense, raise_failures
 from unisono.topology import Group
+from unisono.training._aliases import OVERLAPS, aliases
 
-__all__ = ("Described", "agree", "as_tensors")
+__all__ = ("Described", "Listed", "agree", "as_tensors", "is_sharded", "listed")
 
-_NONE, _SPARSE = b"n", b"s"
+_NONE = b"n"
+_SPARSE, _SHARDED, _FOREIGN, _OVERLAPPING = b"s", b"h", b"f", b"v"
+_REFUSED = {
+    _SPARSE: ("is sparse", "use sparse=False, or make it dense with to_dense()"),
+    _SHARDED: (
+        "is sharded, a DTensor",
+        "each rank has a part of it; give its to_local() or full_tensor(). Under fully_shard "
+        "backward averages the gradients itself",
+    ),
+    _FOREIGN: ("has no memory of its own", "give a plain tensor"),
+    _OVERLAPPING: (
+        "shares a part of its memory with another one of the list, or with itself",
+        "leave one of them out, or give a clone()",
+    ),
+}
 _LAYOUTS = (
     (b"c", torch.contiguous_format),
     (b"l", torch.channels_last),
     (b"d", torch.channels_last_3d),
 )
 _OTHER = b"o"
+_LIST = b"l"
 _DIGEST_BYTES = 16
+_START = len(_LIST) + _DIGEST_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +52,46 @@ class Described:
         present: for each tensor whether some rank has it.
         layouts: for each tensor its memory format where all ranks have it in the same one, so that
             its memory may be reduced as it lies; else None.
+        alone: for each tensor whether its memory is its own, and not that of another in the list,
+            which has all of it.
     """
 
     present: list[bool]
     layouts: list[torch.memory_format | None]
+    alone: list[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """What this rank gives to `agree`.
+
+    Args:
+        likes: what the tensors look like.
+        tensors: the tensors themselves, None where this rank has none, such as no gradient.
+        error: why there is no list: this rank was given something else.
+    """
+
+    likes: Sequence[Tensor]
+    tensors: Sequence[Tensor | None]
+    error: ArgumentError | None = None
+
+
+def listed(params: object, *, of_grads: bool = False) -> Listed:
+    """List the tensors of `params`, or the gradients of those that have any. Local."""
+    try:
+        likes = as_tensors(params)
+    except ArgumentError as error:
+        return Listed([], [], error)
+    return Listed(likes, [_gradient(item) for item in likes] if of_grads else likes)
+
+
+def _gradient(tensor: Tensor) -> Tensor | None:
+    return tensor.grad if tensor.requires_grad else None
+
+
+def is_sharded(value: object) -> bool:
+    """Tell whether a value is a DTensor, of which each rank has a part. Local."""
+    return isinstance(value, Tensor) and hasattr(value, "device_mesh")
 
 
 def as_tensors(params: object) -> list[Tensor]:
@@ -73,21 +127,25 @@ def _layout(tensor: Tensor) -> bytes:
     return _OTHER
 
 
-def _state(tensor: Tensor | None) -> bytes:
+def _state(tensor: Tensor | None, owner: int) -> bytes:
     if tensor is None:
         return _NONE
-    return _layout(tensor) if is_dense(tensor) else _SPARSE
+    if is_sharded(tensor):
+        return _SHARDED
+    if not is_dense(tensor):
+        return _SPARSE if tensor.layout is not torch.strided else _FOREIGN
+    return _OVERLAPPING if owner == OVERLAPS else _layout(tensor)
 
 
-def _line(like: Tensor) -> str:
-    return f"{like.dtype}{list(like.shape)}"
+def _line(place: int, like: Tensor, owner: int) -> str:
+    text = f"{like.dtype}{list(like.shape)}"
+    return text if owner in (place, OVERLAPS) else f"{text}, the memory of tensor {owner}"
 
 
 def agree(
     model: ComputationModel,
     call: str,
-    likes: Sequence[Tensor],
-    tensors: Sequence[Tensor | None],
+    found: Listed,
     group: Group | None = None,
 ) -> Described:
     """See that every rank has the same list, and which of its tensors are there.
@@ -96,39 +154,56 @@ def agree(
 
     Args:
         model: the active model.
-        call: what is done, for messages.
-        likes: what the tensors look like.
-        tensors: the tensors themselves, None where this rank has none, such as no gradient.
+        call: what is done, with all that must agree between ranks: ``"broadcast_params from 0"``.
+        found: the tensors of this rank, or why it has none.
         group: the ranks that take part.
 
     Returns:
         What can be done with them.
 
     Raises:
-        CollectiveMismatchError: the lists differ; names the first difference by rank (on every
-            rank).
-        PayloadError: a tensor is sparse somewhere; names it by rank (on every rank).
+        ArgumentError: this rank has something that is no tensor.
+        CollectiveMismatchError: the calls or the lists differ; names the first difference by rank
+            (on every rank).
+        PayloadError: a tensor can't be worked on in place somewhere, or another rank has something
+            that is no tensor; names it by rank (on every rank).
     """
-    lines = [_line(like) for like in likes]
-    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=_DIGEST_BYTES).digest()
-    frames = model.exchange(digest + b"".join(map(_state, tensors)), group)
+    owners = aliases(found.likes, [item if is_dense(item) else None for item in found.tensors])
+    lines = [_line(i, *each) for i, each in enumerate(zip(found.likes, owners, strict=True))]
+    states = b"".join(map(_state, found.tensors, owners))
+    blob = _LIST + _digest(lines) + states if found.error is None else failure(str(found.error))
+    frames = swap(model, call, blob, group)
+    if found.error is not None:
+        raise found.error
     ranks = list(model.members(group))
-    if any(frame[:_DIGEST_BYTES] != digest for frame in frames):
-        said = [decode(blob, model.device) for blob in model.exchange(encode(lines), group)]
+    raise_failures(frames, ranks, call)
+    if any(frame[:_START] != blob[:_START] for frame in frames):
+        blobs = swap(model, f"{call}: the lists differ", encode(lines), group)
+        said = [decode(blob, model.device) for blob in blobs]
         raise CollectiveMismatchError(_difference(call, said, ranks))
-    columns = list(zip(*(frame[_DIGEST_BYTES:] for frame in frames), strict=True))
-    for i, column in enumerate(columns):
-        if _SPARSE[0] in column:
-            where = [rank for rank, code in zip(ranks, column, strict=True) if code == _SPARSE[0]]
-            raise PayloadError(
-                f"{call} takes dense tensors, but tensor {i} of {len(lines)} ({lines[i]}) is "
-                f"sparse on ranks {where}: use sparse=False, or make it dense with to_dense()"
-            )
+    columns = list(zip(*(frame[_START:] for frame in frames), strict=True))
+    for place, column in enumerate(columns):
+        _check(column, f"tensor {place} of {len(lines)} ({lines[place]})", call, ranks)
     table = {code[0]: layout for code, layout in _LAYOUTS}
     return Described(
         [any(code != _NONE[0] for code in column) for column in columns],
         [table.get(column[0]) if len(set(column)) == 1 else None for column in columns],
+        [owner == place for place, owner in enumerate(owners)],
     )
+
+
+def _digest(lines: list[str]) -> bytes:
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=_DIGEST_BYTES).digest()
+
+
+def _check(column: Sequence[int], name: str, call: str, ranks: Sequence[int]) -> None:
+    """Refuse a tensor that some rank can't work on in place. Local."""
+    for code, (kind, remedy) in _REFUSED.items():
+        if code[0] in column:
+            where = [rank for rank, other in zip(ranks, column, strict=True) if other == code[0]]
+            raise PayloadError(
+                f"{call} takes dense tensors, but {name} {kind} on ranks {where}: {remedy}"
+            )
 
 
 def _difference(call: str, lists: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:

@@ -10,19 +10,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono._tree import flatten, unflatten
+from unisono.collectives._rounds import swap
 from unisono.collectives.groups import GroupLike, check_rank, team
 from unisono.collectives.reductions import all_reduce
 from unisono.collectives.transfers import broadcast
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
 from unisono.model import ComputationModel
-from unisono.payload import decode, encode
+from unisono.payload import decode, encode_or_reason, failure, is_dense, raise_failures
 from unisono.reduction import ReduceOp, parse_op
 from unisono.topology import Group
 from unisono.training import _flat
-from unisono.training._lists import agree, as_tensors
+from unisono.training._lists import Described, agree, is_sharded, listed
 
 __all__ = ("all_reduce_grads", "all_reduce_params", "broadcast_optimizer_state", "broadcast_params")
 
+_SIGN = -(2**63)
 Params = nn.Module | Tensor | Iterable[Tensor] | MutableMapping[str, Any]
 
 
@@ -61,10 +63,10 @@ def all_reduce_params(
     model, found, is_member = team(group)
     if not is_member:
         return
-    tensors = as_tensors(params)
-    said = agree(model, "all_reduce_params", tensors, tensors, found)
-    works = list(zip(tensors, said.layouts, strict=True))
-    _reduce(model, works, operation, limit, found)
+    mine = listed(params)
+    call = f"all_reduce_params {operation.name} in {_buckets(limit)}"
+    said = agree(model, call, mine, found)
+    _reduce(model, _works(mine.likes, said), operation, limit, found)
 
 
 def all_reduce_grads(
@@ -105,19 +107,28 @@ def all_reduce_grads(
     model, found, is_member = team(group)
     if not is_member:
         return
-    tensors = as_tensors(params)
-    said = agree(model, "all_reduce_grads", tensors, [_gradient(t) for t in tensors], found)
-    works = []
-    for tensor, is_present, layout in zip(tensors, said.present, said.layouts, strict=True):
-        if is_present:
-            if tensor.grad is None:
-                tensor.grad = torch.zeros_like(tensor)
-            works.append((tensor.grad, layout))
-    _reduce(model, works, operation, limit, found)
+    mine = listed(params, of_grads=True)
+    call = f"all_reduce_grads {operation.name} in {_buckets(limit)}"
+    said = agree(model, call, mine, found)
+    for like, is_present in zip(mine.likes, said.present, strict=True):
+        if is_present and like.grad is None:
+            like.grad = torch.zeros_like(like)
+    gradients = [like.grad for like in mine.likes]
+    _reduce(model, _works(gradients, said), operation, limit, found)
 
 
-def _gradient(tensor: Tensor) -> Tensor | None:
-    return tensor.grad if tensor.requires_grad else None
+def _works(tensors: Sequence[Tensor | None], said: Described) -> list[_flat.Work]:
+    """List what is to be done: each memory that some rank has, once. Local."""
+    rows = zip(tensors, said.present, said.layouts, said.alone, strict=True)
+    return [
+        (tensor, layout)
+        for tensor, is_present, layout, is_alone in rows
+        if tensor is not None and is_present and is_alone
+    ]
+
+
+def _buckets(limit: int | None) -> str:
+    return "our buckets" if limit is None else f"buckets of {limit} bytes"
 
 
 def _limit(coalesce: bool, bucket_size_mb: float) -> int | None:
@@ -150,17 +161,39 @@ def _reduce(
 def _average_integers(
     model: ComputationModel, tensors: Sequence[Tensor], group: Group | None
 ) -> None:
+    """Give integers their mean, or refuse it. Collective over `group`.
+
+    Quotients and remainders travel apart, for the sum itself may not fit into 64 bits. What wraps
+    in the sum of quotients comes back when that of the remainders is added.
+    """
     size = model.size(group)
-    totals = all_reduce([tensor.to(torch.int64) for tensor in tensors], "SUM", group)
-    for i, total in enumerate(totals):
-        if bool((total % size).any()):
+    signed = [_signed(tensor) for tensor in tensors]
+    quotients = [torch.div(item, size, rounding_mode="floor") for item in signed]
+    remainders = [item - part * size for item, part in zip(signed, quotients, strict=True)]
+    totals = all_reduce([*quotients, *remainders], "SUM", group)
+    rests = totals[len(tensors) :]
+    for i, rest in enumerate(rests):
+        if bool((rest % size).any()):
             raise PayloadError(
                 f"the mean over {size} ranks of integer tensor {i} ({tensors[i].dtype}"
                 f"{list(tensors[i].shape)}) is no integer: leave it out, or reduce it with MAX or "
                 "SUM"
             )
-    for tensor, total in zip(tensors, totals, strict=True):
-        tensor.detach().copy_(torch.div(total, size, rounding_mode="floor"))
+    for tensor, total, rest in zip(tensors, totals, rests, strict=False):
+        mean = total + torch.div(rest, size, rounding_mode="floor")
+        tensor.detach().copy_(_unsigned(mean) if tensor.dtype is torch.uint64 else mean)
+
+
+def _signed(tensor: Tensor) -> Tensor:
+    """Give integers as int64; those of uint64 less 2**63, for all of them to fit. Local."""
+    if tensor.dtype is not torch.uint64:
+        return tensor.to(torch.int64)
+    return tensor.contiguous().view(torch.int64) ^ _SIGN
+
+
+def _unsigned(tensor: Tensor) -> Tensor:
+    """Undo `_signed` of uint64. Local."""
+    return (tensor ^ _SIGN).view(torch.uint64)
 
 
 def broadcast_params(params: Params, src: int = 0, group: GroupLike = None) -> None:
@@ -195,11 +228,10 @@ def broadcast_params(params: Params, src: int = 0, group: GroupLike = None) -> N
         others = {key: item for key, item in params.items() if not isinstance(item, Tensor)}
         params.update(broadcast(others, src, group) if others else {})
         params = [item for item in params.values() if isinstance(item, Tensor)]
-    tensors = as_tensors(params)
-    said = agree(model, "broadcast_params", tensors, tensors, found)
+    mine = listed(params)
+    said = agree(model, f"broadcast_params from {src}", mine, found)
     with torch.no_grad():
-        works = list(zip(tensors, said.layouts, strict=True))
-        _flat.broadcast_all(model, works, src, found)
+        _flat.broadcast_all(model, _works(mine.likes, said), src, found)
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLike = None) -> None:
@@ -229,10 +261,14 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLi
         return
     is_src = model.topology.rank == src
     state = optimizer.state_dict()
-    plain, heads = broadcast(_taken_apart(state) if is_src else None, src, found)
-    _check_groups(model, state, plain, src, found)
+    call = f"broadcast_optimizer_state from {src}"
+    frames = swap(model, call, _described(state, is_src), found)
+    raise_failures(frames, model.members(found), call)
+    said = [decode(frame, model.device) for frame in frames]
+    counts, apart = said[model.position(found, src)]
+    _check_groups(dict(zip(model.members(found), said, strict=True)), counts, src)
     if not is_src:
-        state = _put_together(model, plain, heads)
+        state = _put_together(model, *apart)
     tensors = [leaf for leaf in flatten(state)[0] if isinstance(leaf, Tensor)]
     works: list[_flat.Work] = [(tensor.contiguous(), torch.contiguous_format) for tensor in tensors]
     with torch.no_grad():
@@ -242,6 +278,20 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLi
 
 
 _Heads = dict[int, tuple[str, list[int], bool]]
+
+
+def _described(state: dict[str, Any], is_src: bool) -> bytes:
+    """Encode the sizes of an optimizer's groups, and on `src` its state without tensors. Local."""
+    tensors = [leaf for leaf in flatten(state)[0] if isinstance(leaf, Tensor)]
+    if any(map(is_sharded, tensors)):
+        return failure(
+            "a state that is sharded, in DTensors, of which each rank has its part: there is "
+            "nothing to broadcast; save_checkpoint and load_checkpoint take it"
+        )
+    if not all(map(is_dense, tensors)):
+        return failure("a state with tensors that aren't dense")
+    sizes = [len(item["params"]) for item in state["param_groups"]]
+    return encode_or_reason((sizes, _taken_apart(state) if is_src else None))
 
 
 def _taken_apart(state: dict[str, Any]) -> tuple[dict[str, Any], _Heads]:
@@ -265,17 +315,11 @@ def _put_together(model: ComputationModel, plain: dict[str, Any], heads: _Heads)
     return state
 
 
-def _check_groups(
-    model: ComputationModel, mine: dict[str, Any], other: dict[str, Any], src: int, group: Any
-) -> None:
-    """Refuse on every rank an optimizer that is over other groups somewhere."""
-    counts = [len(item["params"]) for item in mine["param_groups"]]
-    wanted = [len(item["params"]) for item in other["param_groups"]]
-    frames = model.exchange(encode(counts), group)
-    for rank, frame in zip(model.members(group), frames, strict=True):
-        found = decode(frame, model.device)
-        if found != wanted:
+def _check_groups(said: dict[int, Any], wanted: list[int], src: int) -> None:
+    """Refuse on every rank an optimizer that is over other groups somewhere. Local."""
+    for rank, (sizes, _) in said.items():
+        if sizes != wanted:
             raise CollectiveMismatchError(
-                f"broadcast_optimizer_state: rank {rank} has groups of {found} parameters, but "
+                f"broadcast_optimizer_state: rank {rank} has groups of {sizes} parameters, but "
                 f"rank {src} of {wanted}: make the same optimizer on every rank"
             )

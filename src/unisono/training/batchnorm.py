@@ -23,27 +23,53 @@ _lock = threading.Lock()
 _registered: dict[str, Converter] = {}  # a registry, as `registry` has them
 
 
-class _Normalize(torch.autograd.Function):
-    """Normalise with mean and variance over all ranks; both directions are collective."""
+class _Total(torch.autograd.Function):
+    """The sum of a tensor over all ranks, as often differentiable as one likes."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, mean: Tensor, invstd: Tensor, count: Tensor, group: Any
-    ) -> Any:
-        normal = (x - _wide(mean, x)) * _wide(invstd, x)
-        ctx.save_for_backward(normal, invstd, count)
+    def forward(ctx: Any, mine: Tensor, group: Any) -> Any:
         ctx.group = group
-        return normal.to(x.dtype)
+        return all_reduce_(mine.clone(memory_format=torch.contiguous_format), "SUM", group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        normal, invstd, count = ctx.saved_tensors
-        grad = grads[0].to(normal.dtype)
+        return _total(grads[0], ctx.group), None
+
+
+def _total(mine: Tensor, group: GroupLike) -> Tensor:
+    """Add up a tensor of all ranks. Collective over `group`, in each direction."""
+    total: Tensor = _Total.apply(mine, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _Normalize(torch.autograd.Function):
+    """Normalise with mean and variance over all ranks; both directions are collective.
+
+    Where the gradient itself will be differentiated (``create_graph=True``, on every rank alike),
+    the statistics, too, are computed again from `x`, so that autograd knows what depends on it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mean: Tensor, invstd: Tensor, count: Tensor, eps: float, group: Any
+    ) -> Any:
+        ctx.save_for_backward(x, mean, invstd, count)
+        ctx.eps, ctx.group = eps, group
+        return (x - _wide(mean, x)) * _wide(invstd, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, mean, invstd, count = ctx.saved_tensors
+        grad = grads[0]
+        if torch.is_grad_enabled():
+            mean = _total(_channels(x), ctx.group) / count
+            variance = _total(_channels((x - _wide(mean, x)) ** 2), ctx.group) / count
+            invstd = torch.rsqrt(variance + ctx.eps)
+        normal = (x - _wide(mean, x)) * _wide(invstd, x)
         sums = torch.stack([_channels(grad), _channels(grad * normal)])
-        all_reduce_(sums, "SUM", ctx.group)
-        mean_grad, mean_dot = sums / count
+        mean_grad, mean_dot = _total(sums, ctx.group) / count
         back = grad - _wide(mean_grad, grad) - normal * _wide(mean_dot, grad)
-        return (back * _wide(invstd, grad)).to(grads[0].dtype), None, None, None, None
+        return back * _wide(invstd, grad), None, None, None, None, None
 
 
 def _wide(values: Tensor, like: Tensor) -> Tensor:
@@ -120,7 +146,9 @@ class SyncBatchNorm(_BatchNorm):
             if self.training and self.track_running_stats:
                 self._track(mean, variance, count)
         invstd = torch.rsqrt(variance + self.eps)
-        normal: Tensor = _Normalize.apply(x, mean, invstd, count, self.group)  # type: ignore[no-untyped-call]
+        normal: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
+            x, mean, invstd, count, self.eps, self.group
+        )
         for apply, parameter in ((torch.mul, self.weight), (torch.add, self.bias)):
             if parameter is not None:  # torch 2.13 has affine ones without bias
                 normal = apply(normal, _wide(parameter.to(kind), x))

@@ -6,11 +6,16 @@ import importlib
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from unisono._arguments import check_count
-from unisono._context import current_model
+from unisono._context import communicator, current_model
+from unisono._tree import flatten, unflatten
+from unisono.collectives._rounds import swap
 from unisono.collectives.reductions import all_reduce
+from unisono.errors import PayloadError
+from unisono.payload import is_dense
+from unisono.reduction import ReduceOp, parse_op
+from unisono.training._lists import is_sharded
 
 __all__ = (
     "get_current_memory_gb",
@@ -21,6 +26,8 @@ __all__ = (
 )
 
 _GIB = 2**30
+_HALF_BITS = 32
+_HALF = 2**_HALF_BITS - 1
 
 
 def reduce_sum(value: Any) -> Any:
@@ -29,13 +36,15 @@ def reduce_sum(value: Any) -> Any:
     Collective over all ranks.
 
     Args:
-        value: a tensor on any device, or a number; it isn't changed.
+        value: a number, a tensor on any device, or a container of these; it isn't changed.
 
     Returns:
-        The sum, of the same type, dtype and device, on every rank.
+        The sum, of the same type, dtype and device, on every rank; of bools their number, as an int
+        or an int64 tensor.
 
     Raises:
-        PayloadError: it can't be reduced.
+        PayloadError: it can't be reduced, or a sum of integers doesn't fit into their type (on
+            every rank).
         CollectiveError: a peer failed or didn't come in time.
 
     Example:
@@ -43,7 +52,7 @@ def reduce_sum(value: Any) -> Any:
         >>> idist.reduce_sum(2)
         2
     """
-    return all_reduce(value, "SUM")
+    return _reduced(value, ReduceOp.SUM)
 
 
 def reduce_mean(value: Any, nprocs: int | None = None) -> Any:
@@ -52,15 +61,15 @@ def reduce_mean(value: Any, nprocs: int | None = None) -> Any:
     Collective over all ranks.
 
     Args:
-        value: a tensor on any device, or a number; it isn't changed.
+        value: a number, a tensor on any device, or a container of these; it isn't changed.
         nprocs: what the sum is divided by; None for the number of ranks.
 
     Returns:
-        The mean on every rank; of integers a float, or a float32 tensor.
+        The mean on every rank; of integers and bools a float, or a float32 tensor.
 
     Raises:
         ArgumentError: `nprocs` is no int of at least 1.
-        PayloadError: it can't be reduced.
+        PayloadError: it can't be reduced (on every rank).
         CollectiveError: a peer failed or didn't come in time.
 
     Example:
@@ -70,8 +79,12 @@ def reduce_mean(value: Any, nprocs: int | None = None) -> Any:
     """
     if nprocs is not None:
         check_count("nprocs", nprocs)
-    size = current_model().topology.world_size if nprocs is None else nprocs
-    return all_reduce(value, "SUM") / size
+    mean = _reduced(value, ReduceOp.AVERAGE)
+    size = current_model().topology.world_size
+    if nprocs in (None, size):
+        return mean
+    leaves, _ = flatten(mean)
+    return unflatten(mean, [leaf * size / nprocs for leaf in leaves])
 
 
 def reduce_dict(values: dict[str, Any], op: str = "mean") -> dict[str, Any]:
@@ -80,15 +93,17 @@ def reduce_dict(values: dict[str, Any], op: str = "mean") -> dict[str, Any]:
     Collective over all ranks.
 
     Args:
-        values: the same keys on every rank, in any order; tensors of the same shapes.
-        op: as in `all_reduce`; the mean of integer tensors is a float32 tensor.
+        values: the same keys on every rank, in any order; tensors of the same shapes. A DTensor
+            counts as the whole that it is a part of.
+        op: as in `all_reduce`; sums and means are those of `reduce_sum` and `reduce_mean`.
 
     Returns:
         A new dict in the order of `values`, the same on every rank.
 
     Raises:
         CollectiveMismatchError: the keys differ between ranks (on every rank).
-        PayloadError: a value can't be reduced (on every rank).
+        PayloadError: a value can't be reduced, or a sum of integers doesn't fit into their type (on
+            every rank).
         CollectiveError: a peer failed or didn't come in time.
 
     Example:
@@ -96,17 +111,89 @@ def reduce_dict(values: dict[str, Any], op: str = "mean") -> dict[str, Any]:
         >>> idist.reduce_dict({"loss": 0.5, "accuracy": 0.25})
         {'loss': 0.5, 'accuracy': 0.25}
     """
-    is_mean = op.upper() in ("MEAN", "AVERAGE")
-    ordered = {key: values[key] for key in sorted(values)}
-    if is_mean:
-        ordered = {key: _inexact(value) for key, value in ordered.items()}
-    reduced: dict[str, Any] = all_reduce(ordered, op)
+    operation = parse_op(op)
+    reduced = _reduced({key: values[key] for key in sorted(values)}, operation)
     return {key: reduced[key] for key in values}
 
 
-def _inexact(value: Any) -> Any:
-    is_whole = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
-    return value.to(torch.float32) if is_whole else value
+def _reduced(value: Any, op: ReduceOp) -> Any:
+    """Reduce a value; sums and means of integers and half floats in types that have room for them.
+
+    Collective over all ranks.
+    """
+    leaves, paths = flatten(value)
+    leaves = _whole(leaves, paths)
+    if op in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        sent = [_widened(leaf, op) for leaf in leaves]
+        totals, _ = flatten(all_reduce(unflatten(value, sent), op.name))
+        leaves = [_narrowed(total, leaf, op) for total, leaf in zip(totals, leaves, strict=True)]
+        return unflatten(value, leaves)
+    return all_reduce(unflatten(value, leaves), op.name)
+
+
+def _whole(leaves: list[Any], paths: list[str]) -> list[Any]:
+    """Put together what is sharded, as the norm of gradients is under fully_shard.
+
+    Collective over all ranks if something is; all then have it at the same places.
+    """
+    places = [path for leaf, path in zip(leaves, paths, strict=True) if is_sharded(leaf)]
+    if not places:
+        return leaves
+    swap(communicator(), f"a reduction of DTensors at {', '.join(places)}", b"", None)
+    return [leaf.full_tensor() if is_sharded(leaf) else leaf for leaf in leaves]
+
+
+def _is_whole(value: Any) -> bool:
+    return is_dense(value) and not (value.is_floating_point() or value.is_complex())
+
+
+def _is_half(value: Any) -> bool:
+    return is_dense(value) and value.is_floating_point() and value.itemsize < torch.float32.itemsize
+
+
+def _widened(value: Any, op: ReduceOp) -> Any:
+    """Give what is sent instead of a value, for nothing to wrap or overflow. Local.
+
+    Sums of integers travel as halves of 32 bits, so that what doesn't fit is seen.
+    """
+    if type(value) is bool:
+        return int(value)
+    if _is_half(value):
+        return value.to(torch.float32)
+    if not _is_whole(value):
+        return value
+    if op is ReduceOp.AVERAGE:
+        return value.cpu().to(torch.float64)  # some accelerators have no float64
+    bits = value.view(torch.int64) if value.dtype is torch.uint64 else value.to(torch.int64)
+    high = bits >> _HALF_BITS
+    if value.dtype is torch.uint64:
+        high = high & _HALF
+    return torch.stack([high, bits & _HALF])
+
+
+def _narrowed(total: Any, like: Any, op: ReduceOp) -> Any:
+    """Give the result for a value like `like`. Local."""
+    if _is_half(like):
+        return total.to(like.dtype)
+    if not _is_whole(like):
+        return total
+    if op is ReduceOp.AVERAGE:
+        return total.to(torch.float32).to(like.device)
+    dtype = torch.int64 if like.dtype is torch.bool else like.dtype
+    high, low = total
+    high = high + (low >> _HALF_BITS)
+    least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    # Wrapped totals have another high half than the number that they stand for.
+    small = (high << _HALF_BITS) | (low & _HALF)
+    is_wrapped = (high < least >> _HALF_BITS) | (high > most >> _HALF_BITS)
+    if dtype is not torch.uint64:
+        is_wrapped |= (small < least) | (small > most)
+    if bool(is_wrapped.any()):
+        raise PayloadError(
+            f"a sum of {like.dtype}{list(like.shape)} over all ranks doesn't fit into {dtype}: "
+            "convert it to a wider type, or to a float"
+        )
+    return small.view(dtype) if dtype is torch.uint64 else small.to(dtype)
 
 
 def get_current_memory_gb() -> float:

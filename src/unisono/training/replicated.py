@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from unisono._context import communicator
+from unisono.collectives._rounds import swap
 from unisono.errors import ArgumentError, PayloadError, UnsupportedOperation
 from unisono.training._averager import Averager
 from unisono.training._flat import MEGABYTE
@@ -18,6 +19,7 @@ from unisono.training.averaging import broadcast_params
 
 __all__ = ("Replicated", "owners")
 
+_JOIN = "a step of join"
 _SYNCS, _ACCUMULATES, _HAS_ENDED = b"s", b"a", b"e"
 # DistributedDataParallel's, which are always so here, or make no difference.
 _NEEDLESS = frozenset(
@@ -83,7 +85,7 @@ class Replicated(nn.Module):
             src = 0
             if self._is_joining:
                 word = _SYNCS if self._averager.is_syncing else _ACCUMULATES
-                src = self._first_active(communicator().exchange(word))
+                src = self._first_active(swap(communicator(), _JOIN, word, None))
             if self._averager.is_syncing:
                 self._broadcast_buffers(src)
         return self.module(*args, **kwargs)
@@ -125,7 +127,7 @@ class Replicated(nn.Module):
         finally:
             self._is_joining = False
         while True:
-            said = communicator().exchange(_HAS_ENDED)
+            said = swap(communicator(), _JOIN, _HAS_ENDED, None)
             if all(word == _HAS_ENDED for word in said):
                 break
             src = self._first_active(said)
@@ -146,6 +148,7 @@ class Replicated(nn.Module):
 
 
 def owners(parameters: Iterable[nn.Parameter]) -> list[Replicated]:
-    """List the wrappers of this process that average one of these parameters. Local."""
+    """List the wrappers of the active context that average one of these parameters. Local."""
     keys = {id(parameter) for parameter in parameters}
-    return [each for each in list(_alive) if each._averager.parameter_ids & keys]
+    averagers = [(each, each._averager) for each in list(_alive)]
+    return [each for each, it in averagers if it.parameter_ids & keys and it.is_current]
