@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unisono import _context
+from unisono.control.deadlines import Limit, within
 from unisono.model import ComputationModel
 from unisono.registry import find_model
 from unisono.topology import RankInfo
@@ -24,6 +25,7 @@ class Replica:
         args: its positional arguments after the first.
         kwargs: its keyword arguments.
         options: options of the model's ``initialize``.
+        limit: the deadline of the block that it was made in; None for none.
     """
 
     backend: str
@@ -31,6 +33,7 @@ class Replica:
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    limit: Limit | None = None
 
     def __call__(self, info: RankInfo) -> Any:
         """Run in a process of its own. Collective over all ranks of `info`.
@@ -39,17 +42,18 @@ class Replica:
         this error before any that it causes elsewhere.
         """
         cls = find_model(self.backend)
-        model = _context.activate(lambda: cls.initialize(self.backend, info, **self.options))
-        result = self.fn(info.local_rank, *self.args, **self.kwargs)
-        if model.is_alive():
-            model.settle()
-            model.finalize()
+        with within(self.limit):
+            model = _context.activate(lambda: cls.initialize(self.backend, info, **self.options))
+            result = self.fn(info.local_rank, *self.args, **self.kwargs)
+            if model.is_alive():
+                model.settle()
+                model.finalize()
         _context.forget()
         return result
 
     def run(self, model: ComputationModel) -> Any:
         """Run in a thread that the model made. Collective over all ranks of `model`."""
-        with _context.replica(model):
+        with _context.replica(model), within(self.limit):
             result = self.fn(model.topology.local_rank, *self.args, **self.kwargs)
             model.settle()
             model.finalize()

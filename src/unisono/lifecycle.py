@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,8 @@ from unisono import _context
 from unisono._arguments import check_count, check_names, check_port, check_variables, seconds
 from unisono._replica import Replica
 from unisono._table import OF_THREADS, SEATS_NODES
-from unisono.errors import ArgumentError
+from unisono.control.deadlines import Limit
+from unisono.errors import ArgumentError, CollectiveTimeoutError, WorkerFailedError
 from unisono.model import ComputationModel
 from unisono.registry import find_launcher, find_model
 from unisono.topology import LaunchPlan, RankInfo
@@ -202,6 +204,8 @@ def spawn(
         LaunchError: the replicas couldn't be started.
         WorkerFailedError: a replica failed; it carries the first failure's own traceback, and all
             others have been ended.
+        CollectiveTimeoutError: the deadline of a block around the call is over; names the ranks
+            that weren't done, which have been told to end.
 
     Example:
         >>> import unisono as idist
@@ -217,12 +221,33 @@ def spawn(
         given["timeout"] = seconds("timeout", options["timeout"])
     if plan.init_method is not None:
         given["init_method"] = plan.init_method
-    replica = Replica(name.lower(), fn, tuple(args), dict(kwargs_dict or {}), given)
+    limit = Limit.here() if options.get("join", True) is not False else None
+    replica = Replica(name.lower(), fn, tuple(args), dict(kwargs_dict or {}), given, limit)
+    if limit is not None and limit.left_s == 0:
+        raise CollectiveTimeoutError("nothing was spawned: the block's deadline is over")
+    try:
+        return _launch(cls, replica, plan, options)
+    except WorkerFailedError as error:
+        if not _is_of_the_block(error, limit):
+            raise
+        raise CollectiveTimeoutError(f"the block's deadline is over: {error}") from error
+
+
+def _launch(
+    cls: type[ComputationModel], replica: Replica, plan: LaunchPlan, options: Mapping[str, Any]
+) -> Any:
+    """Let the model, or a launcher, make the replicas."""
     if "launch" in cls.capabilities and options.get("launcher") is None:
         _check_own_launch(cls.name, options)
-        return cls.launch(replica.run, replace(plan, backend=name.lower()), **given)
-    launch, extra = _launcher(name, options)
+        return cls.launch(replica.run, replace(plan, backend=replica.backend), **replica.options)
+    launch, extra = _launcher(replica.backend, options)
     return launch(replica, plan, environ=cls.worker_environ(plan), **extra)
+
+
+def _is_of_the_block(error: WorkerFailedError, limit: Limit | None) -> bool:
+    """Tell whether a replica failed because the block's deadline is over, which it saw first."""
+    is_late = limit is not None and time.monotonic() >= limit.until
+    return is_late and isinstance(error.__cause__, CollectiveTimeoutError)
 
 
 def check_job(
@@ -268,7 +293,11 @@ def _launcher(
             "launcher out"
         )
     if name == _DEFAULT_LAUNCHER:
-        return launch, {**extra, "join": options.get("join", True)}
+        timeout = options.get("timeout")
+        limit = (
+            {} if timeout is None else {"timeout_s": seconds("timeout", timeout).total_seconds()}
+        )
+        return launch, {**extra, **limit, "join": options.get("join", True)}
     for option in ("init_method", "start_method"):
         if options.get(option) is not None:
             raise ArgumentError(

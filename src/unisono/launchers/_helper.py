@@ -6,8 +6,10 @@ It is run by its path, not imported as part of the package, so that it starts fa
 standard library is imported before its first request. Each request on the control socket is
 ``fork`` or ``exec``, with five file descriptors: stdin, stdout and stderr of the worker,
 its channel to the parent, and its status socket. On the status socket the parent writes signal
-numbers, one byte each, and reads ``{signal}s`` when the worker is stopped and ``{wait status}e``
-once it has ended. Closing it ends the worker.
+numbers, one byte each, and reads ``{process id}p`` once the worker is there, with a descriptor of
+its process where the kernel has them, or ``{errno}x`` where it can't be made; ``{signal}s`` when it
+is stopped, ``{signal}c`` when it goes on, and ``{wait status}e`` once it has ended. Closing it ends
+the worker.
 """
 
 from __future__ import annotations
@@ -63,30 +65,66 @@ def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] 
     workers: dict[socket.socket, int] = {}
     is_wanted = True
     while is_wanted or workers:
-        watched: list[socket.socket | int] = [wake_read, *workers]
-        if is_wanted:
-            watched.append(control)
-        ready, _, _ = select.select(watched, [], [], _POLL_S)
+        by_fd = {status.fileno(): status for status in workers}
+        ready = _ready([wake_read, *by_fd, *([control.fileno()] if is_wanted else [])])
         if os.getppid() != parent:
             return
         if wake_read in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(wake_read, 4096)
-        if control in ready:
-            request, fds, _, _ = socket.recv_fds(control, 4, 5)
-            is_wanted = bool(request)
-            if is_wanted:
-                status = socket.socket(fileno=fds.pop())
-                inherited = [control.fileno(), wake_read, wake_write]
-                inherited += [status.fileno(), *(other.fileno() for other in workers)]
-                workers[status] = (
-                    _fork(work, fds, inherited) if request == b"fork" and work else _exec(fds)
-                )
-                for fd in fds:
-                    os.close(fd)
-        for status in [item for item in ready if item in workers]:
+        if control.fileno() in ready:
+            is_wanted = _make(control, workers, [wake_read, wake_write], work)
+        for status in [by_fd[fd] for fd in ready if fd in by_fd]:
             _obey(status, workers[status])
         _reap(workers)
+
+
+def _make(
+    control: socket.socket,
+    workers: dict[socket.socket, int],
+    inherited: list[int],
+    work: Callable[[int, int], None] | None,
+) -> bool:
+    """Take one request, and tell whether the parent may have more."""
+    request, fds, _, _ = socket.recv_fds(control, 4, 5)
+    if not request:
+        return False
+    status = socket.socket(fileno=fds.pop())
+    inherited = [*inherited, control.fileno(), status.fileno()]
+    inherited += [other.fileno() for other in workers]
+    try:
+        pid = _fork(work, fds, inherited) if request == b"fork" and work else _exec(fds)
+    except (OSError, subprocess.SubprocessError) as error:  # this process serves others, too
+        with contextlib.suppress(OSError):
+            status.send(f"{getattr(error, 'errno', 0) or 0}x".encode(), socket.MSG_DONTWAIT)
+        status.close()
+    else:
+        workers[status] = pid
+        _present(status, pid)
+    finally:
+        for fd in fds:
+            os.close(fd)
+    return True
+
+
+def _ready(fds: list[int]) -> set[int]:
+    """Wait a little; tell which descriptors have something, whatever their numbers are."""
+    watched = select.poll()  # select() takes none above 1023
+    for fd in fds:
+        watched.register(fd, select.POLLIN)
+    return {fd for fd, _ in watched.poll(_POLL_S * 1000)}
+
+
+def _present(status: socket.socket, pid: int) -> None:
+    """Tell the parent which process its worker is; it isn't reaped before this."""
+    said, pidfd = f"{pid}p".encode(), -1
+    if hasattr(os, "pidfd_open"):
+        with contextlib.suppress(OSError):  # an old kernel
+            pidfd = os.pidfd_open(pid)
+    with contextlib.suppress(OSError):  # the parent has gone already
+        socket.send_fds(status, [said], [pidfd] if pidfd >= 0 else [], socket.MSG_DONTWAIT)
+    if pidfd >= 0:
+        os.close(pidfd)
 
 
 def _fork(work: Callable[[int, int], None], fds: list[int], inherited: list[int]) -> int:
@@ -137,14 +175,17 @@ def _obey(status: socket.socket, pid: int) -> None:
 
 def _reap(workers: dict[socket.socket, int]) -> None:
     for status, pid in list(workers.items()):
-        done, code = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
+        done, code = os.waitpid(pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
         if not done:
             continue
-        is_stopped = os.WIFSTOPPED(code)
-        said = f"{os.WSTOPSIG(code)}s" if is_stopped else f"{code}e"
+        said = f"{code}e"
+        if os.WIFSTOPPED(code):
+            said = f"{os.WSTOPSIG(code)}s"
+        elif os.WIFCONTINUED(code):
+            said = f"{int(signal.SIGCONT)}c"
         with contextlib.suppress(OSError):  # a parent that doesn't listen is not waited for
             status.send(said.encode(), socket.MSG_DONTWAIT)
-        if not is_stopped:
+        if said.endswith("e"):
             status.close()
             del workers[status]
 

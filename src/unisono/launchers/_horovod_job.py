@@ -21,8 +21,11 @@ from typing import IO, Any
 import cloudpickle
 
 from unisono.control.addresses import peer
+from unisono.control.deadlines import DEFAULT_TIMEOUT_S, require_time
 from unisono.errors import LaunchError, WorkerFailedError
 from unisono.launchers import _channel
+from unisono.launchers._job import raised
+from unisono.launchers._stops import Stops
 from unisono.launchers._worker import Failure, Task
 from unisono.topology import RankInfo
 
@@ -50,6 +53,7 @@ class _Rank:
     rank: int
     channel: socket.socket | None
     pid: int = 0
+    task: memoryview = field(default_factory=lambda: memoryview(b""))
     result: bytes | None = None
     failure: Failure | None = None
     is_gone: bool = False
@@ -75,6 +79,7 @@ class Job:
         driver: the process that runs horovodrun.
         token: what they show before they are heard; empty where only this user's can connect.
         held: closed when all have come, or at the end; holds the listener.
+        stop_limit_s: seconds for which a rank of this host may be stopped by a signal.
     """
 
     infos: list[RankInfo]
@@ -83,6 +88,8 @@ class Job:
     driver: subprocess.Popen[bytes]
     token: str
     held: ExitStack
+    stop_limit_s: float = DEFAULT_TIMEOUT_S
+    _stops: Stops = field(init=False)
     _ranks: dict[int, _Rank] = field(default_factory=dict)
     _failed: list[_Rank] = field(default_factory=list)
     _failed_at: float = 0.0
@@ -90,6 +97,9 @@ class Job:
     _outputs: dict[IO[bytes], bytes] = field(default_factory=dict)
     _notes: deque[str] = field(default_factory=lambda: deque(maxlen=40))
     _last_words: dict[int, deque[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._stops = Stops(self.stop_limit_s, self.size)
 
     @property
     def size(self) -> int:
@@ -107,6 +117,7 @@ class Job:
         Raises:
             WorkerFailedError: a rank failed.
             LaunchError: horovodrun failed, or a rank didn't come.
+            CollectiveTimeoutError: the block's deadline is over.
         """
         assert self.driver.stdout is not None
         assert self.driver.stderr is not None
@@ -116,6 +127,8 @@ class Job:
             error = self._error(begin)
             if error is not None:
                 raise error
+            done = {rank for rank, each in self._ranks.items() if each.result is not None}
+            require_time([rank for rank in range(self.size) if rank not in done], self.size)
             self._poll(_POLL_S)
         self._drain(_EXIT_S)
         results = [self._ranks[rank].result for rank in range(self.size)]
@@ -144,8 +157,11 @@ class Job:
             if rank.channel is not None:
                 rank.channel.close()
         self.held.close()
-        with self.driver:
-            pass
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.driver.wait(_HELLO_S)
+        for output in (self.driver.stdin, self.driver.stdout, self.driver.stderr):
+            if output is not None:
+                output.close()
 
     def _drain(self, limit_s: float) -> None:
         limit = time.monotonic() + limit_s
@@ -161,8 +177,9 @@ class Job:
                 selector.register(output, selectors.EVENT_READ, lambda o=output: self._read(o))
             for rank in self._ranks.values():
                 if rank.channel is not None and not rank.is_gone:
-                    take_in = lambda r=rank: self._hear(r)  # noqa: E731 - bound to this rank
-                    selector.register(rank.channel, selectors.EVENT_READ, take_in)
+                    take_in = lambda r=rank: self._talk(r)  # noqa: E731 - bound to this rank
+                    events = selectors.EVENT_READ | (selectors.EVENT_WRITE if rank.task else 0)
+                    selector.register(rank.channel, events, take_in)
             for key, _ in selector.select(timeout_s):
                 key.data()
 
@@ -190,11 +207,19 @@ class Job:
         info = self.infos[number]
         path = [os.path.abspath(item) if item == "" else item for item in sys.path]
         task = Task(self.entry, info, environ, path, list(sys.argv), os.getcwd())
-        self._ranks[number] = _Rank(number, channel, pid)
-        with contextlib.suppress(OSError):  # its end is seen when it is listened to
-            _channel.send(channel, _channel.TASK, pickle.dumps(task))
+        body = pickle.dumps(task)
+        words = memoryview(_channel.head(_channel.TASK, len(body)) + body)
+        self._ranks[number] = _Rank(number, channel, pid, words)
         if len(self._ranks) == self.size:
             self.held.close()
+
+    def _talk(self, rank: _Rank) -> None:
+        assert rank.channel is not None
+        with contextlib.suppress(OSError):  # its end is seen when it is listened to
+            if rank.task:
+                sent = rank.channel.send(rank.task, socket.MSG_DONTWAIT)
+                rank.task = rank.task[sent:]
+        self._hear(rank)
 
     def _hear(self, rank: _Rank) -> None:
         assert rank.channel is not None
@@ -255,8 +280,20 @@ class Job:
     def _error(self, begin: float) -> LaunchError | None:
         if self._failed:
             return self._first_failure()
+        stopped = self._stops.look(
+            {
+                rank.rank: rank.pid
+                for rank in self._ranks.values()
+                if rank.channel is not None and rank.channel.family == socket.AF_UNIX
+                if rank.result is None and not rank.is_gone
+            }
+        )
+        if stopped is not None:
+            return stopped
         if not self._outputs:
-            code = self.driver.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.driver.wait(_HELLO_S)
+            code = self.driver.returncode
             said = "\n".join(self._notes)
             return LaunchError(f"horovodrun ended with exit code {code} too early:\n{said}")
         missing = [rank for rank in range(self.size) if rank not in self._ranks]
@@ -280,16 +317,7 @@ class Job:
         who = f"rank {rank.rank} of {self.size}"
         failure = rank.failure
         if failure is not None:
-            error = WorkerFailedError(
-                f"{who} raised {failure.summary}\n\n{failure.traceback}",
-                rank=rank.rank,
-                exit_code=failure.exit_code,
-                traceback=failure.traceback,
-            )
-            if failure.cause is not None:
-                with contextlib.suppress(Exception):  # the class may not exist here
-                    error.__cause__ = pickle.loads(failure.cause)
-            return error
+            return raised(rank.rank, self.size, failure)
         said = "\n".join(self._last_words.get(rank.rank, ()))
         said = f"; its last words:\n{said}" if said else ""
         code = self._exit_codes.get(rank.rank, 0)  # horovodrun says nothing of a 0

@@ -10,41 +10,82 @@ import re
 import selectors
 import signal
 import socket
+import subprocess
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle
 
-from unisono.errors import LaunchError, WorkerFailedError
+from unisono.control.deadlines import end_of_block, overdue
+from unisono.errors import CollectiveTimeoutError, LaunchError, WorkerFailedError
 from unisono.launchers import _channel
 from unisono.launchers._worker import Failure
 
-__all__ = ("Job", "Worker", "raised")
+__all__ = ("Job", "Maker", "Worker", "raised")
 
 _log = logging.getLogger(__name__)
 _PRIMARY_WAIT_S = 1.0  # how long an error that only reports a peer's waits for the peer's own
 _FLUSH_S = 0.3  # after END, before SIGTERM
 _TERM_S = 1.2  # after SIGTERM, before SIGKILL
-_STATUS = re.compile(rb"([0-9]+)([se])")
+_KILL_S = 5.0  # after SIGKILL, before the process that makes ranks is ended, too
+_NEWS = re.compile(rb"([0-9]+)([psecx])")
 _EXIT_S = 5.0  # for exit handlers, after all results have come
+_TICK_S = 1.0  # between two looks at what no descriptor tells
+_SAY_S = 2.0  # from a rank's end until the process that made it says how it ended
+_MAKE_S = 300.0  # until the ranks are there, which includes importing torch for the first ones
+_STOP_GRACE_S = 1.0  # ranks that wait for one that is stopped know more: their error comes first
+_GRACE_S = 0.5  # the same for the deadline of a block
+
+
+class Maker(Protocol):
+    """The child of this process that makes ranks; a ``Popen`` is one."""
+
+    pid: int
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end and reap it. Local.
+
+        Raises:
+            TimeoutExpired: it goes on.
+        """
+
+    def send_signal(self, sig: int) -> None:
+        """Signal it unless it has ended. Local."""
+
+    def kill(self) -> None:
+        """End it. Local."""
 
 
 @dataclass(slots=True)
 class Worker:
-    """One worker process: its channel, its status socket, and what came of it."""
+    """One worker process: its channel, its status socket, and what came of it.
+
+    Args:
+        rank: its global rank.
+        channel: to and from its inside.
+        status: to and from the process that makes it.
+        task: what it hasn't been sent yet.
+    """
 
     rank: int
     channel: socket.socket
     status: socket.socket
+    task: memoryview = field(default_factory=lambda: memoryview(b""))
     inbox: _channel.Inbox = field(init=False)
     result: bytes | None = None
     failure: Failure | None = None
     said: bytes = b""
+    pid: int | None = None
+    pidfd: int | None = None
+    refusal: int | None = None
     wait_status: int | None = None
+    ended_at: float | None = None
     has_ended: bool = False
     is_silent: bool = False
+    stopped_by: int | None = None
+    stopped_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.inbox = _channel.Inbox(self.channel)
@@ -59,6 +100,22 @@ class Worker:
         """Whether its failure only reports that of another rank."""
         return self.failure is not None and self.failure.is_secondary
 
+    def signal(self, number: int) -> None:
+        """Signal it, whatever state the process is in that made it. Local."""
+        with contextlib.suppress(OSError):
+            if self.pidfd is not None:
+                signal.pidfd_send_signal(self.pidfd, number)
+            elif not self.has_ended:
+                self.status.send(bytes([number]), socket.MSG_DONTWAIT)
+
+    def close(self) -> None:
+        """Close what leads to it. Local; harmless the second time."""
+        self.channel.close()
+        self.status.close()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
 
 class Job:
     """Workers of one node that run one function; the handle that ``spawn(join=False)`` returns.
@@ -67,36 +124,50 @@ class Job:
         workers: in the order of local rank.
         world_size: ranks in the whole job.
         held: closed when the last worker has ended; holds the rendezvous.
+        stop_limit_s: seconds for which a worker may be stopped by a signal.
     """
 
-    def __init__(self, workers: list[Worker], world_size: int, held: ExitStack) -> None:
+    def __init__(
+        self, workers: list[Worker], world_size: int, held: ExitStack, stop_limit_s: float
+    ) -> None:
         self._workers = workers
         self._world_size = world_size
         self._held = held
+        self._stop_limit_s = stop_limit_s + _STOP_GRACE_S
         self._failed: list[Worker] = []
+        self._error: LaunchError | None = None
+        self._begin = self._looked_at = self._roused_at = time.monotonic()
+        self.maker: Maker | None = None
 
     def join(self, timeout: float | None = None) -> list[Any]:
         """Wait for all workers.
 
-        Local.
+        Local. Within ``deadline`` the job has the time that is left there.
 
         Args:
-            timeout: seconds to wait; None waits for ever.
+            timeout: seconds to wait; None for no limit but that of the block.
 
         Returns:
             What the function returned, by rank.
 
         Raises:
             WorkerFailedError: the first failure; all workers have been ended.
-            LaunchError: the timeout passed; the job goes on, and may be joined again.
+            CollectiveTimeoutError: the block's deadline is over; all workers have been ended.
+            LaunchError: the timeout passed, and the job goes on and may be joined again; or the
+                workers can't be made.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        limit = None if timeout is None else time.monotonic() + timeout
         try:
-            while any(worker.result is None for worker in self._workers):
+            while self._error is None and any(worker.result is None for worker in self._workers):
                 if self._failed and self._is_decided():
+                    self._error = self._verdict()
                     break
-                self._step(deadline)
-            if not self._failed:
+                if limit is not None and time.monotonic() >= limit:
+                    raise LaunchError(
+                        f"ranks {self._late()} haven't finished in time: join again, or terminate()"
+                    )
+                self._poll(limit, self._require_time(_GRACE_S))
+            if self._error is None:
                 self._run(time.monotonic() + _EXIT_S)
         except LaunchError:
             raise
@@ -104,30 +175,89 @@ class Job:
             self.terminate()
             raise
         self.terminate()
-        if self._failed:
-            raise self._error()
+        if self._error is not None:
+            raise _copy(self._error)
         return [self._value(worker) for worker in self._workers]
+
+    def send_tasks(self) -> None:
+        """Wait until every worker has its task, or one has failed.
+
+        Local.
+
+        Raises:
+            CollectiveTimeoutError: the block's deadline is over; all workers have been ended.
+            LaunchError: the workers can't be made in time.
+        """
+        while any(worker.task for worker in self._workers) and not self._failed:
+            self._poll(self._require_time(0.0))
+            if self._error is not None:
+                self.terminate()
+                raise _copy(self._error)
 
     def terminate(self) -> None:
         """End all workers that still run, within seconds.
 
         Local.
         """
+        late = self._late()
+        self._roused_at = 0.0  # in case the workers hear of it from their maker alone
+        if late and self._error is None:
+            self._error = self._verdict() if self._failed else self._was_told_to_end(late)
         for worker in self._workers:
             if not worker.has_ended:
                 with contextlib.suppress(OSError):
                     worker.channel.setblocking(False)
                     _channel.send(worker.channel, _channel.END)
         self._run(time.monotonic() + _FLUSH_S)
+        for worker in self._workers:  # one that isn't there yet ends when its sockets are closed
+            worker.has_ended = worker.has_ended or worker.pid is None
         self._signal(signal.SIGTERM)
         self._signal(signal.SIGCONT)  # a stopped process hears SIGTERM once it goes on
         self._run(time.monotonic() + _TERM_S)
         self._signal(signal.SIGKILL)
-        self._run(None)
+        self._run(time.monotonic() + _KILL_S)
+        self._give_up()
         for worker in self._workers:
-            worker.channel.close()
-            worker.status.close()
+            worker.close()
         self._held.close()
+
+    def _give_up(self) -> None:
+        """Leave workers that no signal ends, or that their maker can't reap. Local."""
+        left = [worker for worker in self._workers if not worker.has_ended]
+        if not left:
+            return
+        if self.maker is not None:
+            self.maker.kill()  # the kernel ends its children with it
+        self._run(time.monotonic() + _SAY_S)
+        left = [worker for worker in left if not worker.has_ended]
+        for worker in left:
+            worker.has_ended = True
+        if left:
+            _log.warning(
+                "ranks %s of %d (processes %s) don't end, though they were killed",
+                [worker.rank for worker in left], self._world_size, [w.pid for w in left],
+            )  # fmt: skip
+
+    def _late(self) -> list[int]:
+        return [worker.rank for worker in self._workers if worker.result is None]
+
+    def _was_told_to_end(self, late: list[int]) -> WorkerFailedError:
+        return WorkerFailedError(
+            f"the job was ended before ranks {late} of {self._world_size} were done", late[0]
+        )
+
+    def _require_time(self, grace_s: float) -> float | None:
+        """Give when the time of the block is over; end all and raise once it is."""
+        until = end_of_block()
+        if until is None or time.monotonic() < until + grace_s:
+            return None if until is None else until + grace_s
+        late = self._late()
+        stopped = [worker for worker in self._workers if worker.stopped_by is not None]
+        text = overdue(late, self._world_size)
+        for worker in stopped:
+            text += f"; rank {worker.rank} was stopped by {_name(worker.stopped_by)}"
+        self.terminate()
+        raise CollectiveTimeoutError(text)
 
     def _value(self, worker: Worker) -> Any:
         assert worker.result is not None
@@ -144,44 +274,73 @@ class Job:
         """Wait a little for a failure of its own kind where there are only reports of others'."""
         limit = time.monotonic() + _PRIMARY_WAIT_S
         while all(worker.is_secondary for worker in self._failed) and time.monotonic() < limit:
-            self._poll(max(0.0, limit - time.monotonic()))
+            self._poll(limit)
         return True
 
-    def _run(self, limit: float | None) -> None:
-        while any(not worker.has_ended for worker in self._workers):
-            left = None if limit is None else limit - time.monotonic()
-            if left is not None and left <= 0:
-                return
-            self._poll(left)
-
-    def _step(self, deadline: float | None) -> None:
-        left = None if deadline is None else deadline - time.monotonic()
-        if left is not None and left <= 0:
-            waiting = [worker.rank for worker in self._workers if worker.result is None]
-            raise LaunchError(
-                f"ranks {waiting} haven't finished in time: join again, or terminate()"
-            )
-        self._poll(left)
+    def _run(self, limit: float) -> None:
+        while any(not worker.has_ended for worker in self._workers) and time.monotonic() < limit:
+            self._poll(limit)
 
     def _signal(self, number: int) -> None:
         for worker in self._workers:
             if not worker.has_ended:
-                with contextlib.suppress(OSError):
-                    worker.status.send(bytes([number]))
+                worker.signal(number)
 
-    def _poll(self, timeout: float | None) -> None:
-        """Wait for news of any worker, and take it in."""
+    def _poll(self, *limits: float | None) -> None:
+        """Wait a little for news of any worker, and take it in."""
+        now = time.monotonic()
+        left = min([_TICK_S, *(limit - now for limit in limits if limit is not None)])
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
-                if not worker.has_ended:
-                    selector.register(worker.status, selectors.EVENT_READ, (worker, self._look_at))
-                if not worker.is_silent:
-                    selector.register(worker.channel, selectors.EVENT_READ, (worker, self._hear))
-            ready = [key.data for key, _ in selector.select(timeout)]
+                self._register(selector, worker)
+            ready = [key.data for key, _ in selector.select(max(0.0, left))]
         for worker, take_in in ready:
             take_in(worker)
+        self._look_after()
+        for worker in self._workers:
             if worker.has_failed and worker not in self._failed:
                 self._failed.append(worker)
+
+    def _register(self, selector: selectors.BaseSelector, worker: Worker) -> None:
+        if not worker.has_ended:
+            selector.register(worker.status, selectors.EVENT_READ, (worker, self._look_at))
+            if worker.pidfd is not None and worker.ended_at is None:
+                selector.register(worker.pidfd, selectors.EVENT_READ, (worker, self._note_end))
+        if not worker.is_silent:
+            events = selectors.EVENT_READ
+            if worker.task:
+                events |= selectors.EVENT_WRITE
+            selector.register(worker.channel, events, (worker, self._talk))
+
+    def _look_after(self) -> None:
+        """See to what no descriptor tells: a maker that is stopped, and times that have passed."""
+        now = time.monotonic()
+        # If this process was stopped too, the time counts for nobody.
+        passed = min(now - self._looked_at, 2 * _TICK_S)
+        self._looked_at = now
+        for worker in self._workers:
+            if worker.stopped_by is not None:
+                worker.stopped_s += passed
+                if worker.stopped_s > self._stop_limit_s and worker.result is None:
+                    self._error = self._error or self._stopped(worker)
+            if worker.ended_at is not None and now > worker.ended_at + _SAY_S:
+                self._bury(worker, None)
+        unmade = [w.rank for w in self._workers if w.pid is None and not w.has_ended]
+        if unmade and now > self._begin + _MAKE_S:
+            self._error = self._error or LaunchError(
+                f"ranks {unmade} of {self._world_size} weren't there after {_MAKE_S:g} s"
+            )
+        if self.maker is not None and now > self._roused_at + _TICK_S:
+            self._roused_at = now
+            with contextlib.suppress(OSError):
+                self.maker.send_signal(signal.SIGCONT)  # nobody but us has a use for its stop
+
+    def _talk(self, worker: Worker) -> None:
+        with contextlib.suppress(OSError):  # its end is seen when it is listened to
+            if worker.task:
+                sent = worker.channel.send(worker.task, socket.MSG_DONTWAIT)
+                worker.task = worker.task[sent:]
+        self._hear(worker)
 
     def _hear(self, worker: Worker) -> bool:
         """Take in one message, and tell whether there was one, and the whole of it."""
@@ -199,45 +358,101 @@ class Job:
         return True
 
     def _look_at(self, worker: Worker) -> None:
-        """Take in what became of a worker's process: it was stopped, or has ended."""
-        said = b""
+        """Take in what became of a worker's process: it is there, stopped, goes on, has ended."""
+        said, fds = b"", list[int]()
         with contextlib.suppress(OSError):
-            said = worker.status.recv(4096)
+            said, fds, _, _ = socket.recv_fds(worker.status, 4096, 1)
+        if fds:
+            worker.pidfd = fds[0]
         worker.said += said
-        told = _STATUS.findall(worker.said)
-        worker.said = _STATUS.sub(b"", worker.said)
-        for number in [int(number) for number, kind in told if kind == b"s"]:
+        news = [(int(number), kind) for number, kind in _NEWS.findall(worker.said)]
+        worker.said = _NEWS.sub(b"", worker.said)
+        for number, kind in news:
+            self._take_news(worker, number, kind)
+        if not said and not worker.has_ended:
+            self._bury(worker, None)
+
+    def _take_news(self, worker: Worker, number: int, kind: bytes) -> None:
+        if kind == b"p":
+            worker.pid = number
+        elif kind == b"s":
+            worker.stopped_by, worker.stopped_s = number, 0.0
             _log.warning(
                 "rank %d of %d was stopped by %s, and goes on after SIGCONT",
-                worker.rank, self._world_size, signal.Signals(number).name,
+                worker.rank, self._world_size, _name(number),
             )  # fmt: skip
-        ends = [int(status) for status, kind in told if kind == b"e"]
-        if ends or not said:
-            self._bury(worker, ends[0] if ends else None)
+        elif kind == b"c":
+            worker.stopped_by = None
+        elif kind == b"x":
+            worker.refusal = number
+            self._bury(worker, None)
+        else:
+            self._bury(worker, number)
+
+    def _note_end(self, worker: Worker) -> None:
+        """Take note that a process has ended; how is said by the one that made it."""
+        worker.ended_at = time.monotonic()
+        self._roused_at = 0.0
 
     def _bury(self, worker: Worker, wait_status: int | None) -> None:
         # All that it sent is there; a child that it left behind may hold the channel open for ever.
-        while self._hear(worker):
+        while not worker.is_silent and self._hear(worker):
             pass
         worker.is_silent = True
         worker.wait_status = wait_status
         worker.has_ended = True
 
-    def _error(self) -> WorkerFailedError:
+    def _is_alone(self) -> bool:
+        """Tell whether the maker is dead, whose connections close a moment before, and reap it."""
+        if self.maker is None:
+            return False
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.maker.wait(_SAY_S)
+            return True
+        return False
+
+    def _stopped(self, worker: Worker) -> WorkerFailedError:
+        name = _name(worker.stopped_by)
+        return WorkerFailedError(
+            f"rank {worker.rank} of {self._world_size} was stopped by {name}, and hasn't gone on "
+            f"for {worker.stopped_s:.3g} s",
+            worker.rank,
+            signal=name,
+        )
+
+    def _verdict(self) -> LaunchError:
+        """Say who failed first; asked for before anybody is ended by this process."""
         first = next((w for w in self._failed if not w.is_secondary), self._failed[0])
         who = f"rank {first.rank} of {self._world_size}"
         failure = first.failure
         if failure is not None:
             return raised(first.rank, self._world_size, failure)
+        if first.refusal is not None:
+            return LaunchError(f"{who} can't be made: {os.strerror(first.refusal)}; see ulimit -a")
         if first.wait_status is None:
-            return WorkerFailedError(f"{who} is lost: the process that made it died", first.rank)
+            why = "died" if self._is_alone() else "doesn't say how it ended"
+            return WorkerFailedError(f"{who} is lost: the process that made it {why}", first.rank)
         code = os.waitstatus_to_exitcode(first.wait_status)
         if code < 0:
-            name = signal.Signals(-code).name
+            name = _name(-code)
             return WorkerFailedError(f"{who} was ended by {name}", first.rank, signal=name)
         return WorkerFailedError(
             f"{who} ended with exit code {code} before its work was done", first.rank, code
         )
+
+
+def _copy(error: LaunchError) -> LaunchError:
+    """Copy an error for the caller: raised itself it would hold the job, and the job holds it."""
+    copy = type(error)(*error.args)
+    copy.__cause__ = error.__cause__
+    return copy
+
+
+def _name(number: int | None) -> str:
+    try:
+        return signal.Signals(number or 0).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def raised(rank: int, world_size: int, failure: Failure, who: str = "") -> WorkerFailedError:

@@ -12,7 +12,7 @@ import io
 import os
 import pickle
 import re
-import select
+import selectors
 import shutil
 import signal
 import socket
@@ -26,8 +26,12 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
+from unisono.control.addresses import peer
+from unisono.control.deadlines import DEFAULT_TIMEOUT_S, require_time
 from unisono.errors import LaunchError, WorkerFailedError
 from unisono.launchers import _channel
+from unisono.launchers._job import raised
+from unisono.launchers._stops import Stops
 from unisono.launchers._worker import Failure, Task, work
 from unisono.topology import RankInfo
 
@@ -49,6 +53,7 @@ _PRIMARY_WAIT_S = 1.0  # how long an error that only reports a peer's waits for 
 _END_S = 2.0  # after END, of which ranks die and mpiexec with them, before SIGTERM
 _TERM_S = 3.0  # after SIGTERM, before SIGKILL
 _EXIT_S = 10.0  # for MPI's own end, after all results have come
+_HELLO_S = 5.0
 
 
 def join(link: str) -> NoReturn:
@@ -84,6 +89,7 @@ class _Rank:
 
     rank: int
     channel: socket.socket
+    task: memoryview
     inbox: _channel.Inbox = field(init=False)
     result: bytes | None = None
     failure: Failure | None = None
@@ -105,9 +111,17 @@ class Job:
         process: mpiexec, its stderr a pipe.
         n_ranks: how many ranks it makes.
         entry: cloudpickle of a callable of one RankInfo.
+        stop_limit_s: seconds for which a rank may be stopped by a signal.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], n_ranks: int, entry: bytes) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        n_ranks: int,
+        entry: bytes,
+        stop_limit_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        self._stops = Stops(stop_limit_s, n_ranks)
         self._process = process
         self._n_ranks = n_ranks
         self._entry = entry
@@ -124,7 +138,7 @@ class Job:
 
         Args:
             listener: where they connect.
-            timeout_s: seconds for the whole job; None waits for ever.
+            timeout_s: seconds for the whole job; None for no limit but that of the block.
 
         Returns:
             What the entry returned, by rank.
@@ -132,6 +146,7 @@ class Job:
         Raises:
             WorkerFailedError: a rank failed.
             LaunchError: mpiexec failed, or the time is over.
+            CollectiveTimeoutError: the block's deadline is over.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while sum(rank.result is not None for rank in self._ranks) < self._n_ranks:
@@ -144,14 +159,26 @@ class Job:
                     f"were at work; its last words:\n{self._last_words()}"
                 )
             if deadline is not None and time.monotonic() > deadline:
-                done = {rank.rank for rank in self._ranks if rank.result is not None}
-                missing = [rank for rank in range(self._n_ranks) if rank not in done]
-                raise LaunchError(f"ranks {missing} weren't done after {timeout_s} s")
+                raise LaunchError(f"ranks {self._late()} weren't done after {timeout_s} s")
+            require_time(self._late(), self._n_ranks)
+            stopped = self._stops.look(self._pids())
+            if stopped is not None:
+                raise stopped
             self._poll(listener, _POLL_S)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_S)
         self._ranks.sort(key=lambda rank: rank.rank)
         return [cloudpickle.loads(rank.result) for rank in self._ranks]
+
+    def _late(self) -> list[int]:
+        done = {rank.rank for rank in self._ranks if rank.result is not None}
+        return [rank for rank in range(self._n_ranks) if rank not in done]
+
+    def _pids(self) -> dict[int, int]:
+        """Give the processes of ranks that are at work."""
+        at_work = [rank for rank in self._ranks if rank.result is None and not rank.is_gone]
+        pids = {rank.rank: peer(rank.channel).pid for rank in at_work}
+        return {rank: pid for rank, pid in pids.items() if pid is not None}
 
     def end(self) -> None:
         """End mpiexec and all ranks that still run, within seconds.
@@ -173,24 +200,40 @@ class Job:
                 os.killpg(self._process.pid, number)
         for rank in self._ranks:
             rank.channel.close()  # which ends a rank that mpiexec has left behind
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_TERM_S)
         self._tail.join(1.0)
 
     def _poll(self, listener: socket.socket, timeout_s: float) -> bool:
         """Take in what has come, and tell whether anything had. Local."""
-        sockets = {rank.channel: rank for rank in self._ranks if not rank.is_gone}
-        ready, _, _ = select.select([listener, *sockets], [], [], timeout_s)
-        for item in ready:
-            if item is listener:
+        with selectors.DefaultSelector() as selector:
+            selector.register(listener, selectors.EVENT_READ)
+            for rank in self._ranks:
+                if not rank.is_gone:
+                    events = selectors.EVENT_READ | (selectors.EVENT_WRITE if rank.task else 0)
+                    selector.register(rank.channel, events, rank)
+            ready = [key.data for key, _ in selector.select(timeout_s)]
+        for rank in ready:
+            if rank is None:
                 self._welcome(listener)
             else:
-                self._hear(sockets[item])
+                self._talk(rank)
         return bool(ready)
+
+    def _talk(self, rank: _Rank) -> None:
+        with contextlib.suppress(OSError):  # it has died already: _hear says so
+            if rank.task:
+                sent = rank.channel.send(rank.task, socket.MSG_DONTWAIT)
+                rank.task = rank.task[sent:]
+        self._hear(rank)
 
     def _welcome(self, listener: socket.socket) -> None:
         channel, _ = listener.accept()
+        channel.settimeout(_HELLO_S)
         message = _channel.receive(channel)
+        channel.settimeout(None)
         if message is None:
+            channel.close()
             return
         info, environ = pickle.loads(message[1])
         if info is None or info.world_size != self._n_ranks:
@@ -200,9 +243,9 @@ class Job:
             )
         path = [os.path.abspath(item) if item == "" else item for item in sys.path]
         task = Task(self._entry, info, environ, path, list(sys.argv), os.getcwd())
-        with contextlib.suppress(OSError):  # it has died already: _hear says so
-            _channel.send(channel, _channel.TASK, pickle.dumps(task))
-        self._ranks.append(_Rank(info.rank, channel))
+        body = pickle.dumps(task)
+        words = memoryview(_channel.head(_channel.TASK, len(body)) + body)
+        self._ranks.append(_Rank(info.rank, channel, words))
         if len(self._ranks) == self._n_ranks:  # from now on a kill of this process leaves no file
             shutil.rmtree(os.path.dirname(listener.getsockname()), ignore_errors=True)
 
@@ -249,16 +292,7 @@ class Job:
         who, failure = f"rank {first.rank} of {self._n_ranks}", first.failure
         if failure is None:
             return self._death(first.rank, who)
-        error = WorkerFailedError(
-            f"{who} raised {failure.summary}\n\n{failure.traceback}",
-            rank=first.rank,
-            exit_code=failure.exit_code,
-            traceback=failure.traceback,
-        )
-        if failure.cause is not None:
-            with contextlib.suppress(Exception):  # the class may not exist here
-                error.__cause__ = pickle.loads(failure.cause)
-        return error
+        return raised(first.rank, self._n_ranks, failure)
 
     def _death(self, rank: int, who: str) -> WorkerFailedError:
         """Say how a rank ended that left no word; only mpiexec, whose child it was, knows."""

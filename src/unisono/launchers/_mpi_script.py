@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 from unisono.launchers import mpi
 from unisono.launchers._front import Outcome, run_launcher
 from unisono.launchers._script import Script
-from unisono.launchers._store import host
+from unisono.launchers._store import hold, host
 from unisono.topology import LaunchPlan, RankInfo
 
 __all__ = ("argv", "command", "environment", "launch", "run")
@@ -135,7 +136,7 @@ def launch(
         entry: called once in each rank with who it is; MPI isn't initialised yet.
         plan: how many.
         environ: accepted for the other launchers' sake; ranks have this process's variables.
-        timeout_s: seconds for the whole job; None waits for ever.
+        timeout_s: seconds for the whole job; None for no limit but that of the block.
 
     Returns:
         What `entry` returned, by rank.
@@ -147,8 +148,7 @@ def launch(
         LaunchError: the ranks can't be started, or weren't all done in time.
         WorkerFailedError: a rank failed; all others have been ended.
     """
-    store, hosted = host(replace(plan, master_addr=None, master_port=None, node_rank=0))
-    meeting = _Meeting(entry, str(hosted.master_addr), int(hosted.master_port or 0))
-    results = mpi.launch(meeting, plan, timeout_s=timeout_s)
-    del store  # it outlives every rank
-    return results
+    with ExitStack() as held:
+        hosted = hold(replace(plan, master_addr=None, master_port=None, node_rank=0), held)
+        meeting = _Meeting(entry, str(hosted.master_addr), int(hosted.master_port or 0))
+        return mpi.launch(meeting, plan, timeout_s=timeout_s)

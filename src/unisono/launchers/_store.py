@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from unisono._listening import listen_at
 from unisono.errors import LaunchError
 from unisono.topology import LaunchPlan
 
-__all__ = ("host",)
+__all__ = ("hold", "host")
 
 
 def host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
@@ -39,3 +40,13 @@ def host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
         master_listen_fd=listener.detach(),
     )
     return store, replace(plan, master_addr=addr, master_port=port)
+
+
+def hold(plan: LaunchPlan, held: ExitStack) -> LaunchPlan:
+    """Host the rendezvous until `held` is closed.
+
+    Local. No caller's frame has the store, which an exception's traceback would keep open.
+    """
+    store, plan = host(plan)
+    held.callback(lambda store: None, store)
+    return plan

@@ -23,6 +23,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
+from unisono.control.deadlines import DEFAULT_TIMEOUT_S
 from unisono.errors import ArgumentError, LaunchError, PayloadError
 from unisono.launchers import _channel
 from unisono.launchers._by_value import pickle_for_worker
@@ -54,7 +55,11 @@ _LONGEST_FOLDER = 70  # a Unix socket's whole path has 107 bytes
 
 
 def launch(
-    entry: Callable[[RankInfo], Any], plan: LaunchPlan, *, hosts: str | None = None
+    entry: Callable[[RankInfo], Any],
+    plan: LaunchPlan,
+    *,
+    hosts: str | None = None,
+    stop_limit_s: float = DEFAULT_TIMEOUT_S,
 ) -> list[Any]:
     """Run `entry` in ranks of a Horovod job.
 
@@ -66,6 +71,7 @@ def launch(
         hosts: ``"name:ranks,name:ranks"``, this host among them or not; ssh reaches the others
             without a password, and each has the same programs at the same paths. Who may list the
             processes of these hosts can join the job, as with Horovod itself.
+        stop_limit_s: seconds for which a rank of this host may be stopped by a signal.
 
     Returns:
         What `entry` returned, by rank.
@@ -75,6 +81,7 @@ def launch(
         PayloadError: `entry` can't be pickled.
         LaunchError: a host doesn't resolve, or the ranks can't be started.
         WorkerFailedError: a rank failed; all others have been ended.
+        CollectiveTimeoutError: the block's deadline is over; all ranks have been ended.
     """
     slots = _slots(plan, hosts)
     _resolve(list(slots))
@@ -87,7 +94,7 @@ def launch(
     with ExitStack() as held:
         listener, where = _listen(is_local, held)
         driver = _start(slots, json.dumps([where, token]))
-        job = Job(_infos(slots), pickled, listener, driver, token, held)
+        job = Job(_infos(slots), pickled, listener, driver, token, held, stop_limit_s)
         try:
             return job.results()
         finally:

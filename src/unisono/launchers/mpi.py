@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from unisono.control.deadlines import DEFAULT_TIMEOUT_S
 from unisono.errors import BackendUnavailableError, PayloadError, UnsupportedOperation
 from unisono.launchers._by_value import pickle_for_worker
 from unisono.launchers._mpi_job import Job
@@ -109,6 +110,7 @@ def launch(
     *,
     command: Sequence[str] | None = None,
     timeout_s: float | None = None,
+    stop_limit_s: float = DEFAULT_TIMEOUT_S,
 ) -> list[Any]:
     """Run `entry` in the ranks of an MPI job on this host.
 
@@ -118,7 +120,8 @@ def launch(
         entry: called once in each rank, with who it is; MPI isn't initialised yet.
         plan: how many.
         command: the launcher, with options of the user's own; None finds one.
-        timeout_s: seconds for the whole job; None waits for ever.
+        timeout_s: seconds for the whole job; None for no limit but that of the block.
+        stop_limit_s: seconds for which a rank may be stopped by a signal.
 
     Returns:
         What `entry` returned, by rank.
@@ -129,6 +132,7 @@ def launch(
         PayloadError: `entry` can't be pickled.
         LaunchError: the ranks can't be started, or weren't all done in time.
         WorkerFailedError: a rank failed; all others have been ended.
+        CollectiveTimeoutError: the block's deadline is over; all ranks have been ended.
     """
     if plan.nnodes > 1:
         raise UnsupportedOperation(
@@ -148,7 +152,8 @@ def launch(
         link = str(Path(folder, "link"))
         listener.bind(link)
         listener.listen(plan.nproc_per_node)
-        job = Job(_start(argv(plan, words, version), link), plan.nproc_per_node, pickled)
+        process = _start(argv(plan, words, version), link)
+        job = Job(process, plan.nproc_per_node, pickled, stop_limit_s)
         try:
             return job.results(listener, timeout_s)
         finally:

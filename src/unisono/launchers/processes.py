@@ -7,21 +7,25 @@ import contextlib
 import gc
 import os
 import pickle
+import select
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from unisono.errors import ArgumentError, LaunchError, PayloadError
+from unisono.control.deadlines import DEFAULT_TIMEOUT_S, limit_of
+from unisono.errors import ArgumentError, LaunchError, PayloadError, UnisonoError
 from unisono.launchers import _channel, _helper
 from unisono.launchers._by_value import pickle_for_worker
-from unisono.launchers._job import Job, Worker
-from unisono.launchers._store import host
+from unisono.launchers._job import Job, Maker, Worker
+from unisono.launchers._store import hold
 from unisono.launchers._worker import Task, work
 from unisono.topology import LaunchPlan, RankInfo
 
@@ -29,6 +33,8 @@ __all__ = ("START_METHODS", "launch")
 
 START_METHODS = ("forkserver", "spawn", "fork")
 _END_S = 2.0
+_LOOK_S = 0.005
+_REQUEST_S = 300.0  # until the helper takes a request, which includes importing torch
 # Variables that take effect when a library is loaded: a helper that has loaded them is too old.
 _AT_LOAD = ("LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "PYTHON", "TORCH_", "PYTORCH_")
 
@@ -54,6 +60,7 @@ def launch(
     *,
     environ: Mapping[str, str] | None = None,
     join: bool = True,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Any:
     """Run `entry` in as many processes as planned.
 
@@ -64,6 +71,7 @@ def launch(
         plan: how many, and where they meet.
         environ: variables that the processes have besides this one's.
         join: whether to wait.
+        timeout_s: seconds for which a process may be stopped by a signal.
 
     Returns:
         What `entry` returned, by rank of this node; or the Job, if not to wait.
@@ -72,6 +80,7 @@ def launch(
         PayloadError: `entry` can't be pickled.
         LaunchError: the rendezvous or a process can't be made.
         WorkerFailedError: a replica failed.
+        CollectiveTimeoutError: the block's deadline is over.
     """
     method = plan.start_method or ("forkserver" if sys.platform == "linux" else "spawn")
     if method not in START_METHODS or (method != "spawn" and sys.platform == "win32"):
@@ -80,23 +89,33 @@ def launch(
         pickled = pickle_for_worker(entry)
     except Exception as error:  # an object's own __reduce__ may raise anything
         raise PayloadError(f"the function or its arguments can't be pickled: {error}") from error
-    store, plan = host(plan)
-    ranks = range(plan.nproc_per_node)
-    is_hosted = plan.init_method is None
-    infos = [replace(plan.info(local_rank), store_is_hosted=is_hosted) for local_rank in ranks]
-    workers: list[Worker] = []
     held = ExitStack()
-    held.callback(lambda store: None, store)  # it lives until the stack is closed
-    job = Job(workers, plan.world_size, held)
+    plan = hold(plan, held)
+    is_hosted = plan.init_method is None
+    infos = [
+        replace(plan.info(local_rank), store_is_hosted=is_hosted)
+        for local_rank in range(plan.nproc_per_node)
+    ]
+    workers: list[Worker] = []
+    job = Job(workers, plan.world_size, held, timeout_s)
     try:
-        _start(infos, method, workers, held)
+        job.maker = _start(infos, method, workers, held)
         for worker, info in zip(workers, infos, strict=True):
-            task = _task(pickled, info, environ or {})
-            _channel.send(worker.channel, _channel.TASK, pickle.dumps(task))
+            task = pickle.dumps(_task(pickled, info, environ or {}))
+            worker.task = memoryview(_channel.head(_channel.TASK, len(task)) + task)
+        if join:
+            return job.join()
+        job.send_tasks()
+    except UnisonoError:
+        job.terminate()
+        raise
     except OSError as error:
         job.terminate()
         raise LaunchError(f"a worker process can't be started: {error}") from error
-    return job.join() if join else job
+    except BaseException:  # Ctrl-C above all: nobody is left behind
+        job.terminate()
+        raise
+    return job
 
 
 def _task(pickled: bytes, info: RankInfo, environ: Mapping[str, str]) -> Task:
@@ -173,36 +192,77 @@ def _dismiss_all() -> None:
                 helper.process.wait(_END_S)
 
 
-def _fork_control(held: ExitStack) -> socket.socket:
-    """Let a fork of this process itself make the workers; it ends with the job."""
-    ours, theirs = socket.socketpair()
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            gc.freeze()  # a group of torch that is garbage here would join threads it hasn't here
-            ours.close()
-            _helper.serve(theirs, parent, work)
-        finally:
-            os._exit(0)
-    theirs.close()
-    held.callback(os.waitpid, pid, 0)
-    held.callback(ours.close)
-    return ours
+class _Fork:
+    """A fork of this process itself, which makes the workers of one job and ends with them."""
+
+    def __init__(self, held: ExitStack) -> None:
+        self.control, theirs = socket.socketpair()
+        self._has_ended = False
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                gc.freeze()  # a group of torch that is garbage here would join threads it lacks
+                self.control.close()
+                _helper.serve(theirs, parent, work)
+            finally:
+                os._exit(0)
+        theirs.close()
+        held.callback(self._end)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end and reap it. Local.
+
+        Raises:
+            TimeoutExpired: it goes on.
+        """
+        limit = time.monotonic() + (timeout or 0.0)
+        while not self._is_reaped():
+            if time.monotonic() >= limit:
+                raise subprocess.TimeoutExpired("fork", timeout or 0.0)
+            time.sleep(_LOOK_S)
+        return 0
+
+    def _is_reaped(self) -> bool:
+        if not self._has_ended:
+            pid, _ = os.waitpid(self.pid, os.WNOHANG)
+            self._has_ended = pid != 0
+        return self._has_ended
+
+    def send_signal(self, sig: int) -> None:
+        """Signal it unless it has ended. Local."""
+        if not self._is_reaped():
+            os.kill(self.pid, sig)
+
+    def kill(self) -> None:
+        """End it. Local."""
+        self.send_signal(signal.SIGKILL)
+
+    def _end(self) -> None:
+        """Let it end, which it does without workers; one that doesn't is killed."""
+        self.control.close()
+        for number in (signal.SIGCONT, signal.SIGKILL):
+            self.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.wait(_END_S)
+                return
 
 
-def _start(infos: list[RankInfo], method: str, workers: list[Worker], held: ExitStack) -> None:
+def _start(infos: list[RankInfo], method: str, workers: list[Worker], held: ExitStack) -> Maker:
     """Ask a helper for a worker each, which `workers` has from then on."""
     if method == "fork":  # outside of the lock, which the fork would have for ever
-        control = _fork_control(held)
-        workers.extend(_ask_for_one(control, method, info) for info in infos)
-        return
+        maker = _Fork(held)
+        workers.extend(_ask_for_one(maker.control, method, info) for info in infos)
+        return maker
     with _lock:  # nobody retires the helper before it has all requests
-        control = _helper_for(method).control
-        workers.extend(_ask_for_one(control, method, info) for info in infos)
+        helper = _helper_for(method)
+        helper.process.send_signal(signal.SIGCONT)
+        workers.extend(_ask_for_one(helper.control, method, info) for info in infos)
+        return helper.process
 
 
 def _ask_for_one(control: socket.socket, method: str, info: RankInfo) -> Worker:
+    _wait_for_room(control)
     channel, their_channel = socket.socketpair()
     status, their_status = socket.socketpair()
     with their_channel, their_status:
@@ -210,3 +270,12 @@ def _ask_for_one(control: socket.socket, method: str, info: RankInfo) -> Worker:
         fds = [0, 1, 2, their_channel.fileno(), their_status.fileno()]
         socket.send_fds(control, [request], fds)
     return Worker(info.rank, channel, status)
+
+
+def _wait_for_room(control: socket.socket) -> None:
+    """Wait until a helper takes one more request: it may import torch still, or be stuck."""
+    writable = select.poll()
+    writable.register(control, select.POLLOUT)
+    limit_s = limit_of(_REQUEST_S) or 0.0
+    if not writable.poll(limit_s * 1000):
+        raise LaunchError(f"the process that makes ranks has taken no request for {limit_s:g} s")

@@ -15,6 +15,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from unisono.control.deadlines import limit_of, require_time
 from unisono.errors import LaunchError, PayloadError, WorkerFailedError
 from unisono.launchers._by_value import pickle_for_worker
 from unisono.launchers._front import Outcome, show, signals, verdict
@@ -27,6 +28,7 @@ from unisono.topology import LaunchPlan, RankInfo
 __all__ = ("launch", "run")
 
 _TIMEOUT_S = 60.0  # until the cluster has room
+_START_S = 300.0  # until the first actor has begun, which includes importing torch there
 _PRIMARY_WAIT_S = 1.0  # how long a failure that another may have caused waits for that
 _END_S = 3.0  # from the first signal to the end of the actors
 _POLL_S = 0.3
@@ -54,10 +56,14 @@ def _cluster(n_ranks: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _group(bundles: list[dict[str, float]], timeout_s: float) -> Iterator[PlacementGroup]:
+def _group(
+    bundles: list[dict[str, float]], n_ranks: int, timeout_s: float
+) -> Iterator[PlacementGroup]:
     group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
     try:
+        timeout_s = limit_of(timeout_s) or 0.0
         if not group.wait(timeout_s):
+            require_time(range(n_ranks), n_ranks, 0.0)
             raise LaunchError(
                 f"Ray had no room in {timeout_s:g} s for ranks that need {bundles}, each of these "
                 f"on a node of its own; the cluster has {_resources()}: add nodes, or ask for less"
@@ -95,7 +101,7 @@ def _ranks(counts: Sequence[int], hosts: Sequence[str], timeout_s: float) -> Ite
         bundles = [{name: n * amount for name, amount in each.items()} for n in counts]
         for bundle, name in zip(bundles, hosts, strict=False):
             bundle[f"node:{name}"] = 0.001
-        with _group(bundles, timeout_s) as group:
+        with _group(bundles, sum(counts), timeout_s) as group:
             cls: Any = ray.remote(RankActor)
             ranks = _Ranks([], [])
             try:
@@ -116,7 +122,12 @@ def _seat(first: Any, group: PlacementGroup, counts: Sequence[int]) -> list[Rank
     nodes = [table[index] for index, n in enumerate(counts) for _ in range(n)]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     addr = addresses[nodes[0]] if len({addresses[node] for node in nodes}) > 1 else "127.0.0.1"
-    return seats(nodes, addr, ray.get(first.hold_store.remote(addr)))
+    try:
+        port = ray.get(first.hold_store.remote(addr), timeout=limit_of(_START_S))
+    except ray.exceptions.GetTimeoutError as error:
+        require_time(range(len(nodes)), len(nodes), 0.0)
+        raise LaunchError(f"Ray's actor of rank 0 hasn't begun in {_START_S:g} s") from error
+    return seats(nodes, addr, port)
 
 
 def launch(
@@ -145,6 +156,7 @@ def launch(
         PayloadError: `entry` can't be pickled.
         LaunchError: the cluster has no room.
         WorkerFailedError: a rank failed, or its actor died; all others have been ended.
+        CollectiveTimeoutError: the block's deadline is over; all actors have been ended.
     """
     try:
         pickled = pickle_for_worker(entry)
@@ -194,6 +206,8 @@ class _Calls:
                 break
             if self._failed:
                 deadline = min(deadline, time.monotonic() + _PRIMARY_WAIT_S)
+            else:
+                require_time(sorted(self.waiting.values()), self.n_ranks)
 
     def _take(self, ref: Any, rank: int) -> None:
         who = f"rank {rank} of {self.n_ranks}"
@@ -262,11 +276,12 @@ class _Programs:
     _reports: list[Report] = field(default_factory=list)
     _codes: dict[int, int] = field(default_factory=dict)
     _rests: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    _is_ending: bool = False
 
     def outcome(self) -> Outcome:
         """Print what they print until all have ended; end all if one fails."""
         polls = {actor.poll.remote(): rank for rank, actor in enumerate(self.ranks.actors)}
-        deadline, is_told = float("inf"), False
+        deadline = float("inf")
         while polls and not self.seen and time.monotonic() < deadline + _END_S:
             done, _ = ray.wait(list(polls), timeout=_POLL_S)
             for ref in done:
@@ -275,13 +290,18 @@ class _Programs:
                     polls[self.ranks.actors[rank].poll.remote()] = rank
             if self._reports or any(self._codes.values()):
                 deadline = min(deadline, time.monotonic() + _PRIMARY_WAIT_S / 2)
-            if time.monotonic() >= deadline and not is_told:
-                is_told = True
+            if time.monotonic() >= deadline and not self._is_ending:
+                self._is_ending = True
                 for rank in polls.values():
                     self.ranks.actors[rank].stop.remote()
         if self._reports:
             return verdict(self._reports)
         return Outcome(next((code for code in self._codes.values() if code), 0))
+
+    def _note(self, report: Report) -> None:
+        """Take a failure in, unless the rank was told to end."""
+        if not self._is_ending:
+            self._reports.append(report)
 
     def _take(self, ref: Any, rank: int) -> bool:
         """Take in what one rank has to say, and tell whether it goes on."""
@@ -289,7 +309,7 @@ class _Programs:
             chunks, code = ray.get(ref)
         except ray.exceptions.RayError as error:
             n_ranks, words = len(self.ranks.infos), f"its actor has died: {error}"
-            self._reports.append(Report(rank, n_ranks, "unknown", -1, 1, words=words))
+            self._note(Report(rank, n_ranks, "unknown", -1, 1, words=words))
             self._codes[rank] = 1
             return False
         for target, chunk in chunks:
@@ -299,7 +319,7 @@ class _Programs:
             for line in lines:
                 said = self.reader.read(line)
                 if isinstance(said, Report):
-                    self._reports.append(said)
+                    self._note(said)
                 elif not said:
                     show(target, line)
         if code is not None:

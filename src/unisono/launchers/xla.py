@@ -22,6 +22,7 @@ from typing import Any
 
 import cloudpickle
 
+from unisono.control.deadlines import require_time
 from unisono.errors import ArgumentError, LaunchError, PayloadError, WorkerFailedError
 from unisono.launchers._job import raised
 from unisono.launchers._xla_child import FORK_DIED
@@ -38,7 +39,7 @@ _BOOT = (
 # Variables of the job that this process may itself belong to.
 _FOREIGN = ("TORCHELASTIC_RUN_ID", "PJRT_LOCAL_PROCESS_RANK", "PJRT_LOCAL_PROCESS_COUNT")
 _KEPT_BYTES, _SHOWN_CHARS = 65536, 8192
-_POLL_S = 1.0
+_POLL_S = 0.5
 _EXIT_S = 10.0  # for exit handlers, after all results have come
 _TERM_S = 3.0  # after SIGTERM, before SIGKILL
 
@@ -62,6 +63,7 @@ def launch(
         ArgumentError: another start method than fork was asked for.
         PayloadError: `entry` can't be pickled.
         WorkerFailedError: a replica failed, or their process did.
+        CollectiveTimeoutError: the block's deadline is over; all replicas have been ended.
     """
     if plan.start_method not in (None, "fork"):
         raise ArgumentError(
@@ -143,6 +145,7 @@ def _collect(
     """Take in the results and which thread each rank is; None where not all results came."""
     results: dict[int, bytes] = {}
     while len(results) < n_replicas:
+        require_time([rank for rank in range(n_replicas) if rank not in results], n_replicas)
         # Also asked of the process: one that the user forked may hold the other end open.
         has_ended = process.poll() is not None
         try:
@@ -178,7 +181,7 @@ def _died(code: int, printed: str, threads: Mapping[int, int]) -> WorkerFailedEr
 
 def _end(process: subprocess.Popen[bytes], patience_s: float) -> None:
     """End the fresh process and those that it forked, which it buries itself if it can."""
-    for number, wait_s in ((signal.SIGTERM, _TERM_S), (signal.SIGKILL, None)):
+    for number, wait_s in ((signal.SIGTERM, _TERM_S), (signal.SIGKILL, _TERM_S)):
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(patience_s)
             return

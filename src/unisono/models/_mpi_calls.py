@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unisono.control.absence import warn_after_s
 from unisono.control.calls import site
-from unisono.control.deadlines import limit_of
+from unisono.control.deadlines import DEFAULT_TIMEOUT_S, limit_of
 from unisono.control.derived import FRAME_BYTES, as_frame, inline_part, length_of
 from unisono.errors import (
     CollectiveError,
@@ -94,7 +94,7 @@ class Calls:
         self._is_broken = False
         self._warn_after_s = warn_after_s()
         self.asking: Asking = Asking(mpi, mpi.COMM_WORLD)
-        self.timeout_s: float | None = None
+        self.timeout_s: float | None = DEFAULT_TIMEOUT_S
         self._allowed_s: dict[int, float] = {}  # by the identity of communicators that stay
 
     def buffer(self, tensor: Tensor) -> list[Any]:

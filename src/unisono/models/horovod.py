@@ -266,9 +266,10 @@ class HorovodModel(plane.Connected, ComputationModel):
     @classmethod
     def launch(cls, entry: Callable[[Self], T], plan: LaunchPlan, **options: Any) -> list[T]:
         timeout = options.pop("timeout", None)
-        setup.seconds(timeout)
+        limit_s = setup.seconds(timeout)
         launcher: Any = importlib.import_module("unisono.launchers.horovod")
-        results: list[T] = launcher.launch(partial(_replica, cls, entry, timeout), plan, **options)
+        run = partial(_replica, cls, entry, timeout)
+        results: list[T] = launcher.launch(run, plan, stop_limit_s=limit_s, **options)
         return results
 
 

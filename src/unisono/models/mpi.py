@@ -6,6 +6,7 @@ import importlib
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from unisono._arguments import check_names
 from unisono.control import derived
+from unisono.control.deadlines import DEFAULT_TIMEOUT_S
 from unisono.handle import Handle
 from unisono.model import ComputationModel
 from unisono.models import _mpi_setup as setup
@@ -46,8 +48,9 @@ class MpiModel(ComputationModel):
     every result is bit for bit that of `fold_tensors`.
 
     Set-up waits for all ranks within ``timeout``, else for 60 s; no call of MPI that all must make
-    is begun before. Without ``timeout`` any other call waits for ever, in MPI. With it each is made
-    in its non-blocking form and polled: about 1 us more, and up to twice the time for megabytes.
+    is begun before. Any other call has the ``timeout``, else 30 minutes: it is made in its
+    non-blocking form and polled, about 1 us more, and up to twice the time for megabytes. With
+    ``timeout=datetime.timedelta.max`` it waits for ever, in MPI.
     """
 
     name: ClassVar[str] = "mpi-dist"
@@ -100,7 +103,8 @@ class MpiModel(ComputationModel):
         model = cls(mpi, topology, device)
         model._pairs = model._over(None)
         model._calls.asking = Asking(mpi, model._pairs)
-        model._calls.timeout_s = None if timeout is None else timeout.total_seconds()
+        if timeout is not None:
+            model._calls.timeout_s = None if timeout == timedelta.max else timeout.total_seconds()
         return model
 
     @classmethod
@@ -325,7 +329,10 @@ class MpiModel(ComputationModel):
     @classmethod
     def launch(cls, entry: Callable[[Self], T], plan: LaunchPlan, **options: Any) -> list[T]:
         launcher: Any = importlib.import_module("unisono.launchers.mpi")
-        results: list[T] = launcher.launch(partial(_replica, cls, entry, options), plan)
+        timeout = options.get("timeout")
+        limit_s = DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
+        run = partial(_replica, cls, entry, options)
+        results: list[T] = launcher.launch(run, plan, stop_limit_s=limit_s)
         return results
 
 

@@ -18,7 +18,7 @@ from unisono._arguments import check_names
 from unisono.control import calls
 from unisono.control.absence import Missing, warn_after_s
 from unisono.control.aside import stack_of
-from unisono.control.deadlines import limit_of
+from unisono.control.deadlines import DEFAULT_TIMEOUT_S, end_of_block, limit_of, overdue
 from unisono.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 __all__ = ("ThreadsModel",)
 
 T = TypeVar("T")
-_DEFAULT_TIMEOUT_S = 1800.0
 _GRACE_S = 2.0
 _POLL_S = 0.2
+_LAST_WORD_S = 0.3  # replicas that wait for one that is late know more: their error comes first
 _log = logging.getLogger(__name__)
 
 
@@ -57,6 +57,7 @@ class _World:
         self.size = size
         self.timeout_s = timeout_s
         self.failure: tuple[int, str] | None = None
+        self.is_lost = False
         self.ended: set[int] = set()
         self.threads: dict[int, int] = {}
         self.warn_after_s: float = warn_after_s()
@@ -67,6 +68,7 @@ class _World:
     def fail(self, rank: int, text: str) -> None:
         """Tell every replica that waits, or will, that `rank` is gone."""
         with self._moved:
+            self.is_lost = True
             if self.failure is None:
                 self.failure = (rank, text)
             self._moved.notify_all()
@@ -81,16 +83,35 @@ class _World:
         """Wait for the replicas; once one has failed, for the others only a short while.
 
         A thread can't be ended from outside, so one that computes on stays behind as a daemon.
+
+        Raises:
+            CollectiveTimeoutError: the block's deadline is over; names the replicas that aren't
+                done, and where they are.
         """
+        late = ""
         for thread in threads:
-            while thread.is_alive() and self.failure is None:
-                thread.join(_POLL_S)
+            while thread.is_alive() and not self.is_lost:
+                until = end_of_block()
+                end = math.inf if until is None else until + _LAST_WORD_S
+                thread.join(min(_POLL_S, _left(end)))
+                if not _left(end):
+                    late = self._give_up()
         deadline = time.monotonic() + _GRACE_S
         for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(_left(deadline))
         left = [thread.name for thread in threads if thread.is_alive()]
         if left:
-            _log.warning("replicas still computing after another one failed: %s", ", ".join(left))
+            why = "the deadline" if late else "another one failed"
+            _log.warning("replicas still computing after %s: %s", why, ", ".join(left))
+        if late:
+            raise CollectiveTimeoutError(late)
+
+    def _give_up(self) -> str:
+        """Tell all replicas that the time is over, and say which aren't done."""
+        late = [rank for rank in range(self.size) if rank not in self.ended]
+        text = f"{overdue(late, self.size)}\n{self._late(late)}"
+        self.fail(-1, "the deadline is over")
+        return text
 
     def swap(
         self,
@@ -251,6 +272,9 @@ class ThreadsModel(ComputationModel):
             raise
         if failures:
             raise failures[0]
+        missing = [rank for rank in range(world.size) if rank not in results]
+        if missing:
+            raise WorkerFailedError(f"ranks {missing} of {world.size} left the job", missing[0])
         return [results[rank] for rank in range(world.size)]
 
     def _swap(self, call: str, item: T, group: Group | None) -> list[T]:
@@ -304,5 +328,9 @@ class ThreadsModel(ComputationModel):
         return Group(ranks, self.context_id, (ranks, count), f"{ranks} {count}", timeout_s)
 
 
+def _left(until: float) -> float:
+    return max(0.0, until - time.monotonic())
+
+
 def _seconds(timeout: timedelta | None) -> float:
-    return _DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
+    return DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
