@@ -42,6 +42,10 @@ def main() -> None:
             ctypes.PyDLL(None).sleep(600)  # it holds the interpreter
         while True:
             time.sleep(600)
+    if mode == "stop" and is_chosen:
+        print("READY", os.getpid())
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGSTOP)
     is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if is_chosen and (is_first or not mode.endswith("-once")):
         print("last words to stdout")

@@ -9,6 +9,7 @@ import time
 import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 from _command import (
     DIGITS,
@@ -90,6 +91,33 @@ def test_a_killed_rank_is_named_with_its_signal_and_output(launcher: Launcher) -
     assert "was ended by SIGKILL" in done.err
     assert "[1] last words to stdout\n" in done.out
     assert "last words to stderr" in done.err.rpartition("error: ")[2]
+
+
+def test_a_rank_that_is_stopped_is_named_at_once(launcher: Launcher) -> None:
+    name, variables = launcher
+    with started([*words(name), JOB, "stop", "gloo"], **variables) as job:
+        job.wait_for("READY", 1)
+        said = r"warning: rank 1 of 2 was stopped by SIGSTOP, and goes on after SIGCONT"
+        assert wait_until(lambda: re.search(said, job.err()) is not None, GONE_S)
+        (pid,) = [int(pid) for pid in re.findall(r"READY (\d+)", job.out())]
+        os.kill(pid, signal.SIGCONT)
+        assert job.process.wait(60) == 0
+        assert len(re.findall(said, job.err())) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_a_rank_whose_wrapper_ends_is_named(number: int) -> None:
+    with started([*words("processes", n=3), JOB, "wait", "gloo"]) as job:
+        job.wait_for("READY", 3)
+        programs = dict(re.findall(r"\[(\d)\] READY (\d+)", job.out()))
+        wrapper = psutil.Process(int(programs["1"])).ppid()
+        os.kill(wrapper, number)
+        code = job.process.wait(20)
+        nobody_is_left(job.mark)
+        name = signal.Signals(number).name
+        assert "error: rank 1 of 3 (local rank 1, host " in job.err()
+        assert name in job.err().rpartition("error: ")[2]
+        assert code == 128 + number
 
 
 @pytest.mark.parametrize("mode", ["wait", "stubborn"])

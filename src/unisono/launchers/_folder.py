@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 import cloudpickle
 
 from unisono._table import load, plugin_environments
-from unisono.errors import LaunchError, PayloadError, WorkerFailedError
+from unisono.control.deadlines import overdue
+from unisono.errors import CollectiveTimeoutError, LaunchError, PayloadError, WorkerFailedError
 from unisono.launchers._by_value import pickle_for_worker
 from unisono.launchers._front import Outcome
 from unisono.launchers._private import no_room, private_folder
@@ -58,6 +59,7 @@ def run_function(
         PayloadError: `entry` can't be pickled.
         LaunchError: the launcher failed, or its files can't be written.
         WorkerFailedError: a rank failed.
+        CollectiveTimeoutError: the block's deadline is over; all ranks have been ended.
     """
     try:
         pickled = pickle_for_worker(entry)
@@ -76,12 +78,23 @@ def run_function(
         outcome = run(replace(script, program=(sys.executable, "-c", boot), is_prefixed=False))
         if outcome.interrupted is not None:
             raise KeyboardInterrupt
+        if outcome.is_late:
+            raise CollectiveTimeoutError(overdue(_late(folder, script), script.world_size))
         if outcome.code != 0:
             raise _error(folder, outcome)
         found = sorted(folder.glob("result-*"), key=lambda file: int(file.name.split("-")[1]))
         if not found:
             raise LaunchError("the launcher ended without a result of any rank")
         return [cloudpickle.loads(file.read_bytes()) for file in found]
+
+
+def _late(folder: Path, script: Script) -> list[int]:
+    """Name the ranks that left no result, of those that leave theirs here."""
+    ranks = range(script.world_size)
+    if script.node_rank is not None:
+        first = script.node_rank * script.nproc_per_node
+        ranks = range(first, first + script.nproc_per_node)
+    return [rank for rank in ranks if not (folder / f"result-{rank}").exists()]
 
 
 def _error(folder: Path, outcome: Outcome) -> LaunchError:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,9 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from unisono.control.deadlines import limit_of
 from unisono.errors import LaunchError
 from unisono.launchers._rank.report import Reader, Report
 from unisono.launchers._script import Script, dying_with
+from unisono.topology import RankInfo
 
 __all__ = (
     "Front",
@@ -34,6 +37,7 @@ _PRIMARY_WAIT_S = 0.5  # how long a failure that another may have caused waits f
 _OWN_END_S = 2.0  # how long a launcher has to end its job by itself after a failure
 _END_S = 1.5  # from the first signal to SIGKILL; ranks give their programs 1 s
 _DRAIN_S = 2.0
+_ROUSE_S = 1.0
 _BASE = 128
 
 
@@ -45,11 +49,13 @@ class Outcome:
         code: exit code: of the rank that failed first, else of the launcher.
         failed: the rank that failed first; None if none said so.
         interrupted: the signal that this process got, None if none.
+        is_late: whether the block's deadline ended it.
     """
 
     code: int
     failed: Report | None = None
     interrupted: int | None = None
+    is_late: bool = False
 
 
 class SignalledError(BaseException):
@@ -115,12 +121,17 @@ class Front:
         restarts: whether the launcher itself starts the job anew after a failure.
         end_signal: what ends them in peace; 0 for the signal that this process gets.
         processes: what was started, outputs as pipes.
+        infos: who they are, where each is a rank.
     """
 
     token: str
     restarts: bool = False
     end_signal: int = 0
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    infos: Sequence[RankInfo] = ()
+    _codes: list[int | None] = field(default_factory=list)
+    _is_late: bool = False
+    _roused_at: float = 0.0
     _reports: list[Report] = field(default_factory=list)
     _failed_at: float | None = None
     _rests: dict[int, bytes] = field(default_factory=dict)
@@ -141,12 +152,14 @@ class Front:
                     selector.register(stream, selectors.EVENT_READ, target)
             interrupted = None
             try:
-                while not self._is_over(selector):
+                while not self._is_over(selector) and not self._is_late:
                     self._poll(selector, reader, _POLL_S)
                     if self._should_end():
                         break
+                    self._look_after()
             except SignalledError as error:
                 interrupted = error.number
+            self._codes = [process.poll() for process in self.processes]
             try:
                 self._end(selector, reader, self.end_signal or interrupted or signal.SIGTERM)
             except SignalledError as error:  # a second Ctrl-C: at once
@@ -158,13 +171,32 @@ class Front:
         """End all processes at once. Local."""
         self._signal(signal.SIGKILL)
         for process in self.processes:
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_DRAIN_S)
             for stream in (process.stdout, process.stderr):
                 if stream is not None:
                     stream.close()
 
     def _is_over(self, selector: selectors.BaseSelector) -> bool:
         return not selector.get_map() and all(p.poll() is not None for p in self.processes)
+
+    def _look_after(self) -> None:
+        """See to what no stream tells: the block's deadline, and wrappers that are stopped."""
+        self._is_late = limit_of(None) == 0
+        if self.infos and time.monotonic() > self._roused_at + _ROUSE_S:
+            self._roused_at = time.monotonic()
+            self._signal(signal.SIGCONT)  # nobody but us has a use for their stop
+
+    def _lost(self) -> list[Report]:
+        """Report the ranks whose wrapper had ended without a report before others were ended."""
+        reported = {report.rank for report in self._reports}
+        found = []
+        for process, info, code in zip(self.processes, self.infos, self._codes, strict=False):
+            if code and info.rank not in reported:
+                words = "the process that looked after it ended so, and the rank with it"
+                who = (info.rank, info.world_size, socket.gethostname(), process.pid, code, 0)
+                found.append(Report(*who, words, info.local_rank, info.node_rank))
+        return found
 
     def _should_end(self) -> bool:
         """Tell whether the rest must be ended because of a failure."""
@@ -223,12 +255,16 @@ class Front:
     def _outcome(self, interrupted: int | None) -> Outcome:
         if interrupted is not None:
             return Outcome(_BASE + interrupted, None, interrupted)
+        if self._is_late:
+            return Outcome(1, is_late=True)
         codes = [process.returncode for process in self.processes]
         if not any(codes):
             return Outcome(0)
-        if self._reports:
-            return verdict(self._reports)
-        code = next(code for code in codes if code)
+        own = [report for report in self._reports if not report.is_secondary]
+        found = own or self._lost() or self._reports
+        if found:
+            return verdict(found)
+        code = next(code for code in [*self._codes, *codes] if code)
         return Outcome(code if code > 0 else _BASE - code)
 
 

@@ -75,9 +75,10 @@ def _attempt(script: Script, base: Mapping[str, str], attempt: int) -> Outcome:
     store, plan = host(script.plan())
     assert plan.master_addr is not None
     assert plan.master_port is not None
-    front = Front(script.token)
+    ranks = infos(script, plan.master_addr, plan.master_port)
+    front = Front(script.token, infos=ranks)
     try:
-        for info in infos(script, plan.master_addr, plan.master_port):
+        for info in ranks:
             own = env_for(info, attempt, script.max_restarts)
             front.processes.append(start(script.rank_argv(os.getpid()), {**base, **own}))
     except LaunchError:

@@ -185,9 +185,23 @@ class _Running:
                 self._obey()
                 for key, _ in selector.select(self._patience(ended_at is not None)):
                     self._read(selector, key)
+                self._look()
         for fd in (1, 2):
             self._print(fd, self._rest[fd] + b"\n" if self._rest[fd] else b"")
         return self._bury()
+
+    def _look(self) -> None:
+        """Say so where a signal has stopped the program; its end is left to `poll`."""
+        if self._process.returncode is not None or not hasattr(os, "waitid"):
+            return
+        kinds = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
+        with contextlib.suppress(ChildProcessError):
+            found = os.waitid(os.P_PID, self._process.pid, kinds)
+            if found is not None and found.si_code == os.CLD_STOPPED:
+                who = f"rank {self._info.rank} of {self._info.world_size}" if self._info else "it"
+                name = signal.Signals(found.si_status).name
+                words = f"warning: {who} was stopped by {name}, and goes on after SIGCONT\n"
+                _write(2, self._prefix + words.encode())
 
     def _patience(self, has_ended: bool) -> float:
         if has_ended:
