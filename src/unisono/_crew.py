@@ -16,10 +16,11 @@ from collections.abc import Collection, Generator, Iterable
 from contextlib import ExitStack, closing, suppress
 from typing import Any
 
-from unisono._serving import CALL, SECRET_BYTES, WHERE, serve
+from unisono._serving import CALL, OUTPUT, SECRET_BYTES, WHERE, serve
 from unisono.control.addresses import listen_locally, peer
+from unisono.control.deadlines import Recall, until_recalled
 from unisono.control.door import visitors
-from unisono.errors import LaunchError
+from unisono.errors import CollectiveTimeoutError, LaunchError
 from unisono.launchers import _channel
 from unisono.lifecycle import spawn
 
@@ -41,6 +42,7 @@ class _Spawning:
 
     def __init__(self, end: socket.socket) -> None:
         self.error: BaseException | None = None
+        self.recall = Recall()
         self._end = end
 
     def run(
@@ -48,9 +50,10 @@ class _Spawning:
     ) -> None:
         """Make the replicas, and wait for their end. Local."""
         try:
-            spawn(backend, serve, args, nproc_per_node=size, **options)
+            with until_recalled(self.recall):
+                spawn(backend, serve, args, nproc_per_node=size, **options)
         except BaseException as error:  # it is raised where the pool is used
-            self.error = error
+            self.error = error.with_traceback(None)  # whose frames would keep what they hold
         finally:
             self._end.close()
 
@@ -62,11 +65,19 @@ class Crew:
     """
 
     def __init__(
-        self, size: int, backend: str | None, has_prefix: bool, options: dict[str, Any]
+        self,
+        size: int,
+        backend: str | None,
+        has_prefix: bool,
+        options: dict[str, Any],
+        limit: float | None = None,
     ) -> None:
+        self._size = size
         self._lines: dict[int, socket.socket] = {}
         self._inboxes: dict[int, _channel.Inbox] = {}
         self._computing: set[int] = set()
+        self._outputs: dict[int, list[tuple[int, int]]] = {}
+        self._outputs_at_start = _outputs()
         self._ended, end = socket.socketpair()
         self._spawning = _Spawning(end)
         self._secret = secrets.token_bytes(SECRET_BYTES)
@@ -81,14 +92,14 @@ class Crew:
             )
             self._thread.start()
             try:
-                self._welcome(listener, size)
+                self._welcome(listener, size, limit)
             except BaseException:  # Ctrl-C too: no replica is left behind
                 self.stop(is_orderly=False)
                 raise
-        weakref.finalize(self, _hang_up, self._sockets())
+        weakref.finalize(self, _hang_up_at_home, self._sockets(), os.getpid())
 
-    def _welcome(self, listener: socket.socket, size: int) -> None:
-        """Let the replicas in, which know the secret."""
+    def _welcome(self, listener: socket.socket, size: int, limit: float | None) -> None:
+        """Let the replicas in, which know the secret, until the limit."""
 
         def check(_: socket.socket) -> Generator[int, bytes, int | None]:
             said = yield SECRET_BYTES + 4
@@ -96,21 +107,27 @@ class Crew:
             is_ours = hmac.compare_digest(said[:SECRET_BYTES], self._secret)
             return rank if is_ours and rank < size and rank not in self._lines else None
 
-        with closing(visitors(listener, check, alarm=self._ended)) as replicas:
+        with closing(visitors(listener, check, limit, self._ended)) as replicas:
             for sock, rank in replicas:
                 sock.setblocking(True)
                 self._lines[rank] = sock
                 self._inboxes[rank] = _channel.Inbox(sock)
                 if len(self._lines) == size:
                     return
+        if limit is not None and time.monotonic() >= limit and self._thread.is_alive():
+            late = [rank for rank in range(size) if rank not in self._lines]
+            raise CollectiveTimeoutError(
+                f"the replicas of ranks {late} of {size} weren't there when the deadline was over"
+            )
         raise self._why()
 
     def _sockets(self) -> list[socket.socket]:
         return [*self._lines.values(), self._ended]
 
     def _why(self) -> BaseException:
-        self._thread.join()
-        return self._spawning.error or LaunchError("the replicas of the pool have ended")
+        self._thread.join(_END_S)
+        error, self._spawning.error = self._spawning.error, None
+        return error or LaunchError("the replicas of the pool have ended")
 
     def has_ended(self) -> bool:
         """Tell whether a replica is gone. Local."""
@@ -121,8 +138,17 @@ class Crew:
         line = self._lines[rank]
         with suppress(OSError):  # `hear` says why it is gone, or late
             line.settimeout(None if limit is None else max(_LEAST_S, limit - time.monotonic()))
+            self._send_output(rank)
             _channel.send(line, CALL, body)
         line.setblocking(True)
+
+    def _send_output(self, rank: int) -> None:
+        """Let a replica print where this process does by now, if that isn't where it did before."""
+        now = _outputs()
+        if now is not None and now != self._outputs.get(rank, self._outputs_at_start):
+            _channel.send(self._lines[rank], OUTPUT)
+            socket.send_fds(self._lines[rank], [b"o"], [1, 2])
+            self._outputs[rank] = now
 
     def ask(self, ranks: Iterable[int]) -> set[int]:
         """Ask replicas what they do.
@@ -174,6 +200,8 @@ class Crew:
         Returns:
             Whether they have ended; threads that are stuck can't be ended.
         """
+        if len(self._lines) < self._size:
+            self._spawning.recall.now()  # those that aren't there yet can't be told
         for line in self._lines.values():
             with suppress(OSError):
                 if is_orderly:
@@ -243,11 +271,26 @@ class Ending:
         return any(self._strikes[rank] >= _STRIKES for rank in busy)
 
 
+def _outputs() -> list[tuple[int, int]] | None:
+    """Tell which files stdout and stderr are; None where one is closed. Local."""
+    try:
+        found = [os.fstat(fd) for fd in (1, 2)]
+    except OSError:
+        return None
+    return [(stat.st_dev, stat.st_ino) for stat in found]
+
+
 def _hang_up(lines: list[socket.socket]) -> None:
     for line in lines:
         with suppress(OSError):
             line.shutdown(socket.SHUT_RDWR)
         line.close()
+
+
+def _hang_up_at_home(lines: list[socket.socket], owner: int) -> None:
+    """Hang up, but in a fork of the owner: what that shuts down is shut down for both."""
+    if os.getpid() == owner:
+        _hang_up(lines)
 
 
 def _is_closed(line: socket.socket) -> bool:

@@ -19,11 +19,12 @@ from unisono.launchers import _channel
 from unisono.launchers._worker import describe
 from unisono.model import ComputationModel
 
-__all__ = ("BROKEN", "CALL", "SECRET_BYTES", "WHERE", "serve")
+__all__ = ("BROKEN", "CALL", "OUTPUT", "SECRET_BYTES", "WHERE", "serve")
 
 CALL = b"c"
 BROKEN = b"b"  # an error that leaves the context unusable
 WHERE = b"w"  # asks, and says, whether the replica is where it may wait for another one
+OUTPUT = b"o"  # then one byte, with descriptors for stdout and stderr from the next call on
 SECRET_BYTES = 32
 _END = None
 _LONGEST_LINE = 64 * 1024  # of output, in characters
@@ -51,13 +52,24 @@ def serve(local_rank: int, address: str, secret: bytes, owner: int, has_prefix: 
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.connect(local_address(address))
         sock.sendall(secret + rank.to_bytes(4, "little"))
-        calls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        calls: queue.SimpleQueue[bytes | list[int] | None] = queue.SimpleQueue()
         pool = _Pool(sock)
         threading.Thread(
             target=_listen, args=(pool, calls, model, is_process), name="unisono-pool", daemon=True
         ).start()
-        while (body := calls.get()) is not _END:
-            pool.tell(*_outcome(local_rank, body))
+        while (order := calls.get()) is not _END:
+            if isinstance(order, list):
+                _print_to(order, is_process)
+            else:
+                pool.tell(*_outcome(local_rank, order))
+
+
+def _print_to(fds: list[int], is_process: bool) -> None:
+    """Let stdout and stderr be what those of the pool's process are by now."""
+    for target, fd in enumerate(fds, 1):
+        if is_process:  # a thread's are the pool's anyway
+            os.dup2(fd, target)
+        os.close(fd)
 
 
 class _Pool:
@@ -79,6 +91,10 @@ class _Pool:
             with suppress(OSError):
                 self.tell(WHERE, b"w" if _may_wait(self._server) else b"")
         return message
+
+    def descriptors(self) -> list[int]:
+        """Receive what comes after `OUTPUT`. Local."""
+        return list(socket.recv_fds(self._sock, 1, 2)[1])
 
 
 def _may_wait(thread_id: int) -> bool:
@@ -120,13 +136,13 @@ def _is_broken(error: BaseException | None) -> bool:
 
 def _listen(
     pool: _Pool,
-    calls: queue.SimpleQueue[bytes | None],
+    calls: queue.SimpleQueue[bytes | list[int] | None],
     model: ComputationModel,
     is_process: bool,
 ) -> None:
     """Take calls in; once the pool is gone or gave up, leave whatever this replica is doing."""
-    while (message := pool.hear()) is not None and message[0] == CALL:
-        calls.put(message[1])
+    while (message := pool.hear()) is not None and message[0] in (CALL, OUTPUT):
+        calls.put(message[1] if message[0] == CALL else pool.descriptors())
     if message is not None:
         calls.put(_END)
     elif is_process:

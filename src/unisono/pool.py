@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 import time
@@ -17,6 +18,7 @@ from unisono.control.deadlines import limit_of
 from unisono.errors import (
     ArgumentError,
     CollectiveTimeoutError,
+    ContextError,
     NotInitializedError,
     PayloadError,
 )
@@ -80,6 +82,7 @@ class WorkerPool:
         if deadline_s is not None:
             self._deadline_s = seconds("deadline_s", deadline_s).total_seconds()
         self._spawning = (backend, prefix_output, options)
+        self._owner = os.getpid()
         self._crew: Crew | None = None
         self._is_closed = False
         self._lock = threading.Lock()
@@ -103,7 +106,9 @@ class WorkerPool:
                 can be used again.
             CollectiveTimeoutError: the deadline is over; names the ranks that weren't done.
             NotInitializedError: the pool is closed.
+            ContextError: this process is a fork of the one that made the pool.
         """
+        self._check_owner()
         body = _pickled(fn, args, kwargs, True)
         with self._lock:
             waiting = set(range(self._size))
@@ -114,7 +119,7 @@ class WorkerPool:
                 waiting.remove(rank)
                 return body
 
-            answers = self._collect(self._ready(), give, _name(fn), is_together=True)
+            answers = self._collect(give, _name(fn), is_together=True)
             return [pickle.loads(answers[rank][0][1]) for rank in range(self._size)]
 
     def map(self, fn: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
@@ -133,7 +138,9 @@ class WorkerPool:
             WorkerFailedError: as `run`.
             CollectiveTimeoutError: as `run`; the deadline is that of all items together.
             NotInitializedError: the pool is closed.
+            ContextError: as `run`.
         """
+        self._check_owner()
         bodies = [_pickled(fn, (item,), {}, False) for item in items]
         with self._lock:
             turns: dict[int, list[int]] = {rank: [] for rank in range(self._size)}
@@ -146,7 +153,7 @@ class WorkerPool:
                 turns[rank].append(index)
                 return bodies[index]
 
-            answers = self._collect(self._ready(), give, _name(fn), is_together=False)
+            answers = self._collect(give, _name(fn), is_together=False)
             results: list[Any] = [None] * len(bodies)
             for rank, indices in turns.items():
                 for index, (_, body) in zip(indices, answers.get(rank, ()), strict=True):
@@ -154,7 +161,9 @@ class WorkerPool:
             return results
 
     def close(self) -> None:
-        """End the replicas. Local; harmless the second time."""
+        """End the replicas. Local; harmless the second time, and in a fork of this process."""
+        if self._owner != os.getpid():
+            return
         with self._lock:
             self._is_closed = True
             crew, self._crew = self._crew, None
@@ -172,13 +181,20 @@ class WorkerPool:
     ) -> None:
         self.close()
 
-    def _ready(self) -> Crew:
+    def _check_owner(self) -> None:
+        if self._owner != os.getpid():
+            raise ContextError(
+                f"this process is a fork of process {self._owner}, which made the pool and uses it "
+                "still: make a pool of your own here"
+            )
+
+    def _ready(self, limit: float | None) -> Crew:
         if self._is_closed:
             raise NotInitializedError("this pool is closed: make another one")
         if self._crew is not None and self._crew.has_ended():
             self._drop()
         if self._crew is None:
-            self._crew = Crew(self._size, *self._spawning)
+            self._crew = Crew(self._size, *self._spawning, limit)
         return self._crew
 
     def _drop(self) -> bool:
@@ -186,7 +202,7 @@ class WorkerPool:
         return crew is None or crew.stop(is_orderly=False)
 
     def _collect(
-        self, crew: Crew, give: Callable[[int], bytes | None], name: str, *, is_together: bool
+        self, give: Callable[[int], bytes | None], name: str, *, is_together: bool
     ) -> dict[int, list[Answer]]:
         """Give each replica calls until nothing is left, and take the answers in."""
         answers: dict[int, list[Answer]] = {}
@@ -196,6 +212,7 @@ class WorkerPool:
         if limit_s == 0:
             raise CollectiveTimeoutError(f"{name} wasn't begun: the block's deadline is over")
         limit = None if limit_s is None else time.monotonic() + limit_s
+        crew = self._ready(limit)
         ending: Ending | None = None
 
         def go_on(rank: int) -> None:

@@ -21,6 +21,7 @@ from _witness import SOURCES, gone
 
 import unisono
 from unisono import WorkerPool
+from unisono.control.deadlines import limit_of
 from unisono.errors import (
     ArgumentError,
     CollectiveMismatchError,
@@ -269,7 +270,14 @@ def test_a_call_keeps_to_the_deadline_of_its_block(method: str) -> None:
             assert time.monotonic() - start < 1.5
             with pytest.raises(CollectiveTimeoutError, match="facts wasn't begun"):
                 pool.run(facts, 1)
+        assert pool._crew is None
+        assert pool.run(facts, 1)[1] == (1, 2, 2)
         crew = pool._crew
+        with unisono.deadline(0.001):
+            while limit_of(None):
+                pass
+            with pytest.raises(CollectiveTimeoutError, match="facts wasn't begun"):
+                pool.run(facts, 1)
         assert pool.run(facts, 1)[1] == (1, 2, 2)
         assert pool._crew is crew
 
@@ -394,6 +402,29 @@ def test_output_comes_with_its_rank(capfd: pytest.CaptureFixture[str]) -> None:
     assert "[rank 0] without an end" in err
 
 
+@pytest.fixture(scope="module")
+def old_pool() -> Iterator[WorkerPool]:
+    with WorkerPool("gloo", nproc_per_node=2) as made:
+        made.run(abs)
+        yield made
+
+
+def test_output_is_there_when_the_call_returns(
+    old_pool: WorkerPool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The pool is older than what this process's stdout is now."""
+
+    def speak(local_rank: int, i: int) -> None:
+        print(f"line {i}")  # noqa: T201
+        os.write(2, b"straight\n")
+
+    for i in range(20):
+        old_pool.run(speak, i)
+        out, err = capfd.readouterr()
+        assert sorted(out.splitlines()) == [f"[rank 0] line {i}", f"[rank 1] line {i}"]
+        assert err == "straight\n" * 2
+
+
 def test_output_without_an_end_is_cut_into_long_lines(capfd: pytest.CaptureFixture[str]) -> None:
     def speak(local_rank: int) -> None:
         for _ in range(100_000):
@@ -450,3 +481,37 @@ def test_bad_input_is_refused_before_anything_starts() -> None:
         WorkerPool("glo")
     with pytest.raises(ArgumentError, match="timeot"):
         WorkerPool("gloo", timeot=3)
+
+
+FORKED = """
+import os, sys, unisono
+
+pool = unisono.WorkerPool("gloo", nproc_per_node=2)
+first = pool.run(lambda local_rank: os.getpid())
+pid = os.fork()
+if pid == 0:
+    said = []
+    for call in (lambda: pool.run(abs), lambda: pool.map(abs, [1])):
+        try:
+            call()
+        except unisono.errors.ContextError as error:
+            said.append(str(error))
+    pool.close()
+    sys.exit(0 if len(said) == 2 and all("is a fork of process" in text for text in said) else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+assert pool.run(lambda local_rank: os.getpid()) == first
+pool.close()
+print("done")
+"""
+
+
+def test_a_fork_is_told_that_the_pool_is_not_its_own() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED],
+        env={**os.environ, "PYTHONPATH": SOURCES},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout == "done\n", done.stderr
