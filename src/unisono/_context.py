@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from unisono import registry
 from unisono._table import plugin_environments
@@ -31,6 +33,7 @@ __all__ = (
     "is_serial",
     "own_model",
     "read_environment",
+    "refuse_fork",
     "replica",
     "set_local_rank",
 )
@@ -101,34 +104,50 @@ def own_model() -> ComputationModel:
     model = _thread.model or _process  # as current_model, a call less
     if model is None or not model.is_alive():
         model = _look_around()
-    if model is _forked:
-        raise ContextError(
-            f"this process is a fork of rank {model.topology.rank}, whose connections it must not "
-            "use: call collectives in the process that initialised, or initialise here anew"
-        )
+    if _forked is not None:
+        refuse_fork(model)
     return model
 
 
+def refuse_fork(model: ComputationModel) -> None:
+    """Raise if this process is a fork of the one that made the context of `model`. Local.
+
+    Raises:
+        ContextError: it is.
+    """
+    if _forked is not None and model.context_id == _forked.context_id:
+        raise ContextError(
+            f"this process is a fork of rank {model.topology.rank}, whose connections it must not "
+            "use: call this in the process that initialised, or start processes of their own"
+        )
+
+
 def _look_around() -> ComputationModel:
-    global _process
     with _lock:
-        if _process is not None or _thread.model is not None:
-            model = _still_alive()
-            if model is not None:
-                return model
-        model = None
-        if registry.probe(_NO_HINT) is not None:
-            model = registry.probe(_hint())
-            _hand_over(model)
-        elif _before is not None:
+        model = _still_alive() or _adopt()
+    if model is not None:
+        return model
+    if _replica_threads:
+        raise NoReplicaError(
+            f"thread {threading.current_thread().name!r} is no replica, while the replicas of "
+            "this process are threads: make the call in the function that was given to spawn"
+        )
+    return _serial
+
+
+def _adopt() -> ComputationModel | None:
+    """Find the context that somebody else made; every thread gets the same view of it."""
+    global _process
+    if registry.probe(_NO_HINT) is None:
+        if _before is not None:
             _hand_over(None)
+        return None
+    model = registry.probe(_hint())
+    _hand_over(model)
     if model is None:
-        if _replica_threads:
-            raise NoReplicaError(
-                f"thread {threading.current_thread().name!r} is no replica, while the replicas of "
-                "this process are threads: make the call in the function that was given to spawn"
-            )
-        return _serial
+        return None
+    if _forked is not None and type(model) is type(_forked) and _forked.is_alive():
+        model.inherit(_forked)
     if model.is_thread_bound:
         _thread.model = model
     else:
@@ -207,10 +226,15 @@ def activate(
 
     Raises:
         AlreadyInitializedError: a context is live, whoever made it.
+        ContextError: this process is a fork of a replica of that model.
     """
-    global _process, _ours, _forked
+    global _process, _ours
     with _lock:
-        live = None if current_model() is _forked else current_model()
+        live: ComputationModel | None = current_model()
+        if _forked is not None and live is not None and live.context_id == _forked.context_id:
+            if type(live) is cls:  # its library holds what the parent made, and no more than one
+                refuse_fork(live)
+            live = None
         joins = live is not None and live.is_thread_bound and type(live) is cls
         if live is not None and live is not _serial and (is_ours(live) or not joins):
             raise AlreadyInitializedError(
@@ -222,7 +246,6 @@ def activate(
             _thread.model = _thread.ours = model
         else:
             _process = _ours = model
-        _forked = None
         return model
 
 
@@ -283,12 +306,34 @@ def replica(model: ComputationModel) -> Iterator[None]:
                 _process = before_in_process
 
 
+def _before_fork() -> None:
+    """Look for a context that somebody made and nobody has asked for yet: the child must know."""
+    if _process is None and _thread.model is None and _lock.acquire(blocking=False):
+        try:
+            with suppress(Exception):  # a fork is no place to be told of it
+                _adopt()
+        finally:
+            _lock.release()
+
+
 def _after_fork() -> None:
     global _forked, _lock, _replica_threads
     _lock = threading.RLock()
     _replica_threads = 0
-    _forked = _thread.model or _process
+    _forked = _thread.model or _process or _forked
+    for model in {_thread.model, _process, _before}:
+        if model is not None:
+            model.disown()
 
 
+def _at_exit() -> None:
+    """Tell the others that this program has come to its end, unless an exception ended it."""
+    if not hasattr(sys, "last_type"):
+        for model in {_process, _before}:
+            if model is not None:
+                model.say_farewell("ended its program")
+
+
+atexit.register(_at_exit)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork)

@@ -55,13 +55,30 @@ class Keeping:
         """Tell whether this is still the context that it was. Local; called before each use."""
         return True
 
-    def part(self) -> None:
-        """Close what the facade keeps on a context that has ended. Local."""
+    def part(self, farewell: str = "left") -> None:
+        """Close what the facade keeps on a context that has ended. Local.
+
+        Args:
+            farewell: what the others hear this rank did; empty for no word, as of one that failed.
+        """
         hubs = [hub for hub in self.planes.values() if hub is not None]
         self.planes.clear()
         self.groups.clear()
         for hub in hubs:
-            hub.close()
+            hub.close(farewell)
+
+    def say_farewell(self, how: str) -> None:
+        """Let the others know that this rank calls nothing more. Local."""
+        for hub in [hub for hub in self.planes.values() if hub is not None]:
+            hub.say_farewell(how)
+
+    def disown(self) -> None:
+        """Close what a forked child has inherited, without a word to the others. Local."""
+        hubs = [hub for hub in self.planes.values() if hub is not None]
+        self.planes.clear()
+        self._background = None  # its thread isn't here
+        for hub in hubs:
+            hub.disown()
 
     def inherit(self, other: Keeping) -> None:
         """Take over what the facade keeps on another view of this context, if it is that. Local.
@@ -71,6 +88,7 @@ class Keeping:
         if other.is_alive():
             self.context_id = other.context_id
             self.groups, self.planes, self.steps = other.groups, other.planes, other.steps
+            self._background, self.is_checked = other._background, other.is_checked
 
     def start(self, call: Callable[[], T]) -> Handle[T]:
         """Start `call`, which uses this model's collectives, without waiting for it.

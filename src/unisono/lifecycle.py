@@ -133,12 +133,14 @@ def finalize() -> None:
 
     Raises:
         CollectiveError: the library's own end failed.
+        ContextError: this process is a fork of the one that made the context.
 
     Example:
         >>> import unisono as idist
         >>> idist.finalize()
     """
     model = _context.current_model()
+    _context.refuse_fork(model)
     try:
         model.settle()
         model.finalize()

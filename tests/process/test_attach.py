@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,6 +18,7 @@ import torch.distributed as dist
 from _by_hand import by_hand, join, join_by_tcp, leave, prepare
 
 import unisono
+from unisono._context import current_model
 from unisono.errors import ContextError
 
 
@@ -222,3 +226,51 @@ def test_finalize_lets_go_of_a_group_made_by_hand_and_leaves_it_alive(tmp_path: 
         return before, x.item(), after
 
     assert by_hand(fn) == [([0, 1], 1, [0, 1])] * 2
+
+
+@pytest.mark.parametrize("look_again", [unisono.sync, lambda: unisono.set_local_rank(0)])
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_what_is_under_way_keeps_its_place_when_the_context_is_looked_for_again(
+    look_again: Callable[[], None], is_connected: bool, tmp_path: Path
+) -> None:
+    def fn(rank: int) -> Any:
+        join(tmp_path, rank, 2)
+        if is_connected:
+            unisono.barrier()
+        handles = [unisono.all_gather(i, async_op=True) for i in range(50)]
+        big = unisono.all_reduce(torch.full((2_000_000,), 1.0), async_op=True)
+        look_again()
+        gc.collect()  # nobody but the handles has the view that they began on
+        after = unisono.all_gather("after")
+        found = [handle.wait() for handle in handles], big.wait().unique().tolist(), after
+        leave()
+        return found
+
+    wanted = [[i, i] for i in range(50)], [2.0], ["after", "after"]
+    assert by_hand(fn) == [wanted] * 2
+
+
+def test_threads_that_ask_first_get_one_view_of_a_context(tmp_path: Path) -> None:
+    def fn(rank: int) -> int:
+        join(tmp_path, rank, 1)
+        sys.setswitchinterval(1e-6)
+        most = 0
+        for _ in range(100):
+            unisono.sync()
+            views: set[int] = set()
+            ready = threading.Barrier(4)
+
+            def ask(ready: threading.Barrier = ready, views: set[int] = views) -> None:
+                ready.wait()
+                views.add(id(current_model()))
+
+            threads = [threading.Thread(target=ask) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            most = max(most, len(views))
+        leave()
+        return most
+
+    assert by_hand(fn, 1) == [1]

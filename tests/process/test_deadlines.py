@@ -44,6 +44,29 @@ def test_a_collective_is_over_at_the_deadline_of_its_block(
 
 
 @pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_a_rank_that_comes_after_the_deadline_of_another_is_told_so(
+    backend: str, tmp_path: Path
+) -> None:
+    def fn(local_rank: int) -> int:
+        unisono.barrier()
+        if local_rank == 0:
+            with pytest.raises(CollectiveTimeoutError), unisono.deadline(0.5):
+                unisono.barrier()
+            (tmp_path / "over").touch()
+        while not (tmp_path / "over").exists():
+            time.sleep(0.01)
+        for _ in range(2):
+            with pytest.raises(CollectiveTimeoutError):
+                unisono.barrier()
+        (tmp_path / f"told{local_rank}").touch()
+        while not (tmp_path / f"told{1 - local_rank}").exists():
+            time.sleep(0.01)
+        return local_rank
+
+    assert unisono.spawn(backend, fn, nproc_per_node=2, timeout=20) == [0, 1]
+
+
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
 def test_what_is_done_in_time_is_done(backend: str) -> None:
     def fn(local_rank: int) -> Any:
         with unisono.deadline(timedelta(seconds=30)):

@@ -11,7 +11,16 @@ from pathlib import Path
 
 from unisono._arguments import number_in
 
-__all__ = ("Absent", "Missing", "has_ended", "is_stopped", "report", "warn_after_s", "watch")
+__all__ = (
+    "Absent",
+    "Farewell",
+    "Missing",
+    "has_ended",
+    "is_stopped",
+    "report",
+    "warn_after_s",
+    "watch",
+)
 
 _WARN_AFTER_S = 30.0
 _STOPPED, _ENDED = b"T", b"Z"
@@ -35,6 +44,23 @@ class Absent:
 
     rank: int
     how: str
+
+
+@dataclass(frozen=True, slots=True)
+class Farewell:
+    """What a rank said before it left in good order.
+
+    Args:
+        how: when it left, as in "left after round 4".
+        steps: how many operations of the data plane it took part in, by the name of the group.
+    """
+
+    how: str
+    steps: Mapping[str, int]
+
+    def has_done(self, group: str, step: int) -> bool:
+        """Tell whether it had done its part in an operation; 0 stands for one to come. Local."""
+        return 0 < step <= self.steps.get(group, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NoReturn
 
 from unisono.control import calls
-from unisono.control.absence import Absent, Missing, has_ended, is_stopped, report, watch
+from unisono.control.absence import Absent, Farewell, Missing, has_ended, is_stopped, report, watch
 from unisono.control.aside import Aside, State, stack_of
 from unisono.control.neighbours import Neighbours
 from unisono.control.steps import Steps
@@ -57,7 +57,9 @@ class Alarm:
         self._thread_id = threading.get_ident()
         self._is_told = False
         self._crossed = ""
-        self._aside = Aside(place, neighbours.links, neighbours.asides, _asked(weakref.ref(self)))
+        state = _asked(weakref.ref(self))
+        near = neighbours.pids.keys()
+        self._aside = Aside(place, neighbours.links, neighbours.asides, near, state)
         self._close = weakref.finalize(
             self, _close, self._aside, list(self._lines.values()), list(self.pidfds.values())
         )
@@ -66,6 +68,31 @@ class Alarm:
     def close(self) -> None:
         """Close all lines. Local; harmless the second time."""
         self._close()
+
+    def disown(self) -> None:
+        """Close what a forked child has inherited; its parent goes on with it. Local."""
+        if self._close.detach() is None:
+            return
+        self._aside.disown()
+        for line in self._lines.values():
+            line.close()
+        for fd in self.pidfds.values():
+            os.close(fd)
+
+    def say_farewell(self, how: str) -> None:
+        """Let the others know that this rank leaves in good order. Local.
+
+        Args:
+            how: what it does: "left", or "ended its program".
+        """
+        if self.failure is not None or self._is_inside or not self._close.alive:
+            return
+        call = calls.describe(self._blob) if self._seq else ""
+        where = f" after round {self._seq}" if self._seq else " before the first round"
+        if call.startswith(calls.UNKNOWN):
+            call = ""
+        text = f"{how}{where}" + (f" ({call})" if call else "")
+        self._aside.tell_leave(Farewell(text, dict(self._steps.counts)))
 
     def enter(self, seq: int, blob: bytes) -> None:
         """Take note of the round that this thread begins, and of what it gives. Local.
@@ -100,27 +127,41 @@ class Alarm:
         step = self._steps.counts.get(group, 0)
         return State(stack_of(self._thread_id), last, self._seq, waits_for, step)
 
-    def look_around(self, among: Collection[int] | None = None) -> None:
+    def look_around(
+        self, among: Collection[int] | None = None, group: str = "", step: int = 0
+    ) -> None:
         """Notice who is gone, and leave what neighbours say of rounds.
 
         Local. What others say comes first: some may have left because of the one that is gone.
 
         Args:
             among: places that count; None for all.
+            group: the name of the group whose operation waits.
+            step: its number there: ranks that had done it before they left don't count.
 
         Raises:
             CollectiveError: a rank is gone.
         """
         counts = [place for place in self.pidfds if among is None or place in among]
         ended = [place for place in counts if has_ended(self.pidfds[place])]
+        ended = [place for place in ended if not self._is_done(place, group, step)]
         said = self._aside.failure(_LAST_WORD_S if len(ended) > 1 else 0.0)
         if said is not None and (among is None or ended):
             self.fail(read_failure(said))
         if ended:
             self.lose(ended[0])
         for place, line in self._lines.items():
-            if (among is None or place in among) and line.is_closed():
+            is_closed = (among is None or place in among) and line.is_closed()
+            if is_closed and not self._is_done(place, group, step):
                 self.lose(place, "it closed the connection")
+
+    def _is_done(self, place: int, group: str, step: int) -> bool:
+        """Tell whether a rank that is gone isn't needed, as far as it can be known."""
+        farewell = self._aside.farewell(place)
+        if farewell is not None:
+            return farewell.has_done(group, step)
+        # Whom nothing can be heard of: the backend tells its neighbours, if it died.
+        return step > 0 and self._aside.is_cut_off(place)
 
     def late(self, places: Iterable[int], group: str, step: int, is_over: bool) -> str:
         """Say which ranks haven't come to an operation of the data plane.
@@ -198,6 +239,9 @@ class Alarm:
         who = f"rank {rank}" if pid is None else f"rank {rank} (pid {pid} on this host)"
         ended = pid is not None and place in self.pidfds and has_ended(self.pidfds[place])
         text = f"{who} has ended" if ended else f"{who} is gone: {how}"
+        farewell = self._aside.farewell(place)
+        if farewell is not None:
+            text = f"{who} {farewell.how}"
         self.fail({"kind": "peer", "rank": rank, "text": text})
 
     def ask(self, places: tuple[int, ...], got: Mapping[int, bytes]) -> dict[int, State]:

@@ -14,18 +14,20 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from unisono.control.absence import Farewell
 from unisono.control.tree import Links
-from unisono.control.wire import ANSWER, ASK, FAIL, LATE, Line, LineClosed, read_failure
+from unisono.control.wire import ANSWER, ASK, FAIL, LATE, LEAVE, Line, LineClosed, read_failure
 from unisono.handle import BACKGROUND
 
 __all__ = ("Aside", "State", "stack_of")
 
 _SEND_S = 1.0
+_HEAR_S = 1.0  # for what a rank that is gone has said, or for its line's end
 _ASK_S = 0.4  # who is stuck in C never answers, and who asks has waited for its deadline already
 _FRAMES = 6
 _PACKAGE = str(Path(__file__).parents[1])
@@ -71,6 +73,7 @@ class Aside:
         place: this rank's place.
         links: who is connected to whom.
         lines: one line for each neighbour, by its place.
+        near: places of this host, which see each other's end.
         state: tells where this rank is, given the name of the group that is asked about; called in
             the thread of the side lines.
     """
@@ -80,20 +83,23 @@ class Aside:
         place: int,
         links: Links,
         lines: Mapping[int, Line],
+        near: Collection[int],
         state: Callable[[str], State],
     ) -> None:
         self._place = place
         self._up = links.up
         self._towards = {far: near for near, fars in links.below.items() for far in fars}
         self._lines = dict(lines)
+        self._near = near
         self._state = state
+        self._left: dict[int, Farewell | None] = {}  # None for a line that ended without a word
         self._answers: dict[int, State] = {}
         self._failure: bytes | None = None
         self._late: dict[str, tuple[int, str]] = {}
         self._heard = threading.Condition()
-        self._end, wake = os.pipe()
+        self._wake, self._end = os.pipe()
         self._is_open = True
-        threading.Thread(target=self._serve, args=(wake,), name=_OURS[0], daemon=True).start()
+        threading.Thread(target=self._serve, name=_OURS[0], daemon=True).start()
 
     def towards(self, place: int) -> int:
         """Give the neighbour through which a place is reached. Local."""
@@ -168,11 +174,44 @@ class Aside:
             found, text = self._late.get(group, (0, ""))
             return text if found == step else ""
 
+    def tell_leave(self, farewell: Farewell) -> None:
+        """Say that this rank leaves in good order. Local."""
+        body = _farewell_of(self._place, farewell)
+        for place in self._lines:
+            self._send(LEAVE, body, place)
+
+    def farewell(self, place: int) -> Farewell | None:
+        """Give what a rank said before it left, None if it went without a word.
+
+        Local; waits for what is on its way, a second at most.
+        """
+        with self._heard:
+            self._heard.wait_for(lambda: place in self._left or self._is_cut_off(place), _HEAR_S)
+            return self._left.get(place)
+
+    def is_cut_off(self, place: int) -> bool:
+        """Tell whether nothing can be heard of a rank, for the one between has left. Local."""
+        with self._heard:
+            return place not in self._left and self._is_cut_off(place)
+
+    def _is_cut_off(self, place: int) -> bool:
+        return self.towards(place) != place and self.towards(place) in self._left
+
     def close(self) -> None:
         """End the thread, which closes the lines. Local; harmless the second time."""
         if self._is_open:
             self._is_open = False
+            os.write(self._end, b"!")  # a forked child may hold the pipe's other copy
             os.close(self._end)
+
+    def disown(self) -> None:
+        """Close what a forked child has of its parent's, where this thread isn't. Local."""
+        if self._is_open:
+            self._is_open = False
+            os.close(self._end)
+            os.close(self._wake)
+        for line in self._lines.values():
+            line.close()
 
     def _flood(self, kind: int, body: bytes, source: int | None) -> None:
         for place in self._lines:
@@ -187,7 +226,8 @@ class Aside:
             with contextlib.suppress(LineClosed, TimeoutError), self._heard:
                 self._lines[place].send(kind, 0, body, time.monotonic() + _SEND_S)
 
-    def _serve(self, wake: int) -> None:
+    def _serve(self) -> None:
+        wake = self._wake
         places = {line.fd: place for place, line in self._lines.items()}
         readable = select.poll()
         for fd in (wake, *places):
@@ -202,6 +242,7 @@ class Aside:
                     self._hear(places[fd])
                 except LineClosed:
                     readable.unregister(fd)
+                    self._note_leave(places[fd], None, places[fd])
         os.close(wake)
         for line in self._lines.values():
             line.close()
@@ -212,11 +253,26 @@ class Aside:
             if kind == FAIL:
                 read_failure(body)
                 self.tell(body, source)
+            elif kind == LEAVE:
+                self._note_leave(*_read_farewell(body), source)
             else:
                 try:
                     self._read(kind, json.loads(body), source)
                 except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                     raise LineClosed("it sent what can't be read on its side line") from None
+
+    def _note_leave(self, place: int, farewell: Farewell | None, source: int) -> None:
+        """Take note of a rank that is gone; tell those of its host that aren't connected to it."""
+        with self._heard:
+            if place in self._left:
+                return
+            self._left[place] = farewell
+            self._heard.notify_all()
+        if place in self._near:
+            body = _farewell_of(place, farewell)
+            for other in self._lines:
+                if other != source and other in self._near:
+                    self._send(LEAVE, body, other)
 
     def _read(self, kind: int, said: Any, source: int) -> None:
         if kind == LATE:
@@ -231,6 +287,23 @@ class Aside:
             with self._heard:
                 self._answers[int(said["of"])] = _read_state(said["state"])
                 self._heard.notify_all()
+
+
+def _farewell_of(place: int, farewell: Farewell | None) -> bytes:
+    said = None if farewell is None else asdict(farewell)
+    return json.dumps({"place": place, "said": said}).encode()
+
+
+def _read_farewell(body: bytes) -> tuple[int, Farewell | None]:
+    try:
+        read = json.loads(body)
+        place, said = int(read["place"]), read["said"]
+        if said is None:
+            return place, None
+        steps = {str(group): int(count) for group, count in said["steps"].items()}
+        return place, Farewell(str(said["how"]), steps)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        raise LineClosed("it sent a farewell that can't be read") from None
 
 
 def _read_state(said: Any) -> State:

@@ -20,8 +20,10 @@ from unisono.control.history import History
 from unisono.control.wire import COPIED_BYTES
 from unisono.errors import CollectiveMismatchError
 
-__all__ = ("describe", "from_here", "pack", "site", "unpack")
+__all__ = ("UNKNOWN", "describe", "from_here", "pack", "site", "unpack")
 
+UNKNOWN = "another call"
+"""What `describe` says of a frame that isn't one."""
 _MAGIC = b"\xf5C"
 _HEAD = struct.Struct("<2sHH")
 _LONGEST_SITE = (
@@ -126,7 +128,7 @@ def unpack(
 def describe(frame: bytes) -> str:
     """Say what a frame is of, for a person. Local."""
     if len(frame) < _HEAD.size or frame[:2] != _MAGIC:
-        return "another call"
+        return UNKNOWN
     return " at ".join(_split(frame))
 
 

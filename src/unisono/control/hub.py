@@ -89,24 +89,44 @@ class Hub:
         """Whether rounds go through memory shared with each neighbour."""
         return all(line.has_lane for line in self._lines.values())
 
-    def close(self) -> None:
-        """Leave the group. Local; harmless the second time."""
+    def close(self, farewell: str = "") -> None:
+        """Leave the group. Local; harmless the second time.
+
+        Args:
+            farewell: what the others hear this rank did, such as "left"; empty for no word, as of
+                one that failed.
+        """
+        if farewell:
+            self._alarm.say_farewell(farewell)
         self._alarm.close()
 
-    def gone(self, ranks: Collection[int] | None = None) -> Absent | None:
+    def say_farewell(self, how: str) -> None:
+        """Let the others know that this rank calls nothing more. Local."""
+        self._alarm.say_farewell(how)
+
+    def disown(self) -> None:
+        """Close what a forked child has inherited of its parent's. Local."""
+        self._alarm.disown()
+
+    def gone(
+        self, ranks: Collection[int] | None = None, group: str = "", step: int = 0
+    ) -> Absent | None:
         """Tell which rank is known to be gone, if any.
 
         Local; doesn't wait.
 
         Args:
             ranks: global ranks that count; None for all of the group.
+            group: the name of the group whose operation waits.
+            step: its number there: ranks that had done it before they left don't count.
         """
         alarm = self._alarm
         if alarm.gone is None and self._lock.acquire(blocking=False):
             try:
                 if alarm.failure is None:
                     with contextlib.suppress(CollectiveError):
-                        alarm.look_around(None if ranks is None else self._places(ranks))
+                        among = None if ranks is None else self._places(ranks)
+                        alarm.look_around(among, group, step)
             finally:
                 self._lock.release()
         absent = alarm.gone

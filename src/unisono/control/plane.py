@@ -122,12 +122,20 @@ def _hub(model: Meeting, group: Group | None) -> Hub | None:
     return hub
 
 
-def gone(model: Meeting, group: Group | None) -> Absent | None:
-    """Tell which rank of a group is known to be gone, if any. Local; doesn't wait."""
+def gone(model: Meeting, group: Group | None, step: int = 0) -> Absent | None:
+    """Tell which rank of a group is known to be gone, if any.
+
+    Local; doesn't wait, but for the word of one that has ended.
+
+    Args:
+        model: whose operation waits.
+        group: the ranks that take part.
+        step: the number of the operation in the group: a rank that had done it and left isn't gone.
+    """
     ranks = () if group is None else group.ranks
     for key in dict.fromkeys((name_of(group), EVERYBODY)):
         hub: Hub | None = model.planes.get(key)
-        absent = None if hub is None else hub.gone(ranks or None)
+        absent = None if hub is None else hub.gone(ranks or None, name_of(group), step)
         if absent is not None:
             return absent
     return None

@@ -25,6 +25,7 @@ __all__ = (
     "FAIL",
     "GIVE",
     "LATE",
+    "LEAVE",
     "NOTICE",
     "WAKE",
     "Line",
@@ -34,7 +35,7 @@ __all__ = (
     "read_failure",
 )
 
-GIVE, ALL, FAIL, NOTICE, ASK, ANSWER, LATE, WAKE = range(8)
+GIVE, ALL, FAIL, NOTICE, ASK, ANSWER, LATE, LEAVE, WAKE = range(9)
 _HEAD = struct.Struct("<BQQ")
 _ENTRY = struct.Struct("<IQ")
 _CHUNK = 1 << 16
@@ -106,7 +107,7 @@ class Line:
         sock.setblocking(False)
         self._lane = lane
         self.has_lane: bool = lane is not None
-        self._last_kind = WAKE if self.has_lane else LATE
+        self._last_kind = WAKE if self.has_lane else LEAVE
         self._sock = sock
         self._limit = limit_bytes
         self._held = bytearray()

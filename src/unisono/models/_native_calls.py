@@ -51,6 +51,7 @@ class Calls:
 
     def __init__(self, model: plane.Meeting, is_watched: bool) -> None:
         self._model = weakref.proxy(model)  # a cycle would keep torch's group and its sockets
+        self._whole = weakref.ref(model)
         self._is_watched = is_watched
 
     def run(self, call: str, group: Group | None, start: Callable[..., Any], *args: Any) -> None:
@@ -86,8 +87,9 @@ class Calls:
             work = start(*args, _handle(group), async_op=True)
         except RuntimeError as error:
             self.fail(call, group, error, step)
+        model = self._whole()  # which the handle keeps, also when another view takes its place
         return Handle(
-            partial(self._wait, call, group, work, step, end_of_block()), work.is_completed
+            partial(self._wait, call, group, work, step, end_of_block(), model), work.is_completed
         )
 
     def message(
@@ -108,7 +110,13 @@ class Calls:
             self.fail(call, group, error)
 
     def _wait(
-        self, call: str, group: Group | None, work: Any, step: int, until: float | None
+        self,
+        call: str,
+        group: Group | None,
+        work: Any,
+        step: int,
+        until: float | None,
+        _keep: object,
     ) -> None:
         absent: Absent | None = None
         limit_s = limit_of(allowed_s(self._model, group), until)
@@ -137,7 +145,7 @@ class Calls:
                 warn_at = math.inf
                 late = plane.late(self._model, group, step, is_over=False)
                 _log.warning("%s is still waiting\n%s", self._where(call), late)
-            absent = plane.gone(self._model, group)
+            absent = plane.gone(self._model, group, step)
 
     def fail(self, call: str, group: Group | None, error: Exception, step: int = 0) -> NoReturn:
         """Raise the error of ours for one of torch's. Local.
@@ -154,7 +162,7 @@ class Calls:
             who = f"\n{late}" if late else ": some rank didn't come"
             raise CollectiveTimeoutError(f"{self._where(call)} timed out: {text}{who}") from error
         if any(sign in text.lower() for sign in _GONE):
-            absent = plane.gone(self._model, group) or Absent(-1, "lost a peer")
+            absent = plane.gone(self._model, group, step) or Absent(-1, "lost a peer")
             text = f"{self._where(call)}: {absent.how}: {text}"
             raise PeerFailedError(text, absent.rank) from error
         raise CollectiveError(f"{self._where(call)} failed: {text}") from error

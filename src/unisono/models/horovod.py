@@ -140,7 +140,7 @@ class HorovodModel(plane.Connected, ComputationModel):
         hvd.shutdown()
 
     def abort(self) -> None:
-        self.part()
+        self.part(farewell="")
         if self._is_owner and self.is_alive():
             setup.leave(hvd.shutdown, setup.LEAVE_S)
 

@@ -167,7 +167,7 @@ class NativeModel(plane.Connected, ComputationModel):
             dist.destroy_process_group()
 
     def abort(self) -> None:
-        self.part()
+        self.part(farewell="")
         if not (self._is_owner and self.is_alive()):
             return
         abort = getattr(dist.distributed_c10d, "_abort_process_group", None)

@@ -58,6 +58,7 @@ class _World:
         self.timeout_s = timeout_s
         self.failure: tuple[int, str] | None = None
         self.is_lost = False
+        self.is_late = False  # whether the failure is that of a deadline
         self.ended: set[int] = set()
         self.threads: dict[int, int] = {}
         self.warn_after_s: float = warn_after_s()
@@ -125,6 +126,7 @@ class _World:
         """Bring `item` to the round `key` and take everybody's, in rank order."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         with self._moved:
+            self._refuse(rank, f"came to {call}")
             entry = self._rounds.setdefault(key, _Round())
             entry.items[rank] = item
             entry.calls[rank] = call
@@ -161,6 +163,16 @@ class _World:
             self._wait(lambda: bool(box), rank, call, None, (key[1],), timeout_s)
             return box.pop(0)
 
+    def _refuse(self, rank: int, doing: str) -> None:
+        """Raise if some rank has failed, also what was late for another one's deadline."""
+        if self.failure is None:
+            return
+        peer, text = self.failure
+        said = f"rank {rank} {doing}, but rank {peer} {'was late' if self.is_late else 'failed'}"
+        if self.is_late:
+            raise CollectiveTimeoutError(f"{said}: {text}")
+        raise PeerFailedError(f"{said}: {text}", peer, text)
+
     def _wait(
         self,
         is_ready: Callable[[], bool],
@@ -174,11 +186,7 @@ class _World:
         deadline = time.monotonic() + limit_s
         warn_at: float = time.monotonic() + self.warn_after_s
         while not is_ready():
-            if self.failure is not None:
-                peer, text = self.failure
-                raise PeerFailedError(
-                    f"rank {rank} waited in {call}, but rank {peer} failed: {text}", peer, text
-                )
+            self._refuse(rank, f"waited in {call}")
             missing = [r for r in ranks if entry is None or r not in entry.items]
             gone = next((r for r in missing if r in self.ended), None)
             if gone is not None:
@@ -191,7 +199,7 @@ class _World:
                 call = calls.describe(mine)
             if now >= deadline:
                 text = f"rank {rank} waited {limit_s:.3g} s in {call}:\n{self._late(missing)}"
-                self.failure = self.failure or (missing[0], text)
+                self.failure, self.is_late = (missing[0], text), True
                 self._moved.notify_all()
                 raise CollectiveTimeoutError(text)
             if now >= warn_at:
