@@ -178,7 +178,8 @@ def _retire(helper: _Helper) -> None:
     """Let a helper process end once it has no worker any more."""
     with contextlib.suppress(OSError), helper.control:  # forks of this process have copies of it
         helper.control.shutdown(socket.SHUT_RDWR)
-    _retired.append(helper)
+    if helper.process.poll() is None:
+        _retired.append(helper)
 
 
 @atexit.register
