@@ -87,12 +87,12 @@ class Slow:
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 def test_the_start_of_replicas_is_over_at_the_deadline(backend: str, tmp_path: Path) -> None:
     require_backend(backend)
-    run("spawn", backend, abs)
+    run("spawn", backend, abs)  # horovodrun's own helpers give ranks 5 s to end, twice
     over = tmp_path / "over"
     start = time.monotonic()
     with pytest.raises(CollectiveTimeoutError, match=r"ranks \[0, 1\] of 2"), unisono.deadline(1):
         run("spawn", backend, Slow(str(over)))
-    assert time.monotonic() - start < 7
+    assert time.monotonic() - start < (17 if backend == "horovod" else 7)
 
 
 def test_the_start_of_a_pool_is_over_at_the_deadline(
