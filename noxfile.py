@@ -84,7 +84,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Unit, process and conformance tests on serial, threads and gloo: ``nox -s tests -- ARGS``."""
-    install(session, "test")
+    install(session, "test", "peers")
     session.run("pytest", *session.posargs)
 
 

@@ -89,6 +89,7 @@ MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(unisono.__path__, "unisono.")
     if not module.name.startswith(("unisono.models.", "unisono.launchers.", "unisono.cli"))
+    and module.name != "unisono.compat.ignite_metrics"  # imports pytorch-ignite
     and not module.name.endswith("__main__")
 )
 

@@ -1,0 +1,95 @@
+"""What makes ignite's own metrics and handlers see every model: ``ignite_metrics.install()``.
+
+They ask ``ignite.distributed``, which knows torch.distributed, Horovod and XLA. This adds a model
+to those that it asks, which answers with what the facade knows. Imports pytorch-ignite.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from ignite.distributed import utils
+from ignite.distributed.comp_models.base import ComputationModel
+
+from unisono import facts
+from unisono._context import current_model
+from unisono.collectives import gathers, groups, reductions, transfers
+from unisono.lifecycle import finalize
+
+__all__ = ("FacadeModel", "install")
+
+
+def install() -> None:
+    """Let ``ignite.distributed`` find the facade's context where it knows none itself.
+
+    Local; harmless the second time. From then on ignite's metrics are computed over all replicas
+    of threads, MPI and plug-in models too, in this process and its threads.
+
+    Example:
+        >>> from unisono.compat import ignite_metrics  # doctest: +SKIP
+        >>> ignite_metrics.install()  # doctest: +SKIP
+    """
+    if FacadeModel not in utils.registered_computation_models:
+        utils.registered_computation_models += (FacadeModel,)
+
+
+def _answers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a method of a function."""
+
+    @functools.wraps(function)
+    def method(_self: ComputationModel, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return method
+
+
+class FacadeModel(ComputationModel):  # type: ignore[misc]  # ignite has no types
+    """A model of ignite's that asks the facade at every call, so that it is never out of date."""
+
+    name = "unisono"
+    available_backends = ()
+
+    get_local_rank = _answers(facts.get_local_rank)
+    get_rank = _answers(facts.get_rank)
+    get_world_size = _answers(facts.get_world_size)
+    get_nproc_per_node = _answers(facts.get_nproc_per_node)
+    get_nnodes = _answers(facts.get_nnodes)
+    get_node_rank = _answers(facts.get_node_rank)
+    _compute_nproc_per_node = _answers(facts.get_nproc_per_node)
+    device = _answers(facts.device)
+    backend = _answers(facts.backend)
+    finalize = _answers(finalize)
+    barrier = _answers(groups.barrier)
+    all_reduce = _answers(reductions.all_reduce)
+    all_gather = _answers(gathers.all_gather)
+    new_group = _answers(groups.new_group)
+    _do_all_reduce = _answers(reductions.all_reduce)
+    _do_all_gather = _answers(gathers.all_gather)
+    _do_all_gather_object = _answers(gathers.all_gather)
+    _do_broadcast = _answers(transfers.broadcast)
+    _do_new_group = _answers(groups.new_group)
+
+    def broadcast(self, tensor: Any, src: int = 0, safe_mode: bool = False) -> Any:
+        """Send a value of global rank `src` to all. Collective over all ranks."""
+        return transfers.broadcast(tensor, src, safe_mode=safe_mode)
+
+    def _rank_not_in_group(self, group: Any) -> bool:
+        model = current_model()
+        return facts.get_rank() not in model.members(groups.resolve(model, group))
+
+    @staticmethod
+    def create_from_context() -> FacadeModel | None:
+        """Answer where the facade has a context. Local."""
+        return FacadeModel() if facts.is_distributed() else None
+
+    @staticmethod
+    def create_from_backend(backend: str, **kwargs: Any) -> FacadeModel:
+        """Refuse: ignite makes no context of ours. Local."""
+        raise NotImplementedError("make the context with unisono.initialize or unisono.spawn")
+
+    @staticmethod
+    def spawn(*args: Any, **kwargs: Any) -> None:
+        """Refuse: ignite starts no replicas of ours. Local."""
+        raise NotImplementedError("start the replicas with unisono.spawn")

@@ -1,0 +1,53 @@
+"""What makes torchmetrics' metrics see every model: ``MeanMetric(**torchmetrics.OPTIONS)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from unisono import facts
+from unisono._context import current_model
+from unisono.collectives import gathers, groups
+
+__all__ = ("OPTIONS", "gather_all_tensors")
+
+
+def gather_all_tensors(result: Tensor, group: Any = None) -> list[Tensor]:
+    """List the tensors of all ranks, as torchmetrics' function of that name does.
+
+    Collective over `group`.
+
+    Args:
+        result: [*shape], whose sizes may differ between ranks.
+        group: of ranks; None for all.
+
+    Returns:
+        One tensor for each rank, in rank order, in its own shape. This rank's own is `result`
+        itself, so that its gradient is kept; the others are new memory.
+
+    Raises:
+        CollectiveMismatchError: dtypes differ (on every rank).
+
+    Example:
+        >>> import torch
+        >>> from unisono.compat import torchmetrics
+        >>> torchmetrics.gather_all_tensors(torch.tensor([1.0, 2.0]))
+        [tensor([1., 2.])]
+    """
+    model = current_model()
+    members = model.members(groups.resolve(model, group))
+    rank = facts.get_rank()
+    if rank not in members:
+        return [result]
+    parts: list[Tensor] = gathers.all_gather(result.detach(), group, uneven=True)
+    parts[members.index(rank)] = result
+    return parts
+
+
+OPTIONS: Mapping[str, Callable[..., Any]] = {
+    "dist_sync_fn": gather_all_tensors,
+    "distributed_available_fn": facts.is_distributed,
+}
+"""Keyword arguments of every ``torchmetrics.Metric``, by which it is computed over all ranks."""

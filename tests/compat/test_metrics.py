@@ -1,0 +1,67 @@
+"""Metrics of other libraries are computed over all ranks, on models that these don't know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import unisono as idist
+
+SCORES = [[1.0, 2.0, 3.0], [10.0], [4.0, 4.0]]  # uneven, and their mean isn't that of means
+
+BACKENDS = [("threads", 1), ("threads", 3), ("gloo", 2), ("kvstore", 2)]
+
+
+@pytest.fixture
+def torchmetrics() -> None:
+    pytest.importorskip("torchmetrics", reason="torchmetrics isn't installed")
+
+
+@pytest.fixture
+def ignite() -> None:
+    pytest.importorskip("ignite", reason="pytorch-ignite isn't installed")
+
+
+@pytest.mark.usefixtures("torchmetrics")
+@pytest.mark.parametrize(("backend", "size"), BACKENDS)
+def test_metrics_of_torchmetrics(backend: str, size: int) -> None:
+    wanted = [score for row in SCORES[:size] for score in row]
+    for mean, whole in idist.spawn(backend, by_torchmetrics, nproc_per_node=size):
+        assert mean == pytest.approx(sum(wanted) / len(wanted))
+        assert whole == wanted
+
+
+def by_torchmetrics(_local_rank: int) -> tuple[float, list[float]]:
+    import torch
+    from torchmetrics import CatMetric, MeanMetric
+
+    from unisono.compat import torchmetrics as ours
+
+    mean, whole = MeanMetric(**ours.OPTIONS), CatMetric(**ours.OPTIONS)
+    for score in SCORES[idist.get_rank()]:
+        mean.update(score)
+        whole.update(torch.tensor(score))
+    return float(mean.compute()), whole.compute().reshape(-1).tolist()
+
+
+@pytest.mark.usefixtures("ignite")
+@pytest.mark.parametrize(("backend", "size"), BACKENDS)
+def test_metrics_of_ignite(backend: str, size: int) -> None:
+    wanted = [score for row in SCORES[:size] for score in row]
+    mean = sum(wanted) / len(wanted)
+    assert idist.spawn(backend, by_ignite, nproc_per_node=size) == [(size, mean)] * size
+
+
+def by_ignite(_local_rank: int) -> tuple[int, float]:
+    import ignite.distributed
+    from ignite.metrics import Average
+
+    from unisono.compat import ignite_metrics
+
+    ignite_metrics.install()
+    ignite_metrics.install()
+    metric: Any = Average()
+    for score in SCORES[idist.get_rank()]:
+        metric.update(score)
+    return ignite.distributed.get_world_size(), metric.compute()
