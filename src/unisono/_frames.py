@@ -13,8 +13,8 @@ A frame is one value: a tag of one byte, then its body; integers are little-endi
                 first is a pickle, the others are its buffers
     e <Q bytes  the sender's value couldn't be encoded: the reason, as UTF-8
 
-The header of a tensor is ``<BBB`` (dtype, whether it is on an accelerator, number of dimensions),
-then ``<q`` for each dimension.
+The header of a tensor is ``<BBB`` (dtype, flags, number of dimensions), then ``<q`` for each
+dimension. The flags: 1 it is on an accelerator, 2 it is an ``nn.Parameter``, 4 that requires grad.
 """
 
 from __future__ import annotations
@@ -62,6 +62,19 @@ class TensorHeader:
     dtype: torch.dtype
     shape: tuple[int, ...]
     on_accelerator: bool
+    parameter: bool | None = None
+    """Whether it is an ``nn.Parameter`` that requires grad; None for a tensor that is none."""
+
+    @property
+    def flags(self) -> int:
+        """The second byte of the header."""
+        return self.on_accelerator + (0 if self.parameter is None else 2 + 4 * self.parameter)
+
+    def finish(self, tensor: Tensor) -> Tensor:
+        """Make what the sender had of a tensor that arrived. Local."""
+        if self.parameter is None:
+            return tensor
+        return torch.nn.Parameter(tensor, requires_grad=self.parameter)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -155,20 +168,22 @@ class _Reader:
         return {self.value(): self.value() for _ in range(self.unpack(COUNT)[0])}
 
     def header(self) -> TensorHeader:
-        code, on_accelerator, dims = self.unpack(HEAD)
+        code, flags, dims = self.unpack(HEAD)
         shape = self.unpack(struct.Struct(f"<{dims}q"))
         dtype = _DTYPE_OF[code]
-        # Not the product of the sizes: one of 0 would hide others that torch can't take.
-        extent = math.prod(max(size, 1) for size in shape) * dtype.itemsize
-        if extent > _LARGEST_BYTES or any(size < 0 for size in shape):
+        # Not the product of all: a size of 0 would hide others whose strides torch can't count.
+        extent = math.prod(max(size, 1) for size in shape)
+        most = _LARGEST_BYTES // dtype.itemsize if 0 not in shape else 2**62
+        requires_grad = flags & 4 and not (dtype.is_floating_point or dtype.is_complex)
+        if extent > most or any(size < 0 for size in shape) or requires_grad:
             raise PayloadError(f"a damaged frame came: {dtype} of shape {shape}")
-        return TensorHeader(dtype, shape, bool(on_accelerator))
+        return TensorHeader(dtype, shape, bool(flags & 1), bool(flags & 4) if flags & 2 else None)
 
     def tensor(self) -> Tensor:
         head = self.header()
         data = self._take(math.prod(head.shape) * head.dtype.itemsize)
         tensor = from_bytes(data, head.dtype, head.shape)
-        return tensor.to(self._device) if head.on_accelerator else tensor
+        return head.finish(tensor.to(self._device) if head.on_accelerator else tensor)
 
     def object(self) -> Any:
         refuse_pickle("an object that came")

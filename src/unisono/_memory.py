@@ -24,18 +24,32 @@ def view_bytes(tensor: Tensor) -> memoryview:
 
     Returns:
         ``numel * itemsize`` bytes, the tensor's own memory.
+
+    Raises:
+        PayloadError: it has no memory, or one that doesn't show its values.
     """
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return memoryview(b"")
-    buffer: Any = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    buffer: Any = (ctypes.c_char * size).from_address(_address(tensor))
     buffer.owner = tensor  # keeps the memory alive as long as the view
     return memoryview(buffer).cast("B")
 
 
 def to_bytes(tensor: Tensor) -> bytes:
-    """Copy the memory of a contiguous CPU tensor. Local."""
-    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    """Copy the memory of a contiguous CPU tensor. Local; raises as `view_bytes`."""
+    size = tensor.numel() * tensor.element_size()
+    return ctypes.string_at(_address(tensor), size) if size else b""
+
+
+def _address(tensor: Tensor) -> int:
+    address = tensor.data_ptr()
+    is_plain = (
+        tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
+    )
+    if address == 0 or not is_plain:
+        raise PayloadError(f"the memory of a {type(tensor).__qualname__} can't be read as it is")
+    return address
 
 
 def from_bytes(
@@ -58,7 +72,12 @@ def from_bytes(
     """
     if len(data) != math.prod(shape) * dtype.itemsize:
         raise PayloadError(f"{len(data)} bytes are no tensor of {dtype} and shape {shape}")
-    tensor = torch.empty(shape, dtype=dtype)
+    try:
+        tensor = torch.empty(shape, dtype=dtype)
+    except RuntimeError as error:  # a size of 0 hides others that torch can't take
+        raise PayloadError(
+            f"a tensor of {dtype} and shape {shape} can't be made: {error}"
+        ) from error
     if len(data):
         view_bytes(tensor)[:] = data
     return tensor

@@ -25,11 +25,30 @@ def _restore(data: Any, dtype: torch.dtype, shape: tuple[int, ...], on_accelerat
     return tensor.to(_device.get()) if on_accelerator else tensor
 
 
+def _restore_view(data: bytes, kind: str, shape: tuple[int, ...], is_readonly: bool) -> memoryview:
+    memory = memoryview(data if is_readonly else bytearray(data))
+    return memory if kind == "B" and len(shape) == 1 else memory.cast(kind, shape)  # type: ignore[call-overload]
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    """Whether its memory, once it is contiguous, is all of it. Torch knows the others."""
+    is_known = tensor.layout is torch.strided and not tensor.is_quantized
+    return is_known and not tensor.is_nested
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles by value what other processes can't import, and tensors as raw memory."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is Tensor and obj.layout is torch.strided and not obj.is_quantized:
+        if isinstance(obj, io.TextIOWrapper):  # cloudpickle would send a copy of its text
+            raise pickle.PicklingError("an open file can't travel: send its path or its content")
+        if isinstance(obj, memoryview):  # cloudpickle would send bytes
+            return _restore_view, (obj.tobytes(), obj.format, obj.shape, obj.readonly)
+        if isinstance(obj, Tensor) and hasattr(obj, "to_local") and hasattr(obj, "full_tensor"):
+            raise pickle.PicklingError(
+                f"a {type(obj).__name__} is spread over the ranks: send to_local() or full_tensor()"
+            )
+        if type(obj) is Tensor and _is_strided(obj):
             data = obj.detach().cpu().resolve_conj().resolve_neg().contiguous()
             buffer = pickle.PickleBuffer(view_bytes(data))
             facts = (obj.dtype, tuple(obj.shape), obj.device.type != "cpu")

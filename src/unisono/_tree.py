@@ -6,20 +6,27 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-__all__ = ("Tree", "flatten", "unflatten")
+__all__ = ("Tree", "flatten", "survey", "unflatten")
 
 Tree = Any
 _LEAVES = frozenset({bool, int, float, complex, str, bytes, type(None)})  # known without a look
 
 
 def _children(node: Tree) -> list[tuple[str, Tree]] | None:
-    """Name the direct children of a container, or None where `node` is a leaf."""
+    """Name the direct children of a container, or None where `node` is a leaf.
+
+    The brackets tell what holds them: ``{'a'}`` a dict, ``[0]`` a list, ``(0)`` a tuple, ``(x)`` a
+    namedtuple, ``.x`` a dataclass.
+    """
     if isinstance(node, dict):
-        return [(repr(key), child) for key, child in node.items()]
-    if isinstance(node, (list, tuple)):
-        return [(str(index), child) for index, child in enumerate(node)]
+        return [(f"{{{key!r}}}", child) for key, child in node.items()]
+    if isinstance(node, list):
+        return [(f"[{index}]", child) for index, child in enumerate(node)]
+    if isinstance(node, tuple):
+        names = getattr(node, "_fields", range(len(node)))
+        return [(f"({name})", child) for name, child in zip(names, node, strict=True)]
     if is_dataclass(node) and not isinstance(node, type):
-        return [(item.name, getattr(node, item.name)) for item in fields(node) if item.init]
+        return [(f".{item.name}", getattr(node, item.name)) for item in fields(node) if item.init]
     return None
 
 
@@ -32,32 +39,46 @@ def flatten(tree: Tree) -> tuple[list[Any], list[str]]:
         tree: a leaf or a container; dicts keep their insertion order.
 
     Returns:
-        The leaves from left to right, and for each its path, such as ``.'loss'.0``.
+        The leaves from left to right, and for each its path, such as ``{'loss'}[0]``.
+
+    Raises:
+        RecursionError: the tree contains itself.
+    """
+    leaves, paths, _ = survey(tree)
+    return leaves, paths
+
+
+def survey(tree: Tree) -> tuple[list[Any], list[str], list[str]]:
+    """List the leaves and their paths as `flatten` does, and the paths of empty containers. Local.
 
     Raises:
         RecursionError: the tree contains itself.
     """
     if type(tree) in _LEAVES:
-        return [tree], [""]
+        return [tree], [""], []
     leaves: list[Any] = []
     paths: list[str] = []
-    _visit(tree, "", leaves, paths)
-    return leaves, paths
+    empty: list[str] = []
+    _visit(tree, "", leaves, paths, empty)
+    return leaves, paths, empty
 
 
-def _visit(node: Tree, path: str, leaves: list[Any], paths: list[str]) -> None:
+def _visit(node: Tree, path: str, leaves: list[Any], paths: list[str], empty: list[str]) -> None:
     # Not a closure: one that calls itself is a cycle, which the collector would have to find.
     children = _children(node)
     if children is None:
         leaves.append(node)
         paths.append(path)
         return
+    if not children:
+        kind = next((base for base in (dict, list, tuple) if isinstance(node, base)), type(node))
+        empty.append(f"{path} empty {kind.__name__}")
     for name, child in children:
         if type(child) in _LEAVES:
             leaves.append(child)
-            paths.append(f"{path}.{name}")
+            paths.append(path + name)
         else:
-            _visit(child, f"{path}.{name}", leaves, paths)
+            _visit(child, path + name, leaves, paths, empty)
 
 
 def unflatten(tree: Tree, leaves: list[Any]) -> Tree:
@@ -95,4 +116,4 @@ def _rebuild(node: Tree, children: list[tuple[str, Tree]], built: Iterator[Tree]
         return type(node)(*built)
     if isinstance(node, (list, tuple)):
         return type(node)(built)
-    return replace(node, **{name: next(built) for name, _ in children})
+    return replace(node, **{name[1:]: next(built) for name, _ in children})

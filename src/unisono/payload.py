@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from unisono._frames import CODE_OF, COUNT, HEAD, SIZE, TensorHeader, decode, refuse_pickle
 from unisono._memory import view_bytes
@@ -26,11 +27,17 @@ __all__ = (
     "encode",
     "encode_or_reason",
     "failure",
+    "frame_or_reason",
+    "head_of",
     "header",
     "is_dense",
     "is_number",
+    "offer",
+    "plain",
     "raise_failures",
+    "reason",
     "rides_data_plane",
+    "why_not_dense",
 )
 
 _INT64 = range(-(2**63), 2**63)
@@ -57,13 +64,61 @@ def is_number(value: object) -> bool:
 
 
 def is_dense(value: object) -> bool:
-    """Tell whether `value` is a tensor that travels as plain memory. Local."""
+    """Tell whether `value` is a tensor that travels as plain memory.
+
+    Local. Not those without memory of their own: a subclass whose operations are its own (DTensor,
+    masked, fake, jagged), or what torch.func wraps, has none that could be read.
+    """
     return (
         isinstance(value, Tensor)
+        and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
         and value.layout is torch.strided
         and value.dtype in CODE_OF
         and not value.is_meta
+        and not value.is_nested
+        and (not value.is_cpu or _has_memory(value))
     )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    try:
+        return tensor.data_ptr() != 0 or tensor.numel() == 0
+    except RuntimeError:  # what torch.func wraps has no storage
+        return False
+
+
+def why_not_dense(tensor: Tensor) -> str:
+    """Say what a tensor is that doesn't travel as plain memory, and what to do. Local."""
+    kind = type(tensor)
+    if _is_distributed(kind):
+        return (
+            f"not a {kind.__name__}, which is spread over the ranks: call to_local() for this "
+            "rank's part or full_tensor() for the whole first"
+        )
+    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return (
+            f"not a {kind.__name__}, which has no memory of its own: make a plain tensor of it "
+            "first, or send it inside a list as an object"
+        )
+    if tensor.is_nested:
+        return "not nested ones: call unbind() first and send the list of its tensors"
+    if tensor.layout is torch.strided and tensor.dtype in CODE_OF and not tensor.is_meta:
+        return "not one without memory of its own, as within torch.func: send it from outside"
+    return (
+        f"not {tensor.layout} of {tensor.dtype} on {tensor.device}: call to_dense() first, or send "
+        "it inside a list as an object"
+    )
+
+
+def _is_distributed(kind: type) -> bool:
+    return hasattr(kind, "to_local") and hasattr(kind, "full_tensor")
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Give a dense tensor as one of torch's own class, without gradient, the same memory. Local."""
+    if type(tensor) is not Tensor and type(tensor) is not Parameter:
+        tensor = tensor.as_subclass(Tensor)
+    return tensor.detach()
 
 
 def rides_data_plane(value: object, inline_bytes: int = INLINE_TENSOR_BYTES) -> bool:
@@ -75,14 +130,30 @@ def rides_data_plane(value: object, inline_bytes: int = INLINE_TENSOR_BYTES) -> 
         value: anything.
         inline_bytes: the longest CPU tensor that travels within a frame.
     """
-    if not (isinstance(value, Tensor) and is_dense(value)):
+    if not (isinstance(value, Tensor) and _is_exact(value)):
         return False
     return value.device.type != "cpu" or value.numel() * value.itemsize > inline_bytes
+
+
+def _is_exact(value: object) -> bool:
+    """Tell whether a dense tensor is all that `value` is: other subclasses go as objects."""
+    return type(value) in (Tensor, Parameter) and is_dense(value)
+
+
+def head_of(tensor: Tensor) -> TensorHeader:
+    """Give what peers must know to receive `tensor`. Local."""
+    parameter = tensor.requires_grad if type(tensor) is Parameter else None
+    return TensorHeader(tensor.dtype, tuple(tensor.shape), not tensor.is_cpu, parameter)
 
 
 def header(tensor: Tensor) -> bytes:
     """Encode what peers must know to receive `tensor`. Local."""
     return b"h" + _tensor_head(tensor)
+
+
+def offer(value: object, inline_bytes: int) -> bytes:
+    """Encode a value, or its header alone where it travels on the data plane. Local."""
+    return header(value) if rides_data_plane(value, inline_bytes) else encode(value)  # type: ignore[arg-type]
 
 
 def failure(reason: str) -> bytes:
@@ -120,17 +191,35 @@ def encode(value: object) -> bytes:
 
 def encode_or_reason(value: object) -> bytes:
     """Encode a value, or the reason why that is impossible, for every rank to see. Local."""
+    return frame_or_reason(encode, value)
+
+
+def frame_or_reason(make: Callable[..., bytes], *args: Any) -> bytes:
+    """Give the frame that `make` makes, or the reason why it can't, for every rank to see.
+
+    Local. Whatever is raised counts: the user's own code is called, and a rank that left here would
+    let the others wait for it.
+    """
     try:
-        return encode(value)
-    except PayloadError as error:
-        return failure(str(error))
+        return make(*args)
+    except Exception as error:  # a repr, a property, a __float__ may raise anything
+        return failure(reason(error))
+
+
+def reason(error: Exception) -> str:
+    """Say what was raised while a value was encoded, whatever that is. Local."""
+    try:
+        text = str(error)
+    except Exception:  # its own __str__ may raise as well
+        text = ""
+    return text if isinstance(error, PayloadError) else f"{type(error).__name__}: {text}"
 
 
 def _write(value: Any, out: _Chunks) -> None:
     writer = _WRITERS.get(type(value))
     if writer is not None:
         writer(value, out)
-    elif is_dense(value):
+    elif _is_exact(value):
         _write_tensor(value, out)
     else:
         _write_object(value, out)
@@ -170,9 +259,9 @@ def _write_dict(value: dict[Any, Any], out: _Chunks) -> None:
 
 
 def _tensor_head(tensor: Tensor) -> bytes:
-    shape = tuple(tensor.shape)
-    head = HEAD.pack(CODE_OF[tensor.dtype], tensor.device.type != "cpu", len(shape))
-    return head + struct.pack(f"<{len(shape)}q", *shape)
+    head = head_of(tensor)
+    packed = HEAD.pack(CODE_OF[head.dtype], head.flags, len(head.shape))
+    return packed + struct.pack(f"<{len(head.shape)}q", *head.shape)
 
 
 def _write_tensor(value: Tensor, out: _Chunks) -> None:

@@ -144,8 +144,19 @@ def fold_numbers(op: ReduceOp, values: Sequence[Number]) -> Number:
         return _extreme(op, values)
     if op in _NUMBER_STEPS:
         return reduce(_NUMBER_STEPS[op], values)
-    total = reduce(add, values)
-    return total / len(values) if op is ReduceOp.AVERAGE else total
+    return _mean(values) if op is ReduceOp.AVERAGE else reduce(add, values)
+
+
+def _mean(values: Sequence[Any]) -> Number:
+    """Give the mean, also where the sum is beyond the largest float."""
+    if any(isinstance(value, complex) for value in values):
+        real, imag = (_mean([getattr(v, part) for v in values]) for part in ("real", "imag"))
+        return complex(real, imag)
+    total, count = reduce(add, values), len(values)
+    if not math.isinf(total) or any(math.isinf(value) for value in values):
+        return total / count  # type: ignore[no-any-return]
+    scale = 0.5 ** (count - 1).bit_length()  # exact, and what underflows is nothing beside the rest
+    return reduce(add, [value * scale for value in values]) / (count * scale)  # type: ignore[no-any-return]
 
 
 def _fold_bools(op: ReduceOp, values: Sequence[Number]) -> bool:

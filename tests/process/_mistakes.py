@@ -151,7 +151,7 @@ MISTAKES: dict[str, Mistake] = {
     "all_reduce of text in a dict": Mistake(
         lambda: idist.all_reduce({"a": 1, "b": ["x" if is_last() else 2]}),
         PayloadError,
-        (_LAST, "a str at .'b'.0 can't be"),
+        (_LAST, "a str at {{'b'}}[0] can't be"),
     ),
     "bits of floats": Mistake(
         lambda: idist.all_reduce(torch.ones(1), "AND"), PayloadError, ("AND works on integer",)

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
+import numpy as np
 import pytest
+import sympy  # type: ignore[import-untyped]
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -142,10 +144,12 @@ def test_narrow_floats_are_computed_in_float32_and_rounded_once(
         parts = rows(columns, dtype)
         wide = torch.float64 if dtype is torch.float64 else torch.float32
         step = torch.mul if op is ReduceOp.PRODUCT else torch.add
-        total = reduce(step, [part.to(wide) for part in parts])
+        # A mean is that of halves, quarters and so on: their sum overflows nowhere.
+        scale = 0.5 ** (len(parts) - 1).bit_length() if op is ReduceOp.AVERAGE else 1.0
+        total = reduce(step, [part.to(wide) * scale for part in parts])
         if op is ReduceOp.AVERAGE:
             # The rounding of float8 and float16 comes after the division, never before it.
-            total = total / len(parts)
+            total = total / (len(parts) * scale)
         agree(disguised(parts, op), total.to(dtype))
 
     check()
@@ -250,3 +254,17 @@ def test_numbers_and_tensors_have_one_order(values: list[float]) -> None:
     for op in (ReduceOp.MIN, ReduceOp.MAX):
         parts = [torch.tensor(value, dtype=torch.float64) for value in values]
         same(disguised(parts, op).item(), fold_numbers(op, values))
+
+
+@pytest.mark.parametrize("kind", [np.longdouble, sympy.Float])
+def test_numbers_that_a_double_would_round_are_refused(kind: Any) -> None:
+    wide = (
+        np.longdouble(1) + np.longdouble(2) ** -60
+        if kind is np.longdouble
+        else sympy.Float("0.1", 50)
+    )
+    for value in (wide, {"loss": wide}):
+        with pytest.raises(PayloadError, match="rank 0: .*doesn't fit into a float"):
+            idist.all_reduce(value)
+    same(idist.all_reduce(kind(0.5)), 0.5)
+    same(idist.all_reduce(np.longdouble("nan")), math.nan)

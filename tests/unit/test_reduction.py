@@ -76,6 +76,12 @@ def test_floats_fold_in_rank_order(op: ReduceOp, values: list[float]) -> None:
         elif wanted == 0:
             signs = [math.copysign(1, value) for value in values if value == 0]
             wanted = math.copysign(0.0, PYTHON[op](signs))
+    if op is ReduceOp.AVERAGE and math.isinf(wanted) and not any(map(math.isinf, values)):
+        scaled = PYTHON[op]([value / 8 for value in values]) * 8  # no sum of five overflows so
+        found = fold_numbers(op, values)
+        assert isinstance(found, float)
+        assert math.isclose(found, scaled, rel_tol=1e-14), (values, found)
+        return
     same(fold_numbers(op, values), wanted)
 
 

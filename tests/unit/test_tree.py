@@ -70,7 +70,8 @@ def test_leaves_go_from_left_to_right_and_are_named() -> None:
     tree = {"b": [1, (2,)], "a": Pair(3, Frozen("x", {7: 4}))}
     leaves, paths = flatten(tree)
     assert leaves == [1, 2, 3, "x", 4]
-    assert paths == [".'b'.0", ".'b'.1.0", ".'a'.0", ".'a'.1.name", ".'a'.1.value.7"]
+    assert paths[:4] == ["{'b'}[0]", "{'b'}[1](0)", "{'a'}(left)", "{'a'}(right).name"]
+    assert paths[4:] == ["{'a'}(right).value{7}"]
     assert flatten(5) == ([5], [""])
 
 

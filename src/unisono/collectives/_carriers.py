@@ -17,7 +17,7 @@ from unisono.collectives._rounds import check, compares, fold
 from unisono.errors import PayloadError
 from unisono.handle import Handle, joined
 from unisono.model import ComputationModel
-from unisono.payload import is_dense
+from unisono.payload import is_dense, plain, why_not_dense
 from unisono.reduction import ReduceOp, fold_tensors
 from unisono.topology import Group
 
@@ -26,6 +26,8 @@ __all__ = (
     "all_reduce",
     "check_dense",
     "check_reducible",
+    "check_writable",
+    "fill",
     "movement",
     "orders_floats",
     "own",
@@ -43,10 +45,39 @@ _SIGN = -(2**63)
 def check_dense(tensor: Tensor, call: str) -> None:
     """Refuse tensors that aren't plain memory, before anything is sent. Local."""
     if not is_dense(tensor):
+        raise PayloadError(f"{call} takes dense tensors, {why_not_dense(tensor)}")
+
+
+def check_writable(tensor: Tensor, call: str) -> None:
+    """Refuse what can't be overwritten, before anything is sent. Local.
+
+    Raises:
+        PayloadError: it isn't dense, or several of its elements are one place in memory.
+    """
+    check_dense(tensor, call)
+    if not tensor.is_contiguous() and _overlaps(tensor):
         raise PayloadError(
-            f"{call} takes dense tensors, not {tensor.layout} of {tensor.dtype} on "
-            f"{tensor.device}: call to_dense() first, or send it inside a list as an object"
+            f"{call} writes into its tensor, but several elements of this one (shape "
+            f"{list(tensor.shape)}, strides {list(tensor.stride())}) are one place in memory: pass "
+            "tensor.contiguous()"
         )
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    dims = [pair for pair in zip(tensor.stride(), tensor.shape, strict=True) if pair[1] != 1]
+    if any(size == 0 for _, size in dims):
+        return False
+    reach = 0
+    for stride, size in sorted(dims):
+        if stride <= reach:
+            break
+        reach += stride * (size - 1)
+    else:
+        return False
+    places = torch.zeros((), dtype=torch.int64)
+    for stride, size in dims:
+        places = places.unsqueeze(-1) + torch.arange(size) * stride
+    return bool((places.reshape(-1).sort().values.diff() == 0).any())
 
 
 def check_reducible(tensor: Tensor, op: ReduceOp) -> None:
@@ -70,13 +101,21 @@ def check_reducible(tensor: Tensor, op: ReduceOp) -> None:
 
 def own(model: ComputationModel, tensor: Tensor) -> Tensor:
     """Copy a tensor into contiguous memory of ours, on the model's transport device. Local."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    moved = plain.to(model.transport_device)
-    if moved is not plain and moved.is_contiguous():
+    values = plain(tensor).resolve_conj().resolve_neg()
+    moved = values.to(model.transport_device)
+    if moved is not values and moved.is_contiguous():
         return moved
     if moved.data_ptr() != tensor.data_ptr() and moved.is_contiguous():
         return moved
     return moved.clone(memory_format=torch.contiguous_format)
+
+
+def fill(tensor: Tensor, total: Tensor) -> Tensor:
+    """Overwrite a user's tensor, unseen by autograd; give it back. Local."""
+    # A tensor made in inference mode may be written to in inference mode alone.
+    with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
+        plain(tensor).copy_(total)
+    return tensor
 
 
 def movement(model: ComputationModel, tensor: Tensor) -> tuple[Tensor, Restore]:
@@ -99,8 +138,7 @@ def _guise(tensor: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, ReduceOp, R
     """Give what is computed instead, with which operation, and the way back. Local."""
     dtype = tensor.dtype
     if op is ReduceOp.AVERAGE:
-        wide, _, back = _guise(tensor, ReduceOp.SUM, size)
-        return wide, ReduceOp.SUM, lambda total: back(total / size)
+        return _guise_average(tensor, size)
     if dtype is torch.bool:
         return _guise_bool(tensor, op)
     if dtype.is_complex and op is ReduceOp.SUM:
@@ -118,6 +156,29 @@ def _guise(tensor: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, ReduceOp, R
     if orders_floats(tensor, op):
         return _guise_order(tensor, op)
     return tensor, op, _same
+
+
+def _guise_average(tensor: Tensor, size: int) -> tuple[Tensor, ReduceOp, Restore]:
+    """Sum what is scaled down by a power of two, so that no sum overflows that a mean doesn't.
+
+    The scale changes no bit but of numbers near the smallest, which for float16 begin at 6e-5:
+    it always goes as float32. Bfloat16 has the range of float32.
+    """
+    dtype = tensor.dtype
+    if dtype.is_complex:
+        parts, step, back = _guise_average(torch.view_as_real(tensor), size)
+        return parts, step, lambda total: torch.view_as_complex(back(total))
+    if dtype.itemsize < torch.float32.itemsize:
+        wide, step, back = _scaled(tensor.to(torch.float32), size)
+        return wide, step, lambda total: back(total).to(dtype)
+    return _scaled(tensor, size)
+
+
+def _scaled(tensor: Tensor, size: int) -> tuple[Tensor, ReduceOp, Restore]:
+    scale = 0.5 ** (size - 1).bit_length()
+    if scale != 1.0:
+        tensor.mul_(scale)  # ours
+    return tensor, ReduceOp.SUM, lambda total: total / (size * scale)
 
 
 def orders_floats(tensor: Tensor, op: ReduceOp) -> bool:
@@ -154,9 +215,12 @@ def _guise_bool(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp, Restore
 def _carrier(
     model: ComputationModel, tensor: Tensor, op: ReduceOp, size: int
 ) -> tuple[Tensor, ReduceOp, Restore]:
-    if tensor.dtype in model.dtypes and op is ReduceOp.AVERAGE:
-        return tensor, ReduceOp.SUM, lambda total: total / size
-    if tensor.dtype in model.dtypes and not orders_floats(tensor, op):
+    """As `_guise`, and only where the model needs one. Overwrites `tensor`, once."""
+    is_known = tensor.dtype in model.dtypes
+    if op is ReduceOp.AVERAGE:
+        is_wide = tensor.is_floating_point() and tensor.dtype is not torch.float16
+        return _scaled(tensor, size) if is_known and is_wide else _guise(tensor, op, size)
+    if is_known and not orders_floats(tensor, op):
         return tensor, op, _same
     return _guise(tensor, op, size)
 
@@ -184,6 +248,18 @@ def all_reduce(
     return restore(_fold(model, carrier, step, group))
 
 
+def _reduce_folded(
+    model: ComputationModel,
+    tensor: Tensor,
+    carrier: Tensor,
+    op: ReduceOp,
+    step: ReduceOp,
+    group: Group | None,
+) -> Tensor:
+    check(model, f"all_reduce {op.name}", tensor, group)
+    return _fold(model, carrier, step, group)
+
+
 def start_all_reduce(
     model: ComputationModel, tensor: Tensor, op: ReduceOp, group: Group | None
 ) -> Handle[Tensor]:
@@ -192,7 +268,9 @@ def start_all_reduce(
     if model.prefers_exchange(carrier, group):
         return model.start(lambda: fold(model, carrier.contiguous(), step, group)).then(restore)
     if carrier.dtype not in model.dtypes:
-        return model.start(lambda: all_reduce(model, tensor, op, group))
+        return model.start(lambda: _reduce_folded(model, tensor, carrier, op, step, group)).then(
+            restore
+        )
 
     def begin() -> Handle[Tensor]:
         check(model, f"all_reduce {op.name}", tensor, group)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono._tree import flatten, unflatten
+from unisono._tree import survey, unflatten
 from unisono.collectives import _carriers as carriers
 from unisono.collectives._rounds import swap
 from unisono.errors import CollectiveMismatchError, PayloadError
 from unisono.model import ComputationModel
-from unisono.payload import encode, failure, raise_failures
+from unisono.payload import encode, failure, raise_failures, reason
 from unisono.reduction import Number, ReduceOp, fold_numbers
 from unisono.topology import Group
 
@@ -35,11 +35,16 @@ def _number(value: object) -> Number | None:
     """Give a python number for whatever counts as one without loss, else None."""
     if isinstance(value, numbers.Integral):
         return int(value)
-    if isinstance(value, numbers.Rational):
+    if isinstance(value, numbers.Rational) or not isinstance(value, numbers.Complex):
         return None
-    if isinstance(value, numbers.Real):
-        return float(value)
-    return complex(value) if isinstance(value, numbers.Complex) else None
+    found = float(value) if isinstance(value, numbers.Real) else complex(value)
+    # What is wider than a double, such as np.longdouble, may lose digits. NaN is never equal.
+    if found != value and value == value:
+        raise PayloadError(
+            f"a {type(value).__qualname__} of {value!r} doesn't fit into a {type(found).__name__}: "
+            "round it yourself"
+        )
+    return found
 
 
 def reduce_values(
@@ -52,11 +57,6 @@ def reduce_values(
     raise_failures(frames, ranks, call)
     said = [_read(other) for other in frames]
     _check_alike([structure for structure, _ in said], ranks, call)
-    if len({len(values) for _, values in said}) > 1:
-        counts = ", ".join(f"rank {r}: {len(v)}" for r, (_, v) in zip(ranks, said, strict=True))
-        raise CollectiveMismatchError(
-            f"{call} of nothing and of a number (numbers by rank: {counts})"
-        )
     columns = zip(*(values for _, values in said), strict=True)
     results: list[Any] = [fold_numbers(op, column) for column in columns]
     if tensors:
@@ -76,8 +76,7 @@ def _describe(value: Any, op: ReduceOp) -> tuple[bytes, list[Any], list[Tensor]]
         with contextlib.suppress(struct.error):  # out of range, which is told below
             return shape.pack(_TAG, 0, 1, kind, value), [value], []
     try:
-        leaves, paths = flatten(value)
-        structure = []
+        leaves, paths, structure = survey(value)
         values: list[Number] = []
         tensors: list[Tensor] = []
         kinds = ""
@@ -97,8 +96,8 @@ def _describe(value: Any, op: ReduceOp) -> tuple[bytes, list[Any], list[Tensor]]
         text = "\n".join(structure).encode("utf-8", "surrogatepass")
         head = _HEAD.pack(_TAG, len(text), len(kinds)) + text + kinds.encode()
         return head + _pack(kinds, values), leaves, tensors
-    except (PayloadError, RecursionError) as error:
-        return failure(str(error)), [], []
+    except Exception as error:  # the user's reprs, properties and __float__ may raise anything
+        return failure(reason(error)), [], []
 
 
 def _pack(kinds: str, values: list[Number]) -> bytes:

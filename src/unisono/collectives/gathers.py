@@ -17,11 +17,11 @@ from unisono.model import ComputationModel
 from unisono.payload import (
     TensorHeader,
     decode,
-    encode_or_reason,
-    failure,
-    header,
+    frame_or_reason,
+    head_of,
+    offer,
+    plain,
     raise_failures,
-    rides_data_plane,
 )
 from unisono.topology import Group
 
@@ -75,7 +75,8 @@ def all_gather(
 
 def _gather(model: ComputationModel, value: Any, group: Group | None, call: str) -> list[Any]:
     """Give every rank's value in a list: one exchange, and tensors that are large in one gather."""
-    frames = swap(model, call, _frame(value, call, model.inline_bytes(group)), group)
+    frame = frame_or_reason(_frame, value, call, model.inline_bytes(group))
+    frames = swap(model, call, frame, group)
     ranks = model.members(group)
     raise_failures(frames, ranks, call)
     said = [decode(frame, model.device) for frame in frames]
@@ -84,7 +85,7 @@ def _gather(model: ComputationModel, value: Any, group: Group | None, call: str)
     if not all(isinstance(item, (TensorHeader, Tensor)) for item in said):
         kinds = ", ".join(f"rank {r}: {_name(item)}" for r, item in zip(ranks, said, strict=True))
         raise CollectiveMismatchError(f"{call} of tensors and of other values at once: {kinds}")
-    heads = [item if isinstance(item, TensorHeader) else _head(item) for item in said]
+    heads = [item if isinstance(item, TensorHeader) else head_of(item) for item in said]
     dtypes = {head.dtype for head in heads}
     if len(dtypes) > 1:
         raise CollectiveMismatchError(f"{call} of different dtypes: {_listed(heads, ranks)}")
@@ -100,20 +101,14 @@ def _gather(model: ComputationModel, value: Any, group: Group | None, call: str)
 
 def _frame(value: Any, call: str, inline_bytes: int) -> bytes:
     if isinstance(value, Tensor):
-        try:
-            carriers.check_dense(value, call)
-        except PayloadError as error:
-            return failure(str(error))
-    return header(value) if rides_data_plane(value, inline_bytes) else encode_or_reason(value)
-
-
-def _head(tensor: Tensor) -> TensorHeader:
-    return TensorHeader(tensor.dtype, tuple(tensor.shape), tensor.device.type != "cpu")
+        carriers.check_dense(value, call)
+        value = plain(value)  # tensors are joined to one, whatever their classes are
+    return offer(value, inline_bytes)
 
 
 def _name(item: object) -> str:
     if isinstance(item, Tensor):
-        item = _head(item)
+        item = head_of(item)
     return str(item) if isinstance(item, TensorHeader) else type(item).__qualname__
 
 
@@ -128,7 +123,7 @@ def _numel(shape: tuple[int, ...]) -> int:
 def _joined(parts: list[Any], model: ComputationModel, group: Group | None, value: Tensor) -> Any:
     if not all(isinstance(part, Tensor) for part in parts):
         return parts  # ranks passed different kinds, all of which arrived whole
-    heads = [_head(part) for part in parts]
+    heads = [head_of(part) for part in parts]
     if len({(head.dtype, head.shape[1:], len(head.shape)) for head in heads}) > 1:
         raise CollectiveMismatchError(
             f"all_gather can't join {_listed(heads, model.members(group))}: all but dim 0 must "
@@ -172,12 +167,16 @@ def all_gather_tensors_with_shapes(
     model, found, is_member = team(group, async_op)
     if not is_member:
         return Handle(lambda: [tensor], lambda: True) if async_op else [tensor]
-    wanted = [tuple(shape) for shape in shapes]
-    name = f"all_gather_tensors_with_shapes {wanted}"
+    name = "all_gather_tensors_with_shapes"
     try:
+        wanted = [tuple(shape) for shape in shapes]
+        name += f" {wanted}"
         _check_shapes(model, tensor, wanted, found)
     except (ArgumentError, PayloadError) as error:
         refuse(model, name, None, found, error)
+    except TypeError as error:
+        wrong = ArgumentError(f"{name}: `shapes` should be a list of shapes: {error}")
+        refuse(model, name, None, found, wrong)
 
     def call() -> list[Tensor]:
         check(model, name, tensor.new_empty(0), found)

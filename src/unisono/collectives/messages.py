@@ -17,10 +17,9 @@ from unisono.model import ComputationModel
 from unisono.payload import (
     TensorHeader,
     decode,
-    encode_or_reason,
-    header,
+    frame_or_reason,
+    offer,
     raise_failures,
-    rides_data_plane,
 )
 from unisono.topology import Group
 
@@ -52,14 +51,13 @@ def send(value: Any, dst: int, group: GroupLike = None) -> None:
         unisono.errors.ArgumentError: dst=0 is this rank itself
     """
     model, found = _pair(group, dst, "dst")
-    rides = rides_data_plane(value, model.inline_bytes(found))
-    frame = header(value) if rides else encode_or_reason(value)
+    frame = frame_or_reason(offer, value, model.inline_bytes(found))
     head = as_frame(frame)
     model.send(_as_row(model, head), dst, found)
     if inline_part(head) is None:
         model.send(_as_row(model, frame), dst, found)
     raise_failures([frame], [model.topology.rank], "send")
-    if rides:
+    if frame[:1] == b"h":  # the tensor follows its header
         carrier, _ = carriers.movement(model, carriers.own(model, value))
         model.send(carrier, dst, found)
 
@@ -102,7 +100,8 @@ def recv(src: int, group: GroupLike = None) -> Any:
     if not isinstance(value, TensorHeader):
         return value
     carrier, restore = carriers.movement(model, memory_for(model, value))
-    return restore(model.recv(carrier, src, found)).to(home(model, value))
+    got = restore(model.recv(carrier, src, found))
+    return value.finish(got.to(home(model, value)))
 
 
 def _pair(group: GroupLike, peer: int, role: str) -> tuple[ComputationModel, Group | None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from unisono._context import communicator
@@ -15,6 +14,7 @@ from unisono.collectives.groups import GroupLike, check_rank, outcome, team
 from unisono.errors import PayloadError
 from unisono.handle import Handle
 from unisono.model import ComputationModel
+from unisono.payload import is_dense, plain
 from unisono.reduction import ReduceOp, parse_op
 from unisono.topology import Group
 
@@ -115,29 +115,31 @@ def all_reduce_(
         operation is not ReduceOp.AVERAGE
         and tensor.dtype in model.dtypes
         and tensor.device == model.transport_device
+        and is_dense(tensor)
         and tensor.is_contiguous()
+        and not tensor.is_neg()
         and not (operation is not ReduceOp.SUM and tensor.is_floating_point())
         and not model.prefers_exchange(tensor, found)
     )
     if is_ready and not async_op:
         check(model, f"all_reduce {operation.name}", tensor, found)
-        mine = tensor.detach() if tensor.requires_grad else tensor
+        mine = plain(tensor)
         total = model.all_reduce(mine, operation, found)
-        return tensor if total is mine else _fill(tensor, total)
-    _check_reducible(model, f"all_reduce {operation.name}", tensor, operation, found)
+        return tensor if total is mine else carriers.fill(tensor, total)
+    name = f"all_reduce {operation.name}"
+    _check_reducible(model, name, tensor, operation, found)
+    try:
+        carriers.check_writable(tensor, "all_reduce_")
+    except PayloadError as error:
+        refuse(model, name, tensor, found, error)
     if not async_op:
         total = carriers.all_reduce(model, carriers.own(model, tensor), operation, found)
-        return _fill(tensor, total)
-    mine = tensor.detach() if is_ready else carriers.own(model, tensor)
+        return carriers.fill(tensor, total)
+    mine = plain(tensor) if is_ready else carriers.own(model, tensor)
     started = carriers.start_all_reduce(model, mine, operation, found)
     return started.then(
-        lambda total: tensor if total is mine and is_ready else _fill(tensor, total)
+        lambda total: tensor if total is mine and is_ready else carriers.fill(tensor, total)
     )
-
-
-def _fill(tensor: Tensor, total: Tensor) -> Tensor:
-    with torch.no_grad():
-        return tensor.detach().copy_(total) if tensor.requires_grad else tensor.copy_(total)
 
 
 def reduce(
@@ -221,10 +223,11 @@ def reduce_scatter(
     if not is_member:
         return _unchanged(tensor, async_op)
     size, name = model.size(found), f"reduce_scatter {operation.name}"
+    if isinstance(tensor, Tensor):
+        _check_reducible(model, name, tensor, operation, found)
     if not isinstance(tensor, Tensor) or tensor.dim() == 0 or tensor.shape[0] % size:
         what = f"a tensor whose dim 0 is a multiple of {size}, not {_kind(tensor)}"
         refuse(model, name, None, found, PayloadError(f"reduce_scatter takes {what}"))
-    _check_reducible(model, name, tensor, operation, found)
 
     def call() -> Tensor:
         mine = carriers.own(model, tensor)

@@ -19,10 +19,10 @@ from unisono.payload import (
     TensorHeader,
     decode,
     encode,
-    encode_or_reason,
-    failure,
+    frame_or_reason,
     header,
-    is_dense,
+    offer,
+    plain,
     raise_failures,
     rides_data_plane,
 )
@@ -75,10 +75,7 @@ def broadcast(
 
 def _broadcast(model: ComputationModel, value: Any, src: int, group: Group | None) -> Any:
     is_src = model.topology.rank == src
-    frame = b""
-    if is_src:
-        rides = rides_data_plane(value, model.inline_bytes(group))
-        frame = header(value) if rides else encode_or_reason(value)
+    frame = frame_or_reason(offer, value, model.inline_bytes(group)) if is_src else b""
     said = swap(model, f"broadcast from {src}", frame, group)[model.position(group, src)]
     raise_failures([said], [src], "broadcast")
     head = decode(said, model.device)
@@ -87,7 +84,7 @@ def _broadcast(model: ComputationModel, value: Any, src: int, group: Group | Non
     tensor = carriers.own(model, value) if is_src else memory_for(model, head)
     carrier, restore = carriers.movement(model, tensor)
     got = restore(model.broadcast(carrier, src, group))
-    return got.to(value.device if is_src else home(model, head))
+    return head.finish(got.to(value.device if is_src else home(model, head)))
 
 
 def memory_for(model: ComputationModel, head: TensorHeader) -> Tensor:
@@ -135,7 +132,7 @@ def broadcast_(
     try:
         if not isinstance(tensor, Tensor):
             raise PayloadError(f"broadcast_ takes a tensor, not a {type(tensor).__name__}")
-        carriers.check_dense(tensor, "broadcast_")
+        carriers.check_writable(tensor, "broadcast_")
     except PayloadError as error:
         refuse(model, name, None, found, error)
 
@@ -144,8 +141,7 @@ def broadcast_(
         carrier, restore = carriers.movement(model, carriers.own(model, tensor))
         got = restore(model.broadcast(carrier, src, found))
         if model.topology.rank != src:
-            with torch.no_grad():
-                tensor.detach().copy_(got)
+            carriers.fill(tensor, got)
         return tensor
 
     return outcome(model, call, async_op)
@@ -193,7 +189,7 @@ def scatter(
 
 def _scatter(model: ComputationModel, values: Any, src: int, group: Group | None) -> Any:
     is_src = model.topology.rank == src
-    frame = _scatter_frame(model, values, group) if is_src else b""
+    frame = frame_or_reason(_scatter_frame, model, values, group) if is_src else b""
     said = swap(model, f"scatter from {src}", frame, group)
     frame = said[model.position(group, src)]
     raise_failures([frame], [src], "scatter")
@@ -206,22 +202,24 @@ def _scatter(model: ComputationModel, values: Any, src: int, group: Group | None
         stacked = values if isinstance(values, Tensor) else torch.stack(list(values))
         rows, _ = carriers.movement(model, carriers.own(model, stacked))
     got = restore(model.scatter(rows, into, src, group))
-    return got.to(home(model, head)).clone()
+    return head.finish(got.to(home(model, head)).clone())
 
 
 def _scatter_frame(model: ComputationModel, values: Any, group: Group | None) -> bytes:
     size, most = model.size(group), model.inline_bytes(group)
     if isinstance(values, Tensor):
-        if values.dim() == 0 or values.shape[0] != size or not is_dense(values):
-            return failure(f"a tensor of shape {list(values.shape)} has no row for each of {size}")
-        values = list(values)
+        carriers.check_dense(values, "scatter")
+        if values.dim() == 0 or values.shape[0] != size:
+            shape = list(values.shape)
+            raise PayloadError(f"a tensor of shape {shape} has no row for each of {size}")
+        values = list(plain(values))
     if not isinstance(values, (list, tuple)) or len(values) != size:
         count = len(values) if isinstance(values, (list, tuple)) else type(values).__name__
-        return failure(f"scatter takes a list of {size} values, one for each rank, not {count}")
+        raise PayloadError(f"scatter takes a list of {size} values, one for each rank, not {count}")
     heads = {header(value) if rides_data_plane(value, most) else None for value in values}
     if len(heads) == 1 and None not in heads:
         return heads.pop() or b""
-    return encode_or_reason(list(values))
+    return encode(list(values))
 
 
 def all_to_all(value: Any, group: GroupLike = None, *, async_op: bool = False) -> Any:
@@ -279,13 +277,15 @@ def all_to_all(value: Any, group: GroupLike = None, *, async_op: bool = False) -
 
 def _swap_values(model: ComputationModel, values: Any, group: Group | None) -> list[Any]:
     size, ranks = model.size(group), model.members(group)
-    try:
+    frames: list[bytes] = []
+
+    def lengths() -> bytes:
         if not isinstance(values, (list, tuple)) or len(values) != size:
             raise PayloadError(f"all_to_all takes a tensor or a list of {size} values: {values!r}")
-        frames = [encode(item) for item in values]
-        said = encode([len(frame) for frame in frames])
-    except PayloadError as error:
-        frames, said = [], failure(str(error))
+        frames[:] = [encode(item) for item in values]
+        return encode([len(frame) for frame in frames])
+
+    said = frame_or_reason(lengths)
     heard = swap(model, "all_to_all of values", said, group)
     raise_failures(heard, ranks, "all_to_all")
     sizes = [decode(frame, model.device) for frame in heard]

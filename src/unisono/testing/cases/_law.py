@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import reprlib
+import threading
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from unisono._context import current_model
 
-__all__ = ("LAWS", "Law", "law", "needs_ranks", "raises", "same", "tensor_of", "worlds")
+__all__ = ("LAWS", "Law", "law", "needs_ranks", "quietly", "raises", "same", "tensor_of", "worlds")
 
+T = TypeVar("T")
 LAWS: dict[str, Law] = {}
 
 
@@ -122,7 +125,18 @@ def _is_same(found: Any, wanted: Any) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().resolve_conj().contiguous().reshape(-1, 1).view(torch.uint8)
+    values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return values.reshape(-1).unsqueeze(-1).view(torch.uint8)
+
+
+_quiet = threading.Lock()
+
+
+def quietly(make: Callable[..., T], *args: Any) -> T:
+    """Call what warns that it is a prototype. Local."""
+    with _quiet, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make(*args)
 
 
 def raises(

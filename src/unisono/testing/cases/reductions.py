@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -205,7 +206,11 @@ def containers_of_different_structure_are_an_error_on_every_rank() -> None:
     many = {f"a name that takes room {i}": i for i in range(3000 + (rank == 0))}
     raises(CollectiveMismatchError, partial(idist.all_reduce, many), ["rank 0", "room 3000"])
     nothing: Any = {} if rank == 0 else 5
-    raises(CollectiveMismatchError, partial(idist.all_reduce, nothing), ["rank 0: 0", "rank 1: 1"])
+    raises(
+        CollectiveMismatchError,
+        partial(idist.all_reduce, nothing),
+        ["rank 0 has  empty dict", "rank 1 has a number"],
+    )
     bad: Any = {"a": "text"} if rank == size - 1 else {"a": 1}
     raises(PayloadError, partial(idist.all_reduce, bad), [f"rank {size - 1}", "str"])
     same(idist.all_reduce(1), size)
@@ -282,3 +287,48 @@ def asynchronous_forms_give_what_blocking_ones_give() -> None:
         assert handle.is_completed()
         assert handle.wait() is handle.wait()
     same(idist.all_reduce(1), size)
+
+
+@law()
+def a_mean_overflows_nowhere() -> None:
+    rank, size = worlds()
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2):
+        power = 2.0 ** (math.frexp(torch.finfo(dtype).max)[1] - 1)
+        for count in (3, 50_000):
+            value = torch.full((count,), power, dtype=dtype)
+            same(idist.all_reduce(value, "mean"), value, dtype)
+            same(idist.all_reduce_(value.clone(), "mean"), value, dtype)
+            same(idist.all_reduce(value, "mean", async_op=True).wait(), value, dtype)
+            rows = value.repeat(size)
+            same(idist.reduce_scatter(rows, "mean"), value, dtype)
+        same(idist.all_reduce({"x": value}, "mean"), {"x": value})
+    number = 2.0**1023
+    same(idist.all_reduce(number, "mean"), number)
+    same(idist.all_reduce(complex(number, -number), "mean"), complex(number, -number))
+    same(idist.all_reduce([2**62, number], "mean"), [float(2**62), number])
+    infinite = torch.tensor([float("inf"), 1.0])
+    same(idist.all_reduce(infinite, "mean"), infinite)
+    same(idist.all_reduce(float("inf") if rank == 0 else 1.0, "mean"), float("inf"))
+    small = torch.tensor([6e-8, -6e-8], dtype=torch.float16)
+    same(idist.all_reduce(small, "mean"), small)
+
+
+@law()
+def containers_of_different_kinds_are_an_error_on_every_rank() -> None:
+    rank, size = worlds()
+    if not needs_ranks(2):
+        return
+    pairs: list[tuple[Any, Any]] = [
+        ([1, 2], {0: 1, 1: 2}),
+        ([1, 2], (1, 2)),
+        ((1, 2), {0: 1, 1: 2}),
+        ({"a": []}, {"a": {}}),
+        ([[], 1], [1]),
+        ([], {}),
+        ({1: 1}, {"1": 1}),
+        ({"loss": 1.0, "seen": 2, "hits": torch.ones(3)}, Metrics(1.0, 2, torch.ones(3))),
+    ]
+    for one, other in pairs:
+        value = one if rank == 0 else other
+        raises(CollectiveMismatchError, partial(idist.all_reduce, value), ["rank 0", "rank 1"])
+    same(idist.all_reduce([[], {}, (1,)]), [[], {}, (size,)])

@@ -6,13 +6,48 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.masked import masked_tensor
 
 import unisono as idist
-from unisono._context import current_model
-from unisono.errors import ArgumentError, PayloadError, UnsupportedOperation
-from unisono.testing.cases._law import law, raises, same, worlds
+from unisono._context import communicator, current_model
+from unisono.collectives._rounds import compares
+from unisono.errors import (
+    ArgumentError,
+    CollectiveMismatchError,
+    PayloadError,
+    UnsupportedOperation,
+)
+from unisono.testing.cases._law import law, quietly, raises, same, worlds
 
 __all__ = ()
+
+
+class Spread(torch.Tensor):
+    """A tensor without memory that is spread over ranks, as DTensor is."""
+
+    @staticmethod
+    def __new__(cls: type[Spread]) -> Spread:
+        make: Any = torch.Tensor._make_wrapper_subclass
+        made: Spread = make(cls, (4,), dtype=torch.float32)
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return "Spread()"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise NotImplementedError(func)
+
+    def to_local(self) -> torch.Tensor:
+        """Give this rank's part."""
+        return torch.ones(2)
+
+    def full_tensor(self) -> torch.Tensor:
+        """Give the whole."""
+        return torch.ones(4)
 
 
 @law()
@@ -96,3 +131,72 @@ def what_a_model_doesnt_declare_is_unsupported() -> None:
         raises(UnsupportedOperation, partial(idist.send, 1, dst=peer), [model.name])
         raises(UnsupportedOperation, partial(idist.recv, src=peer), [model.name])
     same(idist.all_reduce(1), size)
+
+
+def _takers() -> list[Any]:
+    return [
+        *(idist.all_reduce, idist.all_reduce_, idist.all_gather, idist.gather, idist.reduce),
+        *(idist.all_to_all, idist.reduce_scatter, idist.broadcast_),
+    ]
+
+
+@law()
+def tensors_without_memory_of_their_own_are_refused_by_name() -> None:
+    rank, size = worlds()
+    with FakeTensorMode():
+        fake = torch.ones(4)
+    masked = quietly(masked_tensor, torch.ones(4), torch.ones(4, dtype=torch.bool))
+    for tensor, words in ((fake, ["FakeTensor"]), (masked, ["MaskedTensor", "as an object"])):
+        for call in _takers():
+            raises(PayloadError, partial(call, tensor), words)
+        raises(PayloadError, partial(idist.all_reduce, {"a": tensor}), words)
+    spread: Any = Spread()
+    for call in [*_takers(), idist.broadcast]:
+        raises(PayloadError, partial(call, spread), ["Spread", "to_local()", "full_tensor()"])
+    for inside in ([spread], {"norm": spread}, {"deep": [{1, 2}, spread]}):
+        raises(PayloadError, partial(idist.all_gather, inside), ["rank 0", "full_tensor()"])
+    raises(PayloadError, partial(idist.broadcast, fake), ["rank 0", "FakeTensor"])
+    raises(PayloadError, partial(idist.all_reduce, {"norm": spread}), ["rank 0", "full_tensor()"])
+    same(idist.all_gather(rank), list(range(size)))
+
+
+@law()
+def a_tensor_that_one_rank_refuses_is_an_error_on_every_rank() -> None:
+    rank, size = worlds()
+    if not compares(communicator(), None):
+        return  # then the others learn it at the deadline
+    told = (PayloadError, CollectiveMismatchError)
+    is_wrong = rank == size - 1
+    for count in (size, 100_000 * size):
+        good = torch.ones(count)
+        bad = good.to_sparse()
+        for call in _takers():
+            raises(told, partial(call, bad if is_wrong else good))
+        for other in (1.0, {"a": 1}):
+            value: Any = bad if is_wrong else other
+            raises(told, partial(idist.all_reduce, value))
+        expanded, tied = torch.ones(1).expand(count * 2), torch.ones(3).as_strided((2, 2), (1, 1))
+        for call in (idist.all_reduce_, idist.broadcast_):
+            raises(told, partial(call, expanded if is_wrong else torch.ones(count * 2)))
+            raises(told, partial(call, tied if is_wrong else torch.ones(2, 2)))
+        wide = good.int() if is_wrong and size > 1 else good
+        if size > 1:
+            for call in _takers():
+                raises(told, partial(call, wide))
+    same(idist.all_gather(rank), list(range(size)))
+
+
+@law()
+def what_is_several_times_in_memory_isnt_overwritten() -> None:
+    _, size = worlds()
+    base = torch.zeros(8)
+    for view in (base[:1].expand(4), base.as_strided((4, 4), (1, 1))):
+        raises(PayloadError, partial(idist.all_reduce_, view), ["all_reduce_", "contiguous()"])
+        raises(PayloadError, partial(idist.broadcast_, view), ["broadcast_", "contiguous()"])
+    same(base, torch.zeros(8))
+    for view in (base.as_strided((3, 2), (2, 3)), base.view(2, 4).t(), base[::2]):
+        view.fill_(1)
+        same(idist.all_reduce_(view).clone(), torch.full(view.shape, float(size)))
+    with torch.inference_mode():
+        made = torch.ones(3)[None].t()[::2]
+    same(idist.all_reduce_(made).clone(), torch.full((2, 1), float(size)))

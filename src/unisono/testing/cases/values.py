@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.masked import masked_tensor
 
 import unisono as idist
 from unisono.errors import PayloadError
-from unisono.testing.cases._law import law, raises, same, worlds
+from unisono.testing.cases._law import law, quietly, raises, same, worlds
 
-__all__ = ("PLAIN",)
+__all__ = ("PLAIN", "Mine")
 
 PLAIN: tuple[Any, ...] = (
     *(0, -1, 2**24 + 1, 2**53 + 1, 2**60, 2**63 - 1, -(2**63), True, False, None),
@@ -36,6 +37,47 @@ class Record:
 
     name: str
     value: Any
+
+
+class Mine(torch.Tensor):
+    """A class of tensors with nothing of its own."""
+
+
+class NoRepr:
+    """A key of a dict that can't be shown."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no repr")
+
+
+@dataclass
+class NoValue:
+    """A dataclass one of whose fields can't be read."""
+
+    loss: float
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "loss":
+            raise KeyError("no loss")
+        return super().__getattribute__(name)
+
+
+class NoFloat(float):
+    """A number that is none."""
+
+    def __float__(self) -> float:
+        raise OverflowError("no float")
+
+
+class NoReduce:
+    """An object that can't even say why it can't be pickled."""
+
+    def __reduce__(self) -> str:
+        class Mute(Exception):
+            def __str__(self) -> str:
+                raise RuntimeError
+
+        raise Mute
 
 
 def _objects(rank: int) -> list[Any]:
@@ -130,3 +172,122 @@ def ints_beyond_64_bits_are_refused_on_every_rank() -> None:
         raises(PayloadError, partial(idist.all_reduce, wrong), [f"rank {size - 1}"])
         raises(PayloadError, partial(idist.all_gather, wrong), [f"rank {size - 1}"])
         raises(PayloadError, partial(idist.broadcast, value), ["rank 0"])
+
+
+@law()
+def whatever_is_raised_while_a_value_is_encoded_is_an_error_on_every_rank() -> None:
+    rank, size = worlds()
+    nested = quietly(torch.nested.nested_tensor, [torch.ones(2), torch.ones(3)])
+    reduced: list[tuple[Any, Any, str]] = [
+        ({NoRepr(): 1.0}, {1: 1.0}, "no repr"),
+        (NoValue(1.0), {1: 1.0}, "no loss"),
+        ([NoFloat(1.0)], [1.0], "no float"),
+        ([nested], [1.0], "nested"),
+    ]
+    for bad, good, reason in reduced:
+        value = bad if rank == size - 1 else good
+        raises(PayloadError, partial(idist.all_reduce, value), [f"rank {size - 1}", reason])
+        raises(PayloadError, partial(idist.reduce, value), [f"rank {size - 1}", reason])
+    gathered: list[tuple[Any, str]] = [
+        (nested, "unbind"),
+        (NoReduce(), "RuntimeError"),
+        ([NoReduce()], ""),
+    ]
+    for bad, reason in gathered:
+        value = bad if rank == size - 1 else torch.ones(2)
+        raises(PayloadError, partial(idist.all_gather, value), [f"rank {size - 1}", reason])
+        raises(PayloadError, partial(idist.gather, value), [f"rank {size - 1}", reason])
+    stuck = [NoReduce()] * size
+    raises(PayloadError, partial(idist.broadcast, stuck, src=size - 1), [f"rank {size - 1}"])
+    raises(PayloadError, partial(idist.scatter, stuck, src=size - 1), [f"rank {size - 1}"])
+    raises(PayloadError, partial(idist.all_to_all, stuck), ["rank 0"])
+    raises(PayloadError, partial(idist.all_to_all, {NoRepr(): 1}), ["rank 0"])
+    same(idist.all_gather(rank), list(range(size)))
+
+
+@law()
+def classes_of_tensors_arrive_as_they_are_where_a_value_is_carried() -> None:
+    """And as torch's own class where tensors are joined or reduced."""
+    rank, size = worlds()
+    src = size - 1
+    for count in (3, 200_000):
+        whole = torch.arange(float(count))
+        frozen = torch.nn.Parameter(whole.clone(), requires_grad=False)
+        for value in (torch.nn.Parameter(whole.clone()), frozen, whole.clone().as_subclass(Mine)):
+            carried = [
+                idist.broadcast(value if rank == src else None, src=src),
+                idist.all_gather([value])[src][0],
+                idist.all_gather({"deep": (value,)})[src]["deep"][0],
+                idist.scatter([value] * size if rank == src else None, src=src),
+                idist.all_to_all([value] * size)[src],
+            ]
+            for got in carried:
+                assert type(got) is type(value), (type(got), type(value))
+                assert got.requires_grad is value.requires_grad
+                assert torch.equal(got.detach(), value.detach())
+            rows = value.detach().repeat(size).as_subclass(type(value))
+            joined = [idist.all_gather(value), idist.all_reduce(value, "MAX")]
+            joined += [idist.all_to_all(rows), idist.reduce_scatter(rows, "MAX")]
+            wanted = [whole.repeat(size), whole, whole.repeat(size), whole]
+            same(joined, wanted)
+            assert idist.broadcast_(value, src=src) is value
+            assert idist.all_reduce_(value, "MAX") is value
+
+
+@law()
+def tensors_of_other_kinds_travel_as_objects() -> None:
+    rank, size = worlds()
+    src = size - 1
+    mask = torch.tensor([True, False, True])
+    masked: Any = quietly(masked_tensor, torch.arange(3.0), mask)
+    sparse = torch.eye(3).to_sparse()
+    got = [
+        idist.broadcast(masked if rank == src else None, src=src),
+        idist.all_gather([masked])[0][0],
+    ]
+    item: Any
+    for item in got:
+        assert type(item) is type(masked)
+        same(item.get_mask(), mask)
+        same(item.get_data(), masked.get_data())
+    for item in (idist.broadcast(sparse, src=src), idist.all_gather([sparse])[src][0]):
+        assert item.layout is torch.sparse_coo
+        same(item.to_dense(), torch.eye(3))
+
+
+@law()
+def conjugate_and_negative_views_are_what_they_show() -> None:
+    rank, size = worlds()
+    conjugate = torch.tensor([1 + 2j, 3 - 4j] * 100).conj()
+    for value in (conjugate, conjugate.imag, torch._neg_view(torch.arange(400.0))):
+        plain = value.clone().resolve_conj().resolve_neg()
+        same(idist.broadcast(value, src=size - 1), plain)
+        same(idist.all_gather([value])[-1][0], plain)
+        same(idist.all_reduce(value, "SUM"), plain * size)
+        same(idist.all_gather(value), plain.repeat(size))
+        mine = value.clone().zero_() if rank else value
+        same(idist.broadcast_(mine, src=0).resolve_conj().resolve_neg(), plain)
+    negative = torch._neg_view(torch.arange(400.0))
+    same(idist.all_reduce_(negative).resolve_neg(), -torch.arange(400.0) * size)
+
+
+@law()
+def empty_tensors_of_any_shape_arrive() -> None:
+    _, size = worlds()
+    for shape in ((0, 2**48), (2**40, 0, 4), (0,)):
+        same(idist.all_gather([torch.empty(shape)])[-1][0], torch.empty(shape))
+        same(idist.broadcast(torch.empty(shape, dtype=torch.int16)), torch.empty(shape).short())
+    same(idist.all_reduce(1), size)
+
+
+@law()
+def what_pickle_would_turn_into_something_else_doesnt() -> None:
+    rank, size = worlds()
+    with Path(__file__).open() as file:
+        raises(PayloadError, partial(idist.all_gather, file), ["rank 0", "open file"])
+        raises(PayloadError, partial(idist.broadcast, [file]), ["rank 0", "open file"])
+    for view in (memoryview(b"abcd"), memoryview(bytearray(b"abcd")).cast("H")):
+        got = idist.all_gather(view)[-1]
+        assert type(got) is memoryview
+        assert (got, got.format, got.readonly) == (view, view.format, view.readonly)
+    same(idist.all_gather(rank), list(range(size)))
