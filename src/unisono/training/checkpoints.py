@@ -17,15 +17,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono._context import current_model
+from unisono._context import communicator, current_model
+from unisono._frames import refuse_pickle
 from unisono._tree import flatten
+from unisono.collectives._rounds import swap
 from unisono.collectives.transfers import broadcast
-from unisono.errors import ArgumentError, PayloadError, PeerFailedError, UnsupportedOperation
+from unisono.errors import (
+    ArgumentError,
+    PayloadError,
+    PeerFailedError,
+    UnisonoError,
+    UnsupportedOperation,
+)
+from unisono.model import ComputationModel
+from unisono.payload import decode, encode
 from unisono.sections import run_on_rank
+from unisono.training._whole_files import check_archive, write_whole
 
-__all__ = ("load_checkpoint", "save_checkpoint", "write_whole")
+__all__ = ("load_checkpoint", "save_checkpoint")
 
 PathLike = str | os.PathLike[str]
+_UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError, RecursionError)
+_SHARDS = "shards-"
 _POINTER = "CURRENT"  # of a sharded checkpoint: names the folder of the shards that count
 
 
@@ -34,7 +47,8 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
 
     Collective over all ranks. One file is written under another name in the same folder, brought to
     the disk, and renamed. Shards go into a folder of their own within `path`, and a file that is
-    renamed last says which counts. What a killed process leaves has ``.tmp`` in its name.
+    renamed last says which counts. What a killed process leaves has ``.tmp`` in its name, and is
+    removed by the next save there. A symbolic link stays one, and a file keeps its mode.
 
     Args:
         obj: what ``torch.save`` takes; only `rank`'s is written. For shards a state dict, on every
@@ -47,6 +61,8 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
 
     Raises:
         ArgumentError: `rank` isn't there (on every rank).
+        PayloadError: `obj` has something that can't be pickled; or shards are to be saved by
+            several ranks under ``UNISONO_NO_PICKLE=1``, for they exchange pickles (on every rank).
         PeerFailedError: it couldn't be written (on every rank; the original is the cause on the
             rank that failed). The old one is untouched.
 
@@ -61,7 +77,7 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
     if _has_shards(obj) if sharded is None else sharded:
         _save_shards(obj, target)
     else:
-        run_on_rank(partial(_save, obj, target), rank)
+        _save_file(obj, target, rank)
 
 
 def _has_shards(obj: Any) -> bool:
@@ -69,57 +85,68 @@ def _has_shards(obj: Any) -> bool:
     return any(isinstance(leaf, Tensor) and hasattr(leaf, "device_mesh") for leaf in leaves)
 
 
-def _save(obj: Any, target: Path) -> None:
-    write_whole(target, partial(torch.save, obj))
+def _save_file(obj: Any, target: Path, rank: int) -> None:
+    kept: list[Exception] = []
+    refused = run_on_rank(lambda: _write(obj, target, kept), rank)
+    if refused is not None:
+        cause = kept[0] if kept else None
+        raise PayloadError(f"{target} can't be saved by rank {rank}: {refused}") from cause
 
 
-def write_whole(target: Path, write: Callable[[Any], object]) -> None:
-    """Let `write` fill a file, bring it to the disk, and only then give it its name. Local.
-
-    Raises:
-        OSError: it couldn't be written; `target` is as it was.
-    """
-    part = target.with_name(f".{target.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
+def _write(obj: Any, target: Path, kept: list[Exception]) -> str | None:
+    """Write a file; say what can't be pickled, and keep why. Local."""
     try:
-        with part.open("xb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(target)
-    except BaseException:  # Ctrl-C too: no half of a file is left
-        part.unlink(missing_ok=True)
+        write_whole(target, partial(torch.save, obj))
+    except OSError:
         raise
-    _sync_folder(target.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name != "posix":  # others can't open a folder
-        return
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+    except Exception as error:  # what the value's own classes raise
+        kept.append(error)
+        return f"{type(error).__qualname__}: {error}"
+    return None
 
 
 def _save_shards(obj: Any, target: Path) -> None:
     library = _shard_library()
-    name = broadcast(f"shards-{uuid.uuid4().hex[:12]}")
+    model = communicator()
+    reason = None
+    if model.topology.world_size > 1:
+        reason = _refusal(lambda: refuse_pickle("to save shards, which ranks agree on,"))
+    said = _told(model, "save_checkpoint of shards", reason)
+    if any(said):
+        raise PayloadError(next(text for text in said if text))
+    name = broadcast(f"{_SHARDS}{uuid.uuid4().hex[:12]}")
     folder = target / name
     run_on_rank(partial(folder.mkdir, parents=True))
     try:
         with _without_warning():
-            library.save(obj, checkpoint_id=str(folder))
+            library.save(obj, folder)
     except library.CheckpointException as error:  # torch raises it on every rank
         shutil.rmtree(folder, ignore_errors=True)
+        kinds = [failure for failure, _ in error.failures.values()]
+        if any(isinstance(kind, _UNPICKLABLE) for kind in kinds):
+            raise PayloadError(f"shards for {target} can't be pickled: {error}") from error
         raise PeerFailedError(f"shards for {target} couldn't be written: {error}") from error
     run_on_rank(partial(_let_count, target, name))
 
 
+def _refusal(call: Callable[[], None]) -> str | None:
+    try:
+        call()
+    except PayloadError as error:
+        return str(error)
+    return None
+
+
+def _told(model: ComputationModel, call: str, text: str | None) -> list[str | None]:
+    """Tell every rank what each has to say. Collective over all ranks."""
+    return [decode(frame, model.device) for frame in swap(model, call, encode(text), None)]
+
+
 def _let_count(target: Path, name: str) -> None:
+    _shard_library().seal(target / name)
     text = name.encode()
     write_whole(target / _POINTER, lambda file: file.write(text))
-    for folder in target.glob("shards-*"):
+    for folder in target.glob(f"{_SHARDS}*"):
         if folder.name != name:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -130,7 +157,7 @@ def _shard_library() -> Any:
         raise UnsupportedOperation(
             model.name, "sharded checkpoints", "save with sharded=False, or use a backend of torch"
         )
-    return importlib.import_module("torch.distributed.checkpoint")
+    return importlib.import_module("unisono.training._shards")
 
 
 def load_checkpoint(
@@ -147,8 +174,9 @@ def load_checkpoint(
         path: the file or folder.
         into: for shards the state dict that is filled in place, sharded as the model is now, which
             may be otherwise than at saving.
-        weights_only: whether only tensors and plain values are read; False runs what the file says,
-            so only for files that you trust.
+        weights_only: whether only tensors and plain values are read, from shards too; False runs
+            what the file says, so only for files that you trust, and not under
+            ``UNISONO_NO_PICKLE=1``.
         map_location: as in ``torch.load``; None for `device`.
 
     Returns:
@@ -156,7 +184,8 @@ def load_checkpoint(
 
     Raises:
         ArgumentError: it isn't there, or shards are without `into`.
-        PayloadError: it can't be read: it is no checkpoint, or has more than weights.
+        PayloadError: it can't be read: it is no checkpoint, is damaged, or has more than weights
+            (of shards on every rank).
 
     Example:
         >>> import unisono as idist
@@ -168,32 +197,62 @@ def load_checkpoint(
     model, target = current_model(), Path(path)
     where = f"rank {model.topology.rank} of {model.topology.world_size}"
     if target.is_dir():
-        return _load_shards(target, into, where)
+        return _load_shards(target, into, weights_only, where)
     device = model.device if map_location is None else map_location
     try:
-        return torch.load(target, map_location=device, weights_only=weights_only)
+        if not weights_only:
+            refuse_pickle("load_checkpoint with weights_only=False")
+        with target.open("rb") as file:
+            check_archive(file, "it")
+            return torch.load(file, map_location=device, weights_only=weights_only)
     except FileNotFoundError as error:
         raise ArgumentError(
             f"there is no checkpoint {target} ({where}): save one with save_checkpoint, on a disk "
             "that every rank can read"
         ) from error
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise PayloadError(f"checkpoint {target} can't be read ({where}): {error}") from error
+    except Exception as error:  # a damaged file makes torch's reader raise nearly everything
+        raise _unreadable(target, where, error) from error
 
 
-def _load_shards(target: Path, into: dict[str, Any] | None, where: str) -> Any:
+def _unreadable(target: Path, where: str, error: BaseException) -> PayloadError:
+    kind = "" if isinstance(error, PayloadError) else f"{type(error).__qualname__}: "
+    return PayloadError(f"checkpoint {target} can't be read ({where}): {kind}{error}")
+
+
+def _load_shards(target: Path, into: dict[str, Any] | None, weights_only: bool, where: str) -> Any:
+    library = _shard_library()
+    failed: UnisonoError | None = None
+    try:
+        _fill(library, target, into, weights_only)
+    except ArgumentError as error:
+        failed = error
+    except (Exception, library.CheckpointException) as error:
+        failed = _unreadable(target, where, error)
+        failed.__cause__ = error
+    model = communicator()
+    said = _told(model, "load_checkpoint of shards", None if failed is None else str(failed))
+    if failed is not None:
+        raise failed
+    if any(said):
+        raise PayloadError(next(text for text in said if text))
+    return into
+
+
+def _fill(library: Any, target: Path, into: dict[str, Any] | None, weights_only: bool) -> None:
     try:
         name = (target / _POINTER).read_text()
     except OSError as error:
-        raise ArgumentError(f"the folder {target} has no checkpoint ({where}): {error}") from error
+        raise ArgumentError(f"the folder {target} has no checkpoint: {error}") from error
     if into is None:
         raise ArgumentError(
             f"{target} has shards: give load_checkpoint the state dict to fill, into=..."
         )
-    library = _shard_library()
+    if not name.startswith(_SHARDS) or os.path.basename(name) != name:
+        raise PayloadError(f"{target / _POINTER} names no shards, but {name!r}")
+    if not weights_only:
+        refuse_pickle("load_checkpoint with weights_only=False")
     with _without_warning():
-        library.load(into, checkpoint_id=str(target / name))
-    return into
+        library.load(into, target / name, weights_only)
 
 
 @contextmanager
