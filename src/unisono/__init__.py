@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     )
     from unisono.training.randomness import (
         get_rng_state,
+        rank_generator,
         seed_everything,
         set_rng_state,
         sync_random_seed,
@@ -167,6 +168,7 @@ __all__ = (
     "one_rank_only",
     "print",
     "progress",
+    "rank_generator",
     "recv",
     "reduce",
     "reduce_dict",
@@ -300,6 +302,7 @@ _EXTRAS = {
     ),
     "unisono.training.randomness": (
         "get_rng_state",
+        "rank_generator",
         "seed_everything",
         "set_rng_state",
         "sync_random_seed",

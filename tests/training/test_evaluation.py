@@ -84,11 +84,15 @@ def seeds(local_rank: int, shares_generators: bool) -> None:
     assert len(set(idist.all_gather(idist.sync_random_seed()))) == 1
     assert idist.sync_random_seed(rank) == 0
     assert set(idist.all_gather(idist.seed_everything(11))) == {11}
+    own = [torch.rand(1, generator=idist.rank_generator(seed)).item() for seed in (11, 11, None)]
+    assert own[0] == own[1] != own[2]
+    assert len({*idist.all_gather(own[0]), *idist.all_gather(own[2])}) == 2 * size
     if not shares_generators:
         idist.seed_everything(11)
         drawn = (torch.rand(1).item(), random.random(), float(numpy.random.rand()))
         assert len(set(idist.all_gather(drawn))) == 1
         idist.seed_everything(11, per_rank=True)
+        assert torch.rand(1).item() == own[0]
         assert len(set(idist.all_gather(torch.rand(1).item()))) == size
         state = idist.get_rng_state()
         first = torch.rand(2).tolist(), random.random(), numpy.random.rand(2).tolist()

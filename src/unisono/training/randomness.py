@@ -14,7 +14,13 @@ from unisono.collectives.groups import GroupLike, team
 from unisono.collectives.transfers import broadcast
 from unisono.errors import ArgumentError
 
-__all__ = ("get_rng_state", "seed_everything", "set_rng_state", "sync_random_seed")
+__all__ = (
+    "get_rng_state",
+    "rank_generator",
+    "seed_everything",
+    "set_rng_state",
+    "sync_random_seed",
+)
 
 _LIMIT = 2**32  # what numpy takes
 
@@ -65,7 +71,7 @@ def seed_everything(seed: int | None = None, per_rank: bool = False) -> int:
 
     Returns:
         The seed before the rank was added, the same on every rank. Replicas that are threads share
-        these generators: give each a ``torch.Generator`` of its own instead.
+        these generators, so that no seed tells what one of them draws: there, `rank_generator`.
 
     Raises:
         ArgumentError: the seed is no int from 0 to 2**32 - 1.
@@ -84,6 +90,39 @@ def seed_everything(seed: int | None = None, per_rank: bool = False) -> int:
     if numpy is not None:
         numpy.random.seed(mine)
     return found
+
+
+def rank_generator(seed: int | None = None, device: torch.device | str = "cpu") -> torch.Generator:
+    """Make a generator that is this rank's alone, also where replicas are threads.
+
+    Local.
+
+    Args:
+        seed: the rank is added to it; None draws one from the system.
+        device: where it draws.
+
+    Returns:
+        A new one, for ``torch.rand(..., generator=...)``, samplers and loaders. With a seed its
+        numbers are those of ``seed_everything(seed, per_rank=True)`` in a process of its own.
+
+    Raises:
+        ArgumentError: the seed is no int from 0 to 2**32 - 1.
+
+    Example:
+        >>> import torch, unisono as idist
+        >>> def draw(local_rank):
+        ...     return torch.rand(1, generator=idist.rank_generator(7)).item()
+        >>> idist.spawn("threads", draw, nproc_per_node=2) == idist.spawn(
+        ...     "threads", draw, nproc_per_node=2
+        ... )
+        True
+    """
+    generator = torch.Generator(device)
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed((_checked(seed) + current_model().topology.rank) % _LIMIT)
+    return generator
 
 
 def get_rng_state() -> dict[str, Any]:
