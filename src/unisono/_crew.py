@@ -18,7 +18,7 @@ from typing import Any
 
 from unisono._serving import CALL, OUTPUT, SECRET_BYTES, WHERE, serve
 from unisono.control.addresses import listen_locally, peer
-from unisono.control.deadlines import Recall, until_recalled
+from unisono.control.deadlines import Recall, limit_of, until_recalled
 from unisono.control.door import visitors
 from unisono.errors import CollectiveTimeoutError, LaunchError
 from unisono.launchers import _channel
@@ -29,7 +29,7 @@ __all__ = ("Answer", "Crew", "Ending")
 _LEAST_S = 0.001
 _LEAVE_S = 1.0  # for an idle replica to take its leave, before it is killed
 _QUIT_S = 0.3  # for one that shall drop what it does
-_END_S = 10.0  # for exit handlers
+_END_S = 10.0  # for the end of those that were told to drop what they do
 _TICK_S = 0.1  # between two looks at replicas that are busy when another one has failed
 _STRIKES = 2  # looks in a row at which one says nothing, or that it waits
 _PATIENCE_S = 5.0  # with those that say that they compute
@@ -80,6 +80,10 @@ class Crew:
         self._outputs_at_start = _outputs()
         self._ended, end = socket.socketpair()
         self._spawning = _Spawning(end)
+        self.is_late = False
+        """Whether replicas were still at their end when the block's deadline was over."""
+        self.ending_error: BaseException | None = None
+        """Why a replica that had left its last call couldn't end in good order."""
         self._secret = secrets.token_bytes(SECRET_BYTES)
         with ExitStack() as stack:
             listener, address = listen_locally(stack)
@@ -195,13 +199,15 @@ class Crew:
     def stop(self, is_orderly: bool) -> bool:
         """End the replicas: in their own time, or at once; processes that don't go are killed.
 
-        Local.
+        Local. What they still do in their own time is waited for as long as the block's deadline
+        allows: threads that aren't daemons, exit handlers.
 
         Returns:
             Whether they have ended; threads that are stuck can't be ended.
         """
         if len(self._lines) < self._size:
             self._spawning.recall.now()  # those that aren't there yet can't be told
+        was_whole = is_orderly and not self.has_ended()
         for line in self._lines.values():
             with suppress(OSError):
                 if is_orderly:
@@ -209,14 +215,20 @@ class Crew:
                     _channel.send(line, _channel.END)
                 else:
                     line.shutdown(socket.SHUT_WR)
-        self._see_off(_LEAVE_S if is_orderly else _QUIT_S)
-        pids = {peer(line).pid for line in self._lines.values()}
-        self._thread.join(_QUIT_S if pids == {os.getpid()} and not is_orderly else _END_S)
+        has_killed = self._see_off(_LEAVE_S if is_orderly else _QUIT_S)
+        pids = {peer(line).pid for line in self._lines.values()} - {os.getpid()}
+        if is_orderly and pids:  # threads and exit handlers end in their own time, as spawn's do
+            self._thread.join(limit_of(None))
+            self.is_late = self._thread.is_alive()
+            _kill(pids if self.is_late else ())
+        self._thread.join(_END_S if pids or is_orderly else _QUIT_S)
         _hang_up(self._sockets())
+        if was_whole and not has_killed:
+            self.ending_error = self._spawning.error
         return not self._thread.is_alive()
 
-    def _see_off(self, patience_s: float) -> None:
-        """Wait until the replicas have closed their lines; kill the processes that don't."""
+    def _see_off(self, patience_s: float) -> bool:
+        """Wait until the replicas have closed their lines; kill those that don't, and tell so."""
         until = time.monotonic() + patience_s
         waiting = select.poll()
         lines = {line.fileno(): line for line in self._lines.values()}
@@ -226,13 +238,11 @@ class Crew:
         while lines and (left := until - time.monotonic()) > 0:
             for fd, _ in waiting.poll(left * 1000):
                 if fd == self._ended.fileno():
-                    return
+                    return False
                 waiting.unregister(fd)
                 del lines[fd]
-        for pid in {peer(line).pid for line in lines.values()}:
-            if pid is not None and pid != os.getpid():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        _kill({peer(line).pid for line in lines.values()} - {os.getpid()})
+        return bool(lines)
 
 
 class Ending:
@@ -291,6 +301,13 @@ def _hang_up_at_home(lines: list[socket.socket], owner: int) -> None:
     """Hang up, but in a fork of the owner: what that shuts down is shut down for both."""
     if os.getpid() == owner:
         _hang_up(lines)
+
+
+def _kill(pids: Iterable[int | None]) -> None:
+    for pid in pids:
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _is_closed(line: socket.socket) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from unisono import _context
 from unisono.control.deadlines import Limit, within
+from unisono.launchers._lifetime import Lifetime
 from unisono.model import ComputationModel
 from unisono.registry import find_model
 from unisono.topology import RankInfo
@@ -39,12 +40,14 @@ class Replica:
         """Run in a process of its own. Collective over all ranks of `info`.
 
         After an exception nothing is finalised: the connections stay open, so that the parent sees
-        this error before any that it causes elsewhere.
+        this error before any that it causes elsewhere. Threads that the function leaves behind
+        have the context until they end, as an asynchronous checkpoint needs it.
         """
         cls = find_model(self.backend)
         with within(self.limit):
             model = _context.activate(lambda: cls.initialize(self.backend, info, **self.options))
-            result = self.fn(info.local_rank, *self.args, **self.kwargs)
+            with Lifetime.function():
+                result = self.fn(info.local_rank, *self.args, **self.kwargs)
             if model.is_alive():
                 model.settle()
                 model.finalize()
@@ -54,7 +57,8 @@ class Replica:
     def run(self, model: ComputationModel) -> Any:
         """Run in a thread that the model made. Collective over all ranks of `model`."""
         with _context.replica(model), within(self.limit):
-            result = self.fn(model.topology.local_rank, *self.args, **self.kwargs)
+            with Lifetime.function():
+                result = self.fn(model.topology.local_rank, *self.args, **self.kwargs)
             model.settle()
             model.finalize()
             return result

@@ -16,6 +16,8 @@ from unisono import _context
 from unisono.control.addresses import local_address
 from unisono.errors import CollectiveError, PayloadError
 from unisono.launchers import _channel
+from unisono.launchers._by_value import load_from_parent
+from unisono.launchers._lifetime import flush, forks_end_here
 from unisono.launchers._worker import describe
 from unisono.model import ComputationModel
 
@@ -47,8 +49,10 @@ def serve(local_rank: int, address: str, secret: bytes, owner: int, has_prefix: 
     rank = model.topology.rank
     is_process = os.getpid() != owner
     if has_prefix and is_process:
-        sys.stdout = _Prefixed(sys.stdout, f"[rank {rank}] ")
-        sys.stderr = _Prefixed(sys.stderr, f"[rank {rank}] ")
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if stream is not None:  # as in a program that was started without one
+                setattr(sys, name, _Prefixed(stream, f"[rank {rank}] "))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.connect(local_address(address))
         sock.sendall(secret + rank.to_bytes(4, "little"))
@@ -61,7 +65,7 @@ def serve(local_rank: int, address: str, secret: bytes, owner: int, has_prefix: 
             if isinstance(order, list):
                 _print_to(order, is_process)
             else:
-                pool.tell(*_outcome(local_rank, order))
+                pool.tell(*_outcome(local_rank, order, is_process))
 
 
 def _print_to(fds: list[int], is_process: bool) -> None:
@@ -106,11 +110,12 @@ def _may_wait(thread_id: int) -> bool:
     return may_wait and frame is not None
 
 
-def _outcome(local_rank: int, body: bytes) -> tuple[bytes, bytes]:
+def _outcome(local_rank: int, body: bytes, is_process: bool) -> tuple[bytes, bytes]:
     """Run one call; give the kind and the body of its answer."""
     try:
-        fn, args, kwargs, takes_rank = cloudpickle.loads(body)
-        result = fn(local_rank, *args, **kwargs) if takes_rank else fn(*args, **kwargs)
+        fn, args, kwargs, takes_rank = load_from_parent(body, defines=is_process)
+        with forks_end_here():
+            result = fn(local_rank, *args, **kwargs) if takes_rank else fn(*args, **kwargs)
         try:
             return _channel.RESULT, cloudpickle.dumps(result)
         except Exception as error:  # an object's own __reduce__ may raise anything
@@ -119,8 +124,7 @@ def _outcome(local_rank: int, body: bytes) -> tuple[bytes, bytes]:
     except BaseException as error:  # SystemExit too: the pool decides what it means
         return BROKEN if _is_broken(error) else _channel.ERROR, cloudpickle.dumps(describe(error))
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        flush()
 
 
 def _is_broken(error: BaseException | None) -> bool:

@@ -17,6 +17,7 @@ from unisono._replica import Replica
 from unisono._table import OF_THREADS, SEATS_NODES
 from unisono.control.deadlines import Limit
 from unisono.errors import ArgumentError, CollectiveTimeoutError, WorkerFailedError
+from unisono.launchers._surroundings import streams_filled
 from unisono.model import ComputationModel
 from unisono.registry import find_launcher, find_model
 from unisono.topology import LaunchPlan, RankInfo
@@ -228,7 +229,8 @@ def spawn(
     if limit is not None and limit.left_s == 0:
         raise CollectiveTimeoutError("nothing was spawned: the block's deadline is over")
     try:
-        return _launch(cls, replica, plan, options)
+        with streams_filled():
+            return _launch(cls, replica, plan, options)
     except WorkerFailedError as error:
         if not _is_of_the_block(error, limit):
             raise

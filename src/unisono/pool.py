@@ -25,6 +25,7 @@ from unisono.errors import (
 from unisono.launchers import _channel
 from unisono.launchers._by_value import pickle_for_worker
 from unisono.launchers._job import raised
+from unisono.launchers._surroundings import streams_filled
 from unisono.launchers._worker import Failure
 from unisono.lifecycle import check_job
 
@@ -161,14 +162,30 @@ class WorkerPool:
             return results
 
     def close(self) -> None:
-        """End the replicas. Local; harmless the second time, and in a fork of this process."""
+        """End the replicas.
+
+        Local; harmless the second time, and in a fork of this process. Threads that their functions
+        left behind, unless they are daemons, and exit handlers end first: within ``deadline``, in
+        the time that is left there.
+
+        Raises:
+            WorkerFailedError: a replica died of what it still did.
+            CollectiveTimeoutError: the block's deadline is over; the replicas have been ended.
+        """
         if self._owner != os.getpid():
             return
         with self._lock:
             self._is_closed = True
             crew, self._crew = self._crew, None
-        if crew is not None:
-            crew.stop(is_orderly=True)
+        if crew is None:
+            return
+        crew.stop(is_orderly=True)
+        if crew.is_late:
+            raise CollectiveTimeoutError(
+                "the block's deadline is over, but replicas still had threads or exit handlers"
+            )
+        if crew.ending_error is not None:
+            raise crew.ending_error
 
     def __enter__(self) -> Self:
         return self
@@ -194,7 +211,8 @@ class WorkerPool:
         if self._crew is not None and self._crew.has_ended():
             self._drop()
         if self._crew is None:
-            self._crew = Crew(self._size, *self._spawning, limit)
+            with streams_filled():
+                self._crew = Crew(self._size, *self._spawning, limit)
         return self._crew
 
     def _drop(self) -> bool:
@@ -294,6 +312,6 @@ def _pickled(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], takes_rank:
     if not callable(fn):
         raise ArgumentError(f"fn should be callable: {fn!r}")
     try:
-        return pickle_for_worker((fn, args, kwargs, takes_rank))
+        return pickle_for_worker((fn, args, kwargs, takes_rank), with_main=False)
     except Exception as error:  # an object's own __reduce__ may raise anything
         raise PayloadError(f"the function or its arguments can't be pickled: {error}") from error

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +46,83 @@ def test_results_and_errors_come_back_by_rank(ready: str) -> None:
     assert raised.value.rank == 1
     assert isinstance(raised.value.__cause__, KeyError)
     assert "from rank 1" in raised.value.traceback
+
+
+def ends_early(local_rank: int) -> int:
+    if local_rank == 0:
+        os._exit(0)  # as a library that leaves
+    return local_rank
+
+
+def cut_off(local_rank: int) -> int:
+    if local_rank == 1:
+        atexit.register(os._exit, 0)
+    return local_rank
+
+
+@pytest.mark.filterwarnings("default")  # Ray's own
+@pytest.mark.parametrize("fn", [ends_early, cut_off])
+def test_a_rank_without_a_result_is_a_failure(ready: str, fn: Callable[[int], int]) -> None:
+    if (ready, fn) == ("ray", cut_off):
+        pytest.skip(
+            "an actor has Ray's own exit handlers, and hasn't ended when its result is there"
+        )
+    with pytest.raises(WorkerFailedError, match="rank [01] of 2") as raised:
+        unisono.spawn("gloo", fn, nproc_per_node=2, launcher=ready, timeout=20)
+    assert raised.value.rank == (0 if fn is ends_early else 1)
+
+
+def late(released: str, file: str) -> None:
+    with open(released) as stream:
+        stream.read()
+    Path(file).write_text("whole")
+
+
+def leaves_behind(local_rank: int, released: str, file: str, say: str) -> int:
+    threading.Thread(target=late, args=(released, file)).start()
+    Path(say).write_text("")
+    return local_rank
+
+
+def test_what_a_function_leaves_behind_is_done_before_its_result(
+    ready: str, tmp_path: Path
+) -> None:
+    if ready == "ray":
+        pytest.skip("an actor ends at the end of the job, whatever its threads do")
+    released, file, said = (str(tmp_path / name) for name in ("released", "file", "said"))
+    os.mkfifo(released)
+    os.mkfifo(said)
+    found: list[Any] = []
+    args = (released, file, said)
+
+    def run() -> None:
+        found.extend(unisono.spawn("gloo", leaves_behind, args, launcher=ready))
+
+    spawning = threading.Thread(target=run)
+    spawning.start()
+    Path(said).read_text()
+    spawning.join(0.5)
+    assert spawning.is_alive()
+    Path(released).write_text("go")
+    spawning.join()
+    assert (found, Path(file).read_text()) == ([0], "whole")
+
+
+def fails_once(local_rank: int, folder: str) -> tuple[int, str]:
+    if local_rank == 1 and not Path(folder, "failed").exists():
+        unisono.barrier()
+        Path(folder, "failed").touch()
+        raise ValueError("once")
+    if not Path(folder, "failed").exists():
+        unisono.barrier()
+    return unisono.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+
+@pytest.mark.filterwarnings("default")
+def test_results_of_an_earlier_attempt_do_not_count(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"launcher": "torchrun", "launcher_options": {"max_restarts": 1}}
+    found = unisono.spawn("gloo", fails_once, (str(tmp_path),), nproc_per_node=2, **options)
+    assert found == [(0, "1"), (1, "1")]
 
 
 def test_slurm_runs_functions_on_all_nodes(

@@ -1,54 +1,106 @@
-"""Pickles of what a worker shall run: by value where the worker couldn't import it."""
+"""Pickles of what a worker shall run: by value where the worker couldn't import it.
+
+Classes and functions that come by value are put into a module of the name that they bear, so that
+plain pickle finds them there too: ``torch.save``, queues, and workers of a DataLoader.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import io
+import pickle
 import sys
 import threading
+from dataclasses import dataclass, field
+from multiprocessing.reduction import ForkingPickler
 from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
 
-__all__ = ("pickle_for_worker",)
+__all__ = ("load_from_parent", "pickle_for_worker")
 
 _lock = threading.Lock()
+_MAIN = "__main__"
+_LARGEST_CLASS_BYTES = 1 << 20  # of one that may not even be needed
 
 
-def pickle_for_worker(value: object) -> bytes:
+@dataclass(slots=True)
+class _Definitions:
+    """What the parent's own modules define.
+
+    Args:
+        used: by module and name, what is part of the pickle anyway.
+        others: by name, pickles of the other classes of ``__main__``; files may name them.
+    """
+
+    used: dict[str, dict[str, Any]] = field(default_factory=dict)
+    others: dict[str, bytes] = field(default_factory=dict)
+
+
+def pickle_for_worker(value: object, *, with_main: bool = True) -> bytes:
     """Pickle a value for a process that has this one's ``sys.path``, but not its modules.
 
     Local. Functions and classes of modules that such a process can import go by reference.
 
     Args:
         value: anything that cloudpickle knows.
+        with_main: whether classes of ``__main__`` that `value` doesn't use go along.
 
     Returns:
-        The pickle.
+        The pickle, for `load_from_parent`.
 
     Raises:
         Exception: whatever an object's own ``__reduce__`` raises.
     """
     out = io.BytesIO()
-    pickler = _Pickler(out)
+    definitions = _Definitions()
+    pickler = _Pickler(out, definitions)
     with _lock:
         try:
             pickler.dump(value)
+            if with_main:
+                definitions.others.update(_other_classes(definitions.used.get(_MAIN, {})))
+            pickler.dump(definitions)  # with the memo of the value: the same objects
         finally:
             for module in pickler.registered:
                 cloudpickle.unregister_pickle_by_value(module)
     return out.getvalue()
 
 
+def load_from_parent(data: bytes, *, defines: bool = True) -> Any:
+    """Load what `pickle_for_worker` made.
+
+    Local.
+
+    Args:
+        data: the pickle.
+        defines: whether its definitions are put into their modules; not where this is the process
+            that made it, which has its own.
+
+    Raises:
+        Exception: whatever an object's own constructor raises.
+    """
+    unpickler = pickle.Unpickler(io.BytesIO(data))
+    value = unpickler.load()
+    if defines:
+        _define(unpickler.load())
+    return value
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, out: io.BytesIO) -> None:
+    def __init__(self, out: io.BytesIO, definitions: _Definitions) -> None:
         super().__init__(out)
         self.registered: list[ModuleType] = []
-        self._seen = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
+        self._used = definitions.used
+        self._seen = {_MAIN, *cloudpickle.list_registry_pickle_by_value()}
+        self._by_value = set(self._seen)
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, FunctionType)):
             self._look_at(obj.__module__)
+            if obj.__module__ in self._by_value and _is_at_top(obj):
+                self._used.setdefault(obj.__module__, {})[obj.__name__] = obj
         return super().reducer_override(obj)
 
     def _look_at(self, name: Any) -> None:
@@ -59,6 +111,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if module is not None and not _is_importable(name, module):
             cloudpickle.register_pickle_by_value(module)
             self.registered.append(module)
+            self._by_value.add(name)
+
+
+def _is_at_top(obj: Any) -> bool:
+    """Tell whether plain pickle would find a class or a function in its module. Local."""
+    module = sys.modules.get(obj.__module__)
+    return module is not None and module.__dict__.get(obj.__qualname__) is obj
 
 
 def _is_importable(name: str, module: ModuleType) -> bool:
@@ -77,3 +136,81 @@ def _is_importable(name: str, module: ModuleType) -> bool:
         if spec is not None:
             return file is None or spec.origin == file
     return False
+
+
+def _other_classes(used: dict[str, Any]) -> dict[str, bytes]:
+    """Pickle the classes of ``__main__`` that aren't used; files may name them."""
+    found = {}
+    for name, obj in list(vars(sys.modules[_MAIN]).items()):
+        is_own = isinstance(obj, type) and obj.__module__ == _MAIN and _is_at_top(obj)
+        if not is_own or name in used:
+            continue
+        try:
+            data = cloudpickle.dumps(obj)
+        except Exception:  # one that can't travel can't be needed there
+            continue
+        if len(data) <= _LARGEST_CLASS_BYTES:
+            found[name] = data
+    return found
+
+
+def _define(definitions: _Definitions) -> None:
+    for name, found in definitions.used.items():
+        if name not in sys.modules and not _can_be_found(name):
+            sys.modules[name] = ModuleType(name)
+        if name in sys.modules:
+            for key, obj in found.items():
+                setattr(sys.modules[name], key, obj)
+    main = sys.modules[_MAIN]
+    known = vars(main)
+    others = {  # a fork of the parent has them
+        name: data
+        for name, data in definitions.others.items()
+        if getattr(known.get(name), "__module__", None) != _MAIN
+    }
+    if others and "__getattr__" not in known:
+        for name in others:
+            known.pop(name, None)  # of the line that started this process
+        main.__getattr__ = _Others(others)  # type: ignore[method-assign]
+    if hasattr(main, "__file__"):  # multiprocessing runs that file in a fresh process
+        return
+    if not hasattr(ForkingPickler, "reducer_override"):  # somebody else's stays
+        setattr(ForkingPickler, "reducer_override", _reduce_for_child)  # noqa: B010 - see its type
+
+
+def _can_be_found(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # its package can't be
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Others:
+    """The ``__getattr__`` of ``__main__``: classes that are loaded when something asks for them."""
+
+    pickles: dict[str, bytes]
+
+    def __call__(self, name: str) -> Any:
+        if name not in self.pickles:
+            raise AttributeError(f"module {_MAIN!r} has no attribute {name!r}")
+        found = cloudpickle.loads(self.pickles[name])
+        setattr(sys.modules[_MAIN], name, found)
+        return found
+
+
+def _reduce_for_child(_: ForkingPickler, obj: Any) -> Any:
+    """Send what ``__main__`` defines by value to a fresh process of multiprocessing.
+
+    Such a process would run the program's file for it, which this one hasn't run itself.
+    """
+    if isinstance(obj, (type, FunctionType)) and obj.__module__ == _MAIN and _is_at_top(obj):
+        return _define_in_child, (obj.__name__, cloudpickle.dumps(obj))
+    return NotImplemented
+
+
+def _define_in_child(name: str, data: bytes) -> Any:
+    main = sys.modules[_MAIN]
+    if name not in vars(main):
+        setattr(main, name, cloudpickle.loads(data))
+    return getattr(main, name)

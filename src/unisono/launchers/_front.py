@@ -310,7 +310,7 @@ def show(target: int, line: bytes) -> None:
     """Print a line of a rank to stdout (1) or stderr (2) as it is. Local."""
     stream = sys.stdout if target == 1 else sys.stderr
     buffer: IO[bytes] | None = getattr(stream, "buffer", None)
-    with contextlib.suppress(OSError, ValueError):  # nobody may be left to read it
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody may be left to read it
         if buffer is None:
             stream.write(line.decode(errors="replace"))
         else:

@@ -157,10 +157,17 @@ def _exec(fds: list[int]) -> int:
         stdout=stdout,
         stderr=stderr,
         pass_fds=[channel],
+        cwd=None if _has_directory() else "/",  # torch can't be imported where there is none
         preexec_fn=lambda: die_with(parent),  # this process has one thread
     )
     worker.returncode = 0  # `_reap` waits for it, so that Popen must not
     return worker.pid
+
+
+def _has_directory() -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return bool(os.getcwd())
+    return False
 
 
 def _obey(status: socket.socket, pid: int) -> None:

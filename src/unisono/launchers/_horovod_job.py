@@ -26,6 +26,7 @@ from unisono.errors import LaunchError, WorkerFailedError
 from unisono.launchers import _channel
 from unisono.launchers._job import raised
 from unisono.launchers._stops import Stops
+from unisono.launchers._surroundings import directory, search_path
 from unisono.launchers._worker import Failure, Task
 from unisono.topology import RankInfo
 
@@ -205,8 +206,8 @@ class Job:
     def _employ(self, channel: socket.socket, hello: bytes) -> None:
         number, pid, environ = pickle.loads(hello)
         info = self.infos[number]
-        path = [os.path.abspath(item) if item == "" else item for item in sys.path]
-        task = Task(self.entry, info, environ, path, list(sys.argv), os.getcwd())
+        path = search_path()
+        task = Task(self.entry, info, environ, path, list(sys.argv), directory())
         body = pickle.dumps(task)
         words = memoryview(_channel.head(_channel.TASK, len(body)) + body)
         self._ranks[number] = _Rank(number, channel, pid, words)
@@ -274,8 +275,9 @@ class Job:
         if is_error:
             self._last_words.setdefault(int(match[1]), deque(maxlen=20)).append(text.rstrip())
         stream = sys.stderr if is_error else sys.stdout
-        stream.write(text)
-        stream.flush()
+        with contextlib.suppress(Exception):  # it may be closed, or a user's own
+            stream.write(text)
+            stream.flush()
 
     def _error(self, begin: float) -> LaunchError | None:
         if self._failed:

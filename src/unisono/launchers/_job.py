@@ -21,6 +21,7 @@ import cloudpickle
 from unisono.control.deadlines import end_of_block, overdue
 from unisono.errors import CollectiveTimeoutError, LaunchError, WorkerFailedError
 from unisono.launchers import _channel
+from unisono.launchers._surroundings import why_aborted
 from unisono.launchers._worker import Failure
 
 __all__ = ("Job", "Maker", "Worker", "raised")
@@ -435,7 +436,8 @@ class Job:
         code = os.waitstatus_to_exitcode(first.wait_status)
         if code < 0:
             name = _name(-code)
-            return WorkerFailedError(f"{who} was ended by {name}", first.rank, signal=name)
+            why = why_aborted() if name == "SIGABRT" else ""
+            return WorkerFailedError(f"{who} was ended by {name}{why}", first.rank, signal=name)
         return WorkerFailedError(
             f"{who} ended with exit code {code} before its work was done", first.rank, code
         )

@@ -32,6 +32,7 @@ from unisono.errors import LaunchError, WorkerFailedError
 from unisono.launchers import _channel
 from unisono.launchers._job import raised
 from unisono.launchers._stops import Stops
+from unisono.launchers._surroundings import directory, search_path
 from unisono.launchers._worker import Failure, Task, work
 from unisono.topology import RankInfo
 
@@ -241,8 +242,8 @@ class Job:
                 f"{self._n_ranks} ranks were asked for, but the launcher made a process that MPI's "
                 f"variables say is {info}: is it an mpiexec?"
             )
-        path = [os.path.abspath(item) if item == "" else item for item in sys.path]
-        task = Task(self._entry, info, environ, path, list(sys.argv), os.getcwd())
+        path = search_path()
+        task = Task(self._entry, info, environ, path, list(sys.argv), directory())
         body = pickle.dumps(task)
         words = memoryview(_channel.head(_channel.TASK, len(body)) + body)
         self._ranks.append(_Rank(info.rank, channel, words))

@@ -13,6 +13,7 @@ from typing import Any
 
 import cloudpickle
 
+from unisono.launchers._by_value import load_from_parent
 from unisono.launchers._script import Script
 from unisono.launchers._store import host
 from unisono.launchers._worker import Failure, describe
@@ -54,7 +55,7 @@ class RankActor:
         os.environ.update(environ)
         sys.path.extend(item for item in path if item not in sys.path)
         try:
-            entry: Callable[[RankInfo], Any] = cloudpickle.loads(pickled)
+            entry: Callable[[RankInfo], Any] = load_from_parent(pickled)
             return cloudpickle.dumps(entry(info))
         except BaseException as error:  # SystemExit and KeyboardInterrupt are failures too
             failure: Failure = describe(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import importlib
 import os
@@ -13,19 +12,19 @@ import sys
 import threading
 import traceback
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import cloudpickle
 
 from unisono.errors import PayloadError, PeerFailedError, WorkerFailedError
 from unisono.launchers import _channel
+from unisono.launchers._by_value import load_from_parent
 from unisono.launchers._helper import die_with
+from unisono.launchers._lifetime import Lifetime, flush, seed_generators, skip_ours
+from unisono.launchers._surroundings import Surroundings
 from unisono.topology import RankInfo
 
 __all__ = ("Failure", "Task", "describe", "work")
-
-_PACKAGE = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +32,13 @@ class Task:
     """What a worker is told.
 
     Args:
-        entry: cloudpickle of a callable of one RankInfo.
+        entry: pickle for a worker of a callable of one RankInfo.
         info: who the worker is.
         environ: all of its environment variables.
         path: its ``sys.path``.
         argv: its ``sys.argv``.
         directory: its working directory.
+        surroundings: what else it has from the parent; None where it has that already.
     """
 
     entry: bytes
@@ -47,6 +47,7 @@ class Task:
     path: list[str]
     argv: list[str]
     directory: str
+    surroundings: Surroundings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +89,22 @@ def work(channel_fd: int, parent: int) -> NoReturn:
     threading.Thread(
         target=_watch, args=(channel, ended), name="unisono-parent", daemon=True
     ).start()
+    Lifetime.begin()
     try:
         _settle_in(task)
-        value = cloudpickle.loads(task.entry)(task.info)
+        value = load_from_parent(task.entry)(task.info)
         body = _pickle(value)
+        Lifetime.run_exit_handlers()
+        flush()
     except BaseException as error:  # SystemExit and KeyboardInterrupt are failures too
         failure = describe(error)
-        _flush()
+        flush()
         with contextlib.suppress(OSError):
             _channel.send(channel, _channel.ERROR, pickle.dumps(failure))
         # Connections stay open until the parent has seen this error, and not a neighbour's.
         ended.wait()
         os._exit(1)
-    _flush()
     _channel.send(channel, _channel.RESULT, body)
-    atexit._run_exitfuncs()
-    _flush()
     os._exit(0)
 
 
@@ -122,10 +123,16 @@ def _settle_in(task: Task) -> None:
     os.environ.clear()
     os.environ.update(task.environ)
     sys.path[:] = task.path
+    seed_generators()
     importlib.invalidate_caches()  # files may be newer than the process that this one is a copy of
     sys.argv[:] = task.argv
-    with contextlib.suppress(OSError):  # the directory may be gone
+    try:
         os.chdir(task.directory)
+    except OSError:
+        if task.surroundings is not None:  # else it may be on another host
+            raise
+    if task.surroundings is not None:
+        task.surroundings.enter()
     threads = task.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > 0 and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(int(threads))
@@ -135,15 +142,9 @@ def _watch(channel: socket.socket, ended: threading.Event) -> None:
     message = _channel.receive(channel)
     if message is None:
         os.kill(os.getpid(), signal.SIGKILL)
-    _flush()
+    flush()
     ended.set()
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # a stream may be closed, or anything a user put there
-            stream.flush()
 
 
 def describe(error: BaseException) -> Failure:
@@ -154,7 +155,7 @@ def describe(error: BaseException) -> Failure:
         cause = None
     kind = type(error)
     last = traceback.format_exception_only(kind, error)[-1].strip()
-    trimmed = error.with_traceback(_skip_ours(error.__traceback__))
+    trimmed = error.with_traceback(skip_ours(error.__traceback__))
     text = "".join(traceback.format_exception(kind, trimmed, trimmed.__traceback__))
     is_secondary = _is_about_a_peer(error)
     return Failure(last, text, WorkerFailedError.exit_code_of(error), is_secondary, cause)
@@ -169,11 +170,3 @@ def _is_about_a_peer(error: BaseException | None) -> bool:
         seen.add(id(error))
         error = error.__cause__
     return False
-
-
-def _skip_ours(frames: Any) -> Any:
-    """Drop this package's frames at the top, unless there are no others."""
-    inner = frames
-    while inner is not None and inner.tb_frame.f_code.co_filename.startswith(_PACKAGE):
-        inner = inner.tb_next
-    return inner or frames

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import ctypes
 import faulthandler
 import importlib
 import io
 import multiprocessing
+import multiprocessing.util
 import os
 import pickle
 import signal
@@ -24,6 +23,8 @@ import cloudpickle
 import torch
 
 from unisono.errors import LaunchError, PeerFailedError
+from unisono.launchers._by_value import load_from_parent
+from unisono.launchers._lifetime import Lifetime, flush, seed_generators
 from unisono.launchers._worker import describe
 from unisono.topology import LaunchPlan, RankInfo
 
@@ -32,6 +33,7 @@ __all__ = ("FORK_DIED", "serve")
 FORK_DIED = 86
 """Exit code of the fresh process where one that it forked has died."""
 _PR_SET_PDEATHSIG = 1
+_LAST = -100
 _PRIMARY_WAIT_S = 1.0  # how long an error that only reports a peer's waits for the peer's own
 
 
@@ -82,8 +84,10 @@ def serve(link: Connection) -> NoReturn:
     except BaseException as error:
         child.send("failure", -1, describe(error))
         os._exit(1)
-    atexit._run_exitfuncs()
-    _flush()
+    Lifetime.begin()
+    Lifetime.join_threads()
+    Lifetime.run_exit_handlers()
+    flush()
     os._exit(0)
 
 
@@ -92,6 +96,7 @@ def _after_fork() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if os.getppid() == _child.pid:
         _die_with(_child.pid)
+        seed_generators()
 
 
 def _die_with(parent: int) -> None:
@@ -107,9 +112,11 @@ def _replica(_rank: int) -> None:
     assert child is not None
     runtime = importlib.import_module("torch_xla.runtime")
     rank = runtime.global_ordinal()
+    if os.getpid() != child.pid:  # multiprocessing ends those that it forks without exit handlers
+        multiprocessing.util.Finalize(None, Lifetime.run_exit_handlers, exitpriority=_LAST)
     child.send("thread", rank, threading.get_ident())
     try:
-        entry = cloudpickle.loads(child.entry)
+        entry = load_from_parent(child.entry)
         result = entry(_info(runtime, child.plan))
         buffer = io.BytesIO()
         _ResultPickler(buffer).dump(result)
@@ -117,9 +124,9 @@ def _replica(_rank: int) -> None:
         if isinstance(error, PeerFailedError):
             time.sleep(_PRIMARY_WAIT_S)
         child.send("failure", rank, describe(error))
-        _flush()
+        flush()
         os._exit(1)  # with the process go the replicas that wait for this one
-    _flush()
+    flush()
     child.send("result", rank, buffer.getvalue())
 
 
@@ -151,9 +158,3 @@ class _ResultPickler(cloudpickle.Pickler):  # type: ignore[misc]
             moved = obj.detach().cpu().requires_grad_(obj.requires_grad)
             return moved.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
         return super().reducer_override(obj)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # a stream may be closed, or a user's own
-            stream.flush()

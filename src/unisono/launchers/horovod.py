@@ -29,6 +29,7 @@ from unisono.launchers import _channel
 from unisono.launchers._by_value import pickle_for_worker
 from unisono.launchers._horovod_job import Job
 from unisono.launchers._private import private_folder
+from unisono.launchers._surroundings import search_path
 from unisono.launchers._worker import work
 from unisono.topology import LaunchPlan, RankInfo
 
@@ -176,7 +177,7 @@ def _listen(is_local: bool, held: ExitStack) -> tuple[socket.socket, str | int]:
 
 
 def _start(slots: dict[str, int], link: str) -> subprocess.Popen[bytes]:
-    path = [os.path.abspath(item) if item == "" else item for item in sys.path]
+    path = search_path()
     set_path = f"import sys; sys.path[:] = {path!r}\n"
     hosts = ",".join(f"{name}:{count}" for name, count in slots.items())
     words = ["--gloo", "--disable-cache", "-np", str(sum(slots.values())), "-H", hosts]

@@ -18,6 +18,7 @@ from unisono.errors import BackendUnavailableError, PayloadError, UnsupportedOpe
 from unisono.launchers._by_value import pickle_for_worker
 from unisono.launchers._mpi_job import Job
 from unisono.launchers._private import private_folder
+from unisono.launchers._surroundings import search_path
 from unisono.topology import LaunchPlan, RankInfo
 
 __all__ = ("argv", "environment", "find_mpiexec", "launch")
@@ -179,7 +180,7 @@ def _version(program: str) -> str:
 
 
 def _start(words: list[str], link: str) -> subprocess.Popen[bytes]:
-    path = [os.path.abspath(item) if item == "" else item for item in sys.path]
+    path = search_path()
     return subprocess.Popen(
         [*words, sys.executable, "-c", _BOOT.format(path=path, link=link)],
         env={**_AT_ONCE, **environment(os.environ, is_root=os.geteuid() == 0)},

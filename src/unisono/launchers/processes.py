@@ -26,6 +26,7 @@ from unisono.launchers import _channel, _helper
 from unisono.launchers._by_value import pickle_for_worker
 from unisono.launchers._job import Job, Maker, Worker
 from unisono.launchers._store import hold
+from unisono.launchers._surroundings import Surroundings, directory, has_directory, search_path
 from unisono.launchers._worker import Task, work
 from unisono.topology import LaunchPlan, RankInfo
 
@@ -130,14 +131,15 @@ def _task(pickled: bytes, info: RankInfo, environ: Mapping[str, str]) -> Task:
     share = {} if info.local_world_size == 1 else {"OMP_NUM_THREADS": str(info.core_share())}
     variables = {**share, **environ, **os.environ}
     variables |= {name: str(value) for name, value in own.items() if value is not None}
-    path = [os.path.abspath(item) if item == "" else item for item in sys.path]
-    return Task(pickled, info, variables, path, list(sys.argv), os.getcwd())
+    path = search_path()
+    return Task(pickled, info, variables, path, list(sys.argv), directory(), Surroundings.here())
 
 
 def _helper_for(method: str) -> _Helper:
     _retired[:] = [old for old in _retired if old.process.poll() is None]
     at_load = sorted(item for item in os.environ.items() if item[0].startswith(_AT_LOAD))
-    key = (sys.executable, *at_load)
+    # What a user may do is the helper's for good, and that of its workers.
+    key = (sys.executable, os.geteuid(), os.getegid(), *os.getgroups(), *at_load)
     known = _helpers.get(method)
     if known is not None and known.owner == os.getpid():
         if known.key == key and _answers(known):
@@ -159,7 +161,7 @@ def _answers(helper: _Helper) -> bool:
 
 def _start_helper(method: str, key: tuple[object, ...]) -> _Helper:
     ours, theirs = socket.socketpair()
-    path = [os.path.abspath(item) if item == "" else item for item in sys.path]
+    path = search_path()
     code = (
         f"import sys; sys.path[:] = {path!r}\n"
         "import importlib.util as u\n"
@@ -169,7 +171,10 @@ def _start_helper(method: str, key: tuple[object, ...]) -> _Helper:
     )
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+            [sys.executable, "-c", code],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            cwd=None if has_directory() else "/",  # torch can't be imported where there is none
         )
     return _Helper(ours, process, os.getpid(), key)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from unisono.launchers._front import Outcome, show, signals, verdict
 from unisono.launchers._rank.report import Reader, Report
 from unisono.launchers._ray_actor import RankActor, seats
 from unisono.launchers._script import Script, env_for
+from unisono.launchers._surroundings import search_path
 from unisono.launchers._worker import Failure
 from unisono.topology import LaunchPlan, RankInfo
 
@@ -180,7 +180,7 @@ class _Calls:
 
     def start(self, ranks: _Ranks, pickled: bytes, environ: Mapping[str, str]) -> None:
         """Start the calls; they see modules where this process sees them."""
-        path = [os.path.abspath(item) if item == "" else item for item in sys.path]
+        path = search_path()
         for actor, info in zip(ranks.actors, ranks.infos, strict=True):
             variables = {**environ, **env_for(info)}
             who = replace(info, source="spawn")

@@ -22,9 +22,17 @@ from typing import Any
 
 import cloudpickle
 
-from unisono.control.deadlines import require_time
-from unisono.errors import ArgumentError, LaunchError, PayloadError, WorkerFailedError
+from unisono.control.deadlines import limit_of, require_time
+from unisono.errors import (
+    ArgumentError,
+    CollectiveTimeoutError,
+    LaunchError,
+    PayloadError,
+    WorkerFailedError,
+)
+from unisono.launchers._by_value import pickle_for_worker
 from unisono.launchers._job import raised
+from unisono.launchers._surroundings import search_path
 from unisono.launchers._xla_child import FORK_DIED
 from unisono.launchers._xla_words import explain, with_ranks
 from unisono.topology import LaunchPlan, RankInfo
@@ -40,7 +48,6 @@ _BOOT = (
 _FOREIGN = ("TORCHELASTIC_RUN_ID", "PJRT_LOCAL_PROCESS_RANK", "PJRT_LOCAL_PROCESS_COUNT")
 _KEPT_BYTES, _SHOWN_CHARS = 65536, 8192
 _POLL_S = 0.5
-_EXIT_S = 10.0  # for exit handlers, after all results have come
 _TERM_S = 3.0  # after SIGTERM, before SIGKILL
 
 
@@ -71,7 +78,7 @@ def launch(
             "so leave it out"
         )
     try:
-        job = cloudpickle.dumps((cloudpickle.dumps(entry), plan, os.getpid()))
+        job = cloudpickle.dumps((pickle_for_worker(entry), plan, os.getpid()))
     except Exception as error:  # an object's own __reduce__ may raise anything
         raise PayloadError(f"the function or its arguments can't be pickled: {error}") from error
     link, theirs = multiprocessing.Pipe()
@@ -80,18 +87,18 @@ def launch(
             process = _start(theirs.fileno(), env)
         tail = _Tail(process)
         threads: dict[int, int] = {}
-        has_results = False
         try:
-            path = [os.path.abspath(item) if item == "" else item for item in sys.path]
+            path = search_path()
             with contextlib.suppress(OSError):  # it has died: _collect says how
                 link.send_bytes(pickle.dumps(path))
                 link.send_bytes(job)
             results = _collect(link, process, plan.nproc_per_node, threads)
-            has_results = results is not None
+            if results is not None:  # what they still do at their end may be a checkpoint
+                _wait(process)
         finally:
-            _end(process, _EXIT_S if has_results else 0.0)
+            _end(process)
             printed = tail.read()
-    if results is None:
+    if results is None or process.returncode != 0:
         raise _died(process.returncode, printed, threads)
     return [pickle.loads(results[rank]) for rank in sorted(results)]
 
@@ -179,11 +186,21 @@ def _died(code: int, printed: str, threads: Mapping[int, int]) -> WorkerFailedEr
     )
 
 
-def _end(process: subprocess.Popen[bytes], patience_s: float) -> None:
+def _wait(process: subprocess.Popen[bytes]) -> None:
+    """Wait until the fresh process has ended, after its threads and exit handlers. Local."""
+    try:
+        process.wait(limit_of(None))
+    except subprocess.TimeoutExpired as error:
+        raise CollectiveTimeoutError(
+            "the block's deadline is over: XLA's replicas have returned, but their process still "
+            "had threads or exit handlers"
+        ) from error
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
     """End the fresh process and those that it forked, which it buries itself if it can."""
     for number, wait_s in ((signal.SIGTERM, _TERM_S), (signal.SIGKILL, _TERM_S)):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience_s)
+        if process.poll() is not None:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
