@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 
 from unisono import registry
 from unisono._table import plugin_environments
+from unisono.control.calls import site
 from unisono.errors import (
     AlreadyInitializedError,
     ArgumentError,
@@ -31,6 +32,7 @@ __all__ = (
     "forget",
     "is_ours",
     "is_serial",
+    "left_half_way",
     "own_model",
     "read_environment",
     "refuse_fork",
@@ -83,6 +85,7 @@ def communicator() -> ComputationModel:
     Local, but for waiting until what runs asynchronously in the background is done.
 
     Raises:
+        CollectiveError: this rank left a collective half-way.
         ContextError: this process is a fork of the one that made the context.
         NoReplicaError: as in `current_model`.
     """
@@ -106,6 +109,8 @@ def own_model() -> ComputationModel:
         model = _look_around()
     if _forked is not None:
         refuse_fork(model)
+    if model.interrupted is not None:
+        model.check_whole()
     return model
 
 
@@ -120,6 +125,22 @@ def refuse_fork(model: ComputationModel) -> None:
             f"this process is a fork of rank {model.topology.rank}, whose connections it must not "
             "use: call this in the process that initialised, or start processes of their own"
         )
+
+
+def left_half_way(call: str, error: BaseException) -> None:
+    """Take note that something out of nowhere, such as Ctrl-C, ended a collective.
+
+    Local.
+
+    Args:
+        call: its name.
+        error: what was raised.
+    """
+    model = _thread.model or _process
+    if model is not None and _forked is None and model.topology.world_size > 1:
+        who = f"rank {model.topology.rank} of {model.topology.world_size}"
+        line = site().decode("utf-8", "replace")
+        model.interrupt(who, f"{type(error).__name__} interrupted {call} at {line}")
 
 
 def _look_around() -> ComputationModel:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from unisono.control.calls import from_here
 from unisono.control.steps import Steps
+from unisono.errors import CollectiveError
 from unisono.handle import BACKGROUND, Background, Handle
 from unisono.topology import Group
 
@@ -38,6 +39,8 @@ class Keeping:
     is_checked: bool | None
     """Whether ranks compare their calls before each collective of the data plane; None for where
     it costs little, which `compares_calls` tells."""
+    interrupted: CollectiveError | None
+    """Why this rank calls nothing more in this context: it left a collective half-way."""
     _background: Background | None
 
     def __new__(cls, *_args: object, **_kwargs: object) -> Self:
@@ -48,6 +51,7 @@ class Keeping:
         model.planes = {}
         model.steps = Steps()
         model.is_checked = {"0": False, "1": True}.get(os.environ.get("UNISONO_DEBUG", ""))
+        model.interrupted = None
         model._background = None
         return model
 
@@ -89,6 +93,37 @@ class Keeping:
             self.context_id = other.context_id
             self.groups, self.planes, self.steps = other.groups, other.planes, other.steps
             self._background, self.is_checked = other._background, other.is_checked
+            self.interrupted = other.interrupted
+
+    def interrupt(self, who: str, how: str) -> None:
+        """Take note that a collective was left half-way, and tell the ranks that wait for this one.
+
+        Local; waits a second at most for a rank that doesn't read.
+
+        Args:
+            who: this rank, for messages.
+            how: what interrupted which call.
+        """
+        if self.interrupted is None:
+            self.interrupted = CollectiveError(
+                f"{who}: {how}, so the ranks are out of step: end the job, or finalize() and "
+                "initialize again"
+            )
+            self.tell_interrupted(how)
+
+    def tell_interrupted(self, how: str) -> None:
+        """Let other ranks know that this one won't come. Local."""
+        for hub in [hub for hub in self.planes.values() if hub is not None]:
+            hub.interrupt(how)
+
+    def check_whole(self) -> None:
+        """Refuse any collective after an interrupted one. Local.
+
+        Raises:
+            CollectiveError: a collective of this context was left half-way.
+        """
+        if self.interrupted is not None:
+            raise type(self.interrupted)(*self.interrupted.args)
 
     def start(self, call: Callable[[], T]) -> Handle[T]:
         """Start `call`, which uses this model's collectives, without waiting for it.
@@ -96,6 +131,7 @@ class Keeping:
         Local. The default runs it in one background thread for each context, in order, under the
         deadline that holds here, and in the name of the user's line.
         """
+        self.check_whole()
         if self._background is None:
             self._background = Background(f"{BACKGROUND}-{self.name}-{self.context_id}")
         return self._background.submit(partial(from_here().run, call))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
-__all__ = ("BACKGROUND", "Background", "Handle", "joined")
+from unisono.errors import UnisonoError
+
+__all__ = ("BACKGROUND", "Background", "Handle", "Outcome", "joined")
 
 BACKGROUND = "unisono-background"
 """What the names of threads begin with that carry operations under way."""
@@ -17,25 +18,75 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
+class Outcome(Generic[T]):
+    """What came of a call: its value, or its error.
+
+    As `concurrent.futures.Future`, whose lock an exception out of nowhere (Ctrl-C, an alarm) may
+    leave taken; here the waiting is the interpreter's own.
+    """
+
+    __slots__ = ("_error", "_gate", "_value", "is_known")
+
+    def __init__(self) -> None:
+        self.is_known = False
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._gate = threading.Lock()
+        self._gate.acquire()
+
+    def of(
+        self, call: Callable[[], T], is_own: Callable[[BaseException], bool] = lambda _: True
+    ) -> None:
+        """Run a call and let those that wait have what came of it.
+
+        Local; until something has come of it.
+
+        Args:
+            call: what is run.
+            is_own: tells whether an error is what came of the call; any other is raised here.
+        """
+        try:
+            self._value = call()
+        except BaseException as error:
+            if not is_own(error):
+                raise
+            self._error = error
+        self.is_known = True
+        self._gate.release()
+
+    def wait(self) -> T:
+        """Wait, and give the value or raise the error. Local."""
+        if not self.is_known:
+            with self._gate:
+                pass
+        if self._error is not None:
+            raise self._error
+        return cast("T", self._value)
+
+
 class Handle(Generic[T]):
     """An operation under way.
 
     Args:
-        wait: blocks until the operation is done; gives its value or raises its error.
+        wait: blocks until the operation is done; gives its value or raises its error. Called again
+            where something else was raised out of it, such as a KeyboardInterrupt.
         is_completed: whether `wait` would return at once.
     """
 
-    __slots__ = ("_is_completed", "_outcome", "_wait")
+    __slots__ = ("_is_completed", "_outcome", "_turn", "_wait", "_waits")
 
     def __init__(self, wait: Callable[[], T], is_completed: Callable[[], bool]) -> None:
         self._wait: Callable[[], T] | None = wait
         self._is_completed = is_completed
-        self._outcome: Future[T] = Future()
+        self._outcome: Outcome[T] = Outcome()
+        self._turn = threading.RLock()
+        self._waits = False
 
     def wait(self) -> T:
         """Wait for the operation.
 
-        Local: the collective part was started when the handle was made.
+        Local: the collective part was started when the handle was made. Where the wait is
+        interrupted, as by Ctrl-C, the operation goes on, and may be waited for again.
 
         Returns:
             What the blocking form would have returned; the same object at every call.
@@ -43,13 +94,22 @@ class Handle(Generic[T]):
         Raises:
             UnisonoError: whatever the blocking form would have raised, at every call.
         """
-        if self._wait is not None:
-            wait, self._wait = self._wait, None
-            try:
-                self._outcome.set_result(wait())
-            except BaseException as error:  # kept, so that every later call raises it again
-                self._outcome.set_exception(error)
-        return self._outcome.result()
+        if not self._outcome.is_known:
+            with self._turn:  # a second thread goes on where the first was interrupted
+                if self._wait is not None and not self._outcome.is_known:
+                    self._waits = True
+                    try:
+                        self._outcome.of(self._wait, self._is_own)
+                        self._wait = None
+                    finally:
+                        self._waits = False
+        return self._outcome.wait()
+
+    def _is_own(self, error: BaseException) -> bool:
+        """Tell the operation's own error from one that came into the wait: Ctrl-C, an alarm."""
+        if isinstance(error, UnisonoError):
+            return True
+        return isinstance(error, Exception) and self._is_completed()
 
     def is_completed(self) -> bool:
         """Tell whether `wait` would return at once.
@@ -59,7 +119,7 @@ class Handle(Generic[T]):
         Returns:
             True once the operation is done or has failed.
         """
-        return self._outcome.done() or (self._wait is not None and self._is_completed())
+        return self._outcome.is_known or (not self._waits and self._is_completed())
 
     def then(self, finish: Callable[[T], U]) -> Handle[U]:
         """Give a handle whose value is `finish` of this one's.
@@ -75,7 +135,7 @@ class Handle(Generic[T]):
         return Handle(lambda: finish(self.wait()), self.is_completed)
 
 
-_Calls = SimpleQueue["tuple[Future[Any], Callable[[], Any]] | None"]
+_Calls = SimpleQueue["tuple[Outcome[Any], Callable[[], Any]] | None"]
 
 
 def joined(outer: Handle[Handle[T]]) -> Handle[T]:
@@ -102,10 +162,10 @@ class Background:
 
     def __init__(self, name: str) -> None:
         self._calls: _Calls = SimpleQueue()
-        self._last: Future[Any] | None = None
+        self._last: Outcome[Any] | None = None
         self._thread = threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True)
-        self._thread.start()
         weakref.finalize(self, self._calls.put, None).atexit = False
+        self._thread.start()
 
     def submit(self, call: Callable[[], T]) -> Handle[T]:
         """Queue a call.
@@ -119,13 +179,13 @@ class Background:
         Returns:
             Its handle.
         """
-        future: Future[T] = Future()
+        outcome: Outcome[T] = Outcome()
         if self._is_own_thread():
-            _run(future, call)
-            return Handle(future.result, future.done)
-        self._last = future
-        self._calls.put((future, call))
-        return Handle(future.result, future.done)
+            outcome.of(call)
+            return Handle(outcome.wait, lambda: outcome.is_known)
+        self._last = outcome
+        self._calls.put((outcome, call))
+        return Handle(outcome.wait, lambda: outcome.is_known)
 
     def settle(self) -> None:
         """Wait until everything that was queued is done; errors stay with their handles.
@@ -133,22 +193,25 @@ class Background:
         Local. A queued call waits for nothing: what was queued before it is done.
         """
         last = self._last
-        if last is not None and not self._is_own_thread():
-            last.exception()
+        if last is None or self._is_own_thread():
+            return
+        if not last.is_known:  # an interrupted `submit` may not have queued it: wait for one more
+            after: Outcome[None] = Outcome()
+            self._calls.put((after, _nothing))
+            after.wait()
+        if self._last is last:
             self._last = None
 
     def _is_own_thread(self) -> bool:
         return threading.current_thread() is self._thread
 
 
+def _nothing() -> None:
+    return
+
+
 def _work(calls: _Calls) -> None:
     while (item := calls.get()) is not None:
-        _run(*item)
-        del item
-
-
-def _run(future: Future[T], call: Callable[[], T]) -> None:
-    try:
-        future.set_result(call())
-    except BaseException as error:  # belongs to whoever waits for the handle
-        future.set_exception(error)
+        outcome, call = item
+        outcome.of(call)
+        del item, outcome, call

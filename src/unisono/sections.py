@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from typing_extensions import ParamSpec
 
 from unisono._context import communicator, current_model
+from unisono.collectives._call import collective
 from unisono.collectives._rounds import swap
 from unisono.collectives.groups import check_rank, local_group
 from unisono.collectives.transfers import broadcast
@@ -129,7 +130,7 @@ def _outcome_for_all(
             summary,
             "".join(traceback.format_exception(type(raised), raised, raised.__traceback__)),
         )
-    frames = swap(model, f"{name} of rank {rank}", encode(said), group)
+    frames = _tell(model, f"{name} of rank {rank}", encode(said), group)
     if error is not None and not isinstance(error, Exception):
         raise error
     heard = decode(frames[model.position(group, rank)], model.device)
@@ -142,6 +143,11 @@ def _outcome_for_all(
         raise failed from error
     if error is not None:
         raise error
+
+
+@collective
+def _tell(model: ComputationModel, call: str, said: bytes, group: Group | None) -> list[bytes]:
+    return swap(model, call, said, group)
 
 
 def master_only(fn: Callable[P, T]) -> Callable[P, T | None]:

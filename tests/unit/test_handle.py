@@ -11,7 +11,7 @@ import pytest
 
 import unisono as idist
 from unisono.errors import PayloadError
-from unisono.handle import Background, Handle
+from unisono.handle import Background, Handle, Outcome
 
 
 class Boom(Exception):
@@ -70,6 +70,65 @@ def test_then_finishes_once_and_keeps_errors() -> None:
         with pytest.raises(Boom, match="4"):
             failed.wait()
     assert finished == [4]
+
+
+def test_a_wait_that_was_interrupted_may_be_made_again() -> None:
+    is_done, calls = False, 0
+
+    def work() -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise KeyboardInterrupt
+        if calls == 2:
+            raise TimeoutError("an alarm's")
+        return 7
+
+    handle = Handle(work, lambda: is_done)
+    for kind in (KeyboardInterrupt, TimeoutError):
+        with pytest.raises(kind):
+            handle.wait()
+        assert not handle.is_completed()
+    assert (handle.wait(), handle.wait(), calls) == (7, 7, 3)
+    assert handle.is_completed()
+
+
+def test_a_second_thread_goes_on_where_the_first_was_interrupted() -> None:
+    started, release, found = threading.Event(), threading.Event(), []
+
+    def work() -> int:
+        if not started.is_set():
+            started.set()
+            release.wait(20)
+            raise KeyboardInterrupt
+        return 7
+
+    def wait() -> None:
+        try:
+            found.append(handle.wait())
+        except KeyboardInterrupt:
+            found.append(0)
+
+    handle = Handle(work, lambda: False)
+    threads = [threading.Thread(target=wait) for _ in range(2)]
+    threads[0].start()
+    assert started.wait(20)
+    threads[1].start()
+    release.set()
+    for thread in threads:
+        thread.join(20)
+    assert sorted(found) == [0, 7]
+
+
+def test_what_an_interrupt_kept_from_the_queue_isnt_waited_for() -> None:
+    background = Background("test-lost")
+    background.submit(lambda: 1)
+    background._last = Outcome()  # as an interrupt in `submit` leaves it
+    waiting = threading.Thread(target=background.settle, daemon=True)
+    waiting.start()
+    waiting.join(20)
+    assert not waiting.is_alive()
+    assert background.submit(lambda: 2).wait() == 2
 
 
 def test_while_one_thread_waits_it_isnt_completed_for_another() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import _carriers as carriers
+from unisono.collectives._call import collective
 from unisono.collectives._rounds import check, refuse, swap
 from unisono.collectives.groups import GroupLike, check_rank, outcome, team
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
@@ -28,6 +29,7 @@ from unisono.topology import Group
 __all__ = ("all_gather", "all_gather_tensors_with_shapes", "gather")
 
 
+@collective
 def all_gather(
     value: Any, group: GroupLike = None, *, uneven: bool = False, async_op: bool = False
 ) -> Any:
@@ -133,6 +135,7 @@ def _joined(parts: list[Any], model: ComputationModel, group: Group | None, valu
     return joined.to(value.device)
 
 
+@collective
 def all_gather_tensors_with_shapes(
     tensor: Tensor,
     shapes: Sequence[Sequence[int]],
@@ -207,6 +210,7 @@ def _check_shapes(
         )
 
 
+@collective
 def gather(value: Any, dst: int = 0, group: GroupLike = None, *, async_op: bool = False) -> Any:
     """Gather a value of every rank on one rank.
 

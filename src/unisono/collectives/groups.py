@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from unisono._arguments import seconds
 from unisono._context import communicator, own_model
+from unisono.collectives._call import collective
 from unisono.collectives._rounds import swap
 from unisono.errors import ArgumentError, GroupMembershipError
 from unisono.handle import Handle
@@ -31,6 +32,7 @@ GroupLike = Any
 """What `group=` takes: a Group, a list of global ranks, or a group of the model's own library."""
 
 
+@collective
 def new_group(ranks: Sequence[int], **options: Any) -> Group:
     """Make a group of ranks.
 
@@ -141,6 +143,7 @@ def outcome(model: ComputationModel, call: Callable[[], T], async_op: bool) -> T
     return model.start(call) if async_op else call()
 
 
+@collective
 def local_group() -> Group:
     """Give the group of the ranks on this node.
 
@@ -173,6 +176,7 @@ def local_group() -> Group:
     return found
 
 
+@collective
 def barrier(group: GroupLike = None, *, async_op: bool = False) -> Any:
     """Wait until every rank has come.
 

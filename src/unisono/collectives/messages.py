@@ -9,6 +9,7 @@ from torch import Tensor
 
 from unisono._memory import from_bytes, to_bytes
 from unisono.collectives import _carriers as carriers
+from unisono.collectives._call import collective
 from unisono.collectives.groups import GroupLike, check_rank, team
 from unisono.collectives.transfers import home, memory_for
 from unisono.control.derived import FRAME_BYTES, as_frame, inline_part, length_of
@@ -26,6 +27,7 @@ from unisono.topology import Group
 __all__ = ("recv", "send")
 
 
+@collective
 def send(value: Any, dst: int, group: GroupLike = None) -> None:
     """Send a value to one rank, which calls `recv`.
 
@@ -62,6 +64,7 @@ def send(value: Any, dst: int, group: GroupLike = None) -> None:
         model.send(carrier, dst, found)
 
 
+@collective
 def recv(src: int, group: GroupLike = None) -> Any:
     """Receive the value that one rank sends.
 

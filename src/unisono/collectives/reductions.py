@@ -8,6 +8,7 @@ from torch import Tensor
 
 from unisono._context import communicator
 from unisono.collectives import _carriers as carriers
+from unisono.collectives._call import collective
 from unisono.collectives._rounds import check, refuse
 from unisono.collectives._values import reduce_values
 from unisono.collectives.groups import GroupLike, check_rank, outcome, team
@@ -21,6 +22,7 @@ from unisono.topology import Group
 __all__ = ("all_reduce", "all_reduce_", "reduce", "reduce_scatter")
 
 
+@collective
 def all_reduce(
     value: Any, op: str = "SUM", group: GroupLike = None, *, async_op: bool = False
 ) -> Any:
@@ -75,6 +77,7 @@ def _unchanged(value: Any, async_op: bool) -> Any:
     return Handle(lambda: value, lambda: True) if async_op else value
 
 
+@collective
 def all_reduce_(
     tensor: Tensor, op: str = "SUM", group: GroupLike = None, *, async_op: bool = False
 ) -> Any:
@@ -142,6 +145,7 @@ def all_reduce_(
     )
 
 
+@collective
 def reduce(
     value: Any, dst: int = 0, op: str = "SUM", group: GroupLike = None, *, async_op: bool = False
 ) -> Any:
@@ -190,6 +194,7 @@ def reduce(
     return outcome(model, call, async_op)
 
 
+@collective
 def reduce_scatter(
     tensor: Tensor, op: str = "SUM", group: GroupLike = None, *, async_op: bool = False
 ) -> Any:

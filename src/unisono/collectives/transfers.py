@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unisono._memory import from_bytes, to_bytes
 from unisono.collectives import _carriers as carriers
+from unisono.collectives._call import collective
 from unisono.collectives._rounds import check, refuse, swap
 from unisono.collectives.groups import GroupLike, check_rank, outcome, team
 from unisono.errors import PayloadError
@@ -31,6 +32,7 @@ from unisono.topology import Group
 __all__ = ("all_to_all", "broadcast", "broadcast_", "home", "memory_for", "scatter")
 
 
+@collective
 def broadcast(
     value: Any = None,
     src: int = 0,
@@ -97,6 +99,7 @@ def home(model: ComputationModel, head: TensorHeader) -> torch.device:
     return model.device if head.on_accelerator else torch.device("cpu")
 
 
+@collective
 def broadcast_(
     tensor: Tensor, src: int = 0, group: GroupLike = None, *, async_op: bool = False
 ) -> Any:
@@ -147,6 +150,7 @@ def broadcast_(
     return outcome(model, call, async_op)
 
 
+@collective
 def scatter(
     values: Sequence[Any] | Tensor | None = None,
     src: int = 0,
@@ -222,6 +226,7 @@ def _scatter_frame(model: ComputationModel, values: Any, group: Group | None) ->
     return encode(list(values))
 
 
+@collective
 def all_to_all(value: Any, group: GroupLike = None, *, async_op: bool = False) -> Any:
     """Send every rank its own part and get one part from each.
 

@@ -57,6 +57,7 @@ class Alarm:
         self._thread_id = threading.get_ident()
         self._is_told = False
         self._crossed = ""
+        self._untold = b""  # what another thread's interrupt has to say on the lines
         state = _asked(weakref.ref(self))
         near = neighbours.pids.keys()
         self._aside = Aside(place, neighbours.links, neighbours.asides, near, state)
@@ -114,6 +115,8 @@ class Alarm:
             CollectiveError: another thread wanted one meanwhile, so the ranks are out of step.
         """
         self.waits, self._is_inside = None, False
+        if self._untold:
+            self._tell_lines(self._untold)
         if self._crossed and self.failure is None:
             self.fail({"kind": "threads", "text": self._crossed})
 
@@ -211,11 +214,48 @@ class Alarm:
             with contextlib.suppress(LineClosed, TimeoutError):
                 self._lines[place].send(NOTICE, self._seq, body, time.monotonic() + 1)
 
-    def interrupt(self, error: BaseException) -> None:
-        """Take note that a round was left half-way: nobody knows what the others have. Local."""
-        self.failure = CollectiveError(
-            f"{self._me()}: {type(error).__name__} interrupted {calls.describe(self._blob)}, so "
-            "the ranks are out of step: end the job, or finalize() and initialize anew"
+    def interrupt(self, how: str, is_alone: bool) -> None:
+        """Take note that this rank left a collective half-way, and tell all others.
+
+        Local. Nobody knows what the others have of it, so what this rank calls next is refused, and
+        those that wait for it learn that it won't come.
+
+        Args:
+            how: what interrupted which call.
+            is_alone: whether no other thread may be sending.
+        """
+        rank = self._ranks[self._place]
+        text = f"rank {rank} was interrupted: {how}"
+        body = json.dumps({"kind": "peer", "rank": rank, "text": text}).encode()
+        if self.failure is None:
+            self.failure = CollectiveError(
+                f"{self._me()}: {how}, so the ranks are out of step: end the job, or finalize() "
+                "and initialize again"
+            )
+            self._untold = body
+        self._aside.tell(body)
+        if is_alone and self._untold:
+            self._tell_lines(self._untold)
+
+    def _tell_lines(self, body: bytes, source: int | None = None) -> None:
+        self._untold = b""
+        for place, line in self._lines.items():
+            if place != source:
+                with contextlib.suppress(LineClosed, TimeoutError):
+                    line.send(FAIL, self._seq, body, time.monotonic() + 1)
+
+    def refuse_late(self, blob: bytes) -> NoReturn:
+        """Refuse a round for which the group's lock wasn't had in time. Local."""
+        raise CollectiveTimeoutError(
+            f"{self._me()}: {calls.describe(blob)} wasn't begun before its deadline: another "
+            "thread is looking for ranks that are gone"
+        )
+
+    def refuse_nested(self, blob: bytes) -> NoReturn:
+        """Refuse a round within another one of the same thread. Local."""
+        raise CollectiveError(
+            f"{self._me()}: {calls.describe(blob)} was called within {calls.describe(self._blob)}, "
+            "by a signal handler or a finalizer: let those call no collective"
         )
 
     def clash(self, thread_id: int, blob: bytes) -> None:
@@ -270,10 +310,7 @@ class Alarm:
         """Tell all neighbours but the one that said so, then raise. Local."""
         body = json.dumps(said).encode()
         self._aside.tell(body)
-        for place, line in self._lines.items():
-            if place != source:
-                with contextlib.suppress(LineClosed, TimeoutError):
-                    line.send(FAIL, self._seq, body, time.monotonic() + 1)
+        self._tell_lines(body, source)
         where = f", in {calls.describe(self._blob)}" if self._is_inside else ""
         text = f"{self._me()}{where}: {said['text']}"
         if said["kind"] == "peer":

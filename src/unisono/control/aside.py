@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from unisono._monitor import Monitor
 from unisono.control.absence import Farewell
 from unisono.control.tree import Links
 from unisono.control.wire import ANSWER, ASK, FAIL, LATE, LEAVE, Line, LineClosed, read_failure
@@ -96,7 +97,7 @@ class Aside:
         self._answers: dict[int, State] = {}
         self._failure: bytes | None = None
         self._late: dict[str, tuple[int, str]] = {}
-        self._heard = threading.Condition()
+        self._heard = Monitor()
         self._wake, self._end = os.pipe()
         self._is_open = True
         threading.Thread(target=self._serve, name=_OURS[0], daemon=True).start()
@@ -118,13 +119,13 @@ class Aside:
             The answers that came, by place.
         """
         asked = [place for place in places if place != self._place]
-        with self._heard:
+        with self._heard.lock:
             for place in asked:
                 self._answers.pop(place, None)
         for place in asked:
             self._pass_on(ASK, {"to": place, "of": self._place, "group": group}, place)
-        with self._heard:
-            self._heard.wait_for(lambda: all(place in self._answers for place in asked), _ASK_S)
+        self._heard.wait(lambda: all(place in self._answers for place in asked), _ASK_S)
+        with self._heard.lock:
             return {place: self._answers[place] for place in asked if place in self._answers}
 
     def tell(self, failure: bytes, source: int | None = None) -> None:
@@ -136,7 +137,7 @@ class Aside:
             failure: what to say; only the first one counts.
             source: the place that said so, None for this rank itself.
         """
-        with self._heard:
+        with self._heard.lock:
             if self._failure is not None:
                 return
             self._failure = failure
@@ -145,9 +146,8 @@ class Aside:
 
     def failure(self, wait_s: float = 0.0) -> bytes | None:
         """Give what the first rank that failed was told to say, None if nobody has. Local."""
-        with self._heard:
-            self._heard.wait_for(lambda: self._failure is not None, wait_s)
-            return self._failure
+        self._heard.wait(lambda: self._failure is not None, wait_s)
+        return self._failure
 
     def tell_late(self, group: str, step: int, text: str, source: int | None = None) -> None:
         """Let all ranks know who didn't come to an operation of the data plane.
@@ -160,7 +160,7 @@ class Aside:
             text: who it is.
             source: as in `tell`.
         """
-        with self._heard:
+        with self._heard.lock:
             if self._late.get(group, (0, ""))[0] >= step:
                 return
             self._late[group] = (step, text)
@@ -169,10 +169,9 @@ class Aside:
 
     def late(self, group: str, step: int, wait_s: float = 0.0) -> str:
         """Give what some rank has said of an operation, empty if none has. Local."""
-        with self._heard:
-            self._heard.wait_for(lambda: self._late.get(group, (0, ""))[0] == step, wait_s)
-            found, text = self._late.get(group, (0, ""))
-            return text if found == step else ""
+        self._heard.wait(lambda: self._late.get(group, (0, ""))[0] == step, wait_s)
+        found, text = self._late.get(group, (0, ""))
+        return text if found == step else ""
 
     def tell_leave(self, farewell: Farewell) -> None:
         """Say that this rank leaves in good order. Local."""
@@ -185,13 +184,12 @@ class Aside:
 
         Local; waits for what is on its way, a second at most.
         """
-        with self._heard:
-            self._heard.wait_for(lambda: place in self._left or self._is_cut_off(place), _HEAR_S)
-            return self._left.get(place)
+        self._heard.wait(lambda: place in self._left or self._is_cut_off(place), _HEAR_S)
+        return self._left.get(place)
 
     def is_cut_off(self, place: int) -> bool:
         """Tell whether nothing can be heard of a rank, for the one between has left. Local."""
-        with self._heard:
+        with self._heard.lock:
             return place not in self._left and self._is_cut_off(place)
 
     def _is_cut_off(self, place: int) -> bool:
@@ -223,7 +221,7 @@ class Aside:
 
     def _send(self, kind: int, body: bytes, place: int) -> None:
         if place in self._lines:
-            with contextlib.suppress(LineClosed, TimeoutError), self._heard:
+            with contextlib.suppress(LineClosed, TimeoutError), self._heard.lock:
                 self._lines[place].send(kind, 0, body, time.monotonic() + _SEND_S)
 
     def _serve(self) -> None:
@@ -263,7 +261,7 @@ class Aside:
 
     def _note_leave(self, place: int, farewell: Farewell | None, source: int) -> None:
         """Take note of a rank that is gone; tell those of its host that aren't connected to it."""
-        with self._heard:
+        with self._heard.lock:
             if place in self._left:
                 return
             self._left[place] = farewell
@@ -284,7 +282,7 @@ class Aside:
             asker = int(said["of"])
             self._pass_on(ANSWER, {"to": asker, "of": self._place, "state": answer}, asker)
         elif kind == ANSWER:
-            with self._heard:
+            with self._heard.lock:
                 self._answers[int(said["of"])] = _read_state(said["state"])
                 self._heard.notify_all()
 

@@ -15,6 +15,7 @@ from collections.abc import Collection
 
 from unisono.control.absence import Absent
 from unisono.control.alarm import Alarm
+from unisono.control.calls import describe
 from unisono.control.neighbours import Neighbours
 from unisono.control.patience import Patience
 from unisono.control.steps import Steps
@@ -73,7 +74,7 @@ class Hub:
         self._lines = neighbours.lines
         self._alarm = Alarm(ranks, place, neighbours, steps)
         self._seq = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._poll = select.poll()
         self._place_of = {line.fd: other for other, line in self._lines.items()}
         self._place_of |= {fd: other for other, fd in self._alarm.pidfds.items()}
@@ -121,14 +122,18 @@ class Hub:
             step: its number there: ranks that had done it before they left don't count.
         """
         alarm = self._alarm
-        if alarm.gone is None and self._lock.acquire(blocking=False):
+        if alarm.gone is None:
             try:
-                if alarm.failure is None:
+                if self._lock.acquire(blocking=False) and alarm.failure is None:
                     with contextlib.suppress(CollectiveError):
                         among = None if ranks is None else self._places(ranks)
                         alarm.look_around(among, group, step)
             finally:
-                self._lock.release()
+                # A call in Python could be interrupted before it begins, as `suppress` is.
+                try:  # noqa: SIM105
+                    self._lock.release()
+                except RuntimeError:  # it isn't this thread's
+                    pass
         absent = alarm.gone
         return absent if absent is None or ranks is None or absent.rank in ranks else None
 
@@ -166,25 +171,47 @@ class Hub:
             CollectiveTimeoutError: ranks didn't come in time; names them.
             CollectiveError: an earlier round was interrupted, or another thread is in one.
         """
-        if not self._lock.acquire(blocking=False):
-            self._alarm.clash(self._caller, blob)
-            self._lock.acquire()
-        try:
-            self._alarm.enter(self._seq + 1, blob)
-            self._caller = threading.get_ident()
-            self._seq += 1
-            try:
-                return self._round(blob, tail, time.monotonic() + limit_s)
-            except CollectiveError:
-                raise
-            except BaseException as error:  # Ctrl-C above all: half a round can't be taken back
-                self._alarm.interrupt(error)
-                raise
-            finally:
-                self._caller = 0
-                self._alarm.leave()
+        until = time.monotonic() + limit_s
+        try:  # an interrupt may come just after the lock was taken: it knows whose it is
+            if not self._lock.acquire(blocking=False):
+                self._alarm.clash(self._caller, blob)
+                if not self._lock.acquire(timeout=min(limit_s, threading.TIMEOUT_MAX)):
+                    self._alarm.refuse_late(blob)
+            if self._caller:
+                self._alarm.refuse_nested(blob)
+            return self._exchange(blob, tail, until)
         finally:
-            self._lock.release()
+            # A call in Python could be interrupted before it begins, as `suppress` is.
+            try:  # noqa: SIM105
+                self._lock.release()
+            except RuntimeError:  # it isn't this thread's
+                pass
+
+    def _exchange(self, blob: bytes, tail: bytes, until: float) -> list[bytes]:
+        self._alarm.enter(self._seq + 1, blob)
+        self._caller = threading.get_ident()
+        self._seq += 1
+        try:
+            return self._round(blob, tail, until)
+        except CollectiveError:
+            raise
+        except BaseException as error:  # Ctrl-C above all: half a round can't be taken back
+            self._alarm.interrupt(f"{type(error).__name__} interrupted {describe(blob)}", True)
+            raise
+        finally:
+            self._caller = 0
+            self._alarm.leave()
+
+    def interrupt(self, how: str) -> None:
+        """Take note that this rank comes no more, and tell the others. Local."""
+        try:  # another thread may be sending
+            self._alarm.interrupt(how, is_alone=self._lock.acquire(blocking=False))
+        finally:
+            # A call in Python could be interrupted before it begins, as `suppress` is.
+            try:  # noqa: SIM105
+                self._lock.release()
+            except RuntimeError:  # it isn't this thread's
+                pass
 
     def _round(self, blob: bytes, tail: bytes, until: float) -> list[bytes]:
         up, downs = self._links.up, self._links.downs

@@ -111,6 +111,7 @@ class Line:
         self._sock = sock
         self._limit = limit_bytes
         self._held = bytearray()
+        self._is_within = False  # a frame that was begun, and may not have been ended
         self.fd: int = sock.fileno()
 
     def send(self, kind: int, seq: int, body: bytes, until: float) -> None:
@@ -137,7 +138,12 @@ class Line:
         self._transmit(kind, seq, body, until)
 
     def _transmit(self, kind: int, seq: int, body: bytes, until: float) -> None:
+        if self._is_within:  # what follows half a frame can't be read
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+            raise LineClosed("this rank left a message half-way")
         data = memoryview(_HEAD.pack(kind, seq, len(body)) + body)
+        self._is_within = True
         data = data[self._put(data) :]
         while data:
             writable = select.poll()
@@ -147,6 +153,7 @@ class Line:
                 raise TimeoutError
             writable.poll(min(left, _LONGEST_WAIT_S) * 1000)
             data = data[self._put(data) :]
+        self._is_within = False
 
     def _put(self, data: memoryview) -> int:
         try:

@@ -24,7 +24,7 @@ class Asking:
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi = mpi
         self._comm = comm
-        self._sent: list[tuple[Any, bytes]] = []  # MPI reads the memory until it is done
+        self._sent: list[list[Any]] = []  # MPI reads the memory until it is done
 
     def answer(self, doing: str) -> None:
         """Tell those who have asked since the last time. Local; doesn't wait.
@@ -70,5 +70,7 @@ class Asking:
         return heard
 
     def _send(self, body: bytes, rank: int, tag: int) -> None:
-        self._sent = [item for item in self._sent if not item[0].Test()]
-        self._sent.append((self._comm.Isend([body, self._mpi.BYTE], rank, tag), body))
+        self._sent = [item for item in self._sent if item[0] is None or not item[0].Test()]
+        sent: list[Any] = [None, body]
+        self._sent.append(sent)  # before MPI has it: an interrupt in between must not free it
+        sent[0] = self._comm.Isend([body, self._mpi.BYTE], rank, tag)

@@ -73,6 +73,12 @@ def is_folded_by_torch(op: ReduceOp, dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and (is_extreme or dtype.itemsize < torch.float32.itemsize)
 
 
+class _Buffer(list[Any]):
+    """A buffer as MPI takes it, which has the tensor whose memory it is."""
+
+    tensor: Tensor
+
+
 class Calls:
     """MPI as one rank calls it.
 
@@ -88,10 +94,12 @@ class Calls:
         self._at_loss = at_loss
         self._rules: dict[tuple[int, torch.dtype], Any] = {}
         self._folds: list[Any] = []
-        self._under_way: list[tuple[Any, object]] = []
+        # By number: what MPI may be at, and its memory, from before it has it until it is done.
+        self._under_way: dict[int, list[Any]] = {}
+        self._numbers = itertools.count()
         self._datatypes = {dtype: getattr(mpi, name) for dtype, name in DATATYPES.items()}
         self._at = mpi.buffer.fromaddress
-        self._is_broken = False
+        self._lost = ""  # the call that was given up, after which this rank is out of step
         self._warn_after_s = warn_after_s()
         self.asking: Asking = Asking(mpi, mpi.COMM_WORLD)
         self.timeout_s: float | None = DEFAULT_TIMEOUT_S
@@ -101,7 +109,9 @@ class Calls:
         """Show MPI the memory of a contiguous tensor, which must outlive the call. Local."""
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()  # MPI knows of no streams
-        return [self._at(tensor.data_ptr(), tensor.nbytes), self._datatypes[tensor.dtype]]
+        found = _Buffer((self._at(tensor.data_ptr(), tensor.nbytes), self._datatypes[tensor.dtype]))
+        found.tensor = tensor
+        return found
 
     def allow(self, comm: Any, timeout_s: float) -> None:
         """Set how long a call over a communicator that is kept may take. Local."""
@@ -141,16 +151,39 @@ class Calls:
             args: of the method.
 
         Raises:
-            CollectiveError: it failed.
+            CollectiveError: it failed, or an earlier one was given up.
             CollectiveTimeoutError: the deadline passed.
         """
         try:
             if self._limit_s(comm) is None:
+                self._check_whole(name)
                 getattr(comm, name)(*args)
             else:
-                self._await(name, comm, getattr(comm, f"I{name.lower()}")(*args), args)
+                number = self._begin(getattr(comm, f"I{name.lower()}"), args, name)
+                self._await(name, comm, number)
+                del self._under_way[number]
         except self._mpi.Exception as error:
             self._fail(name, error)
+
+    def _begin(self, start: Callable[..., Any], args: Any, name: str, *keep: object) -> int:
+        """Start a non-blocking call; an interrupt at any moment leaves its memory to MPI."""
+        self._check_whole(name)
+        number = next(self._numbers)
+        entry = self._under_way[number] = [None, args, *keep]
+        entry[0] = start(*args)
+        return number
+
+    def _check_whole(self, name: str) -> None:
+        if self._lost:
+            raise CollectiveError(
+                f"{self._who}: {name}: the ranks are out of step, since {self._lost} was given up "
+                "here: end the job"
+            )
+
+    def lose(self, name: str) -> None:
+        """Take note that a call was left before its end, which the other ranks may reach. Local."""
+        self._lost = self._lost or name
+        self._at_loss()
 
     def exchange(
         self, comm: Any, n_ranks: int, blob: bytes, largest: int
@@ -197,14 +230,16 @@ class Calls:
             What waits for it and gives `tensor`, and what tells whether it is done. The memory is
             held until MPI is done with it, also where nobody waits.
         """
-        self._under_way = [item for item in self._under_way if not item[0].Test()]
+        for number, (request, *_) in list(self._under_way.items()):
+            if request is not None and request.Test():
+                self._under_way.pop(number, None)
         with self.edge(name):
-            request = getattr(comm, name)(*args)
-        self._under_way.append((request, tensor))
+            started = self._begin(getattr(comm, name), args, name, tensor)
+        request = self._under_way[started][0]
 
         def wait() -> Tensor:
             with self.edge(name):
-                self._await(name, comm, request, tensor)
+                self._await(name, comm, started, request)
             return tensor
 
         def is_completed() -> bool:
@@ -227,22 +262,21 @@ class Calls:
         with self.edge(name):
             absent = missing(self._mpi, comm, ranks, limit_s, name)
         if absent:
-            self._is_broken = True
-            self._at_loss()
+            self.lose(name)
             raise CollectiveTimeoutError(
                 f"{self._who}: {name}: ranks {absent} did not come within {limit_s:.3g} s"
             )
 
     def finish(self) -> None:
         """Wait for what `start` has under way, and free our operations. Local."""
-        if self._is_broken:  # what was given up may never be done
+        if self._lost:  # what was given up may never be done
             return
         with self.edge("finalize"):
-            for request, keep in list(self._under_way):
-                self._await("finalize", self._mpi.COMM_WORLD, request, keep)
+            for number in list(self._under_way):
+                self._await("finalize", self._mpi.COMM_WORLD, number)
             for rule in self._folds:
                 rule.Free()
-        self._under_way = []
+        self._under_way = {}
         self._folds = []
 
     @contextmanager
@@ -253,7 +287,9 @@ class Calls:
         except self._mpi.Exception as error:
             self._fail(name, error)
 
-    def _await(self, name: str, comm: Any, request: Any, keep: object) -> None:
+    def _await(self, name: str, comm: Any, number: int, request: Any = None) -> None:
+        """Wait for what `_begin` started; it stays there, with its memory, unless it is done."""
+        request = request or self._under_way[number][0]
         limit_s = self._limit_s(comm)
         if limit_s is None:
             request.Wait()
@@ -274,9 +310,7 @@ class Calls:
                         warn_at = math.inf
                         late = self._late(comm, doing)
                         _log.warning("%s still waits in %s: %s", self._who, doing, late)
-        self._under_way.append((request, keep))  # MPI may still write there
-        self._is_broken = True
-        self._at_loss()
+        self.lose(name)
         doing = doing or self._doing(name, comm)
         late = self._late(comm, doing)
         raise CollectiveTimeoutError(

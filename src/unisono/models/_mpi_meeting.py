@@ -22,6 +22,8 @@ _WORD_BYTES = 256
 _SHOWN = 32
 _SPINS = 1_000
 _NAP_S = 1e-3
+# What MPI may still write to or read from, by its id: an interrupt leaves it there for good.
+_held: dict[int, object] = {}
 
 
 def missing(mpi: Any, comm: Any, ranks: Sequence[int], limit_s: float, what: str) -> list[int]:
@@ -47,10 +49,14 @@ def missing(mpi: Any, comm: Any, ranks: Sequence[int], limit_s: float, what: str
         return _hear(mpi, comm, others, limit_s, what)
     comm.Isend([_HERE, mpi.BYTE], first, _TAG).Test()
     word = bytearray(_WORD_BYTES)
+    _held[id(word)] = word
     answer = comm.Irecv([word, mpi.BYTE], first, _TAG)
-    if _await([answer], limit_s + _GRACE_S, f"{what}: rank {comm.rank} awaits rank {first}"):
+    is_late = _await([answer], limit_s + _GRACE_S, f"{what}: rank {comm.rank} awaits rank {first}")
+    if is_late:
         answer.Cancel()
         answer.Wait()
+    del _held[id(word)]
+    if is_late:
         return [first]
     found: list[int] = json.loads(word.rstrip(b"\0"))
     return found
@@ -58,6 +64,7 @@ def missing(mpi: Any, comm: Any, ranks: Sequence[int], limit_s: float, what: str
 
 def _hear(mpi: Any, comm: Any, others: list[int], limit_s: float, what: str) -> list[int]:
     seats = bytearray(len(others))
+    _held[id(seats)] = seats
     view = memoryview(seats)
     calls = [
         comm.Irecv([view[at : at + 1], mpi.BYTE], rank, _TAG) for at, rank in enumerate(others)
@@ -66,13 +73,16 @@ def _hear(mpi: Any, comm: Any, others: list[int], limit_s: float, what: str) -> 
     absent = [others[at] for at in open_at]
     word = json.dumps(absent[:_SHOWN]).encode().ljust(_WORD_BYTES, b"\0")
     sends = []
+    _held[id(word)] = word
     for at, (rank, call) in enumerate(zip(others, calls, strict=True)):
         if at in open_at:
             call.Cancel()
             call.Wait()
         else:
             sends.append(comm.Isend([word, mpi.BYTE], rank, _TAG))
-    _await(sends, _GRACE_S, what)
+    del _held[id(seats)]
+    if not _await(sends, _GRACE_S, what):
+        del _held[id(word)]
     return absent[:_SHOWN]
 
 

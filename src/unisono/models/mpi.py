@@ -121,6 +121,10 @@ class MpiModel(ComputationModel):
                     comm.Free()
         self._is_live = False
 
+    def tell_interrupted(self, how: str) -> None:
+        """Only the end of this process can tell the others, which it does at once then. Local."""
+        self._calls.lose(how)
+
     def abort(self) -> None:
         """Leave; when this process ends, the job does. Local. The error gets out before that."""
         self._is_live = False
@@ -231,7 +235,7 @@ class MpiModel(ComputationModel):
         outcome: Future[T] = Future()
         try:
             outcome.set_result(call())
-        except BaseException as error:  # belongs to whoever waits for the handle
+        except Exception as error:  # belongs to whoever waits for the handle
             outcome.set_exception(error)
         return Handle(outcome.result, outcome.done)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from unisono._arguments import check_names
+from unisono._monitor import Monitor
 from unisono.control import calls
 from unisono.control.absence import Missing, warn_after_s
 from unisono.control.aside import stack_of
@@ -62,13 +63,13 @@ class _World:
         self.ended: set[int] = set()
         self.threads: dict[int, int] = {}
         self.warn_after_s: float = warn_after_s()
-        self._moved = threading.Condition()
+        self._moved = Monitor()
         self._rounds: dict[tuple[object, int], _Round] = {}
         self._letters: dict[tuple[object, int, int], list[Tensor]] = {}
 
     def fail(self, rank: int, text: str) -> None:
         """Tell every replica that waits, or will, that `rank` is gone."""
-        with self._moved:
+        with self._moved.lock:
             self.is_lost = True
             if self.failure is None:
                 self.failure = (rank, text)
@@ -76,7 +77,7 @@ class _World:
 
     def end(self, rank: int) -> None:
         """Tell every replica that waits for `rank`, or will, that it has returned."""
-        with self._moved:
+        with self._moved.lock:
             self.ended.add(rank)
             self._moved.notify_all()
 
@@ -125,17 +126,18 @@ class _World:
     ) -> list[T]:
         """Bring `item` to the round `key` and take everybody's, in rank order."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        with self._moved:
+        with self._moved.lock:
             self._refuse(rank, f"came to {call}")
             entry = self._rounds.setdefault(key, _Round())
             entry.items[rank] = item
             entry.calls[rank] = call
-            if len(entry.items) == len(ranks):
+            is_last = len(entry.items) == len(ranks)
+            if is_last:
                 self._moved.notify_all()
-            else:
-                self._wait(
-                    lambda: len(entry.items) == len(ranks), rank, call, entry, ranks, timeout_s
-                )
+        if not is_last:
+            is_ready = lambda: len(entry.items) == len(ranks)  # noqa: E731
+            self._wait(is_ready, rank, call, entry, ranks, timeout_s)
+        with self._moved.lock:
             entry.taken += 1
             if entry.taken == len(ranks):
                 del self._rounds[key]
@@ -148,7 +150,7 @@ class _World:
 
     def post(self, key: tuple[object, int, int], tensor: Tensor) -> None:
         """Leave a letter; never waits."""
-        with self._moved:
+        with self._moved.lock:
             self._letters.setdefault(key, []).append(tensor)
             self._moved.notify_all()
 
@@ -157,10 +159,11 @@ class _World:
     ) -> Tensor:
         """Take the oldest letter from `key`."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        with self._moved:
+        with self._moved.lock:
             box = self._letters.setdefault(key, [])
-            call = f"recv from rank {key[1]}"
-            self._wait(lambda: bool(box), rank, call, None, (key[1],), timeout_s)
+        call = f"recv from rank {key[1]}"
+        self._wait(lambda: bool(box), rank, call, None, (key[1],), timeout_s)
+        with self._moved.lock:
             return box.pop(0)
 
     def _refuse(self, rank: int, doing: str) -> None:
@@ -185,27 +188,40 @@ class _World:
         limit_s = limit_of(timeout_s) or 0.0
         deadline = time.monotonic() + limit_s
         warn_at: float = time.monotonic() + self.warn_after_s
-        while not is_ready():
-            self._refuse(rank, f"waited in {call}")
-            missing = [r for r in ranks if entry is None or r not in entry.items]
-            gone = next((r for r in missing if r in self.ended), None)
-            if gone is not None:
-                raise PeerFailedError(
-                    f"rank {rank} waited in {call}, but rank {gone} ended before it came", gone
-                )
-            now = time.monotonic()
-            mine = None if entry is None else entry.items.get(rank)
-            if isinstance(mine, bytes):
-                call = calls.describe(mine)
-            if now >= deadline:
-                text = f"rank {rank} waited {limit_s:.3g} s in {call}:\n{self._late(missing)}"
-                self.failure, self.is_late = (missing[0], text), True
-                self._moved.notify_all()
-                raise CollectiveTimeoutError(text)
+
+        def missing() -> list[int]:
+            return [r for r in ranks if entry is None or r not in entry.items]
+
+        def is_over() -> bool:
+            return bool(is_ready() or self.failure or self.ended.intersection(missing()))
+
+        while True:
+            self._moved.wait(is_over, min(deadline, warn_at) - time.monotonic())
+            with self._moved.lock:
+                if is_ready():
+                    return
+                self._check(rank, call, missing())
+                mine = None if entry is None else entry.items.get(rank)
+                if isinstance(mine, bytes):
+                    call = calls.describe(mine)
+                now = time.monotonic()
+                if now >= deadline:
+                    text = f"rank {rank} waited {limit_s:.3g} s in {call}:\n{self._late(missing())}"
+                    self.failure, self.is_late = (missing()[0], text), True
+                    self._moved.notify_all()
+                    raise CollectiveTimeoutError(text)
             if now >= warn_at:
                 warn_at = math.inf
-                _log.warning("rank %d still waits in %s:\n%s", rank, call, self._late(missing))
-            self._moved.wait(min(deadline, warn_at) - now)
+                _log.warning("rank %d still waits in %s:\n%s", rank, call, self._late(missing()))
+
+    def _check(self, rank: int, call: str, missing: list[int]) -> None:
+        """Give up where somebody has failed, or one of those that are missing has ended."""
+        self._refuse(rank, f"waited in {call}")
+        gone = next((r for r in missing if r in self.ended), None)
+        if gone is not None:
+            raise PeerFailedError(
+                f"rank {rank} waited in {call}, but rank {gone} ended before it came", gone
+            )
 
     def _late(self, ranks: list[int]) -> str:
         stacks = {r: stack_of(self.threads[r]) for r in ranks if r in self.threads}
@@ -247,6 +263,9 @@ class ThreadsModel(ComputationModel):
 
     def abort(self) -> None:
         self._world.fail(self._topology.rank, "it left the job")
+
+    def tell_interrupted(self, how: str) -> None:
+        self._world.fail(self._topology.rank, how)
 
     @classmethod
     def launch(cls, entry: Callable[[Self], T], plan: LaunchPlan, **options: Any) -> list[T]:

@@ -1,0 +1,59 @@
+"""A lock and what is waited for under it, which an exception out of nowhere leaves usable.
+
+Ctrl-C, an alarm's handler or a test's timeout may raise between any two bytecodes.
+`threading.Condition`, and what is made of it (Event, Future, Queue), enters and leaves in Python,
+so an exception at the wrong moment leaves it locked for good. A lock of the interpreter's own in a
+``with`` statement has no such moment, and nothing here is held while a thread sleeps.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+__all__ = ("Monitor",)
+
+_LONGEST_NAP_S = 0.2  # a thread that was interrupted may have woken only some of the others
+
+
+class Monitor:
+    """A lock with `wait` and `notify_all`; ``with monitor.lock:`` for what changes."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._sleepers: list[threading.Lock] = []
+
+    def notify_all(self) -> None:
+        """Let those that wait look again. Local; the lock is held."""
+        sleepers, self._sleepers = self._sleepers, []
+        for sleeper in sleepers:
+            sleeper.release()
+
+    def wait(self, is_ready: Callable[[], object], limit_s: float) -> bool:
+        """Wait until something holds.
+
+        Local; the lock is not held.
+
+        Args:
+            is_ready: asked with the lock held, each time after `notify_all`.
+            limit_s: seconds to wait.
+
+        Returns:
+            Whether it holds; False once the time is over.
+        """
+        until = time.monotonic() + limit_s
+        while True:
+            sleeper = threading.Lock()
+            sleeper.acquire()  # whoever notifies releases it
+            with self.lock:
+                if is_ready():
+                    return True
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self._sleepers.append(sleeper)
+            if not sleeper.acquire(timeout=min(left_s, _LONGEST_NAP_S)):
+                with self.lock:
+                    if sleeper in self._sleepers:
+                        self._sleepers.remove(sleeper)

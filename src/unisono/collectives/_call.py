@@ -1,0 +1,38 @@
+"""What every collective of the facade has in common."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, TypeVar, cast
+
+from unisono._context import left_half_way
+
+__all__ = ("collective",)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def collective(fn: F) -> F:
+    """Decorate a collective of the facade: one that Ctrl-C leaves half-way ends the context.
+
+    Local. The other ranks have called it, or will; whatever this rank called next would meet that.
+    The errors of the collective itself leave all ranks in step, or are known to the model.
+    """
+    note = left_half_way
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except Exception:
+            raise
+        except BaseException as error:
+            note(fn.__name__, error)
+            raise
+
+    # doctest passes over functions whose globals are another module's
+    made = FunctionType(
+        call.__code__, fn.__globals__, fn.__name__, call.__defaults__, call.__closure__
+    )
+    return cast("F", functools.update_wrapper(made, fn))
