@@ -149,8 +149,10 @@ class Alarm:
         ended = [place for place in counts if has_ended(self.pidfds[place])]
         ended = [place for place in ended if not self._is_done(place, group, step)]
         said = self._aside.failure(_LAST_WORD_S if len(ended) > 1 else 0.0)
-        if said is not None and (among is None or ended):
-            self.fail(read_failure(said))
+        if said is not None:
+            failure = read_failure(said)
+            if among is None or ended or failure["rank"] in [self._ranks[at] for at in among]:
+                self.fail(failure)
         if ended:
             self.lose(ended[0])
         for place, line in self._lines.items():
