@@ -122,7 +122,8 @@ def _outcome(local_rank: int, body: bytes, is_process: bool) -> tuple[bytes, byt
             kind = type(result).__qualname__
             raise PayloadError(f"the result, a {kind}, can't be pickled: {error}") from error
     except BaseException as error:  # SystemExit too: the pool decides what it means
-        return BROKEN if _is_broken(error) else _channel.ERROR, cloudpickle.dumps(describe(error))
+        is_lost = _is_broken(error) or _context.current_model().interrupted is not None
+        return BROKEN if is_lost else _channel.ERROR, cloudpickle.dumps(describe(error))
     finally:
         flush()
 

@@ -267,10 +267,16 @@ class Calls:
                 f"{self._who}: {name}: ranks {absent} did not come within {limit_s:.3g} s"
             )
 
-    def finish(self) -> None:
-        """Wait for what `start` has under way, and free our operations. Local."""
-        if self._lost:  # what was given up may never be done
-            return
+    def finish(self) -> bool:
+        """Wait for what `start` has under way, and free our operations.
+
+        Local.
+
+        Returns:
+            Whether all is done; no call that was given up can be waited for.
+        """
+        if self._lost:
+            return False
         with self.edge("finalize"):
             for number in list(self._under_way):
                 self._await("finalize", self._mpi.COMM_WORLD, number)
@@ -278,6 +284,7 @@ class Calls:
                 rule.Free()
         self._under_way = {}
         self._folds = []
+        return True
 
     @contextmanager
     def edge(self, name: str) -> Iterator[None]:

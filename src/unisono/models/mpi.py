@@ -115,9 +115,9 @@ class MpiModel(ComputationModel):
         self.settle()
         self._end.remove()
         if self.is_alive():
-            self._calls.finish()
+            is_whole = self._calls.finish()
             with self._calls.edge("Comm_free"):
-                for comm in self._comms:
+                for comm in self._comms if is_whole else ():  # MPI may still be at work there
                     comm.Free()
         self._is_live = False
 
