@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from unisono.control import derived
 from unisono.control.addresses import BACKLOG, bind_widely, listen_locally, local_address
+from unisono.control.deadlines import limit_of
 from unisono.control.door import visitors
 from unisono.control.hub import Hub
 from unisono.control.lane import LANE_BYTES, Lane, receive, send
@@ -55,6 +56,10 @@ class Met(derived.Carrier, Protocol):
 
     steps: Steps
 
+    @property
+    def timeout_s(self) -> float | None:
+        """Seconds that a collective may take."""
+
 
 def meet(model: Met, group: Group | None, inline_bytes: int, host: str | None = None) -> Hub | None:
     """Connect the ranks of a group.
@@ -84,7 +89,10 @@ def meet(model: Met, group: Group | None, inline_bytes: int, host: str | None = 
             most_bytes = min(each["most_bytes"] for each in said)
             vote: Offer = {"reason": "", "shares_memory": False}
             try:
-                near = _connect(said, place, listeners, inline_bytes)
+                limit_s = limit_of(model.timeout_s)
+                limit_s = _SET_UP_S if limit_s is None else min(limit_s, _SET_UP_S)
+                until = time.monotonic() + limit_s
+                near = _connect(said, place, listeners, inline_bytes, until)
                 hub = Hub(ranks, place, near, said[place]["warn_after_s"], model.steps)
                 vote["shares_memory"] = hub.shares_memory
             except OSError as error:
@@ -160,13 +168,13 @@ def _connect(
     place: int,
     listeners: list[socket.socket],
     inline_bytes: int,
+    until: float,
 ) -> Neighbours:
     """Connect upwards first, so that the tree is made from its root down."""
     hosts = [offer["host"] for offer in offers]
     part = links(hosts, place, offers[0]["fan_out"])
     everybody = "".join(offer["key"] for offer in offers).encode()
     secret = hashlib.sha256(everybody).digest()
-    until = time.monotonic() + _SET_UP_S
     made: dict[tuple[int, int], Ends] = {}
     try:
         if any(hosts[down] != hosts[place] for down in part.downs):
@@ -286,7 +294,7 @@ def _answer(
                     break
         if wanted:
             late = sorted({down for down, _ in wanted})
-            raise OSError(f"places {late} of the group didn't connect in {_SET_UP_S:g} s")
+            raise OSError(f"places {late} of the group didn't connect in time")
 
 
 def _check(

@@ -296,7 +296,8 @@ class Calls:
 
     def _await(self, name: str, comm: Any, number: int, request: Any = None) -> None:
         """Wait for what `_begin` started; it stays there, with its memory, unless it is done."""
-        request = request or self._under_way[number][0]
+        if request is None:
+            request = self._under_way[number][0]
         limit_s = self._limit_s(comm)
         if limit_s is None:
             request.Wait()

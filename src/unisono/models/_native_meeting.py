@@ -165,8 +165,12 @@ class Meeting:
 
         thread = threading.Thread(target=work, name="unisono-meeting", daemon=True)
         thread.start()
-        while not outcome.done() and (left := self._until + _GRACE_S - time.monotonic()) > 0:
-            thread.join(left)
+        try:
+            while not outcome.done() and (left := self._until + _GRACE_S - time.monotonic()) > 0:
+                thread.join(left)
+        except BaseException:  # Ctrl-C: the thread gives up, and its store listens no longer
+            self._until, self._is_ours = time.monotonic(), False
+            raise
         if outcome.done():
             return outcome.result()
         raise ContextError(

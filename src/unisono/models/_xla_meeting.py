@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from typing import Any, TypeVar
 
+from unisono._monitor import Monitor
 from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerFailedError
 
 __all__ = ("MEETING", "Meeting")
@@ -21,7 +20,7 @@ class Meeting:
     """
 
     def __init__(self) -> None:
-        self._moved = threading.Condition()
+        self._moved = Monitor()
         self._rounds: dict[str, dict[int, tuple[str, Any]]] = {}
         # How often each rank has joined; one that has left the n-th time may come back.
         self._joined: dict[int, int] = {}
@@ -29,12 +28,12 @@ class Meeting:
 
     def join(self, rank: int) -> None:
         """Come, or come back after `leave`. Local."""
-        with self._moved:
+        with self._moved.lock:
             self._joined[rank] = self._joined.get(rank, 0) + 1
 
     def leave(self, rank: int, why: str) -> None:
         """Tell whoever waits for `rank`, or will, that it won't come. Local."""
-        with self._moved:
+        with self._moved.lock:
             self._leave(rank, why)
 
     def _leave(self, rank: int, why: str) -> None:
@@ -71,7 +70,7 @@ class Meeting:
             CollectiveMismatchError: they came for different calls (on every rank).
             PeerFailedError: one that hasn't come has left.
         """
-        with self._moved:
+        with self._moved.lock:
             entries = self._rounds.setdefault(group, {})
             entries[rank] = (call, item)
             if len(entries) == len(ranks):
@@ -94,21 +93,24 @@ class Meeting:
         call: str,
         timeout_s: float,
     ) -> None:
-        deadline = time.monotonic() + timeout_s
-        while len(entries) < len(ranks):
-            missing = [r for r in ranks if r not in entries]
-            gone = [r for r in missing if self._is_gone(r, self._joined.get(rank, 0))]
-            left_s = deadline - time.monotonic()
-            if not gone and left_s > 0:
-                self._moved.wait(left_s)
-                continue
+        def missing() -> list[int]:
+            return [r for r in ranks if r not in entries]
+
+        def gone() -> list[int]:
+            return [r for r in missing() if self._is_gone(r, self._joined.get(rank, 0))]
+
+        self._moved.wait(lambda: not missing() or gone(), timeout_s)
+        with self._moved.lock:
+            late, left = missing(), gone()
+            if not late:
+                return
             del entries[rank]
-            if gone:
+            if left:
                 raise PeerFailedError(
-                    f"rank {rank} waited in {call}, but rank {gone[0]} {self._left[gone[0]][1]}",
-                    gone[0],
+                    f"rank {rank} waited in {call}, but rank {left[0]} {self._left[left[0]][1]}",
+                    left[0],
                 )
-            text = f"waited {timeout_s:.3g} s in {call}; ranks that did not come: {missing}"
+            text = f"waited {timeout_s:.3g} s in {call}; ranks that did not come: {late}"
             self._leave(rank, text)
             raise CollectiveTimeoutError(f"rank {rank} {text}")
 
