@@ -258,24 +258,28 @@ def _start(infos: list[RankInfo], method: str, workers: list[Worker], held: Exit
     """Ask a helper for a worker each, which `workers` has from then on."""
     if method == "fork":  # outside of the lock, which the fork would have for ever
         maker = _Fork(held)
-        workers.extend(_ask_for_one(maker.control, method, info) for info in infos)
+        for info in infos:
+            _ask_for_one(maker.control, method, info, workers)
         return maker
     with _lock:  # nobody retires the helper before it has all requests
         helper = _helper_for(method)
         helper.process.send_signal(signal.SIGCONT)
-        workers.extend(_ask_for_one(helper.control, method, info) for info in infos)
+        for info in infos:
+            _ask_for_one(helper.control, method, info, workers)
         return helper.process
 
 
-def _ask_for_one(control: socket.socket, method: str, info: RankInfo) -> Worker:
+def _ask_for_one(
+    control: socket.socket, method: str, info: RankInfo, workers: list[Worker]
+) -> None:
     _wait_for_room(control)
     channel, their_channel = socket.socketpair()
     status, their_status = socket.socketpair()
     with their_channel, their_status:
+        workers.append(Worker(info.rank, channel, status))  # before it is made: Ctrl-C ends it, too
         request = b"exec" if method == "spawn" else b"fork"
         fds = [0, 1, 2, their_channel.fileno(), their_status.fileno()]
         socket.send_fds(control, [request], fds)
-    return Worker(info.rank, channel, status)
 
 
 def _wait_for_room(control: socket.socket) -> None:
