@@ -1,4 +1,4 @@
-"""KeyboardInterrupt at random moments of every collective, handle, pool call and spawn.
+"""KeyboardInterrupt at random moments of every collective and handle.
 
 After each the ranks are usable or told why not, within a bound, and no value is wrong.
 UNISONO_INTERRUPTS is how many there are for each model (a few by default), UNISONO_INTERRUPTS_SEED
@@ -7,22 +7,18 @@ the seed, which a failure names.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import pytest
 from _interrupts import OPERATIONS, Report, Trial, interrupted_at, run_trial
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import unisono as idist
 from _needs import require_backend
-from unisono.launchers import processes
 
 SEED = int(os.environ.get("UNISONO_INTERRUPTS_SEED", random.SystemRandom().randrange(2**31)))
 TIMES = int(os.environ.get("UNISONO_INTERRUPTS", 0))
@@ -142,51 +138,3 @@ def test_on_processes(backend: str, times: int) -> None:
     alarms = list(zip(*(each[half:] for each in found), strict=True))
     bad = [pair for pair in alarms if any(r.wrong or r.seconds > BOUND_S for r in pair)]
     assert not bad, f"seed {SEED}: " + "\n".join(map(str, bad[0]))
-
-
-def _square(local_rank: int, base: int) -> int:
-    return base * base
-
-
-def test_a_spawn_and_a_pool_that_are_interrupted_leave_nothing() -> None:
-    """What is left is looked for by the fixtures of this folder, and here after each time."""
-    chance = random.Random(SEED)
-    with interrupted_at(0) as seen:
-        assert idist.spawn("gloo", _square, (3,), nproc_per_node=2) == [9, 9]
-    for _ in range(TIMES // 10 or 15):
-        place = chance.randint(1, seen.seen)
-        begin = time.monotonic()
-        with contextlib.suppress(KeyboardInterrupt), interrupted_at(place) as places:
-            idist.spawn("gloo", _square, (3,), nproc_per_node=2)
-        told = f"seed {SEED}: place {place}, {places.where}"
-        assert _ranks_left() == [], told
-        assert idist.spawn("gloo", _square, (4,), nproc_per_node=2) == [16, 16], told
-        assert time.monotonic() - begin < BOUND_S, told
-
-
-def test_a_call_of_a_pool_that_is_interrupted_leaves_it_usable() -> None:
-    chance = random.Random(SEED)
-    with idist.WorkerPool("gloo", nproc_per_node=2) as pool:
-        pool.run(_square, 2)
-        with interrupted_at(0) as seen:
-            pool.run(_square, 2)
-        for _ in range(TIMES // 10 or 15):
-            place = chance.randint(1, seen.seen)
-            begin = time.monotonic()
-            with contextlib.suppress(KeyboardInterrupt), interrupted_at(place) as places:
-                assert pool.run(_square, 3) == [9, 9]
-            told = f"seed {SEED}: place {place}, {places.where}"
-            assert pool.run(_square, 4) == [16, 16], told
-            assert pool.map(_half, [2, 4, 6]) == [1, 2, 3], told
-            assert time.monotonic() - begin < BOUND_S, told
-
-
-def _half(value: int) -> int:
-    return value // 2
-
-
-def _ranks_left() -> list[int]:
-    """Give the processes of ranks that haven't ended a moment after their job."""
-    helpers = {helper.process.pid for helper in processes._helpers.values()}
-    ranks = [p for p in psutil.Process().children(recursive=True) if p.pid not in helpers]
-    return [process.pid for process in psutil.wait_procs(ranks, timeout=3)[1]]
