@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import inspect
 import signal
 import sys
 import threading
@@ -49,7 +50,8 @@ class Places:
         if not frame.f_code.co_filename.startswith(_OURS):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        self._pass(frame)
+        if not frame.f_code.co_flags & inspect.CO_GENERATOR:  # it may only be closed: that is lost
+            self._pass(frame)
         return self.step
 
     def step(self, frame: FrameType, event: str, _: Any) -> Any:
