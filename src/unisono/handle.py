@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar, cast
 
-from unisono.errors import UnisonoError
+from unisono.errors import ContextError, UnisonoError
 
 __all__ = ("BACKGROUND", "Background", "Handle", "Outcome", "joined")
 
@@ -73,12 +74,13 @@ class Handle(Generic[T]):
         is_completed: whether `wait` would return at once.
     """
 
-    __slots__ = ("_is_completed", "_outcome", "_turn", "_wait", "_waits")
+    __slots__ = ("_is_completed", "_outcome", "_pid", "_turn", "_wait", "_waits")
 
     def __init__(self, wait: Callable[[], T], is_completed: Callable[[], bool]) -> None:
         self._wait: Callable[[], T] | None = wait
         self._is_completed = is_completed
         self._outcome: Outcome[T] = Outcome()
+        self._pid = os.getpid()
         self._turn = threading.RLock()
         self._waits = False
 
@@ -93,7 +95,9 @@ class Handle(Generic[T]):
 
         Raises:
             UnisonoError: whatever the blocking form would have raised, at every call.
+            ContextError: this process is a fork of the one that started the operation.
         """
+        self._check_process()
         if not self._outcome.is_known:
             with self._turn:  # a second thread goes on where the first was interrupted
                 if self._wait is not None and not self._outcome.is_known:
@@ -118,8 +122,20 @@ class Handle(Generic[T]):
 
         Returns:
             True once the operation is done or has failed.
+
+        Raises:
+            ContextError: as `wait`.
         """
+        self._check_process()
         return self._outcome.is_known or (not self._waits and self._is_completed())
+
+    def _check_process(self) -> None:
+        """Refuse a fork, in which nobody carries the operation on: it would wait for ever."""
+        if not self._outcome.is_known and self._pid != os.getpid():
+            raise ContextError(
+                f"this process is a fork of process {self._pid}, which started the operation and "
+                "alone can wait for it: call wait() there before the fork"
+            )
 
     def then(self, finish: Callable[[T], U]) -> Handle[U]:
         """Give a handle whose value is `finish` of this one's.

@@ -15,7 +15,7 @@ from unisono.collectives.groups import GroupLike, check_rank, outcome, team
 from unisono.errors import PayloadError
 from unisono.handle import Handle
 from unisono.model import ComputationModel
-from unisono.payload import is_dense, plain
+from unisono.payload import is_dense, plain, reason
 from unisono.reduction import ReduceOp, parse_op
 from unisono.topology import Group
 
@@ -249,6 +249,8 @@ def _check_reducible(
         carriers.check_reducible(tensor, op)
     except PayloadError as error:
         refuse(model, call, tensor, group, error)
+    except Exception as error:  # a subclass's own code
+        refuse(model, call, None, group, PayloadError(f"{call} of this tensor: {reason(error)}"))
 
 
 def _kind(value: object) -> str:

@@ -121,10 +121,16 @@ def _reduced(value: Any, op: ReduceOp) -> Any:
 
     Collective over all ranks.
     """
-    leaves, paths = flatten(value)
+    try:
+        leaves, paths = flatten(value)
+    except Exception:  # the value's own, which all_reduce tells every rank of
+        return all_reduce(value, op.name)
     leaves = _whole(leaves, paths)
     if op in (ReduceOp.SUM, ReduceOp.AVERAGE):
-        sent = [_widened(leaf, op) for leaf in leaves]
+        try:
+            sent = [_widened(leaf, op) for leaf in leaves]
+        except Exception:
+            return all_reduce(value, op.name)
         totals, _ = flatten(all_reduce(unflatten(value, sent), op.name))
         leaves = [_narrowed(total, leaf, op) for total, leaf in zip(totals, leaves, strict=True)]
         return unflatten(value, leaves)
