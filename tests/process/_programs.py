@@ -17,7 +17,19 @@ from torch import Tensor
 
 import unisono
 
-__all__ = ("FAULTS", "Fault", "Point", "Step", "alike", "expected", "programs", "run", "run_until")
+__all__ = (
+    "FAULTS",
+    "Fault",
+    "Point",
+    "Step",
+    "alike",
+    "call",
+    "expected",
+    "programs",
+    "run",
+    "run_until",
+    "steps",
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +83,7 @@ def run(local_rank: int, program: Sequence[Step]) -> list[Any]:
     for step in program:
         value = step.values[rank]
         before = copy.deepcopy(value)
-        found.append(_call(step, value))
+        found.append(call(step, value))
         if not step.call.endswith("_") and not alike(value, before):
             raise AssertionError(f"{step.call} changed its input {before!r} to {value!r}")
     return found
@@ -82,24 +94,26 @@ def run_until(local_rank: int, program: Sequence[Step], at: int, victim: int, fa
     for i, step in enumerate(program):
         if i == at and unisono.get_rank() == victim:
             FAULTS[fault].do()
-        _call(step, step.values[unisono.get_rank()])
+        call(step, step.values[unisono.get_rank()])
     if at >= len(program) and unisono.get_rank() == victim:
         FAULTS[fault].do()
     unisono.barrier()
 
 
-def _call(step: Step, value: Any) -> Any:
+def call(step: Step, value: Any, group: Any = None, **how: Any) -> Any:
+    """Make the call of a step with a value, in a group of the step's ranks if one is given."""
     function = getattr(unisono, step.call)
-    group = None if step.group is None else list(step.group)
+    if group is None and step.group is not None:
+        group = list(step.group)
     if step.call == "barrier":
-        return function(group=group)
+        return function(group=group, **how)
     if step.call in ("all_reduce", "all_reduce_", "reduce_scatter"):
-        return function(value, step.op, group=group)
+        return function(value, step.op, group=group, **how)
     if step.call == "reduce":
-        return function(value, step.root, step.op, group=group)
+        return function(value, step.root, step.op, group=group, **how)
     if step.call in ("gather", "broadcast", "broadcast_", "scatter"):
-        return function(value, step.root, group=group)
-    return function(value, group=group)
+        return function(value, step.root, group=group, **how)
+    return function(value, group=group, **how)
 
 
 # What it must give
@@ -151,6 +165,10 @@ def _swapped(given: list[Any], place: int) -> Any:
 
 def _fold(op: str, given: list[Any]) -> Any:
     first = given[0]
+    if isinstance(first, Tensor) and all(map(_repeats, given)):
+        whole = _fold(op, [tensor.reshape(-1)[:_PERIOD] for tensor in given])
+        times = -(-first.numel() // _PERIOD)
+        return whole.repeat(times)[: first.numel()].reshape(first.shape)
     if isinstance(first, Tensor):
         columns = zip(*(tensor.reshape(-1).tolist() for tensor in given), strict=True)
         flat = [_fold_numbers(op, list(column)) for column in columns]
@@ -163,6 +181,17 @@ def _fold(op: str, given: list[Any]) -> Any:
     if isinstance(first, (list, tuple)):
         return type(first)(_fold(op, list(column)) for column in zip(*given, strict=True))
     return _fold_numbers(op, given)
+
+
+_PERIOD = 3  # of what the tensors below repeat
+
+
+def _repeats(tensor: Tensor) -> bool:
+    """Tell whether a long tensor repeats its first elements, so that these tell all of it."""
+    if tensor.numel() < 100:
+        return False
+    flat = tensor.reshape(-1)
+    return torch.equal(flat[_PERIOD:], flat[:-_PERIOD])
 
 
 def _fold_numbers(op: str, given: list[Any]) -> Any:
@@ -277,30 +306,32 @@ def _group(draw: st.DrawFn, size: int) -> tuple[int, ...] | None:
 
 
 @st.composite
-def _step(draw: st.DrawFn, size: int) -> Step:
-    group = draw(_group(size))
+def steps(draw: st.DrawFn, size: int, group: tuple[int, ...] | None | str = "any") -> Step:
+    """Make a call of `size` ranks, within a group of one's own choice if one is given."""
+    if isinstance(group, str):
+        group = draw(_group(size))
     count = size if group is None else len(group)
     root = draw(st.sampled_from(range(size) if group is None else group))
-    call = draw(st.sampled_from(_CALLS))
+    name = draw(st.sampled_from(_CALLS))
     dtype, shape = draw(st.sampled_from(_DTYPES)), draw(st.sampled_from(_SHAPES))
-    if call in ("all_reduce", "reduce"):
+    if name in ("all_reduce", "reduce"):
         values, op = draw(_numeric(size))
-        return Step(call, values, root, op, group)
-    if call == "barrier":
-        return Step(call, (None,) * size, group=group)
-    if call in ("all_reduce_", "broadcast_", "reduce_scatter"):
+        return Step(name, values, root, op, group)
+    if name == "barrier":
+        return Step(name, (None,) * size, group=group)
+    if name in ("all_reduce_", "broadcast_", "reduce_scatter"):
         width = count * draw(st.integers(1, 2))
-        shape = (width, *shape) if call == "reduce_scatter" else shape
+        shape = (width, *shape) if name == "reduce_scatter" else shape
         rows = tuple(draw(_tensors(shape, dtype)) for _ in range(size))
-        return Step(call, rows, root, draw(st.sampled_from(_OPS)), group)
-    if call in ("scatter", "all_to_all"):
-        if call == "all_to_all" and draw(st.booleans()):
+        return Step(name, rows, root, draw(st.sampled_from(_OPS)), group)
+    if name in ("scatter", "all_to_all"):
+        if name == "all_to_all" and draw(st.booleans()):
             tensors = _tensors((count * 2, *shape), dtype)
-            return Step(call, tuple(draw(tensors) for _ in range(size)), root, group=group)
+            return Step(name, tuple(draw(tensors) for _ in range(size)), root, group=group)
         lists = st.lists(_values(), min_size=count, max_size=count)
-        return Step(call, tuple(draw(lists) for _ in range(size)), root, group=group)
+        return Step(name, tuple(draw(lists) for _ in range(size)), root, group=group)
     one = _tensors(shape, dtype) if draw(st.booleans()) else _values()
-    return Step(call, tuple(draw(one) for _ in range(size)), root, group=group)
+    return Step(name, tuple(draw(one) for _ in range(size)), root, group=group)
 
 
 _CALLS = (
@@ -311,4 +342,4 @@ _CALLS = (
 
 def programs(size: int, longest: int = 6) -> st.SearchStrategy[list[Step]]:
     """Make programs for `size` ranks. Local."""
-    return st.lists(_step(size), min_size=1, max_size=longest)
+    return st.lists(steps(size), min_size=1, max_size=longest)
