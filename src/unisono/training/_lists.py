@@ -138,7 +138,7 @@ def _state(tensor: Tensor | None, owner: int) -> bytes:
 
 
 def _line(place: int, like: Tensor, owner: int) -> str:
-    text = f"{like.dtype}{list(like.shape)}"
+    text = f"{like.dtype}{'[nested]' if like.is_nested else list(like.shape)}"
     return text if owner in (place, OVERLAPS) else f"{text}, the memory of tensor {owner}"
 
 
