@@ -29,7 +29,7 @@ class Outcome(Generic[T]):
     __slots__ = ("_error", "_gate", "_value", "is_known")
 
     def __init__(self) -> None:
-        self.is_known = False
+        self.is_known: bool = False
         self._value: T | None = None
         self._error: BaseException | None = None
         self._gate = threading.Lock()

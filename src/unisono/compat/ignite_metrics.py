@@ -18,7 +18,7 @@ from unisono._context import current_model
 from unisono.collectives import gathers, groups, reductions, transfers
 from unisono.lifecycle import finalize
 
-__all__ = ("FacadeModel", "install")
+__all__ = ("install",)
 
 
 def install() -> None:
@@ -31,8 +31,8 @@ def install() -> None:
         >>> from unisono.compat import ignite_metrics  # doctest: +SKIP
         >>> ignite_metrics.install()  # doctest: +SKIP
     """
-    if FacadeModel not in utils.registered_computation_models:
-        utils.registered_computation_models += (FacadeModel,)
+    if _FacadeModel not in utils.registered_computation_models:
+        utils.registered_computation_models += (_FacadeModel,)
 
 
 def _answers(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,7 +45,7 @@ def _answers(function: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-class FacadeModel(ComputationModel):  # type: ignore[misc]  # ignite has no types
+class _FacadeModel(ComputationModel):  # type: ignore[misc]  # ignite has no types
     """A model of ignite's that asks the facade at every call, so that it is never out of date."""
 
     name = "unisono"
@@ -80,12 +80,12 @@ class FacadeModel(ComputationModel):  # type: ignore[misc]  # ignite has no type
         return facts.get_rank() not in model.members(groups.resolve(model, group))
 
     @staticmethod
-    def create_from_context() -> FacadeModel | None:
+    def create_from_context() -> _FacadeModel | None:
         """Answer where the facade has a context. Local."""
-        return FacadeModel() if facts.is_distributed() else None
+        return _FacadeModel() if facts.is_distributed() else None
 
     @staticmethod
-    def create_from_backend(backend: str, **kwargs: Any) -> FacadeModel:
+    def create_from_backend(backend: str, **kwargs: Any) -> _FacadeModel:
         """Refuse: ignite makes no context of ours. Local."""
         raise NotImplementedError("make the context with unisono.initialize or unisono.spawn")
 

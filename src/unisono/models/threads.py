@@ -58,8 +58,8 @@ class _World:
         self.size = size
         self.timeout_s = timeout_s
         self.failure: tuple[int, str] | None = None
-        self.is_lost = False
-        self.is_late = False  # whether the failure is that of a deadline
+        self.is_lost: bool = False
+        self.is_late: bool = False  # whether the failure is that of a deadline
         self.ended: set[int] = set()
         self.threads: dict[int, int] = {}
         self.warn_after_s: float = warn_after_s()
@@ -207,7 +207,8 @@ class _World:
                 now = time.monotonic()
                 if now >= deadline:
                     text = f"rank {rank} waited {limit_s:.3g} s in {call}:\n{self._late(missing())}"
-                    self.failure, self.is_late = (missing()[0], text), True
+                    self.failure = (missing()[0], text)
+                    self.is_late = True
                     self._moved.notify_all()
                     raise CollectiveTimeoutError(text)
             if now >= warn_at:
