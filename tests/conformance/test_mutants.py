@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from torch import Tensor
 
-from unisono import Group, ReduceOp, registry
+from unisono import Group, ReduceOp, _frames, _objects, payload, registry
+from unisono.collectives import _carriers, _values, gathers, messages, reductions, transfers
+from unisono.errors import PayloadError
 from unisono.models.threads import ThreadsModel
 from unisono.registry import register_model
 from unisono.testing import Outcome, check
@@ -113,3 +117,88 @@ def test_a_broken_model_is_caught(registered: str) -> None:
     with pytest.raises(_Caught):
         check(registered, 3, timeout_s=3.0, on_outcome=stop_at_failure)
     assert failed[0].reason
+
+
+def _divides_last(tensor: Tensor, size: int) -> Any:
+    return tensor, ReduceOp.SUM, lambda total: total / size
+
+
+def _takes_every_tensor(tensor: Tensor, call: str) -> None:
+    return
+
+
+def _tells_nobody(model: Any, call: str, tensor: Any, group: Any, error: Exception) -> None:
+    raise error
+
+
+def _knows_one_kind_of_error(make: Callable[..., bytes], *args: Any) -> bytes:
+    try:
+        return make(*args)
+    except PayloadError as error:
+        return payload.failure(str(error))
+
+
+def _writes_what_lies_in_memory(value: Tensor, out: Any) -> None:
+    shown = value.conj() if value.is_conj() else torch._neg_view(value) if value.is_neg() else value
+    _written(shown, out)
+
+
+def _makes_tensors_dense(value: Any, out: Any) -> None:
+    if isinstance(value, Tensor) and value.layout is torch.sparse_coo:
+        value = value.to_dense()
+    elif hasattr(value, "get_data"):
+        value = value.get_data()
+    _object_written(value, out)
+
+
+def _counts_sizes_beside_a_zero(self: Any) -> Any:
+    head = _header_read(self)
+    if math.prod(max(size, 1) for size in head.shape) > 2**40:
+        raise PayloadError("a damaged frame came")
+    return head
+
+
+_written, _object_written = payload._write_tensor, payload._write_object
+_header_read = _frames._Reader.header
+# Above the models: what breaks the law, wherever its name is used.
+BREAKS: dict[str, list[tuple[Any, str, Any]]] = {
+    "a_mean_overflows_nowhere": [(_carriers, "_scaled", _divides_last)],
+    "containers_of_different_kinds_are_an_error_on_every_rank": [
+        (_values, "_check_alike", lambda structures, ranks, call: None)
+    ],
+    "tensors_without_memory_of_their_own_are_refused_by_name": [
+        (_carriers, "check_dense", _takes_every_tensor)
+    ],
+    "a_tensor_that_one_rank_refuses_is_an_error_on_every_rank": [
+        (module, "refuse", _tells_nobody) for module in (gathers, reductions, transfers)
+    ],
+    "what_is_several_times_in_memory_isnt_overwritten": [
+        (_carriers, "check_writable", _carriers.check_dense)
+    ],
+    "whatever_is_raised_while_a_value_is_encoded_is_an_error_on_every_rank": [
+        (module, "frame_or_reason", _knows_one_kind_of_error)
+        for module in (gathers, messages, payload, transfers)
+    ],
+    "classes_of_tensors_arrive_as_they_are_where_a_value_is_carried": [
+        (payload, "_is_exact", payload.is_dense)
+    ],
+    "tensors_of_other_kinds_travel_as_objects": [(payload, "_write_object", _makes_tensors_dense)],
+    "conjugate_and_negative_views_are_what_they_show": [
+        (payload, "_write_tensor", _writes_what_lies_in_memory)
+    ],
+    "empty_tensors_of_any_shape_arrive": [(_frames._Reader, "header", _counts_sizes_beside_a_zero)],
+    "what_pickle_would_turn_into_something_else_doesnt": [
+        (_objects._Pickler, "reducer_override", cloudpickle.Pickler.reducer_override)
+    ],
+}
+
+
+@pytest.mark.parametrize("law", BREAKS)
+def test_a_broken_part_above_the_models_is_caught(
+    law: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for owner, name, broken in BREAKS[law]:
+        monkeypatch.setattr(owner, name, broken)
+    (outcome,) = check("threads", 2, laws=[law])
+    assert outcome.status == "failed", outcome
+    assert "it wasn't done" not in outcome.reason
