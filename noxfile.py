@@ -85,7 +85,8 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Unit, process and conformance tests on serial, threads and gloo: ``nox -s tests -- ARGS``."""
     install(session, "test", "peers")
-    session.run("pytest", *session.posargs)
+    # Most of a test's time is spent on starting ranks and on waiting for them.
+    session.run("pytest", "-n", "2", "--dist", "loadfile", *session.posargs)
 
 
 @nox.session
