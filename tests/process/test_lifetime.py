@@ -258,6 +258,8 @@ LIMITED = """
 import os, resource, unisono
 from unisono.errors import WorkerFailedError
 
+unisono.spawn("gloo", abs, start_method="fork")  # loads what the other user may not read
+os.chdir("/")
 os.setgid(65534)
 os.setuid(65534)
 resource.setrlimit(resource.RLIMIT_NPROC, (COUNT, COUNT))
