@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono import Group, ReduceOp, _frames, _objects, payload, registry
+from unisono import Group, ReduceOp, _context, _frames, _objects, payload, registry
 from unisono.collectives import _carriers, _values, gathers, messages, reductions, transfers
-from unisono.errors import PayloadError
+from unisono.errors import NotInitializedError, PayloadError
 from unisono.models.threads import ThreadsModel
 from unisono.registry import register_model
 from unisono.testing import Outcome, check
@@ -158,10 +158,15 @@ def _counts_sizes_beside_a_zero(self: Any) -> Any:
     return head
 
 
+def _knows_no_fork(model: Any) -> None:
+    raise NotInitializedError("there is no context")
+
+
 _written, _object_written = payload._write_tensor, payload._write_object
 _header_read = _frames._Reader.header
 # Above the models: what breaks the law, wherever its name is used.
 BREAKS: dict[str, list[tuple[Any, str, Any]]] = {
+    "a_fork_of_a_rank_is_told_so_in_every_call": [(_context, "refuse_fork", _knows_no_fork)],
     "a_mean_overflows_nowhere": [(_carriers, "_scaled", _divides_last)],
     "containers_of_different_kinds_are_an_error_on_every_rank": [
         (_values, "_check_alike", lambda structures, ranks, call: None)

@@ -56,12 +56,17 @@ def test_leaving_waits_for_no_rank_that_is_stopped(
         took.write_text(str(time.monotonic() - begin))
         raise ArithmeticError("after that")
 
-    with pytest.raises(WorkerFailedError, match="rank 0 of 2 raised ArithmeticError"):
+    said = "rank 0 of 2 raised ArithmeticError"
+    if backend == "horovod":  # the job may end before Horovod has: at its timeout and a second
+        said += "|rank 1 of 2 was stopped by a signal"
+    start = time.monotonic()
+    with pytest.raises(WorkerFailedError, match=said) as caught:
         unisono.spawn(backend, fn, nproc_per_node=2, timeout=3)
+    seconds = time.monotonic() - start if caught.value.rank == 1 else float(took.read_text())
     case = f"{way} on {backend}, a rank stopped, timeout 3 s"
     # Horovod 0.28 waits 30 s for such a rank, and may hold the interpreter meanwhile.
     limit_s = 35 if backend == "horovod" else 6
-    table.add(case, float(took.read_text()), limit_s, "(left)")
+    table.add(case, seconds, limit_s, "(left)")
 
 
 @settings(

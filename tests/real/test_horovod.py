@@ -34,7 +34,7 @@ from unisono.errors import (
 )
 from unisono.reduction import ReduceOp
 from unisono.testing import LAWS, check, law_names
-from unisono.topology import LaunchPlan, RankInfo
+from unisono.topology import EVERYBODY, LaunchPlan, RankInfo
 
 SOURCES = Path(__file__).parents[2] / "src"
 JOB = Path(__file__).with_name("horovod_job.py")
@@ -141,7 +141,10 @@ def test_names_do_not_depend_on_values(tmp_path: Path, monkeypatch: pytest.Monke
     run_job(horovodrun(2), "names", 2)
     names = set(re.findall(r'"name": "([^"]*unisono[^"]*)"', timeline.read_text()))
     # The barrier is the last one before the end, which Horovod doesn't always write down.
-    assert names - {"allreduce.unisono.0.barrier"} == {"allreduce.unisono.0", "allgather.unisono.0"}
+    assert names - {f"allreduce.unisono.{EVERYBODY}.barrier"} == {
+        f"allreduce.unisono.{EVERYBODY}",
+        f"allgather.unisono.{EVERYBODY}",
+    }
 
 
 @pytest.mark.parametrize("launcher", ["horovodrun", "mpirun"])

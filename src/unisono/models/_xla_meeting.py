@@ -73,11 +73,12 @@ class Meeting:
         with self._moved.lock:
             entries = self._rounds.setdefault(group, {})
             entries[rank] = (call, item)
-            if len(entries) == len(ranks):
+            is_last = len(entries) == len(ranks)
+            if is_last:
                 del self._rounds[group]
                 self._moved.notify_all()
-            else:
-                self._wait(entries, ranks, rank, call, timeout_s)
+        if not is_last:
+            self._wait(entries, ranks, rank, call, timeout_s)
         if len({entries[r][0] for r in ranks}) > 1:
             called = "; ".join(f"rank {r}: {entries[r][0]}" for r in ranks)
             raise CollectiveMismatchError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from unisono.testing.cases import (
     contract,
     facts,
+    forks,
     gathers,
     groups,
     reductions,
@@ -24,6 +25,7 @@ __all__ = (
     "Law",
     "contract",
     "facts",
+    "forks",
     "gathers",
     "groups",
     "reductions",

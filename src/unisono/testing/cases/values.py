@@ -259,7 +259,7 @@ def tensors_of_other_kinds_travel_as_objects() -> None:
 def conjugate_and_negative_views_are_what_they_show() -> None:
     rank, size = worlds()
     conjugate = torch.tensor([1 + 2j, 3 - 4j] * 100).conj()
-    for value in (conjugate, conjugate.imag, torch._neg_view(torch.arange(400.0))):
+    for value in (conjugate, conjugate.imag, torch._neg_view(torch.arange(1.0, 401.0))):
         plain = value.clone().resolve_conj().resolve_neg()
         same(idist.broadcast(value, src=size - 1), plain)
         same(idist.all_gather([value])[-1][0], plain)
@@ -267,8 +267,8 @@ def conjugate_and_negative_views_are_what_they_show() -> None:
         same(idist.all_gather(value), plain.repeat(size))
         mine = value.clone().zero_() if rank else value
         same(idist.broadcast_(mine, src=0).resolve_conj().resolve_neg(), plain)
-    negative = torch._neg_view(torch.arange(400.0))
-    same(idist.all_reduce_(negative).resolve_neg(), -torch.arange(400.0) * size)
+    negative = torch._neg_view(torch.arange(1.0, 401.0))
+    same(idist.all_reduce_(negative).resolve_neg(), -torch.arange(1.0, 401.0) * size)
 
 
 @law()
