@@ -36,6 +36,13 @@ class Keeping:
     """Hubs of the control plane, by the name of their group; empty for models without sockets."""
     steps: Steps
     """What this rank has begun on the data plane."""
+    secret: bytes | None
+    """What ranks prove to each other before their data plane is trusted; None where they share
+    nothing yet."""
+    proved: set[str]
+    """Names of the groups whose ranks have proved it."""
+    is_one_host: bool
+    """Whether a rank that is no process of this user on this host can't belong to the job."""
     is_checked: bool | None
     """Whether ranks compare their calls before each collective of the data plane; None for where
     it costs little, which `compares_calls` tells."""
@@ -50,6 +57,9 @@ class Keeping:
         model.groups = {}
         model.planes = {}
         model.steps = Steps()
+        model.secret = None
+        model.proved = set()
+        model.is_one_host = False
         model.is_checked = {"0": False, "1": True}.get(os.environ.get("UNISONO_DEBUG", ""))
         model.interrupted = None
         model._background = None
@@ -92,6 +102,8 @@ class Keeping:
         if other.is_alive():
             self.context_id = other.context_id
             self.groups, self.planes, self.steps = other.groups, other.planes, other.steps
+            self.secret, self.proved = other.secret, other.proved
+            self.is_one_host = other.is_one_host
             self._background, self.is_checked = other._background, other.is_checked
             self.interrupted = other.interrupted
 

@@ -19,7 +19,8 @@ UnisonoError(Exception)
 └─ CollectiveError(RuntimeError)            .is_in_step
    ├─ CollectiveTimeoutError(TimeoutError)
    ├─ CollectiveMismatchError
-   └─ PeerFailedError                         .rank .traceback
+   ├─ PeerFailedError                         .rank .traceback
+   └─ PeerRefusedError                        .rank
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ __all__ = (
     "NotInitializedError",
     "PayloadError",
     "PeerFailedError",
+    "PeerRefusedError",
     "RegistrationError",
     "UnisonoError",
     "UnknownBackendError",
@@ -210,6 +212,22 @@ class CollectiveMismatchError(CollectiveError):
     """Raised when ranks called different things; says what each rank called."""
 
     is_in_step = True
+
+
+class PeerRefusedError(CollectiveError):
+    """Raised when a process that isn't of the job answered in place of a rank.
+
+    Args:
+        message: names the rank, and who it was if that is known.
+        rank: the rank that it answered for, -1 where it is not known.
+    """
+
+    def __init__(self, message: str, rank: int = -1) -> None:
+        super().__init__(message, rank)
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class PeerFailedError(CollectiveError):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 __all__ = (
     "EVERYBODY",
+    "PRIVATE_STORE",
     "ContextHint",
     "Group",
     "LaunchPlan",
@@ -18,6 +19,8 @@ __all__ = (
 
 EVERYBODY = "all ranks"
 """The name of the group of all ranks that a context has from its beginning."""
+PRIVATE_STORE = "UNISONO_PRIVATE_STORE"
+"""Tells ranks of one host in which file they meet, which their user alone can open."""
 
 
 def usable_cores() -> int:

@@ -18,7 +18,7 @@ from _by_hand import by_hand, join, join_by_tcp, leave, prepare
 import unisono
 from unisono._context import communicator
 from unisono.control import addresses, meeting, offers, plane
-from unisono.errors import EnvironmentDetectionError
+from unisono.errors import EnvironmentDetectionError, PeerRefusedError
 from unisono.topology import EVERYBODY
 
 RANKS = 200
@@ -216,16 +216,15 @@ def test_who_listens_but_is_no_rank_is_found_out(tmp_path: Path) -> None:
         if rank == 0:
             vars(meeting)["listen_locally"] = be_misled
         join(tmp_path, rank, 2)
-        with heard() as said:
-            found = unisono.all_gather(rank)
-        hub = communicator().planes[EVERYBODY]
+        with heard() as said, pytest.raises(PeerRefusedError) as caught:
+            unisono.all_gather(rank)
         leave()
-        return hub, found, "\n".join(said)
+        return str(caught.value), caught.value.rank, said
 
-    (*first, said), (*second, nothing) = by_hand(fn)
-    assert first == second == [None, [0, 1]]
-    assert nothing == ""
-    assert "doesn't belong to this job" in said
+    (text, rank, said), other = by_hand(fn)
+    assert "doesn't belong to this job" in text
+    assert (rank, said) == (0, [])
+    assert other == (text, rank, said)
 
 
 def test_processes_of_other_users_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from unisono.errors import (
     CollectiveError,
     EnvironmentDetectionError,
     PeerFailedError,
+    PeerRefusedError,
     UnisonoError,
     UnsupportedOperation,
     WorkerFailedError,
@@ -36,6 +37,7 @@ MADE: list[tuple[BaseException, dict[str, Any]]] = [
     (CollectiveError("what"), {"is_in_step": False}),
     (PeerFailedError("what", 1, "Traceback"), {"rank": 1, "traceback": "Traceback"}),
     (PeerFailedError("what", rank=1), {"rank": 1, "traceback": ""}),
+    (PeerRefusedError("what", 1), {"rank": 1}),
 ]
 
 

@@ -138,10 +138,15 @@ class Peer:
         pid: its id, as this process sees it; None where the kernel doesn't say.
         is_own_user: whether it is this process's user's. Where the kernel doesn't say, the mode of
             the socket's directory has seen to it.
+        uid: its user's id; None where the kernel doesn't say.
     """
 
     pid: int | None
     is_own_user: bool
+    uid: int | None = None
+
+    def __str__(self) -> str:
+        return f"a process of user {self.uid}" + ("" if self.pid is None else f" (pid {self.pid})")
 
 
 def peer(sock: socket.socket) -> Peer:
@@ -154,4 +159,4 @@ def peer(sock: socket.socket) -> Peer:
         return Peer(None, True)
     said = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     pid, uid, _ = struct.unpack("3i", said)
-    return Peer(pid or None, uid == os.getuid())
+    return Peer(pid or None, uid == os.getuid(), uid)

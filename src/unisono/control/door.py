@@ -53,6 +53,7 @@ def visitors(
     check: Check[T],
     until: float | None = None,
     alarm: socket.socket | None = None,
+    refused: Callable[[str], None] | None = None,
 ) -> Generator[tuple[socket.socket, T], None, None]:
     """Give the connections that prove themselves; drop the others.
 
@@ -65,6 +66,7 @@ def visitors(
             them, and returns what the connection has proved to be; None for a stranger.
         until: when to end, on the clock of ``time.monotonic``; None for never.
         alarm: ends it too, once there is something to read.
+        refused: told of each process of another user that isn't heard.
 
     Yields:
         A connection, which doesn't block, and what it is.
@@ -100,19 +102,23 @@ def visitors(
                 leave(sock)
                 sock.close()
             if listener in ready:
-                visit = _open(listener, check)
+                visit = _open(listener, check, refused)
                 if visit is not None:
                     visits[visit.sock] = visit
                     selector.register(visit.sock, selectors.EVENT_READ)
 
 
-def _open(listener: socket.socket, check: Check[T]) -> _Visit[T] | None:
+def _open(
+    listener: socket.socket, check: Check[T], refused: Callable[[str], None] | None
+) -> _Visit[T] | None:
     try:
         sock, _ = listener.accept()
     except (BlockingIOError, ConnectionAbortedError):  # it has changed its mind
         return None
-    if sock.family == socket.AF_UNIX and not peer(sock).is_own_user:
+    if sock.family == socket.AF_UNIX and not (visitor := peer(sock)).is_own_user:
         sock.close()
+        if refused is not None:
+            refused(str(visitor))
         return None
     sock.setblocking(False)
     return _Visit(sock, check(sock), time.monotonic() + _STRANGER_S)

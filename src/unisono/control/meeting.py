@@ -2,6 +2,9 @@
 
 Each rank offers where it can be reached and a random key. All keys together make the secret, which
 nobody else knows, and with which both ends of every connection prove that they belong to the group.
+The job's own secret goes into it where its ranks were given one. Where they weren't, and the kernel
+says that all are processes of one user on one host, they agree on one over those connections, and
+then prove themselves on the data plane too, which asks nobody.
 Ranks of one host meet at an abstract Unix-domain socket (Linux; elsewhere in a directory of mode
 0700), leaders of hosts over TCP. Nothing listens any more once all are connected.
 """
@@ -17,22 +20,24 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import cache, partial
 from typing import Any, Protocol
 
 from unisono.control import derived
-from unisono.control.addresses import BACKLOG, bind_widely, listen_locally, local_address
+from unisono.control.addresses import BACKLOG, bind_widely, listen_locally, local_address, peer
+from unisono.control.authentication import Provable, authenticate
 from unisono.control.deadlines import limit_of
 from unisono.control.door import visitors
 from unisono.control.hub import Hub
 from unisono.control.lane import LANE_BYTES, Lane, receive, send
 from unisono.control.neighbours import Neighbours
-from unisono.control.offers import Offer, own_offer, refuse_wrong
+from unisono.control.offers import Offer, own_offer, refusal_of_host, refuse_wrong
 from unisono.control.steps import Steps
 from unisono.control.tree import Links, links
 from unisono.control.wire import Line
-from unisono.topology import Group
+from unisono.errors import CollectiveError, PeerRefusedError
+from unisono.topology import Group, name_of
 
 __all__ = ("Met", "meet")
 
@@ -46,15 +51,19 @@ _REMEDY_HERE = "let this user's processes meet at Unix-domain sockets"
 _REMEDY_BETWEEN = (
     "let the hosts reach each other over TCP; UNISONO_SOCKET_IFNAME names the interface for it"
 )
+_UNPROVED = "; nothing proves there who belongs to the job"
 _MAIN, _ASIDE = 0, 1
 Ends = tuple[socket.socket, Lane | None]
 _ENTRY_BYTES = 64  # what an entry of a round takes besides its blob, and more
 
 
-class Met(derived.Carrier, Protocol):
+class Met(Provable, Protocol):
     """What this file needs of a model."""
 
     steps: Steps
+    secret: bytes | None
+    is_one_host: bool
+    proved: set[str]
 
     @property
     def timeout_s(self) -> float | None:
@@ -77,27 +86,52 @@ def meet(model: Met, group: Group | None, inline_bytes: int, host: str | None = 
 
     Raises:
         EnvironmentDetectionError: some rank's variable is no number; on every rank.
+        PeerRefusedError: a process that isn't of the job answered for a rank.
     """
+    name = name_of(group)
+    if model.secret is not None and name not in model.proved:
+        authenticate(model, group, model.secret, name)
+        model.proved.add(name)
+    hub, is_one_host = _connect_all(model, group, inline_bytes, host)
+    if hub is not None and is_one_host and model.secret is None:
+        # The kernel has said of each that it is this user's: what they agree on there is a secret.
+        secret = hashlib.sha256(b"".join(hub.exchange(secrets.token_bytes(32), b"", _SET_UP_S)))
+        try:
+            authenticate(model, group, secret.digest(), name)
+        except BaseException:
+            hub.close()
+            raise
+        model.proved.add(name)
+        if group is None:  # every rank of the context has it, or none has
+            model.secret = secret.digest()
+    return hub
+
+
+def _connect_all(
+    model: Met, group: Group | None, inline_bytes: int, host: str | None
+) -> tuple[Hub | None, bool]:
+    """Connect the ranks, and tell whether all are processes of one user on one host."""
     ranks = model.members(group)
     place = ranks.index(model.topology.rank)
     hub = None
     with contextlib.ExitStack() as stack:
         said, listeners = _exchange_offers(model, group, host, stack)
         refuse_wrong(said, ranks)
-        remedy = _REMEDY_HERE if len({each["host"] for each in said}) == 1 else _REMEDY_BETWEEN
+        is_one_host = len({each["host"] for each in said}) == 1
+        if model.is_one_host and not is_one_host and host is None:
+            raise refusal_of_host(said, ranks, place)
         if not any(each["reason"] for each in said):
             most_bytes = min(each["most_bytes"] for each in said)
-            vote: Offer = {"reason": "", "shares_memory": False}
+            vote: Offer = {"reason": "", "refused": "", "shares_memory": False}
             try:
-                limit_s = limit_of(model.timeout_s)
-                limit_s = _SET_UP_S if limit_s is None else min(limit_s, _SET_UP_S)
-                until = time.monotonic() + limit_s
-                near = _connect(said, place, listeners, inline_bytes, until)
+                near = _connect(said, place, listeners, inline_bytes, _until(model), model.secret)
                 hub = Hub(ranks, place, near, said[place]["warn_after_s"], model.steps)
                 vote["shares_memory"] = hub.shares_memory
+            except _RefusedError as error:
+                vote["refused"], vote["instead"] = str(error), ranks[error.place]
             except OSError as error:
                 vote["reason"] = _text_of(error)
-            said = _tell(model, vote, group)
+            said = _vote(model, vote, group, hub)
     reasons = [
         f"rank {r}: {each['reason']}" for r, each in zip(ranks, said, strict=True) if each["reason"]
     ]
@@ -108,12 +142,47 @@ def meet(model: Met, group: Group | None, inline_bytes: int, host: str | None = 
         else:  # every rank gets the blobs of all
             inline_bytes = min(inline_bytes, LANE_BYTES // len(ranks))
         hub.inline_bytes = min(inline_bytes, most_bytes)
-        return hub
+        return hub, is_one_host
     if hub is not None:
         hub.close()
     if place == 0:
-        _warn_once("; ".join(reasons), remedy)
-    return None
+        is_proved = model.secret is not None
+        remedy = _REMEDY_HERE if is_one_host else _REMEDY_BETWEEN
+        _warn_once("; ".join(reasons), remedy, "" if is_proved else _UNPROVED)
+    return None, is_one_host
+
+
+def _until(model: Met) -> float:
+    limit_s = limit_of(model.timeout_s)
+    return time.monotonic() + (_SET_UP_S if limit_s is None else min(limit_s, _SET_UP_S))
+
+
+class _RefusedError(OSError):
+    """What is there in place of a member isn't one."""
+
+    def __init__(self, place: int, text: str) -> None:
+        super().__init__(text)
+        self.place = place
+
+
+def _vote(model: Met, vote: Offer, group: Group | None, hub: Hub | None) -> list[Offer]:
+    """Tell every rank how this one has fared; if one was refused, every rank raises."""
+    try:
+        votes = _tell(model, vote, group)
+    except CollectiveError as error:
+        if hub is not None:
+            hub.close()
+        if vote["refused"]:  # a stranger in the job need not vote
+            raise PeerRefusedError(vote["refused"], vote["instead"]) from error
+        raise
+    place = model.topology.rank  # what this rank saw itself comes first
+    seen = sorted(zip(model.members(group), votes, strict=True), key=lambda pair: pair[0] != place)
+    for rank, each in seen:
+        if each["refused"]:
+            if hub is not None:
+                hub.close()
+            raise PeerRefusedError(f"rank {rank}: {each['refused']}", each["instead"])
+    return votes
 
 
 def _exchange_offers(
@@ -146,7 +215,10 @@ def _exchange_offers(
 
 def _tell(model: derived.Carrier, offer: Offer, group: Group | None) -> list[Offer]:
     blobs = derived.exchange(model, json.dumps(offer).encode(), group)
-    return [json.loads(blob) for blob in blobs]
+    try:
+        return [{**json.loads(blob)} for blob in blobs]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CollectiveError(f"a rank sent what can't be read: {error}") from None
 
 
 def _text_of(error: OSError) -> str:
@@ -154,11 +226,12 @@ def _text_of(error: OSError) -> str:
 
 
 @cache
-def _warn_once(reasons: str, remedy: str) -> None:
+def _warn_once(reasons: str, remedy: str, unproved: str) -> None:
     _log.warning(
         "the control plane stays on the model's own collectives, with the same results but slower: "
-        "%s; to have it faster, %s",
+        "%s%s; to have it faster, %s",
         reasons,
+        unproved,
         remedy,
     )
 
@@ -169,12 +242,13 @@ def _connect(
     listeners: list[socket.socket],
     inline_bytes: int,
     until: float,
+    job_secret: bytes | None,
 ) -> Neighbours:
     """Connect upwards first, so that the tree is made from its root down."""
     hosts = [offer["host"] for offer in offers]
     part = links(hosts, place, offers[0]["fan_out"])
     everybody = "".join(offer["key"] for offer in offers).encode()
-    secret = hashlib.sha256(everybody).digest()
+    secret = hashlib.sha256((job_secret or b"") + everybody).digest()
     made: dict[tuple[int, int], Ends] = {}
     try:
         if any(hosts[down] != hosts[place] for down in part.downs):
@@ -222,11 +296,13 @@ def _call(offers: list[Offer], place: int, up: int, use: int, secret: bytes, unt
         family, address = int(socket.AF_INET), tuple(offer["tcp"])
     sock = _connect_until(family, address, until)
     try:
+        if is_local and not (owner := peer(sock)).is_own_user:
+            raise _RefusedError(up, f"{owner} listens in place of a rank: it isn't of this job")
         nonce = secrets.token_bytes(16)
         sock.sendall(_HELLO.pack(place, use, nonce))
         reply = _read(sock, _PROOF_BYTES + 16)
         if not hmac.compare_digest(reply[:_PROOF_BYTES], _proof(secret, b"up", nonce, place, use)):
-            raise OSError(f"who listens at {address!r} doesn't belong to this job")
+            raise _RefusedError(up, f"who listens at {address!r} doesn't belong to this job")
         sock.sendall(_proof(secret, b"down", reply[_PROOF_BYTES:], place, use))
         if is_local and use == _MAIN:
             return sock, receive(sock)
@@ -285,8 +361,12 @@ def _answer(
         }
         if not wanted:
             continue
-        check = partial(_check, wanted=wanted, secret=secret, is_local=is_local)
-        with contextlib.closing(visitors(listeners[not is_local], check, until)) as members:
+        strangers: set[str] = set()
+        check = partial(
+            _check, wanted=wanted, secret=secret, is_local=is_local, refused=strangers.add
+        )
+        visits = visitors(listeners[not is_local], check, until, refused=strangers.add)
+        with contextlib.closing(visits) as members:
             for sock, (found, lane) in members:
                 wanted.discard(found)
                 yield found, (sock, lane)
@@ -294,11 +374,19 @@ def _answer(
                     break
         if wanted:
             late = sorted({down for down, _ in wanted})
-            raise OSError(f"places {late} of the group didn't connect in time")
+            text = f"places {late} of the group didn't connect in time"
+            if strangers:
+                who = ", ".join(sorted(strangers))
+                raise _RefusedError(late[0], f"{text}, and who came isn't of this job: {who}")
+            raise OSError(text)
 
 
 def _check(
-    sock: socket.socket, wanted: set[tuple[int, int]], secret: bytes, is_local: bool
+    sock: socket.socket,
+    wanted: set[tuple[int, int]],
+    secret: bytes,
+    is_local: bool,
+    refused: Callable[[str], None],
 ) -> Generator[int, bytes, tuple[tuple[int, int], Lane | None] | None]:
     if not is_local:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -308,6 +396,8 @@ def _check(
     mine = secrets.token_bytes(16)
     sock.sendall(_proof(secret, b"up", nonce, place, use) + mine)
     if not hmac.compare_digest((yield _PROOF_BYTES), _proof(secret, b"down", mine, place, use)):
+        who = str(peer(sock)) if is_local else f"a process at {sock.getpeername()[0]}"
+        refused(f"{who} without the job's secret")
         return None
     if is_local and use == _MAIN:
         return (place, use), send(sock)

@@ -14,9 +14,9 @@ from unisono._arguments import number_in
 from unisono.control.absence import warn_after_s
 from unisono.control.lane import LANE_BYTES
 from unisono.control.tree import FAN_OUT
-from unisono.errors import EnvironmentDetectionError
+from unisono.errors import EnvironmentDetectionError, PeerRefusedError
 
-__all__ = ("Offer", "host_of_this_process", "own_offer", "refuse_wrong")
+__all__ = ("Offer", "host_of_this_process", "own_offer", "refusal_of_host", "refuse_wrong")
 
 Offer = dict[str, Any]
 
@@ -43,6 +43,7 @@ def own_offer(host: str | None) -> Offer:
     offer: Offer = {
         "host": host_of_this_process() if host is None else host,
         "pid": os.getpid(),
+        "user": os.getuid() if hasattr(os, "getuid") else None,
         "pids": _pid_namespace(),
         "reason": "",
         "key": secrets.token_bytes(16).hex(),
@@ -78,6 +79,22 @@ def refuse_wrong(offers: Iterable[Offer], ranks: Sequence[int]) -> None:
         if wrong is not None:
             wrong["message"] = f"rank {rank}: {wrong['message']}"
             raise EnvironmentDetectionError(**wrong)
+
+
+def refusal_of_host(offers: Sequence[Offer], ranks: Sequence[int], place: int) -> PeerRefusedError:
+    """Say which rank of a job of one host is on another one, or another user's. Local."""
+    own = offers[place]["host"]
+    other = next(at for at, offer in enumerate(offers) if offer["host"] != own)
+    if offers[other].get("user") != offers[place]["user"]:
+        what = f"a process of user {offers[other].get('user')}"
+    else:
+        what = "on another host, or in another network namespace"
+    return PeerRefusedError(
+        f"rank {ranks[place]} refuses rank {ranks[other]}, which is {what}: all ranks of this job "
+        "are to be this user's on this host; give MASTER_ADDR an address that isn't the loopback, "
+        "and the number of nodes, where that isn't so",
+        ranks[other],
+    )
 
 
 def _pid_namespace() -> str:

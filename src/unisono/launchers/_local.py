@@ -6,10 +6,12 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 
 from unisono.errors import LaunchError
 from unisono.launchers._front import Front, Outcome, start
+from unisono.launchers._private import private_store
 from unisono.launchers._script import Script, env_for, without_job
 from unisono.launchers._store import host
 from unisono.topology import RankInfo
@@ -72,6 +74,11 @@ def run(script: Script, environ: Mapping[str, str] | None = None) -> Outcome:
 
 
 def _attempt(script: Script, base: Mapping[str, str], attempt: int) -> Outcome:
+    with ExitStack() as held:
+        return _run_once(script, {**base, **private_store(held)}, attempt)
+
+
+def _run_once(script: Script, base: Mapping[str, str], attempt: int) -> Outcome:
     store, plan = host(script.plan())
     assert plan.master_addr is not None
     assert plan.master_port is not None

@@ -11,6 +11,7 @@ from typing import Any
 
 from unisono.launchers import mpi
 from unisono.launchers._front import Outcome, run_launcher
+from unisono.launchers._private import private_store
 from unisono.launchers._script import Script
 from unisono.launchers._store import hold, host
 from unisono.topology import LaunchPlan, RankInfo
@@ -103,7 +104,9 @@ def run(script: Script) -> Outcome:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
-    outcome = run_launcher(script, words, variables, signal.SIGTERM)
+    with ExitStack() as held:
+        variables |= private_store(held)
+        outcome = run_launcher(script, words, variables, signal.SIGTERM)
     del store  # it outlives every rank
     return outcome
 
@@ -115,8 +118,10 @@ class _Meeting:
     entry: Callable[[RankInfo], Any]
     addr: str
     port: int
+    private: Mapping[str, str]
 
     def __call__(self, info: RankInfo) -> Any:
+        os.environ.update(self.private)
         meeting = replace(info, master_addr=self.addr, master_port=self.port, store_is_hosted=True)
         return self.entry(meeting)
 
@@ -150,5 +155,5 @@ def launch(
     """
     with ExitStack() as held:
         hosted = hold(replace(plan, master_addr=None, master_port=None, node_rank=0), held)
-        meeting = _Meeting(entry, str(hosted.master_addr), int(hosted.master_port or 0))
-        return mpi.launch(meeting, plan, timeout_s=timeout_s)
+        where = (str(hosted.master_addr), int(hosted.master_port or 0), private_store(held))
+        return mpi.launch(_Meeting(entry, *where), plan, timeout_s=timeout_s)

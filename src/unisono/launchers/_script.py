@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unisono.errors import ArgumentError
-from unisono.topology import LaunchPlan, RankInfo
+from unisono.topology import PRIVATE_STORE, LaunchPlan, RankInfo
 
 __all__ = ("RANK", "Script", "dying_with", "env_for", "without_job")
 
@@ -128,7 +128,7 @@ def without_job(environ: Mapping[str, str]) -> dict[str, str]:
     Local, and pure. Ranks of a new job must not take them for their own.
     """
     own = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"}
-    own |= {"GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    own |= {"GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", PRIVATE_STORE}
     foreign = ("TORCHELASTIC_", "ROLE_")
     return {
         name: value

@@ -25,10 +25,11 @@ from unisono.errors import ArgumentError, LaunchError, PayloadError, UnisonoErro
 from unisono.launchers import _channel, _helper
 from unisono.launchers._by_value import pickle_for_worker
 from unisono.launchers._job import Job, Maker, Worker
+from unisono.launchers._private import private_store
 from unisono.launchers._store import hold
 from unisono.launchers._surroundings import Surroundings, directory, has_directory, search_path
 from unisono.launchers._worker import Task, work
-from unisono.topology import LaunchPlan, RankInfo
+from unisono.topology import PRIVATE_STORE, LaunchPlan, RankInfo
 
 __all__ = ("START_METHODS", "launch")
 
@@ -100,9 +101,10 @@ def launch(
     workers: list[Worker] = []
     job = Job(workers, plan.world_size, held, timeout_s)
     try:
+        private = private_store(held) if is_hosted and plan.nnodes == 1 else {}
         job.maker = _start(infos, method, workers, held)
         for worker, info in zip(workers, infos, strict=True):
-            task = pickle.dumps(_task(pickled, info, environ or {}))
+            task = pickle.dumps(_task(pickled, info, environ or {}, private))
             worker.task = memoryview(_channel.head(_channel.TASK, len(task)) + task)
         if join:
             return job.join()
@@ -119,7 +121,9 @@ def launch(
     return job
 
 
-def _task(pickled: bytes, info: RankInfo, environ: Mapping[str, str]) -> Task:
+def _task(
+    pickled: bytes, info: RankInfo, environ: Mapping[str, str], private: Mapping[str, str]
+) -> Task:
     own = {
         "RANK": info.rank,
         "LOCAL_RANK": info.local_rank,
@@ -130,6 +134,8 @@ def _task(pickled: bytes, info: RankInfo, environ: Mapping[str, str]) -> Task:
     }
     share = {} if info.local_world_size == 1 else {"OMP_NUM_THREADS": str(info.core_share())}
     variables = {**share, **environ, **os.environ}
+    variables.pop(PRIVATE_STORE, None)  # of a job that this process may itself belong to
+    variables |= private
     variables |= {name: str(value) for name, value in own.items() if value is not None}
     path = search_path()
     return Task(pickled, info, variables, path, list(sys.argv), directory(), Surroundings.here())

@@ -14,6 +14,7 @@ from typing import Any
 from unisono.errors import ArgumentError, LaunchError
 from unisono.launchers._folder import run_function
 from unisono.launchers._front import Outcome, run_launcher
+from unisono.launchers._private import private_store
 from unisono.launchers._script import Script, without_job
 from unisono.topology import LaunchPlan, RankInfo
 
@@ -111,7 +112,11 @@ def run(script: Script) -> Outcome:
     words = argv(script)
     if script.master_addr is not None and script.master_port is not None:
         _reach(script, script.master_addr, script.master_port)
-    return run_launcher(script, words, environment(script, os.environ))
+    variables = environment(script, os.environ)
+    with contextlib.ExitStack() as held:
+        if script.max_nnodes == 1:
+            variables |= private_store(held)
+        return run_launcher(script, words, variables)
 
 
 def _reach(script: Script, addr: str, port: int) -> None:

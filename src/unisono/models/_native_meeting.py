@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import ipaddress
 import json
 import logging
 import math
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -19,12 +21,12 @@ from dataclasses import replace
 from datetime import timedelta
 from urllib.parse import urlsplit
 
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from unisono._listening import listen_at
 from unisono.control.deadlines import end_of_block, limit_of
 from unisono.errors import ArgumentError, ContextError
-from unisono.topology import RankInfo
+from unisono.topology import PRIVATE_STORE, RankInfo
 
 __all__ = ("Meeting", "is_one_host", "listening_locally")
 
@@ -37,6 +39,7 @@ _GRACE_S = 1.0
 _LOOK_S = 0.0005
 _LINGER_S = 3 * _TRY_S
 _SHOWN = 8
+_SECRET_BYTES = 32
 _ALL = "[]"  # who didn't come, as JSON
 _LOOPBACK = "127.0.0.1"
 _GLOO = "GLOO_SOCKET_IFNAME"
@@ -89,6 +92,9 @@ class Meeting:
         limit_s = limit_of(_LIMIT_S if timeout is None else timeout.total_seconds())
         assert limit_s is not None
         self.info = info
+        self.secret: bytes | None = None
+        """What only ranks of this job know, once they have met in a store of their user's own."""
+        self._private = os.environ.get(PRIVATE_STORE, "") if is_one_host(info) else ""
         self._limit_s = limit_s
         self._is_ours = timeout is None
         self._last: float = end_of_block() or math.inf
@@ -120,6 +126,7 @@ class Meeting:
         if addr is None or port is None:
             raise ArgumentError(f"init_method={url!r} should be tcp://HOST:PORT")
         there = {"master_addr": addr, "master_port": port, "source": "init_method"}
+        self._private = ""
         self.info = replace(self.info, **there, store_is_hosted=False)  # type: ignore[arg-type]
         return True
 
@@ -134,6 +141,8 @@ class Meeting:
         info = self.info
         if info.world_size == 1:
             return HashStore()
+        if self._private:
+            return self._beside(self._meet_privately)
         if info.master_addr is None or info.master_port is None:
             raise ContextError(
                 f"{self._who()} has no address to meet the others at: set MASTER_ADDR and "
@@ -173,47 +182,80 @@ class Meeting:
             raise
         if outcome.done():
             return outcome.result()
+        if self._private:
+            raise ContextError(f"{self._where()}: the file was locked for {self._limit_s:.3g} s")
         raise ContextError(
             f"{self._where()}: who listens there took the connection and didn't answer for "
             f"{self._limit_s:.3g} s: another program, or rank 0 is stopped{self._remedy('rank 0')}"
         )
 
     def _meet(self, addr: str, port: int, is_host: bool) -> Store:
-        size = self.info.world_size
         listener = self._listen(addr, port) if is_host else None
         limit = timedelta(seconds=math.ceil(self.left().total_seconds()))
-        try:
-            store = TCPStore(
-                addr,
-                port,
-                size,
-                is_host,
-                timeout=limit,
-                wait_for_workers=False,
-                master_listen_fd=listener,
+        shape = (self.info.world_size, is_host)
+        with self._reporting(" Rank 0 may have given up or ended"):
+            return self._meet_in(
+                TCPStore(
+                    addr,
+                    port,
+                    *shape,
+                    timeout=limit,
+                    wait_for_workers=False,
+                    master_listen_fd=listener,
+                )
             )
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            ours = PrefixStore(f"unisono/{attempt}", store)
-            turn, missing = self._gather(ours)
+
+    @contextlib.contextmanager
+    def _reporting(self, hint: str) -> Iterator[None]:
+        """Say of torch's errors where this rank was."""
+        try:
+            yield
+        except ContextError:
+            raise
         except RuntimeError as error:
             why = str(error).partition("\n")[0]
+            raise ContextError(f"{self._where()}: {why}{hint}") from error
+
+    def _meet_privately(self) -> Store:
+        """Meet in the file that the launcher made for the job, and agree on a secret there."""
+        info = self.info
+        with self._reporting(""):
+            store = FileStore(_opened(self._private), -1)
+            # Jobs that a rank starts inherit the variable, and have keys of their own.
+            job = PrefixStore(f"{info.master_addr}:{info.master_port}/{info.world_size}", store)
+            met = self._meet_in(job)
+            word = job.compare_set("secret", "", secrets.token_hex(_SECRET_BYTES))
+            self.secret = bytes.fromhex(word.decode())
+            return met
+
+    def _meet_in(self, store: Store) -> Store:
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        ours = PrefixStore(f"unisono/{attempt}", store)
+        turn, missing = self._gather(ours)
+        if not missing:
+            return PrefixStore(f"turn/{turn}", ours)
+        limit = f"within {self._limit_s:.3g} s"
+        del store, ours  # it listens as long as it is held, and this frame by the error
+        if self.info.rank in missing:
             raise ContextError(
-                f"{self._where()}: {why} Rank 0 may have given up or ended"
-            ) from error
-        if missing:
-            del store, ours  # it listens as long as it is held, and this frame by the error
-            raise ContextError(
-                f"{_named(missing)} of {size} did not come to {addr}:{port} within "
-                f"{self._limit_s:.3g} s (rank {self.info.rank} did){self._remedy('them')}"
+                f"{self._who()} came to {self._at()} too late: others had waited for "
+                f"{_named(missing)} and given up; start all ranks {limit}, or pass a longer timeout"
             )
-        return PrefixStore(f"turn/{turn}", ours)
+        raise ContextError(
+            f"{_named(missing)} of {self.info.world_size} did not come to {self._at()} {limit} "
+            f"(rank {self.info.rank} did){self._remedy('them')}"
+        )
 
     def _who(self) -> str:
         return f"rank {self.info.rank} of {self.info.world_size}"
 
     def _where(self) -> str:
-        info = self.info
-        return f"{self._who()} can't reach the rendezvous at {info.master_addr}:{info.master_port}"
+        return f"{self._who()} can't reach the rendezvous at {self._at()}"
+
+    def _at(self) -> str:
+        if self._private:
+            return "the store of this job"
+        return f"{self.info.master_addr}:{self.info.master_port}"
 
     def _said_by(self) -> str:
         source = self.info.source
@@ -278,11 +320,15 @@ class Meeting:
                     found = store.compare_set(end, "", json.dumps(missing))
                     time.sleep(_LINGER_S)  # the others look, and the store may be this rank's
                     return turn, json.loads(found)
-                self._warn(now, f"for {_named(missing)}", "them")
+                if store.compare_set(f"warned/{turn}", "", str(rank)) == str(rank).encode():
+                    self._warn(now, f"for {_named(missing)}", "them")
+                self._warn_at = math.inf  # one rank speaks for all
             time.sleep(min(max(_LOOK_S, (now - begin) / 20), _TRY_S))
         return turn, json.loads(store.get(end))
 
     def _remedy(self, whom: str) -> str:
+        if self._private:
+            return f": see what {whom} did instead, for the job has started every rank"
         said_by = self._said_by()
         return f". That is where {said_by} say to meet: start {whom}, or correct or unset these"
 
@@ -291,15 +337,39 @@ class Meeting:
             return
         self._warn_at = math.inf
         _log.warning(
-            "%s has waited %g s at %s:%s %s, and gives up after %.3g s%s",
+            "%s has waited %g s at %s %s, and gives up after %.3g s%s",
             self._who(),
             _WARN_AFTER_S,
-            self.info.master_addr,
-            self.info.master_port,
+            self._at(),
             what,
             self._limit_s,
             self._remedy(whom),
         )
+
+
+@functools.cache
+def _opened(path: str) -> str:
+    """Give a path that stays, whatever becomes of the process that made the file.
+
+    Local. The file is open until this process ends: torch opens the path for each operation, and
+    must never find another file there.
+    """
+    if not path.startswith("/proc/"):
+        return path
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise ContextError(
+            f"the file that this job's ranks meet in can't be opened: {error}; {PRIVATE_STORE} "
+            "says where it is: did the process that launched the job end, or this one change "
+            "its user or its process namespace? Initialize before that, or unset the variable"
+        ) from error
+    own = f"/proc/self/fd/{file}"
+    is_it = os.readlink(own).startswith("/memfd:unisono-store")
+    if not is_it or os.fstat(file).st_uid != os.geteuid():
+        os.close(file)
+        raise ContextError(f"{PRIVATE_STORE}={path} isn't the store of this user's job: unset it")
+    return own
 
 
 def _named(ranks: list[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from dataclasses import replace
 from datetime import timedelta
@@ -25,6 +26,7 @@ __all__ = (
     "place_by_hosts",
     "place_by_store",
     "timeout_of",
+    "wrong_interface",
 )
 
 
@@ -167,6 +169,9 @@ def place_by_store(rank: int, world_size: int) -> Topology:
             store = store.underlying_store
         if isinstance(store, HashStore):
             return one_node
+        where = str(getattr(store, "path", ""))  # not in the stubs of torch 2.13
+        if isinstance(store, FileStore) and where.startswith("/proc/self/"):
+            return one_node
         if isinstance(store, FileStore):
             return replace(one_node, is_guess=True)
         if isinstance(store, TCPStore):
@@ -207,3 +212,16 @@ def timeout_of(group: Any, device: torch.device) -> timedelta | None:
         timeout = group._get_backend(device).options._timeout  # no public name in torch 2.13
         return timeout if isinstance(timeout, timedelta) else None
     return None
+
+
+def wrong_interface() -> str:
+    """Say which interface that gloo is told to use isn't there, if that is so. Local."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    here = {name for _, name in socket.if_nameindex()}
+    unknown = [name for name in names if name and name not in here]
+    if not unknown:
+        return ""
+    return (
+        f"; GLOO_SOCKET_IFNAME names {', '.join(unknown)}, and this host has {', '.join(here)}: "
+        "correct or unset it"
+    )

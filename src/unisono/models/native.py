@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unisono.control import plane
+from unisono.control.authentication import authenticate
 from unisono.control.deadlines import deadline, limit_of
 from unisono.errors import (
     ArgumentError,
     ContextError,
     GroupMembershipError,
+    PeerRefusedError,
 )
 from unisono.handle import Handle
 from unisono.model import COMMON_DTYPES, ComputationModel
@@ -134,10 +136,15 @@ class NativeModel(plane.Connected, ComputationModel):
             with listening_locally(is_local):
                 setup.join(backend, meeting.info, timeout, meeting.left(), options)
             model = cls(info.topology(), device, True, timeout, is_local)
+            model.secret, model.is_one_host = meeting.secret, is_local
             if info.world_size > 1:
                 # Also so that a rank that is done and gone doesn't look dead to one still joining.
                 with deadline(meeting.left()):
                     model._topology = setup.place_by_hosts(model)
+        except PeerRefusedError:
+            options.clear()  # as below
+            dist.destroy_process_group()
+            raise
         except (RuntimeError, ValueError, OSError) as error:
             if dist.group.WORLD is not None:
                 dist.destroy_process_group()
@@ -146,7 +153,7 @@ class NativeModel(plane.Connected, ComputationModel):
             where = url or f"{here.master_addr}:{here.master_port}"
             raise ContextError(
                 f"rank {info.rank} of {info.world_size} couldn't join the {backend} group at "
-                f"{where} (from {info.source}): {error}"
+                f"{where} (from {info.source}): {error}{setup.wrong_interface()}"
             ) from error
         return model
 
@@ -280,7 +287,13 @@ class NativeModel(plane.Connected, ComputationModel):
             return Group(ranks, self.context_id)
         if is_short and allowed is not None:
             set_timeout(made, allowed)
-        return Group(ranks, self.context_id, made, made.group_name, allowed_s)
+        group = Group(ranks, self.context_id, made, made.group_name, allowed_s)
+        if self.secret is not None and len(ranks) > 1:  # it has connections of its own
+            kinds = {device.type for device in made._device_types}
+            device = self._transport if self._transport.type in kinds else torch.device("cpu")
+            authenticate(self, group, self.secret, group.name, device)
+            self.proved.add(group.name)
+        return group
 
     def adopt_group(self, handle: object) -> Group | None:
         if handle is dist.GroupMember.NON_GROUP_MEMBER:
