@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 import struct
 
-__all__ = ("END", "ERROR", "RESULT", "TASK", "Inbox", "head", "receive", "send")
+__all__ = ("DONE", "END", "ERROR", "RESULT", "TASK", "Inbox", "head", "receive", "send")
 
-TASK, RESULT, ERROR, END = b"t", b"r", b"e", b"q"
+TASK, RESULT, ERROR, DONE, END = b"t", b"r", b"e", b"d", b"q"
 _HEAD = struct.Struct("<Qc")
 
 

@@ -9,6 +9,7 @@ import contextlib
 import os
 import pickle
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,12 +18,13 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
+from unisono._last_calls import LastCalls
 from unisono._table import load, plugin_environments
 from unisono.control.deadlines import overdue
 from unisono.errors import CollectiveTimeoutError, LaunchError, PayloadError, WorkerFailedError
 from unisono.launchers._by_value import load_from_parent, pickle_for_worker
 from unisono.launchers._front import Outcome
-from unisono.launchers._lifetime import Lifetime
+from unisono.launchers._lifetime import PEERS_S, Lifetime
 from unisono.launchers._private import no_room, private_folder
 from unisono.launchers._script import Script
 from unisono.launchers._surroundings import search_path
@@ -198,4 +200,5 @@ def work(folder: str) -> NoReturn:
         traceback.print_exc()
         sys.exit(error.code if isinstance(error, SystemExit) and error.code else 1)
     replace(mine, result=body).write(where, place)
+    LastCalls.make(lambda _: time.sleep(PEERS_S))
     sys.exit(0)

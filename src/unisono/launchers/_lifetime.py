@@ -15,13 +15,16 @@ from typing import Any, NoReturn
 
 import torch
 
+from unisono._last_calls import LastCalls
 from unisono.control.absence import warn_after_s
 from unisono.control.aside import stack_of
 from unisono.errors import WorkerFailedError
 
-__all__ = ("Lifetime", "flush", "forks_end_here", "seed_generators", "skip_ours")
+__all__ = ("PEERS_S", "Lifetime", "flush", "forks_end_here", "seed_generators", "skip_ours")
 
 _PACKAGE = str(Path(__file__).parents[1])
+PEERS_S = 5.0
+"""Seconds that others have to leave their results before this rank ends them."""
 _log = logging.getLogger(__name__)
 
 
@@ -66,8 +69,11 @@ class Lifetime:
 
     @staticmethod
     def run_exit_handlers() -> None:
-        """Run what was registered with atexit; what a handler raises is printed. Local."""
-        with _told_when_slow(_main_stack):
+        """Run what was registered with atexit; what a handler raises is printed.
+
+        Local. The end of what the ranks share comes after the result: see `LastCalls`.
+        """
+        with _told_when_slow(_main_stack), LastCalls.held():
             atexit._run_exitfuncs()
 
 

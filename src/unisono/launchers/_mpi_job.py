@@ -166,6 +166,9 @@ class Job:
             if stopped is not None:
                 raise stopped
             self._poll(listener, _POLL_S)
+        for rank in self._ranks:
+            with contextlib.suppress(OSError):  # it has ended
+                _channel.send(rank.channel, _channel.DONE)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_S)
         self._ranks.sort(key=lambda rank: rank.rank)

@@ -12,15 +12,17 @@ import sys
 import threading
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 import cloudpickle
 
-from unisono.errors import PayloadError, PeerFailedError, WorkerFailedError
+from unisono._last_calls import LastCalls
+from unisono.errors import CollectiveError, PayloadError, PeerFailedError, WorkerFailedError
 from unisono.launchers import _channel
 from unisono.launchers._by_value import load_from_parent
 from unisono.launchers._helper import die_with
-from unisono.launchers._lifetime import Lifetime, flush, seed_generators, skip_ours
+from unisono.launchers._lifetime import PEERS_S, Lifetime, flush, seed_generators, skip_ours
 from unisono.launchers._surroundings import Surroundings
 from unisono.topology import RankInfo
 
@@ -85,9 +87,9 @@ def work(channel_fd: int, parent: int) -> NoReturn:
     if message is None:
         os._exit(1)
     task: Task = pickle.loads(message[1])
-    ended = threading.Event()
+    ended, all_done = threading.Event(), threading.Event()
     threading.Thread(
-        target=_watch, args=(channel, ended), name="unisono-parent", daemon=True
+        target=_watch, args=(channel, ended, all_done), name="unisono-parent", daemon=True
     ).start()
     Lifetime.begin()
     try:
@@ -105,7 +107,18 @@ def work(channel_fd: int, parent: int) -> NoReturn:
         ended.wait()
         os._exit(1)
     _channel.send(channel, _channel.RESULT, body)
+    LastCalls.make(partial(_wait_for_peers, channel, all_done, ended))
     os._exit(0)
+
+
+def _wait_for_peers(
+    channel: socket.socket, all_done: threading.Event, ended: threading.Event, why: str
+) -> None:
+    """Let the others finish before this rank ends them, or tell the parent why they can't."""
+    if not all_done.wait(PEERS_S):
+        error = CollectiveError(f"{why}, and other ranks may wait for it: the job ends")
+        _channel.send(channel, _channel.ERROR, pickle.dumps(describe(error)))
+        ended.wait(PEERS_S)
 
 
 def _pickle(result: object) -> bytes:
@@ -138,8 +151,9 @@ def _settle_in(task: Task) -> None:
         sys.modules["torch"].set_num_threads(int(threads))
 
 
-def _watch(channel: socket.socket, ended: threading.Event) -> None:
-    message = _channel.receive(channel)
+def _watch(channel: socket.socket, ended: threading.Event, all_done: threading.Event) -> None:
+    while (message := _channel.receive(channel)) is not None and message[0] == _channel.DONE:
+        all_done.set()
     if message is None:
         os.kill(os.getpid(), signal.SIGKILL)
     flush()

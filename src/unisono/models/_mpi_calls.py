@@ -88,7 +88,7 @@ class Calls:
         at_loss: called when a call is given up whose peers may wait for this rank at the end.
     """
 
-    def __init__(self, mpi: Any, rank: int, at_loss: Callable[[], None]) -> None:
+    def __init__(self, mpi: Any, rank: int, at_loss: Callable[[str], None]) -> None:
         self._mpi = mpi
         self._who = f"rank {rank} of {mpi.COMM_WORLD.size}"
         self._at_loss = at_loss
@@ -99,7 +99,7 @@ class Calls:
         self._numbers = itertools.count()
         self._datatypes = {dtype: getattr(mpi, name) for dtype, name in DATATYPES.items()}
         self._at = mpi.buffer.fromaddress
-        self._lost = ""  # the call that was given up, after which this rank is out of step
+        self._lost = ""  # how a call was left half-way, after which this rank is out of step
         self._warn_after_s = warn_after_s()
         self.asking: Asking = Asking(mpi, mpi.COMM_WORLD)
         self.timeout_s: float | None = DEFAULT_TIMEOUT_S
@@ -176,14 +176,20 @@ class Calls:
     def _check_whole(self, name: str) -> None:
         if self._lost:
             raise CollectiveError(
-                f"{self._who}: {name}: the ranks are out of step, since {self._lost} was given up "
-                "here: end the job"
+                f"{self._who}: {name}: the ranks are out of step, since {self._lost} here: "
+                "end the job"
             )
 
-    def lose(self, name: str) -> None:
-        """Take note that a call was left before its end, which the other ranks may reach. Local."""
-        self._lost = self._lost or name
-        self._at_loss()
+    def lose(self, how: str) -> None:
+        """Take note that a call was left before its end, which the other ranks may reach.
+
+        Local.
+
+        Args:
+            how: what was left and why, as a clause.
+        """
+        self._lost = self._lost or how
+        self._at_loss(f"{self._who}: {self._lost}")
 
     def exchange(
         self, comm: Any, n_ranks: int, blob: bytes, largest: int
@@ -262,7 +268,7 @@ class Calls:
         with self.edge(name):
             absent = missing(self._mpi, comm, ranks, limit_s, name)
         if absent:
-            self.lose(name)
+            self.lose(f"{name} was given up")
             raise CollectiveTimeoutError(
                 f"{self._who}: {name}: ranks {absent} did not come within {limit_s:.3g} s"
             )
@@ -318,7 +324,7 @@ class Calls:
                         warn_at = math.inf
                         late = self._late(comm, doing)
                         _log.warning("%s still waits in %s: %s", self._who, doing, late)
-        self.lose(name)
+        self.lose(f"{name} was given up")
         doing = doing or self._doing(name, comm)
         late = self._late(comm, doing)
         raise CollectiveTimeoutError(

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from unisono._last_calls import LastCalls
 from unisono.control.deadlines import limit_of
 from unisono.errors import BackendUnavailableError, ContextError, GroupMembershipError
 from unisono.models._mpi_meeting import LIMIT_S, missing
@@ -33,6 +35,7 @@ __all__ = (
     "start",
 )
 
+_log = logging.getLogger(__name__)
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE", "MPI_LOCALNRANKS")
 _LOCAL = (
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -79,7 +82,7 @@ def start() -> tuple[Any, bool]:
         raise BackendUnavailableError(
             f"mpi4py can't load or start MPI: {error}. Remedy: {REMEDY}"
         ) from error
-    atexit.register(_finalize, mpi, os.getpid())
+    LastCalls.add(partial(_finalize, mpi, os.getpid()))
     return mpi, True
 
 
@@ -111,6 +114,7 @@ class EndOfJob:
         self._pid = os.getpid()
         self._former = sys.excepthook
         self._is_armed = True
+        self._reason = ""
 
     @classmethod
     def install(cls, mpi: Any) -> EndOfJob:
@@ -131,13 +135,23 @@ class EndOfJob:
     def end(self) -> None:
         """End all ranks now, this one too. Local."""
         if os.getpid() == self._pid and live() is not None and self._mpi.COMM_WORLD.size > 1:
+            if self._reason:
+                _log.error("%s: this rank ends the job, for others may wait for it", self._reason)
             sys.stdout.flush()
             sys.stderr.flush()
             self._mpi.COMM_WORLD.Abort(1)
 
-    def end_at_exit(self) -> None:
-        """End all ranks when this process exits, in place of waiting for them there. Local."""
-        atexit.register(self.end)
+    def end_at_exit(self, why: str) -> None:
+        """End all ranks when this process exits, in place of waiting for them there.
+
+        Local.
+
+        Args:
+            why: what is said of it then.
+        """
+        if not self._reason:
+            LastCalls.add(self.end, ends_peers=why)
+        self._reason = self._reason or why
 
     def remove(self) -> None:
         """Take it out again. Local."""
@@ -196,7 +210,8 @@ def gather(mpi: Any, info: RankInfo, timeout: timedelta | None) -> None:
     assert limit_s is not None
     absent = missing(mpi, world, range(world.size), limit_s, "set-up of mpi4py")
     if absent:
-        EndOfJob.install(mpi).end_at_exit()  # else MPI would wait for them there
+        what = f"rank {world.rank} of {world.size}: ranks {absent} did not come to initialize"
+        EndOfJob.install(mpi).end_at_exit(what)  # else MPI would wait for them there
         raise ContextError(
             f"rank {world.rank} of {world.size}: ranks {absent} did not come to initialize within "
             f"{limit_s:.3g} s (who is there is said by mpiexec and {info.source}): look for their "

@@ -128,7 +128,7 @@ class MpiModel(ComputationModel):
     def abort(self) -> None:
         """Leave; when this process ends, the job does. Local. The error gets out before that."""
         self._is_live = False
-        self._end.end_at_exit()
+        self._end.end_at_exit(f"rank {self._topology.rank}: the context was aborted")
 
     def is_alive(self) -> bool:
         return self._is_live and not self._mpi.Is_finalized()

@@ -1,0 +1,67 @@
+"""What a process does after its exit handlers: the end of a library such as MPI."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import ClassVar
+
+__all__ = ("LastCalls",)
+
+
+class LastCalls:
+    """Calls that end what this process shares with its peers, the latest first.
+
+    An exit handler makes them. In a rank that a launcher made they come once its result is out:
+    some end the peers, and some wait for peers that do so.
+    """
+
+    _calls: ClassVar[list[tuple[Callable[[], None], str]]] = []
+    _is_held: ClassVar[bool] = False
+
+    @classmethod
+    def add(cls, call: Callable[[], None], *, ends_peers: str = "") -> None:
+        """Let `call` be made at the end.
+
+        Local.
+
+        Args:
+            call: raises nothing.
+            ends_peers: why it ends the peers, which get time to finish before it; empty if it
+                doesn't.
+        """
+        if not cls._calls:
+            atexit.register(cls._at_exit)
+        cls._calls.append((call, ends_peers))
+
+    @classmethod
+    @contextlib.contextmanager
+    def held(cls) -> Iterator[None]:
+        """Let the exit handlers that run within the block leave the calls to `make`. Local."""
+        cls._is_held = True
+        try:
+            yield
+        finally:
+            cls._is_held = False
+
+    @classmethod
+    def make(cls, wait_for_peers: Callable[[str], object]) -> None:
+        """Make the calls.
+
+        Local.
+
+        Args:
+            wait_for_peers: called before the first of them if one ends peers, with the reason.
+        """
+        reason = next((ends_peers for _, ends_peers in cls._calls if ends_peers), "")
+        if reason:
+            wait_for_peers(reason)
+        while cls._calls:
+            call, _ = cls._calls.pop()
+            call()
+
+    @classmethod
+    def _at_exit(cls) -> None:
+        if not cls._is_held:
+            cls.make(lambda _: None)
