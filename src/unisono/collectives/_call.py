@@ -8,6 +8,7 @@ from types import FunctionType
 from typing import Any, TypeVar, cast
 
 from unisono._context import left_half_way
+from unisono.errors import UnisonoError
 
 __all__ = ("collective",)
 
@@ -15,20 +16,24 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def collective(fn: F) -> F:
-    """Decorate a collective of the facade: one that Ctrl-C leaves half-way ends the context.
+    """Decorate a collective of the facade: one that is left half-way ends the context.
 
-    Local. The other ranks have called it, or will; whatever this rank called next would meet that.
-    The errors of the collective itself leave all ranks in step, or are known to the model.
+    Local. Ctrl-C leaves it so, and what an alarm's handler raises. The other ranks have called it,
+    or will; whatever this rank called next would meet that. The errors of the collective itself
+    leave all ranks in step, or are known to the model.
     """
-    note = left_half_way
+    note, own = left_half_way, UnisonoError
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return fn(*args, **kwargs)
-        except Exception:
+        except own:
             raise
         except BaseException as error:
-            note(fn.__name__, error)
+            trace = error.__traceback__
+            has_begun = trace is None or trace.tb_next is not None
+            if has_begun or not isinstance(error, TypeError):  # as of an argument too many
+                note(fn.__name__, error)
             raise
 
     # doctest passes over functions whose globals are another module's
