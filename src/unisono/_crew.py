@@ -94,11 +94,14 @@ class Crew:
                 name="unisono-pool-spawn",
                 daemon=True,
             )
-            self._thread.start()
             try:
+                self._thread.start()
                 self._welcome(listener, size, limit)
             except BaseException:  # Ctrl-C too: no replica is left behind
-                self.stop(is_orderly=False)
+                self._spawning.recall.now()
+                listener.close()  # a replica that waits to be let in leaves
+                if self._thread.is_alive():  # else it begins with the recall, if ever
+                    self.stop(is_orderly=False)
                 raise
         weakref.finalize(self, _hang_up_at_home, self._sockets(), os.getpid())
 
@@ -205,7 +208,8 @@ class Crew:
         Returns:
             Whether they have ended; threads that are stuck can't be ended.
         """
-        if len(self._lines) < self._size:
+        is_recalled = len(self._lines) < self._size
+        if is_recalled:
             self._spawning.recall.now()  # those that aren't there yet can't be told
         was_whole = is_orderly and not self.has_ended()
         for line in self._lines.values():
@@ -221,7 +225,7 @@ class Crew:
             self._thread.join(limit_of(None))
             self.is_late = self._thread.is_alive()
             _kill(pids if self.is_late else ())
-        self._thread.join(_END_S if pids or is_orderly else _QUIT_S)
+        self._thread.join(_END_S if pids or is_orderly or is_recalled else _QUIT_S)
         _hang_up(self._sockets())
         if was_whole and not has_killed:
             self.ending_error = self._spawning.error

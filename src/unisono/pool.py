@@ -179,7 +179,11 @@ class WorkerPool:
             crew, self._crew = self._crew, None
         if crew is None:
             return
-        crew.stop(is_orderly=True)
+        try:
+            crew.stop(is_orderly=True)
+        except BaseException:  # Ctrl-C: they aren't waited for any longer
+            crew.stop(is_orderly=False)
+            raise
         if crew.is_late:
             raise CollectiveTimeoutError(
                 "the block's deadline is over, but replicas still had threads or exit handlers"

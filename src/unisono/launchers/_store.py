@@ -31,14 +31,15 @@ def host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
             f"can't listen at master_addr={addr!r}, master_port={plan.master_port}: {error}"
         ) from error
     port = listener.getsockname()[1]
-    store = TCPStore(
-        addr,
-        port,
-        None,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    fd = listener.fileno()
+    try:
+        store = TCPStore(
+            addr, port, None, is_master=True, wait_for_workers=False, master_listen_fd=fd
+        )
+    except Exception:  # the store has taken it; not after Ctrl-C, and the listener closes it then
+        listener.detach()
+        raise
+    listener.detach()
     return store, replace(plan, master_addr=addr, master_port=port)
 
 
