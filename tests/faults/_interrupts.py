@@ -1,8 +1,9 @@
-"""KeyboardInterrupt at any moment of a call, and what every rank may meet after it.
+"""An interrupt at any moment of a call, and what every rank may meet after it.
 
 CPython looks for signals when a function begins and after a call of C, not between any two
 bytecodes. `interrupted_at` raises at the n-th such place within unisono, in this thread; `alarm` is
-a real signal after so many seconds, which also interrupts what waits in C.
+a real signal after so many seconds, which also interrupts what waits in C. What is raised is
+KeyboardInterrupt, or an ordinary exception, as by the alarm of a test that takes too long.
 """
 
 from __future__ import annotations
@@ -26,17 +27,22 @@ import torch
 import unisono as idist
 from unisono.errors import UnisonoError
 
-__all__ = ("OPERATIONS", "Report", "Trial", "alarm", "interrupted_at", "run_trial")
+__all__ = ("OPERATIONS", "Alarm", "Report", "Trial", "alarm", "interrupted_at", "run_trial")
 
 _OURS = str(Path(idist.__file__).parent)
 _SIZE = 300_000  # elements: too large for a round of the control plane
 
 
+class Alarm(Exception):
+    """What a handler of signals may raise."""
+
+
 class Places:
     """Counts places, and raises at one of them."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, error: type[BaseException]) -> None:
         self.at = at
+        self.error = error
         self.seen = 0
         self.where = ""
 
@@ -44,7 +50,7 @@ class Places:
         self.seen += 1
         if self.seen == self.at:
             self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            raise KeyboardInterrupt
+            raise self.error
 
     def enter(self, frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(_OURS):
@@ -83,9 +89,9 @@ def _handler(code: CodeType, offset: int) -> object:
 
 
 @contextlib.contextmanager
-def interrupted_at(n: int) -> Iterator[Places]:
-    """Raise KeyboardInterrupt at the n-th place of the block within unisono; 0 for nowhere."""
-    places = Places(n)
+def interrupted_at(n: int, error: type[BaseException] = KeyboardInterrupt) -> Iterator[Places]:
+    """Raise an error at the n-th place of the block within unisono; 0 for nowhere."""
+    places = Places(n, error)
     before = sys.gettrace()
     sys.settrace(places.enter)
     try:
@@ -95,11 +101,11 @@ def interrupted_at(n: int) -> Iterator[Places]:
 
 
 @contextlib.contextmanager
-def alarm(after_s: float) -> Iterator[None]:
-    """Raise KeyboardInterrupt by a signal, once; in the main thread."""
+def alarm(after_s: float, error: type[BaseException] = KeyboardInterrupt) -> Iterator[None]:
+    """Raise an error by a signal, once; in the main thread."""
 
     def ring(*_: object) -> None:
-        raise KeyboardInterrupt
+        raise error
 
     before = signal.signal(signal.SIGALRM, ring)
     try:
@@ -238,6 +244,7 @@ class Trial:
         victim: the rank that is interrupted.
         place: where, by number; 0 for an alarm.
         after_s: when, for an alarm.
+        error: what is raised.
     """
 
     name: str
@@ -245,6 +252,7 @@ class Trial:
     victim: int
     place: int
     after_s: float = 0.0
+    error: type[BaseException] = KeyboardInterrupt
 
 
 @dataclass
@@ -268,7 +276,7 @@ def run_trial(trial: Trial, rank: int) -> Report:
         value = _interrupted(trial, rank, operation, report)
         if not operation.is_right(value, rank, trial.tag):
             report.wrong = f"gave {str(value)[:200]}"
-    except KeyboardInterrupt:
+    except trial.error:
         report.was_interrupted = True
     except UnisonoError as error:
         report.said = f"{type(error).__name__}: {error}"
@@ -290,11 +298,11 @@ def _interrupted(trial: Trial, rank: int, operation: Operation, report: Report) 
     if rank != trial.victim:
         return operation.call(rank, trial.tag)
     if trial.place:
-        with interrupted_at(trial.place) as places:
+        with interrupted_at(trial.place, trial.error) as places:
             try:
                 return operation.call(rank, trial.tag)
             finally:
                 report.where = places.where
     assert threading.current_thread() is threading.main_thread()
-    with alarm(trial.after_s):
+    with alarm(trial.after_s, trial.error):
         return operation.call(rank, trial.tag)

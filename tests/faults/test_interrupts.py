@@ -1,28 +1,39 @@
-"""KeyboardInterrupt at random moments of every collective and handle.
+"""An interrupt at a random moment of every collective, handle, pool call and spawn.
 
 After each the ranks are usable or told why not, within a bound, and no value is wrong.
-UNISONO_INTERRUPTS is how many there are for each model (a few by default), UNISONO_INTERRUPTS_SEED
-the seed, which a failure names.
+UNISONO_INTERRUPTS is how many there are for each model, and a tenth of it for spawns and pools (a
+few by default), UNISONO_INTERRUPTS_SEED the seed, which a failure names.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
+import psutil
 import pytest
-from _interrupts import OPERATIONS, Report, Trial, interrupted_at, run_trial
+import torch
+from _interrupts import OPERATIONS, Alarm, Report, Trial, alarm, interrupted_at, run_trial
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import unisono as idist
+from _measures import slack
 from _needs import require_backend
+from unisono.errors import UnisonoError, WorkerFailedError
+from unisono.launchers import processes
 
 SEED = int(os.environ.get("UNISONO_INTERRUPTS_SEED", random.SystemRandom().randrange(2**31)))
 TIMES = int(os.environ.get("UNISONO_INTERRUPTS", 0))
 TIMEOUT_S = 2.0
+_ERRORS = (KeyboardInterrupt, Alarm)
+_END_S = 10.0  # of an interrupted spawn or call, and of the next one
 BOUND_S = 3 * TIMEOUT_S + 4  # an operation and the next one, each with its last words
 
 
@@ -39,14 +50,16 @@ def _trials(places: dict[str, int], times: int, seed: int) -> Iterator[Trial]:
     chance = random.Random(seed)
     for tag in range(1, times + 1):
         name = chance.choice(list(places))
-        yield Trial(name, tag, chance.randrange(2), chance.randint(2, places[name]))
+        place = chance.randint(2, places[name])
+        yield Trial(name, tag, chance.randrange(2), place, error=chance.choice(_ERRORS))
 
 
 def _alarms(times: int, seed: int) -> Iterator[Trial]:
     chance = random.Random(seed)
     for tag in range(1, times + 1):
         name = chance.choice(list(OPERATIONS))
-        yield Trial(name, tag, chance.randrange(2), 0, chance.uniform(1e-5, 2e-3))
+        after_s, error = chance.uniform(1e-5, 2e-3), chance.choice(_ERRORS)
+        yield Trial(name, tag, chance.randrange(2), 0, after_s, error)
 
 
 def _count(rank: int) -> dict[str, int]:
@@ -73,14 +86,16 @@ def _swapped(rank: int, trial: Trial) -> Report:
     return run_trial(trial, rank)
 
 
+def _store_at(port: int) -> TCPStore:
+    limit = timedelta(seconds=60)
+    return TCPStore("127.0.0.1", port, None, False, timeout=limit, wait_for_workers=False)
+
+
 class _Ranks:
     """Two ranks that meet at a store of the test's own between trials, in a new context each."""
 
     def __init__(self, rank: int, port: int, backend: str) -> None:
-        limit = timedelta(seconds=60)
-        self._store = TCPStore(
-            "127.0.0.1", port, None, False, timeout=limit, wait_for_workers=False
-        )
+        self._store = _store_at(port)
         self._rank, self._backend = rank, backend
         self._contexts = 0
 
@@ -127,7 +142,7 @@ def _in_processes(local_rank: int, port: int, backend: str, times: int, seed: in
     return found + ranks.run(_alarms(times // 2, seed))
 
 
-@pytest.mark.parametrize(("backend", "times"), [("gloo", 40)])
+@pytest.mark.parametrize(("backend", "times"), [("gloo", 40), ("mpi4py", 10)])
 def test_on_processes(backend: str, times: int) -> None:
     require_backend(backend)
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -138,3 +153,114 @@ def test_on_processes(backend: str, times: int) -> None:
     alarms = list(zip(*(each[half:] for each in found), strict=True))
     bad = [pair for pair in alarms if any(r.wrong or r.seconds > BOUND_S for r in pair)]
     assert not bad, f"seed {SEED}: " + "\n".join(map(str, bad[0]))
+
+
+_SIZE = 4 << 20  # elements: MPI is at work on them when the interrupt comes
+
+
+def _gather_half_way(local_rank: int, port: int) -> tuple[str, float]:
+    """Interrupt rank 0 in a call that rank 1 makes later; give its next error and sum of zeros."""
+    store = _store_at(port)
+    mine: list[Any] = []
+    if local_rank == 0:
+        with contextlib.suppress(KeyboardInterrupt), alarm(0.2):
+            idist.all_gather(torch.full((_SIZE,), 7.0))
+        gc.collect()
+        mine = [torch.zeros(2 * _SIZE) for _ in range(4)]
+        store.set("interrupted", "")
+        store.get("called")
+    else:
+        store.get("interrupted")
+        with contextlib.suppress(UnisonoError):
+            idist.all_gather(torch.full((_SIZE,), 9.0))
+        store.set("called", "")
+    said = ""
+    try:
+        idist.all_reduce(1)
+    except UnisonoError as error:
+        said = str(error)
+    return said, float(sum(zeros.abs().sum() for zeros in mine))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi4py"])
+def test_memory_of_an_interrupted_call_is_nobody_elses(backend: str) -> None:
+    require_backend(backend)
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    options: dict[str, Any] = {"nproc_per_node": 2, "timeout": TIMEOUT_S}
+    (said, total), _ = idist.spawn(backend, _gather_half_way, (store.port,), **options)
+    assert "KeyboardInterrupt interrupted all_gather" in said
+    assert total == 0
+
+
+def _leave_alone(local_rank: int, port: int) -> None:
+    store = _store_at(port)
+    if local_rank == 0:
+        store.get("interrupted")
+        idist.all_gather(torch.full((_SIZE,), 7.0))
+    with contextlib.suppress(KeyboardInterrupt), alarm(0.2):
+        idist.all_gather(torch.full((_SIZE,), 7.0))
+    store.set("interrupted", "")
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi4py"])
+def test_who_waits_for_an_interrupted_rank_that_returned_learns_of_it(backend: str) -> None:
+    require_backend(backend)
+    store, begin = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False), time.monotonic()
+    with pytest.raises(WorkerFailedError, match=r"rank 1.*KeyboardInterrupt interrupted all_g"):
+        idist.spawn(backend, _leave_alone, (store.port,), nproc_per_node=2)
+    assert time.monotonic() - begin < 60  # of 1800 s that the call has
+
+
+def _square(local_rank: int, base: int) -> int:
+    return base * base
+
+
+def _half(value: int) -> int:
+    return value // 2
+
+
+def test_a_spawn_that_is_interrupted_leaves_nothing() -> None:
+    """What is left is looked for by the fixtures of this folder, and ranks after each time."""
+    chance = random.Random(SEED)
+    for _ in range(2):  # at the first there may be things to load
+        with interrupted_at(0) as seen:
+            assert idist.spawn("gloo", _square, (3,), nproc_per_node=2) == [9, 9]
+    for _ in range(TIMES // 10 or 10):
+        place, environ = chance.randint(1, seen.seen), dict(os.environ)
+        begin = time.monotonic()
+        with contextlib.suppress(KeyboardInterrupt), interrupted_at(place) as places:
+            idist.spawn("gloo", _square, (3,), nproc_per_node=2)
+        told = f"seed {SEED}: place {place} of {seen.seen}, {places.where}"
+        assert _ranks_left() == [], told
+        assert dict(os.environ) == environ, told
+        assert idist.spawn("gloo", _square, (4,), nproc_per_node=2) == [16, 16], told
+        assert time.monotonic() - begin < slack() * _END_S, told
+
+
+def test_a_call_of_a_pool_that_is_interrupted_leaves_it_usable() -> None:
+    chance = random.Random(SEED)
+    with idist.WorkerPool("gloo", nproc_per_node=2) as pool:
+        calls: list[Callable[[int], Any]] = [
+            partial(pool.run, _square),
+            lambda value: pool.map(_half, [value] * 4),
+        ]
+        for make in calls:
+            make(2)
+            with interrupted_at(0) as seen:
+                make(2)
+            for _ in range(TIMES // 10 or 5):
+                place = chance.randint(1, seen.seen)
+                begin = time.monotonic()
+                with contextlib.suppress(KeyboardInterrupt), interrupted_at(place) as places:
+                    make(3)
+                told = f"seed {SEED}: place {place} of {seen.seen}, {places.where}"
+                assert pool.run(_square, 4) == [16, 16], told
+                assert pool.map(_half, [2, 4, 6]) == [1, 2, 3], told
+                assert time.monotonic() - begin < slack() * _END_S, told
+
+
+def _ranks_left() -> list[int]:
+    """Give the processes of ranks that haven't ended a moment after their job."""
+    helpers = {helper.process.pid for helper in processes._helpers.values()}
+    ranks = [p for p in psutil.Process().children(recursive=True) if p.pid not in helpers]
+    return [process.pid for process in psutil.wait_procs(ranks, timeout=3)[1]]
