@@ -34,6 +34,8 @@ TIMES = int(os.environ.get("UNISONO_INTERRUPTS", 0))
 TIMEOUT_S = 2.0
 _ERRORS = (KeyboardInterrupt, Alarm)
 _END_S = 10.0  # of an interrupted spawn or call, and of the next one
+# What is closed by no statement that an interrupt let it come to is closed with its last name.
+_ENDED_LATE = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 BOUND_S = 3 * TIMEOUT_S + 4  # an operation and the next one, each with its last words
 
 
@@ -219,6 +221,7 @@ def _half(value: int) -> int:
     return value // 2
 
 
+@_ENDED_LATE
 def test_a_spawn_that_is_interrupted_leaves_nothing() -> None:
     """What is left is looked for by the fixtures of this folder, and ranks after each time."""
     chance = random.Random(SEED)
@@ -237,6 +240,7 @@ def test_a_spawn_that_is_interrupted_leaves_nothing() -> None:
         assert time.monotonic() - begin < slack() * _END_S, told
 
 
+@_ENDED_LATE
 def test_a_call_of_a_pool_that_is_interrupted_leaves_it_usable() -> None:
     chance = random.Random(SEED)
     with idist.WorkerPool("gloo", nproc_per_node=2) as pool:

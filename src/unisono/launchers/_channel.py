@@ -37,6 +37,7 @@ class Inbox:
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
+        self._is_torn = False  # while it is read, and after Ctrl-C then: what follows is unknown
         self._expect(None, _HEAD.size)
 
     def _expect(self, kind: bytes | None, size: int) -> None:
@@ -58,8 +59,17 @@ class Inbox:
             Kind and body; None while a part is missing.
 
         Raises:
-            EOFError: the other side is gone, and has left no whole message.
+            EOFError: the other side is gone, and has left no whole message; or an interrupt came
+                while a message was taken, so that the next one can't be found.
         """
+        if self._is_torn:
+            raise EOFError
+        self._is_torn = True
+        message = self._read()
+        self._is_torn = False
+        return message
+
+    def _read(self) -> tuple[bytes, bytes] | None:
         while self._room:
             try:
                 count = self._channel.recv_into(self._room, 0, socket.MSG_DONTWAIT)

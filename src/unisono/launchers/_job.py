@@ -10,10 +10,13 @@ import re
 import selectors
 import signal
 import socket
+import struct
 import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Any, Protocol
 
 import cloudpickle
@@ -33,6 +36,7 @@ _TERM_S = 1.2  # after SIGTERM, before SIGKILL
 _KILL_S = 5.0  # after SIGKILL, before the process that makes ranks is ended, too
 _NEWS = re.compile(rb"([0-9]+)([psecx])")
 _EXIT_S = 5.0  # for exit handlers, after all results have come
+_FD = struct.Struct("i")
 _TICK_S = 1.0  # between two looks at what no descriptor tells
 _SAY_S = 2.0  # from a rank's end until the process that made it says how it ended
 _MAKE_S = 300.0  # until the ranks are there, which includes importing torch for the first ones
@@ -75,6 +79,7 @@ class Worker:
     status: socket.socket
     task: memoryview = field(default_factory=lambda: memoryview(b""))
     inbox: _channel.Inbox = field(init=False)
+    heard: list[Any] = field(default_factory=list)
     result: bytes | None = None
     failure: Failure | None = None
     said: bytes = b""
@@ -109,13 +114,34 @@ class Worker:
             elif not self.has_ended:
                 self.status.send(bytes([number]), socket.MSG_DONTWAIT)
 
+    def listen(self) -> bytes:
+        """Take in what the process that makes it says, a descriptor of its process among it. Local.
+
+        Returns:
+            What came; nothing once nobody is there to say anything.
+        """
+        how = (4096, socket.CMSG_LEN(_FD.size), socket.MSG_DONTWAIT)
+        with contextlib.suppress(OSError):
+            # In one call of C: an interrupt can't come between having a descriptor and keeping it.
+            self.heard.extend(starmap(self.status.recvmsg, (how,)))
+        come = b""
+        while self.heard:
+            data, ancillary = self.heard[0][:2]
+            for _, _, number in ancillary:
+                self.pidfd = int.from_bytes(number[: _FD.size], sys.byteorder)
+            come += data
+            self.said += data
+            del self.heard[0]
+        return come
+
     def close(self) -> None:
         """Close what leads to it. Local; harmless the second time."""
+        self.listen()
         self.channel.close()
         self.status.close()
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-            self.pidfd = None
+        pidfd, self.pidfd = self.pidfd, None  # before it is closed: Ctrl-C may lead here again
+        if pidfd is not None:
+            os.close(pidfd)
 
 
 class Job:
@@ -360,17 +386,12 @@ class Job:
 
     def _look_at(self, worker: Worker) -> None:
         """Take in what became of a worker's process: it is there, stopped, goes on, has ended."""
-        said, fds = b"", list[int]()
-        with contextlib.suppress(OSError):
-            said, fds, _, _ = socket.recv_fds(worker.status, 4096, 1)
-        if fds:
-            worker.pidfd = fds[0]
-        worker.said += said
+        come = worker.listen()
         news = [(int(number), kind) for number, kind in _NEWS.findall(worker.said)]
         worker.said = _NEWS.sub(b"", worker.said)
         for number, kind in news:
             self._take_news(worker, number, kind)
-        if not said and not worker.has_ended:
+        if not come and not worker.has_ended:
             self._bury(worker, None)
 
     def _take_news(self, worker: Worker, number: int, kind: bytes) -> None:

@@ -36,8 +36,11 @@ def host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
         store = TCPStore(
             addr, port, None, is_master=True, wait_for_workers=False, master_listen_fd=fd
         )
-    except Exception:  # the store has taken it; not after Ctrl-C, and the listener closes it then
+    except Exception:  # the store has taken it, and has failed
         listener.detach()
+        raise
+    except BaseException:  # Ctrl-C came before the store
+        listener.close()
         raise
     listener.detach()
     return store, replace(plan, master_addr=addr, master_port=port)
@@ -49,5 +52,5 @@ def hold(plan: LaunchPlan, held: ExitStack) -> LaunchPlan:
     Local. No caller's frame has the store, which an exception's traceback would keep open.
     """
     store, plan = host(plan)
-    held.callback(lambda store: None, store)
+    held.callback([store].clear)  # in no frame of its own, which Ctrl-C could keep alive, too
     return plan
