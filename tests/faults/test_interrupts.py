@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import random
+import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -27,7 +29,7 @@ import unisono as idist
 from _measures import slack
 from _needs import require_backend
 from unisono.errors import UnisonoError, WorkerFailedError
-from unisono.launchers import processes
+from unisono.launchers import _channel, processes
 
 SEED = int(os.environ.get("UNISONO_INTERRUPTS_SEED", random.SystemRandom().randrange(2**31)))
 TIMES = int(os.environ.get("UNISONO_INTERRUPTS", 0))
@@ -261,6 +263,44 @@ def test_a_call_of_a_pool_that_is_interrupted_leaves_it_usable() -> None:
                 assert pool.run(_square, 4) == [16, 16], told
                 assert pool.map(_half, [2, 4, 6]) == [1, 2, 3], told
                 assert time.monotonic() - begin < slack() * _END_S, told
+
+
+def _pool_of_one_call(base: int) -> list[int]:
+    with idist.WorkerPool("gloo", nproc_per_node=2) as pool:
+        found: list[int] = pool.run(_square, base)
+    return found
+
+
+@_ENDED_LATE
+def test_a_pool_that_is_interrupted_while_it_is_made_or_closed_leaves_nothing() -> None:
+    chance = random.Random(SEED)
+    for _ in range(2):
+        with interrupted_at(0) as seen:
+            _pool_of_one_call(2)
+    for _ in range(TIMES // 10 or 5):
+        place = chance.randint(1, seen.seen)
+        begin = time.monotonic()
+        with contextlib.suppress(KeyboardInterrupt), interrupted_at(place) as places:
+            _pool_of_one_call(3)
+        told = f"seed {SEED}: place {place} of {seen.seen}, {places.where}"
+        assert _ranks_left() == [], told
+        assert _pool_of_one_call(4) == [16, 16], told
+        assert time.monotonic() - begin < slack() * _END_S, told
+
+
+def test_a_message_that_an_interrupt_tore_is_never_taken_for_another() -> None:
+    for place in itertools.count(1):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            inbox = _channel.Inbox(ours)
+            for body in (b"first", b"second"):
+                _channel.send(theirs, _channel.RESULT, body)
+            with contextlib.suppress(KeyboardInterrupt), interrupted_at(place) as places:
+                assert inbox.take() == (_channel.RESULT, b"first")
+            if not places.where:
+                return
+            with contextlib.suppress(EOFError):  # else nothing had been taken
+                assert inbox.take() == (_channel.RESULT, b"first")
 
 
 def _ranks_left() -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -39,8 +39,9 @@ def host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
     except Exception:  # the store has taken it, and has failed
         listener.detach()
         raise
-    except BaseException:  # Ctrl-C came before the store
-        listener.close()
+    except BaseException:  # Ctrl-C came before the store, or just after it, which has closed it
+        with suppress(OSError):
+            listener.close()
         raise
     listener.detach()
     return store, replace(plan, master_addr=addr, master_port=port)

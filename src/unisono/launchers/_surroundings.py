@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import sys
@@ -55,16 +56,16 @@ def streams_filled() -> Iterator[None]:
 
     Local. A daemon may have closed them; what replicas print is lost then.
     """
-    filled: list[int] = []
+    filled: list[io.FileIO] = []  # a file closes itself where an interrupt leaves nobody to do it
     try:
-        while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-            filled.append(fd)
-            os.set_inheritable(fd, True)
-        os.close(fd)
+        while (null := io.FileIO(os.devnull, "r+")).fileno() <= 2:
+            filled.append(null)
+            os.set_inheritable(null.fileno(), True)
+        null.close()
         yield
     finally:
-        for fd in filled:
-            os.close(fd)
+        for null in filled:
+            null.close()
 
 
 def why_aborted() -> str:
