@@ -26,15 +26,23 @@ def check_variables() -> None:
         number_in(variable, least, least)
 
 
+def _from_text(value: Any) -> Any:
+    """Read a decimal string, as ``argparse`` gives it. Local."""
+    is_number = isinstance(value, str) and value.isascii() and value.isdecimal()
+    return int(value) if is_number else value
+
+
 def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Refuse what is no int of at least `least`. Local."""
+    """Give an int of at least `least`, which may come as a decimal string. Local."""
+    value = _from_text(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ArgumentError(f"{name}={value!r} should be an int of at least {least}")
     return value
 
 
 def check_port(name: str, value: Any) -> int:
-    """Refuse what is no TCP port. Local."""
+    """Give a TCP port, which may come as a decimal string. Local."""
+    value = _from_text(value)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 65536:
         raise ArgumentError(f"{name}={value!r} should be an int from 1 to 65535")
     return value

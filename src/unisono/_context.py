@@ -164,6 +164,8 @@ def _adopt() -> ComputationModel | None:
             _hand_over(None)
         return None
     model = registry.probe(_hint())
+    if model is not None:
+        model.must_introduce = model.topology.world_size > 1 and not model.hosts
     _hand_over(model)
     if model is None:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -48,6 +48,10 @@ class Keeping:
     it costs little, which `compares_calls` tells."""
     interrupted: CollectiveError | None
     """Why this rank calls nothing more in this context: it left a collective half-way."""
+    hosts: Sequence[bytes]
+    """The name of each rank's host, once the ranks of an adopted context have said them."""
+    must_introduce: bool
+    """Whether the first call over all ranks has these name their hosts, in an adopted context."""
     _background: Background | None
 
     def __new__(cls, *_args: object, **_kwargs: object) -> Self:
@@ -62,6 +66,8 @@ class Keeping:
         model.is_one_host = False
         model.is_checked = {"0": False, "1": True}.get(os.environ.get("UNISONO_DEBUG", ""))
         model.interrupted = None
+        model.hosts = ()
+        model.must_introduce = False
         model._background = None
         return model
 
@@ -105,7 +111,8 @@ class Keeping:
             self.secret, self.proved = other.secret, other.proved
             self.is_one_host = other.is_one_host
             self._background, self.is_checked = other._background, other.is_checked
-            self.interrupted = other.interrupted
+            self.interrupted, self.must_introduce = other.interrupted, other.must_introduce
+            self.hosts = other.hosts
 
     def interrupt(self, who: str, how: str) -> None:
         """Take note that a collective was left half-way, and tell the ranks that wait for this one.

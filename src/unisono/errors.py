@@ -4,14 +4,14 @@ UnisonoError(Exception)
 ├─ ArgumentError(ValueError, TypeError)
 ├─ BackendError
 │  ├─ UnknownBackendError(ValueError)
-│  ├─ BackendUnavailableError(ImportError)
+│  ├─ BackendUnavailableError(ImportError, ValueError)
 │  └─ RegistrationError(ValueError)
 ├─ ContextError(RuntimeError)
-│  ├─ AlreadyInitializedError
+│  ├─ AlreadyInitializedError(ValueError)
 │  ├─ NotInitializedError
 │  ├─ NoReplicaError
 │  └─ GroupMembershipError
-├─ EnvironmentDetectionError(ValueError)      .source .variable .value
+├─ EnvironmentDetectionError(ValueError, RuntimeError)  .source .variable .value
 ├─ LaunchError(RuntimeError)
 │  └─ WorkerFailedError                       .rank .exit_code .signal .traceback
 ├─ UnsupportedOperation(NotImplementedError)  .model .what .instead
@@ -71,8 +71,11 @@ class UnknownBackendError(BackendError, ValueError):
     """Raised when no model and no plug-in claims the backend's name."""
 
 
-class BackendUnavailableError(BackendError, ImportError):
-    """Raised when a backend is known but can't be used here; says why and what to do."""
+class BackendUnavailableError(BackendError, ImportError, ValueError):
+    """Raised when a backend is known but can't be used here; says why and what to do.
+
+    It is also a ValueError, as idist's is.
+    """
 
 
 class RegistrationError(BackendError, ValueError):
@@ -83,8 +86,8 @@ class ContextError(UnisonoError, RuntimeError):
     """Base of the errors about the active context."""
 
 
-class AlreadyInitializedError(ContextError):
-    """Raised when a context is live where none may be."""
+class AlreadyInitializedError(ContextError, ValueError):
+    """Raised when a context is live where none may be; a ValueError too, as torch's own is."""
 
 
 class NotInitializedError(ContextError):
@@ -99,8 +102,10 @@ class GroupMembershipError(ContextError):
     """Raised when a group belongs to another context or lacks a rank that is needed."""
 
 
-class EnvironmentDetectionError(UnisonoError, ValueError):
+class EnvironmentDetectionError(UnisonoError, ValueError, RuntimeError):
     """Raised when the variables of a launcher are there but partial or contradictory.
+
+    It is both a ValueError and a RuntimeError, because idist raises now one, now the other.
 
     Args:
         message: what was found and what to do.

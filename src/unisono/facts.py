@@ -12,6 +12,8 @@ import torch
 from unisono import _context, _diagnosis
 from unisono._context import current_model
 from unisono.errors import ContextError
+from unisono.model import ComputationModel
+from unisono.topology import Topology
 
 __all__ = (
     "backend",
@@ -25,13 +27,14 @@ __all__ = (
     "hostname",
     "is_distributed",
     "is_main_process",
+    "make_audible",
     "model_name",
     "set_local_rank",
     "show_config",
 )
 
 T = TypeVar("T")
-_log = logging.getLogger("unisono")
+_log = logging.getLogger(__name__)
 _warned: set[int] = set()
 
 
@@ -82,7 +85,8 @@ def get_local_rank() -> int:
         0 to ``get_nproc_per_node() - 1``.
 
     Raises:
-        ContextError: somebody else made the context and nothing says which ranks share a node.
+        ContextError: somebody else made the context, nothing says which ranks share a node, and
+            no collective has been called yet, which would find out.
 
     Example:
         >>> import unisono as idist
@@ -149,16 +153,22 @@ def get_node_rank() -> int:
     return _known("node_rank", "rank of this node")
 
 
+def _place(model: ComputationModel) -> Topology:
+    """Give what the context says, completed by what its ranks have said to each other. Local."""
+    return model.topology.among(model.hosts) if model.hosts else model.topology
+
+
 def _known(field: str, words: str) -> int:
     model = current_model()
-    topology = model.topology
+    topology = _place(model)
     value = getattr(topology, field)
     if value is None:
+        own = "set_local_rank(...) here, " if field == "local_rank" else ""
         raise ContextError(
             f"rank {topology.rank} of {topology.world_size}: the {words} can't be known without "
-            f"communicating, because somebody else made this {model.name} context: call "
-            "set_local_rank(...), or start with a launcher that sets LOCAL_RANK, LOCAL_WORLD_SIZE, "
-            "GROUP_RANK and GROUP_WORLD_SIZE, as torchrun does"
+            f"communicating, because somebody else made this {model.name} context: call {own}"
+            "sync() or any collective on every rank first, or start with a launcher that sets "
+            "LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE, as torchrun does"
         )
     if topology.is_guess and model.context_id not in _warned:
         _warned.add(model.context_id)
@@ -314,12 +324,8 @@ def show_config() -> None:
         >>> idist.show_config()
     """
     model = current_model()
-    topology = model.topology
-    if not _log.handlers and not logging.getLogger().handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
-        _log.addHandler(handler)
-        _log.setLevel(logging.INFO)
+    topology = _place(model)
+    make_audible(_log)
     lines = {
         "distributed configuration": model.name,
         "backend": backend(),
@@ -335,6 +341,23 @@ def show_config() -> None:
     }
     for name, value in lines.items():
         _log.info("%s: %s", name, value)
+
+
+def make_audible(log: logging.Logger) -> None:
+    """Let a logger's INFO be seen, on stderr by default, unless the user has chosen a level.
+
+    Local.
+
+    Args:
+        log: of one of our modules.
+    """
+    ours = logging.getLogger("unisono")
+    if log.level == ours.level == logging.NOTSET:  # the root's WARNING is nobody's choice
+        log.setLevel(logging.INFO)
+    if not log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
+        ours.addHandler(handler)
 
 
 def _or_unknown(value: int | None) -> int | str:

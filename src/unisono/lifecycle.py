@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from unisono import _context
 from unisono._arguments import check_count, check_names, check_port, check_variables, seconds
 from unisono._replica import Replica
 from unisono._table import OF_THREADS, SEATS_NODES
+from unisono.collectives._rounds import introduce
 from unisono.control.deadlines import Limit
 from unisono.errors import ArgumentError, CollectiveTimeoutError, WorkerFailedError
 from unisono.launchers._surroundings import streams_filled
@@ -28,6 +30,11 @@ _PLAN_OPTIONS = frozenset(
     {"nnodes", "node_rank", "master_addr", "master_port", "init_method", "start_method"}
 )
 _LAUNCH_OPTIONS = _PLAN_OPTIONS | {"join", "daemon", "timeout", "launcher", "launcher_options"}
+_NUMBERS: dict[str, Callable[..., int]] = {
+    "nnodes": check_count,
+    "node_rank": partial(check_count, least=0),
+    "master_port": check_port,
+}
 _DEFAULT_LAUNCHER = "processes"
 _OURS = ("entry", "plan", "environ")  # what every launcher is given
 
@@ -99,8 +106,8 @@ def _who_am_i(options: dict[str, Any]) -> RankInfo:
     if (rank is None) != (world_size is None):
         raise ArgumentError(f"rank={rank!r} and world_size={world_size!r} are given together")
     if rank is not None and world_size is not None:
-        check_count("world_size", world_size)
-        if check_count("rank", rank, 0) >= world_size:
+        world_size, rank = check_count("world_size", world_size), check_count("rank", rank, 0)
+        if rank >= world_size:
             raise ArgumentError(f"rank={rank} should be below world_size={world_size}")
         found = _context.detect_environment()
         if found is not None and (found.rank, found.world_size) == (rank, world_size):
@@ -123,7 +130,7 @@ def _who_am_i(options: dict[str, Any]) -> RankInfo:
 def _port_of(text: str | None) -> int | None:
     if text is None:
         return None
-    return check_port("MASTER_PORT", int(text) if text.isdecimal() else text)
+    return check_port("MASTER_PORT", text)
 
 
 def finalize() -> None:
@@ -150,12 +157,16 @@ def finalize() -> None:
 
 
 def sync(temporary: bool = False) -> None:
-    """Look for the live context again; needless, since every call looks by itself.
+    """Look for the live context again, and find out which ranks share a node.
 
-    Local.
+    Collective over all ranks, at the first such call, in a context that somebody else made; else
+    local. Every call looks for the context by itself, so this is needed for the nodes alone.
 
     Args:
         temporary: accepted for idist's sake; what is found is never kept longer than it lives.
+
+    Raises:
+        CollectiveError: a peer failed or didn't come in time.
 
     Example:
         >>> import unisono as idist
@@ -164,7 +175,8 @@ def sync(temporary: bool = False) -> None:
     model = _context.current_model()
     if not _context.is_ours(model):
         _context.forget()
-    _context.current_model()
+    if _context.current_model().must_introduce:
+        introduce(_context.communicator(), "sync")
 
 
 def spawn(
@@ -327,12 +339,19 @@ def _check_call(fn: Any, args: Any, kwargs_dict: Any) -> None:
 
 def _plan(nproc_per_node: Any, options: Mapping[str, Any]) -> LaunchPlan:
     given = {key: options[key] for key in _PLAN_OPTIONS if options.get(key) is not None}
+    for name, check in _NUMBERS.items():
+        if name in given:
+            given[name] = check(name, given[name])
     plan = LaunchPlan(check_count("nproc_per_node", nproc_per_node), **given)
-    check_count("nnodes", plan.nnodes)
-    if check_count("node_rank", plan.node_rank, 0) >= plan.nnodes:
+    if plan.node_rank >= plan.nnodes:
         raise ArgumentError(f"node_rank={plan.node_rank} should be below nnodes={plan.nnodes}")
-    if plan.master_port is not None:
-        check_port("master_port", plan.master_port)
+    if plan.init_method not in (None, "env://"):
+        for name in ("master_addr", "master_port"):
+            if name in given:
+                raise ArgumentError(
+                    f"{name}={given[name]!r} and init_method={plan.init_method!r} say two places "
+                    "to meet at: give one of them"
+                )
     has_address = plan.master_addr is not None and plan.master_port is not None
     launcher = options.get("launcher") or _DEFAULT_LAUNCHER
     if plan.nnodes > 1 and not (has_address or plan.init_method or launcher in SEATS_NODES):
@@ -345,7 +364,7 @@ def _plan(nproc_per_node: Any, options: Mapping[str, Any]) -> LaunchPlan:
 
 
 def _check_own_launch(model: str, options: Mapping[str, Any]) -> None:
-    if options.get("join") is False or options.get("nnodes", 1) not in (None, 1):
+    if options.get("join") is False or options.get("nnodes", 1) not in (None, 1, "1"):
         raise ArgumentError(
             f"spawn on {model} takes neither join=False nor several nodes: start the processes "
             "with the launcher of its library, and call initialize() in them"

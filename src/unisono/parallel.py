@@ -8,9 +8,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from unisono import _context, facts
+from unisono._arguments import check_names
 from unisono.errors import ArgumentError, NotInitializedError
-from unisono.lifecycle import finalize, initialize, spawn
-from unisono.registry import find_launcher
+from unisono.lifecycle import check_job, finalize, initialize, spawn
+from unisono.model import ComputationModel
+from unisono.registry import find_launcher, find_model
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -43,9 +45,10 @@ class Parallel:
         spawn_kwargs: further options of ``spawn``; or of ``initialize`` without `nproc_per_node`.
 
     Raises:
+        UnknownBackendError: nobody claims the backend.
         ArgumentError: options about nodes, or a launcher, without `nproc_per_node`; an unknown
-            launcher.
-        BackendUnavailableError: what the launcher needs isn't installed.
+            launcher; a bad value or an option that nobody takes.
+        BackendUnavailableError: what the backend or the launcher needs isn't installed.
 
     Example:
         >>> import unisono as idist
@@ -68,6 +71,7 @@ class Parallel:
     ) -> None:
         if launcher is not None:
             find_launcher(launcher)
+        cls = None if backend is None else find_model(backend)
         for_spawn = {
             "nnodes": nnodes,
             "node_rank": node_rank,
@@ -83,15 +87,28 @@ class Parallel:
         self._options = {**given, **spawn_kwargs}
         if init_method is not None:
             self._options["init_method"] = init_method
+        self._check(cls)
         self._is_entered = False
         self._has_context = False
+
+    def _check(self, cls: type[ComputationModel] | None) -> None:
+        """Refuse now what `spawn` or `initialize` would refuse. Local."""
+        if self._nproc_per_node is not None:
+            check_job("Parallel", self._backend, self._nproc_per_node, self._options)
+        elif cls is not None:
+            check_names("Parallel", self._options, {*cls.options, "rank", "world_size"})
+
+    @property
+    def backend(self) -> str | None:
+        """What was asked for. Local."""
+        return self._backend
 
     def __enter__(self) -> Self:
         self._is_entered = True
         if self._nproc_per_node is None and self._needs_context():
             initialize(self._backend, **self._options)
             self._has_context = True
-            _log.info("initialised: %s, backend %s", facts.model_name(), facts.backend())
+            self._say("initialised: %s, backend %s", facts.model_name(), facts.backend())
         return self
 
     def _needs_context(self) -> bool:
@@ -118,11 +135,19 @@ class Parallel:
         if not self._is_entered:
             raise NotInitializedError("Parallel.run works inside of its with block")
         if self._nproc_per_node is None:
-            return [fn(facts.get_local_rank(), *args, **kwargs)]
-        results = spawn(
-            self._backend, fn, args, kwargs, nproc_per_node=self._nproc_per_node, **self._options
-        )
+            self._say("Run %r in %s processes", fn, facts.get_world_size())
+            results = [fn(facts.get_local_rank(), *args, **kwargs)]
+        else:
+            count = self._nproc_per_node
+            self._say("Spawn function %r in %s processes", fn, count)
+            results = spawn(self._backend, fn, args, kwargs, nproc_per_node=count, **self._options)
+        self._say("End of run")
         return list(results)
+
+    def _say(self, text: str, *args: object) -> None:
+        if facts.is_main_process():
+            facts.make_audible(_log)
+            _log.info(text, *args)
 
     def __exit__(
         self,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unisono.errors import ArgumentError, PayloadError
 
-__all__ = ("Number", "ReduceOp", "fold_numbers", "fold_tensors", "parse_op")
+__all__ = ("Number", "OpLike", "ReduceOp", "fold_numbers", "fold_tensors", "parse_op")
 
 Number = bool | int | float | complex
 
@@ -41,18 +41,25 @@ _BITWISE = frozenset({ReduceOp.AND, ReduceOp.OR, ReduceOp.XOR})
 _BY_NAME: dict[str, ReduceOp] = {op.name: op for op in ReduceOp}
 _BY_NAME |= {name.lower(): op for name, op in _BY_NAME.items()}
 _BY_NAME |= {"MEAN": ReduceOp.AVERAGE, "mean": ReduceOp.AVERAGE}
+_OF_TORCH = {"AVG": "AVERAGE", "BAND": "AND", "BOR": "OR", "BXOR": "XOR"}
+_BY_NAME |= {name: _BY_NAME[ours] for name, ours in _OF_TORCH.items()}
 
 
-def parse_op(op: str | ReduceOp) -> ReduceOp:
-    """Find the reduction of a name, in any case.
+OpLike = Any
+"""What `op=` takes: a name, a ReduceOp, or one of ``torch.distributed.ReduceOp``."""
+
+
+def parse_op(op: OpLike) -> ReduceOp:
+    """Find the reduction of a name, in any case, or of an operation of torch.
 
     Local.
 
     Args:
-        op: ``SUM AVERAGE MEAN PRODUCT MIN MAX AND OR XOR``.
+        op: ``SUM AVERAGE MEAN AVG PRODUCT MIN MAX AND OR XOR``, and torch's ``BAND BOR BXOR``; or
+            ``torch.distributed.ReduceOp.SUM`` and its like.
 
     Returns:
-        The operation; MEAN is AVERAGE.
+        The operation; MEAN and AVG are AVERAGE.
 
     Raises:
         ArgumentError: no such operation.
@@ -62,8 +69,21 @@ def parse_op(op: str | ReduceOp) -> ReduceOp:
         return found
     if isinstance(op, str) and op.upper() in _BY_NAME:
         return _BY_NAME[op.upper()]
+    name = _name_in_torch(op)
+    if name in _BY_NAME:
+        return _BY_NAME[name]
     known = " ".join((*ReduceOp.__members__, "MEAN"))
     raise ArgumentError(f"unknown reduction {op!r}: use one of {known} (in any case)")
+
+
+def _name_in_torch(op: object) -> str:
+    """Name an operation of torch.distributed; empty for anything else. Local."""
+    if not torch.distributed.is_available():
+        return ""
+    known: dict[str, object] = dict(torch.distributed.ReduceOp.RedOpType.__members__)
+    if type(op) not in (torch.distributed.ReduceOp, torch.distributed.ReduceOp.RedOpType):
+        return ""
+    return next((name for name, value in known.items() if op == value), "")
 
 
 _TENSOR_STEPS: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 __all__ = (
     "EVERYBODY",
@@ -52,6 +53,35 @@ class Topology:
     nnodes: int | None = None
     is_guess: bool = False
 
+    def among(self, hosts: Sequence[bytes]) -> Topology:
+        """Complete what is known by the names of all ranks' hosts.
+
+        Local.
+
+        Args:
+            hosts: by rank; equal for those of one node.
+
+        Returns:
+            The same; what wasn't known, or guessed, says what `hosts` say.
+        """
+        nodes = list(dict.fromkeys(hosts))
+        here = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
+        found = Topology(
+            self.rank,
+            self.world_size,
+            here.index(self.rank),
+            len(here),
+            nodes.index(hosts[self.rank]),
+            len(nodes),
+        )
+        return found if self.is_guess else self.or_else(found)
+
+    def or_else(self, other: Topology) -> Topology:
+        """Take from `other` what isn't known. Local."""
+        names = ("local_rank", "local_world_size", "node_rank", "nnodes")
+        unknown = {name: getattr(other, name) for name in names if getattr(self, name) is None}
+        return replace(self, **unknown)
+
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
@@ -95,9 +125,9 @@ class RankInfo:
         Local.
 
         Returns:
-            Where the replica stands.
+            Where the replica stands; one that is alone knows all of it.
         """
-        return Topology(
+        said = Topology(
             self.rank,
             self.world_size,
             self.local_rank,
@@ -105,6 +135,7 @@ class RankInfo:
             self.node_rank,
             self.nnodes,
         )
+        return said.or_else(Topology(0, 1, 0, 1, 0, 1)) if self.world_size == 1 else said
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +180,12 @@ class Group:
     def size(self) -> int:
         """Number of members."""
         return len(self.ranks)
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether it is this group, or a list of its ranks."""
+        return self is other or (isinstance(other, list) and other == list(self.ranks))
+
+    __hash__ = object.__hash__
 
     def __contains__(self, rank: object) -> bool:
         return rank in self.ranks

@@ -12,7 +12,7 @@ from unisono._arguments import check_count, check_names, check_port, seconds
 from unisono.errors import ArgumentError
 
 
-@pytest.mark.parametrize("value", [0, -1, True, 1.0, "2", None, [1], float("nan")])
+@pytest.mark.parametrize("value", [0, -1, True, 1.0, "0", "-2", " 2", "2.0", "٣", "", None, [1]])
 def test_no_count(value: Any) -> None:
     with pytest.raises(ArgumentError, match=r"^n=.* should be an int of at least 1$"):
         check_count("n", value)
@@ -22,16 +22,17 @@ def test_counts() -> None:
     assert check_count("n", 1) == 1
     assert check_count("n", 0, 0) == 0
     assert check_count("n", 10**30) == 10**30
+    assert check_count("n", "12") == 12  # as argparse gives it
 
 
-@pytest.mark.parametrize("value", [0, -1, 65536, True, 80.0, "80", None])
+@pytest.mark.parametrize("value", [0, -1, 65536, True, 80.0, "0", "65536", "http", None])
 def test_no_port(value: Any) -> None:
     with pytest.raises(ArgumentError, match=r"^p=.* from 1 to 65535$"):
         check_port("p", value)
 
 
 def test_ports() -> None:
-    assert [check_port("p", port) for port in (1, 29500, 65535)] == [1, 29500, 65535]
+    assert [check_port("p", port) for port in (1, "29500", 65535)] == [1, 29500, 65535]
 
 
 def test_unknown_names_come_with_the_nearest_known_one() -> None:
@@ -68,7 +69,7 @@ def test_no_seconds(value: Any) -> None:
 BAD_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"nproc_per_node": 0}, "nproc_per_node=0"),
     ({"nproc_per_node": -2}, "nproc_per_node=-2"),
-    ({"nproc_per_node": "2"}, "nproc_per_node='2'"),
+    ({"nproc_per_node": "2x"}, "nproc_per_node='2x'"),
     ({"nproc_per_node": True}, "nproc_per_node=True"),
     ({"args": "text"}, r"args='text' should be a list or tuple, such as \('text',\)"),
     ({"args": 3}, "args=3"),
@@ -83,7 +84,7 @@ BAD_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"nnodes": 2, "node_rank": 2}, "node_rank=2"),
     ({"node_rank": 1}, "node_rank=1"),
     ({"master_port": 0}, "master_port=0"),
-    ({"master_port": "80"}, "master_port='80'"),
+    ({"master_port": "http"}, "master_port='http'"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from contextlib import suppress
 from typing import NoReturn
 
@@ -14,7 +15,7 @@ from unisono.model import ComputationModel
 from unisono.reduction import ReduceOp, fold_tensors
 from unisono.topology import Group, name_of
 
-__all__ = ("check", "compares", "fold", "refuse", "signature", "swap")
+__all__ = ("check", "compares", "fold", "introduce", "refuse", "signature", "swap")
 
 _LONGEST_CALL = 500
 
@@ -37,11 +38,32 @@ def swap(model: ComputationModel, call: str, blob: bytes, group: Group | None) -
         CollectiveMismatchError: the calls differ (on every rank, naming each rank's).
         CollectiveError: a peer failed or didn't come in time.
     """
+    if model.must_introduce and group is None:
+        introduce(model, call)
     frames = model.exchange(pack(call, blob), group)
     history = None
     if model.is_checked is not False:
         history = model.steps.histories[name_of(group)]
     return unpack(frames, model.members(group), history)
+
+
+def introduce(model: ComputationModel, call: str) -> None:
+    """Let the ranks of a context that somebody else made tell each other their hosts.
+
+    Collective over all ranks, once in a context; nothing where that is done, or needless.
+
+    Args:
+        model: of the context.
+        call: the collective that comes first.
+
+    Raises:
+        CollectiveMismatchError: ranks call different things (on every rank).
+        CollectiveError: a peer failed or didn't come in time.
+    """
+    if model.must_introduce:
+        frames = model.exchange(pack(call, socket.gethostname().encode()), None)
+        model.hosts = tuple(bytes(host) for host in unpack(frames, model.members(None), None))
+        model.must_introduce = False
 
 
 def signature(call: str, tensor: Tensor) -> str:

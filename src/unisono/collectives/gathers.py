@@ -31,24 +31,25 @@ __all__ = ("all_gather", "all_gather_tensors_with_shapes", "gather")
 
 @collective
 def all_gather(
-    value: Any, group: GroupLike = None, *, uneven: bool = False, async_op: bool = False
+    tensor: Any, group: GroupLike = None, *, uneven: bool = False, async_op: bool = False
 ) -> Any:
     """Gather a value of every rank on every rank.
 
     Collective over `group`.
 
     Args:
-        value: tensor [d0, ...] of any dense dtype and device, where d0 may differ between ranks
-            and the other dimensions and the dtype may not; or a number, bool, str, bytes, Path,
-            None, container or object that can be pickled, which may differ in kind too.
+        tensor: any payload, as idist names it: a tensor [d0, ...] of any dense dtype and device,
+            where d0 may differ between ranks and the other dimensions and the dtype may not; or a
+            number, bool, str, bytes, Path, None, container or object that can be pickled, which
+            may differ in kind too.
         group: a Group, a list of ranks, or None for all ranks.
         uneven: whether tensors come back as a list by rank instead of one tensor; their shapes may
             then differ in every dimension.
-        async_op: whether to return a handle at once; `value` must stay as it is until ``wait``.
+        async_op: whether to return a handle at once; `tensor` must stay as it is until ``wait``.
 
     Returns:
         For tensors [sum of d0, ...] in rank order, for 0-dim tensors [n], same dtype and device,
-        new memory; else a list of the values by rank. `value` itself where this rank is no member.
+        new memory; else a list of the values by rank. `tensor` itself where this rank is no member.
 
     Raises:
         PayloadError: some rank's value can't travel (on every rank, naming it).
@@ -64,13 +65,13 @@ def all_gather(
     """
     model, found, is_member = team(group, async_op)
     if not is_member:
-        return Handle(lambda: value, lambda: True) if async_op else value
+        return Handle(lambda: tensor, lambda: True) if async_op else tensor
 
     def call() -> Any:
-        parts = _gather(model, value, found, "all_gather")
-        if uneven or not isinstance(value, Tensor):
+        parts = _gather(model, tensor, found, "all_gather")
+        if uneven or not isinstance(tensor, Tensor):
             return parts
-        return _joined(parts, model, found, value)
+        return _joined(parts, model, found, tensor)
 
     return outcome(model, call, async_op)
 
@@ -217,7 +218,7 @@ def gather(value: Any, dst: int = 0, group: GroupLike = None, *, async_op: bool 
     Collective over `group`.
 
     Args:
-        value: as in `all_gather`.
+        value: what `all_gather` takes.
         dst: global rank that gets the result.
         group: a Group, a list of ranks, or None for all ranks.
         async_op: whether to return a handle at once.

@@ -39,7 +39,8 @@ def new_group(ranks: Sequence[int], **options: Any) -> Group:
     Collective at creation, over all ranks of the context, members or not, in the same order.
 
     Args:
-        ranks: global ranks, in any order; the group is ordered by rank.
+        ranks: global ranks, in any order; the group is ordered by rank. None of them, as of
+            ``range(1, 1)``, makes a group whose collectives give every rank its input back.
         options: ``timeout``, in seconds or as a timedelta, for each collective over the group (by
             default the job's; XLA takes none), and what the model's library takes: on native
             ``backend``, ``pg_options``, ``group_desc``.
@@ -50,7 +51,7 @@ def new_group(ranks: Sequence[int], **options: Any) -> Group:
         first use, and no other later.
 
     Raises:
-        ArgumentError: no ranks, a rank twice, one that isn't in the job, or one that is no int; a
+        ArgumentError: a rank twice, one that isn't in the job, or one that is no int; a
             bad timeout, or an option that the model doesn't take.
         UnsupportedOperation: the model has no groups.
 
@@ -63,13 +64,20 @@ def new_group(ranks: Sequence[int], **options: Any) -> Group:
     given = {key: value for key, value in options.items() if value is not None}
     if "timeout" in given:
         given["timeout"] = seconds("timeout", given["timeout"])
-    return model.new_group(_checked(model, ranks), **given)
+    return _make(model, _checked(model, ranks), **given)
+
+
+def _make(model: ComputationModel, ranks: tuple[int, ...], **options: Any) -> Group:
+    """Make a group; one of nobody needs no communicator."""
+    if not ranks:
+        return Group((), model.context_id)
+    return model.new_group(ranks, **options)
 
 
 def _checked(model: ComputationModel, ranks: Sequence[int]) -> tuple[int, ...]:
     size = model.topology.world_size
-    if not isinstance(ranks, (list, tuple, range)) or not ranks:
-        raise ArgumentError(f"ranks should be a list of global ranks, at least one: {ranks!r}")
+    if not isinstance(ranks, (list, tuple, range)):
+        raise ArgumentError(f"ranks should be a list of global ranks: {ranks!r}")
     wrong = [rank for rank in ranks if type(rank) is not int or not 0 <= rank < size]
     if wrong:
         raise ArgumentError(
@@ -100,11 +108,11 @@ def resolve(model: ComputationModel, group: GroupLike) -> Group | None:
         return group
     if isinstance(group, (list, tuple, range)):
         ranks = tuple(group)
-        found = model.groups.get(ranks)
+        found = model.groups.get(ranks) if ranks else _make(model, ())
         # True and 1.0 are equal to 1 as keys, and no ranks.
         if found is None or any(type(rank) is not int for rank in ranks):
             ordered = _checked(model, ranks)
-            found = model.groups.get(ordered) or model.new_group(ordered)
+            found = model.groups.get(ordered) or _make(model, ordered)
             model.groups[ordered] = model.groups[ranks] = found
         return found
     adopted = model.adopt_group(group)

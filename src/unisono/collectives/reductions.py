@@ -16,7 +16,7 @@ from unisono.errors import PayloadError
 from unisono.handle import Handle
 from unisono.model import ComputationModel
 from unisono.payload import is_dense, plain, reason
-from unisono.reduction import ReduceOp, parse_op
+from unisono.reduction import OpLike, ReduceOp, parse_op
 from unisono.topology import Group
 
 __all__ = ("all_reduce", "all_reduce_", "reduce", "reduce_scatter")
@@ -24,27 +24,29 @@ __all__ = ("all_reduce", "all_reduce_", "reduce", "reduce_scatter")
 
 @collective
 def all_reduce(
-    value: Any, op: str = "SUM", group: GroupLike = None, *, async_op: bool = False
+    tensor: Any, op: OpLike = "SUM", group: GroupLike = None, *, async_op: bool = False
 ) -> Any:
     """Reduce a value of every rank to one value on every rank.
 
     Collective over `group`.
 
     Args:
-        value: tensor [*shape] of any dense dtype and device, the same shape and dtype on every
-            rank; or a number; or a dict, list, tuple or dataclass of these, which travels as one
-            message for all numbers and one for each dtype of tensors.
-        op: ``SUM AVERAGE MEAN PRODUCT MIN MAX AND OR XOR``, in any case.
+        tensor: any payload that can be reduced, as idist names it: a tensor [*shape] of any dense
+            dtype and device, the same shape and dtype on every rank; or a number; or a dict, list,
+            tuple or dataclass of these, which travels as one message for all numbers and one for
+            each dtype of tensors.
+        op: ``SUM AVERAGE MEAN AVG PRODUCT MIN MAX AND OR XOR``, in any case; or an operation of
+            torch, such as ``torch.distributed.ReduceOp.SUM``.
         group: a Group, a list of ranks, or None for all ranks.
-        async_op: whether to return a handle at once; `value` must stay as it is until ``wait``.
+        async_op: whether to return a handle at once; `tensor` must stay as it is until ``wait``.
 
     Returns:
         A new value of the same shape, dtype, device and container type; int stays an exact int,
-        bool stays bool, AVERAGE of ints is a float. `value` itself where this rank is no member.
+        bool stays bool, AVERAGE of ints is a float. `tensor` itself where this rank is no member.
 
     Raises:
         ArgumentError: unknown operation.
-        PayloadError: the value has no number or tensor where one must be, or the operation isn't
+        PayloadError: it has no number or tensor where one must be, or the operation isn't
             defined on its dtype.
         CollectiveMismatchError: containers of different structure (on every rank); or another rank
             refused its tensor, where calls are compared.
@@ -58,19 +60,19 @@ def all_reduce(
     operation = parse_op(op)
     model, found, is_member = team(group, async_op)
     if not is_member:
-        return _unchanged(value, async_op)
-    if isinstance(value, Tensor):
-        _check_reducible(model, f"all_reduce {operation.name}", value, operation, found)
-    if not isinstance(value, Tensor):
+        return _unchanged(tensor, async_op)
+    if isinstance(tensor, Tensor):
+        _check_reducible(model, f"all_reduce {operation.name}", tensor, operation, found)
+    if not isinstance(tensor, Tensor):
         call = f"all_reduce {operation.name}"
-        reduced = lambda: reduce_values(model, call, value, operation, found)  # noqa: E731
+        reduced = lambda: reduce_values(model, call, tensor, operation, found)  # noqa: E731
         return outcome(model, reduced, async_op)
     if async_op:
         model.settle()
-        started = carriers.start_all_reduce(model, carriers.own(model, value), operation, found)
-        return started.then(lambda total: total.to(value.device))
-    total = carriers.all_reduce(model, carriers.own(model, value), operation, found)
-    return total.to(value.device)
+        started = carriers.start_all_reduce(model, carriers.own(model, tensor), operation, found)
+        return started.then(lambda total: total.to(tensor.device))
+    total = carriers.all_reduce(model, carriers.own(model, tensor), operation, found)
+    return total.to(tensor.device)
 
 
 def _unchanged(value: Any, async_op: bool) -> Any:
@@ -79,7 +81,7 @@ def _unchanged(value: Any, async_op: bool) -> Any:
 
 @collective
 def all_reduce_(
-    tensor: Tensor, op: str = "SUM", group: GroupLike = None, *, async_op: bool = False
+    tensor: Tensor, op: OpLike = "SUM", group: GroupLike = None, *, async_op: bool = False
 ) -> Any:
     """Reduce a tensor of every rank in place.
 
@@ -147,14 +149,14 @@ def all_reduce_(
 
 @collective
 def reduce(
-    value: Any, dst: int = 0, op: str = "SUM", group: GroupLike = None, *, async_op: bool = False
+    value: Any, dst: int = 0, op: OpLike = "SUM", group: GroupLike = None, *, async_op: bool = False
 ) -> Any:
     """Reduce a value of every rank to one value on one rank.
 
     Collective over `group`.
 
     Args:
-        value: as in `all_reduce`.
+        value: what `all_reduce` takes.
         dst: global rank that gets the result.
         op: as in `all_reduce`.
         group: as in `all_reduce`.
@@ -196,7 +198,7 @@ def reduce(
 
 @collective
 def reduce_scatter(
-    tensor: Tensor, op: str = "SUM", group: GroupLike = None, *, async_op: bool = False
+    tensor: Tensor, op: OpLike = "SUM", group: GroupLike = None, *, async_op: bool = False
 ) -> Any:
     """Reduce a tensor of every rank and give each rank its part.
 

@@ -34,7 +34,7 @@ __all__ = ("all_to_all", "broadcast", "broadcast_", "home", "memory_for", "scatt
 
 @collective
 def broadcast(
-    value: Any = None,
+    tensor: Any = None,
     src: int = 0,
     group: GroupLike = None,
     safe_mode: bool = False,
@@ -46,7 +46,8 @@ def broadcast(
     Collective over `group`.
 
     Args:
-        value: on `src` anything that `all_gather` takes; on the other ranks it is not looked at.
+        tensor: any payload, as idist names it: on `src` anything that `all_gather` takes; on the
+            other ranks it is not looked at.
         src: global rank whose value travels.
         group: a Group, a list of ranks, or None for all ranks.
         safe_mode: accepted for idist's sake; every broadcast is safe.
@@ -54,7 +55,7 @@ def broadcast(
 
     Returns:
         The value of `src`, exact in type and content, new memory. A tensor that is on an
-        accelerator at `src` arrives on each rank's `device`. `value` itself where this rank is no
+        accelerator at `src` arrives on each rank's `device`. `tensor` itself where this rank is no
         member.
 
     Raises:
@@ -71,8 +72,8 @@ def broadcast(
     model, found, is_member = team(group, async_op)
     check_rank(model, found, src, "src")
     if not is_member:
-        return Handle(lambda: value, lambda: True) if async_op else value
-    return outcome(model, lambda: _broadcast(model, value, src, found), async_op)
+        return Handle(lambda: tensor, lambda: True) if async_op else tensor
+    return outcome(model, lambda: _broadcast(model, tensor, src, found), async_op)
 
 
 def _broadcast(model: ComputationModel, value: Any, src: int, group: Group | None) -> Any:

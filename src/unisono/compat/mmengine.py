@@ -6,6 +6,8 @@ otherwise is in the docs: where mmengine rounds, drops or mixes up, this doesn't
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,10 +18,11 @@ from unisono import facts
 from unisono._context import current_model
 from unisono.collectives import gathers, groups, reductions, transfers
 from unisono.compat._devices import cast_data_device, get_data_device
+from unisono.compat._groups import library_group
 from unisono.errors import ArgumentError, NotInitializedError
 from unisono.facts import is_distributed
 from unisono.sections import master_only
-from unisono.training import averaging, evaluation, randomness, starting
+from unisono.training import averaging, randomness, starting
 from unisono.training.starting import infer_launcher
 
 __all__ = (
@@ -66,15 +69,44 @@ def _op(name: str) -> str:
     return _OPS.get(name.lower(), name)
 
 
+class _RefusedError(ArgumentError, AssertionError, NotImplementedError):
+    """Raised where mmengine asserts, or says that it isn't implemented."""
+
+
 def all_reduce(data: Tensor, op: str = "sum", group: Group = None) -> None:
     """Reduce a tensor of all ranks in place. Collective over `group`.
 
     Args:
         data: as in ``all_reduce_`` of the facade.
-        op: ``sum mean product min max band bor bxor``.
+        op: ``sum mean product min max band bor bxor``. A mean of ints is cut to an int, towards 0.
         group: of ranks; None for all.
     """
-    reductions.all_reduce_(data, _op(op), group)
+    name = _op(op)
+    if not (_is_mean(name) and _is_int(data)):
+        reductions.all_reduce_(data, name, group)
+    elif get_rank(group) >= 0:
+        data.copy_(_mean_of_ints(data, group))
+
+
+def _is_mean(op: str) -> bool:
+    return op.upper() in ("MEAN", "AVG", "AVERAGE")
+
+
+def _is_int(data: object) -> bool:
+    if not isinstance(data, Tensor) or data.dtype == torch.bool:
+        return False
+    return not data.is_floating_point() and not data.is_complex()
+
+
+def _mean_of_ints(data: Tensor, group: Group) -> Tensor:
+    """Give the exact mean, cut towards 0, as int64: no sum of large values is made."""
+    count, wide = get_world_size(group), data.to(torch.int64)
+    whole = torch.div(wide, count, rounding_mode="floor")
+    whole, rest = reductions.all_reduce(torch.stack([whole, wide - whole * count]), "SUM", group)
+    mean = whole + torch.div(rest, count, rounding_mode="floor")
+    is_cut_up = (mean < 0) & (rest % count != 0)
+    cut: Tensor = mean + is_cut_up.to(torch.int64)
+    return cut
 
 
 def all_gather(data: Tensor, group: Group = None) -> list[Tensor]:
@@ -102,15 +134,35 @@ def sync_random_seed(group: Group = None) -> int:
 def broadcast_object_list(data: list[Any], src: int = 0, group: Group = None) -> None:
     """Overwrite the items of a list with those of global rank `src`. Collective over `group`."""
     if not isinstance(data, list):
-        raise ArgumentError(f"a list is needed, not a {type(data).__qualname__}")
+        raise _RefusedError(f"a list is needed, not a {type(data).__qualname__}")
     data[:] = transfers.broadcast(data, src, group)
 
 
 def all_reduce_dict(data: dict[str, Tensor], op: str = "sum", group: Group = None) -> None:
-    """Replace the tensors of a dict by those reduced over all ranks. Collective over `group`."""
+    """Replace the tensors of a dict by those reduced over all ranks. Collective over `group`.
+
+    Args:
+        data: tensors by name; each keeps its dtype, but for ints beside floats under a mean.
+        op: as in `all_reduce`. A mean of ints beside floats is a float, of ints alone an int.
+        group: of ranks; None for all.
+    """
     if not isinstance(data, dict):
-        raise ArgumentError(f"a dict is needed, not a {type(data).__qualname__}")
-    data.update(reductions.all_reduce({key: data[key] for key in sorted(data)}, _op(op), group))
+        raise _RefusedError(f"a dict is needed, not a {type(data).__qualname__}")
+    name = _op(op)
+    if get_world_size(group) == 1 or get_rank(group) < 0:
+        return
+    values = {key: data[key] for key in sorted(data)}
+    tensors = [value for value in values.values() if isinstance(value, Tensor)]
+    ints = {key: value for key, value in values.items() if _is_mean(name) and _is_int(value)}
+    floats = {value.dtype for value in tensors if value.is_floating_point()}
+    if ints and floats:
+        widest = functools.reduce(torch.promote_types, floats)
+        values |= {key: value.to(torch.float64) for key, value in ints.items()}
+    else:
+        values = {key: value for key, value in values.items() if key not in ints}
+    data.update(reductions.all_reduce(values, name, group) if values else {})
+    for key, value in ints.items():
+        data[key] = data[key].to(widest) if floats else _mean_of_ints(value, group).to(value.dtype)
 
 
 def all_gather_object(data: Any, group: Group = None) -> list[Any]:
@@ -137,17 +189,22 @@ def collect_results(
     Collective over all ranks.
 
     Args:
-        results: of this rank; None among them stays.
-        size: samples in the dataset.
+        results: of this rank, in the order of a sampler that deals samples out in turn; None among
+            them stays.
+        size: how many results there are at most: what is over, of repeated samples, is left out.
         device: ``"cpu"``, ``"gpu"`` or ``"npu"``; without effect.
         tmpdir: without effect: no file is written.
     """
     if device not in ("cpu", "gpu", "npu"):
-        raise ArgumentError(f"device={device!r} should be 'cpu', 'gpu' or 'npu'")
+        raise _RefusedError(f"device={device!r} should be 'cpu', 'gpu' or 'npu'")
     if device != "cpu" and tmpdir is not None:
-        raise ArgumentError(f"tmpdir should be None where device={device!r}")
-    found: list[Any] | None = evaluation.gather_results(results, size, dst=0)
-    return found
+        raise _RefusedError(f"tmpdir should be None where device={device!r}")
+    rows = gathers.gather([list(results)], 0)
+    if rows is None:
+        return None
+    nothing = object()  # ranks may have fewer results than others
+    turns = itertools.zip_longest(*(row for (row,) in rows), fillvalue=nothing)
+    return [item for turn in turns for item in turn if item is not nothing][:size]
 
 
 def collect_results_cpu(
@@ -170,8 +227,13 @@ def all_reduce_params(
     group: Group = None,
 ) -> None:
     """Reduce parameters in place: the facade's, with a sum by default. Collective over `group`."""
-    limit = bucket_size_mb if bucket_size_mb > 0 else -1
-    averaging.all_reduce_params(params, coalesce, limit, _op(op), group)
+    limit, name = bucket_size_mb if bucket_size_mb > 0 else -1, _op(op)
+    given = list(params)
+    ints = [param for param in given if _is_mean(name) and _is_int(param)]
+    for param in ints:
+        all_reduce(param.data, op, group)
+    rest = [param for param in given if not any(param is each for each in ints)]
+    averaging.all_reduce_params(rest, coalesce, limit, name, group)
 
 
 def init_dist(
@@ -221,12 +283,18 @@ def get_local_group() -> Group:
     found = current_model().groups.get(())
     if found is None:
         raise NotInitializedError("there is no local group: call init_local_group first")
-    return found
+    return library_group(found)
 
 
 def get_default_group() -> Group:
-    """Give what stands for all ranks: None, which every function here takes. Local."""
-    return None
+    """Give what stands for all ranks, which every function here takes. Local.
+
+    Returns:
+        Torch's own process group where torch.distributed connects the ranks, else None.
+    """
+    world = torch.distributed.group.WORLD
+    model = current_model()
+    return world if world is not None and model.adopt_group(world) is not None else None
 
 
 def _members(group: Group) -> tuple[int, ...] | range:
@@ -235,7 +303,11 @@ def _members(group: Group) -> tuple[int, ...] | range:
 
 
 def get_backend(group: Group = None) -> str | None:
-    """Name the backend, None where nothing is distributed. Local."""
+    """Name the backend of a group, None where nothing is distributed. Local."""
+    model = current_model()
+    handle = None if group is None else getattr(groups.resolve(model, group), "handle", None)
+    if isinstance(handle, torch.distributed.ProcessGroup):
+        return str(torch.distributed.get_backend(handle))
     return facts.backend()
 
 

@@ -81,6 +81,7 @@ class Job:
         token: what they show before they are heard; empty where only this user's can connect.
         held: closed when all have come, or at the end; holds the listener.
         stop_limit_s: seconds for which a rank of this host may be stopped by a signal.
+        is_verbose: whether what horovodrun itself says goes to stderr.
     """
 
     infos: list[RankInfo]
@@ -90,6 +91,7 @@ class Job:
     token: str
     held: ExitStack
     stop_limit_s: float = DEFAULT_TIMEOUT_S
+    is_verbose: bool = False
     _stops: Stops = field(init=False)
     _ranks: dict[int, _Rank] = field(default_factory=dict)
     _failed: list[_Rank] = field(default_factory=list)
@@ -261,6 +263,9 @@ class Job:
         text = line[match.end() if match else 0 :].decode(errors="replace")
         if match is None:
             self._notes.append(text.rstrip())
+            if self.is_verbose:
+                with contextlib.suppress(Exception):  # as below
+                    sys.stderr.write(text)
             exited = _EXITED.search(line)
             if exited is not None:
                 rank = int(exited[1])

@@ -60,6 +60,7 @@ def launch(
     plan: LaunchPlan,
     *,
     hosts: str | None = None,
+    verbose: int | bool | None = None,
     stop_limit_s: float = DEFAULT_TIMEOUT_S,
 ) -> list[Any]:
     """Run `entry` in ranks of a Horovod job.
@@ -72,6 +73,7 @@ def launch(
         hosts: ``"name:ranks,name:ranks"``, this host among them or not; ssh reaches the others
             without a password, and each has the same programs at the same paths. Who may list the
             processes of these hosts can join the job, as with Horovod itself.
+        verbose: whether horovodrun says on stderr what it does, as in ``horovod.run``.
         stop_limit_s: seconds for which a rank of this host may be stopped by a signal.
 
     Returns:
@@ -94,8 +96,9 @@ def launch(
     token = "" if is_local else secrets.token_hex(16)  # a folder of mode 0700 needs none
     with ExitStack() as held:
         listener, where = _listen(is_local, held)
-        driver = _start(slots, json.dumps([where, token]))
+        driver = _start(slots, json.dumps([where, token]), is_verbose=bool(verbose))
         job = Job(_infos(slots), pickled, listener, driver, token, held, stop_limit_s)
+        job.is_verbose = bool(verbose)
         try:
             return job.results()
         finally:
@@ -176,11 +179,12 @@ def _listen(is_local: bool, held: ExitStack) -> tuple[socket.socket, str | int]:
     return listener, name if is_local else name[1]
 
 
-def _start(slots: dict[str, int], link: str) -> subprocess.Popen[bytes]:
+def _start(slots: dict[str, int], link: str, is_verbose: bool) -> subprocess.Popen[bytes]:
     path = search_path()
     set_path = f"import sys; sys.path[:] = {path!r}\n"
     hosts = ",".join(f"{name}:{count}" for name, count in slots.items())
     words = ["--gloo", "--disable-cache", "-np", str(sum(slots.values())), "-H", hosts]
+    words += ["--verbose"] if is_verbose else []
     command = [sys.executable, "-c", set_path + _WORKER.format(link=link)]
     environ = {name: value for name, value in os.environ.items() if not _FOREIGN.match(name)}
     environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")

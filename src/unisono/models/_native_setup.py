@@ -191,19 +191,7 @@ def place_by_hosts(model: ComputationModel) -> Topology:
     """
     known = model.topology
     hosts = model.exchange(socket.gethostname().encode())
-    nodes = list(dict.fromkeys(hosts))
-    here = [rank for rank, host in enumerate(hosts) if host == hosts[known.rank]]
-    found = Topology(
-        known.rank,
-        known.world_size,
-        here.index(known.rank),
-        len(here),
-        nodes.index(hosts[known.rank]),
-        len(nodes),
-    )
-    said = {name: getattr(known, name) for name in ("local_rank", "local_world_size")}
-    said |= {name: getattr(known, name) for name in ("node_rank", "nnodes")}
-    return replace(found, **{name: value for name, value in said.items() if value is not None})
+    return known.among(hosts)
 
 
 def timeout_of(group: Any, device: torch.device) -> timedelta | None:

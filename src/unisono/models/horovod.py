@@ -71,7 +71,7 @@ class HorovodModel(plane.Connected, ComputationModel):
     name: ClassVar[str] = "horovod-dist"
     backends: ClassVar[tuple[str, ...]] = ("horovod",)
     capabilities: ClassVar[frozenset[str]] = frozenset({"groups", "launch"})
-    options: ClassVar[frozenset[str]] = frozenset({"timeout", "hosts"})
+    options: ClassVar[frozenset[str]] = frozenset({"timeout", "hosts", "use_gloo", "verbose"})
     dtypes: frozenset[torch.dtype] = NARROW | frozenset(
         {torch.int32, torch.int64, torch.float32, torch.float64}
     )
@@ -267,6 +267,10 @@ class HorovodModel(plane.Connected, ComputationModel):
     def launch(cls, entry: Callable[[Self], T], plan: LaunchPlan, **options: Any) -> list[T]:
         timeout = options.pop("timeout", None)
         limit_s = setup.seconds(timeout)
+        if options.pop("use_gloo", None) is False:
+            raise ArgumentError(
+                "use_gloo=False: ranks are started over gloo; start others by mpirun"
+            )
         launcher: Any = importlib.import_module("unisono.launchers.horovod")
         run = partial(_replica, cls, entry, timeout)
         results: list[T] = launcher.launch(run, plan, stop_limit_s=limit_s, **options)

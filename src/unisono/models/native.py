@@ -114,6 +114,9 @@ class NativeModel(plane.Connected, ComputationModel):
         found = hint.environment
         if found is not None and (found.rank, found.world_size) == (rank, world_size):
             topology = found.topology()
+            seen = setup.place_by_store(rank, world_size)
+            if topology.local_rank in (None, seen.local_rank) and not seen.is_guess:
+                topology = topology.or_else(seen)
         else:
             topology = setup.place_by_store(rank, world_size)
         if hint.local_rank is not None:

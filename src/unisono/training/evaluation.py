@@ -38,10 +38,10 @@ class EvaluationSampler(Sampler[int]):
     ) -> None:
         topology = current_model().topology
         size = topology.world_size
-        self.num_replicas: int = size if num_replicas is None else num_replicas
-        self.rank: int = topology.rank if rank is None else rank
-        check_count("num_replicas", self.num_replicas)
-        if check_count("rank", self.rank, 0) >= self.num_replicas:
+        count, place = size if num_replicas is None else num_replicas, rank
+        self.num_replicas: int = check_count("num_replicas", count)
+        self.rank: int = check_count("rank", topology.rank if place is None else place, 0)
+        if self.rank >= self.num_replicas:
             raise ArgumentError(f"rank={self.rank} should be below {self.num_replicas}")
         self._indices = range(self.rank, len(dataset), self.num_replicas)
 
@@ -83,7 +83,7 @@ def gather_results(part: Sequence[Any] | Tensor, size: int, dst: int | None = No
     """
     if not isinstance(part, (list, tuple, Tensor)):
         raise ArgumentError(f"results should be a list or a tensor, not {type(part).__qualname__}")
-    check_count("size", size, 0)
+    size = check_count("size", size, 0)
     model = current_model()
     mine = part if isinstance(part, Tensor) else list(part)
     if dst is None:

@@ -21,6 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from unisono import facts
 from unisono._context import current_model
+from unisono.collectives._rounds import introduce
 from unisono.errors import ArgumentError
 
 __all__ = ("DistributedProxySampler", "auto_dataloader")
@@ -32,7 +33,8 @@ _drawing = threading.Lock()
 def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Any:
     """Make a data loader whose replicas share the dataset.
 
-    Local.
+    Collective over all ranks, at the first such call, in a context that somebody else made; else
+    local.
 
     ``batch_size`` is that of all replicas together and is divided by their number; ``num_workers``
     is that of a node and is divided among its replicas. Without ``sampler`` the loader shuffles
@@ -67,6 +69,7 @@ def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Any
     if world_size > 1:
         if kwargs.get("batch_size") is not None:
             kwargs["batch_size"] = _share(kwargs["batch_size"], world_size)
+        introduce(model, "auto_dataloader")
         n_local = facts.get_nproc_per_node()
         if kwargs.get("num_workers", 0) >= n_local:
             kwargs["num_workers"] = (kwargs["num_workers"] + n_local - 1) // n_local

@@ -81,7 +81,8 @@ def init_dist(launcher: str | None = None, backend: str | None = None, **kwargs:
         launcher: ``"pytorch"``, ``"slurm"`` or ``"mpi"``, whose variables alone are then believed;
             ``"none"`` for a process alone; None infers it.
         backend: as in `initialize`.
-        kwargs: further options of `initialize`, such as ``timeout``.
+        kwargs: further options of `initialize`, such as ``timeout``; ``rank`` and ``world_size``
+            together take the place of the launcher's own.
 
     Raises:
         ArgumentError: unknown launcher; lists the known ones.
@@ -101,6 +102,9 @@ def init_dist(launcher: str | None = None, backend: str | None = None, **kwargs:
     if name not in _LAUNCHERS:
         known = ", ".join(sorted((*_LAUNCHERS, "none")))
         raise ArgumentError(f"unknown launcher {launcher!r}. Known: {known}; or None to infer it")
+    if kwargs.get("rank") is not None and kwargs.get("world_size") is not None:
+        initialize(backend, **kwargs)
+        return
     info = _found(name)
     if info is None:
         raise EnvironmentDetectionError(

@@ -14,7 +14,14 @@ from torch.optim import Optimizer
 from unisono._arguments import check_names
 from unisono._context import communicator, current_model
 from unisono._table import load, only_row, scan
-from unisono.errors import ArgumentError, RegistrationError, UnsupportedOperation
+from unisono.collectives.groups import resolve
+from unisono.errors import (
+    ArgumentError,
+    GroupMembershipError,
+    RegistrationError,
+    UnsupportedOperation,
+)
+from unisono.model import ComputationModel
 from unisono.training.averaging import broadcast_optimizer_state
 from unisono.training.batchnorm import convert_sync_batchnorm
 from unisono.training.replicated import Replicated, owners
@@ -25,7 +32,7 @@ Wrapper = Callable[..., nn.Module]
 _GROUP = "unisono.wrappers"
 _DDP = nn.parallel.DistributedDataParallel
 _DDP_OPTIONS = frozenset(inspect.signature(_DDP).parameters) - {
-    *("module", "device_ids", "output_device", "dim", "process_group", "device_mesh")
+    *("module", "device_ids", "output_device", "dim", "device_mesh")
 }
 _lock = threading.Lock()
 _registered: dict[str, Wrapper] = {}  # a registry, as `registry` has them
@@ -46,13 +53,15 @@ def auto_model(
             model has; ``"fsdp"``: ``fully_shard`` where the model has it; a name given to
             `register_wrapper` or an entry point of the group ``unisono.wrappers``; or a callable
             that takes the module and returns one.
-        kwargs: options of the wrapper; of ``"ddp"`` those of ``DistributedDataParallel``.
+        kwargs: options of the wrapper; of ``"ddp"`` those of ``DistributedDataParallel``, whose
+            ``process_group`` may be any group of this context, on native.
 
     Returns:
         With several replicas the wrapped model; alone `model` itself.
 
     Raises:
         ArgumentError: no module, an unknown wrapper or option, or a model that is wrapped already.
+        GroupMembershipError: this rank is no member of ``process_group``.
         UnsupportedOperation: the model of this context lacks the wrapper or one of its options.
         CollectiveMismatchError: the modules differ between ranks; names where (on every rank).
 
@@ -74,12 +83,29 @@ def auto_model(
         return model
     if custom is not None:
         return custom(model, **kwargs)
+    if kwargs.get("process_group") is not None:
+        kwargs["process_group"] = _library_group(current, kwargs["process_group"])
     wrapped = current.wrap_module(model, str(wrapper), **kwargs)
     if wrapped is not None:
         return wrapped
     if wrapper != "ddp":
         raise UnsupportedOperation(current.name, f"wrapper {wrapper!r}", 'use wrapper="ddp"')
+    if kwargs.pop("process_group", None) is not None:
+        raise UnsupportedOperation(
+            current.name, 'wrapper "ddp" over a process_group', "train over all ranks"
+        )
     return Replicated(model, **kwargs)
+
+
+def _library_group(current: ComputationModel, group: Any) -> Any:
+    """Give the library's own object of a group of which this rank is a member."""
+    found = resolve(current, group)
+    if found is not None and current.topology.rank not in found.ranks:
+        raise GroupMembershipError(
+            f"auto_model: rank {current.topology.rank} is no member of process_group "
+            f"{found.ranks}: call it on the members alone"
+        )
+    return None if found is None else found.handle or found
 
 
 def _check_module(model: nn.Module) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from unisono.collectives.gathers import all_gather, all_gather_tensors_with_shapes
-from unisono.collectives.groups import barrier, new_group
-from unisono.collectives.reductions import all_reduce
-from unisono.collectives.transfers import broadcast
+from torch import Tensor
+
+from unisono._context import current_model, is_serial
+from unisono.collectives import gathers, groups, reductions, transfers
+from unisono.collectives.groups import barrier
+from unisono.compat._groups import library_group
+from unisono.errors import ArgumentError
 from unisono.facts import (
     backend,
     device,
@@ -65,6 +69,86 @@ __all__ = (
     "spawn",
     "sync",
 )
+
+
+def all_reduce(tensor: Any, op: Any = "SUM", group: Any = None, **options: Any) -> Any:
+    """Reduce a value of every rank to one value on every rank. Collective over `group`.
+
+    Args:
+        tensor: as in the facade's.
+        op: as in the facade's.
+        group: a list of ranks, or what `new_group` gave; None for all ranks.
+        options: the facade's ``async_op``.
+    """
+    return reductions.all_reduce(tensor, op, _group(group), **options)
+
+
+def all_gather(tensor: Any, group: Any = None, **options: Any) -> Any:
+    """Gather a value of every rank on every rank. Collective over `group`.
+
+    Args:
+        tensor: as in the facade's.
+        group: as in `all_reduce`.
+        options: the facade's ``uneven`` and ``async_op``.
+    """
+    return gathers.all_gather(tensor, _group(group), **options)
+
+
+def all_gather_tensors_with_shapes(
+    tensor: Tensor, shapes: Sequence[Sequence[int]], group: Any = None, **options: Any
+) -> Any:
+    """Gather tensors whose shapes every rank knows already. Collective over `group`.
+
+    Args:
+        tensor: as in the facade's.
+        shapes: as in the facade's.
+        group: as in `all_reduce`.
+        options: the facade's ``async_op``.
+    """
+    return gathers.all_gather_tensors_with_shapes(tensor, shapes, _group(group), **options)
+
+
+def broadcast(
+    tensor: Any = None, src: int = 0, safe_mode: bool = False, *, group: Any = None, **options: Any
+) -> Any:
+    """Give every rank the value of one rank. Collective over `group`.
+
+    Args:
+        tensor: as in the facade's.
+        src: global rank whose value travels.
+        safe_mode: without effect: every broadcast is safe.
+        group: as in `all_reduce`.
+        options: the facade's ``async_op``.
+    """
+    return transfers.broadcast(tensor, src, _group(group), safe_mode, **options)
+
+
+def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
+    """Make a group of ranks: a process group of torch's where torch connects the ranks.
+
+    Collective at creation, over all ranks.
+
+    Args:
+        ranks: global ranks.
+        kwargs: as in the facade's.
+
+    Returns:
+        What every ``group=`` here and in the facade takes; the list itself where nothing is
+        distributed.
+    """
+    if not is_serial(current_model()):
+        return library_group(groups.new_group(ranks, **kwargs))
+    is_several = isinstance(ranks, (list, tuple, range))
+    if not is_several or any(type(rank) is not int for rank in ranks):
+        raise ArgumentError(f"ranks should be a list of ints: {ranks!r}")
+    return ranks if isinstance(ranks, list) else list(ranks)
+
+
+def _group(group: Any) -> Any:
+    """Give what the facade takes: alone, a list may name ranks that would be there with others."""
+    is_list = isinstance(group, list) and all(type(rank) is int for rank in group)
+    return None if is_list and is_serial(current_model()) else group
+
 
 VARIABLES = frozenset(
     {

@@ -127,12 +127,33 @@ def _sum_in_a_thread(model: ComputationModel, group: Group, found: dict[str, Any
 @law("groups")
 def bad_groups_are_refused_on_every_rank() -> None:
     _, size = worlds()
-    lists: list[Any] = [[], [0, 0], [size], [-1], [True], ["0"], [0.0]]
+    lists: list[Any] = [[0, 0], [size], [-1], [True], ["0"], [0.0]]
     for wrong in lists:
         raises(ArgumentError, partial(idist.new_group, wrong), ["ranks"])
         raises(ArgumentError, partial(idist.all_reduce, 1, group=wrong), ["ranks"])
     raises(ArgumentError, partial(idist.all_reduce, 1, group="all"), ["group"])
     same(idist.all_reduce(1), size)
+
+
+@law("groups")
+def a_group_of_nobody_gives_every_rank_its_input() -> None:
+    rank, size = worlds()
+    groups: list[Any] = [idist.new_group([]), idist.new_group(range(size, size)), [], ()]
+    for nobody in groups:
+        same(idist.all_reduce(rank + 1, group=nobody), rank + 1)
+        same(idist.all_gather("mine", group=nobody), "mine")
+        idist.barrier(group=nobody)
+    same(idist.all_reduce(1), size)
+    assert idist.local_group().size > 0
+
+
+@law("groups")
+def a_group_equals_the_list_of_its_ranks() -> None:
+    _, size = worlds()
+    group = idist.new_group(list(range(size)))
+    assert group == list(range(size))
+    assert group != [*range(size), size]
+    assert group != idist.new_group(list(range(size))), "two groups are two communicators"
 
 
 @law("groups")

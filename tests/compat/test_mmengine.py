@@ -1,0 +1,152 @@
+"""The names of ``mmengine.dist``, asked of it and of ours side by side."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from _compared import differences, outcome
+
+import unisono
+
+pytest.importorskip("mmengine", reason="mmengine isn't installed")
+
+Case = Callable[[Any, int, int], Any]
+OURS, THEIRS = "unisono.compat.mmengine", "mmengine.dist"
+
+
+def in_place(call: Callable[[torch.Tensor], Any], data: torch.Tensor) -> Any:
+    return [call(data), data]
+
+
+def reduced_dict(d: Any, op: str, rank: int) -> Any:
+    data = {"b": torch.tensor([rank, 3]), "a": torch.tensor([2 * rank, 1])}
+    return [d.all_reduce_dict(data, op), data]
+
+
+def logged(d: Any, rank: int, size: int) -> Any:
+    data = {"loss": torch.tensor(0.5 * rank), "n": torch.tensor(3 * rank)}
+    d.all_reduce_dict(data, "mean")
+    return {key: value.item() for key, value in data.items()}
+
+
+def listed(d: Any, rank: int, size: int) -> Any:
+    data = ["foo", 12, {1: 2}] if rank == 0 else [None, None, None]
+    return [d.broadcast_object_list(data), data]
+
+
+def params(d: Any, rank: int, size: int) -> Any:
+    data = [torch.full((2,), rank), torch.full((3,), float(rank))]
+    d.all_reduce_params(iter(data), op="mean")
+    return data
+
+
+def local(d: Any, rank: int, size: int) -> Any:
+    if not dist.is_initialized():
+        return [d.get_local_group(), d.get_local_size(), d.get_local_rank()]
+    d.init_local_group(0, size)
+    group, data = d.get_local_group(), torch.ones(1)
+    dist.all_reduce(data, group=group)
+    return [data, isinstance(group, dist.ProcessGroup), d.get_local_size(), d.get_local_rank(),
+            d.get_rank(group), d.get_world_size(group), d.get_backend(group),
+            d.get_dist_info(group), d.is_main_process(group)]  # fmt: skip
+
+
+def by_torch(d: Any, rank: int, size: int) -> Any:
+    if not dist.is_initialized():
+        return None
+    group, data = d.get_default_group(), torch.ones(1)
+    dist.all_reduce(data, group=group)
+    d.all_reduce(data, "sum", group)
+    d.barrier(group)
+    return data
+
+
+CASES: dict[str, Case] = {
+    "is_distributed": lambda d, r, n: d.is_distributed(),
+    "get_backend": lambda d, r, n: d.get_backend(),
+    "get_world_size": lambda d, r, n: d.get_world_size(),
+    "get_rank": lambda d, r, n: d.get_rank(),
+    "get_dist_info": lambda d, r, n: d.get_dist_info(),
+    "is_main_process": lambda d, r, n: d.is_main_process(),
+    "master_only": lambda d, r, n: d.master_only(lambda: "ran")(),
+    "get_comm_device": lambda d, r, n: d.get_comm_device(),
+    "get_local_group": local,
+    "get_default_group": by_torch,
+    "all_gather": lambda d, r, n: d.all_gather(data=torch.tensor([r, 1])),
+    "gather": lambda d, r, n: d.gather(torch.tensor([r]), 0),
+    "broadcast": lambda d, r, n: in_place(partial(d.broadcast, src=n - 1), torch.tensor([r, 9])),
+    "broadcast_object_list": listed,
+    "broadcast_object_list of text": lambda d, r, n: d.broadcast_object_list("foo"),
+    "all_reduce_dict of text": lambda d, r, n: d.all_reduce_dict("foo"),
+    "all_reduce_dict for a log": logged,
+    "all_gather_object": lambda d, r, n: d.all_gather_object({r: "é"}),
+    "gather_object": lambda d, r, n: d.gather_object(["foo", r], dst=n - 1),
+    "collect_results": lambda d, r, n: d.collect_results([f"{r}.{i}" for i in range(3)], 3 * n),
+    "collect_results, repeated": lambda d, r, n: d.collect_results([r, "again"], n + 1, "gpu"),
+    "collect_results, few": lambda d, r, n: d.collect_results([{"n": r}], 4 * n, device="gpu"),
+    "collect_results, uneven": lambda d, r, n: d.collect_results_gpu(["x"] * r, 100),
+    "collect_results on tpu": lambda d, r, n: d.collect_results([r], 1, "tpu"),
+    "collect_results_gpu": lambda d, r, n: d.collect_results_gpu([r], n),
+    "collect_results with tmpdir": lambda d, r, n: d.collect_results([r], 1, "gpu", "x"),
+    "all_reduce_params": params,
+    "all_reduce unknown": lambda d, r, n: d.all_reduce(torch.ones(1), "abc") if n > 1 else None,
+    "cast_data_device": lambda d, r, n: d.cast_data_device([torch.ones(1)], torch.device("cpu")),
+    "get_data_device of a number": lambda d, r, n: d.get_data_device(3),
+    "get_data_device of nothing": lambda d, r, n: d.get_data_device([]),
+    **{
+        f"all_reduce {op}": partial(
+            lambda d, r, n, op: in_place(
+                partial(d.all_reduce, op=op), torch.tensor([r + 1, 2, -r])
+            ),
+            op=op,
+        )
+        for op in ("sum", "mean", "product", "min", "max", "band", "bor", "bxor", "SUM")
+    },
+    **{
+        f"all_reduce_dict {op}": partial(lambda d, r, n, op: reduced_dict(d, op, r), op=op)
+        for op in ("sum", "mean", "max")
+    },
+}  # fmt: skip
+
+
+def asked(library: str, rank: int, size: int) -> dict[str, Any]:
+    d = importlib.import_module(library)
+    return {name: outcome(partial(case, d, rank, size)) for name, case in CASES.items()}
+
+
+def both(_local_rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    place = unisono.get_rank(), unisono.get_world_size()
+    return asked(THEIRS, *place), asked(OURS, *place)
+
+
+def test_alone() -> None:
+    assert differences(asked(THEIRS, 0, 1), asked(OURS, 0, 1)) == {}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_over_gloo(size: int) -> None:
+    for rank, (theirs, ours) in enumerate(unisono.spawn("gloo", both, nproc_per_node=size)):
+        assert differences(theirs, ours) == {}, f"rank {rank} of {size}"
+
+
+def test_every_name_takes_the_same_arguments() -> None:
+    theirs, ours = importlib.import_module(THEIRS), importlib.import_module(OURS)
+    for name in theirs.__all__:
+        call = getattr(theirs, name)
+        if not inspect.isfunction(call) or name == "master_only":
+            continue
+        wanted = [
+            parameter.name
+            for parameter in inspect.signature(call).parameters.values()
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        ]
+        assert list(inspect.signature(getattr(ours, name)).parameters)[: len(wanted)] == wanted, (
+            name
+        )
