@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import add, and_, mul, or_, xor
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ _OF_TORCH = {"AVG": "AVERAGE", "BAND": "AND", "BOR": "OR", "BXOR": "XOR"}
 _BY_NAME |= {name: _BY_NAME[ours] for name, ours in _OF_TORCH.items()}
 
 
-OpLike = Any
+OpLike: TypeAlias = "str | ReduceOp | torch.distributed.ReduceOp"
 """What `op=` takes: a name, a ReduceOp, or one of ``torch.distributed.ReduceOp``."""
 
 
