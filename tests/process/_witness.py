@@ -74,7 +74,7 @@ def run_python(*args: str, text: str = "", cwd: Path | None = None) -> str:
         input=text,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": SOURCES},
     )
