@@ -34,6 +34,7 @@ from unisono.launchers import _channel, processes
 SEED = int(os.environ.get("UNISONO_INTERRUPTS_SEED", random.SystemRandom().randrange(2**31)))
 TIMES = int(os.environ.get("UNISONO_INTERRUPTS", 0))
 TIMEOUT_S = 2.0
+pytestmark = pytest.mark.timeout(240 + 5 * TIMES)
 _ERRORS = (KeyboardInterrupt, Alarm)
 _END_S = 10.0  # of an interrupted spawn or call, and of the next one
 # What is closed by no statement that an interrupt let it come to is closed with its last name.
