@@ -185,7 +185,8 @@ class Group:
         """Tell whether it is this group, or a list of its ranks."""
         return self is other or (isinstance(other, list) and other == list(self.ranks))
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        return object.__hash__(self)
 
     def __contains__(self, rank: object) -> bool:
         return rank in self.ranks
