@@ -47,8 +47,10 @@ def only(idist: Any, rank: int, size: int) -> Any:
 
 
 def first(idist: Any, rank: int, size: int) -> Any:
-    with idist.one_rank_first(), idist.one_rank_first(local=True):
-        return "inside"
+    with idist.one_rank_first():
+        seen = ["inside"]
+    with idist.one_rank_first(local=True):
+        return [*seen, "of this node"]
 
 
 def loader(idist: Any, rank: int, size: int) -> Any:
