@@ -17,7 +17,7 @@ from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 from unisono._serving import CALL, OUTPUT, SECRET_BYTES, WHERE, serve
-from unisono.control.addresses import listen_locally, peer
+from unisono.control.addresses import listen_locally, local_address, peer
 from unisono.control.deadlines import Recall, limit_of, until_recalled
 from unisono.control.door import visitors
 from unisono.errors import CollectiveTimeoutError, LaunchError
@@ -86,7 +86,7 @@ class Crew:
         """Why a replica that had left its last call couldn't end in good order."""
         self._secret = secrets.token_bytes(SECRET_BYTES)
         with ExitStack() as stack:
-            listener, address = listen_locally(stack)
+            listener, address = _listener(stack)
             args = (address, self._secret, os.getpid(), has_prefix)
             self._thread = threading.Thread(
                 target=self._spawning.run,
@@ -292,6 +292,21 @@ def _outputs() -> list[tuple[int, int]] | None:
     except OSError:
         return None
     return [(stat.st_dev, stat.st_ino) for stat in found]
+
+
+def _listener(stack: ExitStack) -> tuple[socket.socket, str]:
+    try:
+        listener, address = listen_locally(stack)
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(local_address(address))
+            peer(probe)  # a sandbox may forbid to ask
+            listener.accept()[0].close()
+    except OSError as error:
+        raise LaunchError(
+            "a pool talks to its replicas over Unix-domain sockets and asks the kernel who is at "
+            f"the other end, which can't be done here: {error}. Use spawn, or allow both"
+        ) from error
+    return listener, address
 
 
 def _hang_up(lines: list[socket.socket]) -> None:

@@ -2,9 +2,65 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import ipaddress
 import socket
 
-__all__ = ("listen_at",)
+__all__ = ("is_loopback", "listen_at", "listen_everywhere", "listen_for_others")
+
+
+def is_loopback(addr: str) -> bool:
+    """Tell whether an address is of the loopback. Local."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(addr).is_loopback
+    return addr == "localhost"
+
+
+def listen_for_others(addr: str, port: int) -> socket.socket | None:
+    """Listen at one address for other hosts, if they can reach this one by it.
+
+    Local.
+
+    Args:
+        addr: the name or address that the others have.
+        port: 0 for one of the kernel's choice.
+
+    Returns:
+        None where it is another one for the others, as in a hosts file that maps a host's own name
+        to the loopback, or isn't an address of this host at all, as behind a translation.
+
+    Raises:
+        OSError: it doesn't resolve, or the port is taken.
+    """
+    try:
+        listener = listen_at(addr, port)
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            return None
+        raise
+    if is_loopback(listener.getsockname()[0]):
+        listener.close()
+        return None
+    return listener
+
+
+def listen_everywhere(port: int) -> socket.socket:
+    """Listen at every address of this host.
+
+    Local.
+
+    Args:
+        port: 0 for one of the kernel's choice.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("::", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
+        )
+    return socket.create_server(("", port), backlog=1024)
 
 
 def listen_at(addr: str, port: int) -> socket.socket:

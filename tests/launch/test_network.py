@@ -192,3 +192,40 @@ def test_a_host_that_cannot_be_reached_is_named(place: tuple[Hosts, Wire], wire:
     where = f"{place[0].addresses[0]}:29500"
     assert f"rank 1 of 2 did not come to {where} within 3 s" in errors[0].splitlines()[-1]
     assert f"rank 1 of 2 can't reach the rendezvous at {where}" in errors[1].splitlines()[-1]
+
+
+NODE = """
+import sys, unisono
+
+def work(local_rank):
+    return unisono.all_gather(unisono.get_rank())
+
+print(unisono.spawn("gloo", work, nproc_per_node=1, nnodes=2, node_rank=int(sys.argv[1]),
+                    master_addr=sys.argv[2], master_port=23456, timeout=30))
+"""
+
+
+def test_a_host_that_calls_itself_by_its_loopback_is_met(place: tuple[Hosts, Wire]) -> None:
+    hosts, _ = place
+    file, name = hosts.files[0], hosts.names[0]
+    before = file.read_text()
+    # As the installers of Debian and Ubuntu write it.
+    file.write_text(before.replace(f"{hosts.addresses[0]} {name}", f"127.0.1.1 {name}"))
+    processes = [
+        subprocess.Popen(
+            hosts.on(node, [sys.executable, "-c", NODE, str(node), name]),
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in (0, 1)
+    ]
+    try:
+        said = [process.communicate(timeout=WHOLE_S * 4) for process in processes]
+    finally:
+        file.write_text(before)
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [out for out, _ in said] == ["[[0, 1]]\n"] * 2, said

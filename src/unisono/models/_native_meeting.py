@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import ipaddress
 import json
 import logging
 import math
@@ -23,7 +22,7 @@ from urllib.parse import urlsplit
 
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from unisono._listening import listen_at
+from unisono._listening import is_loopback, listen_at, listen_for_others
 from unisono.control.deadlines import end_of_block, limit_of
 from unisono.errors import ArgumentError, ContextError
 from unisono.topology import PRIVATE_STORE, RankInfo
@@ -55,13 +54,7 @@ def is_one_host(info: RankInfo) -> bool:
     """Tell whether all ranks are known to be on this host: a loopback address says so. Local."""
     if info.world_size == 1 or info.nnodes == 1:
         return True
-    return info.nnodes is None and _is_loopback(info.master_addr or "")
-
-
-def _is_loopback(addr: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(addr).is_loopback
-    return addr == "localhost"
+    return info.nnodes is None and is_loopback(info.master_addr or "")
 
 
 @contextlib.contextmanager
@@ -262,13 +255,10 @@ class Meeting:
         return _SAID_BY.get(source, f"the variables of {source}")
 
     def _listen(self, addr: str, port: int) -> int | None:
-        """Give a socket that listens where the user said; None for every address of the host.
-
-        None where the name is another one for the others, as in a hosts file that maps a host's own
-        name to the loopback, or isn't an address of this host at all, as behind a translation.
-        """
+        """Give a socket that listens where the user said; None for every address of the host."""
+        listen = listen_at if is_one_host(self.info) else listen_for_others
         try:
-            listener = listen_at(addr, port)
+            listener = listen(addr, port)
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 return None
@@ -276,10 +266,7 @@ class Meeting:
                 f"{self._who()} can't listen at {addr}:{port}: {error.strerror}; choose another "
                 f"port in {self._said_by()}"
             ) from error
-        if _is_loopback(listener.getsockname()[0]) and not is_one_host(self.info):
-            listener.close()
-            return None
-        return listener.detach()
+        return None if listener is None else listener.detach()
 
     def _reach(self, addr: str, port: int) -> None:
         """Wait until somebody listens: torch's own attempts take up to three times as long."""
