@@ -70,7 +70,6 @@ _GROUPS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "negative": ([-1], ("[-1] are no ranks here",)),
     "bools": ([False], ("[False] are no ranks here",)),
     "texts": (["0"], ("['0'] are no ranks here",)),
-    "empty": ([], ("at least one",)),
     "a number": (0, ("group",)),
     "a text": ("0", ("group",)),
 }

@@ -171,6 +171,17 @@ def a_root_outside_of_the_group_is_refused_on_every_rank() -> None:
 
 
 @law("groups")
+def a_group_of_nobody_leaves_every_value_as_it_is() -> None:
+    """As `range(1, world_size)` gives it where a program runs alone."""
+    rank, _ = worlds()
+    nobody: tuple[Any, ...] = (idist.new_group([]), [])
+    for group in nobody:
+        same(idist.all_reduce(rank, group=group), rank)
+        same(idist.all_gather("x", group=group), "x")
+        idist.barrier(group=group)
+
+
+@law("groups")
 def the_local_group_has_the_ranks_of_this_node() -> None:
     rank, _ = worlds()
     group = idist.local_group()
