@@ -85,8 +85,12 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Unit, process and conformance tests on serial, threads and gloo: ``nox -s tests -- ARGS``."""
     install(session, "test", "peers")
-    # Most of a test's time is spent on starting ranks and on waiting for them.
-    session.run("pytest", "-n", "2", "--dist", "loadfile", *session.posargs)
+    if session.posargs:
+        session.run("pytest", *session.posargs)
+        return
+    # What has limits in seconds has the cores for itself.
+    session.run("pytest", "-n", "2", "--dist", "loadfile", "--ignore", "tests/process")
+    session.run("pytest", "tests/process")
 
 
 @nox.session
