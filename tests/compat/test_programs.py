@@ -22,9 +22,9 @@ WANTED = {
     ("cifar10", 1): "1 32 (1, 1, 0) True",
     ("cifar10", 2): "2 32 (1, 2, 0) True",
     ("distributed_training", 1): "1 3 2 True",
-    ("distributed_training", 2): "2 6 2 True",
+    ("distributed_training", 2): "2 6 2.0 True",
     ("hooks", 1): "1 4 True",
-    ("hooks", 2): "2 4 True",
+    ("hooks", 2): "2 4.0 True",
     ("ddp", 1): "1 1.0 True (1, 1, 0)",
     ("ddp", 2): "2 2.0 True (1, 2, 0)",
 }

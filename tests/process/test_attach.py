@@ -200,7 +200,7 @@ def test_where_the_local_rank_cannot_be_known_the_error_names_both_remedies(
             unisono.get_nnodes,
             unisono.get_node_rank,
         ):
-            with pytest.raises(ContextError, match="set_local_rank.*LOCAL_RANK"):
+            with pytest.raises(ContextError, match=r"sync\(\).*LOCAL_RANK"):
                 ask()
         unisono.show_config()
         unisono.set_local_rank(4)
@@ -209,6 +209,42 @@ def test_where_the_local_rank_cannot_be_known_the_error_names_both_remedies(
         return found
 
     assert by_hand(fn) == [[native(0, 2), 4], [native(1, 2), 4]]
+
+
+def loaded() -> None:
+    unisono.auto_dataloader([1, 2, 3, 4], batch_size=4, num_workers=2)
+
+
+def first_of_the_node() -> None:
+    with unisono.one_rank_first(local=True):
+        pass
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        unisono.sync,
+        lambda: unisono.all_reduce(1),
+        lambda: unisono.all_reduce(torch.ones(300_000)),
+        unisono.barrier,
+        loaded,
+        first_of_the_node,
+    ],
+)
+def test_the_first_collective_call_finds_out_which_ranks_share_a_node(
+    call: Callable[[], Any], tmp_path: Path
+) -> None:
+    def fn(rank: int) -> Any:
+        join_by_tcp(tmp_path, rank, "0.0.0.0")
+        call()
+        seen = [unisono.get_local_rank(), unisono.get_nproc_per_node()]
+        seen += [unisono.get_nnodes(), unisono.get_node_rank()]
+        unisono.set_local_rank(5)
+        seen += [unisono.get_local_rank(), unisono.get_nnodes()]
+        leave()
+        return seen
+
+    assert by_hand(fn) == [[0, 2, 1, 0, 5, 1], [1, 2, 1, 0, 5, 1]]
 
 
 def test_finalize_lets_go_of_a_group_made_by_hand_and_leaves_it_alive(tmp_path: Path) -> None:
