@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 from _by_hand import by_hand, join, join_by_tcp, leave, prepare
+from torch._C._distributed_c10d import TCPStore
 
 import unisono
 from unisono._context import communicator
 from unisono.control import addresses, meeting, offers, plane
-from unisono.errors import EnvironmentDetectionError, PeerRefusedError
+from unisono.errors import ContextError, EnvironmentDetectionError, PeerRefusedError
 from unisono.topology import EVERYBODY
 
 RANKS = 200
@@ -193,6 +194,30 @@ def test_ranks_that_were_told_different_fan_outs_take_that_of_the_first(tmp_path
         return hub is not None, found
 
     assert by_hand(fn, 4) == [(True, [0, 1, 2, 3])] * 4
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_comes_too_late_is_told_so(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store outlives the others, who gave up; whoever comes then isn't who waited in vain."""
+    store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    for name, value in {**there, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", str(1 - late))
+    with pytest.raises(ContextError, match=f"rank {late} of 2 did not come to .* within 0.5 s"):
+        unisono.initialize("gloo", timeout=0.5)
+    monkeypatch.setenv("RANK", str(late))
+    told = f"rank {late} of 2 came to .* too late: others had waited for rank {late} and given up"
+    with pytest.raises(ContextError, match=told):
+        unisono.initialize("gloo", timeout=0.5)
+
+
+def test_an_interface_that_gloo_is_told_to_use_and_isnt_there_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nope0")
+    with pytest.raises(ContextError, match="GLOO_SOCKET_IFNAME names nope0, .* has .*lo"):
+        unisono.initialize("gloo", rank=0, world_size=1, init_method="tcp://127.0.0.1:0")
 
 
 def test_who_listens_but_is_no_rank_is_found_out(tmp_path: Path) -> None:
