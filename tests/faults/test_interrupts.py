@@ -13,6 +13,7 @@ import itertools
 import os
 import random
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -152,6 +153,7 @@ def test_on_processes(backend: str, times: int) -> None:
     require_backend(backend)
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     args = (store.port, backend, TIMES or times, SEED)
+    sys.stdout.write(f"seed {SEED}\n")  # which pytest shows where the spawn itself fails
     found = idist.spawn(backend, _in_processes, args, nproc_per_node=2)
     half = TIMES or times
     _check(list(zip(*(each[:half] for each in found), strict=True)))
@@ -214,6 +216,33 @@ def test_who_waits_for_an_interrupted_rank_that_returned_learns_of_it(backend: s
     with pytest.raises(WorkerFailedError, match=r"rank 1.*KeyboardInterrupt interrupted all_g"):
         idist.spawn(backend, _leave_alone, (store.port,), nproc_per_node=2)
     assert time.monotonic() - begin < 60  # of 1800 s that the call has
+
+
+def _group_half_way(local_rank: int, port: int) -> bool:
+    """Interrupt rank 1 in a call that rank 0 makes later; tell whether rank 0 has its group."""
+    store = _store_at(port)
+    if local_rank == 1:
+        with contextlib.suppress(KeyboardInterrupt), alarm(0.2):
+            idist.new_group([0, 1])
+        store.set("interrupted", "")
+        store.get("made")
+        return False
+    store.get("interrupted")
+    try:
+        group = idist.new_group([0, 1])
+        return group.ranks == (0, 1)
+    except UnisonoError:
+        return False
+    finally:
+        store.set("made", "")
+
+
+def test_an_interrupted_new_group_leaves_nobody_in_mpi() -> None:
+    require_backend("mpi4py")
+    store, begin = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False), time.monotonic()
+    options: dict[str, Any] = {"nproc_per_node": 2, "timeout": TIMEOUT_S}
+    assert idist.spawn("mpi4py", _group_half_way, (store.port,), **options) == [True, False]
+    assert time.monotonic() - begin < 60
 
 
 def _square(local_rank: int, base: int) -> int:

@@ -63,9 +63,10 @@ class Asking:
     def _heard(self, tag: int) -> list[tuple[int, bytes]]:
         heard = []
         status = self._mpi.Status()
-        while self._comm.Iprobe(self._mpi.ANY_SOURCE, tag, status):
+        # The message itself, not word of it: another thread that waits would take that one.
+        while message := self._comm.Improbe(self._mpi.ANY_SOURCE, tag, status):
             body = bytearray(status.Get_count(self._mpi.BYTE))
-            self._comm.Recv([body, self._mpi.BYTE], status.Get_source(), tag)
+            message.Recv([body, self._mpi.BYTE])
             heard.append((status.Get_source(), bytes(body)))
         return heard
 

@@ -8,7 +8,9 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from functools import partial
+from threading import Thread
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,11 +26,14 @@ from unisono.errors import (
     PayloadError,
     PeerFailedError,
 )
+from unisono.handle import BACKGROUND, Outcome
 from unisono.models._mpi_asking import Asking
 from unisono.models._mpi_meeting import missing
 from unisono.reduction import ReduceOp
 
 __all__ = ("DATATYPES", "Calls", "is_folded_by_torch")
+
+T = TypeVar("T")
 
 # MPI has no 16-bit floats: they travel as int16, and are reduced by a function of ours.
 DATATYPES = {
@@ -254,24 +259,39 @@ class Calls:
 
         return wait, is_completed
 
-    def meet(self, name: str, comm: Any, ranks: Sequence[int]) -> None:
-        """Wait for ranks before a call that MPI can't give up, where there is a deadline.
+    def together(self, name: str, comm: Any, ranks: Sequence[int], call: Callable[[], T]) -> T:
+        """Make a call that MPI can't give up, once all have come to it in time.
 
-        Collective over `ranks`.
+        Collective over `ranks`. Where MPI may be called from any thread, a thread does both: Ctrl-C
+        and alarms come to the main thread, and one that came between the two would leave the other
+        ranks in MPI for good.
 
         Raises:
             CollectiveTimeoutError: some didn't come.
         """
-        limit_s = limit_of(self.timeout_s)
-        if limit_s is None:
-            return
+        act = partial(self._meet_and_call, name, comm, ranks, call, limit_of(self.timeout_s))
+        if self._mpi.Query_thread() < self._mpi.THREAD_MULTIPLE:
+            return act()
+        made: Outcome[T] = Outcome()
+        Thread(target=made.of, args=(act,), name=f"{BACKGROUND}-{name}", daemon=True).start()
+        return made.wait()
+
+    def _meet_and_call(
+        self,
+        name: str,
+        comm: Any,
+        ranks: Sequence[int],
+        call: Callable[[], T],
+        limit_s: float | None,
+    ) -> T:
         with self.edge(name):
-            absent = missing(self._mpi, comm, ranks, limit_s, name)
-        if absent:
-            self.lose(f"{name} was given up")
-            raise CollectiveTimeoutError(
-                f"{self._who}: {name}: ranks {absent} did not come within {limit_s:.3g} s"
-            )
+            absent = [] if limit_s is None else missing(self._mpi, comm, ranks, limit_s, name)
+            if not absent:
+                return call()
+        self.lose(f"{name} was given up")
+        raise CollectiveTimeoutError(
+            f"{self._who}: {name}: ranks {absent} did not come within {limit_s:.3g} s"
+        )
 
     def finish(self) -> bool:
         """Wait for what `start` has under way, and free our operations.

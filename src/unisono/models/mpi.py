@@ -315,14 +315,14 @@ class MpiModel(ComputationModel):
         if self._topology.rank not in ranks:
             return Group(ranks, self.context_id)
         name = f"new_group({list(ranks)})"
-        self._calls.meet(name, self._pairs, ranks)
-        with self._calls.edge(name):
-            members = self._pairs.group.Incl(ranks)
-            comm = self._keep(self._pairs.Create_group(members, _TAG))
+        comm = self._calls.together(name, self._pairs, ranks, partial(self._create, ranks))
         timeout_s = None if timeout is None else timeout.total_seconds()
         if timeout_s is not None:
             self._calls.allow(comm, timeout_s)
         return Group(ranks, self.context_id, comm, _name(comm), timeout_s)
+
+    def _create(self, ranks: tuple[int, ...]) -> Any:
+        return self._keep(self._pairs.Create_group(self._pairs.group.Incl(ranks), _TAG))
 
     def adopt_group(self, handle: object) -> Group | None:
         if not isinstance(handle, self._mpi.Comm):
