@@ -684,6 +684,9 @@ class Mean:
                     (one.imag, tuple(complex(x).imag for x in column)),
                 ]
             for number, given in parts:
+                if self.call.startswith("mmengine") and self._is_whole():  # cut towards 0, as there
+                    if number == math.trunc(Fraction(sum(given), len(given))):
+                        continue
                 if not is_mean(number, given, dtype):
                     return f"{number!r} is not the mean of {given!r}"
         return None
