@@ -668,6 +668,11 @@ class Mean:
         is_even = all(total % len(self.values) == 0 for total in sums)
         return not (self.call == "all_reduce_params" and is_even)
 
+    def _is_cut(self, number: Any, given: tuple[Any, ...]) -> bool:
+        """Tell whether it is mmengine's mean of integers, which is cut towards 0."""
+        is_theirs = self.call.startswith("mmengine") and self._is_whole()
+        return is_theirs and bool(number == math.trunc(Fraction(sum(given), len(given))))
+
     def _dtype_wanted(self) -> str:
         is_float = self._is_whole() and self.call in ("reduce_mean", "reduce_dict")
         return "torch.float32" if is_float else f"torch.{self.dtype}"
@@ -684,10 +689,7 @@ class Mean:
                     (one.imag, tuple(complex(x).imag for x in column)),
                 ]
             for number, given in parts:
-                if self.call.startswith("mmengine") and self._is_whole():  # cut towards 0, as there
-                    if number == math.trunc(Fraction(sum(given), len(given))):
-                        continue
-                if not is_mean(number, given, dtype):
+                if not self._is_cut(number, given) and not is_mean(number, given, dtype):
                     return f"{number!r} is not the mean of {given!r}"
         return None
 
