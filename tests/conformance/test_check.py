@@ -226,7 +226,17 @@ class TestCommand:
         assert part in text
 
     def test_from_a_shell(self) -> None:
-        words = [sys.executable, "-m", "unisono", "check", "gloo", "-n", "2", "--law", "ranks_are"]
+        words = [
+            sys.executable,
+            "-m",
+            "unisono",
+            "check",
+            "gloo",
+            "-n",
+            "2",
+            "--law",
+            "ranks_are_numbered",
+        ]
         with contextlib.suppress(subprocess.TimeoutExpired):
             got = subprocess.run(words, capture_output=True, text=True, timeout=100)
         assert got.returncode == 0, got.stderr
