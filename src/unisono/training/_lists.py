@@ -82,6 +82,9 @@ def listed(params: object, *, of_grads: bool = False) -> Listed:
         likes = as_tensors(params)
     except ArgumentError as error:
         return Listed([], [], error)
+    except Exception as error:  # the user's own iterable may raise anything
+        text = f"it can't be listed: {type(error).__name__}: {error}"
+        return Listed([], [], ArgumentError(text))
     return Listed(likes, [_gradient(item) for item in likes] if of_grads else likes)
 
 

@@ -224,14 +224,18 @@ def broadcast_params(params: Params, src: int = 0, group: GroupLike = None) -> N
         return
     if isinstance(params, nn.Module):
         params = [*params.parameters(), *params.buffers()]
+    others: dict[Any, Any] = {}
     if isinstance(params, MutableMapping):
         others = {key: item for key, item in params.items() if not isinstance(item, Tensor)}
-        params.update(broadcast(others, src, group) if others else {})
-        params = [item for item in params.values() if isinstance(item, Tensor)]
-    mine = listed(params)
+        mine = listed([item for item in params.values() if isinstance(item, Tensor)])
+    else:
+        mine = listed(params)
     said = agree(model, f"broadcast_params from {src}", mine, found)
     with torch.no_grad():
         _flat.broadcast_all(model, _works(mine.likes, said), src, found)
+    if isinstance(params, MutableMapping) and others:
+        # Last, for one that can't be read raises on the ranks alone that read it.
+        params.update(broadcast(others, src, group))
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLike = None) -> None:
