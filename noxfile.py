@@ -88,6 +88,7 @@ def tests(session: nox.Session) -> None:
     if session.posargs:
         session.run("pytest", *session.posargs)
         return
+    session.run("python", "-c", "import ignite, mmengine, torchmetrics")  # else tests are skipped
     # What has limits in seconds has the cores for itself.
     session.run("pytest", "-n", "2", "--dist", "loadfile", "--ignore", "tests/process")
     session.run("pytest", "tests/process")

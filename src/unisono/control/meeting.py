@@ -98,7 +98,7 @@ def meet(model: Met, group: Group | None, inline_bytes: int, host: str | None = 
         secret = hashlib.sha256(b"".join(hub.exchange(secrets.token_bytes(32), b"", _SET_UP_S)))
         try:
             authenticate(model, group, secret.digest(), name)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nobody else has the hub yet
             hub.close()
             raise
         model.proved.add(name)

@@ -129,7 +129,7 @@ def _reduced(value: Any, op: ReduceOp) -> Any:
     if op in (ReduceOp.SUM, ReduceOp.AVERAGE):
         try:
             sent = [_widened(leaf, op) for leaf in leaves]
-        except Exception:
+        except Exception:  # as above
             return all_reduce(value, op.name)
         totals, _ = flatten(all_reduce(unflatten(value, sent), op.name))
         leaves = [_narrowed(total, leaf, op) for total, leaf in zip(totals, leaves, strict=True)]
