@@ -19,6 +19,7 @@ from _measures import TABLE, Clock, Table
 # A shell starts what it runs in the background deaf to Ctrl-C, and its children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 _END_S = 5.0  # for threads and processes that are about to end
+collect_ignore = ["compat/programs"]  # which tests run, and pytest would import for doctests
 
 
 @pytest.fixture(autouse=True)

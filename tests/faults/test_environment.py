@@ -160,7 +160,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "tiemout=3": ({"tiemout": 3}, "Did you mean 'timeout'"),
     "nproc_per_node=0": ({"nproc_per_node": 0}, "nproc_per_node=0"),
     "nproc_per_node=-1": ({"nproc_per_node": -1}, "nproc_per_node=-1"),
-    "nproc_per_node='2'": ({"nproc_per_node": "2"}, "nproc_per_node='2'"),
+    "nproc_per_node='two'": ({"nproc_per_node": "two"}, "nproc_per_node='two'"),
     "nproc_per_node=True": ({"nproc_per_node": True}, "nproc_per_node=True"),
     "timeout=-1": ({"timeout": -1}, "timeout=-1"),
     "timeout='x'": ({"timeout": "x"}, "timeout='x'"),

@@ -136,7 +136,7 @@ OBJECTS: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", OBJECTS, ids=lambda value: repr(value)[:30])
+@pytest.mark.parametrize("value", OBJECTS, ids=lambda value: type(value).__name__)
 def test_objects_keep_type_and_value(value: Any) -> None:
     for got in (back(value), back([value])[0], back({"k": (value,)})["k"][0]):
         assert type(got) is type(value)
