@@ -32,6 +32,7 @@ from unisono.errors import (
 from unisono.model import ComputationModel
 from unisono.payload import decode, encode
 from unisono.sections import run_on_rank
+from unisono.training._states import has_shown_wrapper, plain, restore
 from unisono.training._whole_files import check_archive, write_whole
 
 __all__ = ("load_checkpoint", "save_checkpoint")
@@ -51,8 +52,10 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
     removed by the next save there. A symbolic link stays one, and a file keeps its mode.
 
     Args:
-        obj: what ``torch.save`` takes; only `rank`'s is written. For shards a state dict, on every
-            rank.
+        obj: a module, an optimizer or whatever else has a state dict, which is saved in its place;
+            a dict, list or tuple of them; or what ``torch.save`` takes. The keys of a module are
+            those of the one within what `auto_model` returned, with any number of replicas. Only
+            `rank`'s is written; shards are, on every rank.
         path: the file; for shards a folder that every rank can reach.
         rank: global rank that writes.
         sharded: whether each rank writes its shard, through ``torch.distributed.checkpoint``, which
@@ -66,18 +69,34 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
         PeerFailedError: it couldn't be written (on every rank; the original is the cause on the
             rank that failed). The old one is untouched.
 
+    Warns:
+        UserWarning: all keys of a state dict begin with ``module.``, as those of a wrapped module
+            do, so that it doesn't fit the module alone (on the rank that writes).
+
     Example:
         >>> import pathlib, tempfile, torch, unisono as idist
         >>> path = pathlib.Path(tempfile.mkdtemp(), "model.pt")
-        >>> idist.save_checkpoint({"w": torch.ones(2), "epoch": 3}, path)
-        >>> idist.load_checkpoint(path)["epoch"]
-        3
+        >>> model = idist.auto_model(torch.nn.Linear(2, 1))
+        >>> idist.save_checkpoint({"model": model, "epoch": 3}, path)
+        >>> state = idist.load_checkpoint(path)
+        >>> state["epoch"], list(state["model"])
+        (3, ['weight', 'bias'])
     """
     target = Path(path)
-    if _has_shards(obj) if sharded is None else sharded:
-        _save_shards(obj, target)
+    state = plain(obj)
+    if _has_shards(state) if sharded is None else sharded:
+        _save_shards(state, target)
     else:
-        _save_file(obj, target, rank)
+        _save_file(state, target, rank)
+        prefix = has_shown_wrapper(state) if current_model().topology.rank == rank else None
+        if prefix:
+            warnings.warn(
+                f"{target}: all keys of a state dict begin with {prefix!r}, as those of a wrapped "
+                "module do: it won't load with another number of replicas. Give save_checkpoint "
+                "the model itself, or unwrap_model(model).state_dict()",
+                UserWarning,
+                stacklevel=2,
+            )
 
 
 def _has_shards(obj: Any) -> bool:
@@ -162,7 +181,7 @@ def _shard_library() -> Any:
 
 def load_checkpoint(
     path: PathLike,
-    into: dict[str, Any] | None = None,
+    into: Any = None,
     weights_only: bool = True,
     map_location: Any = None,
 ) -> Any:
@@ -172,20 +191,21 @@ def load_checkpoint(
 
     Args:
         path: the file or folder.
-        into: for shards the state dict that is filled in place, sharded as the model is now, which
-            may be otherwise than at saving.
+        into: what is loaded in place: a module, wrapped as it may be, an optimizer, or a dict like
+            the one that was saved: what has a state dict in it is loaded, its tensors are filled,
+            its other values replaced. Shards need it; they may be cut otherwise than at saving.
         weights_only: whether only tensors and plain values are read, from shards too; False runs
             what the file says, so only for files that you trust, and not under
             ``UNISONO_NO_PICKLE=1``.
         map_location: as in ``torch.load``; None for `device`.
 
     Returns:
-        What was saved; `into` for shards.
+        `into`; what was saved where that is None.
 
     Raises:
         ArgumentError: it isn't there, or shards are without `into`.
-        PayloadError: it can't be read: it is no checkpoint, is damaged, or has more than weights
-            (of shards on every rank).
+        PayloadError: it can't be read: it is no checkpoint, is damaged, has more than weights, or
+            doesn't fit `into` (of shards on every rank).
 
     Example:
         >>> import unisono as idist
@@ -204,7 +224,8 @@ def load_checkpoint(
             refuse_pickle("load_checkpoint with weights_only=False")
         with target.open("rb") as file:
             check_archive(file, "it")
-            return torch.load(file, map_location=device, weights_only=weights_only)
+            found = torch.load(file, map_location=device, weights_only=weights_only)
+        return found if into is None else restore(into, found)
     except FileNotFoundError as error:
         raise ArgumentError(
             f"there is no checkpoint {target} ({where}): save one with save_checkpoint, on a disk "
@@ -219,11 +240,14 @@ def _unreadable(target: Path, where: str, error: BaseException) -> PayloadError:
     return PayloadError(f"checkpoint {target} can't be read ({where}): {kind}{error}")
 
 
-def _load_shards(target: Path, into: dict[str, Any] | None, weights_only: bool, where: str) -> Any:
+def _load_shards(target: Path, into: Any, weights_only: bool, where: str) -> Any:
     library = _shard_library()
     failed: UnisonoError | None = None
     try:
-        _fill(library, target, into, weights_only)
+        state = plain(into)
+        _fill(library, target, state, weights_only)
+        if state is not into:
+            restore(into, state)
     except ArgumentError as error:
         failed = error
     except (Exception, library.CheckpointException) as error:

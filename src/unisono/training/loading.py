@@ -31,7 +31,7 @@ _drawing = threading.Lock()
 
 
 def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Any:
-    """Make a data loader whose replicas share the dataset.
+    """Make a data loader whose replicas share the dataset, and each ``batch_size``.
 
     Collective over all ranks, at the first such call, in a context that somebody else made; else
     local.
@@ -46,7 +46,7 @@ def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Any
     Args:
         dataset: the same on every rank, a list for example; an iterable one must give each rank
             its own part itself.
-        kwargs: those of ``DataLoader``.
+        kwargs: those of ``DataLoader``; ``batch_size`` is global.
 
     Returns:
         A ``DataLoader``, or what the model's library feeds its device with.

@@ -143,7 +143,7 @@ class Replicated(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         raise ArgumentError(
             "a model that auto_model wrapped belongs to its context and can't be copied or "
-            "pickled: use its .module, or its state_dict()"
+            "pickled: use its .module"
         )
 
 

@@ -22,6 +22,7 @@ from unisono.errors import (
     UnsupportedOperation,
 )
 from unisono.model import ComputationModel
+from unisono.training._states import remember_wrapper, unwrapped
 from unisono.training.averaging import broadcast_optimizer_state
 from unisono.training.batchnorm import convert_sync_batchnorm
 from unisono.training.replicated import Replicated, owners
@@ -82,7 +83,9 @@ def auto_model(
     if current.topology.world_size == 1:
         return model
     if custom is not None:
-        return custom(model, **kwargs)
+        made = custom(model, **kwargs)
+        remember_wrapper(made, model)
+        return made
     if kwargs.get("process_group") is not None:
         kwargs["process_group"] = _library_group(current, kwargs["process_group"])
     wrapped = current.wrap_module(model, str(wrapper), **kwargs)
@@ -287,7 +290,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     Local.
 
     Args:
-        model: wrapped or not.
+        model: wrapped or not; in several wrappers too, ``torch.compile``'s among them.
 
     Returns:
         The plain module, whose state dict has the same keys however it was trained.
@@ -297,7 +300,4 @@ def unwrap_model(model: nn.Module) -> nn.Module:
         >>> idist.unwrap_model(idist.auto_model(torch.nn.Identity()))
         Identity()
     """
-    if isinstance(model, (_DDP, nn.DataParallel, Replicated)):
-        inner: nn.Module = model.module
-        return inner
-    return model
+    return unwrapped(model)
