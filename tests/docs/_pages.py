@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import doctest
+import importlib.util
+import os
 import re
 import textwrap
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-__all__ = ("PAGES", "ROOT", "Block", "anchors", "blocks", "links")
+__all__ = ("PAGES", "ROOT", "Block", "anchors", "blocks", "links", "prose", "run", "run_in_a_rank")
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -16,6 +22,8 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 _FENCE = re.compile(r"^ *```(?P<info>.*)$")
+_FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+_MAKES_RANKS = re.compile(r"\b(spawn|WorkerPool|Parallel|initialize|init_process_group)\(")
 _LINK = re.compile(r"\[[^\]\[]*\]\((?P<target>[^)\s]+)\)")
 
 
@@ -34,6 +42,28 @@ class Block:
         """Give the value of ``name="..."`` in the info-string, None if it isn't there."""
         found = re.search(rf'\b{name}="([^"]*)"', self.marks)
         return found and found[1]
+
+    @property
+    def is_python(self) -> bool:
+        return self.language in ("python", "pycon")
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is for this place: not all libraries are everywhere."""
+        if not self.is_python or self.mark("file") or self.mark("not-run"):
+            return False
+        needed = (self.mark("needs") or "").split()
+        return all(importlib.util.find_spec(name) is not None for name in needed)
+
+    @property
+    def makes_ranks(self) -> bool:
+        """Whether it says by itself how many ranks run it, or who they are."""
+        return bool(_MAKES_RANKS.search(self.text))
+
+    @property
+    def is_for_any_rank(self) -> bool:
+        """Whether it leaves it to others how many ranks there are."""
+        return self.runs and not self.makes_ranks
 
 
 def blocks(page: Path) -> Iterator[Block]:
@@ -54,7 +84,7 @@ def blocks(page: Path) -> Iterator[Block]:
     assert lines is None, f"{page}: the block of line {start} has no end"
 
 
-def _prose(page: Path) -> str:
+def prose(page: Path) -> str:
     inside, kept = False, []
     for line in page.read_text().splitlines():
         if _FENCE.match(line):
@@ -66,10 +96,56 @@ def _prose(page: Path) -> str:
 
 def anchors(page: Path) -> set[str]:
     """List what ``#...`` may name, as GitHub makes it of headings."""
-    headings = re.findall(r"^#+ +(.+)$", _prose(page), re.MULTILINE)
+    headings = re.findall(r"^#+ +(.+)$", prose(page), re.MULTILINE)
     plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
     return {text.strip().replace(" ", "-") for text in plain}
 
 
 def links(page: Path) -> list[str]:
-    return [found["target"] for found in _LINK.finditer(_prose(page))]
+    return [found["target"] for found in _LINK.finditer(prose(page))]
+
+
+def run(block: Block, names: dict[str, Any]) -> None:
+    """Run a block as a reader does who types it; warnings are errors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if block.language == "pycon" or block.text.startswith(">>>"):
+            _run_session(block, names)
+        else:
+            padded = "\n" * block.line + block.text
+            exec(compile(padded, str(block.page), "exec"), names)
+
+
+def _run_session(block: Block, names: dict[str, Any]) -> None:
+    test = doctest.DocTestParser().get_doctest(
+        block.text, names, str(block), str(block.page), block.line
+    )
+    wrong: list[str] = []
+    doctest.DocTestRunner(optionflags=_FLAGS).run(test, out=wrong.append, clear_globs=False)
+    names.update(test.globs)
+    assert not wrong, "".join(wrong)
+
+
+def run_in_a_rank(local_rank: int, page: Path, folder: Path) -> list[str]:
+    """Run the blocks of a page that are for any rank, with what the others import and define."""
+    before = Path.cwd()
+    os.chdir(folder)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    done = []
+    try:
+        for block in blocks(page):
+            if block.is_for_any_rank:
+                run(block, names)
+                done.append(str(block))
+            elif block.runs and block.language == "python":
+                exec(_definitions(block), names)
+    finally:
+        os.chdir(before)
+    return done
+
+
+def _definitions(block: Block) -> Any:
+    kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+    parsed = ast.parse(block.text)
+    parsed.body = [node for node in parsed.body if isinstance(node, kinds)]
+    return compile(parsed, str(block), "exec")

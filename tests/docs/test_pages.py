@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
 import re
 import runpy
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from _pages import PAGES, ROOT, Block, anchors, blocks, links
+from _pages import PAGES, ROOT, anchors, blocks, links, prose, run, run_in_a_rank
 
 import unisono
 
-FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-CODE = [block for page in PAGES for block in blocks(page) if block.language in ("python", "pycon")]
+CODE = [block for page in PAGES for block in blocks(page) if block.is_python]
+FOR_ANY_SIZE = [page for page in PAGES if any(block.is_for_any_rank for block in blocks(page))]
 
 
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
-
-
-def _run(block: Block, names: dict[str, Any]) -> None:
-    if block.language == "pycon" or block.text.startswith(">>>"):
-        test = doctest.DocTestParser().get_doctest(
-            block.text, names, str(block), str(block.page), block.line
-        )
-        wrong: list[str] = []
-        doctest.DocTestRunner(optionflags=FLAGS).run(test, out=wrong.append, clear_globs=False)
-        names.update(test.globs)
-        assert not wrong, "".join(wrong)
-    else:
-        padded = "\n" * block.line + block.text
-        exec(compile(padded, str(block.page), "exec"), names)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -46,20 +30,37 @@ def test_every_block_of_python_runs(
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks(page):
-        if block.language not in ("python", "pycon") or block.mark("file"):
-            continue
-        if block.mark("not-run"):
-            if block.language == "python":
-                compile(block.text, str(block), "exec")
-            continue
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            _run(block, names)
+        if block.runs:
+            run(block, names)
+        elif block.language == "python" and not block.mark("file"):
+            compile(block.text, str(block), "exec")
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[unisono.WorkerPool]:
+    """Two processes for all pages, which are there before any test looks what it leaves."""
+    with unisono.WorkerPool("gloo", nproc_per_node=2, deadline_s=60) as pool:
+        assert pool.run(_rank) == [0, 1]
+        yield pool
+
+
+def _rank(local_rank: int) -> int:
+    return unisono.get_rank()
+
+
+@pytest.mark.parametrize("page", FOR_ANY_SIZE, ids=name_of)
+def test_every_block_that_makes_no_ranks_runs_on_two(
+    page: Path, two_ranks: unisono.WorkerPool, tmp_path: Path
+) -> None:
+    """What runs alone runs in each of several ranks; what makes its ranks did so above."""
+    first, second = two_ranks.run(run_in_a_rank, page, tmp_path)
+    assert first == second
+    assert first
 
 
 def test_what_does_not_run_says_why() -> None:
     for block in CODE:
-        unknown = re.sub(r'\b(not-run|file)="[^"]+"', "", block.marks).strip()
+        unknown = re.sub(r'\b(not-run|file|needs)="[^"]+"', "", block.marks).strip()
         assert not unknown, f"{block}: {unknown}"
 
 
@@ -117,6 +118,15 @@ def test_the_guide_names_the_whole_facade() -> None:
     modules = {name: str(getattr(getattr(unisono, name), "__module__", "")) for name in missing}
     # The helpers for training have a page of their own.
     assert not [name for name in missing if not modules[name].startswith("unisono.training")]
+
+
+def test_every_public_name_is_in_some_code_on_some_page() -> None:
+    pages = [page for page in PAGES if page.name != "changelog.md"]
+    spans = [re.findall(r"(`+)(.+?)\1", prose(page), re.DOTALL) for page in pages]
+    inline = [text for found in spans for _, text in found]
+    code = [block.text for page in pages for block in blocks(page) if block.is_python]
+    words = set(re.findall(r"\w+", "\n".join([*inline, *code])))
+    assert not [name for name in dir(unisono) if name not in words]
 
 
 def test_the_changelog_can_be_rendered_and_has_every_fragment() -> None:
