@@ -22,7 +22,7 @@ from unisono.control.deadlines import Recall, limit_of, until_recalled
 from unisono.control.door import visitors
 from unisono.errors import CollectiveTimeoutError, LaunchError
 from unisono.launchers import _channel
-from unisono.lifecycle import spawn
+from unisono.lifecycle import start
 
 __all__ = ("Answer", "Crew", "Ending")
 
@@ -51,7 +51,7 @@ class _Spawning:
         """Make the replicas, and wait for their end. Local."""
         try:
             with until_recalled(self.recall):
-                spawn(backend, serve, args, nproc_per_node=size, **options)
+                start(backend, serve, args, None, size, prefix_output=False, **options)
         except BaseException as error:  # it is raised where the pool is used
             self.error = error.with_traceback(None)  # whose frames would keep what they hold
         finally:

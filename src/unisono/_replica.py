@@ -9,6 +9,7 @@ from typing import Any
 from unisono import _context
 from unisono.control.deadlines import Limit, within
 from unisono.launchers._lifetime import Lifetime
+from unisono.launchers._output import begin_lines_with_rank
 from unisono.model import ComputationModel
 from unisono.registry import find_model
 from unisono.topology import RankInfo
@@ -27,6 +28,8 @@ class Replica:
         kwargs: its keyword arguments.
         options: options of the model's ``initialize``.
         limit: the deadline of the block that it was made in; None for none.
+        prefix_output: whether lines that it prints begin with its rank, if it is one of several
+            processes.
     """
 
     backend: str
@@ -35,6 +38,7 @@ class Replica:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     limit: Limit | None = None
+    prefix_output: bool = False
 
     def __call__(self, info: RankInfo) -> Any:
         """Run in a process of its own. Collective over all ranks of `info`.
@@ -43,6 +47,8 @@ class Replica:
         this error before any that it causes elsewhere. Threads that the function leaves behind
         have the context until they end, as an asynchronous checkpoint needs it.
         """
+        if self.prefix_output and info.world_size > 1:
+            begin_lines_with_rank(info.rank)
         cls = find_model(self.backend)
         with within(self.limit):
             model = _context.activate(lambda: cls.initialize(self.backend, info, **self.options))

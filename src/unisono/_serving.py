@@ -8,7 +8,6 @@ import socket
 import sys
 import threading
 from contextlib import suppress
-from typing import Any, TextIO
 
 import cloudpickle
 
@@ -18,6 +17,7 @@ from unisono.errors import CollectiveError, PayloadError
 from unisono.launchers import _channel
 from unisono.launchers._by_value import load_from_parent
 from unisono.launchers._lifetime import flush, forks_end_here
+from unisono.launchers._output import begin_lines_with_rank
 from unisono.launchers._worker import describe
 from unisono.model import ComputationModel
 
@@ -29,7 +29,6 @@ WHERE = b"w"  # asks, and says, whether the replica is where it may wait for ano
 OUTPUT = b"o"  # then one byte, with descriptors for stdout and stderr from the next call on
 SECRET_BYTES = 32
 _END = None
-_LONGEST_LINE = 64 * 1024  # of output, in characters
 _WAITING = ("unisono.", "torch.distributed.")
 
 
@@ -49,10 +48,7 @@ def serve(local_rank: int, address: str, secret: bytes, owner: int, has_prefix: 
     rank = model.topology.rank
     is_process = os.getpid() != owner
     if has_prefix and is_process:
-        for name in ("stdout", "stderr"):
-            stream = getattr(sys, name)
-            if stream is not None:  # as in a program that was started without one
-                setattr(sys, name, _Prefixed(stream, f"[rank {rank}] "))
+        begin_lines_with_rank(rank)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.connect(local_address(address))
         sock.sendall(secret + rank.to_bytes(4, "little"))
@@ -155,41 +151,3 @@ def _listen(
     else:
         model.abort()
         calls.put(_END)
-
-
-class _Prefixed:
-    """A text stream whose lines begin with a prefix and are written whole, but for long ones."""
-
-    def __init__(self, stream: TextIO, prefix: str) -> None:
-        self._stream = stream
-        self._prefix = prefix
-        self._held: list[str] = []
-        self._n_held = 0
-        self._is_at_start = True
-
-    def write(self, text: str) -> int:
-        whole, newline, rest = text.rpartition("\n")
-        if newline:
-            self._put(self._take() + whole + newline)
-        self._held.append(rest)
-        self._n_held += len(rest)
-        if self._n_held > _LONGEST_LINE:
-            self._put(self._take() + "\n")
-        return len(text)
-
-    def flush(self) -> None:
-        self._put(self._take())
-
-    def _take(self) -> str:
-        held, self._held, self._n_held = self._held, [], 0
-        return "".join(held)
-
-    def _put(self, text: str) -> None:
-        if text:
-            start = self._prefix if self._is_at_start else ""
-            self._stream.write(start + self._prefix.join(text.splitlines(keepends=True)))
-            self._is_at_start = text.endswith("\n")
-        self._stream.flush()  # in one piece, so that no other rank's line comes between
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,19 +18,31 @@ from unisono._arguments import check_count, check_names, check_port, check_varia
 from unisono._replica import Replica
 from unisono._table import OF_THREADS, SEATS_NODES
 from unisono.collectives._rounds import introduce
+from unisono.control.calls import level
 from unisono.control.deadlines import Limit
-from unisono.errors import ArgumentError, CollectiveTimeoutError, WorkerFailedError
+from unisono.errors import ArgumentError, CollectiveTimeoutError, ContextError, WorkerFailedError
 from unisono.launchers._surroundings import streams_filled
 from unisono.model import ComputationModel
 from unisono.registry import find_launcher, find_model
 from unisono.topology import LaunchPlan, RankInfo
 
-__all__ = ("best_backend", "check_job", "finalize", "initialize", "spawn", "sync")
+__all__ = (
+    "best_backend",
+    "check_job",
+    "finalize",
+    "initialize",
+    "spawn",
+    "start",
+    "sync",
+    "warn_in_a_rank",
+)
 
 _PLAN_OPTIONS = frozenset(
     {"nnodes", "node_rank", "master_addr", "master_port", "init_method", "start_method"}
 )
-_LAUNCH_OPTIONS = _PLAN_OPTIONS | {"join", "daemon", "timeout", "launcher", "launcher_options"}
+_LAUNCH_OPTIONS = _PLAN_OPTIONS | {
+    *("join", "daemon", "timeout", "launcher", "launcher_options", "prefix_output")
+}
 _NUMBERS: dict[str, Callable[..., int]] = {
     "nnodes": check_count,
     "node_rank": partial(check_count, least=0),
@@ -203,9 +216,11 @@ def spawn(
             default on Linux, ``"spawn"`` for a fresh interpreter each, ``"fork"`` for a copy of
             this process); ``join=False`` for a handle with ``join()`` and ``terminate()``;
             ``timeout`` (seconds or a timedelta, for each operation); ``daemon``, accepted for
-            idist's sake: no replica outlives this process; ``launcher`` (``"torchrun"``, ``"mpi"``,
-            ``"slurm"``, ``"ray"`` or a plug-in's, for replicas that it makes) with
-            ``launcher_options``, a dict of keywords of its own; and what `initialize` takes.
+            idist's sake: no replica outlives this process; ``prefix_output`` (whether each line
+            that one of several processes prints begins with its rank, the default); ``launcher``
+            (``"torchrun"``, ``"mpi"``, ``"slurm"``, ``"ray"`` or a plug-in's, for replicas that it
+            makes) with ``launcher_options``, a dict of keywords of its own; and what `initialize`
+            takes.
 
     Returns:
         A list of what `fn` returned, by rank of this node.
@@ -222,6 +237,10 @@ def spawn(
         CollectiveTimeoutError: the deadline of a block around the call is over; names the ranks
             that weren't done, which have been told to end.
 
+    Warns:
+        UserWarning: this process is rank 0 of several already, each of which would start replicas
+            of its own; not where ``nnodes`` or ``launcher`` say that this is meant.
+
     Example:
         >>> import unisono as idist
         >>> def square(local_rank, base):
@@ -229,6 +248,48 @@ def spawn(
         >>> idist.spawn("threads", square, args=(3,), nproc_per_node=2)
         [18, 18]
     """
+    warn_in_a_rank("spawn", nproc_per_node, options)
+    return start(backend, fn, args, kwargs_dict, nproc_per_node, **options)
+
+
+def warn_in_a_rank(call: str, nproc_per_node: Any, options: Mapping[str, Any]) -> None:
+    """Say on rank 0 of several that each of them would start replicas of its own. Local."""
+    is_meant = options.get("launcher") is not None or options.get("nnodes") not in (None, 1, "1")
+    found = None if is_meant else _own_place()
+    if found is None or found[0] != 0 or found[1] == 1:
+        return
+    _, world_size, how = found
+    warnings.warn(
+        f"replicas within a rank: {call} is called in rank 0 of {world_size} ({how}). If every "
+        f"rank calls it, each starts {nproc_per_node} of its own. To run the function in the ranks "
+        "that are there, use Parallel() without nproc_per_node; if this is meant, say so with "
+        'warnings.filterwarnings("ignore", "replicas within a rank")',
+        UserWarning,
+        stacklevel=level(),
+    )
+
+
+def _own_place() -> tuple[int, int, str] | None:
+    """Give the rank and the number of ranks of this process or thread, and who says so. Local."""
+    try:
+        model = _context.current_model()
+    except ContextError:  # a thread that is no replica
+        return None
+    if model.topology.world_size > 1:
+        return model.topology.rank, model.topology.world_size, model.name
+    info = _context.detect_environment()
+    return None if info is None else (info.rank, info.world_size, f"{info.source} environment")
+
+
+def start(
+    backend: str | None,
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs_dict: Mapping[str, Any] | None = None,
+    nproc_per_node: int = 1,
+    **options: Any,
+) -> Any:
+    """Do what `spawn` does, and warn of nothing. Local."""
     name, cls, plan = check_job("spawn", backend, nproc_per_node, options)
     _check_call(fn, args, kwargs_dict)
     given = {key: value for key, value in options.items() if key not in _LAUNCH_OPTIONS}
@@ -237,7 +298,8 @@ def spawn(
     if plan.init_method is not None:
         given["init_method"] = plan.init_method
     limit = Limit.here() if options.get("join", True) is not False else None
-    replica = Replica(name.lower(), fn, tuple(args), dict(kwargs_dict or {}), given, limit)
+    prefix = options.get("prefix_output") is not False
+    replica = Replica(name.lower(), fn, tuple(args), dict(kwargs_dict or {}), given, limit, prefix)
     if limit is not None and limit.left_s == 0:
         raise CollectiveTimeoutError("nothing was spawned: the block's deadline is over")
     try:
@@ -293,6 +355,8 @@ def check_job(
     check_names(call, options, {*cls.options, *_LAUNCH_OPTIONS})
     if options.get("timeout") is not None:
         seconds("timeout", options["timeout"])
+    if options.get("prefix_output") not in (None, True, False):
+        raise ArgumentError(f"prefix_output={options['prefix_output']!r} should be True or False")
     return name, cls, _plan(nproc_per_node, options)
 
 

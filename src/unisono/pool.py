@@ -27,7 +27,7 @@ from unisono.launchers._by_value import pickle_for_worker
 from unisono.launchers._job import raised
 from unisono.launchers._surroundings import streams_filled
 from unisono.launchers._worker import Failure
-from unisono.lifecycle import check_job
+from unisono.lifecycle import check_job, warn_in_a_rank
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -56,6 +56,9 @@ class WorkerPool:
         ArgumentError: a bad value or an option that nobody takes.
         EnvironmentDetectionError: a variable of ours has a bad value.
 
+    Warns:
+        UserWarning: as ``spawn``, this process is rank 0 of several already.
+
     Example:
         >>> import unisono as idist
         >>> with idist.WorkerPool("threads", nproc_per_node=2) as pool:
@@ -78,15 +81,27 @@ class WorkerPool:
             raise ArgumentError("a pool takes no join: its calls wait, its replicas stay")
         _check_host(options)
         check_job("WorkerPool", backend, nproc_per_node, options)
+        warn_in_a_rank("WorkerPool", nproc_per_node, options)
         self._size = nproc_per_node
         self._deadline_s: float | None = None
         if deadline_s is not None:
             self._deadline_s = seconds("deadline_s", deadline_s).total_seconds()
+        self._backend = backend
         self._spawning = (backend, prefix_output, options)
         self._owner = os.getpid()
         self._crew: Crew | None = None
         self._is_closed = False
         self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else "warm" if self._is_warm() else "not started yet"
+        limit = "" if self._deadline_s is None else f", deadline_s={self._deadline_s:g}"
+        arguments = f"{self._backend!r}, nproc_per_node={self._size}{limit}"
+        return f"<WorkerPool({arguments}): {state}>"
+
+    def _is_warm(self) -> bool:
+        crew = self._crew
+        return crew is not None and not (self._owner == os.getpid() and crew.has_ended())
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Run ``fn(local_rank, *args, **kwargs)`` in every replica.

@@ -385,19 +385,27 @@ def test_ctrl_c_ends_replicas_that_are_stuck() -> None:
         assert "KeyboardInterrupt" in parent.communicate()[1]
 
 
+def test_a_pool_says_what_it_is() -> None:
+    with WorkerPool("threads", nproc_per_node=2, deadline_s=2.5) as pool:
+        shown = "<WorkerPool('threads', nproc_per_node=2, deadline_s=2.5): %s>"
+        assert repr(pool) == shown % "not started yet"
+        pool.run(lambda local_rank: None)
+        assert repr(pool) == shown % "warm"
+    assert repr(pool) == shown % "closed"
+    assert repr(WorkerPool()) == "<WorkerPool(None, nproc_per_node=1): not started yet>"
+
+
 def test_output_comes_with_its_rank(capfd: pytest.CaptureFixture[str]) -> None:
     def speak(local_rank: int) -> None:
         print("one", "two", sep="\n")  # noqa: T201
+        unisono.print("three", all=True)
         print("without an end", end="", file=sys.stderr)  # noqa: T201
 
     with WorkerPool("gloo", nproc_per_node=2) as pool:
         pool.run(speak)
     out, err = capfd.readouterr()
     assert sorted(out.splitlines()) == [
-        "[rank 0] one",
-        "[rank 0] two",
-        "[rank 1] one",
-        "[rank 1] two",
+        f"[rank {rank}] {word}" for rank in range(2) for word in ("one", "three", "two")
     ]
     assert "[rank 0] without an end" in err
 

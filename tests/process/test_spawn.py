@@ -378,3 +378,27 @@ def test_replicas_share_the_cores_unless_the_user_says_otherwise(
     assert unisono.spawn("gloo", threads, nproc_per_node=2) == [share] * 2
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert unisono.spawn("gloo", threads, nproc_per_node=2) == [3] * 2
+
+
+def test_lines_that_several_ranks_print_begin_with_the_rank(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def speak(local_rank: int) -> None:
+        print("one", "two", sep="\n")  # noqa: T201
+        unisono.print("three", all=True)
+        print("without an end", end="", file=sys.stderr)  # noqa: T201
+
+    def lines() -> list[str]:
+        return sorted(capfd.readouterr().out.splitlines())
+
+    def said(rank: int) -> list[str]:
+        return [f"[rank {rank}] {word}" for word in ("one", "three", "two")]
+
+    unisono.spawn("gloo", speak, nproc_per_node=2)
+    assert lines() == said(0) + said(1)
+    unisono.spawn("gloo", speak, nproc_per_node=2, prefix_output=False)
+    assert lines() == ["[rank 0] three", "[rank 1] three", *["one"] * 2, *["two"] * 2]
+    unisono.spawn("gloo", speak)
+    assert lines() == ["one", "three", "two"]
+    with pytest.raises(unisono.errors.ArgumentError, match="prefix_output='no'"):
+        unisono.spawn("gloo", speak, prefix_output="no")

@@ -20,7 +20,7 @@ from unisono.control.history import History
 from unisono.control.wire import COPIED_BYTES
 from unisono.errors import CollectiveMismatchError
 
-__all__ = ("UNKNOWN", "describe", "from_here", "pack", "site", "unpack")
+__all__ = ("UNKNOWN", "describe", "from_here", "level", "pack", "site", "unpack")
 
 UNKNOWN = "another call"
 """What `describe` says of a frame that isn't one."""
@@ -53,6 +53,14 @@ def site() -> bytes:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PASSED):
         frame = frame.f_back
     return _named(frame.f_code.co_filename, frame.f_lineno)
+
+
+def level() -> int:
+    """Give the ``stacklevel`` of a warning here that names the line `site` would give. Local."""
+    frame, depth = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PASSED):
+        frame, depth = frame.f_back, depth + 1
+    return depth
 
 
 @lru_cache(maxsize=1024)

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sized
 from typing import Any, TextIO, TypeVar
 
 from unisono._context import current_model
+from unisono.launchers._output import tells_rank
 
 __all__ = ("RankFilter", "RankFormatter", "print", "progress")
 
@@ -46,7 +47,8 @@ def print(*args: Any, all: bool = False, **kwargs: Any) -> None:
     out: TextIO | None = sys.stdout if file is None else file
     if out is None:
         return
-    mark = f"[rank {topology.rank}] " if topology.world_size > 1 else ""
+    is_marked = topology.world_size > 1 and not tells_rank(out)
+    mark = f"[rank {topology.rank}] " if is_marked else ""
     out.write(mark + text.getvalue())
     if flush:
         out.flush()

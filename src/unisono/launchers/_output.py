@@ -1,0 +1,61 @@
+"""What ranks print: each line begins with the rank, and is written whole."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TextIO
+
+__all__ = ("begin_lines_with_rank", "tells_rank")
+
+_LONGEST_LINE = 64 * 1024  # in characters
+
+
+def begin_lines_with_rank(rank: int) -> None:
+    """Let each line of this process's stdout and stderr begin with ``[rank N]``. Local."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None:  # as in a program that was started without one
+            setattr(sys, name, _Prefixed(stream, f"[rank {rank}] "))
+
+
+def tells_rank(stream: object) -> bool:
+    """Tell whether lines that are written to a stream begin with the rank. Local."""
+    return isinstance(stream, _Prefixed)
+
+
+class _Prefixed:
+    """A text stream whose lines begin with a prefix and are written whole, but for long ones."""
+
+    def __init__(self, stream: TextIO, prefix: str) -> None:
+        self._stream = stream
+        self._prefix = prefix
+        self._held: list[str] = []
+        self._n_held = 0
+        self._is_at_start = True
+
+    def write(self, text: str) -> int:
+        whole, newline, rest = text.rpartition("\n")
+        if newline:
+            self._put(self._take() + whole + newline)
+        self._held.append(rest)
+        self._n_held += len(rest)
+        if self._n_held > _LONGEST_LINE:
+            self._put(self._take() + "\n")
+        return len(text)
+
+    def flush(self) -> None:
+        self._put(self._take())
+
+    def _take(self) -> str:
+        held, self._held, self._n_held = self._held, [], 0
+        return "".join(held)
+
+    def _put(self, text: str) -> None:
+        if text:
+            start = self._prefix if self._is_at_start else ""
+            self._stream.write(start + self._prefix.join(text.splitlines(keepends=True)))
+            self._is_at_start = text.endswith("\n")
+        self._stream.flush()  # in one piece, so that no other rank's line comes between
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
