@@ -79,6 +79,7 @@ def types(session: nox.Session) -> None:
     for path in ("tests/launch/conftest.py", "tests/training/test_xla.py"):  # see pyproject.toml
         session.run("mypy", path)
     session.run("pyright", "--ignoreexternal", "--verifytypes", "unisono")
+    session.run("pyright", "--pythonversion", "3.10", "tests/unit/test_types.py")
 
 
 @nox.session

@@ -7,14 +7,23 @@ import math
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import add, and_, mul, or_, xor
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from unisono.errors import ArgumentError, PayloadError
 
-__all__ = ("Number", "OpLike", "ReduceOp", "fold_numbers", "fold_tensors", "parse_op")
+__all__ = (
+    "FoldLike",
+    "Number",
+    "OpLike",
+    "ReduceOp",
+    "fold_numbers",
+    "fold_tensors",
+    "parse_op",
+)
 
 Number = bool | int | float | complex
 
@@ -45,11 +54,25 @@ _OF_TORCH = {"AVG": "AVERAGE", "BAND": "AND", "BOR": "OR", "BXOR": "XOR"}
 _BY_NAME |= {name: _BY_NAME[ours] for name, ours in _OF_TORCH.items()}
 
 
-OpLike: TypeAlias = "str | ReduceOp | torch.distributed.ReduceOp"
+_FoldName: TypeAlias = Literal[
+    "SUM", "PRODUCT", "MIN", "MAX", "AND", "OR", "XOR", "BAND", "BOR", "BXOR",
+    "sum", "product", "min", "max", "and", "or", "xor", "band", "bor", "bxor",
+]  # fmt: skip
+_MeanName: TypeAlias = Literal[
+    "AVERAGE", "MEAN", "AVG",
+    "average", "mean", "avg",
+]  # fmt: skip
+_Fold: TypeAlias = Literal[
+    ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX,
+    ReduceOp.AND, ReduceOp.OR, ReduceOp.XOR,
+]  # fmt: skip
+FoldLike: TypeAlias = "_FoldName | _Fold"
+"""An `op=` that a type checker knows to be no mean: integers stay integers."""
+OpLike: TypeAlias = "_FoldName | _MeanName | ReduceOp | dist.ReduceOp | dist.ReduceOp.RedOpType"
 """What `op=` takes: a name, a ReduceOp, or one of ``torch.distributed.ReduceOp``."""
 
 
-def parse_op(op: OpLike) -> ReduceOp:
+def parse_op(op: OpLike | str) -> ReduceOp:
     """Find the reduction of a name, in any case, or of an operation of torch.
 
     Local.
@@ -78,10 +101,10 @@ def parse_op(op: OpLike) -> ReduceOp:
 
 def _name_in_torch(op: object) -> str:
     """Name an operation of torch.distributed; empty for anything else. Local."""
-    if not torch.distributed.is_available():
+    if not dist.is_available():
         return ""
-    known: dict[str, object] = dict(torch.distributed.ReduceOp.RedOpType.__members__)
-    if type(op) not in (torch.distributed.ReduceOp, torch.distributed.ReduceOp.RedOpType):
+    known: dict[str, object] = dict(dist.ReduceOp.RedOpType.__members__)
+    if type(op) not in (dist.ReduceOp, dist.ReduceOp.RedOpType):
         return ""
     return next((name for name, value in known.items() if op == value), "")
 

@@ -27,6 +27,7 @@ def one(turn: int, dice: random.Random) -> Any:
     group = dice.choice(GROUPS)
     members = list(range(RANKS)) if group is None else sorted(group)
     wanted: Any
+    total: Any
     root, size = dice.choice(members), dice.choice((1, 100, 20_000, 150_000))
     call = dice.choice(("numbers", "tensor", "objects", "broadcast", "async", "barrier"))
     if call == "numbers":

@@ -109,12 +109,18 @@ MISTAKES: dict[str, Mistake] = {
         ("src=0 is no member of the group (1,)",),
         2,
     ),
-    "op": Mistake(lambda: idist.all_reduce(1, "NOPE"), ArgumentError, ("'NOPE'", *_UNKNOWN)),
+    "op": Mistake(
+        lambda: idist.all_reduce(1, "NOPE"),  # type: ignore[call-overload]
+        ArgumentError,
+        ("'NOPE'", *_UNKNOWN),
+    ),
     "op of a tensor": Mistake(
-        lambda: idist.all_reduce_(torch.ones(1), "NOPE"), ArgumentError, ("'NOPE'", *_UNKNOWN)
+        lambda: idist.all_reduce_(torch.ones(1), "NOPE"),  # type: ignore[call-overload]
+        ArgumentError,
+        ("'NOPE'", *_UNKNOWN),
     ),
     "op is None": Mistake(
-        lambda: idist.reduce(1, op=None),  # type: ignore[arg-type]
+        lambda: idist.reduce(1, op=None),  # type: ignore[call-overload]
         ArgumentError,
         ("None", *_UNKNOWN),
     ),
@@ -145,7 +151,9 @@ MISTAKES: dict[str, Mistake] = {
         (_LAST, LOCK),
     ),
     "all_reduce of text": Mistake(
-        lambda: idist.all_reduce("x" if is_last() else 1), PayloadError, (_LAST, "a str can't be")
+        lambda: idist.all_reduce("x" if is_last() else 1),  # type: ignore[type-var]
+        PayloadError,
+        (_LAST, "a str can't be"),
     ),
     "all_reduce of text in a dict": Mistake(
         lambda: idist.all_reduce({"a": 1, "b": ["x" if is_last() else 2]}),

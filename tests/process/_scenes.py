@@ -471,7 +471,7 @@ class Tied:
     ranks: tuple[int, ...]
     numel: int
     dtype: str = "float32"
-    op: str = "sum"
+    op: Any = "sum"
     options: tuple[tuple[str, Any], ...] = ()
     root: int = 0
     is_torn: bool = False

@@ -277,7 +277,8 @@ def test_what_is_under_way_keeps_its_place_when_the_context_is_looked_for_again(
         look_again()
         gc.collect()  # nobody but the handles has the view that they began on
         after = unisono.all_gather("after")
-        found = [handle.wait() for handle in handles], big.wait().unique().tolist(), after
+        different = big.wait().unique()  # type: ignore[no-untyped-call]
+        found = [handle.wait() for handle in handles], different.tolist(), after
         leave()
         return found
 

@@ -233,7 +233,7 @@ def test_one_call_too_many_on_one_rank_is_noticed_in_the_next(tmp_path: Path) ->
 
 def test_the_same_call_on_other_lines_is_no_mistake() -> None:
     def fn(local_rank: int) -> list[Any]:
-        found = []
+        found: list[Any] = []
         for step in range(4):
             if local_rank == 0:
                 found.append(unisono.broadcast(step))

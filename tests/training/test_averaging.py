@@ -67,6 +67,7 @@ def test_other_operations(backend: str, size: int) -> None:
 
 def operations(local_rank: int) -> None:
     rank, size = idist.get_rank(), idist.get_world_size()
+    op: Any
     for op, wanted in (("sum", sum(range(size))), ("MAX", size - 1), ("min", 0)):
         tensors = [torch.full((4,), rank), torch.full((300_000,), float(rank))]
         idist.all_reduce_params(tensors, op=op)
@@ -296,7 +297,7 @@ def other_groups(local_rank: int) -> None:
 
 def test_bad_arguments_are_refused_at_size_1_too() -> None:
     with pytest.raises(ArgumentError, match="unknown reduction"):
-        idist.all_reduce_params([torch.ones(1)], op="NOPE")
+        idist.all_reduce_params([torch.ones(1)], op="NOPE")  # type: ignore[arg-type]
     for size in (0, -2, "1", True):
         with pytest.raises(ArgumentError, match="bucket_size_mb"):
             idist.all_reduce_params([torch.ones(1)], bucket_size_mb=size)  # type: ignore[arg-type]

@@ -67,6 +67,7 @@ def ties(local_rank: int, words: int) -> None:
     total = sum(range(1, size + 1))
     net = Tied(words)
     weight = net.embedding.weight
+    op: Any
     for op, wanted in (("mean", total / size), ("sum", float(total)), ("max", float(size))):
         nn.init.constant_(weight, rank + 1.0)
         idist.all_reduce_params(net.state_dict(), op=op)

@@ -102,4 +102,4 @@ def test_spawn_refuses_before_anything_starts(
 def test_an_argument_error_is_what_idist_users_catch() -> None:
     for kind in (ValueError, TypeError, idist.UnisonoError):
         with pytest.raises(kind):
-            idist.all_reduce(1, "SUMM")
+            idist.all_reduce(1, "SUMM")  # type: ignore[call-overload]

@@ -224,7 +224,7 @@ def test_what_has_no_meaning_is_refused() -> None:
         with pytest.raises(PayloadError, match=text):
             carriers.check_reducible(tensor, op)
         with pytest.raises(PayloadError, match=text):
-            idist.all_reduce(tensor, op.name)
+            idist.all_reduce(tensor, op)
 
 
 def test_it_is_so_between_replicas() -> None:
@@ -235,8 +235,8 @@ def test_it_is_so_between_replicas() -> None:
     def replica(local_rank: int) -> list[list[Any]]:
         whole = torch.tensor(extremes[local_rank], dtype=torch.uint64)
         parts = torch.tensor(order[local_rank], dtype=torch.float16)
-        results = [idist.all_reduce(whole, op.name) for op in EXACT]
-        results += [idist.all_reduce(parts, op) for op in ("min", "max")]
+        results = [idist.all_reduce(whole, op) for op in EXACT]
+        results += [idist.all_reduce(parts, op) for op in (ReduceOp.MIN, ReduceOp.MAX)]
         return [result.tolist() for result in results]
 
     wanted = [

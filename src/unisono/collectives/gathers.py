@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from unisono.collectives import _carriers as carriers
 from unisono.collectives._call import collective
 from unisono.collectives._rounds import check, refuse, swap
+from unisono.collectives._typing import T
 from unisono.collectives.groups import GroupLike, check_rank, outcome, team
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
 from unisono.handle import Handle
@@ -27,6 +28,80 @@ from unisono.payload import (
 from unisono.topology import Group
 
 __all__ = ("all_gather", "all_gather_tensors_with_shapes", "gather")
+
+
+@overload
+def all_gather(  # type: ignore[overload-overlap]  # tensors are joined
+    tensor: Tensor,
+    group: GroupLike = None,
+    *,
+    uneven: Literal[False] = False,
+    async_op: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def all_gather(
+    tensor: Tensor, group: None = None, *, uneven: Literal[True], async_op: Literal[False] = False
+) -> list[Tensor]: ...
+
+
+@overload
+def all_gather(  # type: ignore[overload-overlap]  # tensors are joined
+    tensor: Tensor, group: GroupLike = None, *, uneven: bool, async_op: Literal[False] = False
+) -> Tensor | list[Tensor]: ...
+
+
+@overload
+def all_gather(
+    tensor: T, group: None = None, *, uneven: bool = False, async_op: Literal[False] = False
+) -> list[T]: ...
+
+
+@overload
+def all_gather(
+    tensor: T, group: GroupLike = None, *, uneven: bool = False, async_op: Literal[False] = False
+) -> list[T] | T: ...
+
+
+@overload
+def all_gather(  # type: ignore[overload-overlap]  # tensors are joined
+    tensor: Tensor,
+    group: GroupLike = None,
+    *,
+    uneven: Literal[False] = False,
+    async_op: Literal[True],
+) -> Handle[Tensor]: ...
+
+
+@overload
+def all_gather(
+    tensor: Tensor, group: None = None, *, uneven: Literal[True], async_op: Literal[True]
+) -> Handle[list[Tensor]]: ...
+
+
+@overload
+def all_gather(  # type: ignore[overload-overlap]  # tensors are joined
+    tensor: Tensor, group: GroupLike = None, *, uneven: bool, async_op: Literal[True]
+) -> Handle[Tensor | list[Tensor]]: ...
+
+
+@overload
+def all_gather(
+    tensor: T, group: None = None, *, uneven: bool = False, async_op: Literal[True]
+) -> Handle[list[T]]: ...
+
+
+@overload
+def all_gather(
+    tensor: T, group: GroupLike = None, *, uneven: bool = False, async_op: Literal[True]
+) -> Handle[list[T] | T]: ...
+
+
+@overload
+def all_gather(
+    tensor: T, group: GroupLike = None, *, uneven: bool = False, async_op: bool
+) -> Any: ...
 
 
 @collective
@@ -136,6 +211,32 @@ def _joined(parts: list[Any], model: ComputationModel, group: Group | None, valu
     return joined.to(value.device)
 
 
+@overload
+def all_gather_tensors_with_shapes(
+    tensor: Tensor,
+    shapes: Sequence[Sequence[int]],
+    group: GroupLike = None,
+    *,
+    async_op: Literal[False] = False,
+) -> list[Tensor]: ...
+
+
+@overload
+def all_gather_tensors_with_shapes(
+    tensor: Tensor,
+    shapes: Sequence[Sequence[int]],
+    group: GroupLike = None,
+    *,
+    async_op: Literal[True],
+) -> Handle[list[Tensor]]: ...
+
+
+@overload
+def all_gather_tensors_with_shapes(
+    tensor: Tensor, shapes: Sequence[Sequence[int]], group: GroupLike = None, *, async_op: bool
+) -> list[Tensor] | Handle[list[Tensor]]: ...
+
+
 @collective
 def all_gather_tensors_with_shapes(
     tensor: Tensor,
@@ -209,6 +310,46 @@ def _check_shapes(
             f"rank {model.topology.rank} has a tensor of shape {list(tensor.shape)}, but `shapes` "
             f"says {list(wanted[model.position(group)])}"
         )
+
+
+@overload
+def gather(  # type: ignore[overload-overlap]  # tensors are joined
+    value: Tensor, dst: int = 0, group: GroupLike = None, *, async_op: Literal[False] = False
+) -> Tensor | None: ...
+
+
+@overload
+def gather(
+    value: T, dst: int = 0, group: None = None, *, async_op: Literal[False] = False
+) -> list[T] | None: ...
+
+
+@overload
+def gather(
+    value: T, dst: int = 0, group: GroupLike = None, *, async_op: Literal[False] = False
+) -> list[T] | T | None: ...
+
+
+@overload
+def gather(  # type: ignore[overload-overlap]  # tensors are joined
+    value: Tensor, dst: int = 0, group: GroupLike = None, *, async_op: Literal[True]
+) -> Handle[Tensor | None]: ...
+
+
+@overload
+def gather(
+    value: T, dst: int = 0, group: None = None, *, async_op: Literal[True]
+) -> Handle[list[T] | None]: ...
+
+
+@overload
+def gather(
+    value: T, dst: int = 0, group: GroupLike = None, *, async_op: Literal[True]
+) -> Handle[list[T] | T | None]: ...
+
+
+@overload
+def gather(value: T, dst: int = 0, group: GroupLike = None, *, async_op: bool) -> Any: ...
 
 
 @collective

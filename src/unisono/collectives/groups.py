@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 from unisono._arguments import seconds
 from unisono._context import communicator, own_model
@@ -182,6 +182,18 @@ def local_group() -> Group:
                 found = model.groups[()] = made
         assert found is not None
     return found
+
+
+@overload
+def barrier(group: GroupLike = None, *, async_op: Literal[False] = False) -> None: ...
+
+
+@overload
+def barrier(group: GroupLike = None, *, async_op: Literal[True]) -> Handle[None]: ...
+
+
+@overload
+def barrier(group: GroupLike = None, *, async_op: bool) -> Handle[None] | None: ...
 
 
 @collective

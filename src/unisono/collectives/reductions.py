@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
@@ -10,16 +10,132 @@ from unisono._context import communicator
 from unisono.collectives import _carriers as carriers
 from unisono.collectives._call import collective
 from unisono.collectives._rounds import check, refuse
+from unisono.collectives._typing import (
+    Container,
+    ContainerT,
+    Inexact,
+    InexactContainerT,
+    NumpyScalar,
+    Plain,
+    Reducible,
+    TensorT,
+)
 from unisono.collectives._values import reduce_values
 from unisono.collectives.groups import GroupLike, check_rank, outcome, team
 from unisono.errors import PayloadError
 from unisono.handle import Handle
 from unisono.model import ComputationModel
 from unisono.payload import is_dense, plain, reason
-from unisono.reduction import OpLike, ReduceOp, parse_op
+from unisono.reduction import FoldLike, OpLike, ReduceOp, parse_op
 from unisono.topology import Group
 
 __all__ = ("all_reduce", "all_reduce_", "reduce", "reduce_scatter")
+
+
+@overload
+def all_reduce(
+    tensor: Plain,
+    op: FoldLike = "SUM",
+    group: GroupLike = None,
+    *,
+    async_op: Literal[False] = False,
+) -> Plain: ...
+
+
+@overload
+def all_reduce(
+    tensor: Inexact,
+    op: OpLike = "SUM",
+    group: GroupLike = None,
+    *,
+    async_op: Literal[False] = False,
+) -> Inexact: ...
+
+
+@overload
+def all_reduce(
+    tensor: ContainerT,
+    op: FoldLike = "SUM",
+    group: GroupLike = None,
+    *,
+    async_op: Literal[False] = False,
+) -> ContainerT: ...
+
+
+@overload
+def all_reduce(
+    tensor: InexactContainerT,
+    op: OpLike = "SUM",
+    group: GroupLike = None,
+    *,
+    async_op: Literal[False] = False,
+) -> InexactContainerT: ...
+
+
+@overload
+def all_reduce(
+    tensor: NumpyScalar,
+    op: OpLike = "SUM",
+    group: GroupLike = None,
+    *,
+    async_op: Literal[False] = False,
+) -> float: ...
+
+
+@overload
+def all_reduce(
+    tensor: Container,
+    op: OpLike = "SUM",
+    group: GroupLike = None,
+    *,
+    async_op: Literal[False] = False,
+) -> Any: ...
+
+
+@overload
+def all_reduce(
+    tensor: Plain, op: FoldLike = "SUM", group: GroupLike = None, *, async_op: Literal[True]
+) -> Handle[Plain]: ...
+
+
+@overload
+def all_reduce(
+    tensor: Inexact, op: OpLike = "SUM", group: GroupLike = None, *, async_op: Literal[True]
+) -> Handle[Inexact]: ...
+
+
+@overload
+def all_reduce(
+    tensor: ContainerT, op: FoldLike = "SUM", group: GroupLike = None, *, async_op: Literal[True]
+) -> Handle[ContainerT]: ...
+
+
+@overload
+def all_reduce(
+    tensor: InexactContainerT,
+    op: OpLike = "SUM",
+    group: GroupLike = None,
+    *,
+    async_op: Literal[True],
+) -> Handle[InexactContainerT]: ...
+
+
+@overload
+def all_reduce(
+    tensor: NumpyScalar, op: OpLike = "SUM", group: GroupLike = None, *, async_op: Literal[True]
+) -> Handle[float]: ...
+
+
+@overload
+def all_reduce(
+    tensor: Container, op: OpLike = "SUM", group: GroupLike = None, *, async_op: Literal[True]
+) -> Handle[Any]: ...
+
+
+@overload
+def all_reduce(
+    tensor: Reducible, op: OpLike = "SUM", group: GroupLike = None, *, async_op: bool
+) -> Any: ...
 
 
 @collective
@@ -35,8 +151,8 @@ def all_reduce(
             dtype and device, the same shape and dtype on every rank; or a number; or a dict, list,
             tuple or dataclass of these, which travels as one message for all numbers and one for
             each dtype of tensors.
-        op: ``SUM AVERAGE MEAN AVG PRODUCT MIN MAX AND OR XOR``, in any case; or an operation of
-            torch, such as ``torch.distributed.ReduceOp.SUM``.
+        op: ``SUM AVERAGE MEAN AVG PRODUCT MIN MAX AND OR XOR``, in any case (type checkers know
+            upper and lower); or an operation of torch, such as ``torch.distributed.ReduceOp.SUM``.
         group: a Group, a list of ranks, or None for all ranks.
         async_op: whether to return a handle at once; `tensor` must stay as it is until ``wait``.
 
@@ -77,6 +193,28 @@ def all_reduce(
 
 def _unchanged(value: Any, async_op: bool) -> Any:
     return Handle(lambda: value, lambda: True) if async_op else value
+
+
+@overload
+def all_reduce_(
+    tensor: TensorT,
+    op: OpLike = "SUM",
+    group: GroupLike = None,
+    *,
+    async_op: Literal[False] = False,
+) -> TensorT: ...
+
+
+@overload
+def all_reduce_(
+    tensor: TensorT, op: OpLike = "SUM", group: GroupLike = None, *, async_op: Literal[True]
+) -> Handle[TensorT]: ...
+
+
+@overload
+def all_reduce_(
+    tensor: TensorT, op: OpLike = "SUM", group: GroupLike = None, *, async_op: bool
+) -> TensorT | Handle[TensorT]: ...
 
 
 @collective
@@ -147,6 +285,144 @@ def all_reduce_(
     )
 
 
+@overload
+def reduce(
+    value: Plain,
+    dst: int = 0,
+    op: FoldLike = "SUM",
+    group: GroupLike = None,
+    *,
+    async_op: Literal[False] = False,
+) -> Plain | None: ...
+
+
+@overload
+def reduce(
+    value: Inexact,
+    dst: int = 0,
+    op: OpLike = "SUM",
+    group: GroupLike = None,
+    *,
+    async_op: Literal[False] = False,
+) -> Inexact | None: ...
+
+
+@overload
+def reduce(
+    value: ContainerT,
+    dst: int = 0,
+    op: FoldLike = "SUM",
+    group: GroupLike = None,
+    *,
+    async_op: Literal[False] = False,
+) -> ContainerT | None: ...
+
+
+@overload
+def reduce(
+    value: InexactContainerT,
+    dst: int = 0,
+    op: OpLike = "SUM",
+    group: GroupLike = None,
+    *,
+    async_op: Literal[False] = False,
+) -> InexactContainerT | None: ...
+
+
+@overload
+def reduce(
+    value: NumpyScalar,
+    dst: int = 0,
+    op: OpLike = "SUM",
+    group: GroupLike = None,
+    *,
+    async_op: Literal[False] = False,
+) -> float | None: ...
+
+
+@overload
+def reduce(
+    value: Container,
+    dst: int = 0,
+    op: OpLike = "SUM",
+    group: GroupLike = None,
+    *,
+    async_op: Literal[False] = False,
+) -> Any: ...
+
+
+@overload
+def reduce(
+    value: Plain,
+    dst: int = 0,
+    op: FoldLike = "SUM",
+    group: GroupLike = None,
+    *,
+    async_op: Literal[True],
+) -> Handle[Plain | None]: ...
+
+
+@overload
+def reduce(
+    value: Inexact,
+    dst: int = 0,
+    op: OpLike = "SUM",
+    group: GroupLike = None,
+    *,
+    async_op: Literal[True],
+) -> Handle[Inexact | None]: ...
+
+
+@overload
+def reduce(
+    value: ContainerT,
+    dst: int = 0,
+    op: FoldLike = "SUM",
+    group: GroupLike = None,
+    *,
+    async_op: Literal[True],
+) -> Handle[ContainerT | None]: ...
+
+
+@overload
+def reduce(
+    value: InexactContainerT,
+    dst: int = 0,
+    op: OpLike = "SUM",
+    group: GroupLike = None,
+    *,
+    async_op: Literal[True],
+) -> Handle[InexactContainerT | None]: ...
+
+
+@overload
+def reduce(
+    value: NumpyScalar,
+    dst: int = 0,
+    op: OpLike = "SUM",
+    group: GroupLike = None,
+    *,
+    async_op: Literal[True],
+) -> Handle[float | None]: ...
+
+
+@overload
+def reduce(
+    value: Container,
+    dst: int = 0,
+    op: OpLike = "SUM",
+    group: GroupLike = None,
+    *,
+    async_op: Literal[True],
+) -> Handle[Any]: ...
+
+
+@overload
+def reduce(
+    value: Reducible, dst: int = 0, op: OpLike = "SUM", group: GroupLike = None, *, async_op: bool
+) -> Any: ...
+
+
 @collective
 def reduce(
     value: Any, dst: int = 0, op: OpLike = "SUM", group: GroupLike = None, *, async_op: bool = False
@@ -194,6 +470,24 @@ def reduce(
         return total if model.topology.rank == dst else None
 
     return outcome(model, call, async_op)
+
+
+@overload
+def reduce_scatter(
+    tensor: Tensor, op: OpLike = "SUM", group: GroupLike = None, *, async_op: Literal[False] = False
+) -> Tensor: ...
+
+
+@overload
+def reduce_scatter(
+    tensor: Tensor, op: OpLike = "SUM", group: GroupLike = None, *, async_op: Literal[True]
+) -> Handle[Tensor]: ...
+
+
+@overload
+def reduce_scatter(
+    tensor: Tensor, op: OpLike = "SUM", group: GroupLike = None, *, async_op: bool
+) -> Tensor | Handle[Tensor]: ...
 
 
 @collective

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from unisono._memory import from_bytes, to_bytes
 from unisono.collectives import _carriers as carriers
 from unisono.collectives._call import collective
 from unisono.collectives._rounds import check, refuse, swap
+from unisono.collectives._typing import T, TensorT
 from unisono.collectives.groups import GroupLike, check_rank, outcome, team
 from unisono.errors import PayloadError
 from unisono.handle import Handle
@@ -30,6 +31,61 @@ from unisono.payload import (
 from unisono.topology import Group
 
 __all__ = ("all_to_all", "broadcast", "broadcast_", "home", "memory_for", "scatter")
+
+
+@overload
+def broadcast(
+    tensor: None = None,
+    src: int = 0,
+    group: GroupLike = None,
+    safe_mode: bool = False,
+    *,
+    async_op: Literal[False] = False,
+) -> Any: ...
+
+
+@overload
+def broadcast(
+    tensor: T,
+    src: int = 0,
+    group: GroupLike = None,
+    safe_mode: bool = False,
+    *,
+    async_op: Literal[False] = False,
+) -> T: ...
+
+
+@overload
+def broadcast(
+    tensor: None = None,
+    src: int = 0,
+    group: GroupLike = None,
+    safe_mode: bool = False,
+    *,
+    async_op: Literal[True],
+) -> Handle[Any]: ...
+
+
+@overload
+def broadcast(
+    tensor: T,
+    src: int = 0,
+    group: GroupLike = None,
+    safe_mode: bool = False,
+    *,
+    async_op: Literal[True],
+) -> Handle[T]: ...
+
+
+@overload
+def broadcast(
+    tensor: Any = None,
+    src: int = 0,
+    group: GroupLike = None,
+    safe_mode: bool = False,
+    *,
+    async_op: bool,
+) -> Any: ...
 
 
 @collective
@@ -100,6 +156,24 @@ def home(model: ComputationModel, head: TensorHeader) -> torch.device:
     return model.device if head.on_accelerator else torch.device("cpu")
 
 
+@overload
+def broadcast_(
+    tensor: TensorT, src: int = 0, group: GroupLike = None, *, async_op: Literal[False] = False
+) -> TensorT: ...
+
+
+@overload
+def broadcast_(
+    tensor: TensorT, src: int = 0, group: GroupLike = None, *, async_op: Literal[True]
+) -> Handle[TensorT]: ...
+
+
+@overload
+def broadcast_(
+    tensor: TensorT, src: int = 0, group: GroupLike = None, *, async_op: bool
+) -> TensorT | Handle[TensorT]: ...
+
+
 @collective
 def broadcast_(
     tensor: Tensor, src: int = 0, group: GroupLike = None, *, async_op: bool = False
@@ -149,6 +223,92 @@ def broadcast_(
         return tensor
 
     return outcome(model, call, async_op)
+
+
+@overload
+def scatter(
+    values: None = None, src: int = 0, group: GroupLike = None, *, async_op: Literal[False] = False
+) -> Any: ...
+
+
+@overload
+def scatter(
+    values: Tensor, src: int = 0, group: GroupLike = None, *, async_op: Literal[False] = False
+) -> Tensor: ...
+
+
+@overload
+def scatter(
+    values: Tensor | None, src: int = 0, group: None = None, *, async_op: Literal[False] = False
+) -> Tensor: ...
+
+
+@overload
+def scatter(
+    values: list[T] | tuple[T, ...] | None,
+    src: int = 0,
+    group: None = None,
+    *,
+    async_op: Literal[False] = False,
+) -> T: ...
+
+
+@overload
+def scatter(
+    values: list[T] | tuple[T, ...] | None,
+    src: int = 0,
+    group: GroupLike = None,
+    *,
+    async_op: Literal[False] = False,
+) -> T | list[T] | tuple[T, ...] | None: ...
+
+
+@overload
+def scatter(
+    values: None = None, src: int = 0, group: GroupLike = None, *, async_op: Literal[True]
+) -> Handle[Any]: ...
+
+
+@overload
+def scatter(
+    values: Tensor, src: int = 0, group: GroupLike = None, *, async_op: Literal[True]
+) -> Handle[Tensor]: ...
+
+
+@overload
+def scatter(
+    values: Tensor | None, src: int = 0, group: None = None, *, async_op: Literal[True]
+) -> Handle[Tensor]: ...
+
+
+@overload
+def scatter(
+    values: list[T] | tuple[T, ...] | None,
+    src: int = 0,
+    group: None = None,
+    *,
+    async_op: Literal[True],
+) -> Handle[T]: ...
+
+
+@overload
+def scatter(
+    values: list[T] | tuple[T, ...] | None,
+    src: int = 0,
+    group: GroupLike = None,
+    *,
+    async_op: Literal[True],
+) -> Handle[T | list[T] | tuple[T, ...] | None]: ...
+
+
+@overload
+def scatter(
+    values: Sequence[Any] | Tensor | None = None,
+    src: int = 0,
+    group: GroupLike = None,
+    *,
+    async_op: bool,
+) -> Any: ...
 
 
 @collective
@@ -225,6 +385,60 @@ def _scatter_frame(model: ComputationModel, values: Any, group: Group | None) ->
     if len(heads) == 1 and None not in heads:
         return heads.pop() or b""
     return encode(list(values))
+
+
+@overload
+def all_to_all(
+    value: Tensor, group: GroupLike = None, *, async_op: Literal[False] = False
+) -> Tensor: ...
+
+
+@overload
+def all_to_all(
+    value: list[T], group: GroupLike = None, *, async_op: Literal[False] = False
+) -> list[T]: ...
+
+
+@overload
+def all_to_all(
+    value: tuple[T, ...], group: None = None, *, async_op: Literal[False] = False
+) -> list[T]: ...
+
+
+@overload
+def all_to_all(
+    value: tuple[T, ...], group: GroupLike = None, *, async_op: Literal[False] = False
+) -> list[T] | tuple[T, ...]: ...
+
+
+@overload
+def all_to_all(
+    value: Tensor, group: GroupLike = None, *, async_op: Literal[True]
+) -> Handle[Tensor]: ...
+
+
+@overload
+def all_to_all(
+    value: list[T], group: GroupLike = None, *, async_op: Literal[True]
+) -> Handle[list[T]]: ...
+
+
+@overload
+def all_to_all(
+    value: tuple[T, ...], group: None = None, *, async_op: Literal[True]
+) -> Handle[list[T]]: ...
+
+
+@overload
+def all_to_all(
+    value: tuple[T, ...], group: GroupLike = None, *, async_op: Literal[True]
+) -> Handle[list[T] | tuple[T, ...]]: ...
+
+
+@overload
+def all_to_all(
+    value: Tensor | Sequence[Any], group: GroupLike = None, *, async_op: bool
+) -> Any: ...
 
 
 @collective

@@ -63,7 +63,7 @@ Group = Any
 _OPS = {"band": "AND", "bor": "OR", "bxor": "XOR"}
 
 
-def _op(name: str) -> str:
+def _op(name: str) -> Any:
     if not isinstance(name, str):
         raise ArgumentError(f"op={name!r} should be a name, such as 'sum'")
     return _OPS.get(name.lower(), name)

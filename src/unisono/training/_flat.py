@@ -12,6 +12,7 @@ from unisono.collectives.reductions import all_reduce_
 from unisono.collectives.transfers import broadcast_
 from unisono.handle import Handle
 from unisono.model import ComputationModel
+from unisono.reduction import ReduceOp
 from unisono.topology import Group
 
 __all__ = (
@@ -116,7 +117,7 @@ def _split(
 def reduce_all(
     model: ComputationModel,
     works: Sequence[Work],
-    op: str,
+    op: ReduceOp,
     size: int,
     bucket_bytes: int | None,
     group: Group | None,
@@ -128,14 +129,14 @@ def reduce_all(
     Args:
         model: the active model.
         works: the same shapes, dtypes and memory formats on every rank.
-        op: a reduction, in any case.
+        op: any reduction.
         size: number of ranks.
         bucket_bytes: largest flat buffer; None for ours.
         group: the ranks that take part.
     """
     limit = _BUCKET_BYTES if bucket_bytes is None else bucket_bytes
-    is_mean = op.upper() in ("MEAN", "AVERAGE")
-    step = "SUM" if is_mean else op
+    is_mean = op is ReduceOp.AVERAGE
+    step = ReduceOp.SUM if is_mean else op
     before, after = mean_factors(size) if is_mean else (1.0, 1.0)
     alone, together = _split(model, works, limit)
     under_way: list[Handle[Tensor]] = []

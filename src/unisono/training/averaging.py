@@ -17,7 +17,7 @@ from unisono.collectives.transfers import broadcast
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
 from unisono.model import ComputationModel
 from unisono.payload import decode, encode_or_reason, failure, is_dense, raise_failures
-from unisono.reduction import ReduceOp, parse_op
+from unisono.reduction import OpLike, ReduceOp, parse_op
 from unisono.topology import Group
 from unisono.training import _flat
 from unisono.training._lists import Described, agree, is_sharded, listed
@@ -32,7 +32,7 @@ def all_reduce_params(
     params: Params,
     coalesce: bool = True,
     bucket_size_mb: float = -1,
-    op: str = "mean",
+    op: OpLike = "mean",
     group: GroupLike = None,
 ) -> None:
     """Reduce parameters, buffers or any tensors of all ranks, in place.
@@ -73,7 +73,7 @@ def all_reduce_grads(
     params: Params,
     coalesce: bool = True,
     bucket_size_mb: float = -1,
-    op: str = "mean",
+    op: OpLike = "mean",
     group: GroupLike = None,
 ) -> None:
     """Reduce the gradients of parameters over all ranks, in place.
@@ -155,7 +155,7 @@ def _reduce(
             if whole:
                 _average_integers(model, whole, group)
             works = [work for work in works if work[0].is_floating_point() or work[0].is_complex()]
-        _flat.reduce_all(model, works, op.name, model.size(group), limit, group)
+        _flat.reduce_all(model, works, op, model.size(group), limit, group)
 
 
 def _average_integers(

@@ -86,6 +86,7 @@ def gather_results(part: Sequence[Any] | Tensor, size: int, dst: int | None = No
     size = check_count("size", size, 0)
     model = current_model()
     mine = part if isinstance(part, Tensor) else list(part)
+    parts: Any
     if dst is None:
         parts = all_gather(mine, uneven=True)
     else:

@@ -14,7 +14,7 @@ from unisono.collectives._rounds import swap
 from unisono.collectives.reductions import all_reduce
 from unisono.errors import PayloadError
 from unisono.payload import is_dense
-from unisono.reduction import ReduceOp, parse_op
+from unisono.reduction import OpLike, ReduceOp, parse_op
 from unisono.training._lists import is_sharded
 
 __all__ = (
@@ -87,7 +87,7 @@ def reduce_mean(value: Any, nprocs: int | None = None) -> Any:
     return unflatten(mean, [leaf * size / nprocs for leaf in leaves])
 
 
-def reduce_dict(values: dict[str, Any], op: str = "mean") -> dict[str, Any]:
+def reduce_dict(values: dict[str, Any], op: OpLike = "mean") -> dict[str, Any]:
     """Reduce a dict of numbers and tensors in one go, such as the losses of a step.
 
     Collective over all ranks.
@@ -124,17 +124,17 @@ def _reduced(value: Any, op: ReduceOp) -> Any:
     try:
         leaves, paths = flatten(value)
     except Exception:  # the value's own, which all_reduce tells every rank of
-        return all_reduce(value, op.name)
+        return all_reduce(value, op)
     leaves = _whole(leaves, paths)
     if op in (ReduceOp.SUM, ReduceOp.AVERAGE):
         try:
             sent = [_widened(leaf, op) for leaf in leaves]
         except Exception:  # as above
-            return all_reduce(value, op.name)
-        totals, _ = flatten(all_reduce(unflatten(value, sent), op.name))
+            return all_reduce(value, op)
+        totals, _ = flatten(all_reduce(unflatten(value, sent), op))
         leaves = [_narrowed(total, leaf, op) for total, leaf in zip(totals, leaves, strict=True)]
         return unflatten(value, leaves)
-    return all_reduce(unflatten(value, leaves), op.name)
+    return all_reduce(unflatten(value, leaves), op)
 
 
 def _whole(leaves: list[Any], paths: list[str]) -> list[Any]:

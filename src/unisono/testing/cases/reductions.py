@@ -37,7 +37,7 @@ _STEPS: dict[str, Callable[[Any, Any], Any]] = {
 _BOOL = {"SUM": or_, "PRODUCT": and_, "MIN": and_, "MAX": or_, "AND": and_, "OR": or_, "XOR": xor}
 
 
-def _ops(dtype: torch.dtype) -> tuple[str, ...]:
+def _ops(dtype: torch.dtype) -> tuple[Any, ...]:
     if dtype in COMPLEX:
         return ("SUM", "PRODUCT", "AVERAGE")
     if dtype in FLOATS:
@@ -117,7 +117,8 @@ def large_integers_are_summed_exactly() -> None:
 def nan_wins_min_and_max() -> None:
     rank, size = worlds()
     value = torch.tensor([float("nan") if rank == size - 1 else 1.0, float(rank)])
-    for op, last in (("MIN", 0.0), ("MAX", float(size - 1))):
+    ends: tuple[tuple[Any, float], ...] = (("MIN", 0.0), ("MAX", float(size - 1)))
+    for op, last in ends:
         got = idist.all_reduce(value, op)
         assert got[0].isnan(), (op, got)
         same(got[1].item(), last)
@@ -131,7 +132,11 @@ def the_input_is_never_changed() -> None:
     for dtype in (torch.float32, torch.int16, torch.bool):
         value = tensor_of(rank, (300,), dtype)
         kept = value.clone()
-        results = [idist.all_reduce(value), idist.broadcast(value), idist.all_gather(value)]
+        results: list[Any] = [
+            idist.all_reduce(value),
+            idist.broadcast(value),
+            idist.all_gather(value),
+        ]
         results += [idist.reduce(value), idist.gather(value)]
         for result in results:
             if result is not None:
@@ -263,7 +268,7 @@ def in_place_forms_change_their_argument() -> None:
 def asynchronous_forms_give_what_blocking_ones_give() -> None:
     rank, size = worlds()
     tensor = torch.full((3,), float(rank))
-    handles = [
+    handles: list[Any] = [
         idist.all_reduce(tensor, async_op=True),
         idist.all_reduce(tensor, "mean", async_op=True),
         idist.all_reduce(rank, async_op=True),

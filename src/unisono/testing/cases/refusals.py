@@ -58,6 +58,7 @@ def unknown_operations_are_refused_and_known_ones_taken_in_any_case() -> None:
         raises(ArgumentError, partial(idist.all_reduce, torch.ones(1), bad), ["SUM AVERAGE"])
         raises(ArgumentError, partial(idist.all_reduce_, torch.ones(1), bad), ["SUM"])
         raises(ArgumentError, partial(idist.reduce, 1, 0, bad), ["SUM"])
+    good: Any
     for good in ("SUM", "sum", "Sum"):
         same(idist.all_reduce(1, good), size)
     for good in ("AVERAGE", "average", "MEAN", "mean", "Mean"):

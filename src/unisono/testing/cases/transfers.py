@@ -59,7 +59,8 @@ def scatter_gives_each_rank_its_own_value() -> None:
         rows = torch.stack([tensor_of(r, (90,), torch.float64) for r in range(size)])
         same(idist.scatter(rows if rank == src else None, src=src), rows[rank])
         shapes = [torch.ones(50 * r, 2) for r in range(size)]
-        same(idist.scatter(shapes if rank == src else "ignored", src=src), shapes[rank])
+        values: Any = shapes if rank == src else "ignored"
+        same(idist.scatter(values, src=src), shapes[rank])
 
 
 @law()

@@ -146,7 +146,7 @@ def large_objects_of_one_rank_arrive() -> None:
 @law()
 def what_arrives_is_a_copy() -> None:
     _, size = worlds()
-    value = {"list": [1], "t": torch.zeros(3)}
+    value: dict[str, Any] = {"list": [1], "t": torch.zeros(3)}
     for got in (idist.broadcast(value), idist.all_gather(value)[0], idist.all_gather(value)[-1]):
         got["list"].append(2)
         got["t"].add_(1)

@@ -1,0 +1,288 @@
+"""What type checkers are told of the public API, and whether it is so.
+
+mypy and pyright read each ``assert_type``, pytest runs it: what a checker is told must be what
+comes. Where a call is wrong, both checkers must say so, or the comment that ignores it is an error.
+"""
+
+# pyright: strict, reportUnnecessaryTypeIgnoreComment=true, reportPrivateUsage=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import collections
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union, get_args, get_origin
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import unisono as idist
+from unisono import reduction
+from unisono.errors import ArgumentError, PayloadError
+from unisono.reduction import OpLike
+
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, assert_type
+
+    class Report(TypedDict):
+        loss: float
+
+else:
+    Report: TypeAlias = dict
+
+    def assert_type(value: object, kind: object) -> None:
+        assert fits(value, kind), f"{value!r} is told to be {kind}"
+
+
+# To a type checker a float may be an int.
+_NUMBERS: dict[object, tuple[type, ...]] = {
+    bool: (bool,),
+    int: (int,),
+    float: (float, int),
+    complex: (complex, float, int),
+}
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Tell whether a value is of a type, the elements of containers and handles included."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return True
+    if kind is None or kind in _NUMBERS:
+        return value is None if kind is None else type(value) in _NUMBERS[kind]
+    if origin in (Union, types.UnionType):
+        return any(fits(value, each) for each in inner)
+    if not isinstance(value, origin or kind):
+        return False
+    if origin is idist.Handle:
+        return fits(value.wait(), inner[0])
+    if origin is tuple and Ellipsis not in inner:
+        return len(value) == len(inner) and all(map(fits, value, inner))
+    if origin in (list, tuple):
+        return all(fits(item, inner[0]) for item in value)
+    if origin is not None and issubclass(origin, Mapping):
+        return all(fits(key, inner[0]) and fits(value[key], inner[1]) for key in value)
+    return True
+
+
+def test_what_is_told_is_compared_with_what_comes() -> None:
+    assert fits([1], list[int])
+    assert fits(None, int | None)
+    assert fits({"a": 1.5}, dict[str, float])
+    assert not fits([True], list[int])
+    assert not fits(None, int)
+    assert not fits((1, "x"), tuple[int, int])
+
+
+@dataclass
+class Loss:
+    value: float
+    seen: int
+
+
+class Scores(NamedTuple):
+    best: float
+    counts: Tensor
+
+
+def sums() -> None:
+    number, weight = idist.get_rank(), nn.Parameter(torch.ones(2))
+    assert_type(idist.all_reduce(3), int)
+    assert_type(idist.all_reduce(number, "max"), int)
+    assert_type(idist.all_reduce(True), bool)
+    assert_type(idist.all_reduce(0.5, "MIN"), float)
+    assert_type(idist.all_reduce(1j), complex)
+    assert_type(idist.all_reduce(number, idist.ReduceOp.SUM), int)
+    assert_type(idist.all_reduce(number, dist.ReduceOp.SUM), float)
+    assert_type(idist.all_reduce(torch.ones(2)), Tensor)
+    assert_type(idist.all_reduce(weight, dist.ReduceOp.SUM), Tensor)
+    assert_type(idist.all_reduce(torch.ones(2), group=[0]), Tensor)
+    assert_type(idist.all_reduce(number, group=[0]), int)
+    assert_type(idist.reduce(number), int | None)
+    assert_type(idist.reduce(torch.ones(2), 0, "SUM", [0]), Tensor | None)
+    assert_type(idist.reduce_scatter(torch.ones(6)), Tensor)
+
+
+def means() -> None:
+    number = idist.get_rank()
+    op: OpLike = idist.ReduceOp.AVERAGE if number else "SUM"
+    assert_type(idist.all_reduce(number, "mean"), float)
+    assert_type(idist.all_reduce(number, op if number > 1 else "AVG"), float)
+    assert_type(idist.all_reduce(number, idist.ReduceOp.AVERAGE), float)
+    assert_type(idist.all_reduce(number, dist.ReduceOp.AVG), float)
+    assert_type(idist.all_reduce(0.5, "AVERAGE"), float)
+    assert_type(idist.all_reduce(1j, "mean"), complex)
+    assert_type(idist.all_reduce(torch.ones(2), "mean"), Tensor)
+    assert_type(idist.all_reduce([torch.ones(2)], "mean"), list[Tensor])
+    assert_type(idist.all_reduce({"loss": 0.5}, "mean"), dict[str, float])
+    assert_type(idist.reduce(number, 0, "mean"), float | None)
+
+
+def containers() -> None:
+    counts: collections.OrderedDict[str, int] = collections.OrderedDict(seen=3)
+    pair = (idist.get_rank(), torch.ones(2))
+    report: Report = {"loss": 0.5}
+    assert_type(idist.all_reduce({"seen": 3}), dict[str, int])
+    assert_type(idist.all_reduce(counts, "MAX"), collections.OrderedDict[str, int])
+    assert_type(idist.all_reduce([1, 2]), list[int])
+    assert_type(idist.all_reduce(pair), tuple[int, Tensor])
+    assert_type(idist.all_reduce(Loss(0.5, 3)), Loss)
+    assert_type(idist.all_reduce(Scores(0.5, torch.ones(2))), Scores)
+    assert_type(idist.all_reduce(report), Report)
+    assert_type(idist.reduce(Loss(0.5, 3)), Loss | None)
+    # The mean of an int is a float, which no checker can say of a container.
+    assert_type(idist.all_reduce({"seen": 3}, "mean"), Any)
+    assert_type(idist.all_reduce(Loss(0.5, 3), "mean"), Any)
+
+
+def unions() -> None:
+    loss: float | Tensor = torch.ones(2) if idist.get_world_size() else 0.5
+    assert_type(idist.all_reduce(loss), float | Tensor)
+    assert_type(idist.all_reduce(loss, "mean"), float | Tensor)
+
+
+def gathers() -> None:
+    name, mine = f"rank {idist.get_rank()}", torch.ones(2)
+    size = idist.get_world_size()
+    assert_type(idist.all_gather("s"), list[str])
+    assert_type(idist.all_gather(name), list[str])
+    assert_type(idist.all_gather(3), list[int])
+    assert_type(idist.all_gather(None), list[None])
+    assert_type(idist.all_gather({"a": 1}), list[dict[str, int]])
+    assert_type(idist.all_gather(mine), Tensor)
+    assert_type(idist.all_gather(torch.tensor(1)), Tensor)
+    assert_type(idist.all_gather(mine, uneven=True), list[Tensor])
+    assert_type(idist.all_gather(mine, [0]), Tensor)
+    assert_type(idist.all_gather(mine, [0], uneven=True), Tensor | list[Tensor])
+    assert_type(idist.all_gather(name, [0]), list[str] | str)
+    assert_type(idist.all_gather_tensors_with_shapes(mine, [[2]] * size), list[Tensor])
+    assert_type(idist.gather(name), list[str] | None)
+    assert_type(idist.gather(name, 0, [0]), list[str] | str | None)
+    assert_type(idist.gather(mine), Tensor | None)
+
+
+def transfers() -> None:
+    rank, size = idist.get_rank(), idist.get_world_size()
+    words = [f"to {other}" for other in range(size)]
+    assert_type(idist.broadcast(2**60), int)
+    assert_type(idist.broadcast(torch.ones(2)), Tensor)
+    assert_type(idist.broadcast({"seed": 1}, src=0), dict[str, int])
+    anything: Any = "x" if rank == 0 else None
+    assert_type(idist.broadcast(anything), Any)
+    if rank == 0:
+        assert_type(idist.broadcast("x"), str)
+    else:
+        assert_type(idist.broadcast(), Any)
+    assert_type(idist.run_on_rank(lambda: "read once"), str)
+    assert_type(idist.scatter(words), str)
+    assert_type(idist.scatter(words if rank == 0 else None), str)
+    assert_type(idist.scatter(tuple(words)), str)
+    assert_type(idist.scatter(torch.ones(size, 2)), Tensor)
+    assert_type(idist.scatter(torch.ones(size, 2) if rank == 0 else None), Tensor)
+    assert_type(idist.scatter(["x"], group=[0]), str | list[str] | tuple[str, ...] | None)
+    assert_type(idist.all_to_all(words), list[str])
+    assert_type(idist.all_to_all(tuple(words)), list[str])
+    assert_type(idist.all_to_all(tuple(words), list(range(size))), list[str] | tuple[str, ...])
+    assert_type(idist.all_to_all(torch.ones(size)), Tensor)
+
+
+def messages() -> None:
+    rank, size = idist.get_rank(), idist.get_world_size()
+    if size > 1 and rank == 0:
+        idist.send("x", 1)
+    elif size > 1:
+        assert_type(idist.recv(0), Any)
+    idist.barrier()
+
+
+def in_place() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    assert_type(idist.all_reduce_(weight), nn.Parameter)
+    assert_type(idist.all_reduce_(torch.ones(2), "mean"), Tensor)
+    assert_type(idist.broadcast_(weight), nn.Parameter)
+    assert_type(idist.all_reduce_(weight, async_op=True), idist.Handle[nn.Parameter])
+    assert_type(idist.broadcast_(weight, async_op=True), idist.Handle[nn.Parameter])
+
+
+def handles() -> None:
+    mine, size = torch.ones(2), idist.get_world_size()
+    assert_type(idist.all_reduce(3, async_op=True), idist.Handle[int])
+    assert_type(idist.all_reduce(3, "mean", async_op=True), idist.Handle[float])
+    assert_type(idist.all_reduce({"seen": 3}, async_op=True), idist.Handle[dict[str, int]])
+    assert_type(idist.all_reduce(mine, async_op=True).wait(), Tensor)
+    assert_type(idist.reduce(3, async_op=True), idist.Handle[int | None])
+    assert_type(idist.reduce_scatter(torch.ones(6), async_op=True), idist.Handle[Tensor])
+    assert_type(idist.all_gather("s", async_op=True), idist.Handle[list[str]])
+    assert_type(idist.all_gather("s", [0], async_op=True), idist.Handle[list[str] | str])
+    assert_type(idist.all_gather(mine, async_op=True), idist.Handle[Tensor])
+    assert_type(idist.all_gather(mine, uneven=True, async_op=True).wait(), list[Tensor])
+    assert_type(idist.gather("s", async_op=True), idist.Handle[list[str] | None])
+    assert_type(
+        idist.all_gather_tensors_with_shapes(mine, [[2]] * size, async_op=True).wait(), list[Tensor]
+    )
+    assert_type(idist.broadcast("s", async_op=True), idist.Handle[str])
+    assert_type(idist.scatter(["s"] * size, async_op=True), idist.Handle[str])
+    assert_type(idist.all_to_all(["s"] * size, async_op=True), idist.Handle[list[str]])
+    assert_type(idist.barrier(async_op=True), idist.Handle[None])
+
+
+def either_way() -> None:
+    is_async = bool(idist.get_world_size() > 1)
+    handle = idist.all_reduce_(torch.ones(2), async_op=is_async)
+    assert_type(handle, Tensor | idist.Handle[Tensor])
+    assert_type(idist.barrier(async_op=is_async), idist.Handle[None] | None)
+    assert_type(idist.all_reduce(3, async_op=is_async), Any)
+    assert_type(idist.all_gather("s", async_op=is_async), Any)
+
+
+CHECKS = (
+    *(sums, means, containers, unions, gathers, transfers, messages, in_place),
+    *(handles, either_way),
+)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_what_comes_is_what_checkers_are_told(check: Callable[[], None], size: int) -> None:
+    def replica(local_rank: int) -> None:
+        check()
+
+    idist.spawn("threads", replica, nproc_per_node=size)
+
+
+def test_numbers_of_numpy_are_taken() -> None:
+    for number in (np.float64(0.5), np.int64(3), np.float32(0.5)):
+        assert type(idist.all_reduce(number)) in (int, float)
+
+
+def test_what_is_wrong_is_an_error_for_checkers_too() -> None:
+    with pytest.raises(ArgumentError, match="unknown reduction"):
+        idist.all_reduce(3, op="summ")  # type: ignore[call-overload]
+    with pytest.raises(ArgumentError, match="unknown reduction"):
+        idist.all_reduce_(torch.ones(1), "summ")  # type: ignore[call-overload]
+    with pytest.raises(ArgumentError, match="unknown reduction"):
+        idist.reduce(torch.ones(1), op=None)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="grup"):
+        idist.all_reduce(3, grup=[0])  # type: ignore[call-overload]
+    with pytest.raises(PayloadError, match="a str can't be reduced"):
+        idist.all_reduce("text")  # type: ignore[call-overload]
+    with pytest.raises(PayloadError, match="takes a tensor"):
+        idist.broadcast_(3)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("names", [reduction._FoldName, reduction._MeanName])
+def test_every_name_that_checkers_know_is_an_operation(names: Any) -> None:
+    is_mean = names is reduction._MeanName
+    assert {reduction.parse_op(name) is idist.ReduceOp.AVERAGE for name in get_args(names)} == {
+        is_mean
+    }
+
+
+def test_checkers_know_every_name_in_upper_and_in_lower_case() -> None:
+    known = {*get_args(reduction._FoldName), *get_args(reduction._MeanName)}
+    assert known == {case for name in reduction._BY_NAME for case in (name.upper(), name.lower())}
