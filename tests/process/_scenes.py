@@ -395,6 +395,10 @@ class Odd:
         }
         if self.call in wanted and got == [wanted[self.call](rank) for rank in range(size)]:
             return None
+        if self.call == "reduce_dict" and self.kind == "dtensor":
+            parts = [torch.tensor(flat) for _, (_, _, flat) in befores]
+            total = content({"a": torch.cat(parts) * size})  # a DTensor counts as its whole
+            return None if got == [total] * size else f"not the sum of the wholes: {got!r}"
         return f"neither refused on every rank nor carried whole: {got!r}"
 
     def _fault_of_plain(self, got: list[Any], afters: list[Any], befores: list[Any]) -> str | None:

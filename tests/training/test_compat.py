@@ -13,7 +13,7 @@ from worlds import REAL, run, run_all
 
 import unisono as idist
 from unisono.compat import ignite, mmengine
-from unisono.errors import ArgumentError, NotInitializedError
+from unisono.errors import ArgumentError, CollectiveMismatchError, NotInitializedError
 
 # mmengine 0.10.7: `mmengine.dist.__all__`.
 MMENGINE = (
@@ -76,12 +76,13 @@ def program(local_rank: int) -> list[Any]:
 @pytest.mark.parametrize(("backend", "size"), [("threads", 3), ("gloo", 2)])
 def test_mmengine_on(backend: str, size: int) -> None:
     run(backend, size, tensors)
+    run(backend, size, means_of_integers)
     run(backend, size, objects)
 
 
 @pytest.mark.parametrize(("backend", "size"), REAL)
 def test_mmengine_on_real_libraries(backend: str, size: int) -> None:
-    run_all(backend, size, (tensors,), (objects,))
+    run_all(backend, size, (tensors,), (means_of_integers,), (objects,))
 
 
 def tensors(local_rank: int) -> None:
@@ -96,10 +97,6 @@ def tensors(local_rank: int) -> None:
     wide = torch.tensor([float(rank)])
     dist.all_reduce(wide, op="mean")
     assert wide.item() == (size - 1) / 2
-    cut = torch.tensor([rank, -rank, 2**62 + rank, 7], dtype=torch.int64)
-    dist.all_reduce(cut, op="mean")  # cut towards 0, as there, but never rounded on the way
-    half = (size - 1) // 2
-    assert cut.tolist() == [half, -half, 2**62 + half, 7]
     assert [part.tolist() for part in dist.all_gather(torch.tensor([rank]))] == [
         [i] for i in range(size)
     ]
@@ -119,6 +116,32 @@ def tensors(local_rank: int) -> None:
     dist.cast_data_device([data], torch.device("cpu"), out=out)
     assert out[0].tolist() == [1, 1]
     assert dist.get_data_device([data, data]) == dist.get_comm_device() == torch.device("cpu")
+
+
+def means_of_integers(local_rank: int) -> None:
+    """Cut towards 0, as there, but never rounded on the way; each memory is reduced once."""
+    dist = mmengine
+    rank, size = dist.get_dist_info()
+    half = (size - 1) // 2
+    large = 2**64 - size
+    for reduce in (dist.all_reduce, lambda data, op: dist.all_reduce_params([data], op=op)):
+        cut = torch.tensor([rank, -rank, 2**62 + rank, 7], dtype=torch.int64)
+        reduce(cut, op="mean")
+        assert cut.tolist() == [half, -half, 2**62 + half, 7]
+        unsigned = torch.tensor([large + rank, rank], dtype=torch.uint64)
+        reduce(unsigned, op="mean")
+        assert unsigned.tolist() == [large + half, half]
+    named = {"a": torch.tensor([large + rank], dtype=torch.uint64), "b": torch.tensor([-rank])}
+    dist.all_reduce_dict(named, "mean")
+    assert [value.item() for value in named.values()] == [large + half, -half]
+    twice = torch.tensor([rank, 2 * rank])
+    dist.all_reduce_params([twice, twice], op="mean")
+    assert twice.tolist() == [half, size - 1]
+    mine = torch.tensor([rank, 2 * rank])
+    part = mine[:1] if rank == 0 else mine[:1].clone()
+    with pytest.raises(CollectiveMismatchError, match="the memory of tensor 0"):
+        dist.all_reduce_params([mine, part], op="mean")
+    assert mine.tolist() == [rank, 2 * rank]
 
 
 def objects(local_rank: int) -> None:

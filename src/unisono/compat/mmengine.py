@@ -84,8 +84,8 @@ def all_reduce(data: Tensor, op: str = "sum", group: Group = None) -> None:
     name = _op(op)
     if not (_is_mean(name) and _is_int(data)):
         reductions.all_reduce_(data, name, group)
-    elif get_rank(group) >= 0:
-        data.copy_(_mean_of_ints(data, group))
+    else:
+        averaging.reduce_params([data], True, -1, name, group, cuts_means=True)
 
 
 def _is_mean(op: str) -> bool:
@@ -96,17 +96,6 @@ def _is_int(data: object) -> bool:
     if not isinstance(data, Tensor) or data.dtype == torch.bool:
         return False
     return not data.is_floating_point() and not data.is_complex()
-
-
-def _mean_of_ints(data: Tensor, group: Group) -> Tensor:
-    """Give the exact mean, cut towards 0, as int64: no sum of large values is made."""
-    count, wide = get_world_size(group), data.to(torch.int64)
-    whole = torch.div(wide, count, rounding_mode="floor")
-    whole, rest = reductions.all_reduce(torch.stack([whole, wide - whole * count]), "SUM", group)
-    mean = whole + torch.div(rest, count, rounding_mode="floor")
-    is_cut_up = (mean < 0) & (rest % count != 0)
-    cut: Tensor = mean + is_cut_up.to(torch.int64)
-    return cut
 
 
 def all_gather(data: Tensor, group: Group = None) -> list[Tensor]:
@@ -161,8 +150,12 @@ def all_reduce_dict(data: dict[str, Tensor], op: str = "sum", group: Group = Non
     else:
         values = {key: value for key, value in values.items() if key not in ints}
     data.update(reductions.all_reduce(values, name, group) if values else {})
-    for key, value in ints.items():
-        data[key] = data[key].to(widest) if floats else _mean_of_ints(value, group).to(value.dtype)
+    if ints and floats:
+        data.update({key: data[key].to(widest) for key in ints})
+    elif ints:
+        means = {key: value.clone() for key, value in ints.items()}
+        averaging.reduce_params(means, True, -1, name, group, cuts_means=True)
+        data.update(means)
 
 
 def all_gather_object(data: Any, group: Group = None) -> list[Any]:
@@ -228,12 +221,7 @@ def all_reduce_params(
 ) -> None:
     """Reduce parameters in place: the facade's, with a sum by default. Collective over `group`."""
     limit, name = bucket_size_mb if bucket_size_mb > 0 else -1, _op(op)
-    given = list(params)
-    ints = [param for param in given if _is_mean(name) and _is_int(param)]
-    for param in ints:
-        all_reduce(param.data, op, group)
-    rest = [param for param in given if not any(param is each for each in ints)]
-    averaging.all_reduce_params(rest, coalesce, limit, name, group)
+    averaging.reduce_params(params, coalesce, limit, name, group, cuts_means=True)
 
 
 def init_dist(

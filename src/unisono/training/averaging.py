@@ -22,7 +22,13 @@ from unisono.topology import Group
 from unisono.training import _flat
 from unisono.training._lists import Described, agree, is_sharded, listed
 
-__all__ = ("all_reduce_grads", "all_reduce_params", "broadcast_optimizer_state", "broadcast_params")
+__all__ = (
+    "all_reduce_grads",
+    "all_reduce_params",
+    "broadcast_optimizer_state",
+    "broadcast_params",
+    "reduce_params",
+)
 
 _SIGN = -(2**63)
 Params = nn.Module | Tensor | Iterable[Tensor] | MutableMapping[str, Any]
@@ -58,6 +64,21 @@ def all_reduce_params(
         >>> import torch, unisono as idist
         >>> idist.all_reduce_params(torch.nn.Linear(2, 2), op="mean")
     """
+    reduce_params(params, coalesce, bucket_size_mb, op, group)
+
+
+def reduce_params(
+    params: Params,
+    coalesce: bool,
+    bucket_size_mb: float,
+    op: str,
+    group: GroupLike,
+    cuts_means: bool = False,
+) -> None:
+    """Do as `all_reduce_params`; cut means of integers towards 0 instead of refusing them.
+
+    Collective over `group`.
+    """
     limit = _limit(coalesce, bucket_size_mb)
     operation = parse_op(op)
     model, found, is_member = team(group)
@@ -66,7 +87,7 @@ def all_reduce_params(
     mine = listed(params)
     call = f"all_reduce_params {operation.name} in {_buckets(limit)}"
     said = agree(model, call, mine, found)
-    _reduce(model, _works(mine.likes, said), operation, limit, found)
+    _reduce(model, _works(mine.likes, said), operation, limit, found, cuts_means)
 
 
 def all_reduce_grads(
@@ -148,20 +169,23 @@ def _reduce(
     op: ReduceOp,
     limit: int | None,
     group: Group | None,
+    cuts_means: bool = False,
 ) -> None:
     with torch.no_grad():
         if op is ReduceOp.AVERAGE:
             whole = [t for t, _ in works if not (t.is_floating_point() or t.is_complex())]
             if whole:
-                _average_integers(model, whole, group)
+                _average_integers(model, whole, group, cuts_means)
             works = [work for work in works if work[0].is_floating_point() or work[0].is_complex()]
         _flat.reduce_all(model, works, op, model.size(group), limit, group)
 
 
 def _average_integers(
-    model: ComputationModel, tensors: Sequence[Tensor], group: Group | None
+    model: ComputationModel, tensors: Sequence[Tensor], group: Group | None, is_cut: bool
 ) -> None:
-    """Give integers their mean, or refuse it. Collective over `group`.
+    """Give integers their mean; cut it towards 0, or refuse one that isn't whole.
+
+    Collective over `group`.
 
     Quotients and remainders travel apart, for the sum itself may not fit into 64 bits. What wraps
     in the sum of quotients comes back when that of the remainders is added.
@@ -171,17 +195,21 @@ def _average_integers(
     quotients = [torch.div(item, size, rounding_mode="floor") for item in signed]
     remainders = [item - part * size for item, part in zip(signed, quotients, strict=True)]
     totals = all_reduce([*quotients, *remainders], "SUM", group)
-    rests = totals[len(tensors) :]
-    for i, rest in enumerate(rests):
-        if bool((rest % size).any()):
+    rows = zip(tensors, totals, totals[len(tensors) :], strict=False)
+    means = []
+    for i, (tensor, total, rest) in enumerate(rows):
+        mean, is_whole = total + torch.div(rest, size, rounding_mode="floor"), rest % size == 0
+        if not is_cut and not bool(is_whole.all()):
             raise PayloadError(
-                f"the mean over {size} ranks of integer tensor {i} ({tensors[i].dtype}"
-                f"{list(tensors[i].shape)}) is no integer: leave it out, or reduce it with MAX or "
-                "SUM"
+                f"the mean over {size} ranks of integer tensor {i} ({tensor.dtype}"
+                f"{list(tensor.shape)}) is no integer: leave it out, or reduce it with MAX or SUM"
             )
-    for tensor, total, rest in zip(tensors, totals, rests, strict=False):
-        mean = total + torch.div(rest, size, rounding_mode="floor")
-        tensor.detach().copy_(_unsigned(mean) if tensor.dtype is torch.uint64 else mean)
+        if tensor.dtype is torch.uint64:
+            means.append(_unsigned(mean))
+        else:
+            means.append(mean + ((mean < 0) & ~is_whole))
+    for tensor, mean in zip(tensors, means, strict=True):
+        tensor.detach().copy_(mean)
 
 
 def _signed(tensor: Tensor) -> Tensor:
