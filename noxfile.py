@@ -143,7 +143,7 @@ def xla(session: nox.Session) -> None:
     with needing(session, "torch_xla 2.9.0"):
         groups = nox.project.dependency_groups(PYPROJECT, "test")
         session.install(*XLA_CONSTRAINTS, "-e", ".[demo]", "torch_xla", *groups)
-    real(session, "xla", "xla-cpu", "-n", "1", "-n", "2", env={"PJRT_DEVICE": "CPU"})
+    real(session, "xla", "xla-cpu", *ALL_SIZES, env={"PJRT_DEVICE": "CPU"})
 
 
 @nox.session

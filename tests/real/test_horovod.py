@@ -33,7 +33,6 @@ from unisono.errors import (
     WorkerFailedError,
 )
 from unisono.reduction import ReduceOp
-from unisono.testing import LAWS, check, law_names
 from unisono.topology import EVERYBODY, LaunchPlan, RankInfo
 
 SOURCES = Path(__file__).parents[2] / "src"
@@ -527,15 +526,6 @@ def test_a_broken_installation_says_so(how: str, tmp_path: Path) -> None:
     assert said.returncode == 0, said.stderr
     assert len(re.findall(f"refused: .*{sign}", said.stdout)) == 2, said.stdout
     assert "gloo: 1" in said.stdout
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_every_law_holds(size: int) -> None:
-    outcomes = check("horovod", size)
-    assert {outcome.law for outcome in outcomes} == set(law_names())
-    assert [outcome for outcome in outcomes if outcome.status == "failed"] == []
-    unsupported = {outcome.law for outcome in outcomes if outcome.status == "unsupported"}
-    assert unsupported == {name for name, law in LAWS.items() if "send_recv" in law.needs}
 
 
 def test_what_it_lacks_is_undeclared() -> None:
