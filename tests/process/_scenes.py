@@ -208,12 +208,16 @@ def _in_section() -> None:
         pass
 
 
+def _large() -> Tensor:
+    return torch.empty(200_000)  # not filled: that takes OpenMP's threads, which a fork hasn't
+
+
 CHILD_CALLS: dict[str, Callable[[Any], Any]] = {
     "all_reduce": lambda _: unisono.all_reduce(1),
     "all_reduce of a tensor": lambda _: unisono.all_reduce(torch.ones(3)),
-    "all_reduce of a large tensor": lambda _: unisono.all_reduce(torch.ones(200_000)),
+    "all_reduce of a large tensor": lambda _: unisono.all_reduce(_large()),
     "all_reduce_": lambda _: unisono.all_reduce_(torch.ones(3)),
-    "all_reduce_ of a large tensor": lambda _: unisono.all_reduce_(torch.ones(200_000)),
+    "all_reduce_ of a large tensor": lambda _: unisono.all_reduce_(_large()),
     "all_gather": lambda _: unisono.all_gather("child"),
     "broadcast": lambda _: unisono.broadcast("child"),
     "barrier": lambda _: unisono.barrier(),
@@ -226,7 +230,7 @@ CHILD_CALLS: dict[str, Callable[[Any], Any]] = {
     "section": lambda _: _in_section(),
     "all_reduce, async": lambda _: unisono.all_reduce(1, async_op=True).wait(),
     "all_reduce of a large tensor, async": lambda _: unisono.all_reduce(
-        torch.ones(200_000), async_op=True
+        _large(), async_op=True
     ).wait(),
     "all_reduce_, async": lambda _: unisono.all_reduce_(torch.ones(3), async_op=True).wait(),
     "broadcast, async": lambda _: unisono.broadcast("child", async_op=True).wait(),
