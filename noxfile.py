@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +15,9 @@ from pathlib import Path
 import nox
 from nox.command import CommandFailed
 
-nox.options.sessions = ["lint", "types", "tests", "faults", "package", "mpi", "horovod", "xla"]
+nox.options.sessions = [
+    *("lint", "types", "first_hour", "tests", "faults", "package", "mpi", "horovod", "xla")
+]
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
 
@@ -31,6 +36,11 @@ def install(session: nox.Session, *groups: str) -> None:
 
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
+OLDEST_PYTHON = PYPROJECT["project"]["requires-python"].removeprefix(">=")
+
+
+def not_tested(session: nox.Session, text: str) -> None:
+    print(f"\n{'!' * 78}\n{session.name}: NOT TESTED: {text}\n{'!' * 78}\n", file=sys.stderr)
 
 
 @contextmanager
@@ -39,8 +49,8 @@ def needing(session: nox.Session, what: str) -> Iterator[None]:
     try:
         yield
     except CommandFailed:
-        text = f"NOT TESTED: {what} can't be installed here; the reason is above"
-        print(f"\n{'!' * 78}\n{session.name}: {text}\n{'!' * 78}\n", file=sys.stderr)
+        text = f"{what} can't be installed here; the reason is above"
+        not_tested(session, text)
         if os.environ.get("CI") or "--required" in session.posargs:
             session.error(f"{text}. CI or --required says that it may not be skipped.")
         session.skip(text)
@@ -80,6 +90,51 @@ def types(session: nox.Session) -> None:
         session.run("mypy", path)
     session.run("pyright", "--ignoreexternal", "--verifytypes", "unisono")
     session.run("pyright", "--pythonversion", "3.10", "tests/unit/test_types.py")
+
+
+@nox.session(venv_backend="none")
+def first_hour(session: nox.Session) -> None:
+    """README's first command, then its program, in a fresh environment of the oldest Python.
+
+    ``nox -s first_hour -- 3.12 3.13`` takes others. One that isn't on this machine is skipped.
+    """
+    readme = Path("README.md").read_text()
+    command, program = (first_block(readme, language) for language in ("bash", "python"))
+    for version in session.posargs or [OLDEST_PYTHON]:
+        python = find_python(version)
+        if python is None:
+            not_tested(session, f"there is no Python {version} on this machine")
+            continue
+        with tempfile.TemporaryDirectory(prefix="unisono-first-hour-") as folder:
+            place = Path(folder, "environment")
+            session.run(python, "-m", "venv", str(place), external=True)
+            path = os.pathsep.join((str(place / "bin"), os.environ.get("PATH", "")))
+            # What it compiles isn't worth the minute: this environment doesn't live that long.
+            env = {"PATH": path, "PYTHONPATH": "", "PIP_NO_COMPILE": "1", "PIP_QUIET": "1"}
+            session.run("bash", "-euc", command, env=env, external=True)
+            script = Path(folder, "train.py")
+            script.write_text(program)
+            session.run(str(place / "bin" / "python"), str(script), env=env, external=True)
+
+
+def first_block(page: str, language: str) -> str:
+    found = re.search(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert found is not None, f"README.md has no block of {language}"
+    return found[1]
+
+
+def find_python(version: str) -> str | None:
+    """Find an interpreter of a version, on the path or of pyenv; a shim of pyenv may be no more."""
+    folders = [Path(folder) for folder in os.environ.get("PATH", "").split(os.pathsep) if folder]
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    folders += sorted(pyenv.glob(f"versions/{version}.*/bin"))
+    ask = ("-c", "import sys; print('%d.%d' % sys.version_info[:2])")
+    for path in (folder / f"python{version}" for folder in folders):
+        if path.is_file():
+            said = subprocess.run([path, *ask], capture_output=True, text=True)
+            if said.stdout.strip() == version:
+                return str(path)
+    return None
 
 
 @nox.session
