@@ -9,9 +9,10 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
+from typing_extensions import TypeVarTuple, Unpack
 
 from unisono import _context
 from unisono._arguments import check_count, check_names, check_port, check_variables, seconds
@@ -23,8 +24,12 @@ from unisono.control.deadlines import Limit
 from unisono.errors import ArgumentError, CollectiveTimeoutError, ContextError, WorkerFailedError
 from unisono.launchers._surroundings import streams_filled
 from unisono.model import ComputationModel
+from unisono.options import InitializeOptions, SpawnOptions
 from unisono.registry import find_launcher, find_model
 from unisono.topology import LaunchPlan, RankInfo
+
+if TYPE_CHECKING:
+    from unisono.launchers._job import Job
 
 __all__ = (
     "best_backend",
@@ -36,6 +41,9 @@ __all__ = (
     "sync",
     "warn_in_a_rank",
 )
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _PLAN_OPTIONS = frozenset(
     {"nnodes", "node_rank", "master_addr", "master_port", "init_method", "start_method"}
@@ -71,7 +79,7 @@ def best_backend() -> str:
     return "gloo"
 
 
-def initialize(backend: str | None = None, **options: Any) -> None:
+def initialize(backend: str | None = None, **options: Unpack[InitializeOptions]) -> None:
     """Make a context and let it be this process's.
 
     Collective over all ranks of the job.
@@ -105,7 +113,7 @@ def initialize(backend: str | None = None, **options: Any) -> None:
     name = best_backend() if backend is None else backend
     cls = find_model(name)
     check_names(f"initialize({name!r})", options, {*cls.options, "rank", "world_size"})
-    given = dict(options)
+    given: dict[str, Any] = {**options}
     info = _who_am_i(given)
     if given.get("timeout") is not None:
         given["timeout"] = seconds("timeout", given["timeout"])
@@ -190,6 +198,110 @@ def sync(temporary: bool = False) -> None:
         _context.forget()
     if _context.current_model().must_introduce:
         introduce(_context.communicator(), "sync")
+
+
+@overload
+def spawn(
+    backend: str | None,
+    fn: Callable[[int], T],
+    args: tuple[()] = (),
+    kwargs_dict: None = None,
+    nproc_per_node: int = 1,
+    *,
+    join: Literal[True] = True,
+    **options: Unpack[SpawnOptions],
+) -> list[T]: ...
+
+
+@overload
+def spawn(
+    backend: str | None,
+    fn: Callable[[int, Unpack[Ts]], T],
+    args: tuple[Unpack[Ts]],
+    kwargs_dict: None = None,
+    nproc_per_node: int = 1,
+    *,
+    join: Literal[True] = True,
+    **options: Unpack[SpawnOptions],
+) -> list[T]: ...
+
+
+@overload
+def spawn(
+    backend: str | None,
+    fn: Callable[[int, Unpack[tuple[object, ...]]], T],
+    args: Sequence[Any],
+    kwargs_dict: None = None,
+    nproc_per_node: int = 1,
+    *,
+    join: Literal[True] = True,
+    **options: Unpack[SpawnOptions],
+) -> list[T]: ...
+
+
+@overload
+def spawn(
+    backend: str | None,
+    fn: Callable[..., T],
+    args: list[Any],
+    kwargs_dict: None = None,
+    nproc_per_node: int = 1,
+    *,
+    join: Literal[True] = True,
+    **options: Unpack[SpawnOptions],
+) -> list[T]: ...
+
+
+@overload
+def spawn(
+    backend: str | None,
+    fn: Callable[..., T],
+    args: Sequence[Any],
+    kwargs_dict: Mapping[str, Any] | None,
+    nproc_per_node: int = 1,
+    *,
+    join: Literal[True] = True,
+    **options: Unpack[SpawnOptions],
+) -> list[T]: ...
+
+
+@overload
+def spawn(
+    backend: str | None,
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    *,
+    kwargs_dict: Mapping[str, Any] | None,
+    nproc_per_node: int = 1,
+    join: Literal[True] = True,
+    **options: Unpack[SpawnOptions],
+) -> list[T]: ...
+
+
+@overload
+def spawn(
+    backend: str | None,
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs_dict: Mapping[str, Any] | None = None,
+    nproc_per_node: int = 1,
+    *,
+    join: Literal[False],
+    **options: Unpack[SpawnOptions],
+) -> Job[T]: ...
+
+
+@overload
+def spawn(
+    backend: str | None,
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs_dict: Mapping[str, Any] | None = None,
+    nproc_per_node: int = 1,
+    *,
+    join: bool,
+    **options: Unpack[SpawnOptions],
+) -> list[T] | Job[T]: ...
 
 
 def spawn(

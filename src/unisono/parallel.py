@@ -5,19 +5,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
+
+from typing_extensions import ParamSpec, Unpack
 
 from unisono import _context, facts
 from unisono._arguments import check_names
 from unisono.errors import ArgumentError, NotInitializedError
 from unisono.lifecycle import check_job, finalize, initialize, spawn
 from unisono.model import ComputationModel
+from unisono.options import ParallelOptions
 from unisono.registry import find_launcher, find_model
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ("Parallel",)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +73,7 @@ class Parallel:
         master_port: int | None = None,
         init_method: str | None = None,
         launcher: str | None = None,
-        **spawn_kwargs: Any,
+        **spawn_kwargs: Unpack[ParallelOptions],
     ) -> None:
         if launcher is not None:
             find_launcher(launcher)
@@ -84,7 +90,7 @@ class Parallel:
             raise ArgumentError(f"{', '.join(given)} need nproc_per_node as well")
         self._backend = backend
         self._nproc_per_node = nproc_per_node
-        self._options = {**given, **spawn_kwargs}
+        self._options: dict[str, Any] = {**given, **spawn_kwargs}
         if init_method is not None:
             self._options["init_method"] = init_method
         self._check(cls)
@@ -114,7 +120,9 @@ class Parallel:
     def _needs_context(self) -> bool:
         return self._backend is not None or _context.read_environment() is not None
 
-    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def run(
+        self, fn: Callable[Concatenate[int, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]:
         """Run ``fn(local_rank, *args, **kwargs)`` in every replica.
 
         Collective over all ranks where a launcher has made the replicas, else local.

@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, TypeVar
+
+from typing_extensions import ParamSpec, Unpack
 
 from unisono._arguments import seconds
 from unisono._crew import Answer, Crew, Ending
@@ -28,11 +30,16 @@ from unisono.launchers._job import raised
 from unisono.launchers._surroundings import streams_filled
 from unisono.launchers._worker import Failure
 from unisono.lifecycle import check_job, warn_in_a_rank
+from unisono.options import PoolOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ("WorkerPool",)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 class WorkerPool:
@@ -75,19 +82,20 @@ class WorkerPool:
         *,
         deadline_s: float | None = None,
         prefix_output: bool = True,
-        **options: Any,
+        **options: Unpack[PoolOptions],
     ) -> None:
-        if "join" in options:
+        given: dict[str, Any] = {**options}
+        if "join" in given:
             raise ArgumentError("a pool takes no join: its calls wait, its replicas stay")
-        _check_host(options)
-        check_job("WorkerPool", backend, nproc_per_node, options)
-        warn_in_a_rank("WorkerPool", nproc_per_node, options)
+        _check_host(given)
+        check_job("WorkerPool", backend, nproc_per_node, given)
+        warn_in_a_rank("WorkerPool", nproc_per_node, given)
         self._size = nproc_per_node
         self._deadline_s: float | None = None
         if deadline_s is not None:
             self._deadline_s = seconds("deadline_s", deadline_s).total_seconds()
         self._backend = backend
-        self._spawning = (backend, prefix_output, options)
+        self._spawning = (backend, prefix_output, given)
         self._owner = os.getpid()
         self._crew: Crew | None = None
         self._is_closed = False
@@ -103,7 +111,9 @@ class WorkerPool:
         crew = self._crew
         return crew is not None and not (self._owner == os.getpid() and crew.has_ended())
 
-    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def run(
+        self, fn: Callable[Concatenate[int, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]:
         """Run ``fn(local_rank, *args, **kwargs)`` in every replica.
 
         Local; in the replicas collectives work as under ``spawn``.
@@ -138,7 +148,7 @@ class WorkerPool:
             answers = self._collect(give, _name(fn), is_together=True)
             return [pickle.loads(answers[rank][0][1]) for rank in range(self._size)]
 
-    def map(self, fn: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+    def map(self, fn: Callable[[U], T], items: Iterable[U]) -> list[T]:
         """Run ``fn(item)`` for every item, each in whichever replica is free.
 
         Local. `fn` must not call collectives, since the replicas are at different items.

@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import psutil
@@ -277,7 +276,7 @@ def test_a_call_of_a_pool_that_is_interrupted_leaves_it_usable() -> None:
     chance = random.Random(SEED)
     with idist.WorkerPool("gloo", nproc_per_node=2) as pool:
         calls: list[Callable[[int], Any]] = [
-            partial(pool.run, _square),
+            lambda value: pool.run(_square, value),
             lambda value: pool.map(_half, [value] * 4),
         ]
         for make in calls:

@@ -156,10 +156,11 @@ def test_a_bad_timeout_of_a_group_is_refused(backend: str) -> None:
     require_backend(backend)
 
     def fn(rank: int) -> None:
+        wrong: Any
         for wrong in (0, -1, "2"):
             with pytest.raises(ArgumentError, match="timeout"):
                 unisono.new_group([0], timeout=wrong)
         with pytest.raises(ArgumentError, match="tiemout"):
-            unisono.new_group([0], tiemout=3)
+            unisono.new_group([0], tiemout=3)  # type: ignore[call-arg]
 
     unisono.spawn(backend, fn, nproc_per_node=1)

@@ -48,7 +48,7 @@ LEAVING = [leave_a_thread, leave_an_executor, leave_an_exit_handler]
 @pytest.mark.parametrize("leave", LEAVING)
 @pytest.mark.parametrize("method", METHODS)
 def test_what_a_function_left_behind_is_done_before_its_result_counts(
-    leave: Callable[[str, Path], None], method: str, tmp_path: Path
+    leave: Callable[[str, Path], None], method: Any, tmp_path: Path
 ) -> None:
     released, file = str(tmp_path / "released"), tmp_path / "file"
     os.mkfifo(released)
@@ -207,7 +207,7 @@ def draw(_: int) -> tuple[float, ...]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_ranks_and_spawns_draw_different_numbers(method: str) -> None:
+def test_ranks_and_spawns_draw_different_numbers(method: Any) -> None:
     torch.manual_seed(1)
     drawn = [unisono.spawn("gloo", draw, nproc_per_node=2, start_method=method) for _ in range(2)]
     for numbers in zip(*(numbers for job in drawn for numbers in job), strict=True):

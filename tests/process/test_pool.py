@@ -100,7 +100,7 @@ def test_a_call_that_raises_while_others_compute_leaves_them(pool: WorkerPool) -
         pool.run(fail)
     assert pool.run(ident) == before
     with pytest.raises(WorkerFailedError, match="raised TypeError"):
-        pool.map(compute, [1.0, "no number", 1.0])
+        pool.map(compute, [1.0, "no number", 1.0])  # type: ignore[arg-type]
     assert pool.run(ident) == before
     assert pool.run(facts, 1)[1] == (1, 3, 3)
 
@@ -477,7 +477,7 @@ def test_bad_input_is_refused_before_anything_starts() -> None:
     with pytest.raises(ArgumentError, match="deadline_s"):
         WorkerPool("gloo", deadline_s=-1)
     with pytest.raises(ArgumentError, match="join"):
-        WorkerPool("gloo", join=False)
+        WorkerPool("gloo", join=False)  # type: ignore[call-arg]
     for elsewhere in ({"nnodes": 2}, {"hosts": "one:1,two:1"}, {"launcher": "slurm"}):
         with pytest.raises(ArgumentError, match=rf"{next(iter(elsewhere))}=.*on this host.*spawn"):
             WorkerPool("gloo", **elsewhere)
@@ -488,7 +488,7 @@ def test_bad_input_is_refused_before_anything_starts() -> None:
     with pytest.raises(UnknownBackendError, match="gloo"):
         WorkerPool("glo")
     with pytest.raises(ArgumentError, match="timeot"):
-        WorkerPool("gloo", timeot=3)
+        WorkerPool("gloo", timeot=3)  # type: ignore[call-arg]
 
 
 FORKED = """

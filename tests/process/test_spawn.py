@@ -149,7 +149,7 @@ def test_the_environment_reaches_the_replicas_and_stays_as_it_was(
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
 def test_every_start_method_has_the_directory_and_the_arguments_of_the_parent(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["program", "--flag"])
@@ -247,7 +247,7 @@ def _helper(local_rank: int) -> int:
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_a_job_goes_on_when_a_variable_makes_another_helper(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Pipe(tmp_path) as pipe, WorkerPool("gloo", 2, start_method=method) as pool:
         (old, *_), threads = pool.run(_helper), os.environ.get("OMP_NUM_THREADS", "1")
@@ -401,4 +401,4 @@ def test_lines_that_several_ranks_print_begin_with_the_rank(
     unisono.spawn("gloo", speak)
     assert lines() == ["one", "three", "two"]
     with pytest.raises(unisono.errors.ArgumentError, match="prefix_output='no'"):
-        unisono.spawn("gloo", speak, prefix_output="no")
+        unisono.spawn("gloo", speak, prefix_output="no")  # type: ignore[call-overload]

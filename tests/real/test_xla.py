@@ -265,7 +265,7 @@ def test_strings_and_numbers_of_any_length_compile_nothing() -> None:
     assert idist.spawn("xla-cpu", texts, nproc_per_node=2) == [[[], 0, 0], [[], 0, 1]]
 
 
-def steps(_local_rank: int) -> list[object]:
+def steps(_local_rank: int) -> list[Any]:
     """Train without ever marking a step; give the compilations of the later steps."""
     device = idist.device()
     weight = torch.zeros(8, device=device, requires_grad=True)

@@ -205,6 +205,10 @@ def test_alone_nothing_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_launchers_are_inferred_and_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert idist.infer_launcher() == "none"
+    idist.init_dist("none", "gloo", rank=0, world_size=1, timeout=None)
+    idist.finalize()
+    with pytest.raises(ArgumentError, match="are given together"):
+        idist.init_dist("none", "gloo", rank=0)
     with pytest.raises(EnvironmentDetectionError, match="openmpi or mpich"):
         idist.init_dist("mpi", "gloo")
     with pytest.raises(ArgumentError, match="Known: mpi, none, pytorch, slurm"):

@@ -23,7 +23,9 @@ ROOT = Path(unisono.__file__).parent
 # From the ground up. What stands on one floor doesn't import its neighbours.
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "topology", "_tree", "_listening", "_monitor", "_last_calls"}),
-    frozenset({"_memory", "_arguments", "_table", "_training_hooks", "handle", "reduction"}),
+    frozenset(
+        {"_memory", "_arguments", "_table", "_training_hooks", "handle", "options", "reduction"}
+    ),
     frozenset({"control"}),
     frozenset({"_keeping"}),
     frozenset({"model", "_frames", "_objects"}),

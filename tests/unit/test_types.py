@@ -9,10 +9,14 @@ comes. Where a call is wrong, both checkers must say so, or the comment that ign
 
 from __future__ import annotations
 
+import ast
 import collections
+import functools
+import inspect
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union, get_args, get_origin
 
 import numpy as np
@@ -22,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import unisono as idist
-from unisono import reduction
-from unisono.errors import ArgumentError, PayloadError
+from unisono import lifecycle, models, options, reduction
+from unisono.errors import ArgumentError, PayloadError, PeerFailedError, WorkerFailedError
 from unisono.reduction import OpLike
 
 if TYPE_CHECKING:
@@ -240,9 +244,91 @@ def either_way() -> None:
     assert_type(idist.all_gather("s", async_op=is_async), Any)
 
 
+def trained(local_rank: int, rate: float, name: str = "") -> str:
+    return f"{name}{local_rank * rate}"
+
+
+def tried(local_rank: int, *, rate: float) -> float:
+    return rate
+
+
+def anything(*args: Any) -> int:
+    return len(args)
+
+
+class Trainer:
+    def fit(self, local_rank: int, steps: int) -> bytes:
+        return bytes(steps)
+
+
+def half(number: float) -> float:
+    return number / 2
+
+
+def spawned() -> None:
+    rate, numbers = {"rate": 0.5}, tuple(map(float, range(3)))
+    dots: Callable[..., int] = anything
+    assert_type(idist.spawn("threads", anything), list[int])
+    assert_type(idist.spawn("threads", trained, (3,), nproc_per_node=2), list[str])
+    assert_type(idist.spawn("threads", trained, args=(0.5, "x"), timeout=20), list[str])
+    assert_type(idist.spawn("threads", trained, [0.5]), list[str])
+    assert_type(idist.spawn("threads", trained, (), rate), list[str])
+    assert_type(idist.spawn("threads", tried, kwargs_dict=rate), list[float])
+    assert_type(idist.spawn("threads", Trainer().fit, (3,)), list[bytes])
+    assert_type(idist.spawn("threads", lambda local_rank: local_rank), list[int])
+    assert_type(idist.spawn("threads", lambda local_rank, x: x, ("x",)), list[str])
+    assert_type(idist.spawn("threads", anything, numbers), list[int])
+    assert_type(idist.spawn("threads", dots, (1, "x")), list[int])
+    assert_type(idist.spawn("threads", functools.partial(trained, rate=1)), list[str])
+
+
+def pooled() -> None:
+    with idist.WorkerPool("threads", 2, deadline_s=60, timeout=20) as pool:
+        assert_type(pool.run(trained, 3), list[str])
+        assert_type(pool.run(trained, rate=0.5, name="x"), list[str])
+        assert_type(pool.run(tried, rate=0.5), list[float])
+        assert_type(pool.run(Trainer().fit, 3), list[bytes])
+        assert_type(pool.run(anything, 1, "x"), list[int])
+        assert_type(pool.map(half, [1, 2]), list[float])
+        assert_type(pool.map(abs, [-1, 2]), list[int])
+    with idist.Parallel("threads", nproc_per_node=2, timeout=20) as parallel:
+        assert_type(parallel.run(trained, 0.5, name="x"), list[str])
+
+
+def test_calls_that_make_replicas() -> None:
+    spawned()
+    pooled()
+
+
+def test_a_job_that_is_not_waited_for() -> None:
+    job = idist.spawn("gloo", trained, (0.5,), join=False)
+    assert_type(job.join(), list[str])
+
+
+def sections() -> None:
+    @idist.one_rank_only(with_barrier=True)
+    def load(name: str, size: int = 1) -> bytes:
+        return name.encode() * size
+
+    @idist.master_only
+    def save(name: str, *, size: int) -> int:
+        return size
+
+    assert_type(load("x", size=2), bytes | None)
+    assert_type(save("x", size=2), int | None)
+    assert_type(idist.run_on_rank(lambda: 3), int)
+    with pytest.raises(PeerFailedError, match="TypeError"):
+        load(3, sise=2)  # type: ignore[call-arg, arg-type]
+
+
+def groups() -> None:
+    assert_type(idist.new_group([0], timeout=20), idist.Group)
+    assert_type(idist.local_group(), idist.Group)
+
+
 CHECKS = (
     *(sums, means, containers, unions, gathers, transfers, messages, in_place),
-    *(handles, either_way),
+    *(handles, either_way, sections, groups),
 )
 
 
@@ -273,6 +359,50 @@ def test_what_is_wrong_is_an_error_for_checkers_too() -> None:
         idist.all_reduce("text")  # type: ignore[call-overload]
     with pytest.raises(PayloadError, match="takes a tensor"):
         idist.broadcast_(3)  # type: ignore[call-overload]
+
+
+def test_a_wrong_start_is_an_error_for_checkers_too() -> None:
+    with pytest.raises(ArgumentError, match="timout"):
+        idist.spawn("threads", trained, (0.5,), timout=3)  # type: ignore[call-overload]
+    with pytest.raises(ArgumentError, match="timout"):
+        idist.initialize("gloo", timout=3)  # type: ignore[call-arg]
+    with pytest.raises(ArgumentError, match="timout"):
+        idist.Parallel("threads", nproc_per_node=2, timout=3)  # type: ignore[call-arg]
+    with pytest.raises(ArgumentError, match="timout"):
+        idist.WorkerPool("threads", timout=3)  # type: ignore[call-arg]
+    with pytest.raises(ArgumentError, match="timout"):
+        idist.new_group([0], timout=3)  # type: ignore[call-arg]
+    with pytest.raises(ArgumentError, match="start_method"):
+        idist.spawn("gloo", trained, (1,), start_method="frok")  # type: ignore[call-overload]
+    with pytest.raises(WorkerFailedError, match="missing 1 required"):
+        idist.spawn("threads", trained)  # type: ignore[arg-type]
+    with pytest.raises(WorkerFailedError, match="takes from 2 to 3"):
+        idist.spawn("threads", trained, (1, "x", 2))  # type: ignore[arg-type]
+    with idist.WorkerPool("threads") as pool, pytest.raises(WorkerFailedError):
+        pool.run(trained, rite=0.5)  # type: ignore[call-arg]
+
+
+def _options_of_models() -> set[str]:
+    """Read what the built-in models take, whether or not their libraries are here."""
+    taken: set[str] = set()
+    for path in Path(models.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "options":
+                assert isinstance(node.value, ast.Call)
+                taken |= ast.literal_eval(node.value.args[0])
+    return taken
+
+
+def test_checkers_know_every_option_that_is_taken() -> None:
+    taken = _options_of_models()
+    assert "timeout" in taken
+    assert options.InitializeOptions.__optional_keys__ == taken | {"rank", "world_size"}
+    assert options.SpawnOptions.__optional_keys__ == taken | lifecycle._LAUNCH_OPTIONS - {"join"}
+    named = {*inspect.signature(idist.Parallel).parameters} - {"spawn_kwargs"}
+    beside = options.ParallelOptions.__optional_keys__
+    assert not named & beside
+    wanted = options.SpawnOptions.__optional_keys__ | options.InitializeOptions.__optional_keys__
+    assert wanted == beside | named - {"backend", "nproc_per_node"}
 
 
 @pytest.mark.parametrize("names", [reduction._FoldName, reduction._MeanName])

@@ -6,6 +6,8 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, overload
 
+from typing_extensions import Unpack
+
 from unisono._arguments import seconds
 from unisono._context import communicator, own_model
 from unisono.collectives._call import collective
@@ -13,6 +15,7 @@ from unisono.collectives._rounds import swap
 from unisono.errors import ArgumentError, GroupMembershipError
 from unisono.handle import Handle
 from unisono.model import ComputationModel
+from unisono.options import GroupOptions
 from unisono.payload import decode, encode
 from unisono.topology import Group
 
@@ -33,7 +36,7 @@ GroupLike = Any
 
 
 @collective
-def new_group(ranks: Sequence[int], **options: Any) -> Group:
+def new_group(ranks: Sequence[int], **options: Unpack[GroupOptions]) -> Group:
     """Make a group of ranks.
 
     Collective at creation, over all ranks of the context, members or not, in the same order.
@@ -61,7 +64,7 @@ def new_group(ranks: Sequence[int], **options: Any) -> Group:
         (0,)
     """
     model = communicator()
-    given = {key: value for key, value in options.items() if value is not None}
+    given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     if "timeout" in given:
         given["timeout"] = seconds("timeout", given["timeout"])
     return _make(model, _checked(model, ranks), **given)

@@ -17,7 +17,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import starmap
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import cloudpickle
 
@@ -29,6 +29,7 @@ from unisono.launchers._worker import Failure
 
 __all__ = ("Job", "Maker", "Worker", "raised")
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _PRIMARY_WAIT_S = 1.0  # how long an error that only reports a peer's waits for the peer's own
 _FLUSH_S = 0.3  # after END, before SIGTERM
@@ -144,7 +145,7 @@ class Worker:
             os.close(pidfd)
 
 
-class Job:
+class Job(Generic[T]):
     """Workers of one node that run one function; the handle that ``spawn(join=False)`` returns.
 
     Args:
@@ -166,7 +167,7 @@ class Job:
         self._begin = self._looked_at = self._roused_at = time.monotonic()
         self.maker: Maker | None = None
 
-    def join(self, timeout: float | None = None) -> list[Any]:
+    def join(self, timeout: float | None = None) -> list[T]:
         """Wait for all workers.
 
         Local. Within ``deadline`` the job has the time that is left there.

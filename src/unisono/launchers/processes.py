@@ -99,7 +99,7 @@ def launch(
         for local_rank in range(plan.nproc_per_node)
     ]
     workers: list[Worker] = []
-    job = Job(workers, plan.world_size, held, timeout_s)
+    job: Job[Any] = Job(workers, plan.world_size, held, timeout_s)
     try:
         private = private_store(held) if is_hosted and plan.nnodes == 1 else {}
         job.maker = _start(infos, method, workers, held)

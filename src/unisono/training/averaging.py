@@ -71,7 +71,7 @@ def reduce_params(
     params: Params,
     coalesce: bool,
     bucket_size_mb: float,
-    op: str,
+    op: OpLike | str,
     group: GroupLike,
     cuts_means: bool = False,
 ) -> None:

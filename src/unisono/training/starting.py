@@ -6,9 +6,12 @@ import importlib
 import os
 from typing import Any
 
+from typing_extensions import Unpack
+
 from unisono._context import current_model
 from unisono.errors import ArgumentError, EnvironmentDetectionError
 from unisono.lifecycle import initialize
+from unisono.options import InitializeOptions
 from unisono.topology import RankInfo
 
 __all__ = ("get_dist_info", "infer_launcher", "init_dist")
@@ -72,7 +75,9 @@ def _is_there(launcher: str) -> bool:
         return False
 
 
-def init_dist(launcher: str | None = None, backend: str | None = None, **kwargs: Any) -> None:
+def init_dist(
+    launcher: str | None = None, backend: str | None = None, **kwargs: Unpack[InitializeOptions]
+) -> None:
     """Make the context of a job that a launcher started.
 
     Collective over all ranks of the job.
@@ -96,14 +101,15 @@ def init_dist(launcher: str | None = None, backend: str | None = None, **kwargs:
         >>> idist.finalize()
     """
     name = infer_launcher() if launcher is None else launcher
-    if name == "none":
-        initialize(backend, rank=0, world_size=1, **kwargs)
-        return
-    if name not in _LAUNCHERS:
+    given: dict[str, Any] = {key: value for key, value in kwargs.items() if value is not None}
+    if name not in (*_LAUNCHERS, "none"):
         known = ", ".join(sorted((*_LAUNCHERS, "none")))
         raise ArgumentError(f"unknown launcher {launcher!r}. Known: {known}; or None to infer it")
-    if kwargs.get("rank") is not None and kwargs.get("world_size") is not None:
-        initialize(backend, **kwargs)
+    if "rank" in given or "world_size" in given:
+        initialize(backend, **given)
+        return
+    if name == "none":
+        initialize(backend, rank=0, world_size=1, **given)
         return
     info = _found(name)
     if info is None:
@@ -112,4 +118,4 @@ def init_dist(launcher: str | None = None, backend: str | None = None, **kwargs:
             f"there, they look like {infer_launcher()!r}: start the job with that launcher",
             source=name,
         )
-    initialize(backend, rank=info.rank, world_size=info.world_size, **kwargs)
+    initialize(backend, rank=info.rank, world_size=info.world_size, **given)

@@ -1,0 +1,86 @@
+"""The options of calls that take many, as type checkers know them.
+
+A plug-in's own options are in none of these: pass them as ``**{"name": value}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from typing_extensions import TypedDict
+
+__all__ = (
+    "GroupOptions",
+    "InitializeOptions",
+    "ModelOptions",
+    "ParallelOptions",
+    "PoolOptions",
+    "SpawnOptions",
+)
+
+
+class ModelOptions(TypedDict, total=False):
+    """What the built-in models take, each its own part of it."""
+
+    timeout: float | timedelta | None
+    store: dist.distributed_c10d.Store | None
+    device: torch.device | str | int | None
+    device_id: torch.device | int | None
+    pg_options: Any
+    group_name: str | None
+    hosts: str | None
+    use_gloo: bool | None
+    verbose: int | None
+
+
+class InitializeOptions(ModelOptions, total=False):
+    """What `initialize` takes."""
+
+    rank: int | str | None
+    world_size: int | str | None
+    init_method: str | None
+
+
+class _LaunchOptions(ModelOptions, total=False):
+    start_method: Literal["forkserver", "spawn", "fork"] | None
+    daemon: bool | None
+    launcher_options: Mapping[str, Any] | None
+
+
+class ParallelOptions(_LaunchOptions, total=False):
+    """What `Parallel` takes besides what its signature names."""
+
+    rank: int | str | None
+    world_size: int | str | None
+    prefix_output: bool | None
+
+
+class PoolOptions(_LaunchOptions, total=False):
+    """What `WorkerPool` takes besides what its signature names."""
+
+    nnodes: int | str | None
+    node_rank: int | str | None
+    master_addr: str | None
+    master_port: int | str | None
+    init_method: str | None
+    launcher: str | None
+
+
+class SpawnOptions(PoolOptions, total=False):
+    """What `spawn` takes besides what its signature names."""
+
+    prefix_output: bool | None
+
+
+class GroupOptions(TypedDict, total=False):
+    """What `new_group` takes, of which only native takes more than ``timeout``."""
+
+    timeout: float | timedelta | None
+    backend: str | None
+    pg_options: Any
+    group_desc: str | None
+    use_local_synchronization: bool
