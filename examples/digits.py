@@ -62,9 +62,8 @@ def train(local_rank: int, data: tuple[Tensor, Tensor], epochs: int, seed: int) 
     is_held_out = torch.arange(len(labels), device=device) % 5 == 0
     held_out_images, held_out_labels = images[is_held_out], labels[is_held_out]
     images, labels = images[~is_held_out], labels[~is_held_out]
-    model = make_model(generator).to(device)
-    parameters = list(model.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=0.2, momentum=0.9)
+    model = idist.auto_model(make_model(generator))  # its gradients are the mean of all workers'
+    optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9))
 
     for epoch in range(epochs):
         loss_sum, correct = 0.0, 0
@@ -73,11 +72,8 @@ def train(local_rank: int, data: tuple[Tensor, Tensor], epochs: int, seed: int) 
             logits = model(images[mine])
             loss = nn.functional.cross_entropy(logits, labels[mine], reduction="sum")
             optimizer.zero_grad()
-            # Divided by the whole batch's size and added up: right for parts of any size.
-            (loss / len(batch)).backward()
-            gradients = idist.all_reduce([parameter.grad for parameter in parameters])
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
+            # By the whole batch's size, and not by that of this part: right for parts of any size.
+            (loss * idist.get_world_size() / len(batch)).backward()
             optimizer.step()
             loss_sum += loss.item()
             correct += int((logits.argmax(1) == labels[mine]).sum())
@@ -86,9 +82,10 @@ def train(local_rank: int, data: tuple[Tensor, Tensor], epochs: int, seed: int) 
             loss_mean, share_right = (sums[name] / len(labels) for name in ("loss", "correct"))
             print(f"epoch {epoch + 1}: loss {loss_mean:.4f}, accuracy {share_right:.4f}")
 
+    model = idist.unwrap_model(model)
     with torch.no_grad():
         predictions = idist.all_gather(model(share(held_out_images)).argmax(1))
-    flat = nn.utils.parameters_to_vector(parameters).detach().cpu()
+    flat = nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
     return {
         "accuracy": float((predictions == held_out_labels).double().mean()),
         "world_size": idist.get_world_size(),
