@@ -150,6 +150,33 @@ def unions() -> None:
     assert_type(idist.all_reduce(loss, "mean"), float | Tensor)
 
 
+def reports() -> None:
+    losses: dict[str, float | Tensor] = {"a": 0.5, "b": torch.ones(2)}
+    assert_type(idist.reduce_sum(3), int)
+    assert_type(idist.reduce_sum(True), int)
+    assert_type(idist.reduce_sum(torch.ones(2)), Tensor)
+    assert_type(idist.reduce_sum({"seen": 3}), dict[str, int])
+    assert_type(idist.reduce_sum({"right": True}), Any)
+    assert_type(idist.reduce_mean(3), float)
+    assert_type(idist.reduce_mean(torch.tensor(3), 4), Tensor)
+    assert_type(idist.reduce_mean([0.5, 1.5]), list[float])
+    assert_type(idist.reduce_mean({"seen": 3}), Any)
+    assert_type(idist.reduce_dict({"loss": 0.5}), dict[str, float])
+    assert_type(idist.reduce_dict({"seen": 3}), dict[str, float])
+    assert_type(idist.reduce_dict({"seen": 3}, "SUM"), dict[str, int])
+    assert_type(idist.reduce_dict({"loss": torch.ones(2)}), dict[str, Tensor])
+    assert_type(idist.reduce_dict(losses), dict[str, float | Tensor])
+
+
+def results() -> None:
+    rank, size = idist.get_rank(), idist.get_world_size()
+    mine = [f"sample {i}" for i in idist.EvaluationSampler(range(5))]
+    assert_type(idist.gather_results(mine, 5), list[str])
+    assert_type(idist.gather_results(tuple(mine), 5, dst=0), list[str] | None)
+    assert_type(idist.gather_results(torch.arange(rank, 5, size), 5), Tensor)
+    assert_type(idist.gather_results(torch.arange(rank, 5, size), 5, dst=0), Tensor | None)
+
+
 def gathers() -> None:
     name, mine = f"rank {idist.get_rank()}", torch.ones(2)
     size = idist.get_world_size()
@@ -328,7 +355,7 @@ def groups() -> None:
 
 CHECKS = (
     *(sums, means, containers, unions, gathers, transfers, messages, in_place),
-    *(handles, either_way, sections, groups),
+    *(handles, either_way, sections, groups, reports, results),
 )
 
 
@@ -359,6 +386,8 @@ def test_what_is_wrong_is_an_error_for_checkers_too() -> None:
         idist.all_reduce("text")  # type: ignore[call-overload]
     with pytest.raises(PayloadError, match="takes a tensor"):
         idist.broadcast_(3)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="ned"):
+        idist.print("text", ned="")  # type: ignore[call-arg]
 
 
 def test_a_wrong_start_is_an_error_for_checkers_too() -> None:

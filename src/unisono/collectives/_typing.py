@@ -15,6 +15,8 @@ __all__ = (
     "NumpyScalar",
     "Plain",
     "Reducible",
+    "Summed",
+    "SummedContainerT",
     "T",
     "TensorT",
 )
@@ -40,9 +42,24 @@ Container: TypeAlias = Mapping[Any, Any] | list[Any] | tuple[Any, ...] | _Datacl
 Reducible: TypeAlias = Tensor | complex | NumpyScalar | Container
 Plain = TypeVar("Plain", Tensor, bool, int, float, complex)
 """What an operation that is no mean keeps; a subclass, such as Parameter, gives its base."""
+Summed = TypeVar("Summed", Tensor, int, float, complex)
+"""What a sum keeps where bools are counted."""
 Inexact = TypeVar("Inexact", Tensor, float, complex)
 """What every operation keeps; an int is a float here."""
 ContainerT = TypeVar("ContainerT", bound=Container)
+SummedContainerT = TypeVar(
+    "SummedContainerT",
+    bound=list[Tensor]
+    | list[float]
+    | list[int]
+    | tuple[Tensor, ...]
+    | dict[Any, Tensor]
+    | dict[Any, float]
+    | dict[Any, int]
+    | dict[Any, float | Tensor]
+    | dict[Any, int | Tensor],
+)
+"""A container that has no bools."""
 InexactContainerT = TypeVar(
     "InexactContainerT",
     bound=list[Tensor]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.utils.data import Sampler
 
 from unisono._arguments import check_count
 from unisono._context import current_model
+from unisono.collectives._typing import T
 from unisono.collectives.gathers import all_gather, gather
 from unisono.collectives.groups import check_rank
 from unisono.errors import ArgumentError, CollectiveMismatchError
@@ -53,6 +54,22 @@ class EvaluationSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing: for loops that call it on any sampler. Local."""
+
+
+@overload
+def gather_results(part: Tensor, size: int, dst: None = None) -> Tensor: ...
+
+
+@overload
+def gather_results(part: list[T] | tuple[T, ...], size: int, dst: None = None) -> list[T]: ...
+
+
+@overload
+def gather_results(part: Tensor, size: int, dst: int | None) -> Tensor | None: ...
+
+
+@overload
+def gather_results(part: list[T] | tuple[T, ...], size: int, dst: int | None) -> list[T] | None: ...
 
 
 def gather_results(part: Sequence[Any] | Tensor, size: int, dst: int | None = None) -> Any:

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar, overload
 
 import torch
+from torch import Tensor
 
 from unisono._arguments import check_count
 from unisono._context import communicator, current_model
 from unisono._tree import flatten, unflatten
 from unisono.collectives._rounds import swap
+from unisono.collectives._typing import (
+    Container,
+    Inexact,
+    InexactContainerT,
+    NumpyScalar,
+    Summed,
+    SummedContainerT,
+)
 from unisono.collectives.reductions import all_reduce
 from unisono.errors import PayloadError
 from unisono.payload import is_dense
-from unisono.reduction import OpLike, ReduceOp, parse_op
+from unisono.reduction import FoldLike, OpLike, ReduceOp, parse_op
 from unisono.training._lists import is_sharded
 
 __all__ = (
@@ -25,9 +35,26 @@ __all__ = (
     "reduce_sum",
 )
 
+Meant = TypeVar("Meant", Tensor, float, complex, float | Tensor)
 _GIB = 2**30
 _HALF_BITS = 32
 _HALF = 2**_HALF_BITS - 1
+
+
+@overload
+def reduce_sum(value: Summed) -> Summed: ...
+
+
+@overload
+def reduce_sum(value: SummedContainerT) -> SummedContainerT: ...
+
+
+@overload
+def reduce_sum(value: NumpyScalar) -> float: ...
+
+
+@overload
+def reduce_sum(value: Container) -> Any: ...
 
 
 def reduce_sum(value: Any) -> Any:
@@ -53,6 +80,22 @@ def reduce_sum(value: Any) -> Any:
         2
     """
     return _reduced(value, ReduceOp.SUM)
+
+
+@overload
+def reduce_mean(value: Inexact, nprocs: int | None = None) -> Inexact: ...
+
+
+@overload
+def reduce_mean(value: InexactContainerT, nprocs: int | None = None) -> InexactContainerT: ...
+
+
+@overload
+def reduce_mean(value: NumpyScalar, nprocs: int | None = None) -> float: ...
+
+
+@overload
+def reduce_mean(value: Container, nprocs: int | None = None) -> Any: ...
 
 
 def reduce_mean(value: Any, nprocs: int | None = None) -> Any:
@@ -87,7 +130,19 @@ def reduce_mean(value: Any, nprocs: int | None = None) -> Any:
     return unflatten(mean, [leaf * size / nprocs for leaf in leaves])
 
 
-def reduce_dict(values: dict[str, Any], op: OpLike = "mean") -> dict[str, Any]:
+@overload
+def reduce_dict(values: Mapping[str, Summed], op: FoldLike) -> dict[str, Summed]: ...
+
+
+@overload
+def reduce_dict(values: Mapping[str, Meant], op: OpLike = "mean") -> dict[str, Meant]: ...
+
+
+@overload
+def reduce_dict(values: Mapping[str, Any], op: OpLike = "mean") -> dict[str, Any]: ...
+
+
+def reduce_dict(values: Mapping[str, Any], op: OpLike = "mean") -> dict[str, Any]:
     """Reduce a dict of numbers and tensors in one go, such as the losses of a step.
 
     Collective over all ranks.

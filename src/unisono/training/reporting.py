@@ -10,6 +10,8 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sized
 from typing import Any, TextIO, TypeVar
 
+from typing_extensions import TypedDict, Unpack
+
 from unisono._context import current_model
 from unisono.launchers._output import tells_rank
 
@@ -20,7 +22,14 @@ _BAR = 30
 _EVERY_S = 0.1
 
 
-def print(*args: Any, all: bool = False, **kwargs: Any) -> None:
+class _PrintOptions(TypedDict, total=False):
+    sep: str | None
+    end: str | None
+    file: TextIO | None
+    flush: bool
+
+
+def print(*args: Any, all: bool = False, **kwargs: Unpack[_PrintOptions]) -> None:
     """Print once on each node, or on every rank, saying which.
 
     Local.
@@ -36,14 +45,15 @@ def print(*args: Any, all: bool = False, **kwargs: Any) -> None:
         >>> idist.print("loss", 0.5, sep=": ")
         loss: 0.5
     """
+    given: dict[str, Any] = {**kwargs}
     topology = current_model().topology
     local_rank = topology.rank if topology.local_rank is None else topology.local_rank
     if not all and local_rank != 0:
         return
-    file = kwargs.pop("file", None)
-    flush = kwargs.pop("flush", False)
+    file = given.pop("file", None)
+    flush = given.pop("flush", False)
     text = io.StringIO()
-    builtins.print(*args, file=text, **kwargs)
+    builtins.print(*args, file=text, **given)
     out: TextIO | None = sys.stdout if file is None else file
     if out is None:
         return
