@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -43,6 +44,38 @@ def by_torchmetrics(_local_rank: int) -> tuple[float, list[float]]:
         mean.update(score)
         whole.update(torch.tensor(score))
     return float(mean.compute()), whole.compute().reshape(-1).tolist()
+
+
+@pytest.mark.usefixtures("torchmetrics")
+@pytest.mark.parametrize(("backend", "size"), BACKENDS)
+def test_a_metric_that_sees_no_other_rank_is_warned_of(backend: str, size: int) -> None:
+    said = idist.spawn(backend, has_metrics, nproc_per_node=size)
+    is_lone = size > 1 and backend != "gloo"  # which torchmetrics knows
+    assert said == [["parts.lone"] if is_lone and rank == 0 else [] for rank in range(size)]
+
+
+def has_metrics(_local_rank: int) -> list[str]:
+    import torch
+    from torchmetrics import MeanMetric
+
+    from unisono.compat import torchmetrics as ours
+
+    net = torch.nn.Linear(2, 1)
+    net.parts = torch.nn.ModuleDict(
+        {
+            "lone": MeanMetric(),
+            "ours": MeanMetric(**ours.OPTIONS),
+            "meant": MeanMetric(sync_on_compute=False),
+        }
+    )
+    if idist.model_name() != "threads":  # they have the filters of the test run, which are the same
+        warnings.simplefilter("error", UserWarning)
+    try:
+        idist.auto_model(net, wrapper=lambda module: module)
+    except UserWarning as error:
+        assert "unisono.compat.torchmetrics.OPTIONS" in str(error)
+        return str(error).partition(":")[0].split(", ")
+    return []
 
 
 @pytest.mark.usefixtures("ignite")

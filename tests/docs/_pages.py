@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import importlib
 import importlib.util
 import os
 import re
@@ -48,12 +49,16 @@ class Block:
         return self.language in ("python", "pycon")
 
     @property
+    def needs(self) -> list[str]:
+        """The libraries that it imports besides what the tests need."""
+        return (self.mark("needs") or "").split()
+
+    @property
     def runs(self) -> bool:
         """Whether it is for this place: not all libraries are everywhere."""
         if not self.is_python or self.mark("file") or self.mark("not-run"):
             return False
-        needed = (self.mark("needs") or "").split()
-        return all(importlib.util.find_spec(name) is not None for name in needed)
+        return all(importlib.util.find_spec(name) is not None for name in self.needs)
 
     @property
     def makes_ranks(self) -> bool:
@@ -108,6 +113,9 @@ def links(page: Path) -> list[str]:
 def run(block: Block, names: dict[str, Any]) -> None:
     """Run a block as a reader does who types it; warnings are errors."""
     with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what libraries do when they are loaded
+        for name in block.needs:
+            importlib.import_module(name)
         warnings.simplefilter("error")
         if block.language == "pycon" or block.text.startswith(">>>"):
             _run_session(block, names)

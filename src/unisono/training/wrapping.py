@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +17,7 @@ from unisono._arguments import check_names
 from unisono._context import communicator, current_model
 from unisono._table import load, only_row, scan
 from unisono.collectives.groups import resolve
+from unisono.control.calls import level
 from unisono.errors import (
     ArgumentError,
     GroupMembershipError,
@@ -66,6 +69,10 @@ def auto_model(
         UnsupportedOperation: the model of this context lacks the wrapper or one of its options.
         CollectiveMismatchError: the modules differ between ranks; names where (on every rank).
 
+    Warns:
+        UserWarning: the module has metrics of torchmetrics that would see this rank's samples alone
+            (on rank 0).
+
     Example:
         >>> import torch, unisono as idist
         >>> idist.auto_model(torch.nn.Linear(2, 1))
@@ -82,6 +89,7 @@ def auto_model(
         model = convert_sync_batchnorm(model)
     if current.topology.world_size == 1:
         return model
+    _warn_of_lone_metrics(model, current)
     if custom is not None:
         made = custom(model, **kwargs)
         remember_wrapper(made, model)
@@ -98,6 +106,29 @@ def auto_model(
             current.name, 'wrapper "ddp" over a process_group', "train over all ranks"
         )
     return Replicated(model, **kwargs)
+
+
+def _warn_of_lone_metrics(model: nn.Module, current: ComputationModel) -> None:
+    """Name parts that are metrics of torchmetrics, if they see no other rank. Local."""
+    kind = getattr(sys.modules.get("torchmetrics"), "Metric", None)
+    if kind is None or current.topology.rank != 0:
+        return
+    lone = [name for name, part in model.named_modules() if _is_lone(part, kind)]
+    if lone:
+        warnings.warn(
+            f"{', '.join(lone[:5])}: torchmetrics sees no other rank on {current.name}, so that "
+            "each rank would compute these metrics of its own samples. Make them with "
+            "**unisono.compat.torchmetrics.OPTIONS",
+            UserWarning,
+            stacklevel=level(),
+        )
+
+
+def _is_lone(part: nn.Module, kind: type) -> bool:
+    if not isinstance(part, kind) or getattr(part, "sync_on_compute", True) is False:
+        return False
+    finds_others: Any = getattr(part, "distributed_available_fn", None)
+    return callable(finds_others) and not finds_others()
 
 
 def _library_group(current: ComputationModel, group: Any) -> Any:
