@@ -1,6 +1,6 @@
 """The options of calls that take many, as type checkers know them.
 
-A plug-in's own options are in none of these: pass them as ``**{"name": value}``.
+A plug-in's own options are in none of these: pass a ``dict[str, Any]`` of them, ``**options``.
 """
 
 from __future__ import annotations

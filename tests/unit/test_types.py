@@ -295,7 +295,9 @@ def half(number: float) -> float:
 def spawned() -> None:
     rate, numbers = {"rate": 0.5}, tuple(map(float, range(3)))
     dots: Callable[..., int] = anything
+    options: dict[str, Any] = {"timeout": 20}  # as of a plug-in
     assert_type(idist.spawn("threads", anything), list[int])
+    assert idist.spawn("threads", anything, **options) == [1]
     assert_type(idist.spawn("threads", trained, (3,), nproc_per_node=2), list[str])
     assert_type(idist.spawn("threads", trained, args=(0.5, "x"), timeout=20), list[str])
     assert_type(idist.spawn("threads", trained, [0.5]), list[str])
