@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from unisono._table import Row, load
-from unisono.errors import BackendUnavailableError, RegistrationError
+from unisono.errors import BackendUnavailableError, LaunchError, RegistrationError, UnisonoError
 from unisono.model import ComputationModel
 
-__all__ = ("check_is_model", "load_launcher", "load_model")
+__all__ = ("check_is_model", "load_environment", "load_launcher", "load_model")
 
 
 def check_is_model(cls: Any) -> type[ComputationModel]:
@@ -61,7 +62,47 @@ def load_launcher(name: str, row: Row) -> Callable[..., Any]:
             raise TypeError(f"{launch!r} can't be called")
     except Exception as error:  # a plug-in's import may raise anything
         raise _unusable("launcher", name, row, error) from error
-    return launch
+    return _guarded(launch, name, row) if row.distribution else launch
+
+
+def _guarded(launch: Callable[..., Any], name: str, row: Row) -> Callable[..., Any]:
+    """Hold a plug-in's launcher to the contract: a list of results, or an error of ours. Local."""
+    who = f"launcher {name!r} of distribution {row.distribution}"
+
+    @functools.wraps(launch)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            results = launch(*args, **kwargs)
+        except UnisonoError:
+            raise
+        except Exception as error:  # whatever the library under it raises
+            raise LaunchError(f"{who} failed: {type(error).__name__}: {error}") from error
+        if not isinstance(results, list):
+            raise LaunchError(
+                f"{who} returned {type(results).__name__}: it should return a list of what the "
+                "ranks returned, by rank; report this to its author"
+            )
+        return results
+
+    return guarded
+
+
+def load_environment(name: str, row: Row) -> Any:
+    """Load the environment that `row` names: a module or an object.
+
+    Local.
+
+    Raises:
+        BackendUnavailableError: loading it failed, or it lacks ``NAME`` or ``detect``.
+    """
+    try:
+        found = load(row.path if ":" in row.path else f"{row.path}:")
+        missing = [member for member in ("NAME", "detect") if not hasattr(found, member)]
+        if missing:
+            raise TypeError(f"it lacks {missing}")
+    except Exception as error:  # a plug-in's import may raise anything
+        raise _unusable("environment", name, row, error) from error
+    return found
 
 
 def _unusable(what: str, name: str, row: Row, error: Exception) -> BackendUnavailableError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import secrets
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -57,7 +58,7 @@ _NUMBERS: dict[str, Callable[..., int]] = {
     "master_port": check_port,
 }
 _DEFAULT_LAUNCHER = "processes"
-_OURS = ("entry", "plan", "environ")  # what every launcher is given
+_OURS = ("entry", "plan", "environ", "join")  # what every launcher is given, and the default one
 
 
 def best_backend() -> str:
@@ -484,6 +485,8 @@ def _launcher(
             f"launcher={name!r}: the replicas of {backend} are threads, which it can't make: leave "
             "launcher out"
         )
+    known = [key for key in inspect.signature(launch).parameters if key not in _OURS]
+    check_names(f"launcher {name!r}", extra, known)
     if name == _DEFAULT_LAUNCHER:
         timeout = options.get("timeout")
         limit = (
@@ -497,8 +500,6 @@ def _launcher(
             )
     if options.get("join") is False:
         raise ArgumentError(f"launcher {name!r} takes no join=False")
-    known = [key for key in inspect.signature(launch).parameters if key not in _OURS]
-    check_names(f"launcher {name!r}", extra, known)
     return launch, extra
 
 
@@ -536,6 +537,8 @@ def _plan(nproc_per_node: Any, options: Mapping[str, Any]) -> LaunchPlan:
         )
     if plan.init_method == "env://":  # the launcher's own rendezvous is what it stands for
         plan = replace(plan, init_method=None)
+    if plan.nnodes == 1 or launcher in SEATS_NODES:  # else each node makes this call
+        plan = replace(plan, job_id=secrets.token_hex(8))
     return plan
 
 

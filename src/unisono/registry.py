@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from unisono._loading import check_is_model, load_launcher, load_model
+from unisono._loading import check_is_model, load_environment, load_launcher, load_model
 from unisono._table import LAUNCHERS, MODELS, Row, load, only_row, scan, why_not_installed
+from unisono.environments import ENVIRONMENTS, Environment
 from unisono.errors import (
     ArgumentError,
     BackendUnavailableError,
@@ -24,6 +25,7 @@ from unisono.topology import ContextHint
 __all__ = (
     "availability",
     "available_backends",
+    "find_environment",
     "find_launcher",
     "find_model",
     "launcher_availability",
@@ -35,6 +37,7 @@ __all__ = (
 
 _GROUP = "unisono.models"
 _LAUNCHER_GROUP = "unisono.launchers"
+_ENVIRONMENT_GROUP = "unisono.environments"
 _NATIVE = "unisono.models.native:NativeModel"
 _registered: dict[str, type[ComputationModel]] = {}
 _lock = threading.RLock()
@@ -248,6 +251,34 @@ def find_launcher(name: str) -> Callable[..., Any]:
     if reason is not None:
         raise BackendUnavailableError(f"launcher {name!r} can't be used here: {reason}")
     return load_launcher(name, row)
+
+
+def find_environment(name: str) -> Environment:
+    """Load an environment by its name.
+
+    Local.
+
+    Args:
+        name: such as ``"slurm"``, or the name of an entry point of ``unisono.environments``.
+
+    Returns:
+        The object with ``NAME`` and ``detect``.
+
+    Raises:
+        ArgumentError: there is none of this name.
+        BackendUnavailableError: loading it failed.
+        RegistrationError: two plug-ins claim it.
+    """
+    known = {each.NAME: each for each in ENVIRONMENTS}
+    if name in known:
+        return known[name]
+    plugins = scan(_ENVIRONMENT_GROUP)
+    row = only_row("environment", name, plugins.get(name.lower(), []))
+    if row is None:
+        names = ", ".join(sorted({*known, *plugins}))
+        raise ArgumentError(f"unknown environment {name!r}. Known: {names}")
+    found: Environment = load_environment(name, row)
+    return found
 
 
 def availability() -> dict[str, str | None]:

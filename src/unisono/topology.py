@@ -99,6 +99,10 @@ class RankInfo:
         source: who said it: ``"arguments"``, ``"torchrun"``, ``"slurm"``, ``"spawn"``, ...
         store_is_hosted: a ``torch.distributed.TCPStore`` already listens at that address and port,
             so every rank, 0 too, joins it as a client.
+        private_store: path of the file that the ranks of a job of one host meet in, which their
+            user alone can open; None if there is none.
+        job_id: tells the job from others, also those that use the same server; the same on every
+            rank. None if not said.
     """
 
     rank: int
@@ -111,6 +115,8 @@ class RankInfo:
     master_port: int | None = None
     source: str = "arguments"
     store_is_hosted: bool = False
+    private_store: str | None = None
+    job_id: str | None = None
 
     def core_share(self) -> int:
         """Give this replica's share of the cores that this process may run on, at least 1. Local.
@@ -226,6 +232,10 @@ class LaunchPlan:
         init_method: a rendezvous URL that the model shall use instead; None for the launcher's own.
         start_method: how processes come to be; None for the launcher's best.
         backend: what was asked for, where the model itself launches; it may have several.
+        store_is_hosted: a ``torch.distributed.TCPStore`` already listens at ``master_addr`` and
+            ``master_port``: see `unisono.rendezvous.host_store`.
+        private_store: path of the file that the ranks of a job of one host meet in; None for none.
+        job_id: tells the job from others; None where nodes are started one by one.
     """
 
     nproc_per_node: int
@@ -236,6 +246,9 @@ class LaunchPlan:
     init_method: str | None = None
     start_method: str | None = None
     backend: str = ""
+    store_is_hosted: bool = False
+    private_store: str | None = None
+    job_id: str | None = None
 
     @property
     def world_size(self) -> int:
@@ -251,7 +264,7 @@ class LaunchPlan:
             local_rank: 0 to ``nproc_per_node - 1``.
 
         Returns:
-            Its ranks; the address of the rendezvous as planned.
+            Its ranks; the rendezvous as planned.
         """
         return RankInfo(
             rank=self.node_rank * self.nproc_per_node + local_rank,
@@ -263,4 +276,7 @@ class LaunchPlan:
             master_addr=self.master_addr,
             master_port=self.master_port,
             source="spawn",
+            store_is_hosted=self.store_is_hosted,
+            private_store=self.private_store,
+            job_id=self.job_id,
         )

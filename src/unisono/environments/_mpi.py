@@ -79,7 +79,13 @@ def _said(reader: Reader, names: Names, first_host: str | None) -> Said:
         node_rank=reader.number(*names.node_rank),
         master_addr=address,
         master_port=port,
+        job_id=_job_id(reader, names),
     )
+
+
+def _job_id(reader: Reader, names: Names) -> str | None:
+    found = [reader.text(*names.job), reader.text(*names.step)]
+    return ".".join(each[1] for each in found if each is not None) or None
 
 
 def _rendezvous(reader: Reader, names: Names, host: str | None) -> tuple[str | None, int | None]:

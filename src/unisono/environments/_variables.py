@@ -209,6 +209,7 @@ class Said:
         master_addr: host of the rendezvous.
         master_port: port of the rendezvous.
         store_is_hosted: whether a store listens there already.
+        job_id: what tells the job from others.
     """
 
     rank: Number
@@ -220,6 +221,7 @@ class Said:
     master_addr: str | None = None
     master_port: int | None = None
     store_is_hosted: bool = False
+    job_id: str | None = None
 
 
 def make_info(reader: Reader, said: Said) -> RankInfo:
@@ -259,6 +261,7 @@ def make_info(reader: Reader, said: Said) -> RankInfo:
         said.master_port,
         reader.source,
         said.store_is_hosted,
+        job_id=said.job_id,
     )
 
 

@@ -14,9 +14,16 @@ from collections.abc import Mapping
 from unisono.environments._mpi import Names, read_mpi
 from unisono.topology import RankInfo
 
-__all__ = ("NAME", "detect")
+__all__ = ("EXAMPLES", "NAME", "detect")
 
 NAME = "cray"
+EXAMPLES = (
+    {
+        "ALPS_APP_PE": "3",
+        "PMI_SIZE": "8",
+        "ALPS_APP_ID": "5494721",
+    },
+)
 _NAMES = Names(
     marks=("ALPS_APP_PE",),
     rank=("ALPS_APP_PE",),

@@ -15,9 +15,20 @@ from collections.abc import Mapping
 from unisono.environments._mpi import Names, read_mpi
 from unisono.topology import RankInfo
 
-__all__ = ("NAME", "detect")
+__all__ = ("EXAMPLES", "NAME", "detect")
 
 NAME = "lsf"
+EXAMPLES = (
+    {
+        "LSB_MCPU_HOSTS": "batch2 1 c01n03 42 c01n04 42",
+        "JSM_NAMESPACE_RANK": "6",
+        "JSM_NAMESPACE_SIZE": "12",
+        "JSM_NAMESPACE_LOCAL_SIZE": "6",
+        "LSB_JOBID": "1201234",
+        "PMIX_NAMESPACE": "3",
+        "JSM_NAMESPACE_LOCAL_RANK": "0",
+    },
+)
 _NAMES = Names(
     marks=("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
     rank=("JSM_NAMESPACE_RANK",),

@@ -14,9 +14,17 @@ from collections.abc import Mapping
 from unisono.environments._mpi import Names, read_mpi
 from unisono.topology import RankInfo
 
-__all__ = ("NAME", "detect")
+__all__ = ("EXAMPLES", "NAME", "detect")
 
 NAME = "mpich"
+EXAMPLES = (
+    {
+        "PMI_RANK": "1",
+        "PMI_SIZE": "2",
+        "MPI_LOCALNRANKS": "2",
+        "MPI_LOCALRANKID": "1",
+    },
+)
 _NAMES = Names(
     marks=("PMI_RANK", "PMI_SIZE"),
     rank=("PMI_RANK",),

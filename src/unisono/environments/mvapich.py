@@ -12,9 +12,19 @@ from collections.abc import Mapping
 from unisono.environments._mpi import Names, read_mpi
 from unisono.topology import RankInfo
 
-__all__ = ("NAME", "detect")
+__all__ = ("EXAMPLES", "NAME", "detect")
 
 NAME = "mvapich"
+EXAMPLES = (
+    {
+        "MV2_COMM_WORLD_RANK": "1",
+        "MV2_COMM_WORLD_SIZE": "4",
+        "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+        "MASTER_ADDR": "c01",
+        "MASTER_PORT": "29511",
+        "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    },
+)
 _NAMES = Names(
     marks=("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
     rank=("MV2_COMM_WORLD_RANK",),

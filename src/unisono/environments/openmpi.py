@@ -18,9 +18,18 @@ from collections.abc import Mapping
 from unisono.environments._mpi import Names, read_mpi
 from unisono.topology import RankInfo
 
-__all__ = ("NAME", "detect")
+__all__ = ("EXAMPLES", "NAME", "detect")
 
 NAME = "openmpi"
+EXAMPLES = (
+    {
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "PMIX_NAMESPACE": "1550319617",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    },
+)
 _NAMES = Names(
     marks=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     rank=("OMPI_COMM_WORLD_RANK",),

@@ -14,9 +14,19 @@ from collections.abc import Mapping
 from unisono.environments._mpi import Names, read_mpi
 from unisono.topology import RankInfo
 
-__all__ = ("NAME", "detect")
+__all__ = ("EXAMPLES", "NAME", "detect")
 
 NAME = "pals"
+EXAMPLES = (
+    {
+        "PALS_RANKID": "3",
+        "PMI_SIZE": "4",
+        "PALS_LOCAL_SIZE": "4",
+        "PALS_APID": "7d5a1e52-0a34-4f8e-8d5d-0f9c3f6c2b77",
+        "PALS_LOCAL_RANKID": "3",
+        "PALS_NODEID": "0",
+    },
+)
 _NAMES = Names(
     marks=("PALS_RANKID",),
     rank=("PALS_RANKID",),

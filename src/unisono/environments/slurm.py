@@ -17,9 +17,22 @@ from unisono.environments._port import port_of
 from unisono.environments._variables import Number, Reader, Said, make_info, shown
 from unisono.topology import RankInfo
 
-__all__ = ("NAME", "detect")
+__all__ = ("EXAMPLES", "NAME", "detect")
 
 NAME = "slurm"
+EXAMPLES = (
+    {
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_ID": "2",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_PROCID": "2",
+        "SLURM_LOCALID": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "3,1",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+    },
+)
 _REMEDY = "start the program with srun, or unset the SLURM_ variables"
 _STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
 _NODELISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -79,6 +92,7 @@ def _said(reader: Reader, step: Number) -> Said:
         nnodes=nnodes,
         master_addr=reader.address() or _first_host(reader, nnodes),
         master_port=reader.port() or port_of(str(job.value), str(step.value)),
+        job_id=f"{job.value}.{step.value}",
     )
 
 

@@ -2,7 +2,8 @@
 
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT are documented in PyTorch's "torchrun (Elastic Launch)", "Environment Variables";
-TORCHELASTIC_USE_AGENT_STORE is read in ``torch/distributed/rendezvous.py``.
+TORCHELASTIC_USE_AGENT_STORE is read in ``torch/distributed/rendezvous.py``, TORCHELASTIC_RUN_ID is
+torchrun's ``--rdzv-id``.
 
 The same names are set by Kubeflow's PyTorchJob (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT alone:
 Kubeflow's "Getting Started with PyTorchJob"), by SageMaker's ``torch_distributed``, which runs
@@ -16,9 +17,24 @@ from collections.abc import Mapping
 from unisono.environments._variables import Reader, Said, make_info
 from unisono.topology import RankInfo
 
-__all__ = ("NAME", "detect")
+__all__ = ("EXAMPLES", "NAME", "detect")
 
 NAME = "torchrun"
+EXAMPLES = (
+    {
+        "RANK": "2",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "3",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "42423",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "b5a7",
+    },
+)
+_NO_ID = "none"  # what torchrun says of a static rendezvous, whatever job it is
 _REMEDY = (
     "start the program with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
     "together, or unset them all"
@@ -56,8 +72,14 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
             master_addr=reader.address(),
             master_port=reader.port(),
             store_is_hosted=_store_is_hosted(reader),
+            job_id=_job_id(reader),
         ),
     )
+
+
+def _job_id(reader: Reader) -> str | None:
+    found = reader.text("TORCHELASTIC_RUN_ID")
+    return None if found is None or found[1] == _NO_ID else found[1]
 
 
 def _store_is_hosted(reader: Reader) -> bool:

@@ -149,7 +149,7 @@ class Job(Generic[T]):
     """Workers of one node that run one function; the handle that ``spawn(join=False)`` returns.
 
     Args:
-        workers: in the order of local rank.
+        workers: in the order of local rank; may be added before it is joined.
         world_size: ranks in the whole job.
         held: closed when the last worker has ended; holds the rendezvous.
         stop_limit_s: seconds for which a worker may be stopped by a signal.
@@ -158,7 +158,7 @@ class Job(Generic[T]):
     def __init__(
         self, workers: list[Worker], world_size: int, held: ExitStack, stop_limit_s: float
     ) -> None:
-        self._workers = workers
+        self.workers = workers
         self._world_size = world_size
         self._held = held
         self._stop_limit_s = stop_limit_s + _STOP_GRACE_S
@@ -184,9 +184,24 @@ class Job(Generic[T]):
             LaunchError: the timeout passed, and the job goes on and may be joined again; or the
                 workers can't be made.
         """
+        self.finish(timeout)
+        return [self._value(worker) for worker in self.workers]
+
+    def finish(self, timeout: float | None = None) -> None:
+        """Wait for all workers as `join` does, and leave their results as they came.
+
+        Local.
+
+        Args:
+            timeout: as for `join`.
+
+        Raises:
+            LaunchError: as for `join`.
+            CollectiveTimeoutError: as for `join`.
+        """
         limit = None if timeout is None else time.monotonic() + timeout
         try:
-            while self._error is None and any(worker.result is None for worker in self._workers):
+            while self._error is None and any(worker.result is None for worker in self.workers):
                 if self._failed and self._is_decided():
                     self._error = self._verdict()
                     break
@@ -205,7 +220,21 @@ class Job(Generic[T]):
         self.terminate()
         if self._error is not None:
             raise _copy(self._error)
-        return [self._value(worker) for worker in self._workers]
+
+    def is_decided(self, within_s: float) -> bool:
+        """Tell whether nothing more is to be waited for: all have a result, or one has failed.
+
+        Local.
+
+        Args:
+            within_s: seconds that it may take.
+        """
+        limit = time.monotonic() + within_s
+        while self._error is None and not self._failed and self._late():
+            if time.monotonic() >= limit:
+                return False
+            self._poll(limit)
+        return True
 
     def send_tasks(self) -> None:
         """Wait until every worker has its task, or one has failed.
@@ -216,7 +245,7 @@ class Job(Generic[T]):
             CollectiveTimeoutError: the block's deadline is over; all workers have been ended.
             LaunchError: the workers can't be made in time.
         """
-        while any(worker.task for worker in self._workers) and not self._failed:
+        while any(worker.task for worker in self.workers) and not self._failed:
             self._poll(self._require_time(0.0))
             if self._error is not None:
                 self.terminate()
@@ -231,13 +260,13 @@ class Job(Generic[T]):
         self._roused_at = 0.0  # in case the workers hear of it from their maker alone
         if late and self._error is None:
             self._error = self._verdict() if self._failed else self._was_told_to_end(late)
-        for worker in self._workers:
+        for worker in self.workers:
             if not worker.has_ended:
                 with contextlib.suppress(OSError):
                     worker.channel.setblocking(False)
                     _channel.send(worker.channel, _channel.END)
         self._run(time.monotonic() + _FLUSH_S)
-        for worker in self._workers:  # one that isn't there yet ends when its sockets are closed
+        for worker in self.workers:  # one that isn't there yet ends when its sockets are closed
             worker.has_ended = worker.has_ended or worker.pid is None
         self._signal(signal.SIGTERM)
         self._signal(signal.SIGCONT)  # a stopped process hears SIGTERM once it goes on
@@ -245,13 +274,13 @@ class Job(Generic[T]):
         self._signal(signal.SIGKILL)
         self._run(time.monotonic() + _KILL_S)
         self._give_up()
-        for worker in self._workers:
+        for worker in self.workers:
             worker.close()
         self._held.close()
 
     def _give_up(self) -> None:
         """Leave workers that no signal ends, or that their maker can't reap. Local."""
-        left = [worker for worker in self._workers if not worker.has_ended]
+        left = [worker for worker in self.workers if not worker.has_ended]
         if not left:
             return
         if self.maker is not None:
@@ -267,7 +296,7 @@ class Job(Generic[T]):
             )  # fmt: skip
 
     def _late(self) -> list[int]:
-        return [worker.rank for worker in self._workers if worker.result is None]
+        return [worker.rank for worker in self.workers if worker.result is None]
 
     def _was_told_to_end(self, late: list[int]) -> WorkerFailedError:
         return WorkerFailedError(
@@ -280,7 +309,7 @@ class Job(Generic[T]):
         if until is None or time.monotonic() < until + grace_s:
             return None if until is None else until + grace_s
         late = self._late()
-        stopped = [worker for worker in self._workers if worker.stopped_by is not None]
+        stopped = [worker for worker in self.workers if worker.stopped_by is not None]
         text = overdue(late, self._world_size)
         for worker in stopped:
             text += f"; rank {worker.rank} was stopped by {_name(worker.stopped_by)}"
@@ -306,11 +335,11 @@ class Job(Generic[T]):
         return True
 
     def _run(self, limit: float) -> None:
-        while any(not worker.has_ended for worker in self._workers) and time.monotonic() < limit:
+        while any(not worker.has_ended for worker in self.workers) and time.monotonic() < limit:
             self._poll(limit)
 
     def _signal(self, number: int) -> None:
-        for worker in self._workers:
+        for worker in self.workers:
             if not worker.has_ended:
                 worker.signal(number)
 
@@ -319,13 +348,13 @@ class Job(Generic[T]):
         now = time.monotonic()
         left = min([_TICK_S, *(limit - now for limit in limits if limit is not None)])
         with selectors.DefaultSelector() as selector:
-            for worker in self._workers:
+            for worker in self.workers:
                 self._register(selector, worker)
             ready = [key.data for key, _ in selector.select(max(0.0, left))]
         for worker, take_in in ready:
             take_in(worker)
         self._look_after()
-        for worker in self._workers:
+        for worker in self.workers:
             if worker.has_failed and worker not in self._failed:
                 self._failed.append(worker)
 
@@ -346,14 +375,14 @@ class Job(Generic[T]):
         # If this process was stopped too, the time counts for nobody.
         passed = min(now - self._looked_at, 2 * _TICK_S)
         self._looked_at = now
-        for worker in self._workers:
+        for worker in self.workers:
             if worker.stopped_by is not None:
                 worker.stopped_s += passed
                 if worker.stopped_s > self._stop_limit_s and worker.result is None:
                     self._error = self._error or self._stopped(worker)
             if worker.ended_at is not None and now > worker.ended_at + _SAY_S:
                 self._bury(worker, None)
-        unmade = [w.rank for w in self._workers if w.pid is None and not w.has_ended]
+        unmade = [w.rank for w in self.workers if w.pid is None and not w.has_ended]
         if unmade and now > self._begin + _MAKE_S:
             self._error = self._error or LaunchError(
                 f"ranks {unmade} of {self._world_size} weren't there after {_MAKE_S:g} s"

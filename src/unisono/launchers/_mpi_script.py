@@ -14,7 +14,7 @@ from unisono.launchers._front import Outcome, run_launcher
 from unisono.launchers._private import private_store
 from unisono.launchers._script import Script
 from unisono.launchers._store import hold, host
-from unisono.topology import LaunchPlan, RankInfo
+from unisono.topology import PRIVATE_STORE, LaunchPlan, RankInfo
 
 __all__ = ("argv", "command", "environment", "launch", "run")
 
@@ -116,14 +116,15 @@ class _Meeting:
     """An entry whose ranks meet at the store of the process that launched them."""
 
     entry: Callable[[RankInfo], Any]
-    addr: str
-    port: int
-    private: Mapping[str, str]
+    plan: LaunchPlan
+    environ: Mapping[str, str]
 
     def __call__(self, info: RankInfo) -> Any:
-        os.environ.update(self.private)
-        meeting = replace(info, master_addr=self.addr, master_port=self.port, store_is_hosted=True)
-        return self.entry(meeting)
+        for name, value in self.environ.items():
+            os.environ.setdefault(name, value)
+        os.environ[PRIVATE_STORE] = str(self.plan.private_store)
+        where = self.plan.info(info.local_rank or 0)
+        return self.entry(replace(where, source=info.source))
 
 
 def launch(
@@ -140,7 +141,7 @@ def launch(
     Args:
         entry: called once in each rank with who it is; MPI isn't initialised yet.
         plan: how many.
-        environ: accepted for the other launchers' sake; ranks have this process's variables.
+        environ: variables that the ranks have besides this process's.
         timeout_s: seconds for the whole job; None for no limit but that of the block.
 
     Returns:
@@ -155,5 +156,5 @@ def launch(
     """
     with ExitStack() as held:
         hosted = hold(replace(plan, master_addr=None, master_port=None, node_rank=0), held)
-        where = (str(hosted.master_addr), int(hosted.master_port or 0), private_store(held))
-        return mpi.launch(_Meeting(entry, *where), plan, timeout_s=timeout_s)
+        hosted = replace(hosted, private_store=private_store(held)[PRIVATE_STORE])
+        return mpi.launch(_Meeting(entry, hosted, environ or {}), plan, timeout_s=timeout_s)

@@ -36,6 +36,7 @@ class Script:
         is_coloured: whether ranks are told apart by colour.
         is_prefixed: whether each line that a rank prints begins with its rank.
         token: marks the reports of this job's ranks; empty where nobody reads them.
+        options: further options of the cluster, such as Slurm's ``("time", "10:00")``.
     """
 
     program: tuple[str, ...]
@@ -52,6 +53,7 @@ class Script:
     is_coloured: bool = False
     is_prefixed: bool = True
     token: str = field(default_factory=lambda: secrets.token_hex(8))
+    options: tuple[tuple[str, str], ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -68,6 +70,7 @@ class Script:
             self.node_rank or 0,
             self.master_addr,
             self.master_port,
+            job_id=secrets.token_hex(8) if self.max_nnodes == 1 else None,
         )
 
     def rank_argv(self, parent: int = 0) -> list[str]:
@@ -162,5 +165,7 @@ def env_for(info: RankInfo, restarts: int = 0, max_restarts: int = 0) -> dict[st
         "TORCHELASTIC_RESTART_COUNT": restarts,
         "TORCHELASTIC_MAX_RESTARTS": max_restarts,
         "TORCHELASTIC_USE_AGENT_STORE": info.store_is_hosted,
+        "TORCHELASTIC_RUN_ID": info.job_id,
+        PRIVATE_STORE: info.private_store,
     }
     return {name: str(value) for name, value in said.items() if value is not None}

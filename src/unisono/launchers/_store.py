@@ -26,8 +26,10 @@ def host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
     no other job can take it and nobody else can reach it. Of several hosts it listens at
     `master_addr`, or at every address where that name isn't this host's own.
     """
-    if plan.init_method is not None or plan.node_rank != 0:
+    if plan.init_method is not None:
         return None, plan
+    if plan.node_rank != 0:  # node 0 does so
+        return None, replace(plan, store_is_hosted=True)
     addr = plan.master_addr or _LOOPBACK
     try:
         listener, own = _listen(addr, plan.master_port or 0, is_one_host=plan.nnodes == 1)
@@ -49,7 +51,7 @@ def host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
             listener.close()
         raise
     listener.detach()
-    return store, replace(plan, master_addr=addr, master_port=port)
+    return store, replace(plan, master_addr=addr, master_port=port, store_is_hosted=True)
 
 
 def _listen(addr: str, port: int, *, is_one_host: bool) -> tuple[socket.socket, str]:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from unisono.launchers._surroundings import Surroundings, directory, has_directo
 from unisono.launchers._worker import Task, work
 from unisono.topology import PRIVATE_STORE, LaunchPlan, RankInfo
 
-__all__ = ("START_METHODS", "launch")
+__all__ = ("START_METHODS", "begin", "launch", "task")
 
 START_METHODS = ("forkserver", "spawn", "fork")
 _END_S = 2.0
@@ -84,28 +84,27 @@ def launch(
         WorkerFailedError: a replica failed.
         CollectiveTimeoutError: the block's deadline is over.
     """
-    method = plan.start_method or ("forkserver" if sys.platform == "linux" else "spawn")
+    method = plan.start_method or _best_method()
     if method not in START_METHODS or (method != "spawn" and sys.platform == "win32"):
         raise ArgumentError(f"start_method={method!r}: use one of {', '.join(START_METHODS)}")
     try:
         pickled = pickle_for_worker(entry)
     except Exception as error:  # an object's own __reduce__ may raise anything
         raise PayloadError(f"the function or its arguments can't be pickled: {error}") from error
+    variables = {**(environ or {}), **os.environ}
+    surroundings = Surroundings.here()
+
+    def task_of(info: RankInfo) -> Task:
+        return task(pickled, info, variables, search_path(), directory(), surroundings)
+
     held = ExitStack()
-    plan = hold(plan, held)
-    is_hosted = plan.init_method is None
-    infos = [
-        replace(plan.info(local_rank), store_is_hosted=is_hosted)
-        for local_rank in range(plan.nproc_per_node)
-    ]
-    workers: list[Worker] = []
-    job: Job[Any] = Job(workers, plan.world_size, held, timeout_s)
+    job: Job[Any] = Job([], plan.world_size, held, timeout_s)
     try:
-        private = private_store(held) if is_hosted and plan.nnodes == 1 else {}
-        job.maker = _start(infos, method, workers, held)
-        for worker, info in zip(workers, infos, strict=True):
-            task = pickle.dumps(_task(pickled, info, environ or {}, private))
-            worker.task = memoryview(_channel.head(_channel.TASK, len(task)) + task)
+        plan = hold(plan, held)
+        if plan.store_is_hosted and plan.nnodes == 1:
+            plan = replace(plan, private_store=private_store(held)[PRIVATE_STORE])
+        infos = [plan.info(local_rank) for local_rank in range(plan.nproc_per_node)]
+        begin(job, infos, task_of, held, method)
         if join:
             return job.join()
         job.send_tasks()
@@ -121,9 +120,58 @@ def launch(
     return job
 
 
-def _task(
-    pickled: bytes, info: RankInfo, environ: Mapping[str, str], private: Mapping[str, str]
+def begin(
+    job: Job[Any],
+    infos: Sequence[RankInfo],
+    task_of: Callable[[RankInfo], Task],
+    held: ExitStack,
+    method: str | None = None,
+) -> None:
+    """Ask for processes of this host that are ranks of a job.
+
+    Local. They have their tasks once the job is joined.
+
+    Args:
+        job: has them from then on; terminate it where this fails.
+        infos: who they are.
+        task_of: what each is told.
+        held: closed when the last of them has ended.
+        method: how they are made; None for the platform's best way.
+
+    Raises:
+        LaunchError: a process can't be asked for.
+        OSError: the same.
+    """
+    job.maker = _start(infos, method or _best_method(), job.workers, held)
+    for worker, info in zip(job.workers, infos, strict=True):
+        pickled = pickle.dumps(task_of(info))
+        worker.task = memoryview(_channel.head(_channel.TASK, len(pickled)) + pickled)
+
+
+def _best_method() -> str:
+    return "forkserver" if sys.platform == "linux" else "spawn"
+
+
+def task(
+    pickled: bytes,
+    info: RankInfo,
+    environ: Mapping[str, str],
+    path: list[str],
+    folder: str,
+    surroundings: Surroundings | None,
 ) -> Task:
+    """Write what a process is told that is a rank.
+
+    Local, and pure but for the number of cores.
+
+    Args:
+        pickled: what it runs, for `load_from_parent`.
+        info: who it is.
+        environ: variables; those of a job that this process may itself belong to don't count.
+        path: its ``sys.path``.
+        folder: its working directory.
+        surroundings: what else it has from this process; None for nothing.
+    """
     own = {
         "RANK": info.rank,
         "LOCAL_RANK": info.local_rank,
@@ -131,14 +179,13 @@ def _task(
         "LOCAL_WORLD_SIZE": info.local_world_size,
         "MASTER_ADDR": info.master_addr,
         "MASTER_PORT": info.master_port,
+        PRIVATE_STORE: info.private_store,
     }
     share = {} if info.local_world_size == 1 else {"OMP_NUM_THREADS": str(info.core_share())}
-    variables = {**share, **environ, **os.environ}
-    variables.pop(PRIVATE_STORE, None)  # of a job that this process may itself belong to
-    variables |= private
+    variables = {**share, **environ}
+    variables.pop(PRIVATE_STORE, None)
     variables |= {name: str(value) for name, value in own.items() if value is not None}
-    path = search_path()
-    return Task(pickled, info, variables, path, list(sys.argv), directory(), Surroundings.here())
+    return Task(pickled, info, variables, path, list(sys.argv), folder, surroundings)
 
 
 def _helper_for(method: str) -> _Helper:
@@ -260,7 +307,7 @@ class _Fork:
                 return
 
 
-def _start(infos: list[RankInfo], method: str, workers: list[Worker], held: ExitStack) -> Maker:
+def _start(infos: Sequence[RankInfo], method: str, workers: list[Worker], held: ExitStack) -> Maker:
     """Ask a helper for a worker each, which `workers` has from then on."""
     if method == "fork":  # outside of the lock, which the fork would have for ever
         maker = _Fork(held)

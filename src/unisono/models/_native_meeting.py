@@ -87,7 +87,8 @@ class Meeting:
         self.info = info
         self.secret: bytes | None = None
         """What only ranks of this job know, once they have met in a store of their user's own."""
-        self._private = os.environ.get(PRIVATE_STORE, "") if is_one_host(info) else ""
+        private = info.private_store or os.environ.get(PRIVATE_STORE, "")
+        self._private = private if is_one_host(info) else ""
         self._limit_s = limit_s
         self._is_ours = timeout is None
         self._last: float = end_of_block() or math.inf

@@ -1,0 +1,315 @@
+"""For authors of launchers: the contract, and one job of ranks in processes of somebody else's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, Protocol
+
+import cloudpickle
+from torch._C._distributed_c10d import TCPStore
+
+from unisono.control.deadlines import DEFAULT_TIMEOUT_S, require_time
+from unisono.errors import LaunchError, PayloadError, WorkerFailedError
+from unisono.launchers import processes
+from unisono.launchers._by_value import pickle_for_worker
+from unisono.launchers._job import Job, raised
+from unisono.launchers._surroundings import directory, search_path
+from unisono.launchers._worker import Failure, Task
+from unisono.rendezvous import host_store
+from unisono.topology import LaunchPlan, RankInfo
+
+__all__ = ("Future", "Launcher", "RankJob", "RankTask", "host_job")
+
+_LOOK_S = 0.2  # between two looks of a rank's host at whether the job is over
+_POLL_S = 0.02
+_PRIMARY_WAIT_S = 1.0  # how long a failure that another may have caused waits for that
+_END_S = 10.0  # for tasks to end once their job is over
+_REACH_S = 60.0
+_OVER = "unisono/over"  # the key in the job's store that says so
+
+
+class Launcher(Protocol):
+    """What an entry point of the group ``unisono.launchers`` names.
+
+    Options of its own are further keywords with defaults: users give them as ``launcher_options``.
+    """
+
+    def __call__(
+        self,
+        entry: Callable[[RankInfo], Any],
+        plan: LaunchPlan,
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> list[Any]:
+        """Call `entry` once in each of as many processes as planned.
+
+        Local.
+
+        Args:
+            entry: called with who the process is; what it raises is the rank's failure.
+            plan: how many ranks, and where they meet.
+            environ: variables that ranks have unless they are set there already; None for none.
+
+        Returns:
+            What `entry` returned, by rank.
+
+        Raises:
+            PayloadError: `entry` can't be pickled; nothing was started.
+            LaunchError: ranks can't be made.
+            WorkerFailedError: a rank failed, with its rank, exit code or signal, and traceback; its
+                own exception is the ``__cause__``. All others have been ended.
+            CollectiveTimeoutError: the deadline of the block is over; all ranks have been ended.
+        """
+
+
+class Future(Protocol):
+    """A task that was handed over, as ``concurrent.futures`` and cluster libraries have it."""
+
+    def done(self) -> bool:
+        """Tell whether it has ended. Local."""
+
+    def result(self) -> Any:
+        """Give what the task returned, or raise why it has nothing. Local."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """How a rank ended: with a result, a failure of its function, or else."""
+
+    result: bytes | None = None
+    failure: Failure | None = None
+    error: LaunchError | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankTask:
+    """One rank of a job, to be called in any process of the host where it shall live.
+
+    Plain pickle carries it. It runs the rank in a process of its own, which ends with the process
+    that called it, and with the job.
+
+    Args:
+        info: who the rank is.
+        entry: what it runs, pickled for a worker.
+        environ: variables that it has unless they are set there already.
+        path: ``sys.path`` of the process that hosts the job.
+        folder: its working directory, which the rank has where that is there, too.
+        token: what the host of the job says in its store once the job is over.
+    """
+
+    info: RankInfo
+    entry: bytes = field(repr=False)
+    environ: Mapping[str, str] = field(repr=False)
+    path: tuple[str, ...] = field(repr=False)
+    folder: str
+    token: str = field(repr=False)
+
+    def __call__(self) -> bytes:
+        """Be the rank, and say how it ended, for `RankJob.results`.
+
+        Collective over all ranks of the job. Nothing that the rank raises is raised here.
+
+        Raises:
+            LaunchError: no process can be made here, or the host of the job can't be reached.
+        """
+        store = self.reach(_REACH_S)
+        with ExitStack() as held:
+            job: Job[Any] = Job([], self.info.world_size, held, DEFAULT_TIMEOUT_S)
+            try:
+                processes.begin(job, [self.info], self._task, held)
+                while not job.is_decided(_LOOK_S):
+                    if _is_over(store, self.token):
+                        break
+                else:
+                    return pickle.dumps(_how_it_ended(job))
+            finally:
+                job.terminate()
+        late = LaunchError(f"rank {self.info.rank} was ended with its job")
+        return pickle.dumps(_Said(error=late))
+
+    def _task(self, info: RankInfo) -> Task:
+        variables = {**self.environ, **os.environ}
+        path = [*sys.path, *(item for item in self.path if item not in sys.path)]
+        return processes.task(self.entry, info, variables, path, self.folder, None)
+
+    def reach(self, limit_s: float) -> TCPStore:
+        """Connect to the store of the process that hosts the job.
+
+        Local.
+
+        Raises:
+            LaunchError: nobody answers there within `limit_s` seconds.
+        """
+        info = self.info
+        assert info.master_addr is not None
+        assert info.master_port is not None
+        limit = timedelta(seconds=limit_s)
+        try:
+            return TCPStore(
+                info.master_addr, info.master_port, None, is_master=False, timeout=limit
+            )
+        except RuntimeError as error:
+            raise LaunchError(
+                f"rank {info.rank} of {info.world_size} can't reach the process that hosts the job "
+                f"at {info.master_addr}:{info.master_port}: {error}"
+            ) from error
+
+
+def _is_over(store: TCPStore, token: str) -> bool:
+    """Tell whether the job is over, or the process that hosts it is gone."""
+    try:
+        return store.check([_OVER]) and store.get(_OVER) == token.encode()
+    except RuntimeError:
+        return True
+
+
+def _how_it_ended(job: Job[Any]) -> _Said:
+    try:
+        job.finish()
+    except LaunchError as error:
+        return _Said(failure=job.workers[0].failure, error=type(error)(*error.args))
+    return _Said(job.workers[0].result)
+
+
+@contextlib.contextmanager
+def host_job(
+    entry: Callable[[RankInfo], Any],
+    plan: LaunchPlan,
+    *,
+    environ: Mapping[str, str] | None = None,
+    address: str | None = None,
+) -> Iterator[RankJob]:
+    """Host a job whose ranks other processes run: those of a cluster, or an executor's.
+
+    Local. A whole launcher is to hand each of the job's tasks to a process of its own and to wait::
+
+        def launch(entry, plan, *, environ=None):
+            with host_job(entry, plan, environ=environ) as job, executor(plan.world_size) as pool:
+                return job.results([pool.submit(task) for task in job.tasks])
+
+    Args:
+        entry: as a launcher gets it.
+        plan: as a launcher gets it.
+        environ: as a launcher gets it.
+        address: name or address of this host under which the ranks' hosts reach it; None where all
+            ranks are on this host.
+
+    Yields:
+        The job. Its ranks end with the block, and with this process, however that ends.
+
+    Raises:
+        PayloadError: `entry` can't be pickled.
+        LaunchError: nobody can listen here.
+    """
+    try:
+        pickled = pickle_for_worker(entry)
+    except Exception as error:  # an object's own __reduce__ may raise anything
+        raise PayloadError(f"the function or its arguments can't be pickled: {error}") from error
+    token, path, where = secrets.token_hex(16), tuple(search_path()), directory()
+    with host_store(replace(plan, node_rank=0), address) as hosted:
+        each = range(plan.nproc_per_node)
+        nodes = [replace(hosted, node_rank=node) for node in range(plan.nnodes)]
+        infos = [node.info(local_rank) for node in nodes for local_rank in each]
+        own = dict(environ or {})
+        tasks = tuple(RankTask(info, pickled, own, path, where, token) for info in infos)
+        job = RankJob(tasks)
+        try:
+            yield job
+        finally:
+            job.end()
+
+
+class RankJob:
+    """A job whose ranks are tasks in processes of somebody else's.
+
+    Args:
+        tasks: the ranks, in their order; each is to be called once, all at the same time.
+    """
+
+    def __init__(self, tasks: Sequence[RankTask]) -> None:
+        self.tasks = tuple(tasks)
+        self._results: dict[int, bytes] = {}
+        self._failed: list[tuple[bool, LaunchError]] = []
+        self._is_over = False
+
+    def results(self, futures: Sequence[Future]) -> list[Any]:
+        """Wait for all ranks.
+
+        Local. The first failure ends the wait; then the other ranks are ended, and the tasks with
+        them.
+
+        Args:
+            futures: of the tasks, in their order; those of ``concurrent.futures``, dask and others.
+
+        Returns:
+            What `entry` returned, by rank.
+
+        Raises:
+            WorkerFailedError: a rank failed, or its task was lost.
+            LaunchError: a rank can't be made.
+            CollectiveTimeoutError: the deadline of the block is over.
+        """
+        waiting = dict(enumerate(futures))
+        if len(waiting) != len(self.tasks):
+            raise LaunchError(f"{len(waiting)} futures for {len(self.tasks)} ranks")
+        try:
+            self._wait(waiting)
+        finally:
+            self.end()
+            limit = time.monotonic() + _END_S
+            while time.monotonic() < limit and not all(each.done() for each in futures):
+                time.sleep(_POLL_S)
+        if self._failed:
+            raise min(self._failed, key=lambda pair: pair[0])[1]
+        return [cloudpickle.loads(self._results[rank]) for rank in range(len(self.tasks))]
+
+    def end(self) -> None:
+        """Tell all ranks that the job is over; harmless the second time.
+
+        Local. Each has ended within seconds.
+        """
+        if not self._is_over:
+            self._is_over = True
+            with contextlib.suppress(LaunchError, RuntimeError):  # a store that is gone says so
+                self.tasks[0].reach(_END_S).set(_OVER, self.tasks[0].token)
+
+    def _wait(self, waiting: dict[int, Future]) -> None:
+        deadline = float("inf")
+        while waiting and time.monotonic() < deadline:
+            for rank in [rank for rank, future in waiting.items() if future.done()]:
+                self._take(rank, waiting.pop(rank))
+            if any(not is_secondary for is_secondary, _ in self._failed):
+                return
+            if self._failed:
+                deadline = min(deadline, time.monotonic() + _PRIMARY_WAIT_S)
+            else:
+                require_time(sorted(waiting), len(self.tasks))
+            time.sleep(_POLL_S)
+
+    def _take(self, rank: int, future: Future) -> None:
+        world_size = len(self.tasks)
+        try:
+            said: _Said = pickle.loads(future.result())
+        except Exception as error:  # whatever its library raises where a process is gone
+            text = f"rank {rank} of {world_size} is lost, its task ended with "
+            lost = WorkerFailedError(f"{text}{type(error).__name__}: {error}", rank)
+            lost.__cause__ = error
+            self._failed.append((False, lost))
+            return
+        if said.result is not None:
+            self._results[rank] = said.result
+        elif said.failure is not None:
+            failed = raised(rank, world_size, said.failure)
+            self._failed.append((said.failure.is_secondary, failed))
+        else:
+            assert said.error is not None
+            self._failed.append((False, said.error))
