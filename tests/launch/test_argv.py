@@ -19,7 +19,7 @@ from unisono.launchers._rank.program import Manner, variables
 from unisono.launchers._rank.report import Reader, Report, encode
 from unisono.launchers._ray_actor import seats
 from unisono.launchers._script import RANK, Script, env_for, without_job
-from unisono.topology import RankInfo
+from unisono.topology import LaunchPlan, RankInfo
 
 PROGRAM = (sys.executable, "train.py", "--lr", "0.1", "two words")
 RANK_WORDS = [sys.executable, RANK, "--", *PROGRAM]
@@ -117,6 +117,44 @@ def test_batch_script() -> None:
     assert lines[0] == "#!/bin/bash"
     assert {"#SBATCH --nodes=2", "#SBATCH --ntasks=4", "#SBATCH --job-name=train"} <= set(lines)
     assert shlex.split(lines[-1])[1:] == slurm.argv(script(nnodes=2, max_nnodes=2))
+
+
+def test_options_of_slurm_are_for_the_job_and_the_step() -> None:
+    own = (("time", "10:00"), ("gres", "gpu:2"), ("mem_per_cpu", "2G"), ("exclusive", ""))
+    options = ["--time=10:00", "--gres=gpu:2", "--mem-per-cpu=2G", "--exclusive"]
+    asked = script(options=own)
+    assert [word for word in slurm.argv(asked) if word in options] == options
+    lines = slurm.batch_script(asked, "train").splitlines()
+    assert [line for line in lines if line.partition(" ")[2] in options] == [
+        f"#SBATCH {option}" for option in options
+    ]
+    assert shlex.split(lines[-1])[1:] == slurm.argv(script())  # the job's options are the step's
+    named = slurm.batch_script(script(options=(("job-name", "mine"),)), "train")
+    assert "#SBATCH --job-name=mine" in named
+    assert "train" not in named.replace("train.py", "")
+
+
+@pytest.mark.parametrize("name", ["nodes", "ntasks-per-node", "Time", "a b", ""])
+def test_options_that_are_not_the_users_are_refused(name: str) -> None:
+    with pytest.raises(ArgumentError, match="option"):
+        slurm.argv(script(options=((name, "1"),)))
+    with pytest.raises(ArgumentError, match="option"):
+        slurm.launch(repr, LaunchPlan(1), options={name: 1})
+
+
+def test_options_are_given_on_the_command_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    srun = tmp_path / "srun"  # nothing runs it: with --print it only has to be there
+    srun.touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = ["--launcher", "slurm", "-n", "2", "-o", "time=10:00", "--option", "exclusive"]
+    assert command(*words, "--print", __file__) == 0
+    text = capsys.readouterr().out
+    assert "#SBATCH --time=10:00" in text
+    assert "#SBATCH --exclusive" in text
+    assert command("-o", "time=10:00", __file__) == 2
+    assert "takes no --option" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("version", "option"), [(OPEN_MPI, "--host"), (HYDRA, "-hosts")])

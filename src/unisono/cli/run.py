@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,6 +67,15 @@ def run(
     log_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep each rank's output in files.")
     ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option",
+            "-o",
+            metavar="NAME=VALUE",
+            help="An option of Slurm's own, such as time=10:00 or gres=gpu:2; may be repeated.",
+        ),
+    ] = None,
     module: Annotated[
         bool, typer.Option("--module", "-m", help="Run it as python -m does.")
     ] = False,
@@ -106,6 +116,7 @@ def run(
         timeout,
         None if log_dir is None else str(log_dir),
         _is_coloured(),
+        options=_options(option or (), name),
     )
     _check(asked)
     if print_only:
@@ -195,6 +206,13 @@ def _hosts(text: str | None) -> tuple[tuple[str, int], ...]:
             f"--hosts {text} should be NAME:RANKS,NAME:RANKS, each name once, at least 1 rank each"
         )
     return named
+
+
+def _options(words: Sequence[str], launcher: str) -> tuple[tuple[str, str], ...]:
+    if words and launcher != "slurm":
+        raise ArgumentError(f"launcher {launcher!r} takes no --option: it is for launcher 'slurm'")
+    pairs = [word.partition("=") for word in words]
+    return tuple((name, value) for name, _, value in pairs)
 
 
 def _is_coloured() -> bool:

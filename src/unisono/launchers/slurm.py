@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from unisono.errors import ArgumentError
 from unisono.launchers._folder import run_function
 from unisono.launchers._front import Outcome, run_launcher
 from unisono.launchers._script import Script, without_job
@@ -22,6 +24,17 @@ _OF_STEP = (
     *("SLURM_STEP", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_TASK_PID"),
     *("SLURM_DISTRIBUTION", "SLURM_LAUNCH_", "SLURM_SRUN_", "SLURM_GTIDS", "SLURM_UMASK"),
 )
+_OPTION = re.compile(r"[a-z][a-z-]*")
+_OURS = {
+    "nodes": "nnodes",
+    "ntasks": "nproc_per_node and nnodes",
+    "ntasks-per-node": "nproc_per_node",
+    "nodelist": "hosts",
+    "distribution": "hosts",
+    "input": "a file of the script's own",
+    "kill-on-bad-exit": "nothing instead",
+    "immediate": "timeout",
+}
 
 
 def argv(script: Script) -> list[str]:
@@ -35,7 +48,7 @@ def argv(script: Script) -> list[str]:
     Returns:
         The arguments. A task that fails ends the step.
     """
-    words = ["srun", "--kill-on-bad-exit=1", "--input=none", *_places(script)]
+    words = ["srun", "--kill-on-bad-exit=1", "--input=none", *_places(script), *_options(script)]
     if script.timeout_s is not None:
         words.append(f"--immediate={max(1, round(script.timeout_s))}")
     return [*words, *script.rank_argv()]
@@ -56,6 +69,22 @@ def _places(script: Script) -> list[str]:
         ]
     each = f"--ntasks-per-node={script.nproc_per_node}"
     return [f"--nodes={nodes}", f"--ntasks={script.world_size}", each]
+
+
+def _options(script: Script) -> list[str]:
+    """Write the user's own options, each known to srun and sbatch alike."""
+    words = []
+    for name, value in script.options:
+        option = name.strip("-").replace("_", "-")
+        if not _OPTION.fullmatch(option) or "\n" in value:
+            raise ArgumentError(f"option {name}={value!r} should be NAME or NAME=VALUE of sbatch")
+        if option in _OURS:
+            raise ArgumentError(
+                f"option {option!r} of Slurm follows from how many ranks there are on which nodes: "
+                f"leave it out, and use {_OURS[option]}"
+            )
+        words.append(f"--{option}={value}" if value else f"--{option}")
+    return words
 
 
 def environment(script: Script, environ: Mapping[str, str]) -> dict[str, str]:
@@ -99,11 +128,13 @@ def batch_script(script: Script, name: str) -> str:
     asked = [item for item in _places(alone) if not item.startswith("--distribution")]
     if alone.hosts:
         asked[-1] = "--nodelist=" + ",".join(host for host, _ in alone.hosts)
-    options = [f"--job-name={name}", *asked]
+    own = _options(alone)
+    named = [] if any(item.startswith("--job-name") for item in own) else [f"--job-name={name}"]
+    options = [*named, *asked, *own]
     address = environment(alone, {})
     exports = [f"export {key}={shlex.quote(value)}" for key, value in address.items()]
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options), *exports]
-    return "\n".join([*lines, "exec " + shlex.join(argv(alone)), ""])
+    return "\n".join([*lines, "exec " + shlex.join(argv(replace(alone, options=()))), ""])
 
 
 def run(script: Script) -> Outcome:
@@ -125,6 +156,12 @@ def run(script: Script) -> Outcome:
     return run_launcher(script, words, environment(script, os.environ), signal.SIGTERM)
 
 
+def _texts(options: Mapping[str, str | int | bool]) -> Iterator[tuple[str, str]]:
+    for name, value in options.items():
+        if value is True or value not in (False, None):
+            yield name, "" if value is True else str(value)
+
+
 def launch(
     entry: Callable[[RankInfo], Any],
     plan: LaunchPlan,
@@ -132,6 +169,7 @@ def launch(
     environ: Mapping[str, str] | None = None,
     folder: str | None = None,
     timeout_s: float | None = None,
+    options: Mapping[str, str | int | bool] | None = None,
 ) -> list[Any]:
     """Run `entry` in tasks of a Slurm step.
 
@@ -144,11 +182,13 @@ def launch(
         folder: a folder that all nodes share, for the function and its results; None for the
             working directory.
         timeout_s: seconds to wait for nodes that are free.
+        options: Slurm's own, such as ``{"time": "10:00", "gres": "gpu:2", "exclusive": True}``.
 
     Returns:
         What `entry` returned, by rank of the whole job.
 
     Raises:
+        ArgumentError: an option that isn't the user's to choose.
         PayloadError: `entry` can't be pickled.
         LaunchError: there is no srun, or it failed.
         WorkerFailedError: a task failed; all others have been ended.
@@ -162,5 +202,7 @@ def launch(
         plan.master_addr,
         plan.master_port,
         timeout_s=timeout_s,
+        options=tuple(_texts(options or {})),
     )
+    _options(script)  # before anything is written
     return run_function(entry, script, run, environ or {}, Path(folder or Path.cwd()))
