@@ -18,7 +18,7 @@ __all__ = ("COMMANDS", "main")
 
 COMMANDS: dict[str, str] = {
     "bench": "Measure every collective on this machine.",
-    "check": "Check every law of the contract on one backend.",
+    "check": "Check every law on one backend, launcher or environment.",
     "demo": "Train a small net on handwritten digits with several workers.",
     "doctor": "Say what can be used here, and who this process would be.",
     "run": "Run a script in several ranks: here, or by torchrun, MPI, Slurm or Ray.",

@@ -1,10 +1,12 @@
-"""``unisono check``: every law of the contract on one backend, law by law."""
+"""``unisono check``: every law of a contract, on a backend, a launcher or an environment."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,13 +31,28 @@ _COLOURS: dict[Status, str] = {
 _MEANS = {
     "derived": "it holds; the model leaves members to the contract, which derives them from its "
     "all_gather: right, and slower than an override",
-    "unsupported": "the model doesn't declare what the law needs, and refuses it by name",
+    "unsupported": "the model doesn't declare what the law needs, and refuses it by name; or it "
+    "can't be checked here",
 }
 
 
 def check(
-    backend: Annotated[str, typer.Argument(help="Such as gloo, threads, mpi4py, or a plug-in's.")],
+    backend: Annotated[
+        str | None,
+        typer.Argument(
+            help="Such as gloo, threads, mpi4py, or a plug-in's; with --launcher what its ranks "
+            "use, gloo by default."
+        ),
+    ] = None,
     *,
+    launcher: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Check a launcher: processes, mpi, a plug-in's, ..."),
+    ] = None,
+    environment: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Check an environment: slurm, a plug-in's, ..."),
+    ] = None,
     nproc_per_node: Annotated[
         list[int] | None,
         typer.Option(
@@ -43,19 +60,23 @@ def check(
             "--nproc-per-node",
             min=1,
             metavar="N",
-            help="Replicas; may be repeated. By default what the kit takes: 1, 2 and 3.",
+            help="Replicas; may be repeated. By default what the kit takes: 1, 2 and 3; for a "
+            "launcher 2.",
         ),
     ] = None,
     law: Annotated[str, typer.Option(metavar="PART", help="Only laws with this in the name.")] = "",
     timeout: Annotated[
-        float, typer.Option(min=0.1, metavar="S", help="Seconds that one law may take.")
-    ] = 60.0,
+        float | None,
+        typer.Option(
+            min=0.1, metavar="S", help="Seconds that one law may take: 60; for a launcher 120."
+        ),
+    ] = None,
     save: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the JSON to a file as well.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> int:
-    """Check every law of the contract on one backend.
+    """Check every law of the contract on one backend, launcher or environment.
 
     Local. It starts replicas (1, 2 and 3, as the kit for pytest does, or as many as each -n says)
     and says of each law whether it passed, passed by members that the contract derives from others,
@@ -65,25 +86,24 @@ def check(
     Returns:
         The exit code: 0 if no law failed, 1 if one did.
     """
-    from unisono.testing import LAWS, Conformance, law_names
-    from unisono.testing import check as keep
-
-    names = law_names(law.strip().replace(" ", "_"))
+    subject = _subject(backend, launcher, environment)
+    names = [name for name in subject.laws if law.strip().replace(" ", "_") in name]
     if not names:
-        raise typer.BadParameter(f"none of the {len(LAWS)} laws has {law!r} in its name")
+        raise typer.BadParameter(f"none of the {len(subject.laws)} laws has {law!r} in its name")
+    limit = {} if timeout is None else {"timeout_s": timeout}
     outcomes: list[Outcome] = []
-    for size in nproc_per_node or Conformance.sizes:
+    for size in nproc_per_node or subject.sizes:
         try:
-            found = keep(backend, size, laws=names, timeout_s=timeout)
+            found = subject.check(size, laws=names, **limit)
         except ArgumentError as error:
             if nproc_per_node or not outcomes:
                 raise
             typer.echo(f"not checked with {size} replicas: {error}", err=True)
             break
         if not as_json:
-            _show(backend, size, found)
+            _show(subject.name, size, found)
         outcomes += found
-    text = json.dumps(_facts(backend, outcomes), indent=1)
+    text = json.dumps(_facts(subject, outcomes), indent=1)
     if save is not None:
         save.write_text(f"{text}\n")
     if as_json:
@@ -93,23 +113,77 @@ def check(
     return int(any(outcome.status == "failed" for outcome in outcomes))
 
 
-def _facts(backend: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    import torch
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """What is checked: a backend, a launcher or an environment.
 
+    Args:
+        name: for people.
+        facts: what the JSON says of it.
+        laws: its laws, and the group of each.
+        sizes: numbers of replicas, where none is given.
+        check: checks it with a number of replicas.
+    """
+
+    name: str
+    facts: Mapping[str, Any]
+    laws: Mapping[str, str]
+    sizes: Sequence[int]
+    check: Callable[..., list[Outcome]]
+
+
+def _subject(backend: str | None, launcher: str | None, environment: str | None) -> _Subject:
+    from unisono import testing
+    from unisono.registry import find_environment, find_launcher
+
+    if launcher is not None and environment is None:
+        find_launcher(launcher)
+        used = backend or "gloo"
+        facts = {"launcher": launcher, "backend": used}
+        laws = dict.fromkeys(testing.LAUNCHER_LAWS, "launchers")
+        each = partial(testing.check_launcher, launcher, backend=used)
+        sizes = testing.LauncherConformance.sizes
+        return _Subject(f"launcher {launcher} with {used}", facts, laws, sizes, each)
+    if environment is not None and launcher is None and backend is None:
+        find_environment(environment)
+        laws = dict.fromkeys(testing.ENVIRONMENT_LAWS, "environments")
+
+        def without_replicas(_: int, *, laws: Sequence[str], **__: Any) -> list[Outcome]:
+            return testing.check_environment(environment, laws=laws)
+
+        facts = {"environment": environment}
+        return _Subject(f"environment {environment}", facts, laws, (0,), without_replicas)
+    if backend is None or environment is not None:
+        raise typer.BadParameter("name one thing: a backend, --launcher NAME or --environment NAME")
+    return _of_backend(backend)
+
+
+def _of_backend(backend: str) -> _Subject:
+    from unisono import testing
     from unisono.registry import find_model
-    from unisono.testing import LAWS
 
     model = find_model(backend)
-    return {
+    facts = {
         "backend": backend,
         "model": model.name,
+        "capabilities": sorted(model.capabilities),
+    }
+    laws = {name: law.check.__module__.rpartition(".")[2] for name, law in testing.LAWS.items()}
+    each = partial(testing.check, backend)
+    return _Subject(backend, facts, laws, testing.Conformance.sizes, each)
+
+
+def _facts(subject: _Subject, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    import torch
+
+    return {
+        **subject.facts,
         "torch": torch.__version__,
         "unisono": unisono.__version__,
-        "capabilities": sorted(model.capabilities),
         "laws": [
             {
                 "law": outcome.law,
-                "group": LAWS[outcome.law].check.__module__.rpartition(".")[2],
+                "group": subject.laws[outcome.law],
                 "nproc": outcome.nproc,
                 "status": outcome.status,
                 "reason": outcome.reason,
@@ -120,8 +194,9 @@ def _facts(backend: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def _show(backend: str, size: int, outcomes: Sequence[Outcome]) -> None:
+def _show(name: str, size: int, outcomes: Sequence[Outcome]) -> None:
     who = "1 replica" if size == 1 else f"{size} replicas"
+    title = f"{name}, {who}" if size else name
     columns = (
         Column("law", folds=True),
         Column("outcome"),
@@ -137,10 +212,10 @@ def _show(backend: str, size: int, outcomes: Sequence[Outcome]) -> None:
         ]
         for outcome in outcomes
     ]
-    show(f"{backend}, {who}", columns, rows)
+    show(title, columns, rows)
     for outcome in outcomes:
         if "\n" in outcome.reason:
-            typer.echo(f"{outcome.law}, {who}: {outcome.reason}\n")
+            typer.echo(f"{outcome.law}, {title}: {outcome.reason}\n")
     typer.echo(_counts(outcomes))
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from unisono.testing.cases import LAWS, Law
-from unisono.testing.conformance import Conformance
+from unisono.testing.conformance import Conformance, EnvironmentConformance, LauncherConformance
+from unisono.testing.environments import ENVIRONMENT_LAWS, check_environment
+from unisono.testing.launchers import LAUNCHER_LAWS, check_launcher
 from unisono.testing.runner import (
     Kept,
     LawBrokenError,
@@ -15,14 +17,20 @@ from unisono.testing.runner import (
 )
 
 __all__ = (
+    "ENVIRONMENT_LAWS",
+    "LAUNCHER_LAWS",
     "LAWS",
     "Conformance",
+    "EnvironmentConformance",
     "Kept",
+    "LauncherConformance",
     "Law",
     "LawBrokenError",
     "Outcome",
     "Status",
     "check",
+    "check_environment",
+    "check_launcher",
     "keep_laws",
     "law_names",
 )

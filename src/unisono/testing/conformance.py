@@ -1,13 +1,15 @@
-"""A class for pytest that checks every law on one backend: inherit from it and name the backend."""
+"""Classes for pytest that check every law: inherit, and name a backend, launcher or environment."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-from unisono.testing.runner import check
+from unisono.testing.environments import check_environment
+from unisono.testing.launchers import check_launcher
+from unisono.testing.runner import Outcome, check
 
-__all__ = ("Conformance",)
+__all__ = ("Conformance", "EnvironmentConformance", "LauncherConformance")
 
 
 class Conformance:
@@ -27,6 +29,56 @@ class Conformance:
 
     def test_every_law_holds(self) -> None:
         """Check all laws at all sizes, and list those that don't hold. Local."""
-        outcomes = [o for size in self.sizes for o in check(self.backend, size, **self.options)]
-        failed = [f"{o.law} at {o.nproc}: {o.reason}" for o in outcomes if o.status == "failed"]
-        assert outcomes and not failed, "\n".join(failed)
+        _all_hold(o for size in self.sizes for o in check(self.backend, size, **self.options))
+
+
+class LauncherConformance:
+    """Every law on one launcher.
+
+    Example:
+        >>> class TestMine(LauncherConformance):
+        ...     launcher = "processes"
+    """
+
+    launcher: ClassVar[str]
+    """The launcher to check."""
+    backend: ClassVar[str] = "gloo"
+    """What its ranks use."""
+    sizes: ClassVar[tuple[int, ...]] = (2,)
+    """Numbers of ranks."""
+    options: ClassVar[Mapping[str, Any]] = {}
+    """Its ``launcher_options``."""
+
+    def test_every_law_holds(self) -> None:
+        """Check all laws at all sizes, and list those that don't hold. Local."""
+        _all_hold(
+            outcome
+            for size in self.sizes
+            for outcome in check_launcher(
+                self.launcher, size, backend=self.backend, options=self.options
+            )
+        )
+
+
+class EnvironmentConformance:
+    """Every law on one environment.
+
+    Example:
+        >>> class TestMine(EnvironmentConformance):
+        ...     environment = "slurm"
+    """
+
+    environment: ClassVar[str]
+    """The environment to check: the name of its entry point."""
+    examples: ClassVar[Iterable[Mapping[str, str]] | None] = None
+    """The variables of some rank each, as the launcher sets them; None for its ``EXAMPLES``."""
+
+    def test_every_law_holds(self) -> None:
+        """Check all laws, and list those that don't hold. Local."""
+        _all_hold(check_environment(self.environment, examples=self.examples))
+
+
+def _all_hold(found: Iterable[Outcome]) -> None:
+    outcomes = list(found)
+    failed = [f"{o.law} at {o.nproc}: {o.reason}" for o in outcomes if o.status == "failed"]
+    assert outcomes and not failed, "\n".join(failed)

@@ -1,0 +1,322 @@
+"""The laws that every environment keeps, and what checks them: one function a law."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from unisono.environments import ENVIRONMENTS, Environment
+from unisono.errors import EnvironmentDetectionError
+from unisono.registry import find_environment
+from unisono.testing.launchers import check_info
+from unisono.testing.runner import Outcome, Status
+from unisono.topology import RankInfo
+
+__all__ = ("ENVIRONMENT_LAWS", "EnvironmentTrial", "check_environment")
+
+_MALFORMED = ("x", "-1", "1.5", "1 2", "99999999999999999999", "\x00", "é")
+_FOREIGN = {
+    "HOME": "/home/ada",
+    "PATH": "/usr/bin",
+    "LANG": "de_DE.UTF-8",
+    "OMP_NUM_THREADS": "4",
+    "PS1": "\x1b[0m$ ",
+    "LONG": "x" * 100_000,
+    "EMPTY": "",
+    "ODD": "a=b=c\n\u2028é",
+}
+
+
+class _UntestableError(Exception):
+    """Raised where a law can't be checked; says why."""
+
+
+class _Reads(Mapping[str, str]):
+    """Variables that can't be written, and a note of those that were asked for."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._env = env
+        self.asked: dict[str, None] = {}
+
+    def __getitem__(self, name: str) -> str:
+        self.asked[name] = None
+        return self._env[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._env)
+
+    def __len__(self) -> int:
+        return len(self._env)
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentTrial:
+    """An environment, and what its launcher sets.
+
+    Args:
+        name: as it was asked for: the name of its entry point, or of a built-in one.
+        environment: with ``NAME`` and ``detect``.
+        examples: the variables of some rank each, as the launcher sets them.
+    """
+
+    name: str
+    environment: Environment
+    examples: Sequence[Mapping[str, str]] = field(default=())
+
+    def detect(self, env: Mapping[str, str]) -> RankInfo | None:
+        """Ask it; demand None, a RankInfo in range, or the one error that it may raise. Local.
+
+        Raises:
+            EnvironmentDetectionError: it did.
+        """
+        reads = _Reads(MappingProxyType(dict(env)))
+        try:
+            info = self.environment.detect(reads)
+        except EnvironmentDetectionError as error:
+            name = self.environment.NAME
+            assert error.source == name, f"source={error.source!r}, not {name!r}: {error}"
+            assert error.variable in reads.asked, f"{error.variable!r} is none that it read"
+            assert error.variable in str(error), f"{error.variable} isn't in the text: {error}"
+            value = env.get(error.variable)
+            is_unset = error.value is None and (value is None or not value.strip())
+            assert is_unset or error.value is not None, f"value=None, though it is set: {error}"
+            raise
+        except Exception as error:
+            raise AssertionError(
+                f"detect raised {type(error).__name__}: {error}, and may raise nothing but "
+                "EnvironmentDetectionError"
+            ) from error
+        if info is not None:
+            check_info(info)
+        return info
+
+    def whole(self, env: Mapping[str, str]) -> RankInfo:
+        """Ask it about variables of a rank; demand facts. Local."""
+        try:
+            info = self.detect(env)
+        except EnvironmentDetectionError as error:
+            raise AssertionError(f"its own example is refused: {error}") from error
+        assert info is not None, f"its own example is no job: {dict(env)}"
+        return info
+
+    def variables(self, env: Mapping[str, str]) -> list[str]:
+        """List the variables of an example that it reads. Local."""
+        reads = _Reads(env)
+        self.environment.detect(reads)
+        return [name for name in reads.asked if name in env]
+
+    def needs_examples(self) -> None:
+        """Skip the law where nothing is known of the launcher's variables. Local."""
+        if not self.examples:
+            raise _UntestableError("it has no EXAMPLES: variables of a rank, as its launcher sets")
+
+
+Law = Callable[[EnvironmentTrial], None]
+ENVIRONMENT_LAWS: dict[str, Law] = {}
+
+
+def _law(check: Law) -> Law:
+    ENVIRONMENT_LAWS[check.__name__] = check
+    return check
+
+
+@contextlib.contextmanager
+def _process_has(env: Mapping[str, str]) -> Iterator[None]:
+    """Let this process have these variables alone, while it lasts."""
+    before = dict(os.environ)
+    os.environ.clear()
+    try:
+        os.environ.update(env)
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _identity(info: RankInfo | None) -> tuple[int, int] | None:
+    return None if info is None else (info.rank, info.world_size)
+
+
+@_law
+def its_name_is_known_and_its_own(trial: EnvironmentTrial) -> None:
+    """``NAME`` is the name of the entry point, and of no built-in environment."""
+    name = trial.environment.NAME
+    assert isinstance(name, str) and name.strip(), f"NAME={name!r}"
+    assert name == trial.name, f"NAME={name!r}, but its entry point is {trial.name!r}"
+    others = [each for each in ENVIRONMENTS if each is not trial.environment]
+    assert name not in [each.NAME for each in others], f"{name!r} is built in"
+
+
+@_law
+def no_variables_are_no_job(trial: EnvironmentTrial) -> None:
+    """Without any variable, and with all of its own blank, there is no job."""
+    assert trial.detect({}) is None, "detect({}) isn't None"
+    for example in trial.examples:
+        blank = dict.fromkeys(trial.variables(example), " ")
+        assert trial.detect(blank) is None, f"blank variables count as set: {sorted(blank)}"
+
+
+@_law
+def variables_of_others_are_no_job(trial: EnvironmentTrial) -> None:
+    """It says nothing of variables that aren't its launcher's, and never raises for them."""
+    assert trial.detect(_FOREIGN) is None, f"it takes {sorted(_FOREIGN)} for a job"
+    for other in ENVIRONMENTS:
+        if other is trial.environment:
+            continue
+        for env in getattr(other, "EXAMPLES", ()):
+            try:
+                found = trial.detect(env)
+            except EnvironmentDetectionError as error:
+                raise AssertionError(f"it refuses what {other.NAME} sets: {error}") from error
+            same = _identity(found) in (None, _identity(other.detect(env)))
+            assert same, f"it takes what {other.NAME} sets for {found}"
+
+
+@_law
+def a_whole_example_gives_every_fact_in_its_range(trial: EnvironmentTrial) -> None:
+    """Rank and size, and what else is said, are of their type and range, and fit together."""
+    trial.needs_examples()
+    for example in trial.examples:
+        info = trial.whole(example)
+        name = trial.environment.NAME
+        assert info.source == name, f"source={info.source!r}, not {name!r}"
+        assert trial.whole({**_FOREIGN, **example}) == info, "variables of others change the facts"
+
+
+@_law
+def a_partial_example_is_refused_by_name(trial: EnvironmentTrial) -> None:
+    """Without one of its variables it says the same, no job (for one alone), or which one lacks."""
+    trial.needs_examples()
+    for example in trial.examples:
+        whole, marks = _identity(trial.whole(example)), []
+        for name in trial.variables(example):
+            found, is_refused = _asked_about(trial, {**example, name: ""})
+            if not is_refused and found is None:
+                marks.append(name)
+            elif not is_refused:
+                assert found == whole, f"without {name} it says rank, size {found}, not {whole}"
+        assert len(marks) <= 1, (
+            f"without any of {marks} there is no job, and nobody learns that one lacks: raise "
+            "EnvironmentDetectionError where others are set"
+        )
+
+
+@_law
+def a_malformed_variable_is_refused_by_name(trial: EnvironmentTrial) -> None:
+    """Text that is no number, or none in its range, is refused, and never taken for a rank."""
+    trial.needs_examples()
+    for example in trial.examples:
+        whole = _identity(trial.whole(example))
+        for name in trial.variables(example):
+            for value in _MALFORMED:
+                found, _ = _asked_about(trial, {**example, name: value})
+                assert found in (None, whole), f"{name}={value!r} is taken for rank, size {found}"
+
+
+def _asked_about(
+    trial: EnvironmentTrial, env: Mapping[str, str]
+) -> tuple[tuple[int, int] | None, bool]:
+    """Give rank and size, and whether it was refused."""
+    try:
+        return _identity(trial.detect(env)), False
+    except EnvironmentDetectionError:
+        return None, True
+
+
+@_law
+def it_reads_what_it_is_given_alone(trial: EnvironmentTrial) -> None:
+    """The process's own variables change nothing, and are as they were."""
+    for example in trial.examples or ({},):
+        with _process_has({}):
+            alone = trial.detect(example)
+            assert not os.environ, f"it has set {sorted(os.environ)}"
+        with _process_has(example):
+            assert trial.detect({}) is None, "detect({}) reads the process's own variables"
+        with _process_has(dict.fromkeys(example, "x")):
+            assert trial.detect(example) == alone, "it reads the process's own variables"
+
+
+@_law
+def it_says_the_same_each_time(trial: EnvironmentTrial) -> None:
+    """Nothing is kept between two calls."""
+    for example in (*trial.examples, {}):
+        first = trial.detect(example)
+        trial.detect({})
+        assert trial.detect(example) == first, "the second call says something else"
+
+
+@_law
+def it_is_loaded_without_torch(trial: EnvironmentTrial) -> None:
+    """Each rank of a script loads it, so it doesn't import torch, which takes seconds."""
+    module = getattr(trial.environment, "__module__", None)
+    if module is None:  # it is a module itself, or an instance
+        module = getattr(trial.environment, "__name__", type(trial.environment).__module__)
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    path = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    assert not done.stderr, f"module {module} can't be imported alone: {done.stderr.strip()}"
+    assert done.returncode == 0, f"module {module} imports torch"
+
+
+def check_environment(
+    environment: str,
+    *,
+    laws: Iterable[str] | None = None,
+    examples: Iterable[Mapping[str, str]] | None = None,
+) -> list[Outcome]:
+    """Check laws on an environment.
+
+    Local.
+
+    Args:
+        environment: its name: of an entry point of ``unisono.environments``, or a built-in one's.
+        laws: names; all laws if None.
+        examples: the variables of some rank each, as the launcher sets them; None for those that
+            the environment has as ``EXAMPLES``.
+
+    Returns:
+        One outcome for each law, in order, of no replicas; ``"unsupported"`` where there are no
+        examples.
+
+    Raises:
+        ArgumentError: there is no such environment.
+        BackendUnavailableError: loading it failed.
+
+    Example:
+        >>> {outcome.status for outcome in check_environment("slurm")}
+        {'passed'}
+    """
+    found = find_environment(environment)
+    known: Any = getattr(found, "EXAMPLES", ()) if examples is None else examples
+    trial = EnvironmentTrial(environment, found, tuple(known))
+    done = []
+    for name in ENVIRONMENT_LAWS if laws is None else laws:
+        begin = time.perf_counter()
+        status, reason = _check(ENVIRONMENT_LAWS[name], trial)
+        done.append(Outcome(name, 0, status, reason, time.perf_counter() - begin))
+    return done
+
+
+def _check(law: Law, trial: EnvironmentTrial) -> tuple[Status, str]:
+    try:
+        law(trial)
+    except _UntestableError as error:
+        return "unsupported", str(error)
+    except Exception as error:
+        return "failed", (
+            str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+        )
+    return "passed", ""
