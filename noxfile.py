@@ -16,7 +16,8 @@ import nox
 from nox.command import CommandFailed
 
 nox.options.sessions = [
-    *("lint", "types", "first_hour", "tests", "faults", "package", "mpi", "horovod", "xla")
+    *("lint", "types", "first_hour", "tests", "faults", "package", "plugins"),
+    *("mpi", "horovod", "xla"),
 ]
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
@@ -199,6 +200,16 @@ def xla(session: nox.Session) -> None:
         groups = nox.project.dependency_groups(PYPROJECT, "test")
         session.install(*XLA_CONSTRAINTS, "-e", ".[demo]", "torch_xla", *groups)
     real(session, "xla", "xla-cpu", *ALL_SIZES, env={"PJRT_DEVICE": "CPU"})
+
+
+@nox.session
+def plugins(session: nox.Session) -> None:
+    """Build, install and run the example plug-ins; the laws of launchers and environments."""
+    install(session, "test", "plugins")
+    words = ("tests/launch/test_plugins.py", "tests/launch/test_laws.py")
+    required = {"UNISONO_REQUIRE": "plugins"}
+    paths = ("tests/launch/test_examples.py", *words)
+    session.run("pytest", *paths, *session.posargs, env=required)
 
 
 @nox.session

@@ -24,7 +24,7 @@ PAGES = [
 ]
 _FENCE = re.compile(r"^ *```(?P<info>.*)$")
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-_MAKES_RANKS = re.compile(r"\b(spawn|WorkerPool|Parallel|initialize|init_process_group)\(")
+_MAKES_RANKS = re.compile(r"\b(spawn|host_job|WorkerPool|Parallel|initialize|init_process_group)\(")
 _LINK = re.compile(r"\[[^\]\[]*\]\((?P<target>[^)\s]+)\)")
 
 

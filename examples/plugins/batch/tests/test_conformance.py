@@ -1,0 +1,5 @@
+from unisono.testing import EnvironmentConformance
+
+
+class TestBatch(EnvironmentConformance):
+    environment = "batch"

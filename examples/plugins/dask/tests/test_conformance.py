@@ -1,0 +1,5 @@
+from unisono.testing import LauncherConformance
+
+
+class TestDask(LauncherConformance):
+    launcher = "dask"

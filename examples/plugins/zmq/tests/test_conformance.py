@@ -1,0 +1,5 @@
+from unisono.testing import Conformance
+
+
+class TestZmq(Conformance):
+    backend = "zmq"
