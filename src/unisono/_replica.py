@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unisono import _context
+from unisono._tracebacks import hides
 from unisono.control.deadlines import Limit, within
 from unisono.launchers._lifetime import Lifetime
 from unisono.launchers._output import begin_lines_with_rank
@@ -15,6 +16,8 @@ from unisono.registry import find_model
 from unisono.topology import RankInfo
 
 __all__ = ("Replica",)
+
+__tracebackhide__ = hides
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from contextlib import suppress
 import cloudpickle
 
 from unisono import _context
+from unisono._tracebacks import hides
 from unisono.control.addresses import local_address
 from unisono.errors import CollectiveError, PayloadError
 from unisono.launchers import _channel
@@ -22,6 +23,8 @@ from unisono.launchers._worker import describe
 from unisono.model import ComputationModel
 
 __all__ = ("BROKEN", "CALL", "OUTPUT", "SECRET_BYTES", "WHERE", "serve")
+
+__tracebackhide__ = hides
 
 CALL = b"c"
 BROKEN = b"b"  # an error that leaves the context unusable

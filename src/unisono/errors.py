@@ -25,7 +25,9 @@ UnisonoError(Exception)
 
 from __future__ import annotations
 
-from traceback import format_exception, format_exception_only
+from traceback import extract_tb
+
+from unisono._tracebacks import fold, line_of, summary, where
 
 __all__ = (
     "AlreadyInitializedError",
@@ -49,6 +51,12 @@ __all__ = (
     "UnknownBackendError",
     "UnsupportedOperation",
     "WorkerFailedError",
+)
+
+# The others' names are what their texts begin with.
+_ABOUT_OTHERS = (
+    "unisono.errors.CollectiveTimeoutError",
+    "unisono.errors.CollectiveMismatchError",
 )
 
 
@@ -158,13 +166,33 @@ class WorkerFailedError(LaunchError):
     @classmethod
     def of(cls, error: BaseException, rank: int, world_size: int) -> WorkerFailedError:
         """Make it of what a replica of this process raised. Local."""
-        summary = "".join(format_exception_only(type(error), error)).strip()
-        text = "".join(format_exception(type(error), error, error.__traceback__))
-        who = f"rank {rank} of {world_size}"
-        code = cls.exit_code_of(error)
-        failed = cls(f"{who} raised {summary}\n\n{text}", rank, code, traceback=text)
+        text = fold(error, error.__traceback__)
+        said = cls.text(f"rank {rank} of {world_size}", summary(error), cls.line_of(error), text)
+        failed = cls(said, rank, cls.exit_code_of(error), traceback=text)
         failed.__cause__ = error
         return failed
+
+    @staticmethod
+    def text(who: str, said: str, line: str, traceback: str) -> str:
+        """Say who raised what, and on which line of the user's. Local, and pure.
+
+        Where what was raised names another rank, which is at fault, that comes first.
+        """
+        kind, _, text = said.partition(": ")
+        if kind.startswith(_ABOUT_OTHERS) and text:
+            raised = f"{who} raised {kind.rpartition('.')[2]}"
+            head = f"{text}\n  {raised} at {line or 'no line of yours'}"
+        else:
+            head = f"{who} raised {said}" + (f"\n  at {line}" if line else "")
+        return f"{head}\n\n{traceback}"
+
+    @staticmethod
+    def line_of(error: BaseException) -> str:
+        """Give the line of the user's own code that `error` came from, empty if none. Local."""
+        frame = where(extract_tb(error.__traceback__))
+        if frame is None:
+            return ""
+        return line_of(frame)
 
     @staticmethod
     def exit_code_of(error: BaseException) -> int | None:

@@ -19,15 +19,17 @@ from unisono import _context
 from unisono._arguments import check_count, check_names, check_port, check_variables, seconds
 from unisono._replica import Replica
 from unisono._table import OF_THREADS, SEATS_NODES
+from unisono._tracebacks import hides, raised_here, say_instead
 from unisono.collectives._rounds import introduce
-from unisono.control.calls import level
+from unisono.control.calls import level, line_of_call
 from unisono.control.deadlines import Limit
 from unisono.errors import ArgumentError, CollectiveTimeoutError, ContextError, WorkerFailedError
 from unisono.launchers._surroundings import streams_filled
+from unisono.launchers._title import name_thread
 from unisono.model import ComputationModel
 from unisono.options import InitializeOptions, SpawnOptions
 from unisono.registry import find_launcher, find_model
-from unisono.topology import LaunchPlan, RankInfo
+from unisono.topology import PREFIXED, LaunchPlan, RankInfo
 
 if TYPE_CHECKING:
     from unisono.launchers._job import Job
@@ -37,11 +39,14 @@ __all__ = (
     "check_job",
     "finalize",
     "initialize",
+    "interrupted",
     "spawn",
     "start",
     "sync",
     "warn_in_a_rank",
 )
+
+__tracebackhide__ = hides
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -120,6 +125,8 @@ def initialize(backend: str | None = None, **options: Unpack[InitializeOptions])
         given["timeout"] = seconds("timeout", given["timeout"])
     given = {key: value for key, value in given.items() if value is not None}
     _context.activate(lambda: cls.initialize(name.lower(), info, **given), cls)
+    if PREFIXED in os.environ:  # a program that `unisono run` has started
+        name_thread(info.rank, info.world_size)
 
 
 def _who_am_i(options: dict[str, Any]) -> RankInfo:
@@ -420,8 +427,19 @@ def start(
             return _launch(cls, replica, plan, options)
     except WorkerFailedError as error:
         if not _is_of_the_block(error, limit):
-            raise
+            raise raised_here(error)  # noqa: B904 - it is the same one
         raise CollectiveTimeoutError(f"the block's deadline is over: {error}") from error
+    except KeyboardInterrupt as error:
+        say_instead(error, interrupted("spawn"))
+        raise
+
+
+def interrupted(call: str) -> str:
+    """Say that Ctrl-C ended a call of the user's, in place of a traceback. Local."""
+    return (
+        f"{call} at {line_of_call()} was interrupted, and its replicas have been told to end\n"
+        "KeyboardInterrupt (UNISONO_TRACEBACK=full shows where)"
+    )
 
 
 def _launch(

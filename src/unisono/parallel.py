@@ -11,6 +11,7 @@ from typing_extensions import ParamSpec, Unpack
 
 from unisono import _context, facts
 from unisono._arguments import check_names
+from unisono._tracebacks import hides
 from unisono.errors import ArgumentError, NotInitializedError
 from unisono.lifecycle import check_job, finalize, initialize, spawn
 from unisono.model import ComputationModel
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ("Parallel",)
+
+__tracebackhide__ = hides
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -16,6 +16,7 @@ from unisono._arguments import seconds
 from unisono._crew import Answer, Crew, Ending
 from unisono._serving import BROKEN
 from unisono._table import SEATS_NODES
+from unisono._tracebacks import hides, say_instead
 from unisono.control.deadlines import limit_of
 from unisono.errors import (
     ArgumentError,
@@ -29,13 +30,15 @@ from unisono.launchers._by_value import pickle_for_worker
 from unisono.launchers._job import raised
 from unisono.launchers._surroundings import streams_filled
 from unisono.launchers._worker import Failure
-from unisono.lifecycle import check_job, warn_in_a_rank
+from unisono.lifecycle import check_job, interrupted, warn_in_a_rank
 from unisono.options import PoolOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ("WorkerPool",)
+
+__tracebackhide__ = hides
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -290,8 +293,10 @@ class WorkerPool:
                     if answer[0] == BROKEN:
                         ending.hurry()
                 go_on(rank)
-        except BaseException:  # Ctrl-C, or a replica that died: nothing is left half done
+        except BaseException as error:  # Ctrl-C, or a replica that died: nothing is left half done
             self._drop()
+            if isinstance(error, KeyboardInterrupt):
+                say_instead(error, interrupted("the call of a pool"))
             raise
         if failures:
             if busy or (ending and ending.is_broken):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 from typing_extensions import ParamSpec
 
 from unisono._context import communicator, current_model
+from unisono._tracebacks import fold, hides, summary
 from unisono.collectives._call import collective
 from unisono.collectives._rounds import swap
 from unisono.collectives.groups import check_rank, local_group
@@ -21,6 +21,8 @@ from unisono.payload import decode, encode
 from unisono.topology import Group
 
 __all__ = ("master_only", "one_rank_first", "one_rank_only", "run_on_rank")
+
+__tracebackhide__ = hides
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -125,19 +127,15 @@ def _outcome_for_all(
         raise
     except BaseException as raised:  # whatever it is, the others must not wait for ever
         error = raised
-        summary = traceback.format_exception_only(type(raised), raised)[-1].strip()
-        said = (
-            summary,
-            "".join(traceback.format_exception(type(raised), raised, raised.__traceback__)),
-        )
+        said = (summary(raised), fold(raised, raised.__traceback__))
     frames = _tell(model, f"{name} of rank {rank}", encode(said), group)
     if error is not None and not isinstance(error, Exception):
         raise error
     heard = decode(frames[model.position(group, rank)], model.device)
     if heard is not None:
-        summary, text = heard
+        what, text = heard
         failed = PeerFailedError(
-            f"rank {rank} raised {summary} in {name}\n\n{text}", rank=rank, traceback=text
+            f"rank {rank} raised {what} in {name}\n\n{text}", rank=rank, traceback=text
         )
         failed.is_in_step = True
         raise failed from error

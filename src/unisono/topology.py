@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 __all__ = (
     "EVERYBODY",
+    "PREFIXED",
     "PRIVATE_STORE",
     "ContextHint",
     "Group",
@@ -20,6 +21,8 @@ __all__ = (
 
 EVERYBODY = "all ranks"
 """The name of the group of all ranks that a context has from its beginning."""
+PREFIXED = "UNISONO_PREFIXED"
+"""Says which rank the lines of a process begin with already, by the hand of who started it."""
 PRIVATE_STORE = "UNISONO_PRIVATE_STORE"
 """Tells ranks of one host in which file they meet, which their user alone can open."""
 

@@ -74,8 +74,8 @@ def compute() -> None:
 
 
 HANGS = {
-    "SIGSTOP": Fault(lambda: kill(signal.SIGSTOP), "stopped by a signal) did not come"),
+    "SIGSTOP": Fault(lambda: kill(signal.SIGSTOP), ": it is stopped by a signal"),
     "a loop in Python": Fault(compute, "in compute"),
-    "a call in C": Fault(lambda: ctypes.CDLL(None).sleep(600), "; it is at"),
-    "a call in C that holds the GIL": Fault(lambda: ctypes.PyDLL(None).sleep(600), "did not come"),
+    "a call in C": Fault(lambda: ctypes.CDLL(None).sleep(600), ": it is at"),
+    "a call in C that holds the GIL": Fault(lambda: ctypes.PyDLL(None).sleep(600), "never came"),
 }

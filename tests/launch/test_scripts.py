@@ -60,9 +60,13 @@ def test_the_first_failure_is_said_last(launcher: Launcher, tmp_path: Path) -> N
         [*words(name, "--log-dir", str(tmp_path / "logs")), JOB, "raise", "gloo"], **variables
     )
     assert done.code == 1
-    head, _, said = done.err.rpartition("error: rank 1 of 2 (local rank 1, host ")
-    assert head, done.err
-    assert re.match(r"\S+, process \d+\) ended with exit code 1; it said:\n\nTraceback", said)
+    _, error, said = done.err.rpartition("error: rank 1 of 2 raised ValueError: the failure\n")
+    assert error, done.err
+    assert re.match(
+        r"  at \S+job\.py:\d+, in \w+ "
+        r"\(local rank 1, host \S+, process \d+, exit code 1\)\n\nTraceback",
+        said,
+    )
     assert said.rstrip().endswith("ValueError: the failure")
     assert "KeyError: 'the cause'" in said
     assert "\x1e" not in done.err + done.out

@@ -9,6 +9,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,8 @@ import unisono
 from unisono._context import communicator
 from unisono.control import addresses, meeting, offers, plane
 from unisono.errors import ContextError, EnvironmentDetectionError, PeerRefusedError
-from unisono.topology import EVERYBODY
+from unisono.models import _native_meeting
+from unisono.topology import EVERYBODY, RankInfo
 
 RANKS = 200
 
@@ -194,6 +198,27 @@ def test_ranks_that_were_told_different_fan_outs_take_that_of_the_first(tmp_path
         return hub is not None, found
 
     assert by_hand(fn, 4) == [(True, [0, 1, 2, 3])] * 4
+
+
+def test_of_ranks_that_wait_for_one_that_is_slow_one_warns(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_native_meeting, "_WARN_AFTER_S", 0.2)
+    store = TCPStore("127.0.0.1", 0, 8, is_master=True, wait_for_workers=False)
+    job = RankInfo(0, 8, nnodes=1, master_addr="127.0.0.1", master_port=store.port)
+    limit = timedelta(seconds=3)
+
+    def come(rank: int) -> str:
+        info = replace(job, rank=rank, source="torchrun", store_is_hosted=True)
+        with pytest.raises(ContextError) as caught:
+            _native_meeting.Meeting(info, limit).store()
+        return str(caught.value)
+
+    with ThreadPoolExecutor(7) as ranks:
+        errors = list(ranks.map(come, range(7)))
+    (record,) = caplog.records
+    assert "for rank 7" in record.getMessage()
+    assert all(error.startswith("rank 7 of 8 did not come to ") for error in errors)
 
 
 @pytest.mark.parametrize("late", [0, 1])

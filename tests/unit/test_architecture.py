@@ -22,6 +22,7 @@ import unisono
 ROOT = Path(unisono.__file__).parent
 # From the ground up. What stands on one floor doesn't import its neighbours.
 FLOORS: tuple[frozenset[str], ...] = (
+    frozenset({"_tracebacks"}),
     frozenset({"errors", "topology", "_tree", "_listening", "_monitor", "_last_calls"}),
     frozenset(
         {"_memory", "_arguments", "_table", "_training_hooks", "handle", "options", "reduction"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,7 +72,10 @@ def test_a_worker_s_failure_carries_its_traceback() -> None:
     with pytest.raises(KeyError) as caught:
         fail()
     error = WorkerFailedError.of(caught.value, 1, 3)
-    assert str(error).startswith("rank 1 of 3 raised KeyError: 'gone'\n\nTraceback")
+    assert str(error).startswith("rank 1 of 3 raised KeyError: 'gone'\n  at ")
+    line, _, rest = str(error).partition("\n")[2].partition("\n")
+    assert re.fullmatch(r"  at .*test_errors\.py:\d+, in fail", line)
+    assert rest.startswith("\nTraceback")
     assert "in fail" in error.traceback
     assert (error.rank, error.__cause__) == (1, caught.value)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)

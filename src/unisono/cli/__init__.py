@@ -125,13 +125,13 @@ def _exit_code(args: Sequence[str]) -> int:
     except UnisonoError as error:
         return _complain(f"{type(error).__name__}: {error}", 1)
     except (typer.Abort, KeyboardInterrupt):
-        code = _INTERRUPTED
+        return _complain("interrupted", _INTERRUPTED)
     except Exception as error:
         # Click's exceptions, or the same of a typer that carries its own: no common public base.
         if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
             raise
         return _complain(f"{error.format_message()} (see --help)", error.exit_code)
-    return _complain("interrupted", _INTERRUPTED) if code == _INTERRUPTED else code or 0
+    return code or 0
 
 
 def _complain(text: str, code: int) -> int:

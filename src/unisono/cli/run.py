@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,6 +83,13 @@ def run(
     no_python: Annotated[
         bool, typer.Option("--no-python", help="It is a program, and not Python's.")
     ] = False,
+    stdin: Annotated[
+        int | None,
+        typer.Option(
+            metavar="RANK",
+            help="The rank that has this terminal, for breakpoint() and input(): processes.",
+        ),
+    ] = None,
     print_only: Annotated[
         bool, typer.Option("--print", help="Print the command, or the sbatch script; run nothing.")
     ] = False,
@@ -117,8 +125,14 @@ def run(
         None if log_dir is None else str(log_dir),
         _is_coloured(),
         options=_options(option or (), name),
+        stdin_rank=stdin,
     )
     _check(asked)
+    if stdin is not None and name != _default_launcher(None, "1"):
+        raise ArgumentError(
+            f"launcher {name!r} takes no --stdin: its ranks have no terminal; run them on this "
+            "host, with launcher 'processes'"
+        )
     if print_only:
         return _print(name, asked)
     return _say(_run(name, asked), asked)
@@ -128,6 +142,12 @@ def _check(asked: Script) -> None:
     check_count("--max-restarts", asked.max_restarts, 0)
     if asked.master_port is not None:
         check_port("--master-port", asked.master_port)
+    if asked.stdin_rank is not None:
+        check_count("--stdin", asked.stdin_rank, 0)
+        if asked.stdin_rank >= asked.world_size:
+            raise ArgumentError(
+                f"--stdin {asked.stdin_rank} should be a rank below {asked.world_size}"
+            )
     most = asked.max_nnodes
     if asked.node_rank is not None and check_count("--node-rank", asked.node_rank, 0) >= most:
         raise ArgumentError(f"--node-rank {asked.node_rank} should be below --nnodes {most}")
@@ -245,10 +265,13 @@ def _print(name: str, asked: Script) -> int:
 def _say(outcome: Outcome, asked: Script) -> int:
     """Say last how the first failing rank failed, and where the logs are."""
     if outcome.interrupted is not None:
-        typer.echo("error: interrupted; all ranks have been ended", err=True)
+        name = signal.Signals(outcome.interrupted).name
+        typer.echo(f"interrupted by {name}: all ranks have been ended", err=True)
     elif outcome.failed is not None:
         where = f"logs of all ranks are in {asked.log_dir}\n" if asked.log_dir else ""
         typer.echo(f"{where}error: {outcome.failed.text()}", err=True)
+        for other in outcome.others:
+            typer.echo(f"also: {other.headline}", err=True)
     elif outcome.code != 0:
         typer.echo(f"error: the launcher ended with exit code {outcome.code}", err=True)
     return outcome.code

@@ -8,9 +8,12 @@ from types import FunctionType
 from typing import Any, TypeVar, cast
 
 from unisono._context import left_half_way
+from unisono._tracebacks import hides
 from unisono.errors import UnisonoError
 
 __all__ = ("collective",)
+
+__tracebackhide__ = hides
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from unisono._memory import as_bytes_tensor
+from unisono._tracebacks import hides
 from unisono.collectives._rounds import check, compares, fold
 from unisono.errors import PayloadError
 from unisono.handle import Handle, joined
@@ -35,6 +36,8 @@ __all__ = (
     "reduce_scatter",
     "start_all_reduce",
 )
+
+__tracebackhide__ = hides
 
 Restore = Callable[[Tensor], Tensor]
 _AS_MAX = (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.OR)

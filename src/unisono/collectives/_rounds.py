@@ -9,6 +9,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from unisono._memory import from_bytes, to_bytes
+from unisono._tracebacks import hides
 from unisono.control.calls import pack, unpack
 from unisono.errors import CollectiveMismatchError, UnisonoError
 from unisono.model import ComputationModel
@@ -16,6 +17,8 @@ from unisono.reduction import ReduceOp, fold_tensors
 from unisono.topology import Group, name_of
 
 __all__ = ("check", "compares", "fold", "introduce", "refuse", "signature", "swap")
+
+__tracebackhide__ = hides
 
 _LONGEST_CALL = 500
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono._tracebacks import hides
 from unisono._tree import survey, unflatten
 from unisono.collectives import _carriers as carriers
 from unisono.collectives._rounds import swap
@@ -20,6 +21,8 @@ from unisono.reduction import Number, ReduceOp, fold_numbers
 from unisono.topology import Group
 
 __all__ = ("reduce_values",)
+
+__tracebackhide__ = hides
 
 
 _PLAIN = {bool: "?", int: "q", float: "d", complex: "D"}

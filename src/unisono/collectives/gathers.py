@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from unisono._tracebacks import hides
 from unisono.collectives import _carriers as carriers
 from unisono.collectives._call import collective
 from unisono.collectives._rounds import check, refuse, swap
@@ -28,6 +29,8 @@ from unisono.payload import (
 from unisono.topology import Group
 
 __all__ = ("all_gather", "all_gather_tensors_with_shapes", "gather")
+
+__tracebackhide__ = hides
 
 
 @overload

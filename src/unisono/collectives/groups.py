@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 
 from unisono._arguments import seconds
 from unisono._context import communicator, own_model
+from unisono._tracebacks import hides
 from unisono.collectives._call import collective
 from unisono.collectives._rounds import swap
 from unisono.errors import ArgumentError, GroupMembershipError
@@ -29,6 +30,8 @@ __all__ = (
     "resolve",
     "team",
 )
+
+__tracebackhide__ = hides
 
 T = TypeVar("T")
 GroupLike = Any

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from unisono._memory import from_bytes, to_bytes
+from unisono._tracebacks import hides
 from unisono.collectives import _carriers as carriers
 from unisono.collectives._call import collective
 from unisono.collectives.groups import GroupLike, check_rank, team
@@ -25,6 +26,8 @@ from unisono.payload import (
 from unisono.topology import Group
 
 __all__ = ("recv", "send")
+
+__tracebackhide__ = hides
 
 
 @collective

@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 from unisono._context import communicator
+from unisono._tracebacks import hides
 from unisono.collectives import _carriers as carriers
 from unisono.collectives._call import collective
 from unisono.collectives._rounds import check, refuse
@@ -30,6 +31,8 @@ from unisono.reduction import FoldLike, OpLike, ReduceOp, parse_op
 from unisono.topology import Group
 
 __all__ = ("all_reduce", "all_reduce_", "reduce", "reduce_scatter")
+
+__tracebackhide__ = hides
 
 
 @overload

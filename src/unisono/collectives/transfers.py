@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from unisono._memory import from_bytes, to_bytes
+from unisono._tracebacks import hides
 from unisono.collectives import _carriers as carriers
 from unisono.collectives._call import collective
 from unisono.collectives._rounds import check, refuse, swap
@@ -31,6 +32,8 @@ from unisono.payload import (
 from unisono.topology import Group
 
 __all__ = ("all_to_all", "broadcast", "broadcast_", "home", "memory_for", "scatter")
+
+__tracebackhide__ = hides
 
 
 @overload

@@ -1,4 +1,4 @@
-"""Who is missing in a round, where those are, and which processes of this host have ended."""
+"""Who is missing in a collective, where those are, and which processes of this host have ended."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ __all__ = (
     "Missing",
     "has_ended",
     "is_stopped",
+    "named",
     "report",
     "warn_after_s",
     "watch",
@@ -24,7 +25,8 @@ __all__ = (
 
 _WARN_AFTER_S = 30.0
 _STOPPED, _ENDED = b"T", b"Z"
-_STATES = {_STOPPED: ", stopped by a signal", _ENDED: ", ended"}
+_STATES = {_STOPPED: "it is stopped by a signal", _ENDED: "its process has ended"}
+_MOST_NAMED = 8
 
 
 def warn_after_s() -> float:
@@ -51,7 +53,7 @@ class Farewell:
     """What a rank said before it left in good order.
 
     Args:
-        how: when it left, as in "left after round 4".
+        how: when it left, as in "left after barrier at train.py:8".
         steps: how many operations of the data plane it took part in, by the name of the group.
     """
 
@@ -71,7 +73,7 @@ class Missing:
         rank: its global rank.
         behind: global ranks that are reached through it alone.
         pid: its process id on this host, None if it is elsewhere.
-        stack: where its thread is, empty if it didn't answer.
+        stack: where its thread is, as `stack_of` says it; empty if it didn't answer.
         last: the collective that it began last, and where; empty if that isn't known.
     """
 
@@ -82,32 +84,61 @@ class Missing:
     last: str = ""
 
     def __str__(self) -> str:
-        who = f"rank {self.rank}"
+        return self.text()
+
+    def text(self, call: str = "") -> str:
+        """Say what is known of it, its line first.
+
+        Local.
+
+        Args:
+            call: what it didn't come to.
+        """
+        head = f"rank {self.rank}"
         if self.behind:
-            who += f", or one of {list(self.behind)} behind it,"
+            head += f", or one of {list(self.behind)} behind it,"
+        head += f" never came to {call}" if call else " never came"
+        state = "" if self.pid is None else _STATES.get(_state(self.pid), "")
+        line, _, frames = self.stack.partition("\n")
+        if state or line:
+            head += f": {state or f'it is at {line}'}"
+        lines = [head, *([frames] if frames and not state else [])]
+        known = [f"its last collective was {self.last}"] if self.last else []
         if self.pid is not None:
-            who += f" (pid {self.pid} on this host{_STATES.get(_state(self.pid), '')})"
-        text = f"  {who} did not come"
-        if self.last:
-            text += f"; its last collective: {self.last}"
-        return f"{text}; it is at\n{self.stack}" if self.stack else text
+            known.append(f"its process is {self.pid} on this host")
+        return "\n".join([*lines, *(["  " + "; ".join(known)] if known else [])])
 
 
-def report(round_: str, came: Mapping[int, str], missing: Sequence[Missing]) -> str:
-    """Say who has come with which call, who has not, and where those are.
+def report(call: str, came: Mapping[int, str], missing: Sequence[Missing]) -> str:
+    """Say who has not come, and where those are, and then who has come with which call.
 
     Local.
 
     Args:
-        round_: which round of which group.
+        call: what the others didn't come to.
         came: what each global rank that has come called.
         missing: the others.
 
     Returns:
         Several lines.
     """
-    lines = [f"  rank {rank} came: {call}" for rank, call in sorted(came.items())]
-    return "\n".join([f"{round_}:", *lines, *map(str, missing)])
+    lines = [each.text(call) for each in missing[:_MOST_NAMED]]
+    if len(missing) > _MOST_NAMED:
+        lines.append(f"nor did ranks {[each.rank for each in missing[_MOST_NAMED:]]}")
+    ranks_of: dict[str, list[int]] = {}
+    for rank, said in sorted(came.items()):
+        ranks_of.setdefault(said, []).append(rank)
+    for said, ranks in ranks_of.items():
+        lines.append(f"  {named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {said}")
+    return "\n".join(lines)
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Write some ranks for a sentence. Local, and pure."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = [str(rank) for rank in ranks]
+    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def _state(pid: int) -> bytes:

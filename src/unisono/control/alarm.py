@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NoReturn
 
+from unisono._tracebacks import hides
 from unisono.control import calls
 from unisono.control.absence import Absent, Farewell, Missing, has_ended, is_stopped, report, watch
 from unisono.control.aside import Aside, State, stack_of
@@ -21,6 +22,8 @@ from unisono.control.wire import FAIL, NOTICE, Line, LineClosed, read_entries, r
 from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
 
 __all__ = ("Alarm",)
+
+__tracebackhide__ = hides
 
 _log = logging.getLogger(__name__)
 _LAST_WORD_S = 0.1
@@ -89,10 +92,11 @@ class Alarm:
         if self.failure is not None or self._is_inside or not self._close.alive:
             return
         call = calls.describe(self._blob) if self._seq else ""
-        where = f" after round {self._seq}" if self._seq else " before the first round"
         if call.startswith(calls.UNKNOWN):
             call = ""
-        text = f"{how}{where}" + (f" ({call})" if call else "")
+        text = f"{how} after {call or 'its last collective'}"
+        if not self._seq:
+            text = f"{how} before its first collective"
         self._aside.tell_leave(Farewell(text, dict(self._steps.counts)))
 
     def enter(self, seq: int, blob: bytes) -> None:
@@ -127,6 +131,7 @@ class Alarm:
             places, got = self.waits
             waits_for = [place for place in places if place not in got]
         last = self._steps.last or (calls.describe(self._blob) if self._seq else "")
+        last = "" if last.startswith(calls.UNKNOWN) else last
         step = self._steps.counts.get(group, 0)
         return State(stack_of(self._thread_id), last, self._seq, waits_for, step)
 
@@ -207,7 +212,7 @@ class Alarm:
         if self._is_told:
             return
         found = self._report(places, got, self.ask(places, got))
-        text = f"{self._me()} is still waiting in {calls.describe(self._blob)}\n{found}"
+        text = f"{self._me()} is still waiting: {found}"
         _log.warning("%s", text)
         self._notify(list(got), text.encode())
 
@@ -300,12 +305,12 @@ class Alarm:
     ) -> NoReturn:
         """Fail because some of `places` didn't come, given what `ask` found. Local."""
         text = self._report(places, got, states)
-        self.fail({"kind": "timeout", "text": f"the deadline is over.\n{text}"})
+        self.fail({"kind": "timeout", "text": text})
 
     def jam(self, place: int) -> NoReturn:
         """Fail because a neighbour doesn't read what it is sent. Local."""
         late = Missing(self._ranks[place], pid=self._pids.get(place))
-        text = f"the deadline is over, and what came isn't read:\n{late}"
+        text = f"{late}\n  it hasn't read what it was sent"
         self.fail({"kind": "timeout", "text": text})
 
     def fail(self, said: dict[str, object], source: int | None = None) -> NoReturn:
@@ -315,6 +320,8 @@ class Alarm:
         self._tell_lines(body, source)
         where = f", in {calls.describe(self._blob)}" if self._is_inside else ""
         text = f"{self._me()}{where}: {said['text']}"
+        if said["kind"] == "timeout":
+            text = f"{said['text']}\n  the deadline was over on {self._me()}{where}"
         if said["kind"] == "peer":
             self.gone = Absent(int(str(said["rank"])), str(said["text"]))
             self.failure = PeerFailedError(text, self.gone.rank)
@@ -352,11 +359,11 @@ class Alarm:
             if state.seq < self._seq:
                 missing.append(self._missing(place, states))
                 continue
-            by_rank[self._ranks[place]] = state.last  # and waits for others itself
+            by_rank[self._ranks[place]] = state.last or calls.UNKNOWN  # and waits for others itself
             further = [far for far in state.waits_for or () if 0 <= far < len(self._ranks)]
             states |= self._ask(further)
             missing += [self._missing(far, states) for far in further]
-        return report(f"round {self._seq} of the group of {len(self._ranks)}", by_rank, missing)
+        return report(calls.name(self._blob), by_rank, missing)
 
 
 def _asked(alarm: weakref.ref[Alarm]) -> Callable[[str], State]:

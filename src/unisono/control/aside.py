@@ -16,10 +16,10 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from unisono._monitor import Monitor
+from unisono._tracebacks import is_ours, place_of, where
 from unisono.control.absence import Farewell
 from unisono.control.tree import Links
 from unisono.control.wire import ANSWER, ASK, FAIL, LATE, LEAVE, Line, LineClosed, read_failure
@@ -31,7 +31,7 @@ _SEND_S = 1.0
 _HEAR_S = 1.0  # for what a rank that is gone has said, or for its line's end
 _ASK_S = 0.4  # who is stuck in C never answers, and who asks has waited for its deadline already
 _FRAMES = 6
-_PACKAGE = str(Path(__file__).parents[1])
+_WIDTH = 100  # of a line of source
 _OURS = ("unisono-aside", BACKGROUND)  # threads in which the user calls nothing
 
 
@@ -40,7 +40,7 @@ class State:
     """Where a rank is.
 
     Args:
-        stack: the innermost frames of its thread that aren't ours.
+        stack: where its thread is, as `stack_of` says it.
         last: the collective that it began last, and the line of it; empty if there is none.
         seq: the number of the last round that it began.
         waits_for: places that it waits for in that round; None where it isn't in the round now.
@@ -55,16 +55,33 @@ class State:
 
 
 def stack_of(thread_id: int) -> str:
-    """Give the innermost frames of one thread of this process that aren't ours. Local."""
+    """Say where one thread of this process is, in frames that aren't ours.
+
+    Local.
+
+    Returns:
+        The user's line, as in ``train.py:31 (time.sleep(60))``; then, where there are several, a
+        line for each of the innermost frames. Empty where there is none.
+    """
     by_id = {thread.ident: thread for thread in threading.enumerate()}
     thread, main = by_id.get(thread_id), threading.main_thread()
     if thread is None or thread.name.startswith(_OURS):  # the user's waits for it
         thread_id = main.ident or thread_id
-    frame = sys._current_frames().get(thread_id)
-    stack = [
-        entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith(_PACKAGE)
-    ]
-    return "".join(traceback.format_list(stack[-_FRAMES:])).rstrip()
+    stack = traceback.extract_stack(sys._current_frames().get(thread_id))
+    if len(stack) > 1 and stack[0].filename == "<string>" and is_ours(stack[1].filename):
+        del stack[0]  # the command line of the process that makes ranks
+    innermost, frames = where(stack), [each for each in stack if not is_ours(each.filename)]
+    if innermost is None:
+        return ""
+    source = f" ({innermost.line[:_WIDTH]})" if innermost.line else ""
+    lines = [f"{place_of(innermost.filename, innermost.lineno or 0)}{source}"]
+    if len(frames) > 1:
+        lines += [
+            f"    {place_of(each.filename, each.lineno or 0)}, in {each.name}: "
+            f"{(each.line or '')[:_WIDTH]}"
+            for each in frames[-_FRAMES:]
+        ]
+    return "\n".join(lines)
 
 
 class Aside:

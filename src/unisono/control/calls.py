@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import struct
 import sys
 from collections.abc import Sequence
@@ -16,13 +17,26 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from unisono._tracebacks import hides, place_of
 from unisono.control.history import History
 from unisono.control.wire import COPIED_BYTES
 from unisono.errors import CollectiveMismatchError
 
-__all__ = ("UNKNOWN", "describe", "from_here", "level", "pack", "site", "unpack")
+__all__ = (
+    "UNKNOWN",
+    "describe",
+    "from_here",
+    "level",
+    "line_of_call",
+    "name",
+    "pack",
+    "site",
+    "unpack",
+)
 
-UNKNOWN = "another call"
+__tracebackhide__ = hides
+
+UNKNOWN = "a call of the library's own"
 """What `describe` says of a frame that isn't one."""
 _MAGIC = b"\xf5C"
 _HEAD = struct.Struct("<2sHH")
@@ -53,6 +67,12 @@ def site() -> bytes:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PASSED):
         frame = frame.f_back
     return _named(frame.f_code.co_filename, frame.f_lineno)
+
+
+def line_of_call() -> str:
+    """Give file and line of the innermost frame that isn't ours, for a person. Local."""
+    frame = sys._getframe(level() - 1)
+    return place_of(frame.f_code.co_filename, frame.f_lineno)
 
 
 def level() -> int:
@@ -134,10 +154,29 @@ def unpack(
 
 
 def describe(frame: bytes) -> str:
-    """Say what a frame is of, for a person. Local."""
+    """Say what a frame is of, and the line of it, for a person. Local."""
     if len(frame) < _HEAD.size or frame[:2] != _MAGIC:
         return UNKNOWN
-    return " at ".join(_split(frame))
+    call, line = _split(frame)
+    return f"{call} at {_short(line)}"
+
+
+def _short(line: str) -> str:
+    """Write a line as people do; one that was cut is as long as `site` gave it."""
+    file, _, number = line.rpartition(":")
+    if not number.isdecimal():
+        return line
+    if len(line.encode()) == _LONGEST_SITE:
+        parts = file.split(os.sep)
+        here = os.path.realpath(".")
+        ends = (os.sep.join(parts[-count:]) for count in range(1, len(parts)))
+        file = next((end for end in ends if f"{here}{os.sep}{end}".endswith(file)), f"...{file}")
+    return place_of(file, int(number))
+
+
+def name(frame: bytes) -> str:
+    """Say what a frame is of; empty where it is of none of the user's calls. Local."""
+    return "" if describe(frame) == UNKNOWN else _split(frame)[0]
 
 
 def _split(frame: bytes) -> tuple[str, str]:
@@ -149,10 +188,15 @@ def _split(frame: bytes) -> tuple[str, str]:
 
 
 def _mismatch(frames: Sequence[bytes], ranks: Sequence[int]) -> CollectiveMismatchError:
-    said = "\n".join(
-        f"  rank {rank}: {describe(frame)}" for rank, frame in zip(ranks, frames, strict=True)
-    )
+    """Say who called what; first the one that called something else than all others, if one did."""
+    said = {rank: describe(frame) for rank, frame in zip(ranks, frames, strict=True)}
+    kinds = [name(frame) for frame in frames]
+    odd = [rank for rank, kind in zip(ranks, kinds, strict=True) if kinds.count(kind) == 1]
+    head = "the ranks called different things at the same time:"
+    if len(odd) == 1 and len(set(kinds)) == 2:
+        other = next(rank for rank in ranks if rank != odd[0])
+        head = f"rank {odd[0]} called {said[odd[0]]}, the others {said[other]}:"
+    lines = "\n".join(f"  rank {rank}: {call}" for rank, call in said.items())
     return CollectiveMismatchError(
-        f"the ranks called different things at the same time:\n{said}\n"
-        "make every rank of the group call the same collectives in the same order"
+        f"{head}\n{lines}\nmake every rank of the group call the same collectives in the same order"
     )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from unisono._memory import from_bytes, to_bytes
+from unisono._tracebacks import hides
 from unisono.errors import CollectiveError
 from unisono.topology import Group, Topology
 
@@ -26,6 +27,8 @@ __all__ = (
     "inline_part",
     "length_of",
 )
+
+__tracebackhide__ = hides
 
 FRAME_BYTES = 256
 INLINE_TENSOR_BYTES = 128

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Collection
 
+from unisono._tracebacks import hides
 from unisono.control.absence import Absent
 from unisono.control.alarm import Alarm
 from unisono.control.calls import describe
@@ -33,6 +34,8 @@ from unisono.errors import CollectiveError
 from unisono.topology import usable_cores
 
 __all__ = ("Hub",)
+
+__tracebackhide__ = hides
 
 # The leader knows more of who is missing, so it is given the time to say so first.
 _WARN_LATER_S = 3.0

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from unisono._tracebacks import hides
 from unisono.control import derived
 from unisono.control.absence import Absent
 from unisono.control.deadlines import allowed_s, limit_of
@@ -17,6 +18,8 @@ from unisono.errors import CollectiveError
 from unisono.topology import EVERYBODY, Group, name_of
 
 __all__ = ("INLINE_BYTES", "Connected", "Meeting", "gone", "late", "warn_after_s")
+
+__tracebackhide__ = hides
 
 INLINE_BYTES = 1 << 16
 """Longest blob that travels through the hub; longer ones follow on the data plane.

@@ -166,7 +166,7 @@ def _error(folder: Path, outcome: Outcome) -> LaunchError:
             f"the launcher ended with exit code {outcome.code} before the ranks were at work; "
             "what it said is above"
         )
-    text = report.text()
+    text = report.text(is_whole=True)
     exit_code = None if report.signal_name or report.traceback else report.code
     error = WorkerFailedError(text, report.rank, exit_code, report.signal_name, report.traceback)
     with contextlib.suppress(Exception):  # there is none, or its class can't be had here

@@ -50,12 +50,14 @@ class Outcome:
         failed: the rank that failed first; None if none said so.
         interrupted: the signal that this process got, None if none.
         is_late: whether the block's deadline ended it.
+        others: those that failed otherwise, by themselves.
     """
 
     code: int
     failed: Report | None = None
     interrupted: int | None = None
     is_late: bool = False
+    others: Sequence[Report] = ()
 
 
 class SignalledError(BaseException):
@@ -66,10 +68,17 @@ class SignalledError(BaseException):
         self.number = number
 
 
-def start(words: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def start(
+    words: Sequence[str], environ: Mapping[str, str], terminal: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
     """Start a launcher, or a rank.
 
     Local. It is in a session of its own: this process decides what Ctrl-C means.
+
+    Args:
+        words: its command line.
+        environ: its variables.
+        terminal: descriptors that it has besides; its stdin is this process's then, else empty.
 
     Raises:
         LaunchError: there is no such program.
@@ -78,9 +87,10 @@ def start(words: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[
         return subprocess.Popen(
             list(words),
             env=dict(environ),
-            stdin=subprocess.DEVNULL,
+            stdin=None if terminal else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            pass_fds=terminal,
             start_new_session=True,
             bufsize=0,
         )
@@ -254,7 +264,7 @@ class Front:
 
     def _outcome(self, interrupted: int | None) -> Outcome:
         if interrupted is not None:
-            return Outcome(_BASE + interrupted, None, interrupted)
+            return Outcome(_BASE + interrupted, interrupted=interrupted)
         if self._is_late:
             return Outcome(1, is_late=True)
         codes = [process.returncode for process in self.processes]
@@ -276,7 +286,9 @@ def verdict(reports: Sequence[Report]) -> Outcome:
     last = max(report.attempt for report in reports)
     latest = [report for report in reports if report.attempt == last]
     first = next((report for report in latest if not report.is_secondary), latest[0])
-    return Outcome(first.exit_code or 1, first)
+    others = [each for each in latest if each is not first and not each.is_secondary]
+    others = [each for each in others if each.headline != first.headline]
+    return Outcome(first.exit_code or 1, first, others=() if first.is_secondary else tuple(others))
 
 
 @contextlib.contextmanager

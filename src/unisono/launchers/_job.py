@@ -21,6 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import cloudpickle
 
+from unisono._tracebacks import hides
 from unisono.control.deadlines import end_of_block, overdue
 from unisono.errors import CollectiveTimeoutError, LaunchError, WorkerFailedError
 from unisono.launchers import _channel
@@ -28,6 +29,8 @@ from unisono.launchers._surroundings import why_aborted
 from unisono.launchers._worker import Failure
 
 __all__ = ("Job", "Maker", "Worker", "raised")
+
+__tracebackhide__ = hides
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -512,7 +515,7 @@ def raised(rank: int, world_size: int, failure: Failure, who: str = "") -> Worke
     """Make the parent's error of what a replica raised, or `who` else. Local."""
     who = who or f"rank {rank} of {world_size}"
     error = WorkerFailedError(
-        f"{who} raised {failure.summary}\n\n{failure.traceback}",
+        failure.text(who),
         rank=rank,
         exit_code=failure.exit_code,
         traceback=failure.traceback,

@@ -8,21 +8,19 @@ import logging
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from unisono._last_calls import LastCalls
+from unisono._tracebacks import fold, is_full, is_ours
 from unisono.control.absence import warn_after_s
 from unisono.control.aside import stack_of
 from unisono.errors import WorkerFailedError
 
 __all__ = ("PEERS_S", "Lifetime", "flush", "forks_end_here", "seed_generators", "skip_ours")
 
-_PACKAGE = str(Path(__file__).parents[1])
 PEERS_S = 5.0
 """Seconds that others have to leave their results before this rank ends them."""
 _log = logging.getLogger(__name__)
@@ -101,7 +99,7 @@ def _threads() -> str:
 
 
 def _main_stack() -> str:
-    return f"an exit handler:\n{stack_of(threading.main_thread().ident or 0)}"
+    return f"an exit handler, which is at {stack_of(threading.main_thread().ident or 0)}"
 
 
 @contextlib.contextmanager
@@ -125,7 +123,7 @@ def _end_fork(error: BaseException | None) -> NoReturn:
     code = 0 if error is None else WorkerFailedError.exit_code_of(error)
     with contextlib.suppress(Exception):  # stderr may be closed, or anything a user put there
         if code is None and error is not None:
-            traceback.print_exception(error.with_traceback(skip_ours(error.__traceback__)))
+            sys.stderr.write(fold(error, skip_ours(error.__traceback__)))
         elif isinstance(error, SystemExit) and not isinstance(error.code, int | None):
             sys.stderr.write(f"{error.code}\n")
     flush()
@@ -152,7 +150,7 @@ def seed_generators() -> None:
 
 def skip_ours(frames: Any) -> Any:
     """Drop this package's frames at the top, unless there are no others. Local."""
-    inner = frames
-    while inner is not None and inner.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+    inner = None if is_full() else frames
+    while inner is not None and is_ours(inner.tb_frame.f_code.co_filename):
         inner = inner.tb_next
     return inner or frames

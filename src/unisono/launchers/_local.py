@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
-from collections.abc import Mapping
+import termios
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -68,7 +70,7 @@ def run(script: Script, environ: Mapping[str, str] | None = None) -> Outcome:
         if outcome.code == 0 or outcome.interrupted is not None:
             return outcome
         if attempt < script.max_restarts:
-            who = outcome.failed.text() if outcome.failed else f"exit code {outcome.code}"
+            who = outcome.failed.headline if outcome.failed else f"exit code {outcome.code}"
             _log.warning("restart %d of %d: %s", attempt + 1, script.max_restarts, who)
     return outcome
 
@@ -84,13 +86,35 @@ def _run_once(script: Script, base: Mapping[str, str], attempt: int) -> Outcome:
     assert plan.master_port is not None
     ranks = infos(script, plan.master_addr, plan.master_port)
     front = Front(script.token, infos=ranks)
-    try:
-        for info in ranks:
-            own = env_for(info, attempt, script.max_restarts)
-            front.processes.append(start(script.rank_argv(os.getpid()), {**base, **own}))
-    except LaunchError:
-        front.end()
-        raise
-    outcome = front.run()
+    with _terminal(script.stdin_rank) as lent:
+        try:
+            for info in ranks:
+                own = env_for(info, attempt, script.max_restarts)
+                if script.stdin_rank not in (None, info.rank):
+                    own["PYTHONBREAKPOINT"] = "0"  # nobody could answer there
+                terminal = lent if script.stdin_rank == info.rank else ()
+                words = script.rank_argv(os.getpid(), terminal)
+                front.processes.append(start(words, {**base, **own}, terminal))
+        except LaunchError:
+            front.end()
+            raise
+        outcome = front.run()
     del store  # it outlives every rank
     return outcome
+
+
+@contextlib.contextmanager
+def _terminal(rank: int | None) -> Iterator[tuple[int, ...]]:
+    """Lend one rank this process's stdout and stderr; its terminal is then set as it was."""
+    if rank is None:
+        yield ()
+        return
+    lent = os.dup(1), os.dup(2)
+    before = termios.tcgetattr(0) if os.isatty(0) else None
+    try:
+        yield lent
+    finally:
+        for fd in lent:
+            os.close(fd)
+        if before is not None:
+            termios.tcsetattr(0, termios.TCSADRAIN, before)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from unisono.errors import ArgumentError
-from unisono.topology import PRIVATE_STORE, LaunchPlan, RankInfo
+from unisono.topology import PREFIXED, PRIVATE_STORE, LaunchPlan, RankInfo
 
 __all__ = ("RANK", "Script", "dying_with", "env_for", "without_job")
 
@@ -35,6 +35,7 @@ class Script:
         log_dir: where each rank's output is kept; None for nowhere.
         is_coloured: whether ranks are told apart by colour.
         is_prefixed: whether each line that a rank prints begins with its rank.
+        stdin_rank: the rank that has this process's terminal; None for none.
         token: marks the reports of this job's ranks; empty where nobody reads them.
         options: further options of the cluster, such as Slurm's ``("time", "10:00")``.
     """
@@ -52,6 +53,7 @@ class Script:
     log_dir: str | None = None
     is_coloured: bool = False
     is_prefixed: bool = True
+    stdin_rank: int | None = None
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     options: tuple[tuple[str, str], ...] = ()
 
@@ -73,7 +75,7 @@ class Script:
             job_id=secrets.token_hex(8) if self.max_nnodes == 1 else None,
         )
 
-    def rank_argv(self, parent: int = 0) -> list[str]:
+    def rank_argv(self, parent: int = 0, terminal: Sequence[int] = ()) -> list[str]:
         """Write the command line of each rank.
 
         Local, and pure.
@@ -81,10 +83,13 @@ class Script:
         Args:
             parent: id of the process that shall start it and whose end shall end it; 0 where a
                 launcher on another host, or one that looks after its ranks, starts it.
+            terminal: descriptors of stdout and stderr for the rank that has the terminal.
         """
         words = [sys.executable, RANK]
         if parent:
             words += ["--parent", str(parent)]
+        if terminal:
+            words += ["--terminal", *map(str, terminal)]
         if not self.is_prefixed:
             words += ["--plain"]
         if self.log_dir is not None:
@@ -131,7 +136,7 @@ def without_job(environ: Mapping[str, str]) -> dict[str, str]:
     Local, and pure. Ranks of a new job must not take them for their own.
     """
     own = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"}
-    own |= {"GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", PRIVATE_STORE}
+    own |= {"GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", PRIVATE_STORE, PREFIXED}
     foreign = ("TORCHELASTIC_", "ROLE_")
     return {
         name: value

@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
@@ -18,12 +17,14 @@ from typing import NoReturn
 import cloudpickle
 
 from unisono._last_calls import LastCalls
+from unisono._tracebacks import fold, summary
 from unisono.errors import CollectiveError, PayloadError, PeerFailedError, WorkerFailedError
 from unisono.launchers import _channel
 from unisono.launchers._by_value import load_from_parent
 from unisono.launchers._helper import die_with
 from unisono.launchers._lifetime import PEERS_S, Lifetime, flush, seed_generators, skip_ours
 from unisono.launchers._surroundings import Surroundings
+from unisono.launchers._title import name_process
 from unisono.topology import RankInfo
 
 __all__ = ("Failure", "Task", "describe", "work")
@@ -57,11 +58,12 @@ class Failure:
     """How a worker failed.
 
     Args:
-        summary: type and text of the exception.
+        summary: type and first line of the exception.
         traceback: its traceback, from the user's own frames on.
         exit_code: of a SystemExit, else None.
         is_secondary: whether it only says that another rank failed.
         cause: cloudpickle of the exception, None if it can't be pickled.
+        line: of the user's own code, that it came from; empty if there is none.
     """
 
     summary: str
@@ -69,6 +71,11 @@ class Failure:
     exit_code: int | None
     is_secondary: bool
     cause: bytes | None
+    line: str = ""
+
+    def text(self, who: str) -> str:
+        """Say how `who` failed, the traceback at the end. Local, and pure."""
+        return WorkerFailedError.text(who, self.summary, self.line, self.traceback)
 
 
 def work(channel_fd: int, parent: int) -> NoReturn:
@@ -94,6 +101,7 @@ def work(channel_fd: int, parent: int) -> NoReturn:
     Lifetime.begin()
     try:
         _settle_in(task)
+        name_process(task.info.rank, task.info.world_size, (task.argv or [""])[0])
         value = load_from_parent(task.entry)(task.info)
         body = _pickle(value)
         Lifetime.run_exit_handlers()
@@ -167,12 +175,10 @@ def describe(error: BaseException) -> Failure:
         cause = cloudpickle.dumps(error)
     except Exception:  # the traceback says what there is to say
         cause = None
-    kind = type(error)
-    last = traceback.format_exception_only(kind, error)[-1].strip()
-    trimmed = error.with_traceback(skip_ours(error.__traceback__))
-    text = "".join(traceback.format_exception(kind, trimmed, trimmed.__traceback__))
-    is_secondary = _is_about_a_peer(error)
-    return Failure(last, text, WorkerFailedError.exit_code_of(error), is_secondary, cause)
+    said, line = summary(error), WorkerFailedError.line_of(error)
+    text = fold(error, skip_ours(error.__traceback__))
+    is_secondary, code = _is_about_a_peer(error), WorkerFailedError.exit_code_of(error)
+    return Failure(said, text, code, is_secondary, cause, line)
 
 
 def _is_about_a_peer(error: BaseException | None) -> bool:

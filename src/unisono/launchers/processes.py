@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from unisono._tracebacks import hides
 from unisono.control.deadlines import DEFAULT_TIMEOUT_S, limit_of
 from unisono.errors import ArgumentError, LaunchError, PayloadError, UnisonoError
 from unisono.launchers import _channel, _helper
@@ -29,9 +30,11 @@ from unisono.launchers._private import private_store
 from unisono.launchers._store import hold
 from unisono.launchers._surroundings import Surroundings, directory, has_directory, search_path
 from unisono.launchers._worker import Task, work
-from unisono.topology import PRIVATE_STORE, LaunchPlan, RankInfo
+from unisono.topology import PREFIXED, PRIVATE_STORE, LaunchPlan, RankInfo
 
 __all__ = ("START_METHODS", "begin", "launch", "task")
+
+__tracebackhide__ = hides
 
 START_METHODS = ("forkserver", "spawn", "fork")
 _END_S = 2.0
@@ -183,7 +186,8 @@ def task(
     }
     share = {} if info.local_world_size == 1 else {"OMP_NUM_THREADS": str(info.core_share())}
     variables = {**share, **environ}
-    variables.pop(PRIVATE_STORE, None)
+    for name in (PRIVATE_STORE, PREFIXED):  # of a job that this process may itself belong to
+        variables.pop(name, None)
     variables |= {name: str(value) for name, value in own.items() if value is not None}
     return Task(pickled, info, variables, path, list(sys.argv), folder, surroundings)
 

@@ -223,7 +223,7 @@ class _Calls:
             self._results[rank] = value
             return
         failed = WorkerFailedError(
-            f"{who} raised {value.summary}\n\n{value.traceback}",
+            value.text(who),
             rank,
             value.exit_code,
             traceback=value.traceback,
@@ -263,7 +263,7 @@ def run(script: Script) -> Outcome:
         except BaseException:  # Ray may make anything of the exception that a signal raises
             if not seen:
                 raise
-    return Outcome(_BASE + seen[0], None, seen[0]) if seen else outcome
+    return Outcome(_BASE + seen[0], interrupted=seen[0]) if seen else outcome
 
 
 @dataclass(slots=True)

@@ -15,7 +15,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from unisono.control.absence import warn_after_s
+from unisono._tracebacks import hides
+from unisono.control.absence import named, warn_after_s
 from unisono.control.calls import site
 from unisono.control.deadlines import DEFAULT_TIMEOUT_S, limit_of
 from unisono.control.derived import FRAME_BYTES, as_frame, inline_part, length_of
@@ -32,6 +33,8 @@ from unisono.models._mpi_meeting import missing
 from unisono.reduction import ReduceOp
 
 __all__ = ("DATATYPES", "Calls", "is_folded_by_torch")
+
+__tracebackhide__ = hides
 
 T = TypeVar("T")
 
@@ -290,7 +293,7 @@ class Calls:
                 return call()
         self.lose(f"{name} was given up")
         raise CollectiveTimeoutError(
-            f"{self._who}: {name}: ranks {absent} did not come within {limit_s:.3g} s"
+            f"{named(absent)} never came to {name}: {self._who} waited {limit_s:.3g} s"
         )
 
     def finish(self) -> bool:
@@ -348,7 +351,7 @@ class Calls:
         doing = doing or self._doing(name, comm)
         late = self._late(comm, doing)
         raise CollectiveTimeoutError(
-            f"{self._who}: {doing} wasn't done after {round(limit_s, 3)} s: {late}"
+            f"{late}\n  {self._who} waited {round(limit_s, 3)} s in {doing}"
         )
 
     def _ranks(self, comm: Any) -> list[int]:
@@ -362,13 +365,13 @@ class Calls:
         ranks = self._ranks(comm)
         found = self.asking.ask(ranks, doing, _ASK_S)
         me, call = self._mpi.COMM_WORLD.rank, doing.partition(" at ")[0]
-        late = [f"rank {rank} did not come" for rank in ranks if rank not in {me, *found}]
+        late = [f"rank {rank} never came to {call}" for rank in ranks if rank not in {me, *found}]
         late += [
             f"rank {rank} waits in {said}"
             for rank, said in sorted(found.items())
             if said.partition(" at ")[0] != call
         ]
-        return "; ".join(late) or "all are there by now"
+        return "; ".join(late) or f"{call} wasn't done in time, though all ranks are there by now"
 
     def _fail(self, name: str, error: Any) -> NoReturn:
         kind = error.Get_error_class()

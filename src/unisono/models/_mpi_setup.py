@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from unisono._last_calls import LastCalls
+from unisono.control.absence import named
 from unisono.control.deadlines import limit_of
 from unisono.errors import BackendUnavailableError, ContextError, GroupMembershipError
 from unisono.models._mpi_meeting import LIMIT_S, missing
@@ -210,12 +211,11 @@ def gather(mpi: Any, info: RankInfo, timeout: timedelta | None) -> None:
     assert limit_s is not None
     absent = missing(mpi, world, range(world.size), limit_s, "set-up of mpi4py")
     if absent:
-        what = f"rank {world.rank} of {world.size}: ranks {absent} did not come to initialize"
+        what = f"{named(absent)} never came to initialize"
         EndOfJob.install(mpi).end_at_exit(what)  # else MPI would wait for them there
         raise ContextError(
-            f"rank {world.rank} of {world.size}: ranks {absent} did not come to initialize within "
-            f"{limit_s:.3g} s (who is there is said by mpiexec and {info.source}): look for their "
-            "own errors, or raise timeout="
+            f"{what}: rank {world.rank} of {world.size} waited {limit_s:.3g} s (who is there is "
+            f"said by mpiexec and {info.source}): look for their own errors, or raise timeout="
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from unisono._tracebacks import hides
 from unisono.control import plane
 from unisono.control.absence import Absent
 from unisono.control.deadlines import allowed_s, end_of_block, limit_of
@@ -21,6 +22,8 @@ from unisono.handle import Handle
 from unisono.topology import Group, name_of
 
 __all__ = ("LEAST_S", "Calls", "set_timeout")
+
+__tracebackhide__ = hides
 
 _log = logging.getLogger(__name__)
 _SLICE = timedelta(seconds=0.3)
@@ -144,7 +147,7 @@ class Calls:
             if now >= warn_at:
                 warn_at = math.inf
                 late = plane.late(self._model, group, step, is_over=False)
-                _log.warning("%s is still waiting\n%s", self._where(call), late)
+                _log.warning("%s is still waiting: %s", self._where(call), late)
             absent = plane.gone(self._model, group, step)
 
     def fail(self, call: str, group: Group | None, error: Exception, step: int = 0) -> NoReturn:
@@ -159,8 +162,8 @@ class Calls:
         text = str(error).strip()
         if isinstance(error, TimeoutError) or "timed out" in text.lower():
             late = plane.late(self._model, group, step) if step else ""
-            who = f"\n{late}" if late else ": some rank didn't come"
-            raise CollectiveTimeoutError(f"{self._where(call)} timed out: {text}{who}") from error
+            late = late or "some rank never came"
+            raise CollectiveTimeoutError(f"{late}\n  {self._where(call)}: {text}") from error
         if any(sign in text.lower() for sign in _GONE):
             absent = plane.gone(self._model, group, step) or Absent(-1, "lost a peer")
             text = f"{self._where(call)}: {absent.how}: {text}"

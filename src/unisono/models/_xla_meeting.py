@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from unisono._monitor import Monitor
+from unisono.control.absence import named
 from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerFailedError
 
 __all__ = ("MEETING", "Meeting")
@@ -111,9 +112,9 @@ class Meeting:
                     f"rank {rank} waited in {call}, but rank {left[0]} {self._left[left[0]][1]}",
                     left[0],
                 )
-            text = f"waited {timeout_s:.3g} s in {call}; ranks that did not come: {late}"
+            text = f"waited {timeout_s:.3g} s in {call}, to which {named(late)} never came"
             self._leave(rank, text)
-            raise CollectiveTimeoutError(f"rank {rank} {text}")
+            raise CollectiveTimeoutError(f"{named(late)} never came: rank {rank} {text}")
 
 
 # One for each process: an XLA context that somebody else made offers no place to keep it in.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from unisono._arguments import check_names
+from unisono._tracebacks import hides
 from unisono.control import derived
 from unisono.control.deadlines import DEFAULT_TIMEOUT_S
 from unisono.handle import Handle
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ("MpiModel",)
+
+__tracebackhide__ = hides
 
 T = TypeVar("T")
 

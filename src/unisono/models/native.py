@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from unisono._tracebacks import hides
 from unisono.control import plane
 from unisono.control.authentication import authenticate
 from unisono.control.deadlines import deadline, limit_of
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ("NativeModel",)
+
+__tracebackhide__ = hides
 
 _EVERYWHERE = {
     ReduceOp.SUM: dist.ReduceOp.SUM,

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from unisono._arguments import check_names
 from unisono._monitor import Monitor
+from unisono._tracebacks import hides
 from unisono.control import calls
-from unisono.control.absence import Missing, warn_after_s
+from unisono.control.absence import Missing, report, warn_after_s
 from unisono.control.aside import stack_of
 from unisono.control.deadlines import DEFAULT_TIMEOUT_S, end_of_block, limit_of, overdue
 from unisono.errors import (
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ("ThreadsModel",)
+
+__tracebackhide__ = hides
 
 T = TypeVar("T")
 _GRACE_S = 2.0
@@ -171,10 +174,9 @@ class _World:
         if self.failure is None:
             return
         peer, text = self.failure
-        said = f"rank {rank} {doing}, but rank {peer} {'was late' if self.is_late else 'failed'}"
         if self.is_late:
-            raise CollectiveTimeoutError(f"{said}: {text}")
-        raise PeerFailedError(f"{said}: {text}", peer, text)
+            raise CollectiveTimeoutError(f"{text}\n  rank {rank} {doing}")
+        raise PeerFailedError(f"rank {rank} {doing}, but rank {peer} failed: {text}", peer, text)
 
     def _wait(
         self,
@@ -206,14 +208,15 @@ class _World:
                     call = calls.describe(mine)
                 now = time.monotonic()
                 if now >= deadline:
-                    text = f"rank {rank} waited {limit_s:.3g} s in {call}:\n{self._late(missing())}"
+                    late = self._late(missing(), call)
+                    text = f"{late}\n  rank {rank} waited {limit_s:.3g} s in {call}"
                     self.failure = (missing()[0], text)
                     self.is_late = True
                     self._moved.notify_all()
                     raise CollectiveTimeoutError(text)
             if now >= warn_at:
                 warn_at = math.inf
-                _log.warning("rank %d still waits in %s:\n%s", rank, call, self._late(missing()))
+                _log.warning("rank %d still waits in %s: %s", rank, call, self._late(missing()))
 
     def _check(self, rank: int, call: str, missing: list[int]) -> None:
         """Give up where somebody has failed, or one of those that are missing has ended."""
@@ -224,9 +227,10 @@ class _World:
                 f"rank {rank} waited in {call}, but rank {gone} ended before it came", gone
             )
 
-    def _late(self, ranks: list[int]) -> str:
+    def _late(self, ranks: list[int], call: str = "") -> str:
         stacks = {r: stack_of(self.threads[r]) for r in ranks if r in self.threads}
-        return "\n".join(str(Missing(r, stack=stacks.get(r, ""))) for r in ranks)
+        missing = [Missing(r, stack=stacks.get(r, "")) for r in ranks]
+        return report(call.partition(" at ")[0], {}, missing)
 
 
 class ThreadsModel(ComputationModel):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import io
 import logging
+import os
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Sized
@@ -14,6 +15,7 @@ from typing_extensions import TypedDict, Unpack
 
 from unisono._context import current_model
 from unisono.launchers._output import tells_rank
+from unisono.topology import PREFIXED
 
 __all__ = ("RankFilter", "RankFormatter", "print", "progress")
 
@@ -38,7 +40,8 @@ def print(*args: Any, all: bool = False, **kwargs: Unpack[_PrintOptions]) -> Non
         args: as the built-in's.
         all: whether every rank prints; else the one with local rank 0 does.
         kwargs: ``sep``, ``end``, ``file`` and ``flush``, as the built-in's. With several replicas
-            each line begins with ``[rank N]``, and leaves in one write.
+            each line begins with ``[rank N]``, unless a pool or ``unisono run`` puts the rank
+            there, and leaves in one write.
 
     Example:
         >>> import unisono as idist
@@ -57,8 +60,9 @@ def print(*args: Any, all: bool = False, **kwargs: Unpack[_PrintOptions]) -> Non
     out: TextIO | None = sys.stdout if file is None else file
     if out is None:
         return
-    is_marked = topology.world_size > 1 and not tells_rank(out)
-    mark = f"[rank {topology.rank}] " if is_marked else ""
+    is_passed_on = out in (sys.stdout, sys.stderr) and os.environ.get(PREFIXED)
+    is_marked = tells_rank(out) or is_passed_on == str(topology.rank)
+    mark = f"[rank {topology.rank}] " if topology.world_size > 1 and not is_marked else ""
     out.write(mark + text.getvalue())
     if flush:
         out.flush()

@@ -49,6 +49,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--token", default="")
     parser.add_argument("--colour", action="store_true")
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--terminal", type=int, nargs=2, metavar="FD")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     return parser.parse_args()
 
@@ -65,7 +66,7 @@ def main() -> None:
     from unisono.launchers._rank.program import Manner, run
 
     style = "plain" if options.plain else "coloured" if options.colour else "prefixed"
-    code = run(program, Manner(options.log_dir, options.token, style))
+    code = run(program, Manner(options.log_dir, options.token, style, options.terminal))
     if code < 0:  # so that the launcher sees the signal
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError, ValueError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import signal
 import socket
@@ -17,10 +18,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from unisono._table import load
+from unisono._tracebacks import fold_text
 from unisono.errors import UnisonoError
 from unisono.launchers._rank.__main__ import _die_with
-from unisono.launchers._rank.report import Report, encode
-from unisono.topology import RankInfo
+from unisono.launchers._rank.held import Held
+from unisono.launchers._rank.report import Report, encode, is_of_the_end
+from unisono.launchers._title import name_process
+from unisono.topology import PREFIXED, RankInfo
 
 __all__ = ("Manner", "run", "variables")
 
@@ -39,16 +43,19 @@ class Manner:
     Args:
         log_dir: where it is kept; None for nowhere.
         token: marks reports to the one who launched the job; empty where nobody reads them.
+        terminal: descriptors that are its stdout and stderr as they are, beside this process's
+            stdin; None for pipes, and no stdin.
         style: whether its lines are ``"plain"``, ``"prefixed"`` with the rank, or ``"coloured"``.
     """
 
     log_dir: str | None = None
     token: str = ""
     style: str = "prefixed"
+    terminal: Sequence[int] | None = None
 
     def prefix(self, info: RankInfo | None) -> bytes:
         """Write what each line begins with. Local, and pure."""
-        if self.style == "plain":
+        if self.style == "plain" or self.terminal:
             return b""
         text = f"[{info.rank}] " if info else "[?] "
         if self.style == "coloured" and info:
@@ -56,7 +63,16 @@ class Manner:
         return text.encode()
 
 
-def variables(info: RankInfo | None, environ: Mapping[str, str]) -> dict[str, str]:
+def _goes_on(environ: Mapping[str, str]) -> bool:
+    """Tell whether the job is started again if this rank fails: its traceback isn't the end."""
+    names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+    count, most = (environ.get(name, "") for name in names)
+    return count.isdecimal() and most.isdecimal() and int(count) < int(most)
+
+
+def variables(
+    info: RankInfo | None, environ: Mapping[str, str], is_prefixed: bool = False
+) -> dict[str, str]:
     """Write the variables of the program: torch's own, wherever the facts came from.
 
     Local, and pure.
@@ -64,6 +80,7 @@ def variables(info: RankInfo | None, environ: Mapping[str, str]) -> dict[str, st
     Args:
         info: who this rank is; None if nobody says.
         environ: this process's variables.
+        is_prefixed: whether its lines begin with its rank already.
 
     Returns:
         `environ` and what it lacks.
@@ -83,7 +100,11 @@ def variables(info: RankInfo | None, environ: Mapping[str, str]) -> dict[str, st
         new |= {name: str(value) for name, value in said.items() if value is not None}
         if info.local_world_size is not None and info.local_world_size > 1:
             new["OMP_NUM_THREADS"] = str(info.core_share())
-    return {**new, **environ}
+    found = {**new, **environ}
+    found.pop(PREFIXED, None)
+    if info is not None:
+        found[PREFIXED] = str(info.rank) if is_prefixed else ""
+    return found
 
 
 def run(program: Sequence[str], manner: Manner) -> int:
@@ -104,6 +125,8 @@ def run(program: Sequence[str], manner: Manner) -> int:
         )
     except UnisonoError as error:
         return _refuse(f"{type(error).__name__}: {error}", manner.token)
+    if info is not None:
+        name_process(info.rank, info.world_size, _script_of(program))
     running = _Running(info, manner)
     try:
         running.open_logs(manner.log_dir)
@@ -111,6 +134,12 @@ def run(program: Sequence[str], manner: Manner) -> int:
     except OSError as error:
         return _refuse(f"can't run {program[0]!r}: {error}", manner.token, info)
     return running.wait()
+
+
+def _script_of(program: Sequence[str]) -> str:
+    """Give the word of a command line that tells people what it runs. Local, and pure."""
+    words = [word for word in program[1:] if not word.startswith("-")]
+    return words[0] if words and program[0] == sys.executable else program[0]
 
 
 def _refuse(text: str, token: str, info: RankInfo | None = None) -> int:
@@ -124,9 +153,13 @@ class _Running:
     """One run of the program."""
 
     def __init__(self, info: RankInfo | None, manner: Manner) -> None:
-        self._info, self._token = info, manner.token
+        self._info, self._token, self._terminal = info, manner.token, manner.terminal
         self._prefix = manner.prefix(info)
         self._last: deque[bytes] = deque(maxlen=_LAST_LINES)
+        self._held = Held()
+        self._goes_on = _goes_on(os.environ)
+        mark = rb"^\[rank%d\]: " % (info.rank if info else -1)
+        self._mark = re.compile(mark if self._prefix else rb"(?!)")  # torch's own
         self._rest = {1: b"", 2: b""}
         self._logs: dict[int, IO[bytes]] = {}
         self._stopped_at: float | None = None
@@ -158,12 +191,13 @@ class _Running:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda number, _: self._orders.append(number))
+        out, err = self._terminal or (subprocess.PIPE, subprocess.PIPE)
         self._process = subprocess.Popen(
             program,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=variables(self._info, os.environ),
+            stdin=None if self._terminal else subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=variables(self._info, os.environ, bool(self._prefix)),
             close_fds=False,  # MPI's launchers hand over descriptors
             preexec_fn=in_child,
             bufsize=0,
@@ -173,8 +207,8 @@ class _Running:
         """Pass the program's lines on until it ends, and report a failure. Local."""
         with selectors.DefaultSelector() as selector:
             for fd, pipe in ((1, self._process.stdout), (2, self._process.stderr)):
-                assert pipe is not None
-                selector.register(pipe, selectors.EVENT_READ, fd)
+                if pipe is not None:
+                    selector.register(pipe, selectors.EVENT_READ, fd)
             selector.register(self._wake, selectors.EVENT_READ, 0)
             ended_at: float | None = None
             while len(selector.get_map()) > 1 or self._process.poll() is None:
@@ -186,6 +220,8 @@ class _Running:
                 for key, _ in selector.select(self._patience(ended_at is not None)):
                     self._read(selector, key)
                 self._look()
+                if self._held.left_s() == 0:
+                    self._release()
         for fd in (1, 2):
             self._print(fd, self._rest[fd] + b"\n" if self._rest[fd] else b"")
         return self._bury()
@@ -206,8 +242,9 @@ class _Running:
     def _patience(self, has_ended: bool) -> float:
         if has_ended:
             return _DRAIN_S / 10
+        left_s = self._held.left_s()
         if self._stopped_at is None:
-            return _POLL_S
+            return _POLL_S if left_s is None else min(_POLL_S, max(0.01, left_s))
         return min(_POLL_S, max(0.01, self._stopped_at + _END_S - time.monotonic()))
 
     def _read(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
@@ -219,6 +256,8 @@ class _Running:
         if not chunk:
             selector.unregister(key.fileobj)
             return
+        if self._held.is_refuted():
+            self._release()
         if key.data in self._logs:
             self._logs[key.data].write(chunk)
         text = (self._rest[key.data] + chunk).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
@@ -231,8 +270,17 @@ class _Running:
     def _print(self, fd: int, lines: bytes) -> None:
         for line in lines.splitlines(keepends=True):
             if fd == 2:
+                line = self._mark.sub(b"", line)
                 self._last.append(line)
+                if not self._goes_on and self._held.take(line):
+                    continue
             _write(fd, self._prefix + line)
+
+    def _release(self) -> None:
+        """Print what was held, for it isn't the program's end."""
+        text = fold_text(self._held.give().decode(errors="replace"))
+        for line in text.splitlines(keepends=True):
+            _write(2, self._prefix + line.encode())
 
     def _obey(self) -> None:
         """Hand a signal on to the program and its children, and then end them."""
@@ -251,15 +299,22 @@ class _Running:
     def _bury(self) -> int:
         code = self._process.wait()
         self._signal(signal.SIGKILL)  # children that it left behind
-        if code != 0 and self._stopped_at is None:
-            self._report(code)
+        held = self._held.give()
+        is_own_end = self._stopped_at is None or (held and self._held.begun_at < self._stopped_at)
+        if code != 0 and is_own_end:
+            self._report(code, held or b"".join(self._last), is_shown=not held)
+        elif held and not (self._stopped_at and is_of_the_end(held.decode(errors="replace"))):
+            self._held.take(held)
+            self._release()
         return code
 
-    def _report(self, code: int) -> None:
+    def _report(self, code: int, words: bytes, is_shown: bool) -> None:
         info = self._info
         where: dict[str, Any] = {}
         if info is not None:
             where = {"local_rank": info.local_rank, "node_rank": info.node_rank}
+        if self._terminal:
+            words = b"it has the terminal: what it said is above"
         report = Report(
             info.rank if info else -1,
             info.world_size if info else -1,
@@ -267,7 +322,8 @@ class _Running:
             self._process.pid,
             code,
             int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0),
-            b"".join(self._last).decode(errors="replace"),
+            words.decode(errors="replace"),
+            is_shown=is_shown,
             **where,
         )
         _write(2, encode(report, self._token) if self._token else f"{report.text()}\n".encode())

@@ -12,13 +12,17 @@ import re
 import signal
 from dataclasses import asdict, dataclass
 
-__all__ = ("Reader", "Report", "encode")
+from unisono._tracebacks import fold_text, told
+from unisono.errors import WorkerFailedError
+
+__all__ = ("Reader", "Report", "encode", "is_of_the_end")
 
 _PIECE = 600
 _MARK = "\x1e"
 _BASE = 128
 _OF_TORCH = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)  # what torch puts before a traceback
 _TRACEBACK = re.compile(r"^Traceback \(most recent call last\):", re.MULTILINE)
+_WANTS_INPUT = re.compile(r"bdb\.BdbQuit|EOFError: EOF when reading a line")
 _SECONDARY = re.compile(
     r"PeerFailedError|Connection (closed|reset) by peer|Broken pipe|DistNetworkError"
     r"|recvValue failed|Socket closed|application has failed|ncclRemoteError"
@@ -39,6 +43,7 @@ class Report:
         words: the last lines that it printed to stderr.
         local_rank: its rank within the node.
         node_rank: the rank of the node.
+        is_shown: whether its words have been passed on when it printed them.
     """
 
     rank: int
@@ -50,6 +55,7 @@ class Report:
     words: str = ""
     local_rank: int | None = None
     node_rank: int | None = None
+    is_shown: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -76,19 +82,66 @@ class Report:
     @property
     def is_secondary(self) -> bool:
         """Whether it seems to have failed because another rank had."""
-        last = (self.traceback or self.words).rstrip().rpartition("\n")[2]
+        words = (self.traceback or self.words).rstrip()
+        last = told(self.traceback)[0] or words.rpartition("\n")[2]
         return _SECONDARY.search(last) is not None
 
-    def text(self) -> str:
-        """Say who failed and how, and last of all its traceback. Local."""
-        who = "a rank" if self.rank < 0 else f"rank {self.rank} of {self.world_size}"
+    @property
+    def headline(self) -> str:
+        """Who is at fault and why, in one line."""
+        said = told(self.traceback)[0]
+        if said:
+            return WorkerFailedError.text(self._who, said, "", "").partition("\n")[0]
+        last = self.words.rstrip().rpartition("\n")[2]
+        return f"{self._end}: {last}" if last else self._end
+
+    def text(self, is_whole: bool = False) -> str:
+        """Say who is at fault and why, and last of all its traceback.
+
+        Local.
+
+        Args:
+            is_whole: whether that comes also where it has been printed already.
+        """
+        said, line = told(self.traceback)
+        if said:
+            where = f"{line} ({self._where}, exit code {self.code})"
+            text = fold_text(self.traceback).rstrip()
+            if self.is_shown and not is_whole:
+                text = "its traceback is above"
+            return WorkerFailedError.text(self._who, said, where, text) + self._hint(said)
+        words = "\n".join(self.words.splitlines()[-20:]).rstrip()
+        return self._end + (f"; it said:\n\n{words}" if words else "; it printed nothing to stderr")
+
+    @property
+    def _who(self) -> str:
+        return "a rank" if self.rank < 0 else f"rank {self.rank} of {self.world_size}"
+
+    @property
+    def _where(self) -> str:
         local = "" if self.local_rank is None else f"local rank {self.local_rank}, "
+        return f"{local}host {self.host}, process {self.pid}"
+
+    @property
+    def _end(self) -> str:
         how = f"ended with exit code {self.code}"
         if self.signal_name is not None:
             how = f"was ended by {self.signal_name}"
-        words = (self.traceback or "\n".join(self.words.splitlines()[-20:])).rstrip()
-        tail = f"; it said:\n\n{words}" if words else "; it printed nothing to stderr"
-        return f"{who} ({local}host {self.host}, process {self.pid}) {how}{tail}"
+        return f"{self._who} ({self._where}) {how}"
+
+    def _hint(self, said: str) -> str:
+        """Say what to do instead, where a rank wanted to read from the terminal."""
+        if not _WANTS_INPUT.match(said):
+            return ""
+        return (
+            f"\n\nthe standard input of a rank is empty: unisono run --stdin {max(0, self.rank)} "
+            f"gives rank {max(0, self.rank)} this terminal, for breakpoint() and input()"
+        )
+
+
+def is_of_the_end(text: str) -> bool:
+    """Tell whether a traceback of a rank that was told to end says only that. Local, and pure."""
+    return "KeyboardInterrupt" in text or _SECONDARY.search(told(text)[0]) is not None
 
 
 def encode(report: Report, token: str) -> bytes:

@@ -1,0 +1,262 @@
+"""Tracebacks as users need them: their own lines, and where this package's are, a count of those.
+
+``UNISONO_TRACEBACK=full`` shows all frames.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import os
+import re
+import reprlib
+import sys
+import sysconfig
+import textwrap
+import traceback
+from collections.abc import Sequence
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+__all__ = (
+    "fold",
+    "fold_text",
+    "hides",
+    "is_full",
+    "is_ours",
+    "line_of",
+    "place_of",
+    "raised_here",
+    "say_instead",
+    "summary",
+    "told",
+    "where",
+)
+
+E = TypeVar("E", bound=BaseException)
+_TEXT = "_unisono_text"  # the attribute of an exception
+_PACKAGE = str(Path(__file__).parent) + os.sep
+# Its frames stand between a user's ``with`` and ours.
+_BETWEEN = os.sep + "contextlib.py"
+_FRAME = re.compile(
+    r'^  File "([^"\n]*)", line (\d+)(?:, in (.*))?\n((?:    .*\n)*)(?:  \[Previous line .*\n)?',
+    re.MULTILINE,
+)
+_CHAIN = re.compile(r"\n\n(?:The above exception was|During handling of the above exception).*\n\n")
+_STACK = re.compile(rf"(?:{_FRAME.pattern})+", re.MULTILINE)
+_LONGEST_ASSERT = 10  # lines
+_SHOWN = reprlib.Repr()
+_SHOWN.maxother = _SHOWN.maxstring = _SHOWN.maxlong = 60
+
+
+def is_full() -> bool:
+    """Tell whether the user wants every frame. Local."""
+    return os.environ.get("UNISONO_TRACEBACK", "").lower() == "full"
+
+
+def hides(_: object = None) -> bool:
+    """Tell pytest, as a module's ``__tracebackhide__``, whether to leave its frames out. Local."""
+    return not is_full()
+
+
+def is_ours(file: str) -> bool:
+    """Tell whether a file is this package's. Local, and pure."""
+    return file.startswith(_PACKAGE)
+
+
+def place_of(file: str, line: int) -> str:
+    """Write file and line, the file from the working directory on where it lies there. Local."""
+    try:
+        here = os.getcwd() + os.sep
+    except OSError:
+        here = file + os.sep  # it was deleted: nothing lies there
+    return f"{file[len(here) :] if file.startswith(here) else file}:{line}"
+
+
+def where(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
+    """Choose the innermost frame of the user's own code, else of any but ours. Local, and pure."""
+    foreign = [frame for frame in frames if not is_ours(frame.filename)]
+    own = [frame for frame in foreign if not frame.filename.startswith(_libraries())]
+    return next(reversed(own or foreign), None)
+
+
+@cache
+def _libraries() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return *(paths[name] + os.sep for name in ("stdlib", "platstdlib", "purelib")), "<frozen"
+
+
+def fold(error: BaseException, frames: TracebackType | None) -> str:
+    """Write the traceback of an exception and of those that led to it.
+
+    Local.
+
+    Args:
+        error: the exception.
+        frames: where its own traceback begins.
+    """
+    found = traceback.TracebackException(type(error), error, frames)
+    if not is_full():
+        _fold_all(found)
+    return "".join(found.format())
+
+
+def _fold_all(found: traceback.TracebackException) -> None:
+    waiting, seen = [found], {0}
+    while waiting:
+        each = waiting.pop()
+        if id(each) not in seen:
+            seen.add(id(each))
+            each.stack = _Folded(each.stack)
+            further = [each.__cause__, each.__context__, *(getattr(each, "exceptions", None) or ())]
+            waiting += [one for one in further if one is not None]
+
+
+class _Folded(traceback.StackSummary):
+    """Frames of which runs of ours are written as one line."""
+
+    def format(self, **options: Any) -> list[str]:
+        lines = []
+        for is_hidden, places in _runs([frame.filename for frame in self]):
+            part = traceback.StackSummary.from_list([self[place] for place in places])
+            lines += [_note(len(part))] if is_hidden else part.format(**options)
+        return lines
+
+
+def _runs(files: Sequence[str]) -> list[tuple[bool, list[int]]]:
+    """Give runs of frames by place, and whether they are folded; not where all would be."""
+    ours = [is_ours(file) for file in files]
+    beside = [any(ours[max(0, place - 1) : place + 2]) for place in range(len(files))]
+    hidden = [
+        is_own or (is_beside and file.endswith(_BETWEEN))
+        for is_own, is_beside, file in zip(ours, beside, files, strict=True)
+    ]
+    if all(hidden):
+        hidden = [False] * len(files)
+    return [(key, list(run)) for key, run in groupby(range(len(files)), lambda at: hidden[at])]
+
+
+def _note(count: int) -> str:
+    frames = "1 frame" if count == 1 else f"{count} frames"
+    return f"  ... {frames} of unisono, UNISONO_TRACEBACK=full shows them\n"
+
+
+def fold_text(text: str) -> str:
+    """Fold tracebacks that Python has printed. Local, and pure but for the variable."""
+    return text if is_full() else _STACK.sub(_folded, text)
+
+
+def _folded(stack: re.Match[str]) -> str:
+    frames = list(_FRAME.finditer(stack[0]))
+    lines = []
+    for is_hidden, places in _runs([frame[1] for frame in frames]):
+        lines += [_note(len(places))] if is_hidden else [frames[at][0] for at in places]
+    return "".join(lines)
+
+
+def told(text: str) -> tuple[str, str]:
+    """Read what was raised last out of tracebacks that Python has printed.
+
+    Local, and pure.
+
+    Returns:
+        Type and first line of the exception, as `summary` gives them, and the line of the user's
+        own code that it came from; both empty where the text has none.
+    """
+    own = _CHAIN.split(text)[-1]
+    stack = _STACK.search(own)
+    if stack is None:
+        return "", ""
+    said = own[stack.end() :].partition("\n")[0].strip()
+    found = list(_FRAME.finditer(stack[0]))
+    frames = [traceback.FrameSummary(f[1], int(f[2]), f[3] or "?", line="") for f in found]
+    innermost = where(frames)
+    assert innermost is not None or not frames
+    source = found[-1][4].strip().partition("\n")[0]
+    if said == "AssertionError" and source.startswith("assert "):
+        said = f"{said}: {source}"
+    return said, "" if innermost is None else line_of(innermost)
+
+
+def line_of(frame: traceback.FrameSummary) -> str:
+    """Write where a frame is. Local."""
+    return f"{place_of(frame.filename, frame.lineno or 0)}, in {frame.name}"
+
+
+def raised_here(error: E) -> E:
+    """Give an exception without the frames that it has come through so far. Local."""
+    return error if is_full() else error.with_traceback(None)
+
+
+def say_instead(error: BaseException, text: str) -> None:
+    """Let Python print a text in place of a traceback, should nobody catch the exception.
+
+    Local. Whoever has chosen a way to print exceptions keeps it.
+    """
+    if sys.excepthook in (sys.__excepthook__, _print) and not is_full():
+        setattr(error, _TEXT, text)
+        sys.excepthook = _print
+
+
+def _print(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+    text = getattr(error, _TEXT, "")
+    if text and sys.stderr is not None:
+        sys.stderr.write(f"{text}\n")
+    else:
+        sys.__excepthook__(kind, error, frames)
+
+
+def summary(error: BaseException) -> str:
+    """Say what was raised in one line: its type, its text, and of a bare assert what failed.
+
+    Local.
+    """
+    kind = type(error)
+    name = kind.__qualname__
+    if kind.__module__ not in ("builtins", "__main__"):
+        name = f"{kind.__module__}.{name}"
+    try:
+        text = str(error)
+    except Exception:  # an exception's own __str__ may raise anything
+        text = "<its text can't be had>"
+    if not text and isinstance(error, AssertionError):
+        text = _assertion(error.__traceback__)
+    text = text.strip().partition("\n")[0]
+    return f"{name}: {text}" if text else name
+
+
+def _assertion(frames: TracebackType | None) -> str:
+    """Give the source of a failed assert, and the values of the names in it."""
+    while frames is not None and frames.tb_next is not None:
+        frames = frames.tb_next
+    if frames is None:
+        return ""
+    statement = _statement(frames.tb_frame.f_code.co_filename, frames.tb_lineno)
+    if statement is None:
+        return ""
+    known = frames.tb_frame.f_locals
+    names = [n.id for n in ast.walk(statement.test) if isinstance(n, ast.Name) and n.id in known]
+    values = [f"{name} = {_shown(known[name])}" for name in dict.fromkeys(names)]
+    values = [value for value in values if " = <function " not in value]
+    text = ast.unparse(statement)
+    return f"{text}, where {', '.join(values)}" if values else text
+
+
+def _shown(value: object) -> str:
+    return " ".join(_SHOWN.repr(value).split())
+
+
+def _statement(file: str, line: int) -> ast.Assert | None:
+    lines: list[str] = []
+    for number in range(line, line + _LONGEST_ASSERT):
+        lines.append(linecache.getline(file, number))
+        try:
+            found = ast.parse(textwrap.dedent("".join(lines))).body
+        except (SyntaxError, ValueError):
+            continue
+        first = found[0] if found else None
+        return first if isinstance(first, ast.Assert) else None
+    return None

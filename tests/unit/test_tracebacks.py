@@ -1,0 +1,146 @@
+"""Tracebacks show a user's own lines; ours are counted, and shown on demand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import unisono
+from unisono import _tracebacks
+from unisono.errors import ArgumentError
+
+FOLDED = "frames of unisono, UNISONO_TRACEBACK=full shows them\n"
+# Of ours and of contextlib, in turns: what it prints is folded as text.
+PRINTED = """
+import unisono
+
+def inner():
+    total = 4
+    assert total == 5
+
+def outer():
+    try:
+        unisono.broadcast(1, src=7)
+    except ValueError as error:
+        raise KeyError("a", "b") from error
+
+MODE()
+"""
+
+
+def raised(call: Callable[[], object]) -> BaseException:
+    try:
+        call()
+    except BaseException as error:
+        return error
+    pytest.fail("nothing was raised")
+
+
+def fold(call: Callable[[], object]) -> str:
+    error = raised(call)
+    return _tracebacks.fold(error, error.__traceback__)
+
+
+def test_runs_of_our_frames_are_one_line() -> None:
+    def call() -> None:
+        unisono.broadcast(1, src=7)
+
+    said = fold(call)
+    assert said.count(FOLDED) == 1
+    assert said.endswith("ArgumentError: src=7 should be a global rank from 0 to 0\n")
+    assert "unisono.broadcast(1, src=7)" in said
+    assert str(_tracebacks.__file__).rpartition("/")[0] not in said
+
+
+def test_causes_are_folded_too() -> None:
+    def call() -> None:
+        try:
+            unisono.broadcast(1, src=7)
+        except ArgumentError as error:
+            raise KeyError("no") from error
+
+    said = fold(call)
+    assert said.count(FOLDED) == 1
+    assert "The above exception was the direct cause" in said
+
+
+def test_frames_of_a_section_are_ours_and_a_context_manager_of_the_users_is_not() -> None:
+    def section() -> None:
+        with unisono.one_rank_first(rank=3):
+            pass
+
+    assert "contextlib" not in fold(section)
+    code = (
+        "from contextlib import contextmanager\n@contextmanager\ndef own():\n    1 / 0\n    yield\n"
+    )
+    space: dict[str, Any] = {}
+    exec(code, space)
+    assert "contextlib" in fold(lambda: space["own"]().__enter__())
+
+
+def test_all_frames_are_shown_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNISONO_TRACEBACK", "full")
+    error = raised(lambda: unisono.broadcast(1, src=7))
+    said = _tracebacks.fold(error, error.__traceback__)
+    assert said == "".join(traceback.format_exception(error))
+    assert _tracebacks.fold_text(said) == said
+    assert not _tracebacks.hides()
+
+
+@pytest.mark.parametrize("mode", ["inner", "outer"])
+def test_a_traceback_that_was_printed_is_read_and_folded(mode: str, tmp_path: Any) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PRINTED.replace("MODE", mode))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    words = done.stderr
+    said, line = _tracebacks.told(words)
+    folded = _tracebacks.fold_text(words)
+    if mode == "inner":
+        assert (said, line) == ("AssertionError: assert total == 5", f"{script}:6, in inner")
+        assert folded == words
+    else:
+        assert (said, line) == ("KeyError: ('a', 'b')", f"{script}:12, in outer")
+        assert folded.count(FOLDED) == 1
+        assert folded.count("  File ") < words.count("  File ")
+
+
+def test_what_is_no_traceback_is_left_alone() -> None:
+    for text in ("", "no\n", "Traceback (most recent call last):\nValueError: x\n"):
+        assert _tracebacks.fold_text(text) == text
+        assert _tracebacks.told(text) == ("", "")
+
+
+def test_an_assert_without_source_says_no_more_than_it_knows() -> None:
+    space: dict[str, Any] = {}
+    path = unisono.__file__  # no line of it is an assert
+    exec(compile("def bare():\n    raise AssertionError\n", path, "exec"), space)
+    assert _tracebacks.summary(raised(space["bare"])) == "AssertionError"
+    assert _tracebacks.summary(raised(checked)).startswith("AssertionError")
+
+
+def checked() -> None:
+    raise AssertionError("said by the user")
+
+
+def test_a_summary_is_one_line() -> None:
+    class Odd(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    assert _tracebacks.summary(ValueError("one\ntwo")) == "ValueError: one"
+    assert _tracebacks.summary(KeyError()) == "KeyError"
+    assert _tracebacks.summary(ArgumentError("x")) == "unisono.errors.ArgumentError: x"
+    assert _tracebacks.summary(Odd()).endswith("Odd: <its text can't be had>")
+
+
+def test_files_below_the_working_directory_are_short(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert _tracebacks.place_of(str(tmp_path / "a" / "train.py"), 3) == "a/train.py:3"
+    assert _tracebacks.place_of("/elsewhere/train.py", 3) == "/elsewhere/train.py:3"
