@@ -15,6 +15,7 @@ import random
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -28,6 +29,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 import unisono as idist
 from _measures import slack
 from _needs import require_backend
+from unisono._context import communicator
 from unisono.errors import UnisonoError, WorkerFailedError
 from unisono.launchers import _channel, processes
 
@@ -196,6 +198,35 @@ def test_memory_of_an_interrupted_call_is_nobody_elses(backend: str) -> None:
     (said, total), _ = idist.spawn(backend, _gather_half_way, (store.port,), **options)
     assert "KeyboardInterrupt interrupted all_gather" in said
     assert total == 0
+
+
+def _memory_after_the_end(local_rank: int, port: int) -> bool:
+    """Interrupt rank 0 in a call of MPI, end the context; tell whether the memory is there yet."""
+    store = _store_at(port)
+    idist.finalize()  # whose model the launcher holds
+    idist.initialize("mpi4py", timeout=TIMEOUT_S)
+    if local_rank == 1:
+        store.get("over")
+        return True
+    model, tensor = communicator(), torch.full((_SIZE,), 7.0)
+    memory = weakref.ref(tensor)
+    with contextlib.suppress(KeyboardInterrupt), alarm(0.2):
+        model.all_gather(tensor)
+    model.tell_interrupted("KeyboardInterrupt interrupted it")
+    del model, tensor
+    idist.finalize()
+    gc.collect()
+    store.set("over", "")
+    return memory() is not None
+
+
+def test_mpi_has_the_memory_of_an_interrupted_call_after_the_end_of_its_context() -> None:
+    """MPI comes back to it in later calls, of any context, and wrote to memory that was free."""
+    require_backend("mpi4py")
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    options: dict[str, Any] = {"nproc_per_node": 2, "timeout": TIMEOUT_S}
+    found = idist.spawn("mpi4py", _memory_after_the_end, (store.port,), **options)
+    assert found == [True, True]
 
 
 def _leave_alone(local_rank: int, port: int) -> None:

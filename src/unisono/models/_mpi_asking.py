@@ -11,6 +11,7 @@ __all__ = ("Asking",)
 _QUESTION, _ANSWER = 32_764, 32_765  # tags beside those of the model's own messages
 _BYTES = 256
 _NAP_S = 1e-3
+_sent: list[list[Any]] = []  # what MPI reads, until it is done: longer than a context where need be
 
 
 class Asking:
@@ -24,7 +25,6 @@ class Asking:
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi = mpi
         self._comm = comm
-        self._sent: list[list[Any]] = []  # MPI reads the memory until it is done
 
     def answer(self, doing: str) -> None:
         """Tell those who have asked since the last time. Local; doesn't wait.
@@ -71,7 +71,7 @@ class Asking:
         return heard
 
     def _send(self, body: bytes, rank: int, tag: int) -> None:
-        self._sent = [item for item in self._sent if item[0] is None or not item[0].Test()]
+        _sent[:] = [item for item in _sent if item[0] is None or not item[0].Test()]
         sent: list[Any] = [None, body]
-        self._sent.append(sent)  # before MPI has it: an interrupt in between must not free it
+        _sent.append(sent)  # before MPI has it: an interrupt in between must not free it
         sent[0] = self._comm.Isend([body, self._mpi.BYTE], rank, tag)

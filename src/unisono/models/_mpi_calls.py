@@ -70,6 +70,10 @@ _GONE = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_PROC_ABORTED", "ERR_
 _SPINS_TO_LISTEN = 100  # 10 ms once it has waited a while
 _ASK_S = 0.4  # who is stuck never answers, and who asks has waited for its deadline already
 _SPINS = 1_000  # tests of a request before waiting for it gives way to other processes
+# By number: what MPI may be at, and its memory, from before it has it until it is done. What was
+# given up stays for good, after the end of its context too: MPI may come back to it at any time.
+_held: dict[int, list[Any]] = {}
+_numbers = itertools.count()
 
 
 def is_folded_by_torch(op: ReduceOp, dtype: torch.dtype) -> bool:
@@ -102,9 +106,7 @@ class Calls:
         self._at_loss = at_loss
         self._rules: dict[tuple[int, torch.dtype], Any] = {}
         self._folds: list[Any] = []
-        # By number: what MPI may be at, and its memory, from before it has it until it is done.
-        self._under_way: dict[int, list[Any]] = {}
-        self._numbers = itertools.count()
+        self._under_way: set[int] = set()  # numbers of what is held
         self._datatypes = {dtype: getattr(mpi, name) for dtype, name in DATATYPES.items()}
         self._at = mpi.buffer.fromaddress
         self._lost = ""  # how a call was left half-way, after which this rank is out of step
@@ -167,19 +169,34 @@ class Calls:
                 self._check_whole(name)
                 getattr(comm, name)(*args)
             else:
-                number = self._begin(getattr(comm, f"I{name.lower()}"), args, name)
-                self._await(name, comm, number)
-                del self._under_way[number]
+                number, request = self._begin(getattr(comm, f"I{name.lower()}"), args, name)
+                self._await(name, comm, request)
+                self._release(number)
         except self._mpi.Exception as error:
             self._fail(name, error)
 
-    def _begin(self, start: Callable[..., Any], args: Any, name: str, *keep: object) -> int:
-        """Start a non-blocking call; an interrupt at any moment leaves its memory to MPI."""
+    def _begin(
+        self, start: Callable[..., Any], args: Any, name: str, *keep: object
+    ) -> tuple[int, Any]:
+        """Start a non-blocking call; an interrupt at any moment leaves its memory to MPI.
+
+        Returns:
+            Its number among what is held, and MPI's request.
+        """
         self._check_whole(name)
-        number = next(self._numbers)
-        entry = self._under_way[number] = [None, args, *keep]
-        entry[0] = start(*args)
-        return number
+        number = next(_numbers)
+        entry = _held[number] = [None, args, *keep]
+        self._under_way.add(number)
+        request = entry[0] = start(*args)
+        return number, request
+
+    def _requests(self) -> list[tuple[int, Any]]:
+        entries = [(number, _held.get(number)) for number in list(self._under_way)]
+        return [(number, entry[0]) for number, entry in entries if entry and entry[0] is not None]
+
+    def _release(self, number: int) -> None:
+        self._under_way.discard(number)
+        _held.pop(number, None)
 
     def _check_whole(self, name: str) -> None:
         if self._lost:
@@ -244,16 +261,15 @@ class Calls:
             What waits for it and gives `tensor`, and what tells whether it is done. The memory is
             held until MPI is done with it, also where nobody waits.
         """
-        for number, (request, *_) in list(self._under_way.items()):
-            if request is not None and request.Test():
-                self._under_way.pop(number, None)
+        for number, earlier in self._requests():
+            if earlier.Test():
+                self._release(number)
         with self.edge(name):
-            started = self._begin(getattr(comm, name), args, name, tensor)
-        request = self._under_way[started][0]
+            _, request = self._begin(getattr(comm, name), args, name, tensor)
 
         def wait() -> Tensor:
             with self.edge(name):
-                self._await(name, comm, started, request)
+                self._await(name, comm, request)
             return tensor
 
         def is_completed() -> bool:
@@ -305,13 +321,14 @@ class Calls:
             Whether all is done; no call that was given up can be waited for.
         """
         if self._lost:
+            _held[next(_numbers)] = self._folds  # MPI may call them yet
             return False
         with self.edge("finalize"):
-            for number in list(self._under_way):
-                self._await("finalize", self._mpi.COMM_WORLD, number)
+            for number, request in self._requests():
+                self._await("finalize", self._mpi.COMM_WORLD, request)
+                self._release(number)
             for rule in self._folds:
                 rule.Free()
-        self._under_way = {}
         self._folds = []
         return True
 
@@ -323,10 +340,8 @@ class Calls:
         except self._mpi.Exception as error:
             self._fail(name, error)
 
-    def _await(self, name: str, comm: Any, number: int, request: Any = None) -> None:
-        """Wait for what `_begin` started; it stays there, with its memory, unless it is done."""
-        if request is None:
-            request = self._under_way[number][0]
+    def _await(self, name: str, comm: Any, request: Any) -> None:
+        """Wait for what `_begin` started, which is held until it is released."""
         limit_s = self._limit_s(comm)
         if limit_s is None:
             request.Wait()
