@@ -276,7 +276,7 @@ class ThreadsModel(ComputationModel):
     def launch(cls, entry: Callable[[Self], T], plan: LaunchPlan, **options: Any) -> list[T]:
         world = _World(plan.nproc_per_node, _seconds(options.get("timeout")))
         results: dict[int, T] = {}
-        failures: list[WorkerFailedError] = []
+        failures: list[tuple[int, BaseException]] = []
 
         def run(rank: int) -> None:
             world.threads[rank] = threading.get_ident()
@@ -288,8 +288,9 @@ class ThreadsModel(ComputationModel):
                     model.settle()
                 world.end(rank)
             except BaseException as error:  # SystemExit too: a replica that leaves has failed
-                failures.append(WorkerFailedError.of(error, rank, world.size))
-                world.fail(rank, str(failures[-1]).splitlines()[0])
+                failures.append((rank, error))  # before it is described, which takes a while
+                said = str(WorkerFailedError.of(error, rank, world.size))
+                world.fail(rank, said.splitlines()[0])
 
         threads = [
             threading.Thread(target=run, args=(rank,), name=f"unisono-rank-{rank}", daemon=True)
@@ -303,7 +304,8 @@ class ThreadsModel(ComputationModel):
             world.fail(-1, "the parent was interrupted")
             raise
         if failures:
-            raise failures[0]
+            rank, first = failures[0]
+            raise WorkerFailedError.of(first, rank, world.size)
         missing = [rank for rank in range(world.size) if rank not in results]
         if missing:
             raise WorkerFailedError(f"ranks {missing} of {world.size} left the job", missing[0])
