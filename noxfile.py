@@ -147,7 +147,9 @@ def tests(session: nox.Session) -> None:
         return
     session.run("python", "-c", "import ignite, mmengine, torchmetrics")  # else tests are skipped
     # What has limits in seconds has the cores for itself.
-    session.run("pytest", "-n", "2", "--dist", "loadfile", "--ignore", "tests/process")
+    paths = PYPROJECT["tool"]["pytest"]["ini_options"]["testpaths"]
+    calm = [path for path in paths if path != "tests/process"]
+    session.run("pytest", "-n", "2", "--dist", "loadfile", *calm)
     session.run("pytest", "tests/process")
 
 
