@@ -16,7 +16,7 @@ import nox
 from nox.command import CommandFailed
 
 nox.options.sessions = [
-    *("lint", "types", "first_hour", "tests", "faults", "package", "plugins"),
+    *("lint", "types", "first_hour", "tests", "faults", "package"),
     *("mpi", "horovod", "xla"),
 ]
 nox.options.default_venv_backend = "venv"
