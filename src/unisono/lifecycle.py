@@ -427,7 +427,7 @@ def start(
             return _launch(cls, replica, plan, options)
     except WorkerFailedError as error:
         if not _is_of_the_block(error, limit):
-            raise raised_here(error)  # noqa: B904 - it is the same one
+            raise raised_here(error) from error.__cause__
         raise CollectiveTimeoutError(f"the block's deadline is over: {error}") from error
     except KeyboardInterrupt as error:
         say_instead(error, interrupted("spawn"))
