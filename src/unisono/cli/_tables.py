@@ -27,13 +27,11 @@ class Column:
         is_number: whether it is flush right.
         rank: those of the highest rank are left out first where the terminal is too narrow; 0
             for never.
-        folds: whether a long cell may take several lines.
     """
 
     title: str
     is_number: bool = False
     rank: int = 0
-    folds: bool = False
 
 
 def folded(line: str, indent: int = 0) -> str:
@@ -77,8 +75,7 @@ def show(title: str, columns: Sequence[Column], rows: Sequence[Sequence[str | Te
         table.add_column(
             column.title,
             justify="right" if column.is_number else "left",
-            overflow="fold",
-            no_wrap=not column.folds,
+            no_wrap=True,
         )
     for row in cells:
         table.add_row(*(row[at] for at in kept))
@@ -86,14 +83,9 @@ def show(title: str, columns: Sequence[Column], rows: Sequence[Sequence[str | Te
 
 
 def _fitting(columns: Sequence[Column], widths: Sequence[int], room: int) -> list[int]:
-    """Choose columns that fit; one that folds needs no more than its title. Local."""
+    """Choose columns that fit. Local."""
     kept = list(range(len(columns)))
-
-    def needed() -> int:
-        least = (len(columns[at].title) if columns[at].folds else widths[at] for at in kept)
-        return sum(least) + (_GAP + 1) * len(kept)
-
-    while needed() > room:
+    while sum(widths[at] for at in kept) + (_GAP + 1) * len(kept) > room:
         last = max(kept, key=lambda at: columns[at].rank)
         if columns[last].rank == 0:
             break

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.text import Text
 
 import unisono
@@ -28,6 +29,7 @@ _COLOURS: dict[Status, str] = {
     "unsupported": "yellow",
     "failed": "red",
 }
+_STATUS_WIDTH = max(map(len, _COLOURS))
 _MEANS = {
     "derived": "it holds; the model leaves members to the contract, which derives them from its "
     "all_gather: right, and slower than an override",
@@ -197,26 +199,34 @@ def _facts(subject: _Subject, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 def _show(name: str, size: int, outcomes: Sequence[Outcome]) -> None:
     who = "1 replica" if size == 1 else f"{size} replicas"
     title = f"{name}, {who}" if size else name
-    columns = (
-        Column("law", folds=True),
-        Column("outcome"),
-        Column("ms", is_number=True, rank=2),
-        Column("why", rank=1, folds=True),
-    )
-    rows: list[list[str | Text]] = [
-        [
-            outcome.law,
-            Text(outcome.status, _COLOURS[outcome.status]),
-            f"{outcome.seconds * 1000:.1f}" if outcome.seconds else "",
-            outcome.reason.partition("\n")[0],
-        ]
-        for outcome in outcomes
-    ]
-    show(title, columns, rows)
+    console = Console(highlight=False)
+    if console.is_terminal:
+        _show_lines(console, title, outcomes)
+    else:
+        columns = [Column(name) for name in ("law", "outcome", "ms", "why")]
+        show(title, columns, [(o.law, o.status, _ms(o), _brief(o)) for o in outcomes])
     for outcome in outcomes:
         if "\n" in outcome.reason:
             typer.echo(f"{outcome.law}, {title}: {outcome.reason}\n")
     typer.echo(_counts(outcomes))
+
+
+def _show_lines(console: Console, title: str, outcomes: Sequence[Outcome]) -> None:
+    """Print a line for each law, whose name is never cut or folded, so that it can be copied."""
+    console.print(Text(title, "italic"))
+    for outcome in outcomes:
+        status = Text(outcome.status.ljust(_STATUS_WIDTH), _COLOURS[outcome.status])
+        console.print(status, f"{_ms(outcome):>7} ms ", outcome.law, soft_wrap=True)
+        if _brief(outcome):
+            typer.echo(folded(_brief(outcome), _STATUS_WIDTH + 1))
+
+
+def _ms(outcome: Outcome) -> str:
+    return f"{outcome.seconds * 1000:.1f}" if outcome.seconds else "-"
+
+
+def _brief(outcome: Outcome) -> str:
+    return outcome.reason.partition("\n")[0]
 
 
 def _counts(outcomes: Sequence[Outcome]) -> str:
