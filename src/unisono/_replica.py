@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,7 +65,13 @@ class Replica:
         return result
 
     def run(self, model: ComputationModel) -> Any:
-        """Run in a thread that the model made. Collective over all ranks of `model`."""
+        """Run where the model says: in a thread of its own, or in a process that it launched.
+
+        Collective over all ranks of `model`.
+        """
+        is_process = threading.current_thread() is threading.main_thread()
+        if self.prefix_output and is_process and model.topology.world_size > 1:
+            begin_lines_with_rank(model.topology.rank)
         with _context.replica(model), within(self.limit):
             with Lifetime.function():
                 result = self.fn(model.topology.local_rank, *self.args, **self.kwargs)

@@ -131,6 +131,10 @@ def test_options_of_slurm_are_for_the_job_and_the_step() -> None:
     assert shlex.split(lines[-1])[1:] == slurm.argv(script())  # the job's options are the step's
     named = slurm.batch_script(script(options=(("job-name", "mine"),)), "train")
     assert "#SBATCH --job-name=mine" in named
+    quoted = slurm.batch_script(script(options=(("comment", "two words"), ("x11", ""))), "train")
+    assert "#SBATCH '--comment=two words'\n#SBATCH --x11\n" in quoted
+    zero = dict(slurm._texts({"mem": 0, "nice": False, "hold": True}))
+    assert zero == {"mem": "0", "hold": ""}
     assert "train" not in named.replace("train.py", "")
 
 

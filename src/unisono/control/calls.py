@@ -168,7 +168,10 @@ def _short(line: str) -> str:
         return line
     if len(line.encode()) == _LONGEST_SITE:
         parts = file.split(os.sep)
-        here = os.path.realpath(".")
+        try:
+            here = os.path.realpath(".")
+        except OSError:  # the folder is gone
+            here = ""
         ends = (os.sep.join(parts[-count:]) for count in range(1, len(parts)))
         file = next((end for end in ends if f"{here}{os.sep}{end}".endswith(file)), f"...{file}")
     return place_of(file, int(number))

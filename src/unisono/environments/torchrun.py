@@ -34,7 +34,8 @@ EXAMPLES = (
         "TORCHELASTIC_RUN_ID": "b5a7",
     },
 )
-_NO_ID = "none"  # what torchrun says of a static rendezvous, whatever job it is
+# What torchrun says of a static rendezvous, and our launcher of an elastic one, whatever job it is.
+_NO_IDS = ("none", "unisono")
 _REMEDY = (
     "start the program with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
     "together, or unset them all"
@@ -79,7 +80,7 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
 
 def _job_id(reader: Reader) -> str | None:
     found = reader.text("TORCHELASTIC_RUN_ID")
-    return None if found is None or found[1] == _NO_ID else found[1]
+    return None if found is None or found[1] in _NO_IDS else found[1]
 
 
 def _store_is_hosted(reader: Reader) -> bool:

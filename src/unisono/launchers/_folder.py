@@ -197,7 +197,8 @@ def work(folder: str) -> NoReturn:
     except BaseException as error:  # SystemExit and KeyboardInterrupt are failures too
         with contextlib.suppress(Exception):  # the traceback says what there is to say
             (where / f"error-{mine.attempt}-{info.rank}").write_bytes(cloudpickle.dumps(error))
-        traceback.print_exc()
+        sys.stderr.flush()
+        traceback.print_exc(file=sys.__stderr__)  # without a prefix, for it is read again
         sys.exit(error.code if isinstance(error, SystemExit) and error.code else 1)
     replace(mine, result=body).write(where, place)
     LastCalls.make(lambda _: time.sleep(PEERS_S))

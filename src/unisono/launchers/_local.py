@@ -117,4 +117,5 @@ def _terminal(rank: int | None) -> Iterator[tuple[int, ...]]:
         for fd in lent:
             os.close(fd)
         if before is not None:
-            termios.tcsetattr(0, termios.TCSADRAIN, before)
+            with contextlib.suppress(termios.error):  # the terminal may be gone
+                termios.tcsetattr(0, termios.TCSADRAIN, before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any, TextIO
 
 __all__ = ("begin_lines_with_rank", "tells_rank")
@@ -43,6 +44,9 @@ class _Prefixed:
             self._put(self._take() + "\n")
         return len(text)
 
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
+
     def flush(self) -> None:
         self._put(self._take())
 
@@ -53,7 +57,8 @@ class _Prefixed:
     def _put(self, text: str) -> None:
         if text:
             start = self._prefix if self._is_at_start else ""
-            self._stream.write(start + self._prefix.join(text.splitlines(keepends=True)))
+            lines = text.removesuffix("\n").replace("\n", f"\n{self._prefix}")
+            self._stream.write(start + lines + "\n" * text.endswith("\n"))
             self._is_at_start = text.endswith("\n")
         self._stream.flush()  # in one piece, so that no other rank's line comes between
 

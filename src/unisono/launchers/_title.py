@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import sys
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def name_process(rank: int, world_size: int, program: str) -> None:
     if sys.platform != "linux":
         return
     name_thread(rank, world_size)
-    title = title_of(rank, world_size, program).encode()
+    title = os.fsencode(title_of(rank, world_size, program))
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
         start, end = int(fields[_ARG_START]), int(fields[_ARG_END])

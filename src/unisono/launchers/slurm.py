@@ -24,7 +24,7 @@ _OF_STEP = (
     *("SLURM_STEP", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_TASK_PID"),
     *("SLURM_DISTRIBUTION", "SLURM_LAUNCH_", "SLURM_SRUN_", "SLURM_GTIDS", "SLURM_UMASK"),
 )
-_OPTION = re.compile(r"[a-z][a-z-]*")
+_OPTION = re.compile(r"[a-z][a-z0-9-]*")
 _OURS = {
     "nodes": "nnodes",
     "ntasks": "nproc_per_node and nnodes",
@@ -133,7 +133,7 @@ def batch_script(script: Script, name: str) -> str:
     options = [*named, *asked, *own]
     address = environment(alone, {})
     exports = [f"export {key}={shlex.quote(value)}" for key, value in address.items()]
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options), *exports]
+    lines = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(option)}" for option in options), *exports]
     return "\n".join([*lines, "exec " + shlex.join(argv(replace(alone, options=()))), ""])
 
 
@@ -158,7 +158,7 @@ def run(script: Script) -> Outcome:
 
 def _texts(options: Mapping[str, str | int | bool]) -> Iterator[tuple[str, str]]:
     for name, value in options.items():
-        if value is True or value not in (False, None):
+        if value is not False and value is not None:
             yield name, "" if value is True else str(value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -11,6 +12,7 @@ __all__ = ("Asking",)
 _QUESTION, _ANSWER = 32_764, 32_765  # tags beside those of the model's own messages
 _BYTES = 256
 _NAP_S = 1e-3
+_sending = threading.Lock()
 _sent: list[list[Any]] = []  # what MPI reads, until it is done: longer than a context where need be
 
 
@@ -71,7 +73,15 @@ class Asking:
         return heard
 
     def _send(self, body: bytes, rank: int, tag: int) -> None:
-        _sent[:] = [item for item in _sent if item[0] is None or not item[0].Test()]
         sent: list[Any] = [None, body]
-        _sent.append(sent)  # before MPI has it: an interrupt in between must not free it
+        with _sending:
+            _sent[:] = [item for item in _sent if not self._is_done(item[0])]
+            _sent.append(sent)  # before MPI has it: an interrupt in between must not free it
         sent[0] = self._comm.Isend([body, self._mpi.BYTE], rank, tag)
+
+    def _is_done(self, request: Any) -> bool:
+        """Tell whether MPI is done with a message, which may be of a context that is over."""
+        try:
+            return request is not None and bool(request.Test())
+        except self._mpi.Exception:
+            return True

@@ -1,0 +1,52 @@
+"""What the lines and the process of a rank are called."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from unisono.control import calls
+from unisono.launchers._output import begin_lines_with_rank
+
+
+def test_lines_end_at_newlines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    begin_lines_with_rank(3)
+    print("half \x0b\x0c\x85\u2028 a line")  # noqa: T201
+    sys.stdout.write("a")
+    sys.stdout.writelines(["b\n", "\n", "c\nd"])
+    sys.stdout.flush()
+    mine = "[rank 3] "
+    lines = ["half \x0b\x0c\x85\u2028 a line", "ab", "", "c", "d"]
+    assert out.getvalue() == "\n".join(mine + line for line in lines)
+    assert err.getvalue() == ""
+
+
+def test_a_script_may_have_any_name() -> None:
+    code = (
+        "from unisono.launchers._title import name_process\n"
+        "name_process(1, 2, 'tr\\udcffain.py')\n"
+        "print(open('/proc/self/cmdline', 'rb').read().strip(b'\\0'))"
+    )
+    command = [sys.executable, "-c", code, "x" * 40]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "b'unisono rank 1 of 2: tr\\xffain.py'\n"
+
+
+def test_a_call_is_described_in_a_folder_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = compile("frame = pack('barrier', b'')", f"/{'x' * 80}/train.py", "exec")
+    names: dict[str, Any] = {"pack": calls.pack}
+    exec(long, names)
+
+    def gone(path: str) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr("os.path.realpath", gone)
+    assert calls.describe(names["frame"]).startswith("barrier at ...")
+    assert calls.describe(names["frame"]).endswith("train.py:1")
