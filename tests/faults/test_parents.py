@@ -110,7 +110,7 @@ def test_nobody_outlives_the_parent(way: Way, end: str, tmp_path: Path, table: T
     words = ["-c", STATES + JOB, "PIPE", way.runner, way.backend]
     seconds, code, text = seconds_to_the_end_of_all(words, end, tmp_path)
     assert code == -number
-    assert text.count("Traceback") == (number == signal.SIGINT), text
+    assert "Traceback" not in text, text
     said = "KeyboardInterrupt" if number == signal.SIGINT else "(the parent is gone)"
     assert number != signal.SIGINT or said in text
     limit_s = LATER_S.get((way.backend, end), AT_MOST_S)
