@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import nn
 from worlds import REAL, SERIAL, run, run_all
 
 import unisono as idist
-from unisono.errors import PayloadError
+from unisono.errors import PayloadError, PeerFailedError
 
 WAYS = [SERIAL, pytest.param("threads", 2, id="threads-2"), pytest.param("gloo", 2, id="gloo-2")]
 FIRST_STEP = torch.ones(3, 4)
@@ -123,6 +125,189 @@ def saves_shards(local_rank: int, path: str) -> None:
     assert all(bool((item.full_tensor() == 0.25).all()) for item in again.parameters())  # type: ignore[attr-defined]
 
 
+def adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=0.1)
+
+
+def test_training_goes_on_from_shards_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    run("gloo", 2, stops_and_goes_on, str(tmp_path))
+    net = plain_net(0.0)
+    optimizer = momentum(net)
+    idist.load_checkpoint(tmp_path / "0", into={"model": net, "optimizer": optimizer})
+    assert [bool(item["momentum_buffer"].any()) for item in optimizer.state.values()] == [True] * 6
+
+
+def stops_and_goes_on(local_rank: int, folder: str) -> None:
+    for number, make in enumerate((momentum, adamw)):
+        path = Path(folder, str(number))
+        torch.manual_seed(0)
+        model = idist.auto_model(Net(), wrapper="fsdp")
+        optimizer = make(model)
+        step(model, optimizer)
+        idist.save_checkpoint({"model": model, "optimizer": optimizer}, path)
+        again = idist.auto_model(plain_net(0.0), wrapper="fsdp")
+        other = make(again)
+        grads = [torch.ones_like(item) for item in again.parameters()]
+        for item, grad in zip(again.parameters(), grads, strict=True):
+            item.grad = grad
+        idist.load_checkpoint(path, into={"model": again, "optimizer": other})
+        assert all(a.grad is b for a, b in zip(again.parameters(), grads, strict=True))
+        assert other.param_groups[0]["lr"] == 0.1
+        for net, its in ((model, optimizer), (again, other)):
+            step(net, its)
+        for a, b in zip(model.parameters(), again.parameters(), strict=True):
+            assert torch.equal(a.full_tensor(), b.full_tensor())  # type: ignore[attr-defined]
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(FIRST_STEP).square().sum().backward()
+    optimizer.step()
+
+
+def test_a_state_of_an_optimizer_that_shards_would_not_fill_is_refused(tmp_path: Path) -> None:
+    net = nn.Linear(4, 1)
+    optimizer = momentum(net)
+    step(net, optimizer)
+    idist.save_checkpoint({"optimizer": optimizer}, tmp_path / "x", sharded=True)
+    adam = torch.optim.Adam(net.parameters())
+    with pytest.raises(PayloadError, match=r"Adam has no place yet for optimizer\.state\.0\.mom"):
+        idist.load_checkpoint(tmp_path / "x", into={"optimizer": adam})
+    frozen = nn.Linear(4, 1)
+    frozen.bias.requires_grad_(False)
+    half = momentum(frozen)
+    step(frozen, half)
+    idist.save_checkpoint(half, tmp_path / "y", sharded=True)
+    idist.load_checkpoint(tmp_path / "y", into=optimizer)
+    assert list(optimizer.state) == [net.weight]  # as it was saved
+
+
+def test_shards_of_what_has_no_names_are_refused(tmp_path: Path) -> None:
+    net = plain_net(1.0)
+    for what in ([net], 3):
+        with pytest.raises(PayloadError, match="shards need a dict or one module"):
+            idist.save_checkpoint(what, tmp_path / "x", sharded=True)
+    with pytest.raises(PayloadError, match="shards hold no tuple of modules"):
+        idist.save_checkpoint({"stages": (net, 1)}, tmp_path / "x", sharded=True)
+    assert not (tmp_path / "x").exists()
+    idist.save_checkpoint({"stages": [net, 1]}, tmp_path / "x", sharded=True)
+    with pytest.raises(PayloadError, match="shards need a dict or one module"):
+        idist.load_checkpoint(tmp_path / "x", into=[net])
+    into: dict[str, list[Any]] = {"stages": [plain_net(0.0), 0]}
+    idist.load_checkpoint(tmp_path / "x", into=into)
+    assert _numbers(into["stages"][0]) == _numbers(net)
+    assert into["stages"][1] == 1
+
+
+def test_lists_and_tuples_are_loaded_in_place(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    one, two = plain_net(1.0), plain_net(2.0)
+    saved = {"stages": [[one, 1], ("two", two)], "odd": OrderedDict(net=one), "end": (two, 5)}
+    idist.save_checkpoint(saved, path)
+    nets = [plain_net(0.0) for _ in range(4)]
+    odd, stages = OrderedDict(net=nets[2]), [[nets[0], 0], ("", nets[1])]
+    into = {"stages": stages, "odd": odd, "end": (nets[3], 0)}
+    idist.load_checkpoint(path, into=into)
+    assert [_numbers(net) for net in nets] == [_numbers(net) for net in (one, two, one, two)]
+    assert into["stages"] is stages
+    assert stages == [[nets[0], 1], ("two", nets[1])]
+    assert into["end"] == (nets[3], 5)
+    idist.save_checkpoint([one, 5], path)
+    whole = [nets[3], 0]
+    assert idist.load_checkpoint(path, into=whole) is whole
+    assert whole == [nets[3], 5]
+    assert idist.load_checkpoint(path, into=(nets[3], 0)) == (nets[3], 5)
+
+
+def test_an_ordered_dict_stays_one(tmp_path: Path) -> None:
+    idist.save_checkpoint(OrderedDict(net=plain_net(1.0)), tmp_path / "x.pt")
+    found = idist.load_checkpoint(tmp_path / "x.pt")
+    assert type(found) is OrderedDict
+    assert list(found["net"]) == KEYS
+
+
+def test_tensors_are_filled_only_by_their_like(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    idist.save_checkpoint({"w": torch.ones(3), "n": 1}, path)
+    for into in (torch.zeros(4), torch.zeros(3, dtype=torch.float64), torch.zeros(1, 3)):
+        with pytest.raises(PayloadError, match=r"\['w'\] doesn't fit: a tensor of shape \(3,\)"):
+            idist.load_checkpoint(path, into={"w": into})
+    with pytest.raises(PayloadError, match="has no tensor: a value of type int was saved"):
+        idist.load_checkpoint(path, into={"n": torch.zeros(1)})
+    there = torch.zeros(3)
+    idist.load_checkpoint(path, into={"w": there})
+    assert there.tolist() == [1.0] * 3
+
+
+def test_what_contains_itself_is_refused(tmp_path: Path) -> None:
+    knot: dict[str, Any] = {"net": plain_net(1.0)}
+    knot["self"] = [knot]
+    with pytest.raises(PayloadError, match="contains itself"):
+        idist.save_checkpoint(knot, tmp_path / "x.pt")
+    idist.save_checkpoint({"net": plain_net(1.0), "self": [{}]}, tmp_path / "x.pt")
+    knot["self"] = [{"net": knot}]
+    with pytest.raises(PayloadError, match="has no 'net'"):
+        idist.load_checkpoint(tmp_path / "x.pt", into=knot)
+
+
+class Refuses:
+    """Has a state on one rank alone, as an optimizer whose parts were gathered there."""
+
+    def __init__(self, *ranks: int) -> None:
+        self.ranks = ranks
+
+    def state_dict(self) -> dict[str, int]:
+        if idist.get_rank() not in self.ranks:
+            raise RuntimeError("the state isn't here")
+        return {"seen": 3}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+class RefusingNet(nn.Linear):
+    def __init__(self, *ranks: int) -> None:
+        super().__init__(1, 1)
+        self.ranks = ranks
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        Refuses(*self.ranks).state_dict()
+        return super().state_dict(*args, **kwargs)
+
+
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_a_state_that_cannot_be_had_is_an_error_on_every_rank(backend: str, tmp_path: Path) -> None:
+    run(backend, 2, asks_in_vain, str(tmp_path))
+    assert idist.load_checkpoint(tmp_path / "x.pt") == {"one": {"seen": 3}}
+
+
+def asks_in_vain(local_rank: int, folder: str) -> None:
+    path = Path(folder, "x.pt")
+    idist.save_checkpoint({"one": Refuses(1)}, path, rank=1)
+    for what in (Refuses(1), RefusingNet(0), RefusingNet(1)):
+        with pytest.raises(PeerFailedError, match="RuntimeError: the state isn't here") as caught:
+            idist.save_checkpoint({"one": what}, path)
+        is_here = idist.get_rank() not in what.ranks
+        assert isinstance(caught.value.__cause__, RuntimeError) == is_here
+    if idist.model_name() == "gloo":
+        with pytest.raises(PeerFailedError, match="rank 0 raised RuntimeError"):
+            idist.save_checkpoint({"one": Refuses(1)}, Path(folder, "shards"), sharded=True)
+
+
+def test_the_state_of_an_optimizer_gathered_on_the_writer_is_saved(tmp_path: Path) -> None:
+    run("gloo", 2, gathers_its_state, str(tmp_path / "x.pt"))
+    assert len(idist.load_checkpoint(tmp_path / "x.pt")["state"]) == 6
+
+
+def gathers_its_state(local_rank: int, path: str) -> None:
+    net = plain_net(0.5)
+    optim = importlib.import_module("torch.distributed.optim")  # which warns of parts of torch
+    optimizer = optim.ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=0.1)
+    step(net, optimizer)
+    optimizer.consolidate_state_dict(to=0)
+    idist.save_checkpoint(optimizer, path)
+
+
 @pytest.mark.parametrize("backend", ["threads", "gloo"])
 def test_the_state_dict_of_a_wrapper_is_warned_of_once(backend: str, tmp_path: Path) -> None:
     path = str(tmp_path / "x.pt")
@@ -155,6 +340,52 @@ class Kept(nn.Module):
         self.net = net
 
 
+class Scaled(Kept):
+    """Somebody's own wrapper, with more than the module."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self.scale = nn.Parameter(torch.tensor(3.0))
+        self.register_buffer("seen", torch.tensor(7))
+
+
+def test_what_a_wrapper_has_of_its_own_is_kept(tmp_path: Path) -> None:
+    run("threads", 2, keeps_its_own, str(tmp_path / "x.pt"))
+
+
+def keeps_its_own(local_rank: int, path: str) -> None:
+    mine = idist.auto_model(plain_net(1.0), wrapper=Scaled)
+    idist.save_checkpoint(mine, path)
+    assert list(idist.load_checkpoint(path)) == ["scale", "seen", *(f"net.{key}" for key in KEYS)]
+    again = idist.auto_model(plain_net(0.0), wrapper=Scaled)
+    with torch.no_grad():
+        dict(again.named_parameters())["scale"].zero_()
+    idist.load_checkpoint(path, into=again)
+    assert _numbers(again) == _numbers(mine)
+    assert _numbers(idist.unwrap_model(again)) == _numbers(plain_net(1.0))
+
+
+@pytest.mark.parametrize("order", ["module._orig_mod.", "_orig_mod.module.", "module.module."])
+def test_keys_that_others_wrote_from_within_several_wrappers(order: str, tmp_path: Path) -> None:
+    state = {f"{order}{key}": item for key, item in plain_net(1.0).state_dict().items()}
+    torch.save(state, tmp_path / "x.pt")
+    net = plain_net(0.0)
+    idist.load_checkpoint(tmp_path / "x.pt", into=net)
+    assert _numbers(net) == _numbers(plain_net(1.0))
+
+
+def test_a_module_whose_only_part_is_called_module_is_not_warned_of(tmp_path: Path) -> None:
+    outer = nn.Module()
+    outer.module = nn.Linear(1, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        idist.save_checkpoint({"model": outer}, tmp_path / "x.pt")
+    assert list(idist.load_checkpoint(tmp_path / "x.pt")["model"]) == [
+        "module.weight",
+        "module.bias",
+    ]
+
+
 def test_wrappers_within_others_leave_no_trace(tmp_path: Path) -> None:
     run("threads", 2, nests, str(tmp_path))
 
@@ -185,7 +416,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     idist.save_checkpoint({"model": plain_net(1.0), "epoch": 1}, path)
     with pytest.raises(PayloadError, match="the checkpoint has no 'optimizer'"):
         idist.load_checkpoint(path, into={"optimizer": momentum(plain_net(0.0))})
-    with pytest.raises(PayloadError, match="has no state of a module: a int was saved"):
+    with pytest.raises(PayloadError, match="no state of a module: a value of type int was saved"):
         idist.load_checkpoint(path, into={"epoch": plain_net(0.0)})
     with pytest.raises(PayloadError, match=r"\['model'\] doesn't fit"):
         idist.load_checkpoint(path, into={"model": momentum(plain_net(0.0))})

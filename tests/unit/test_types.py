@@ -386,6 +386,8 @@ def test_what_is_wrong_is_an_error_for_checkers_too() -> None:
         idist.all_reduce(3, grup=[0])  # type: ignore[call-overload]
     with pytest.raises(PayloadError, match="a str can't be reduced"):
         idist.all_reduce("text")  # type: ignore[call-overload]
+    with pytest.raises(PayloadError, match="a ndarray can't be reduced"):
+        idist.all_reduce(np.ones(3))  # type: ignore[call-overload]
     with pytest.raises(PayloadError, match="takes a tensor"):
         idist.broadcast_(3)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="ned"):

@@ -30,11 +30,13 @@ class _Dataclass(Protocol):
 
 
 class NumpyScalar(Protocol):
-    """A number of numpy; tensors have no ``tobytes``."""
+    """A real number of numpy; tensors have no ``tobytes``, arrays no ``is_integer``."""
 
     def __float__(self) -> float: ...
 
     def tobytes(self) -> bytes: ...
+
+    def is_integer(self) -> bool: ...
 
 
 Container: TypeAlias = Mapping[Any, Any] | list[Any] | tuple[Any, ...] | _Dataclass

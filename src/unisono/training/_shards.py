@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from unisono.errors import PayloadError
 from unisono.training._whole_files import check_archive, write_whole
 
-__all__ = ("CheckpointException", "load", "save", "seal")
+__all__ = ("CheckpointException", "flat", "load", "metadata_of", "save", "seal")
 
 _Unpickler: Any = vars(pickle)["_Unpickler"]
 _METADATA = ".metadata"
@@ -54,14 +55,19 @@ def seal(folder: Path) -> None:
     write_whole(folder / _SEAL, lambda file: file.write(digest))
 
 
-def load(into: dict[str, Any], folder: Path, weights_only: bool) -> None:
-    """Fill a state dict with this rank's part of it.
+def flat(state: dict[str, Any]) -> dict[str, Any]:
+    """Give a state dict the keys that its shards have. Local."""
+    made: dict[str, Any] = flatten_state_dict(state)[0]
+    return made
 
-    Local: each rank reads what it needs, so that nothing needs to be pickled between them.
+
+def metadata_of(folder: Path, weights_only: bool) -> metadata.Metadata:
+    """Read what says where the shards are.
+
+    Local.
 
     Raises:
-        PayloadError: the checkpoint is damaged, or has more than weights.
-        CheckpointException: it doesn't fit `into`.
+        PayloadError: it is damaged, or has more than weights.
     """
     data = (folder / _METADATA).read_bytes()
     sealed = folder / _SEAL
@@ -71,6 +77,18 @@ def load(into: dict[str, Any], folder: Path, weights_only: bool) -> None:
     found = kind(io.BytesIO(data)).load()
     if not isinstance(found, metadata.Metadata):
         raise PayloadError(f"{folder / _METADATA} has a {type(found).__qualname__} and no metadata")
+    return found
+
+
+def load(into: dict[str, Any], folder: Path, found: metadata.Metadata, weights_only: bool) -> None:
+    """Fill a state dict with this rank's part of it.
+
+    Local: each rank reads what it needs, so that nothing needs to be pickled between them.
+
+    Raises:
+        PayloadError: the checkpoint is damaged, or has more than weights.
+        CheckpointException: it doesn't fit `into`.
+    """
     planner = _WeightsPlanner() if weights_only else DefaultLoadPlanner()
     load_shards(into, storage_reader=_CheckingReader(folder, found), planner=planner, no_dist=True)
 

@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from unisono._context import communicator, current_model
 from unisono._frames import refuse_pickle
-from unisono._tree import flatten
+from unisono._tracebacks import summary
 from unisono.collectives._rounds import swap
 from unisono.collectives.transfers import broadcast
 from unisono.errors import (
@@ -32,12 +31,22 @@ from unisono.errors import (
 from unisono.model import ComputationModel
 from unisono.payload import decode, encode
 from unisono.sections import run_on_rank
-from unisono.training._states import has_shown_wrapper, plain, restore
+from unisono.training._states import (
+    has_shards,
+    has_shown_wrapper,
+    module_states,
+    plain,
+    refuse_lost_shards,
+    refuse_lost_states,
+    restore,
+    states_to_fill,
+)
 from unisono.training._whole_files import check_archive, write_whole
 
 __all__ = ("load_checkpoint", "save_checkpoint")
 
 PathLike = str | os.PathLike[str]
+T = TypeVar("T")
 _UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError, RecursionError)
 _SHARDS = "shards-"
 _POINTER = "CURRENT"  # of a sharded checkpoint: names the folder of the shards that count
@@ -55,7 +64,8 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
         obj: a module, an optimizer or whatever else has a state dict, which is saved in its place;
             a dict, list or tuple of them; or what ``torch.save`` takes. The keys of a module are
             those of the one within what `auto_model` returned, with any number of replicas. Only
-            `rank`'s is written; shards are, on every rank.
+            `rank`'s is written; shards are, on every rank. Modules are asked for their state on
+            every rank, whatever else has one where it is written.
         path: the file; for shards a folder that every rank can reach.
         rank: global rank that writes.
         sharded: whether each rank writes its shard, through ``torch.distributed.checkpoint``, which
@@ -64,14 +74,15 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
 
     Raises:
         ArgumentError: `rank` isn't there (on every rank).
-        PayloadError: `obj` has something that can't be pickled; or shards are to be saved by
-            several ranks under ``UNISONO_NO_PICKLE=1``, for they exchange pickles (on every rank).
-        PeerFailedError: it couldn't be written (on every rank; the original is the cause on the
-            rank that failed). The old one is untouched.
+        PayloadError: `obj` has something that can't be pickled, or contains itself; or shards are
+            to be saved by several ranks under ``UNISONO_NO_PICKLE=1``, for they exchange pickles,
+            or of what is no dict and no module (on every rank).
+        PeerFailedError: it couldn't be written, or a state dict couldn't be had (on every rank; the
+            original is the cause on the rank that failed). The old one is untouched.
 
     Warns:
-        UserWarning: all keys of a state dict begin with ``module.``, as those of a wrapped module
-            do, so that it doesn't fit the module alone (on the rank that writes).
+        UserWarning: all keys of a state dict in `obj` begin with ``module.``, as those of a wrapped
+            module do, so that it doesn't fit the module alone (on the rank that writes).
 
     Example:
         >>> import pathlib, tempfile, torch, unisono as idist
@@ -82,31 +93,58 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
         >>> state["epoch"], list(state["model"])
         (3, ['weight', 'bias'])
     """
-    target = Path(path)
-    state = plain(obj)
-    if _has_shards(state) if sharded is None else sharded:
-        _save_shards(state, target)
-    else:
-        _save_file(state, target, rank)
-        prefix = has_shown_wrapper(state) if current_model().topology.rank == rank else None
-        if prefix:
-            warnings.warn(
-                f"{target}: all keys of a state dict begin with {prefix!r}, as those of a wrapped "
-                "module do: it won't load with another number of replicas. Give save_checkpoint "
-                "the model itself, or unwrap_model(model).state_dict()",
-                UserWarning,
-                stacklevel=2,
-            )
+    target, model = Path(path), communicator()
+    states, is_sharded = _agreed(model, lambda: _look(obj, sharded))
+    if is_sharded:
+        _save_shards(obj, states, target)
+        return
+    _save_file(obj, states, target, rank)
+    prefix = has_shown_wrapper(obj) if model.topology.rank == rank else None
+    if prefix:
+        warnings.warn(
+            f"{target}: all keys of a state dict begin with {prefix!r}, as those of a wrapped "
+            "module do: it won't load with another number of replicas. Give save_checkpoint "
+            "the model itself, or unwrap_model(model).state_dict()",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
-def _has_shards(obj: Any) -> bool:
-    leaves, _ = flatten(obj)
-    return any(isinstance(leaf, Tensor) and hasattr(leaf, "device_mesh") for leaf in leaves)
+def _look(obj: Any, sharded: bool | None) -> tuple[dict[int, Any], bool]:
+    """Ask modules for their states, and tell whether there are shards."""
+    states = module_states(obj)
+    return states, has_shards(obj, states) if sharded is None else sharded
 
 
-def _save_file(obj: Any, target: Path, rank: int) -> None:
+def _agreed(model: ComputationModel, call: Callable[[], T]) -> T:
+    """Call something on every rank, and fail on every rank where it fails on one.
+
+    Collective over all ranks.
+    """
+    error: Exception | None = None
+    value: Any = None
+    said: tuple[bool, str] | None = None
+    try:
+        value = call()
+    except Exception as raised:  # what the classes of the user raise
+        error = raised
+        is_refused = isinstance(raised, PayloadError)
+        said = (is_refused, str(raised) if is_refused else summary(raised))
+    for rank, heard in enumerate(_told(model, "save_checkpoint", said)):
+        if heard is not None:
+            is_refused, text = heard
+            if is_refused:
+                raise PayloadError(f"rank {rank} can't save its checkpoint: {text}") from error
+            failed = PeerFailedError(f"rank {rank} raised {text} in save_checkpoint", rank=rank)
+            failed.is_in_step = True
+            raise failed from error
+    kept: T = value
+    return kept
+
+
+def _save_file(obj: Any, states: dict[int, Any], target: Path, rank: int) -> None:
     kept: list[Exception] = []
-    refused = run_on_rank(lambda: _write(obj, target, kept), rank)
+    refused = run_on_rank(lambda: _write(plain(obj, states), target, kept), rank)
     if refused is not None:
         cause = kept[0] if kept else None
         raise PayloadError(f"{target} can't be saved by rank {rank}: {refused}") from cause
@@ -124,21 +162,15 @@ def _write(obj: Any, target: Path, kept: list[Exception]) -> str | None:
     return None
 
 
-def _save_shards(obj: Any, target: Path) -> None:
+def _save_shards(obj: Any, states: dict[int, Any], target: Path) -> None:
     library = _shard_library()
-    model = communicator()
-    reason = None
-    if model.topology.world_size > 1:
-        reason = _refusal(lambda: refuse_pickle("to save shards, which ranks agree on,"))
-    said = _told(model, "save_checkpoint of shards", reason)
-    if any(said):
-        raise PayloadError(next(text for text in said if text))
+    state = _agreed(communicator(), lambda: _state_of_shards(obj, states))
     name = broadcast(f"{_SHARDS}{uuid.uuid4().hex[:12]}")
     folder = target / name
     run_on_rank(partial(folder.mkdir, parents=True))
     try:
         with _without_warning():
-            library.save(obj, folder)
+            library.save(state, folder)
     except library.CheckpointException as error:  # torch raises it on every rank
         shutil.rmtree(folder, ignore_errors=True)
         kinds = [failure for failure, _ in error.failures.values()]
@@ -148,17 +180,17 @@ def _save_shards(obj: Any, target: Path) -> None:
     run_on_rank(partial(_let_count, target, name))
 
 
-def _refusal(call: Callable[[], None]) -> str | None:
-    try:
-        call()
-    except PayloadError as error:
-        return str(error)
-    return None
+def _state_of_shards(obj: Any, states: dict[int, Any]) -> Any:
+    if current_model().topology.world_size > 1:
+        refuse_pickle("to save shards, which ranks agree on,")
+    state = plain(obj, states)
+    refuse_lost_shards(obj, state)
+    return state
 
 
-def _told(model: ComputationModel, call: str, text: str | None) -> list[str | None]:
+def _told(model: ComputationModel, call: str, said: Any) -> list[Any]:
     """Tell every rank what each has to say. Collective over all ranks."""
-    return [decode(frame, model.device) for frame in swap(model, call, encode(text), None)]
+    return [decode(frame, model.device) for frame in swap(model, call, encode(said), None)]
 
 
 def _let_count(target: Path, name: str) -> None:
@@ -193,14 +225,16 @@ def load_checkpoint(
         path: the file or folder.
         into: what is loaded in place: a module, wrapped as it may be, an optimizer, or a dict like
             the one that was saved: what has a state dict in it is loaded, its tensors are filled,
-            its other values replaced. Shards need it; they may be cut otherwise than at saving.
+            its other values replaced, those of lists beside something to load, too. Shards need
+            it; they may be cut otherwise than at saving, and fill the state of a new optimizer,
+            which makes it by a step of length zero.
         weights_only: whether only tensors and plain values are read, from shards too; False runs
             what the file says, so only for files that you trust, and not under
             ``UNISONO_NO_PICKLE=1``.
         map_location: as in ``torch.load``; None for `device`.
 
     Returns:
-        `into`; what was saved where that is None.
+        `into`, or what comes in the place of a tuple; what was saved where that is None.
 
     Raises:
         ArgumentError: it isn't there, or shards are without `into`.
@@ -243,11 +277,10 @@ def _unreadable(target: Path, where: str, error: BaseException) -> PayloadError:
 def _load_shards(target: Path, into: Any, weights_only: bool, where: str) -> Any:
     library = _shard_library()
     failed: UnisonoError | None = None
+    made = into
     try:
-        state = plain(into)
-        _fill(library, target, state, weights_only)
-        if state is not into:
-            restore(into, state)
+        state = _fill(library, target, into, weights_only)
+        made = restore(into, state)
     except ArgumentError as error:
         failed = error
     except (Exception, library.CheckpointException) as error:
@@ -259,10 +292,12 @@ def _load_shards(target: Path, into: Any, weights_only: bool, where: str) -> Any
         raise failed
     if any(said):
         raise PayloadError(next(text for text in said if text))
-    return into
+    return made
 
 
-def _fill(library: Any, target: Path, into: dict[str, Any] | None, weights_only: bool) -> None:
+def _fill(library: Any, target: Path, into: Any, weights_only: bool) -> Any:
+    """Give the state of what is to be loaded, filled. Local, but for modules' state dicts."""
+    states = module_states(into)
     try:
         name = (target / _POINTER).read_text()
     except OSError as error:
@@ -275,8 +310,14 @@ def _fill(library: Any, target: Path, into: dict[str, Any] | None, weights_only:
         raise PayloadError(f"{target / _POINTER} names no shards, but {name!r}")
     if not weights_only:
         refuse_pickle("load_checkpoint with weights_only=False")
+    found = library.metadata_of(target / name, weights_only)
+    states |= states_to_fill(into, found.state_dict_metadata)
+    state = plain(into, states)
+    refuse_lost_shards(into, state)
+    refuse_lost_states(into, library.flat(state), found.state_dict_metadata)
     with _without_warning():
-        library.load(into, target / name, weights_only)
+        library.load(state, target / name, found, weights_only)
+    return state
 
 
 @contextmanager
