@@ -202,7 +202,8 @@ def plain(obj: Any, states: Mapping[int, Any]) -> Any:
 def _like(obj: Any, made: Any) -> Any:
     """Give a container of the type of another, with other values. Local."""
     if isinstance(obj, tuple):
-        return obj._make(made) if hasattr(obj, "_make") else type(obj)(made)
+        make: Any = getattr(obj, "_make", type(obj))  # of a namedtuple
+        return make(made)
     found = copy.copy(obj)
     if isinstance(obj, dict):
         found.update(made)
