@@ -22,12 +22,14 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 __all__ = (
+    "after",
     "fold",
     "fold_text",
     "hides",
     "is_full",
     "is_ours",
     "line_of",
+    "newest",
     "place_of",
     "raised_here",
     "say_instead",
@@ -45,8 +47,14 @@ _FRAME = re.compile(
     r'^  File "([^"\n]*)", line (\d+)(?:, in (.*))?\n((?:    .*\n)*)(?:  \[Previous line .*\n)?',
     re.MULTILINE,
 )
-_CHAIN = re.compile(r"\n\n(?:The above exception was|During handling of the above exception).*\n\n")
+_HEAD = re.compile(r"^Traceback \(most recent call last\):$", re.MULTILINE)
+_CHAINED = re.compile(
+    r"\n\n(?:The above exception was|During handling of the above exception).*\n\n\Z"
+)
+_IGNORED = re.compile(r"^Exception ignored .*\n\Z", re.MULTILINE)  # before a traceback
 _STACK = re.compile(rf"(?:{_FRAME.pattern})+", re.MULTILINE)
+_OF_A_MESSAGE = re.compile(r"\s|frame #|$")
+_LONGEST_MARK = 1000  # of what precedes a traceback and belongs to it
 _LONGEST_ASSERT = 10  # lines
 _SHOWN = reprlib.Repr()
 _SHOWN.maxother = _SHOWN.maxstring = _SHOWN.maxlong = 60
@@ -79,8 +87,13 @@ def place_of(file: str, line: int) -> str:
 def where(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
     """Choose the innermost frame of the user's own code, else of any but ours. Local, and pure."""
     foreign = [frame for frame in frames if not is_ours(frame.filename)]
-    own = [frame for frame in foreign if not frame.filename.startswith(_libraries())]
+    own = [frame for frame in foreign if not _is_of_a_library(frame.filename)]
     return next(reversed(own or foreign), None)
+
+
+def _is_of_a_library(file: str) -> bool:
+    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(file.split(os.sep))
+    return is_installed or file.startswith(_libraries())
 
 
 @cache
@@ -157,6 +170,44 @@ def _folded(stack: re.Match[str]) -> str:
     return "".join(lines)
 
 
+def newest(text: str) -> str:
+    """Give the last traceback that Python has printed, with those of its causes.
+
+    Local, and pure.
+
+    Returns:
+        The text from there to its end; empty where it has none. One that Python ignored, as in a
+        destructor, isn't meant, and neither is one within the message of an exception of ours.
+    """
+    begin, _ = _newest(text)
+    return "" if begin is None else text[begin:]
+
+
+def _newest(text: str) -> tuple[int | None, int]:
+    """Find where the last traceback begins, and where, after its causes, its own part does."""
+    begin, own, is_quoted = None, 0, False
+    for head in _HEAD.finditer(text):
+        before = text[max(0, head.start() - _LONGEST_MARK) : head.start()]
+        if _IGNORED.search(before):
+            continue
+        is_chained = begin is not None and _CHAINED.search(before) is not None
+        if (is_quoted or not is_chained) and _quotes(text[own : head.start()]):
+            is_quoted = True
+            continue
+        begin, own, is_quoted = begin if is_chained else head.start(), head.start(), False
+    return begin, own
+
+
+def _quotes(block: str) -> bool:
+    """Tell whether a traceback goes on with one that the exception's message holds."""
+    stack = _STACK.search(block)
+    return (
+        stack is not None
+        and block.startswith("unisono.errors.", stack.end())
+        and block.endswith("\n\n")
+    )
+
+
 def told(text: str) -> tuple[str, str]:
     """Read what was raised last out of tracebacks that Python has printed.
 
@@ -166,7 +217,8 @@ def told(text: str) -> tuple[str, str]:
         Type and first line of the exception, as `summary` gives them, and the line of the user's
         own code that it came from; both empty where the text has none.
     """
-    own = _CHAIN.split(text)[-1]
+    begin, place = _newest(text)
+    own = "" if begin is None else text[place:]
     stack = _STACK.search(own)
     if stack is None:
         return "", ""
@@ -174,11 +226,27 @@ def told(text: str) -> tuple[str, str]:
     found = list(_FRAME.finditer(stack[0]))
     frames = [traceback.FrameSummary(f[1], int(f[2]), f[3] or "?", line="") for f in found]
     innermost = where(frames)
-    assert innermost is not None or not frames
     source = found[-1][4].strip().partition("\n")[0]
     if said == "AssertionError" and source.startswith("assert "):
         said = f"{said}: {source}"
     return said, "" if innermost is None else line_of(innermost)
+
+
+def after(text: str) -> list[str]:
+    """Give the lines after what the last traceback raised, but for those of its message.
+
+    Local, and pure. Lines of a message can't be told from others unless they are indented, or
+    frames of C++.
+    """
+    begin, place = _newest(text)
+    own = "" if begin is None else text[place:]
+    stack = _STACK.search(own)
+    if stack is None:
+        return []
+    rest = re.split(r"^Exception ignored ", own[stack.end() :], flags=re.MULTILINE)[0]
+    if rest.startswith("unisono.errors."):
+        rest = _HEAD.split(rest)[0]
+    return [line for line in rest.splitlines()[1:] if not _OF_A_MESSAGE.match(line)]
 
 
 def line_of(frame: traceback.FrameSummary) -> str:
@@ -194,7 +262,7 @@ def raised_here(error: E) -> E:
 def say_instead(error: BaseException, text: str) -> None:
     """Let Python print a text in place of a traceback, should nobody catch the exception.
 
-    Local. Whoever has chosen a way to print exceptions keeps it.
+    Local. A program that has set `sys.excepthook` keeps its own.
     """
     if sys.excepthook in (sys.__excepthook__, _print) and not is_full():
         setattr(error, _TEXT, text)
@@ -223,9 +291,16 @@ def summary(error: BaseException) -> str:
     except Exception:  # an exception's own __str__ may raise anything
         text = "<its text can't be had>"
     if not text and isinstance(error, AssertionError):
-        text = _assertion(error.__traceback__)
+        text = _assertion_or_nothing(error.__traceback__)
     text = text.strip().partition("\n")[0]
     return f"{name}: {text}" if text else name
+
+
+def _assertion_or_nothing(frames: TracebackType | None) -> str:
+    try:
+        return _assertion(frames)
+    except Exception:  # to show a value runs code of the user's, which may raise anything
+        return ""
 
 
 def _assertion(frames: TracebackType | None) -> str:

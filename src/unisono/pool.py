@@ -48,7 +48,7 @@ U = TypeVar("U")
 class WorkerPool:
     """Replicas that stay, each within its context, and run what they are given.
 
-    Local. They are made at the first call, and made anew after one that left the context unusable:
+    Local. They are made at the first call, and again after one that left the context unusable:
     where a replica died, or waited for one that had failed.
 
     Args:

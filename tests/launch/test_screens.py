@@ -33,6 +33,11 @@ RUNS = """
 print("READY", flush=True)
 signal.pause()
 """
+FAILS_AND_STAYS = """
+import atexit
+atexit.register(lambda: (print("READY", flush=True), signal.pause()))
+int("oops")
+"""
 GOES_ON = """
 unisono.initialize("gloo")
 try:
@@ -99,6 +104,16 @@ def test_ctrl_c_is_one_line(tmp_path: Path) -> None:
         job.process.send_signal(signal.SIGINT)
         assert job.process.wait(LIMIT_S) == 130
         assert job.err() == "interrupted by SIGINT: all ranks have been ended\n"
+
+
+def test_ctrl_c_shows_what_had_failed_before(tmp_path: Path) -> None:
+    with started(words(tmp_path, FAILS_AND_STAYS)) as job:
+        job.wait_for("READY", 3)
+        job.process.send_signal(signal.SIGINT)
+        assert job.process.wait(LIMIT_S) == 130
+        said = job.err()
+    assert "ValueError: invalid literal for int() with base 10: 'oops'\n" in said
+    assert said.endswith("\ninterrupted by SIGINT: all ranks have been ended\n")
 
 
 def test_a_traceback_of_a_program_that_goes_on_is_passed_on(tmp_path: Path) -> None:

@@ -144,3 +144,48 @@ def test_files_below_the_working_directory_are_short(
     monkeypatch.chdir(tmp_path)
     assert _tracebacks.place_of(str(tmp_path / "a" / "train.py"), 3) == "a/train.py:3"
     assert _tracebacks.place_of("/elsewhere/train.py", 3) == "/elsewhere/train.py:3"
+
+
+HEAD = "Traceback (most recent call last):\n"
+FRAME = '  File "/u/train.py", line {}, in <module>\n    work()\n'
+DURING = "\nDuring handling of the above exception, another exception occurred:\n\n"
+
+
+def test_a_chain_within_a_message_is_no_chain_of_the_exception() -> None:
+    remote = f"{HEAD}{FRAME.format(1)}KeyError: 1\n{DURING}{HEAD}{FRAME.format(2)}ValueError: 2\n"
+    failed = "unisono.errors.PeerFailedError: rank 1 raised ValueError: 2 in guarded"
+    whole = f"{HEAD}{FRAME.format(3)}{failed}\n\n{remote}"
+    assert _tracebacks.told(whole) == (failed, "/u/train.py:3, in <module>")
+    assert _tracebacks.newest(f"before\n{whole}") == whole
+    assert _tracebacks.after(whole) == []
+    chained = f"{HEAD}{FRAME.format(3)}unisono.errors.LaunchError: no\n{DURING}{remote}"
+    assert _tracebacks.told(chained)[0] == "ValueError: 2"
+    assert _tracebacks.newest(chained) == chained
+
+
+def test_a_traceback_of_our_frames_alone_is_read() -> None:
+    text = f'{HEAD}  File "{_tracebacks.__file__}", line 1, in told\n    x\nValueError: x\n'
+    assert _tracebacks.told(text) == ("ValueError: x", "")
+
+
+def test_an_assert_on_what_cannot_be_shown_is_summed_up() -> None:
+    class array:
+        pass
+
+    def long() -> None:
+        n = 10**5000
+        assert n == 0
+
+    def named() -> None:
+        x = array()
+        assert x is None
+
+    for call in (long, named):
+        assert _tracebacks.summary(raised(call)).startswith("AssertionError")
+
+
+def test_packages_are_never_the_users_own_code() -> None:
+    own = traceback.FrameSummary("/u/train.py", 1, "f", line="")
+    for folder in ("/u/.local/lib/python3.11/site-packages", "/usr/lib/python3/dist-packages"):
+        installed = traceback.FrameSummary(f"{folder}/lib.py", 1, "g", line="")
+        assert _tracebacks.where([own, installed]) is own

@@ -23,7 +23,7 @@ from unisono._table import load, plugin_environments
 from unisono.control.deadlines import overdue
 from unisono.errors import CollectiveTimeoutError, LaunchError, PayloadError, WorkerFailedError
 from unisono.launchers._by_value import load_from_parent, pickle_for_worker
-from unisono.launchers._front import Outcome
+from unisono.launchers._front import Outcome, held_back, show
 from unisono.launchers._lifetime import PEERS_S, Lifetime
 from unisono.launchers._private import no_room, private_folder
 from unisono.launchers._script import Script
@@ -82,6 +82,8 @@ def run_function(
             raise no_room(error) from error
         boot = _BOOT.format(path=str(folder / "path"), folder=str(folder))
         outcome = run(replace(script, program=(sys.executable, "-c", boot), is_prefixed=False))
+        for line in held_back(outcome):
+            show(2, f"{line}\n".encode())
         if outcome.interrupted is not None:
             raise KeyboardInterrupt
         places = range(script.nproc_per_node if is_local else script.world_size)

@@ -12,9 +12,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
+from unisono._tracebacks import fold_text
 from unisono.control.deadlines import limit_of
 from unisono.errors import LaunchError
 from unisono.launchers._rank.report import Reader, Report
@@ -25,6 +26,7 @@ __all__ = (
     "Front",
     "Outcome",
     "SignalledError",
+    "held_back",
     "run_launcher",
     "show",
     "signals",
@@ -50,7 +52,9 @@ class Outcome:
         failed: the rank that failed first; None if none said so.
         interrupted: the signal that this process got, None if none.
         is_late: whether the block's deadline ended it.
-        others: those that failed otherwise, by themselves.
+        others: those that failed by themselves too.
+        told: those that were ended with a traceback that nobody has seen.
+        is_ended: whether all ranks are known to have been ended.
     """
 
     code: int
@@ -58,6 +62,8 @@ class Outcome:
     interrupted: int | None = None
     is_late: bool = False
     others: Sequence[Report] = ()
+    told: Sequence[Report] = ()
+    is_ended: bool = True
 
 
 class SignalledError(BaseException):
@@ -128,7 +134,7 @@ class Front:
 
     Args:
         token: marks the reports of the job's ranks.
-        restarts: whether the launcher itself starts the job anew after a failure.
+        restarts: whether the launcher itself starts the job again after a failure.
         end_signal: what ends them in peace; 0 for the signal that this process gets.
         processes: what was started, outputs as pipes.
         infos: who they are, where each is a rank.
@@ -263,39 +269,61 @@ class Front:
                     os.kill(process.pid, number)
 
     def _outcome(self, interrupted: int | None) -> Outcome:
+        own = [report for report in self._reports if not report.is_secondary]
         if interrupted is not None:
-            return Outcome(_BASE + interrupted, interrupted=interrupted)
+            found = verdict([*own, *(report for report in self._reports if report.was_told)])
+            return replace(found, code=_BASE + interrupted, interrupted=interrupted)
         if self._is_late:
             return Outcome(1, is_late=True)
         codes = [process.returncode for process in self.processes]
         if not any(codes):
             return Outcome(0)
-        own = [report for report in self._reports if not report.is_secondary]
-        found = own or self._lost() or self._reports
-        if found:
-            return verdict(found)
+        found = verdict([*(() if own else self._lost()), *self._reports])
+        if found.failed is not None:
+            return found
         code = next(code for code in [*self._codes, *codes] if code)
-        return Outcome(code if code > 0 else _BASE - code)
+        return replace(found, code=code if code > 0 else _BASE - code)
 
 
 def verdict(reports: Sequence[Report]) -> Outcome:
-    """Choose among the reports, at least one, the first of the last attempt that isn't secondary.
+    """Choose among the reports the first of the last attempt that isn't secondary.
+
+    Local, and pure. A rank that has the terminal is chosen where all others are secondary.
+    """
+    last = max((report.attempt for report in reports), default=0)
+    latest = [report for report in reports if report.attempt == last]
+    told = tuple(report for report in latest if report.was_told)
+    failed = [report for report in latest if not report.was_told]
+    if not failed:
+        return Outcome(0, told=told)
+    first = min(failed, key=lambda each: (each.is_secondary, not each.has_terminal))
+    others = [each for each in failed if each is not first and not each.is_secondary]
+    return Outcome(first.exit_code or 1, first, others=tuple(others), told=told)
+
+
+def held_back(outcome: Outcome) -> list[str]:
+    """Give the lines of ranks that were ended, but of those that say the same only the first's.
 
     Local, and pure.
     """
-    last = max(report.attempt for report in reports)
-    latest = [report for report in reports if report.attempt == last]
-    first = next((report for report in latest if not report.is_secondary), latest[0])
-    others = [each for each in latest if each is not first and not each.is_secondary]
-    others = [each for each in others if each.headline != first.headline]
-    return Outcome(first.exit_code or 1, first, others=() if first.is_secondary else tuple(others))
+    failed = [outcome.failed] if outcome.failed is not None else []
+    known = {each.cause[1] for each in (*failed, *outcome.others)}
+    lines = []
+    for each in outcome.told:
+        if each.cause[1] not in known:
+            known.add(each.cause[1])
+            lines += [f"[{each.rank}] {line}" for line in fold_text(each.words).splitlines()]
+    return lines
 
 
 @contextlib.contextmanager
-def signals() -> Iterator[list[int]]:
+def signals(is_once: bool = False) -> Iterator[list[int]]:
     """Turn the signals that end a program into an exception, while it lasts.
 
     Local.
+
+    Args:
+        is_once: whether only the first does, and those after it do nothing.
 
     Yields:
         The numbers of those that came: a library in between may swallow the exception.
@@ -304,6 +332,8 @@ def signals() -> Iterator[list[int]]:
 
     def stop(number: int, _: Any) -> None:
         seen.append(number)
+        if is_once and len(seen) > 1:
+            return
         raise SignalledError(number)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -37,7 +37,7 @@ def infos(script: Script, master_addr: str, master_port: int) -> list[RankInfo]:
         master_port: its port.
 
     Returns:
-        The facts of each, as its environment shall say them.
+        The facts of each, as its environment will say them.
     """
     plan = replace(script.plan(), master_addr=master_addr, master_port=master_port)
     return [

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import ArgumentError, UnisonoError, WorkerFailedError
-from unisono.launchers._front import Outcome, SignalledError, signals, verdict
+from unisono.launchers._front import Outcome, signals, verdict
 from unisono.launchers._private import private_folder
 from unisono.launchers._rank.report import Reader, Report
 from unisono.launchers._script import Script, env_for, without_job
@@ -90,15 +90,20 @@ def run(script: Script, launch: Callable[..., Any]) -> Outcome:
             raise ArgumentError(f"this launcher takes no --{name.replace('_', '-')}")
     own = {name: os.environ[name] for name in ("UNISONO_BACKEND",) if name in os.environ}
     with private_folder() as folder:
-        try:
-            with signals():
+        with signals(is_once=True) as seen:
+            try:
                 launch(_Rank(script, own, folder), script.plan())
-        except SignalledError as error:
-            return Outcome(_BASE + error.number, None, error.number)
-        except UnisonoError as error:
-            found = _left_in(Path(folder)) or _carried_by(error, script.world_size)
+                failed = None
+            except BaseException as error:  # it may make anything of what a signal raises
+                if not seen and not isinstance(error, UnisonoError):
+                    raise
+                failed = error
+        if seen:
+            return Outcome(_BASE + seen[0], interrupted=seen[0], is_ended=False)
+        if failed is not None:
+            found = _left_in(Path(folder)) or _carried_by(failed, script.world_size)
             if not found:
-                raise
+                raise failed
             return verdict(found)
         found = _left_in(Path(folder))
     return verdict(found) if found else Outcome(0)

@@ -19,7 +19,7 @@ RANK = str(Path(__file__).with_name("_rank"))
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A program, and the job that shall run it.
+    """A program, and the job that runs it.
 
     Args:
         program: what each rank runs: its name and its arguments.
@@ -81,7 +81,7 @@ class Script:
         Local, and pure.
 
         Args:
-            parent: id of the process that shall start it and whose end shall end it; 0 where a
+            parent: id of the process that starts it and whose end ends it; 0 where a
                 launcher on another host, or one that looks after its ranks, starts it.
             terminal: descriptors of stdout and stderr for the rank that has the terminal.
         """

@@ -294,13 +294,14 @@ class _Programs:
                 self._is_ending = True
                 for rank in polls.values():
                     self.ranks.actors[rank].stop.remote()
-        if self._reports:
-            return verdict(self._reports)
-        return Outcome(next((code for code in self._codes.values() if code), 0))
+        found = verdict(self._reports)
+        if found.failed is not None:
+            return found
+        return replace(found, code=next((code for code in self._codes.values() if code), 0))
 
     def _note(self, report: Report) -> None:
-        """Take a failure in, unless the rank was told to end."""
-        if not self._is_ending:
+        """Take a failure in, unless only the rank's end was asked for."""
+        if not self._is_ending or report.was_told:
             self._reports.append(report)
 
     def _take(self, ref: Any, rank: int) -> bool:

@@ -58,7 +58,7 @@ def main() -> None:
     """Do what the command line says, and end as the program does. Local."""
     options = _options()
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
-    if options.exec:  # a launcher, that shall end with the process that asked for it
+    if options.exec:  # a launcher, which ends with the process that asked for it
         _die_with(options.parent, options.exec)
         os.execvp(program[0], program)
     _die_with(options.parent, signal.SIGTERM)

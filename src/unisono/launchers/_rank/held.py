@@ -18,11 +18,13 @@ class Held:
     def __init__(self) -> None:
         self._lines: list[bytes] = []
         self._size = 0
+        self._is_ignored = False  # whether Python says next which exception it ignored
         self.begun_at = self._last_at = 0.0
 
     def take(self, line: bytes) -> bool:
         """Take one line in, unless no traceback has begun; tell whether it was taken. Local."""
-        if not self._lines and not line.startswith(_HEAD):
+        is_ignored, self._is_ignored = self._is_ignored, line.startswith(b"Exception ignored ")
+        if not self._lines and (is_ignored or not line.startswith(_HEAD)):
             return False
         self._last_at = time.monotonic()
         if not self._lines:

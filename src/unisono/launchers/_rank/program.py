@@ -13,12 +13,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
 from unisono._table import load
-from unisono._tracebacks import fold_text
+from unisono._tracebacks import fold_text, newest
 from unisono.errors import UnisonoError
 from unisono.launchers._rank.__main__ import _die_with
 from unisono.launchers._rank.held import Held
@@ -31,6 +31,7 @@ __all__ = ("Manner", "run", "variables")
 _END_S = 1.0  # from the first signal to SIGKILL
 _DRAIN_S = 1.0  # after the program's end, for what its children still print
 _POLL_S = 0.5
+_BASE = 128  # of the exit code that a shell gives for a signal
 _LAST_LINES = 100
 _LONGEST_LINE = 64 * 1024
 _COLOURS = (36, 33, 35, 32, 34, 31, 96, 93, 95, 92, 94, 91)
@@ -164,6 +165,7 @@ class _Running:
         self._logs: dict[int, IO[bytes]] = {}
         self._stopped_at: float | None = None
         self._orders: list[int] = []
+        self._sent: set[int] = set()
 
     def open_logs(self, log_dir: str | None) -> None:
         """Open this rank's two log files; a restart goes on with them. Local."""
@@ -278,8 +280,10 @@ class _Running:
 
     def _release(self) -> None:
         """Print what was held, for it isn't the program's end."""
-        text = fold_text(self._held.give().decode(errors="replace"))
-        for line in text.splitlines(keepends=True):
+        self._pass_on(self._held.give().decode(errors="replace"))
+
+    def _pass_on(self, text: str) -> None:
+        for line in fold_text(text).splitlines(keepends=True):
             _write(2, self._prefix + line.encode())
 
     def _obey(self) -> None:
@@ -293,39 +297,51 @@ class _Running:
             self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
+        self._sent.add(number)
         with contextlib.suppress(OSError):
             os.killpg(self._process.pid, number)
 
     def _bury(self) -> int:
         code = self._process.wait()
+        was_sent = -code in self._sent or code - _BASE in self._sent
         self._signal(signal.SIGKILL)  # children that it left behind
-        held = self._held.give()
-        is_own_end = self._stopped_at is None or (held and self._held.begun_at < self._stopped_at)
+        held = self._held.give().decode(errors="replace")
+        is_own_end = self._stopped_at is None
+        if self._stopped_at is not None and held and self._held.begun_at < self._stopped_at:
+            is_own_end = not was_sent
         if code != 0 and is_own_end:
-            self._report(code, held or b"".join(self._last), is_shown=not held)
-        elif held and not (self._stopped_at and is_of_the_end(held.decode(errors="replace"))):
-            self._held.take(held)
-            self._release()
+            report = self._report(code, held or b"".join(self._last).decode(errors="replace"))
+            report = replace(report, is_shown=not held)
+            self._pass_on(held.removesuffix(report.shown))
+            self._send(report)
+            return code
+        last = newest(held)
+        if self._stopped_at is not None and is_of_the_end(last):
+            held = held.removesuffix(last)
+        if held and code != 0 and self._token:  # others may have raised the same
+            self._send(replace(self._report(code, held), was_told=True))
+        else:
+            self._pass_on(held)
         return code
 
-    def _report(self, code: int, words: bytes, is_shown: bool) -> None:
+    def _report(self, code: int, words: str) -> Report:
         info = self._info
         where: dict[str, Any] = {}
         if info is not None:
             where = {"local_rank": info.local_rank, "node_rank": info.node_rank}
-        if self._terminal:
-            words = b"it has the terminal: what it said is above"
-        report = Report(
+        return Report(
             info.rank if info else -1,
             info.world_size if info else -1,
             socket.gethostname(),
             self._process.pid,
             code,
             int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0),
-            words.decode(errors="replace"),
-            is_shown=is_shown,
+            "" if self._terminal else words,
+            has_terminal=bool(self._terminal),
             **where,
         )
+
+    def _send(self, report: Report) -> None:
         _write(2, encode(report, self._token) if self._token else f"{report.text()}\n".encode())
 
 

@@ -12,7 +12,7 @@ import re
 import signal
 from dataclasses import asdict, dataclass
 
-from unisono._tracebacks import fold_text, told
+from unisono._tracebacks import after, fold_text, newest, told
 from unisono.errors import WorkerFailedError
 
 __all__ = ("Reader", "Report", "encode", "is_of_the_end")
@@ -21,7 +21,8 @@ _PIECE = 600
 _MARK = "\x1e"
 _BASE = 128
 _OF_TORCH = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)  # what torch puts before a traceback
-_TRACEBACK = re.compile(r"^Traceback \(most recent call last\):", re.MULTILINE)
+_OF_PYTHON = 1  # exit code of a program that nobody caught an exception of
+_MOST_AFTER = 10  # lines of a long message, and warnings of libraries at the program's exit
 _WANTS_INPUT = re.compile(r"bdb\.BdbQuit|EOFError: EOF when reading a line")
 _SECONDARY = re.compile(
     r"PeerFailedError|Connection (closed|reset) by peer|Broken pipe|DistNetworkError"
@@ -44,6 +45,9 @@ class Report:
         local_rank: its rank within the node.
         node_rank: the rank of the node.
         is_shown: whether its words have been passed on when it printed them.
+        has_terminal: whether it printed them to the terminal, and nobody read them.
+        was_told: whether it was told to end and did; its words are a traceback that it had printed
+            shortly before, and that nobody has passed on.
     """
 
     rank: int
@@ -56,6 +60,8 @@ class Report:
     local_rank: int | None = None
     node_rank: int | None = None
     is_shown: bool = False
+    has_terminal: bool = False
+    was_told: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -74,14 +80,26 @@ class Report:
 
     @property
     def traceback(self) -> str:
-        """The traceback among its last words, with those that it names as causes; else empty."""
-        words = _OF_TORCH.sub("", self.words)
-        found = _TRACEBACK.search(words)
-        return words[found.start() :] if found else ""
+        """The traceback that ends its words, with those that it names as causes; else empty."""
+        found = newest(_OF_TORCH.sub("", self.words))
+        most = _MOST_AFTER if self.code == _OF_PYTHON else 0
+        return found if len(after(found)) <= most else ""
+
+    @property
+    def _told(self) -> tuple[str, str]:
+        """What it raised and where; a signal isn't raised."""
+        return ("", "") if self.code < 0 else told(self.traceback)
+
+    @property
+    def shown(self) -> str:
+        """The traceback that `text` gives."""
+        return self.traceback if self._told[0] else ""
 
     @property
     def is_secondary(self) -> bool:
-        """Whether it seems to have failed because another rank had."""
+        """Whether it seems to have failed because another rank had, or may have."""
+        if self.has_terminal or self.was_told:
+            return True
         words = (self.traceback or self.words).rstrip()
         last = told(self.traceback)[0] or words.rpartition("\n")[2]
         return _SECONDARY.search(last) is not None
@@ -89,11 +107,18 @@ class Report:
     @property
     def headline(self) -> str:
         """Who is at fault and why, in one line."""
-        said = told(self.traceback)[0]
+        said = self._told[0]
         if said:
             return WorkerFailedError.text(self._who, said, "", "").partition("\n")[0]
         last = self.words.rstrip().rpartition("\n")[2]
         return f"{self._end}: {last}" if last else self._end
+
+    @property
+    def cause(self) -> tuple[int, str]:
+        """What is the same for ranks that failed the same way, whatever their numbers are."""
+        found = newest(_OF_TORCH.sub("", self.words)) if self.was_told else self.traceback
+        last = told(found)[0] or self.words.rstrip().rpartition("\n")[2]
+        return 0 if self.was_told else self.code, re.sub(rf"\b{self.rank}\b", "R", last)
 
     def text(self, is_whole: bool = False) -> str:
         """Say who is at fault and why, and last of all its traceback.
@@ -103,13 +128,15 @@ class Report:
         Args:
             is_whole: whether that comes also where it has been printed already.
         """
-        said, line = told(self.traceback)
+        said, line = self._told
         if said:
             where = f"{line} ({self._where}, exit code {self.code})"
             text = fold_text(self.traceback).rstrip()
             if self.is_shown and not is_whole:
                 text = "its traceback is above"
             return WorkerFailedError.text(self._who, said, where, text) + self._hint(said)
+        if self.has_terminal:
+            return f"{self._end}; what it said is above"
         words = "\n".join(self.words.splitlines()[-20:]).rstrip()
         return self._end + (f"; it said:\n\n{words}" if words else "; it printed nothing to stderr")
 
@@ -141,7 +168,8 @@ class Report:
 
 def is_of_the_end(text: str) -> bool:
     """Tell whether a traceback of a rank that was told to end says only that. Local, and pure."""
-    return "KeyboardInterrupt" in text or _SECONDARY.search(told(text)[0]) is not None
+    said = told(text)[0] or text
+    return "KeyboardInterrupt" in said or _SECONDARY.search(said) is not None
 
 
 def encode(report: Report, token: str) -> bytes:

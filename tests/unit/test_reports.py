@@ -1,0 +1,134 @@
+"""What is said of ranks that failed: who is at fault, why, and each failure once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from unisono.cli.run import _say
+from unisono.errors import ArgumentError
+from unisono.launchers import _plugin
+from unisono.launchers._front import Outcome, held_back, verdict
+from unisono.launchers._rank.held import Held
+from unisono.launchers._rank.report import Reader, Report
+from unisono.launchers._script import RANK, Script
+
+HEAD = "Traceback (most recent call last):\n"
+FRAME = '  File "/u/train.py", line 7, in <module>\n    work()\n'
+HANDLED = f"ERROR:root:goes on\n{HEAD}{FRAME}ZeroDivisionError: handled an hour ago\n"
+LOST = f"{HEAD}{FRAME}ConnectionResetError: Connection reset by peer\n"
+FAILED = f"{HEAD}{FRAME}ValueError: no data\n"
+IGNORED = f"Exception ignored in: <function f at 0x1>\n{HEAD}{FRAME}RuntimeError: late\n"
+SCRIPT = Script(("train.py",))
+HANDLES = """
+import logging, signal
+try:
+    int("oops")
+except ValueError:
+    logging.exception("handled")
+print("READY", flush=True)
+signal.pause()
+"""
+
+
+def report(rank: int = 1, code: int = 1, words: str = "", **more: bool) -> Report:
+    return Report(rank, 40, "host", 7, code, 0, words, rank, 0, **more)
+
+
+@pytest.mark.parametrize(("code", "name"), [(-11, "SIGSEGV"), (-9, "SIGKILL")])
+@pytest.mark.parametrize("last", ["step 7\nFatal Python error: Segmentation fault\n", ""])
+def test_a_rank_that_a_signal_ended_raised_nothing(code: int, name: str, last: str) -> None:
+    found = report(code=code, words=HANDLED + last)
+    says = f"rank 1 of 40 (local rank 1, host host, process 7) was ended by {name}"
+    assert found.headline.startswith(says)
+    assert found.text().startswith(f"{says}; it said:\n")
+    assert found.shown == ""
+
+
+@pytest.mark.parametrize("before", [LOST, HANDLED, IGNORED, HANDLED + "step 7\n" * 30])
+@pytest.mark.parametrize("after", ["", IGNORED, "[W] process group wasn't destroyed\n"])
+def test_the_last_traceback_is_told(before: str, after: str) -> None:
+    found = report(words=before + FAILED + after)
+    assert found.headline == "rank 1 of 40 raised ValueError: no data"
+    assert not found.is_secondary
+    assert found.shown == FAILED + after
+
+
+def test_a_traceback_that_ends_nothing_is_not_told() -> None:
+    for code, last in ((1, "step\n" * 30), (3, "giving up\n")):
+        assert "raised" not in report(code=code, words=HANDLED + last).headline
+
+
+def test_a_traceback_that_python_ignores_is_no_end() -> None:
+    held = Held()
+    assert [held.take(line) for line in IGNORED.encode().splitlines(True)] == [False] * 5
+    assert all(held.take(line) for line in FAILED.encode().splitlines(True))
+
+
+def test_a_rank_with_the_terminal_is_blamed_last() -> None:
+    terminal, lost = report(0, 1, has_terminal=True), report(2, 1, LOST)
+    assert verdict([terminal, report(1, 1, FAILED)]).failed == report(1, 1, FAILED)
+    assert verdict([lost, terminal]).failed == terminal
+    assert terminal.text().endswith("ended with exit code 1; what it said is above")
+
+
+def test_equal_failures_share_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [FAILED.replace("no data", f"rank {rank} has none") for rank in range(40)]
+    same = [report(rank, 1, words[rank]) for rank in range(20)]
+    kinds = [report(20 + at, 1, FAILED.replace("data", "x" * at)) for at in range(20)]
+    _say(verdict([*same, *kinds]), SCRIPT)
+    lines = capsys.readouterr().err.splitlines()
+    also = [line for line in lines if line.startswith("also:")]
+    assert lines[0] == "error: rank 0 of 40 raised ValueError: rank 0 has none"
+    assert also[0] == "also: 19 more ranks in the same way"
+    assert also[1] == "also: rank 20 of 40 raised ValueError: no"
+    assert also[8:] == ["also: and 13 more"]
+
+
+def test_what_a_rank_had_printed_before_it_was_ended_is_shown_once() -> None:
+    told = [report(rank, -15, FAILED, was_told=True) for rank in range(3)]
+    assert held_back(verdict([report(5, 1, FAILED), *told])) == []
+    assert held_back(verdict(told)) == [f"[0] {line}" for line in FAILED.splitlines()]
+    assert verdict(told).failed is None
+
+
+def test_a_rank_that_was_told_to_end_did_not_fail_by_itself() -> None:
+    words = [sys.executable, RANK, "--token", "t", "--", sys.executable, "-c", HANDLES]
+    own = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with subprocess.Popen(
+        words, env={**os.environ, **own}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"[1] READY\n"
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate()
+    assert process.returncode == -signal.SIGTERM
+    reader = Reader("t")
+    (found,) = [
+        said for line in err.splitlines(True) if isinstance(said := reader.read(line), Report)
+    ]
+    assert found.was_told
+    assert found.is_secondary
+    assert "ValueError" in "".join(held_back(verdict([found])))
+
+
+def test_a_signal_is_said_without_what_nobody_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    def launch(*_: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.raise_signal(signal.SIGTERM)  # ends nothing: the first one does
+            raise ArgumentError("made of the signal")
+
+    outcome = _plugin.run(SCRIPT, launch)
+    assert _say(outcome, SCRIPT) == 130
+    assert capsys.readouterr().err == "interrupted by SIGINT\n"
+    _say(Outcome(130, report(1, 1, FAILED), signal.SIGINT), SCRIPT)
+    said = capsys.readouterr().err
+    assert said.startswith("error: rank 1 of 40 raised ValueError: no data\n")
+    assert said.endswith("\ninterrupted by SIGINT: all ranks have been ended\n")
