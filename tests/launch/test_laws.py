@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from _command import wait_until
 
 import unisono
 from unisono import registry
+from unisono.control.deadlines import require_time
 from unisono.environments import ENVIRONMENTS
 from unisono.errors import EnvironmentDetectionError
 from unisono.launchers.processes import launch as processes
@@ -23,6 +29,7 @@ from unisono.testing import (
     check_launcher,
 )
 from unisono.testing import environments as environment_laws
+from unisono.testing import launchers as launcher_laws
 from unisono.topology import LaunchPlan, RankInfo
 
 pytestmark = pytest.mark.timeout(400)  # a law may take 120 s
@@ -103,6 +110,62 @@ def test_a_broken_launcher_is_caught(
     assert outcome.status == "failed", outcome
 
 
+def test_what_a_broken_launcher_leaves_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where laws have their folders
+    left = []
+
+    def abandons(entry: Any, plan: Any, *, environ: Any = None) -> Any:
+        def work() -> None:
+            with contextlib.suppress(unisono.errors.WorkerFailedError):
+                processes(entry, plan, environ=environ)
+
+        left.append(threading.Thread(target=work, daemon=True))
+        left[0].start()
+        assert wait_until(lambda: len([*tmp_path.glob("unisono-laws-*/rank-*")]) == 2, 90)
+        raise unisono.errors.LaunchError("given up")
+
+    launches(monkeypatch, abandons)
+    (outcome,) = check_launcher("mine", laws=["no_rank_is_left_behind"])
+    assert outcome.status == "failed"
+    left[0].join(30)  # its ranks would sleep for ten minutes
+    assert not left[0].is_alive()
+
+
+@pytest.mark.parametrize("law", ["a_deadline_is_kept", "an_interrupt_ends_all_ranks"])
+def test_a_law_whose_ranks_never_come_is_not_counted_as_passed(
+    law: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def starts_nothing(entry: Any, plan: Any, *, environ: Any = None) -> Any:
+        while True:
+            require_time(range(plan.world_size), plan.world_size, 0.0)
+            signal.sigtimedwait([], 0.05)
+
+    launches(monkeypatch, starts_nothing)
+    monkeypatch.setattr(launcher_laws, "_BLOCKS_S", (0.2, 0.2))
+    monkeypatch.setattr(launcher_laws, "_COME_S", 0.2)
+    (outcome,) = check_launcher("mine", laws=[law], timeout_s=60.0)
+    assert outcome.status == "unsupported", outcome
+    assert "0 of 2 ranks" in outcome.reason
+
+
+def test_a_timer_that_ran_before_goes_on_after_a_law() -> None:
+    def given_up(*_: object) -> None:
+        raise AssertionError("a thousand seconds have passed")
+
+    handler = signal.signal(signal.SIGALRM, given_up)
+    before = signal.setitimer(signal.ITIMER_REAL, 1000.0)
+    try:
+        with launcher_laws._limited(5.0):
+            assert signal.getitimer(signal.ITIMER_REAL)[0] <= 5.0
+        assert 900.0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1000.0
+        assert signal.getsignal(signal.SIGALRM) is given_up
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)
+        signal.signal(signal.SIGALRM, handler)
+
+
 # Environments that are broken on purpose.
 
 WHOLE = {"MINE_RANK": "1", "MINE_SIZE": "2"}
@@ -139,6 +202,23 @@ def is_silent(env: Mapping[str, str]) -> RankInfo | None:
         return None
 
 
+def expects_the_key(env: Mapping[str, str]) -> RankInfo | None:
+    if not env.get("MINE_RANK", "").strip():
+        return whole(env)
+    try:
+        size = int(env["MINE_SIZE"])
+    except ValueError:
+        size = -1
+    return whole({**env, "MINE_SIZE": str(size)})
+
+
+def takes_a_wrong_rank_for_no_job(env: Mapping[str, str]) -> RankInfo | None:
+    text = env.get("MINE_RANK", "").strip()
+    if text and not (text.isascii() and text.isdigit() and len(text) < 9):
+        return None
+    return whole(env)
+
+
 def reads_the_process(env: Mapping[str, str]) -> RankInfo | None:
     return whole({**os.environ, **env})
 
@@ -153,6 +233,8 @@ def takes_everything(env: Mapping[str, str]) -> RankInfo | None:
         (whole, ()),
         (guesses, ("a_partial_example_is_refused_by_name",)),
         (raises_value_error, ("a_malformed_variable_is_refused_by_name",)),
+        (expects_the_key, ("a_partial_example_is_refused_by_name",)),
+        (takes_a_wrong_rank_for_no_job, ("a_malformed_variable_is_refused_by_name",)),
         (is_silent, ("a_partial_example_is_refused_by_name",)),
         (reads_the_process, ("it_reads_what_it_is_given_alone",)),
         (takes_everything, ("no_variables_are_no_job", "variables_of_others_are_no_job")),
@@ -166,6 +248,16 @@ def test_a_broken_environment_is_caught(
     failed = {o.law for o in check_environment("mine") if o.status == "failed"}
     assert set(laws) <= failed
     assert bool(failed) == bool(laws), failed
+
+
+def test_an_environment_is_found_in_any_case_and_may_talk_while_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "talks.py").write_text("import sys\nprint('loaded', file=sys.stderr)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    mine = SimpleNamespace(NAME="mine", detect=whole, EXAMPLES=(WHOLE,), __module__="talks")
+    monkeypatch.setattr("unisono.testing.environments.find_environment", lambda name: mine)
+    assert [o for o in check_environment("Mine") if o.status != "passed"] == []
 
 
 def test_without_examples_laws_are_not_counted_as_passed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ from unisono.topology import RankInfo
 
 __all__ = ("ENVIRONMENT_LAWS", "EnvironmentTrial", "check_environment")
 
+_LOAD_S = 120.0  # for an interpreter to import one module
+_IMPORTS_TORCH = 3  # its exit code then
 _MALFORMED = ("x", "-1", "1.5", "1 2", "99999999999999999999", "\x00", "é")
 _FOREIGN = {
     "HOME": "/home/ada",
@@ -149,7 +151,8 @@ def its_name_is_known_and_its_own(trial: EnvironmentTrial) -> None:
     """``NAME`` is the name of the entry point, and of no built-in environment."""
     name = trial.environment.NAME
     assert isinstance(name, str) and name.strip(), f"NAME={name!r}"
-    assert name == trial.name, f"NAME={name!r}, but its entry point is {trial.name!r}"
+    is_same = name.lower() == trial.name.lower()  # as it is found: in any case
+    assert is_same, f"NAME={name!r}, but its entry point is {trial.name!r}"
     others = [each for each in ENVIRONMENTS if each is not trial.environment]
     assert name not in [each.NAME for each in others], f"{name!r} is built in"
 
@@ -192,18 +195,20 @@ def a_whole_example_gives_every_fact_in_its_range(trial: EnvironmentTrial) -> No
 
 @_law
 def a_partial_example_is_refused_by_name(trial: EnvironmentTrial) -> None:
-    """Without one of its variables it says the same, no job (for one alone), or which one lacks."""
+    """Without one it says the same, no job (for one alone), or which one is missing."""
     trial.needs_examples()
     for example in trial.examples:
         whole, marks = _identity(trial.whole(example)), []
         for name in trial.variables(example):
-            found, is_refused = _asked_about(trial, {**example, name: ""})
-            if not is_refused and found is None:
+            answers = [_asked_about(trial, env) for env in _without(example, name)]
+            given = [found for found, is_refused in answers if not is_refused]
+            if None in given:
                 marks.append(name)
-            elif not is_refused:
-                assert found == whole, f"without {name} it says rank, size {found}, not {whole}"
+            for found in given:
+                fits = found in (None, whole)
+                assert fits, f"without {name} it says rank, size {found}, not {whole}"
         assert len(marks) <= 1, (
-            f"without any of {marks} there is no job, and nobody learns that one lacks: raise "
+            f"without any of {marks} there is no job, and nobody learns that one is missing: raise "
             "EnvironmentDetectionError where others are set"
         )
 
@@ -215,9 +220,20 @@ def a_malformed_variable_is_refused_by_name(trial: EnvironmentTrial) -> None:
     for example in trial.examples:
         whole = _identity(trial.whole(example))
         for name in trial.variables(example):
+            blank = _asked_about(trial, {**example, name: ""})
             for value in _MALFORMED:
-                found, _ = _asked_about(trial, {**example, name: value})
-                assert found in (None, whole), f"{name}={value!r} is taken for rank, size {found}"
+                found, is_refused = _asked_about(trial, {**example, name: value})
+                if is_refused or found == whole:
+                    continue
+                assert found is None, f"{name}={value!r} is taken for rank, size {found}"
+                is_mark = blank == (None, False)
+                assert is_mark, f"{name}={value!r} is taken for no job: refuse it"
+
+
+def _without(example: Mapping[str, str], name: str) -> tuple[Mapping[str, str], ...]:
+    """Give the example with a variable blank, and with it left out."""
+    left_out = {each: value for each, value in example.items() if each != name}
+    return {**example, name: ""}, left_out
 
 
 def _asked_about(
@@ -258,17 +274,22 @@ def it_is_loaded_without_torch(trial: EnvironmentTrial) -> None:
     module = getattr(trial.environment, "__module__", None)
     if module is None:  # it is a module itself, or an instance
         module = getattr(trial.environment, "__name__", type(trial.environment).__module__)
-    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    code = f"import sys, {module}; sys.exit({_IMPORTS_TORCH} * ('torch' in sys.modules))"
     path = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
-    assert not done.stderr, f"module {module} can't be imported alone: {done.stderr.strip()}"
-    assert done.returncode == 0, f"module {module} imports torch"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=_LOAD_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError(f"importing {module} wasn't done after {_LOAD_S:g} s") from error
+    assert done.returncode != _IMPORTS_TORCH, f"module {module} imports torch"
+    alone = f"module {module} can't be imported alone: {done.stderr.strip()}"
+    assert done.returncode == 0, alone
 
 
 def check_environment(

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,7 +40,8 @@ from unisono.topology import LaunchPlan, RankInfo
 __all__ = ("LAUNCHER_LAWS", "LauncherTrial", "check_launcher")
 
 _MARK = "UNISONO_CHECK_MARK"
-_BLOCK_S = 6.0  # the deadline of the law about deadlines
+_BLOCKS_S = (6.0, 40.0)  # deadlines of their law: the second where ranks weren't there by the first
+_COME_S = 60.0  # for all ranks to be there before they are interrupted
 _GRACE_S = 20.0  # for all ranks to end after it
 _GONE_S = 5.0
 _LOOK_S = 0.05
@@ -122,6 +123,14 @@ class LauncherTrial:
             time.sleep(_LOOK_S)
         assert not left, f"processes {left} of ranks are left {_GONE_S:g} s later"
 
+    def forget(self) -> None:
+        """End what ranks of this host left, and forget who they were. Local."""
+        for file in Path(self.folder).glob("rank-*"):
+            host, pid = file.read_text().split()
+            if host == socket.gethostname():
+                _kill(int(pid), file.stat().st_mtime)
+            file.unlink()
+
 
 Law = Callable[[LauncherTrial], None]
 LAUNCHER_LAWS: dict[str, Law] = {}
@@ -137,6 +146,14 @@ def _is_alive(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def _kill(pid: int, signed_at: float) -> None:
+    """Kill a process, unless its number has gone to a later one."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        if process.create_time() <= signed_at + 1.0:  # the clocks' grain
+            process.kill()
 
 
 def _text(error: BaseException) -> str:
@@ -350,17 +367,23 @@ def _change(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
 @_law
 def a_deadline_is_kept(trial: LauncherTrial) -> None:
     """The deadline of a block ends the job, and says which ranks weren't done."""
-    begin = time.monotonic()
-    try:
-        with deadline(_BLOCK_S):
-            found = trial.spawn(_sleep, trial.folder)
-    except CollectiveTimeoutError:
-        took = time.monotonic() - begin
-        assert took < _BLOCK_S + _GRACE_S, f"a deadline of {_BLOCK_S:g} s took {took:.1f} s"
-    else:
-        raise AssertionError(f"a CollectiveTimeoutError was due, but spawn returned {found!r}")
-    if trial.processes():
-        trial.nobody_is_left()
+    for block_s in _BLOCKS_S:
+        begin = time.monotonic()
+        try:
+            with deadline(block_s):
+                found = trial.spawn(_sleep, trial.folder)
+        except CollectiveTimeoutError:
+            took = time.monotonic() - begin
+            assert took < block_s + _GRACE_S, f"a deadline of {block_s:g} s took {took:.1f} s"
+        else:
+            raise AssertionError(f"a CollectiveTimeoutError was due, but spawn returned {found!r}")
+        n_there = len(trial.processes())
+        if n_there:
+            trial.nobody_is_left()
+        if n_there == trial.nproc:
+            return
+        trial.forget()
+    raise _UntestableError(f"{n_there} of {trial.nproc} ranks were there by the deadline")
 
 
 @_law
@@ -375,7 +398,12 @@ def an_interrupt_ends_all_ranks(trial: LauncherTrial) -> None:
         interrupter.start()
         found = trial.spawn(_sleep, trial.folder)
     except KeyboardInterrupt:
-        trial.nobody_is_left()
+        n_there = len(trial.processes())
+        if n_there:
+            trial.nobody_is_left()
+        if n_there < trial.nproc:
+            said = f"{n_there} of {trial.nproc} ranks of this host were there after {_COME_S:g} s"
+            raise _UntestableError(said) from None
     else:
         raise AssertionError(f"a KeyboardInterrupt was due, but spawn returned {found!r}")
     finally:
@@ -385,8 +413,10 @@ def an_interrupt_ends_all_ranks(trial: LauncherTrial) -> None:
 
 
 def _interrupt(trial: LauncherTrial, is_over: threading.Event) -> None:
+    """Interrupt the main thread once all ranks are there, or can't be seen in time."""
+    limit = time.monotonic() + _COME_S
     while not is_over.wait(_LOOK_S):
-        if len(trial.processes()) == trial.nproc:
+        if len(trial.processes()) == trial.nproc or time.monotonic() > limit:
             os.kill(os.getpid(), signal.SIGINT)
             return
 
@@ -484,25 +514,23 @@ def check_info(info: Any) -> None:
 # The run of the laws.
 
 
-@dataclass(slots=True)
-class _Limit:
-    """Seconds that one law may take; in the main thread, which alone can be interrupted."""
-
-    seconds: float
-    _before: Any = field(default=None, init=False)
-
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.signal(signal.SIGALRM, _give_up)
-        signal.setitimer(signal.ITIMER_REAL, self.seconds)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Let one law take so long, in the main thread; a timer that ran before goes on after it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    begin = time.monotonic()
+    handler = signal.signal(signal.SIGALRM, _give_up)
+    before_s, interval_s = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if before_s:
+            left_s = before_s - (time.monotonic() - begin)
+            signal.setitimer(signal.ITIMER_REAL, max(left_s, _LOOK_S), interval_s)
 
 
 def _give_up(*_: object) -> NoReturn:
@@ -543,7 +571,10 @@ def check_launcher(
         begin = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="unisono-laws-") as folder:
             trial = LauncherTrial(launcher, nproc, backend, options or {}, folder)
-            status, reason = _check(LAUNCHER_LAWS[name], trial, timeout_s)
+            try:
+                status, reason = _check(LAUNCHER_LAWS[name], trial, timeout_s)
+            finally:
+                trial.forget()
         seconds = time.perf_counter() - begin
         done.append(Outcome(name, nproc, status, reason, seconds))
     return done
@@ -580,7 +611,7 @@ def _check(law: Law, trial: LauncherTrial, timeout_s: float) -> tuple[Status, st
 
 def _ended(law: Law, trial: LauncherTrial, timeout_s: float) -> tuple[Status, str]:
     try:
-        with _Limit(timeout_s).kept():
+        with _limited(timeout_s):
             law(trial)
     except _UntestableError as error:
         return "unsupported", str(error)
