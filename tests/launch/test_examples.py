@@ -17,7 +17,8 @@ from _needs import require
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 PLUGINS = Path(__file__).parents[2] / "examples" / "plugins"
-NEEDS = {"zmq": "zmq", "dask": "distributed", "batch": None}
+NEEDS = {"zmq": ("zmq",), "dask": ("distributed", "cryptography"), "batch": ()}
+LIMIT_S = 300.0
 UNISONO = (sys.executable, "-m", "unisono")
 
 
@@ -30,7 +31,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         words.append("--no-build-isolation")  # the session has it
     paths = [str(PLUGINS / name) for name in NEEDS]
     words += ["--no-deps", "--target", str(folder), *paths]
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
     require("plugins", None if done.returncode == 0 else f"can't be built: {done.stderr}")
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
     return {"PYTHONPATH": path}
@@ -38,11 +39,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture
 def here(request: pytest.FixtureRequest, installed: dict[str, str]) -> dict[str, str]:
-    """The same, where the library that an example is over is here."""
-    library = NEEDS[request.param]
-    is_here = library is None or importlib.util.find_spec(library) is not None
-    require("plugins", None if is_here else f"{library} isn't installed")
+    """The same, where the libraries that an example is over are here."""
+    require("plugins", missing(request.param))
     return installed
+
+
+def missing(name: str) -> str | None:
+    absent = [each for each in NEEDS[name] if importlib.util.find_spec(each) is None]
+    return f"not installed: {', '.join(absent)}" if absent else None
 
 
 def of(name: str) -> pytest.MarkDecorator:
@@ -83,7 +87,8 @@ def test_their_own_tests_are_collected(
 ) -> None:
     folder = PLUGINS / request.node.callspec.params["here"]
     words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-c", "/dev/null", str(folder)]
-    done = subprocess.run(words, env={**os.environ, **here}, capture_output=True, text=True)
+    variables = {**os.environ, **here}
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=LIMIT_S)
     assert "test_every_law_holds" in done.stdout, done.stdout + done.stderr
 
 
@@ -107,10 +112,75 @@ def test_a_script_runs_on_dask_under_unisono_run(here: dict[str, str]) -> None:
     assert "\x1e" not in done.err
 
 
+STRANGER_OF_DASK = """
+from distributed import Client, Security
+import unisono_dask
+
+if __name__ == "__main__":
+    with unisono_dask._cluster(1, None) as client:
+        place = client.scheduler.address
+        for each in (place, *client.scheduler_info()["workers"]):
+            assert each.startswith("tls://"), each
+        for name, security in ((place.replace("tls", "tcp"), None), (place, Security.temporary())):
+            try:
+                Client(name, security=security, set_as_default=False, timeout=5)
+            except OSError:
+                print("refused")
+"""
+
+
+@of("dask")
+def test_strangers_cant_use_the_cluster_of_dask(here: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "stranger.py").write_text(STRANGER_OF_DASK)
+    done = run([sys.executable, str(tmp_path / "stranger.py")], **here)
+    assert done.code == 0, done.err
+    assert done.out == "refused\nrefused\n", done.err
+
+
+WITHOUT_WORKERS = """
+import sys, time
+from distributed import LocalCluster
+import unisono
+import unisono_dask
+from unisono.errors import CollectiveTimeoutError, LaunchError
+
+if __name__ == "__main__":
+    with LocalCluster(n_workers=0, dashboard_address=None) as cluster:
+        options = {"scheduler": cluster.scheduler_address}
+        def start():
+            unisono.spawn("gloo", len, launcher="dask", launcher_options=options)
+        unisono_dask._START_S = 1.0
+        try:
+            start()
+        except LaunchError as error:
+            print(type(error).__name__, error)
+        unisono_dask._START_S = 120.0
+        try:
+            with unisono.deadline(1):
+                start()
+        except LaunchError as error:
+            print(type(error).__name__)
+        except CollectiveTimeoutError as error:
+            print(type(error).__name__)
+"""
+
+
+@of("dask")
+def test_workers_of_dask_that_never_come_are_not_waited_for_for_ever(
+    here: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "without.py").write_text(WITHOUT_WORKERS)
+    done = run([sys.executable, str(tmp_path / "without.py")], **here)
+    assert done.code == 0, done.err
+    first, second = done.out.splitlines()
+    assert first == "LaunchError 1 ranks need as many workers, and not all came in 1 s"
+    assert second == "CollectiveTimeoutError"
+
+
 @of("zmq")
 def test_ranks_of_dask_talk_over_zeromq(here: dict[str, str]) -> None:
     words = [*UNISONO, "run", "--launcher", "dask", "--backend", "zmq", "-n", "2", JOB, "facts"]
-    require("plugins", None if importlib.util.find_spec("distributed") else "no distributed")
+    require("plugins", missing("dask"))
     done = run(words, **here)
     assert done.code == 0, done.err
     assert [fact["model"] for fact in done.facts()] == ["zmq-dist"] * 2
@@ -122,23 +192,44 @@ def test_ranks_of_a_batch_system_find_each_other(here: dict[str, str]) -> None:
         "import unisono; unisono.initialize('gloo'); "
         "print(unisono.get_rank(), unisono.all_gather(unisono.get_rank()))"
     )
-    done = run([sys.executable, "-c", _TASKS.format(code=code)], **here)
+    done = tasks(code, here)
     assert done.code == 0, done.err
     assert sorted(done.out.splitlines()) == ["0 [0, 1]", "1 [0, 1]"]
 
 
+@pytest.mark.parametrize("here", ["zmq"], indirect=True)
+def test_a_job_without_a_secret_is_told_that_its_keys_can_be_read(here: dict[str, str]) -> None:
+    code = "import unisono; unisono.initialize('zmq'); print(unisono.all_reduce(1))"
+    done = tasks(code, here)
+    assert done.code == 0, done.err
+    assert done.out == "2\n2\n"
+    assert done.err.count("this job has no secret of its own") == 1, done.err
+
+
+def tasks(code: str, variables: dict[str, str]) -> Done:
+    """Run two tasks of a batch system; again where their port went to somebody else meanwhile."""
+    for _ in range(3):
+        done = run([sys.executable, "-c", _TASKS.format(code=code)], **variables)
+        if "EADDRINUSE" not in done.err and "in use" not in done.err:
+            break
+    return done
+
+
 _TASKS = """
-import os, socket, subprocess, sys
+import os, socket, subprocess, sys, time
 with socket.create_server(("127.0.0.1", 0)) as free:
     head = "127.0.0.1:%d" % free.getsockname()[1]
-tasks = [
-    subprocess.Popen(
-        [sys.executable, "-c", {code!r}],
-        env=dict(os.environ, BATCH_TASK=str(task), BATCH_TASKS="2", BATCH_HEAD=head),
-    )
-    for task in range(2)
-]
-sys.exit(max(task.wait() for task in tasks))
+tasks, codes, limit = [], [], time.monotonic() + 100
+try:
+    for task in range(2):
+        mine = dict(os.environ, BATCH_TASK=str(task), BATCH_TASKS="2", BATCH_HEAD=head)
+        tasks.append(subprocess.Popen([sys.executable, "-c", {code!r}], env=mine))
+    codes = [task.wait(max(0.0, limit - time.monotonic())) for task in tasks]
+finally:
+    for task in tasks:
+        task.kill()
+        task.wait()
+sys.exit(max(map(abs, codes)))
 """
 
 STRANGER = """

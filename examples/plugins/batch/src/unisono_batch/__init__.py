@@ -41,7 +41,8 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
 
 def _number(env: Mapping[str, str], name: str, text: str | None, least: int, end: int) -> int:
     digits = (text or "").strip()
-    if not (digits.isascii() and digits.isdigit() and least <= int(digits[:20]) < end):
+    is_number = digits.isascii() and digits.isdigit() and len(digits) <= 20
+    if not (is_number and least <= int(digits) < end):
         raise _refused(env, name, f"should have a number from {least} to {end - 1}")
     return int(digits)
 

@@ -8,15 +8,18 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import dask
-from distributed import Client, LocalCluster
+import distributed
+from distributed import Client, LocalCluster, Security
 
 from unisono import LaunchPlan, RankInfo
+from unisono.control.deadlines import limit_of, require_time
 from unisono.errors import ArgumentError, LaunchError
 from unisono.launching import host_job
 
 __all__ = ("launch",)
 
 _START_S = 120.0
+_LOOK_S = 0.1
 # A rank that is lost isn't run again: the others have gone on without it.
 _SETTINGS = {
     "distributed.scheduler.allowed-failures": 0,
@@ -39,7 +42,8 @@ def launch(
         entry: called once in each rank with who it is.
         plan: how many ranks; of one node.
         environ: variables that ranks have unless they are set there already.
-        scheduler: address of the cluster's scheduler; None for a cluster of this host.
+        scheduler: address of the cluster's scheduler; None for a cluster of this host, which
+            nobody else can use. Over ``tcp://`` all that is sent there goes in the clear.
         address: address of this host under which the cluster's workers reach it; None where they
             are on this host.
     """
@@ -70,13 +74,20 @@ def _cluster(n_workers: int, scheduler: str | None) -> Iterator[Client]:
             held.enter_context(dask.config.set(_SETTINGS))
             made = LocalCluster(
                 n_workers=n_workers,
+                security=Security.temporary(),  # else each user of this host can run code in it
                 threads_per_worker=1,
                 dashboard_address=None,
                 silence_logs="CRITICAL",
             )
             scheduler = held.enter_context(made)
         client = held.enter_context(Client(scheduler, set_as_default=False))
-        client.wait_for_workers(n_workers, timeout=_START_S)
+        limit_s = max(limit_of(_START_S) or 0.0, _LOOK_S)  # Dask takes 0 for no limit
+        try:
+            client.wait_for_workers(n_workers, timeout=limit_s)
+        except distributed.TimeoutError as error:
+            require_time(range(n_workers), n_workers, 0.0)
+            said = f"{n_workers} ranks need as many workers, and not all came in {limit_s:.0f} s"
+            raise LaunchError(said) from error
         yield client
 
 

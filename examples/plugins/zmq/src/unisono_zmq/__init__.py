@@ -1,8 +1,9 @@
-"""Replicas that talk over ZeroMQ: encrypted, and closed to whoever isn't of the job."""
+"""Replicas that talk over ZeroMQ: encrypted, and closed to others where the job has a secret."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import secrets
 import socket
 import struct
@@ -21,6 +22,7 @@ from unisono.rendezvous import JobStore, join_store
 
 __all__ = ("ZmqModel",)
 
+_log = logging.getLogger(__name__)
 _LOOK_S = 0.2
 _HEAD = struct.Struct("<qi")  # the number of the round, the rank
 _LINGER_MS = 5000
@@ -40,19 +42,19 @@ class ZmqModel(ComputationModel):
         self.early: dict[tuple[int, int], bytes] = {}
         job = join_store(info, timeout)
         self.context = zmq.Context()
-        self.inbox = self._socket(zmq.PULL, job)
+        secret = job.secret or _agreed(job, info)
+        self.inbox = self._socket(zmq.PULL, secret)
         host = _own_host(info)
         port = self.inbox.bind_to_random_port(f"tcp://{host}")
         job.store.set(f"zmq/{info.rank}", f"tcp://{host}:{port}")
         self.peers = {}
         for rank in range(info.world_size):
             if rank != info.rank:
-                peer = self.peers[rank] = self._socket(zmq.PUSH, job)
+                peer = self.peers[rank] = self._socket(zmq.PUSH, secret)
                 peer.connect(job.store.get(f"zmq/{rank}").decode())
 
-    def _socket(self, kind: int, job: JobStore) -> zmq.Socket:
-        """Make a socket that speaks to those alone who know the job's secret."""
-        secret = job.secret or _agreed(job)
+    def _socket(self, kind: int, secret: bytes) -> zmq.Socket:
+        """Make a socket that speaks to those alone who know the secret."""
         private = z85.encode(hashlib.sha256(secret).digest())
         # One pair of keys for all ranks: who doesn't know it can't greet any of them.
         public = zmq.curve_public(private)
@@ -120,8 +122,16 @@ class ZmqModel(ComputationModel):
         return flat.view(len(blobs), *tensor.shape)
 
 
-def _agreed(job: JobStore) -> bytes:
-    """Agree on a secret in a store that has none: then it is as closed as the store is."""
+def _agreed(job: JobStore, info: RankInfo) -> bytes:
+    """Agree on a secret in a store that has none, where others can read it; rank 0 warns."""
+    if info.rank == 0 and info.world_size > 1:
+        _log.warning(
+            "this job has no secret of its own (it is of several hosts, or `unisono run` and spawn "
+            "didn't start it): the keys of its connections lie in its store, and who reaches "
+            "%s:%s can read them and all that ranks send",
+            info.master_addr,
+            info.master_port,
+        )
     return job.store.compare_set("zmq/secret", "", secrets.token_hex(32))
 
 
