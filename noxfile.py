@@ -16,8 +16,8 @@ import nox
 from nox.command import CommandFailed
 
 nox.options.sessions = [
-    *("lint", "types", "first_hour", "tests", "faults", "package"),
-    *("mpi", "horovod", "xla"),
+    *("lint", "types", "tests", "faults", "package"),
+    *("plugins", "mpi", "horovod", "xla"),
 ]
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
@@ -97,14 +97,19 @@ def types(session: nox.Session) -> None:
 def first_hour(session: nox.Session) -> None:
     """README's first command, then its program, in a fresh environment of the oldest Python.
 
-    ``nox -s first_hour -- 3.12 3.13`` takes others. One that isn't on this machine is skipped.
+    To be run before a release: it takes minutes. ``nox -s first_hour -- [--required] 3.12 3.13``
+    takes others. One that isn't on this machine is said loudly, and fails if it is required.
     """
     readme = Path("README.md").read_text()
     command, program = (first_block(readme, language) for language in ("bash", "python"))
-    for version in session.posargs or [OLDEST_PYTHON]:
+    versions = [word for word in session.posargs if word != "--required"]
+    for version in versions or [OLDEST_PYTHON]:
         python = find_python(version)
         if python is None:
-            not_tested(session, f"there is no Python {version} on this machine")
+            text = f"there is no Python {version} on this machine"
+            not_tested(session, text)
+            if "--required" in session.posargs:
+                session.error(f"{text}. --required says that it may not be skipped.")
             continue
         with tempfile.TemporaryDirectory(prefix="unisono-first-hour-") as folder:
             place = Path(folder, "environment")
@@ -206,12 +211,12 @@ def xla(session: nox.Session) -> None:
 
 @nox.session
 def plugins(session: nox.Session) -> None:
-    """Build, install and run the example plug-ins; the laws of launchers and environments."""
-    install(session, "test", "plugins")
-    words = ("tests/launch/test_plugins.py", "tests/launch/test_laws.py")
-    required = {"UNISONO_REQUIRE": "plugins"}
-    paths = ("tests/launch/test_examples.py", *words)
-    session.run("pytest", *paths, *session.posargs, env=required)
+    """The example plug-ins, and the laws of their kits: ``nox -s plugins -- [--required] ARGS``."""
+    with needing(session, "what the example plug-ins are over (pyzmq, Dask, cryptography)"):
+        install(session, "test", "plugins")
+    words = [word for word in session.posargs if word != "--required"]
+    paths = [f"tests/launch/test_{name}.py" for name in ("examples", "plugins", "laws")]
+    session.run("pytest", *paths, *words, env={"UNISONO_REQUIRE": "plugins"})
 
 
 @nox.session
