@@ -92,7 +92,7 @@ class _Said:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankTask:
-    """One rank of a job, to be called in any process of the host where it shall live.
+    """One rank of a job, to be called in any process of the host that it is for.
 
     Plain pickle carries it. It runs the rank in a process of its own, which ends with the process
     that called it, and with the job.

@@ -22,7 +22,7 @@ __all__ = (
 EVERYBODY = "all ranks"
 """The name of the group of all ranks that a context has from its beginning."""
 PREFIXED = "UNISONO_PREFIXED"
-"""Says which rank the lines of a process begin with already, by the hand of who started it."""
+"""Says which rank the lines of a process begin with already, where its launcher saw to it."""
 PRIVATE_STORE = "UNISONO_PRIVATE_STORE"
 """Tells ranks of one host in which file they meet, which their user alone can open."""
 

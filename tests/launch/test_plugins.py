@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from _command import JOB, Done
+from _command import JOB, LIMIT_S, Done
 
 pytestmark = pytest.mark.timeout(400)  # each command is five processes that import torch
 MODULE = """
@@ -37,7 +37,7 @@ def raises(entry, plan, *, environ=None):
 def by_hand(entry, plan, *, environ=None):
     with host_store(plan) as hosted, ThreadPoolExecutor(plan.world_size) as pool:
         made = [
-            pool.submit(subprocess.run, [sys.executable, "-c", START], check=True,
+            pool.submit(subprocess.run, [sys.executable, "-c", START], check=True, timeout=150,
                         input=cloudpickle.dumps((entry, hosted.info(local_rank))), stdout=-1)
             for local_rank in range(plan.nproc_per_node)
         ]
@@ -94,6 +94,7 @@ def unisono(*words: str, **variables: str) -> Done:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
+        timeout=LIMIT_S,
     )
     return Done(done.returncode, done.stdout, done.stderr, 0.0)
 
@@ -198,6 +199,7 @@ def test_functions_by_a_plugin(
         env={**os.environ, **plugin},
         capture_output=True,
         text=True,
+        timeout=LIMIT_S,
     )
     assert said in done.stdout, done.stdout + done.stderr
     if fn == "fails":

@@ -11,10 +11,15 @@ import time
 import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 from _command import UNISONO, environ, nobody_is_left, run, started
 
-HEAD = "import logging, os, signal, sys\nimport unisono\nrank = int(os.environ['RANK'])\n"
+# No rank outlives its test for long, also where pytest was killed.
+HEAD = (
+    "import logging, os, signal, sys; signal.alarm(300)\n"
+    "import unisono\nrank = int(os.environ['RANK'])\n"
+)
 FAILS = """
 unisono.initialize("gloo")
 if rank == 1:
@@ -135,11 +140,26 @@ def test_a_breakpoint_without_a_terminal_says_what_to_do(tmp_path: Path) -> None
 
 def test_one_rank_has_the_terminal(tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
+    command, variables = words(tmp_path, ASKS, "--stdin", "1"), environ(mark)
     pid, fd = pty.fork()
     if pid == 0:
-        command = words(tmp_path, ASKS, "--stdin", "1")
-        os.execve(command[0], command, environ(mark))
-    answers = [(b"(Pdb) ", b"p value * 7\n"), (b"42\r\n", b"c\n")]
+        try:
+            os.execve(command[0], command, variables)
+        finally:
+            os._exit(127)
+    try:
+        screen, answers = talk(fd, [(b"(Pdb) ", b"p value * 7\n"), (b"42\r\n", b"c\n")])
+    finally:
+        os.close(fd)
+        code = code_of(pid)
+        nobody_is_left(mark)
+    assert code == 0, screen.decode()
+    assert not answers
+    assert b"\ncomm rank 1 of 3\r\n" in screen
+
+
+def talk(fd: int, answers: list[tuple[bytes, bytes]]) -> tuple[bytes, list[tuple[bytes, bytes]]]:
+    """Answer what a program on a terminal asks; gives what it printed, and what it didn't ask."""
     screen, until = b"", time.monotonic() + LIMIT_S
     while select.select([fd], [], [], max(0.0, until - time.monotonic()))[0]:
         try:
@@ -148,12 +168,18 @@ def test_one_rank_has_the_terminal(tmp_path: Path) -> None:
             break
         if answers and answers[0][0] in screen:
             os.write(fd, answers.pop(0)[1])
-    os.close(fd)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    nobody_is_left(mark)
-    assert code == 0, screen.decode()
-    assert not answers
-    assert b"\ncomm rank 1 of 3\r\n" in screen
+    return screen, answers
+
+
+def code_of(pid: int) -> int:
+    """Wait for a child to end; end it where it doesn't."""
+    child = psutil.Process(pid)
+    try:
+        return int(child.wait(LIMIT_S))
+    except psutil.TimeoutExpired:
+        child.kill()
+        child.wait()
+        raise
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -217,7 +218,7 @@ def test_of_ranks_that_wait_for_one_that_is_slow_one_warns(
     with ThreadPoolExecutor(7) as ranks:
         errors = list(ranks.map(come, range(7)))
     (record,) = caplog.records
-    assert "for rank 7" in record.getMessage()
+    assert re.search(r"for ranks? (\S+ )*7\b", record.getMessage())  # threads may be late too
     assert all(error.startswith("rank 7 of 8 did not come to ") for error in errors)
 
 

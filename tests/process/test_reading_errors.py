@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,10 +17,12 @@ import unisono
 from unisono.errors import CollectiveMismatchError, WorkerFailedError
 
 FOLDED = re.compile(r"^  \.\.\. \d+ frames of unisono, UNISONO_TRACEBACK=full shows them$", re.M)
+LIMIT_S = 100.0
 INTERRUPTED = """
-import sys, unisono
+import signal, sys, unisono
 
 def stay(local_rank):
+    signal.alarm(200)  # no rank outlives its test for long, also where pytest was killed
     if local_rank == 0:
         print("READY", flush=True)
     while True:
@@ -94,7 +97,11 @@ def test_a_failed_assert_says_its_text_and_values(tmp_path: Path) -> None:
     )
     code = "import checks, unisono; unisono.spawn('threads', checks.check)"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
     )
     said = "rank 0 of 1 raised AssertionError: assert total[1] == 5, where total = [0, 4]\n"
     assert said in done.stderr, done.stderr
@@ -111,9 +118,16 @@ def test_ctrl_c_is_two_lines_and_reaches_the_users_code(mode: str, tmp_path: Pat
         text=True, cwd=tmp_path, env=environ,
     ) as process:  # fmt: skip
         assert process.stdout is not None
-        assert "READY" in process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        end = threading.Timer(LIMIT_S, process.kill)
+        end.start()
+        try:
+            assert "READY" in process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate()
+        finally:
+            end.cancel()
+            end.join()
+            process.kill()
     assert out == "HEARD\n"
     if mode == "catches":
         assert (process.returncode, err) == (0, "")
@@ -123,7 +137,7 @@ def test_ctrl_c_is_two_lines_and_reaches_the_users_code(mode: str, tmp_path: Pat
         assert err.startswith("Traceback")
         return
     assert err.splitlines() == [
-        "spawn at train.py:12 was interrupted, and its replicas have been told to end",
+        "spawn at train.py:13 was interrupted, and its replicas have been told to end",
         "KeyboardInterrupt (UNISONO_TRACEBACK=full shows where)",
     ]
 
@@ -147,7 +161,7 @@ def test_a_failed_test_shows_no_line_of_ours(tmp_path: Path) -> None:
         "def test_it():\n    unisono.spawn('threads', fail, nproc_per_node=2)\n"
     )
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
     assert "1 failed" in done.stdout
     assert "lifecycle.py" not in done.stdout
     assert "threads.py" not in done.stdout

@@ -96,7 +96,8 @@ def test_all_frames_are_shown_on_demand(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_traceback_that_was_printed_is_read_and_folded(mode: str, tmp_path: Any) -> None:
     script = tmp_path / "train.py"
     script.write_text(PRINTED.replace("MODE", mode))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    words_of_it = [sys.executable, str(script)]
+    done = subprocess.run(words_of_it, capture_output=True, text=True, timeout=100)
     words = done.stderr
     said, line = _tracebacks.told(words)
     folded = _tracebacks.fold_text(words)

@@ -380,7 +380,7 @@ def _is_kept(item: Any) -> bool:
 
 def _restore_items(into: Any, found: Any, where: str) -> Any:
     if not isinstance(found, (list, tuple)) or len(found) != len(into):
-        raise PayloadError(f"{where} has no {len(into)} values: {_was_saved(found)}")
+        raise PayloadError(f"{where} should have {len(into)} values: {_was_saved(found)}")
     items = [restore(item, found[i], f"{where}[{i}]") for i, item in enumerate(into)]
     if isinstance(into, list):
         into[:] = items
