@@ -236,7 +236,7 @@ class RankJob:
     """
 
     def __init__(self, tasks: Sequence[RankTask]) -> None:
-        self.tasks = tuple(tasks)
+        self.tasks: tuple[RankTask, ...] = tuple(tasks)
         self._results: dict[int, bytes] = {}
         self._failed: list[tuple[bool, LaunchError]] = []
         self._is_over = False
