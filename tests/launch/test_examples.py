@@ -189,8 +189,8 @@ def test_ranks_of_dask_talk_over_zeromq(here: dict[str, str]) -> None:
 @of("batch")
 def test_ranks_of_a_batch_system_find_each_other(here: dict[str, str]) -> None:
     code = (
-        "import unisono; unisono.initialize('gloo'); "
-        "print(unisono.get_rank(), unisono.all_gather(unisono.get_rank()))"
+        "import sys, unisono; unisono.initialize('gloo'); rank = unisono.get_rank(); "
+        "sys.stdout.write(f'{rank} {unisono.all_gather(rank)}\\n')"  # in one piece
     )
     done = tasks(code, here)
     assert done.code == 0, done.err
@@ -199,7 +199,10 @@ def test_ranks_of_a_batch_system_find_each_other(here: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("here", ["zmq"], indirect=True)
 def test_a_job_without_a_secret_is_told_that_its_keys_can_be_read(here: dict[str, str]) -> None:
-    code = "import unisono; unisono.initialize('zmq'); print(unisono.all_reduce(1))"
+    code = (
+        "import sys, unisono; unisono.initialize('zmq'); "
+        "sys.stdout.write(f'{unisono.all_reduce(1)}\\n')"  # in one piece
+    )
     done = tasks(code, here)
     assert done.code == 0, done.err
     assert done.out == "2\n2\n"
