@@ -14,6 +14,8 @@ from unisono._context import communicator
 from unisono.control import plane
 from unisono.testing import Conformance
 
+pytestmark = pytest.mark.timeout(600)  # each of these tests is all laws
+
 
 def without_sockets(local_rank: int, fn: Callable[..., Any], *args: Any) -> Any:
     """Run a function in a replica whose ranks can't meet. Collective over all ranks."""
