@@ -529,6 +529,16 @@ def test_a_broken_installation_says_so(how: str, tmp_path: Path) -> None:
     assert "gloo: 1" in said.stdout
 
 
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("options", [{"use_gloo": True, "verbose": 1}, {"hosts": "localhost:2"}])
+def test_options_of_horovods_own_launcher_are_taken(options: dict[str, Any]) -> None:
+    assert unisono.spawn("horovod", _adds, nproc_per_node=2, **options) == [2, 2]
+
+
+def _adds(local_rank: int) -> int:
+    return unisono.all_reduce(1)
+
+
 def test_what_it_lacks_is_undeclared() -> None:
     from unisono.models.horovod import HorovodModel
 
