@@ -112,9 +112,9 @@ class Meeting:
                     f"rank {rank} waited in {call}, but rank {left[0]} {self._left[left[0]][1]}",
                     left[0],
                 )
-            text = f"waited {timeout_s:.3g} s in {call}, to which {named(late)} never came"
-            self._leave(rank, text)
-            raise CollectiveTimeoutError(f"{named(late)} never came: rank {rank} {text}")
+            waited = f"waited {timeout_s:.3g} s in {call}"
+            self._leave(rank, f"{waited}, to which {named(late)} never came")
+            raise CollectiveTimeoutError(f"{named(late)} never came: rank {rank} {waited}")
 
 
 # One for each process: an XLA context that somebody else made offers no place to keep it in.
