@@ -18,7 +18,7 @@ import cloudpickle
 from torch._C._distributed_c10d import TCPStore
 
 from unisono.control.deadlines import DEFAULT_TIMEOUT_S, require_time
-from unisono.errors import LaunchError, PayloadError, WorkerFailedError
+from unisono.errors import LaunchError, WorkerFailedError
 from unisono.launchers import processes
 from unisono.launchers._by_value import pickle_for_worker
 from unisono.launchers._job import Job, raised
@@ -210,10 +210,7 @@ def host_job(
         PayloadError: `entry` can't be pickled.
         LaunchError: nobody can listen here.
     """
-    try:
-        pickled = pickle_for_worker(entry)
-    except Exception as error:  # an object's own __reduce__ may raise anything
-        raise PayloadError(f"the function or its arguments can't be pickled: {error}") from error
+    pickled = pickle_for_worker(entry)
     token, path, where = secrets.token_hex(16), tuple(search_path()), directory()
     with host_store(replace(plan, node_rank=0), address) as hosted:
         each = range(plan.nproc_per_node)

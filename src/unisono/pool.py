@@ -23,7 +23,6 @@ from unisono.errors import (
     CollectiveTimeoutError,
     ContextError,
     NotInitializedError,
-    PayloadError,
 )
 from unisono.launchers import _channel
 from unisono.launchers._by_value import pickle_for_worker
@@ -345,7 +344,4 @@ def _name(fn: Any) -> str:
 def _pickled(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], takes_rank: bool) -> bytes:
     if not callable(fn):
         raise ArgumentError(f"fn should be callable: {fn!r}")
-    try:
-        return pickle_for_worker((fn, args, kwargs, takes_rank), with_main=False)
-    except Exception as error:  # an object's own __reduce__ may raise anything
-        raise PayloadError(f"the function or its arguments can't be pickled: {error}") from error
+    return pickle_for_worker((fn, args, kwargs, takes_rank), with_main=False)

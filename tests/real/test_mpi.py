@@ -397,11 +397,22 @@ def carries(local_rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [handle.wait(), alone, mine]
 
 
+def speaks(local_rank: int) -> None:
+    sys.stdout.write(f"I am {local_rank}\n")
+
+
 @pytest.mark.usefixtures("runtime", "nothing_left")
 class TestSpawn:
     @pytest.mark.parametrize("nproc", [1, 2, 3])
     def test_results_by_rank(self, nproc: int) -> None:
         assert idist.spawn("mpi4py", two, nproc_per_node=nproc) == [sum(range(nproc + 1))] * nproc
+
+    def test_lines_that_ranks_print_begin_with_the_rank(
+        self, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        idist.spawn("mpi4py", speaks, nproc_per_node=2)
+        lines = sorted(capfd.readouterr().out.splitlines())
+        assert lines == ["[rank 0] I am 0", "[rank 1] I am 1"]
 
     def test_a_rank_is_a_whole_process_with_all_its_threads(self) -> None:
         found = idist.spawn("mpi4py", asks_in_a_thread, nproc_per_node=2)

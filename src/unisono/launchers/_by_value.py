@@ -1,4 +1,4 @@
-"""Pickles of what a worker shall run: by value where the worker couldn't import it.
+"""Pickles of what a worker runs: by value where the worker couldn't import it.
 
 Classes and functions that come by value are put into a module of the name that they bear, so that
 plain pickle finds them there too: ``torch.save``, queues, and workers of a DataLoader.
@@ -17,6 +17,8 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
+
+from unisono.errors import PayloadError
 
 __all__ = ("load_from_parent", "pickle_for_worker")
 
@@ -51,7 +53,7 @@ def pickle_for_worker(value: object, *, with_main: bool = True) -> bytes:
         The pickle, for `load_from_parent`.
 
     Raises:
-        Exception: whatever an object's own ``__reduce__`` raises.
+        PayloadError: it can't be pickled.
     """
     out = io.BytesIO()
     definitions = _Definitions()
@@ -62,6 +64,9 @@ def pickle_for_worker(value: object, *, with_main: bool = True) -> bytes:
             if with_main:
                 definitions.others.update(_other_classes(definitions.used.get(_MAIN, {})))
             pickler.dump(definitions)  # with the memo of the value: the same objects
+        except Exception as error:  # an object's own __reduce__ may raise anything
+            text = f"the function or its arguments can't be pickled: {error}"
+            raise PayloadError(text) from error
         finally:
             for module in pickler.registered:
                 cloudpickle.unregister_pickle_by_value(module)

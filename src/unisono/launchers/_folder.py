@@ -21,7 +21,7 @@ import cloudpickle
 from unisono._last_calls import LastCalls
 from unisono._table import load, plugin_environments
 from unisono.control.deadlines import overdue
-from unisono.errors import CollectiveTimeoutError, LaunchError, PayloadError, WorkerFailedError
+from unisono.errors import CollectiveTimeoutError, LaunchError, WorkerFailedError
 from unisono.launchers._by_value import load_from_parent, pickle_for_worker
 from unisono.launchers._front import Outcome, held_back, show
 from unisono.launchers._lifetime import PEERS_S, Lifetime
@@ -66,10 +66,7 @@ def run_function(
         WorkerFailedError: a rank failed.
         CollectiveTimeoutError: the block's deadline is over; all ranks have been ended.
     """
-    try:
-        pickled = pickle_for_worker(entry)
-    except Exception as error:  # an object's own __reduce__ may raise anything
-        raise PayloadError(f"the function or its arguments can't be pickled: {error}") from error
+    pickled = pickle_for_worker(entry)
     is_local = parent is None
     with private_folder(".unisono-", parent) as name:
         folder = Path(name)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from unisono.control.deadlines import DEFAULT_TIMEOUT_S
-from unisono.errors import ArgumentError, LaunchError, PayloadError
+from unisono.errors import ArgumentError, LaunchError
 from unisono.launchers import _channel
 from unisono.launchers._by_value import pickle_for_worker
 from unisono.launchers._horovod_job import Job
@@ -88,10 +88,7 @@ def launch(
     """
     slots = _slots(plan, hosts)
     _resolve(list(slots))
-    try:
-        pickled = pickle_for_worker(entry)
-    except Exception as error:  # an object's own __reduce__ may raise anything
-        raise PayloadError(f"the function or its arguments can't be pickled: {error}") from error
+    pickled = pickle_for_worker(entry)
     is_local = set(slots) <= {"localhost", "127.0.0.1"}
     token = "" if is_local else secrets.token_hex(16)  # a folder of mode 0700 needs none
     with ExitStack() as held:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.control.deadlines import DEFAULT_TIMEOUT_S
-from unisono.errors import BackendUnavailableError, PayloadError, UnsupportedOperation
+from unisono.errors import BackendUnavailableError, UnsupportedOperation
 from unisono.launchers._by_value import pickle_for_worker
 from unisono.launchers._mpi_job import Job
 from unisono.launchers._private import private_folder
@@ -142,10 +142,7 @@ def launch(
             "mpiexec reaches them all from one, so run mpiexec -n N --hostfile HOSTS python "
             "script.py and call initialize there",
         )
-    try:
-        pickled = pickle_for_worker(entry)
-    except Exception as error:  # an object's own __reduce__ may raise anything
-        raise PayloadError(f"the function or its arguments can't be pickled: {error}") from error
+    pickled = pickle_for_worker(entry)
     words = [find_mpiexec()] if command is None else list(command)
     version = _version(words[0])
     private = private_folder(longest=_LONGEST_FOLDER)

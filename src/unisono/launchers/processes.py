@@ -22,7 +22,7 @@ from typing import Any
 
 from unisono._tracebacks import hides
 from unisono.control.deadlines import DEFAULT_TIMEOUT_S, limit_of
-from unisono.errors import ArgumentError, LaunchError, PayloadError, UnisonoError
+from unisono.errors import ArgumentError, LaunchError, UnisonoError
 from unisono.launchers import _channel, _helper
 from unisono.launchers._by_value import pickle_for_worker
 from unisono.launchers._job import Job, Maker, Worker
@@ -90,10 +90,7 @@ def launch(
     method = plan.start_method or _best_method()
     if method not in START_METHODS or (method != "spawn" and sys.platform == "win32"):
         raise ArgumentError(f"start_method={method!r}: use one of {', '.join(START_METHODS)}")
-    try:
-        pickled = pickle_for_worker(entry)
-    except Exception as error:  # an object's own __reduce__ may raise anything
-        raise PayloadError(f"the function or its arguments can't be pickled: {error}") from error
+    pickled = pickle_for_worker(entry)
     variables = {**(environ or {}), **os.environ}
     surroundings = Surroundings.here()
 

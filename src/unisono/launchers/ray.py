@@ -15,7 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from unisono.control.deadlines import limit_of, require_time
-from unisono.errors import LaunchError, PayloadError, WorkerFailedError
+from unisono.errors import LaunchError, WorkerFailedError
 from unisono.launchers._by_value import pickle_for_worker
 from unisono.launchers._front import Outcome, show, signals, verdict
 from unisono.launchers._rank.report import Reader, Report
@@ -158,10 +158,7 @@ def launch(
         WorkerFailedError: a rank failed, or its actor died; all others have been ended.
         CollectiveTimeoutError: the block's deadline is over; all actors have been ended.
     """
-    try:
-        pickled = pickle_for_worker(entry)
-    except Exception as error:  # an object's own __reduce__ may raise anything
-        raise PayloadError(f"the function or its arguments can't be pickled: {error}") from error
+    pickled = pickle_for_worker(entry)
     shape = tuple(counts) if counts is not None else (plan.nproc_per_node,) * plan.nnodes
     with _ranks(shape, (), timeout_s) as ranks:
         calls = _Calls(len(ranks.infos))

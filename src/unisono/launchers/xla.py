@@ -27,7 +27,6 @@ from unisono.errors import (
     ArgumentError,
     CollectiveTimeoutError,
     LaunchError,
-    PayloadError,
     WorkerFailedError,
 )
 from unisono.launchers._by_value import pickle_for_worker
@@ -77,10 +76,7 @@ def launch(
             f"start_method={plan.start_method!r}: XLA's replicas are forked from a fresh process, "
             "so leave it out"
         )
-    try:
-        job = cloudpickle.dumps((pickle_for_worker(entry), plan, os.getpid()))
-    except Exception as error:  # an object's own __reduce__ may raise anything
-        raise PayloadError(f"the function or its arguments can't be pickled: {error}") from error
+    job = cloudpickle.dumps((pickle_for_worker(entry), plan, os.getpid()))
     link, theirs = multiprocessing.Pipe()
     with link:
         with theirs:

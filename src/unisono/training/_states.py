@@ -270,8 +270,8 @@ def _begin(optimizer: torch.optim.Optimizer) -> None:
         for group, rate in rates:
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
         optimizer.step()
-    except Exception:
-        optimizer.state.clear()
+    except Exception:  # some need a closure, some refuse a zero rate
+        optimizer.state.clear()  # no half of a state stays
         raise
     finally:
         for item, grad in grads:
