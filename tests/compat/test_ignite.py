@@ -156,6 +156,18 @@ def both(local_rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return asked(THEIRS, *place), asked(OURS, *place)
 
 
+@pytest.fixture
+def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ignite know its own models alone, whatever was installed in this process before."""
+    comp_models = importlib.import_module("ignite.distributed.comp_models")
+    utils = importlib.import_module("ignite.distributed.utils")
+    models = comp_models.registered_computation_models
+    monkeypatch.setattr(utils, "registered_computation_models", models)
+    monkeypatch.setattr(utils, "_model", comp_models._SerialModel())
+    monkeypatch.setattr(utils, "_need_to_sync", True)
+
+
+@pytest.mark.usefixtures("untouched")
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserWarning")
 def test_alone() -> None:
     assert differences(asked(THEIRS, 0, 1), asked(OURS, 0, 1)) == {}
