@@ -287,6 +287,7 @@ def bench(session: nox.Session) -> None:
     session.run("python", "benchmarks/averaging.py")
     session.run("python", "benchmarks/scaling.py")
     session.run("python", "benchmarks/tree.py")
+    session.run("python", "benchmarks/calls.py")
 
 
 @nox.session

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -39,6 +40,10 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "starts": (
         ("--rounds", "1", "--nproc-per-node", "2"),
         ("first spawn", "a second spawn", "torchrun", "WorkerPool.run", "<= 2.000 ms"),
+    ),
+    "calls": (
+        ("--rounds", "2"),
+        ("calls of ours", "sys._getframe", "all_reduce(torch.ones(1 << 20))", "barrier()"),
     ),
     "tree": ((), ("ranks 2 ", "ranks 10000 ", "depth")),
 }
@@ -92,3 +97,22 @@ def test_scaling_shows_every_work_at_every_number_of_ranks(tmp_path: Path) -> No
     assert len(set(names)) == len(names) == 12
     assert {name.rpartition(", ")[2] for name in names} == {"2 ranks", "3 ranks"}
     assert not plot or path.read_bytes().startswith(PNG)
+
+
+@pytest.mark.timeout(240)
+def test_calls_of_ours_are_some_of_pythons_in_fewer_files() -> None:
+    figures = json.loads(run("calls", "--rounds", "2", "--json"))["figures"]
+    assert len(figures) == 6
+    for figure in figures:
+        files, ours = figure["files of ours"], figure["calls of ours"]
+        assert 1 < files < ours < figure["python calls"]
+
+
+@pytest.mark.timeout(240)
+def test_calls_are_listed_in_order_by_depth() -> None:
+    lines = run("calls", "--rounds", "2", "--list", "barrier").splitlines()
+    depths = [(len(line) - len(line.lstrip())) // 2 for line in lines]
+    assert depths[0] == 0
+    assert all(1 <= depth <= before + 1 for before, depth in itertools.pairwise(depths))
+    assert lines[0].startswith("unisono/collectives/")
+    assert any(line.endswith(":barrier") for line in lines)
