@@ -24,7 +24,7 @@ import torch.distributed as dist
 from harness import Figure, Timing, interleave, parser, report
 
 import unisono
-from unisono._context import current_model
+from unisono.context import current_model
 
 LIMIT = 1.25
 BLOCKS = ((64, 3), (128, 4), (256, 6), (512, 3))

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unisono import errors
+    from unisono.collectives.broadcasts import all_to_all, broadcast, broadcast_, scatter
     from unisono.collectives.gathers import all_gather, all_gather_tensors_with_shapes, gather
     from unisono.collectives.groups import barrier, local_group, new_group
-    from unisono.collectives.messages import recv, send
+    from unisono.collectives.p2p import recv, send
     from unisono.collectives.reductions import all_reduce, all_reduce_, reduce, reduce_scatter
-    from unisono.collectives.transfers import all_to_all, broadcast, broadcast_, scatter
-    from unisono.control.deadlines import deadline
+    from unisono.compat.mmcv import get_dist_info, infer_launcher, init_dist
+    from unisono.deadlines import deadline
     from unisono.errors import UnisonoError
     from unisono.facts import (
         backend,
@@ -39,12 +40,12 @@ if TYPE_CHECKING:
         set_local_rank,
         show_config,
     )
-    from unisono.handle import Handle
     from unisono.lifecycle import finalize, initialize, spawn, sync
-    from unisono.model import ComputationModel
+    from unisono.model.contract import ComputationModel
+    from unisono.model.handle import Handle
+    from unisono.model.reduction import ReduceOp
     from unisono.parallel import Parallel
-    from unisono.pool import WorkerPool
-    from unisono.reduction import ReduceOp
+    from unisono.pool.pool import WorkerPool
     from unisono.registry import available_backends, register_model
     from unisono.sections import master_only, one_rank_first, one_rank_only, run_on_rank
     from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
@@ -60,15 +61,9 @@ if TYPE_CHECKING:
         register_sync_batchnorm,
     )
     from unisono.training.checkpoints import load_checkpoint, save_checkpoint
+    from unisono.training.data_parallel import Replicated
     from unisono.training.evaluation import EvaluationSampler, gather_results
     from unisono.training.loading import DistributedProxySampler, auto_dataloader
-    from unisono.training.measures import (
-        get_current_memory_gb,
-        get_device_memory_gb,
-        reduce_dict,
-        reduce_mean,
-        reduce_sum,
-    )
     from unisono.training.randomness import (
         get_rng_state,
         rank_generator,
@@ -76,9 +71,17 @@ if TYPE_CHECKING:
         set_rng_state,
         sync_random_seed,
     )
-    from unisono.training.replicated import Replicated
-    from unisono.training.reporting import RankFilter, RankFormatter, print, progress
-    from unisono.training.starting import get_dist_info, infer_launcher, init_dist
+    from unisono.training.toolbox import (
+        RankFilter,
+        RankFormatter,
+        get_current_memory_gb,
+        get_device_memory_gb,
+        print,
+        progress,
+        reduce_dict,
+        reduce_mean,
+        reduce_sum,
+    )
     from unisono.training.wrapping import (
         auto_model,
         auto_optim,
@@ -206,7 +209,7 @@ _CORE = {
         "local_group",
         "new_group",
     ),
-    "unisono.collectives.messages": (
+    "unisono.collectives.p2p": (
         "recv",
         "send",
     ),
@@ -216,13 +219,13 @@ _CORE = {
         "reduce",
         "reduce_scatter",
     ),
-    "unisono.collectives.transfers": (
+    "unisono.collectives.broadcasts": (
         "all_to_all",
         "broadcast",
         "broadcast_",
         "scatter",
     ),
-    "unisono.control.deadlines": ("deadline",),
+    "unisono.deadlines": ("deadline",),
     "unisono.errors": ("UnisonoError",),
     "unisono.facts": (
         "backend",
@@ -240,16 +243,16 @@ _CORE = {
         "set_local_rank",
         "show_config",
     ),
-    "unisono.handle": ("Handle",),
+    "unisono.model.handle": ("Handle",),
     "unisono.lifecycle": (
         "finalize",
         "initialize",
         "spawn",
         "sync",
     ),
-    "unisono.model": ("ComputationModel",),
+    "unisono.model.contract": ("ComputationModel",),
     "unisono.parallel": ("Parallel",),
-    "unisono.reduction": ("ReduceOp",),
+    "unisono.model.reduction": ("ReduceOp",),
     "unisono.registry": (
         "available_backends",
         "register_model",
@@ -269,7 +272,7 @@ _CORE = {
     ),
 }
 _EXTRAS = {
-    "unisono.pool": ("WorkerPool",),
+    "unisono.pool.pool": ("WorkerPool",),
     "unisono.training.averaging": (
         "all_reduce_grads",
         "all_reduce_params",
@@ -293,9 +296,13 @@ _EXTRAS = {
         "DistributedProxySampler",
         "auto_dataloader",
     ),
-    "unisono.training.measures": (
+    "unisono.training.toolbox": (
+        "RankFilter",
+        "RankFormatter",
         "get_current_memory_gb",
         "get_device_memory_gb",
+        "print",
+        "progress",
         "reduce_dict",
         "reduce_mean",
         "reduce_sum",
@@ -307,14 +314,8 @@ _EXTRAS = {
         "set_rng_state",
         "sync_random_seed",
     ),
-    "unisono.training.replicated": ("Replicated",),
-    "unisono.training.reporting": (
-        "RankFilter",
-        "RankFormatter",
-        "print",
-        "progress",
-    ),
-    "unisono.training.starting": (
+    "unisono.training.data_parallel": ("Replicated",),
+    "unisono.compat.mmcv": (
         "get_dist_info",
         "infer_launcher",
         "init_dist",

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from traceback import extract_tb
 
-from unisono._tracebacks import fold, line_of, summary, where
+from unisono.tracebacks import fold, line_of, summary, where
 
 __all__ = (
     "AlreadyInitializedError",

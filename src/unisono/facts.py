@@ -9,10 +9,10 @@ from typing import TypeVar
 
 import torch
 
-from unisono import _context, _diagnosis
-from unisono._context import current_model
+from unisono import context, diagnosis
+from unisono.context import current_model
 from unisono.errors import ContextError
-from unisono.model import ComputationModel
+from unisono.model.contract import ComputationModel
 from unisono.topology import Topology
 
 __all__ = (
@@ -217,7 +217,7 @@ def backend() -> str | None:
         True
     """
     model = current_model()
-    return None if _context.is_serial(model) else model.backend
+    return None if context.is_serial(model) else model.backend
 
 
 def model_name() -> str:
@@ -271,7 +271,7 @@ def is_distributed() -> bool:
         >>> idist.is_distributed()
         False
     """
-    return not _context.is_serial(current_model())
+    return not context.is_serial(current_model())
 
 
 def is_main_process() -> bool:
@@ -308,7 +308,7 @@ def set_local_rank(index: int | None) -> None:
         >>> import unisono as idist
         >>> idist.set_local_rank(None)
     """
-    _context.set_local_rank(index)
+    context.set_local_rank(index)
 
 
 def show_config() -> None:
@@ -337,7 +337,7 @@ def show_config() -> None:
         "num processes per node": _or_unknown(topology.local_world_size),
         "num nodes": _or_unknown(topology.nnodes),
         "node rank": _or_unknown(topology.node_rank),
-        **_diagnosis.lines(),
+        **diagnosis.lines(),
     }
     for name, value in lines.items():
         _log.info("%s: %s", name, value)

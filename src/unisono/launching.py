@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import cloudpickle
 from torch._C._distributed_c10d import TCPStore
 
-from unisono.control.deadlines import DEFAULT_TIMEOUT_S, require_time
+from unisono.deadlines import DEFAULT_TIMEOUT_S, require_time
 from unisono.errors import LaunchError, WorkerFailedError
 from unisono.launchers import processes
-from unisono.launchers._by_value import pickle_for_worker
-from unisono.launchers._job import Job, raised
-from unisono.launchers._surroundings import directory, search_path
-from unisono.launchers._worker import Failure, Task
+from unisono.launchers.job.job import Job, raised
+from unisono.launchers.job.pickling import pickle_for_worker
+from unisono.launchers.job.process_state import directory, search_path
+from unisono.launchers.job.worker import Failure, Task
 from unisono.rendezvous import host_store
 from unisono.topology import LaunchPlan, RankInfo
 

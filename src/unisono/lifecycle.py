@@ -1,40 +1,43 @@
-"""The life of a context: initialize, finalize, sync, spawn."""
+"""The life of a context: initialize, finalize, sync, spawn, and what a spawned rank runs."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import secrets
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from typing_extensions import TypeVarTuple, Unpack
 
-from unisono import _context
-from unisono._arguments import check_count, check_names, check_port, check_variables, seconds
-from unisono._replica import Replica
-from unisono._table import OF_THREADS, SEATS_NODES
-from unisono._tracebacks import hides, raised_here, say_instead
-from unisono.collectives._rounds import introduce
-from unisono.control.calls import level, line_of_call
-from unisono.control.deadlines import Limit
+from unisono import context
+from unisono.arguments import check_count, check_names, check_port, check_variables, seconds
+from unisono.collectives.call import introduce
+from unisono.control.signatures import level, line_of_call
+from unisono.deadlines import Limit, within
 from unisono.errors import ArgumentError, CollectiveTimeoutError, ContextError, WorkerFailedError
-from unisono.launchers._surroundings import streams_filled
-from unisono.launchers._title import name_thread
-from unisono.model import ComputationModel
+from unisono.launchers.job.lifetime import Lifetime
+from unisono.launchers.job.output import begin_lines_with_rank
+from unisono.launchers.job.process_state import streams_filled
+from unisono.launchers.job.title import name_thread
+from unisono.model.contract import ComputationModel
 from unisono.options import InitializeOptions, SpawnOptions
+from unisono.plugins import OF_THREADS, SEATS_NODES
 from unisono.registry import find_launcher, find_model
 from unisono.topology import PREFIXED, LaunchPlan, RankInfo
+from unisono.tracebacks import hides, raised_here, say_instead
 
 if TYPE_CHECKING:
-    from unisono.launchers._job import Job
+    from unisono.launchers.job.job import Job
 
 __all__ = (
+    "Replica",
     "best_backend",
     "check_job",
     "finalize",
@@ -47,6 +50,66 @@ __all__ = (
 )
 
 __tracebackhide__ = hides
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A user's function, and the context that it runs in.
+
+    Args:
+        backend: what to initialise.
+        fn: called as ``fn(local_rank, *args, **kwargs)``.
+        args: its positional arguments after the first.
+        kwargs: its keyword arguments.
+        options: options of the model's ``initialize``.
+        limit: the deadline of the block that it was made in; None for none.
+        prefix_output: whether lines that it prints begin with its rank, if it is one of several
+            processes.
+    """
+
+    backend: str
+    fn: Callable[..., Any]
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    limit: Limit | None = None
+    prefix_output: bool = False
+
+    def __call__(self, info: RankInfo) -> Any:
+        """Run in a process of its own. Collective over all ranks of `info`.
+
+        After an exception nothing is finalised: the connections stay open, so that the parent sees
+        this error before any that it causes elsewhere. Threads that the function leaves behind
+        have the context until they end, as an asynchronous checkpoint needs it.
+        """
+        if self.prefix_output and info.world_size > 1:
+            begin_lines_with_rank(info.rank)
+        cls = find_model(self.backend)
+        with within(self.limit):
+            model = context.activate(lambda: cls.initialize(self.backend, info, **self.options))
+            with Lifetime.function():
+                result = self.fn(info.local_rank, *self.args, **self.kwargs)
+            if model.is_alive():
+                model.settle()
+                model.finalize()
+        context.forget()
+        return result
+
+    def run(self, model: ComputationModel) -> Any:
+        """Run where the model says: in a thread of its own, or in a process that it launched.
+
+        Collective over all ranks of `model`.
+        """
+        is_process = threading.current_thread() is threading.main_thread()
+        if self.prefix_output and is_process and model.topology.world_size > 1:
+            begin_lines_with_rank(model.topology.rank)
+        with context.replica(model), within(self.limit):
+            with Lifetime.function():
+                result = self.fn(model.topology.local_rank, *self.args, **self.kwargs)
+            model.settle()
+            model.finalize()
+            return result
+
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -124,7 +187,7 @@ def initialize(backend: str | None = None, **options: Unpack[InitializeOptions])
     if given.get("timeout") is not None:
         given["timeout"] = seconds("timeout", given["timeout"])
     given = {key: value for key, value in given.items() if value is not None}
-    _context.activate(lambda: cls.initialize(name.lower(), info, **given), cls)
+    context.activate(lambda: cls.initialize(name.lower(), info, **given), cls)
     if PREFIXED in os.environ:  # a program that `unisono run` has started
         name_thread(info.rank, info.world_size)
 
@@ -138,7 +201,7 @@ def _who_am_i(options: dict[str, Any]) -> RankInfo:
         world_size, rank = check_count("world_size", world_size), check_count("rank", rank, 0)
         if rank >= world_size:
             raise ArgumentError(f"rank={rank} should be below world_size={world_size}")
-        found = _context.detect_environment()
+        found = context.detect_environment()
         if found is not None and (found.rank, found.world_size) == (rank, world_size):
             return found
         return RankInfo(
@@ -147,7 +210,7 @@ def _who_am_i(options: dict[str, Any]) -> RankInfo:
             master_addr=os.environ.get("MASTER_ADDR"),
             master_port=_port_of(os.environ.get("MASTER_PORT")),
         )
-    found = _context.read_environment()
+    found = context.read_environment()
     if found is not None:
         return found
     if options.get("init_method") is not None and options["init_method"] != "env://":
@@ -176,13 +239,13 @@ def finalize() -> None:
         >>> import unisono as idist
         >>> idist.finalize()
     """
-    model = _context.current_model()
-    _context.refuse_fork(model)
+    model = context.current_model()
+    context.refuse_fork(model)
     try:
         model.settle()
         model.finalize()
     finally:
-        _context.forget()
+        context.forget()
 
 
 def sync(temporary: bool = False) -> None:
@@ -201,11 +264,11 @@ def sync(temporary: bool = False) -> None:
         >>> import unisono as idist
         >>> idist.sync()
     """
-    model = _context.current_model()
-    if not _context.is_ours(model):
-        _context.forget()
-    if _context.current_model().must_introduce:
-        introduce(_context.communicator(), "sync")
+    model = context.current_model()
+    if not context.is_ours(model):
+        context.forget()
+    if context.current_model().must_introduce:
+        introduce(context.communicator(), "sync")
 
 
 @overload
@@ -392,12 +455,12 @@ def warn_in_a_rank(call: str, nproc_per_node: Any, options: Mapping[str, Any]) -
 def _own_place() -> tuple[int, int, str] | None:
     """Give the rank and the number of ranks of this process or thread, and who says so. Local."""
     try:
-        model = _context.current_model()
+        model = context.current_model()
     except ContextError:  # a thread that is no replica
         return None
     if model.topology.world_size > 1:
         return model.topology.rank, model.topology.world_size, model.name
-    info = _context.detect_environment()
+    info = context.detect_environment()
     return None if info is None else (info.rank, info.world_size, f"{info.source} environment")
 
 

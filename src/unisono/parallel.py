@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
 
 from typing_extensions import ParamSpec, Unpack
 
-from unisono import _context, facts
-from unisono._arguments import check_names
-from unisono._tracebacks import hides
+from unisono import context, facts
+from unisono.arguments import check_names
 from unisono.errors import ArgumentError, NotInitializedError
 from unisono.lifecycle import check_job, finalize, initialize, spawn
-from unisono.model import ComputationModel
+from unisono.model.contract import ComputationModel
 from unisono.options import ParallelOptions
 from unisono.registry import find_launcher, find_model
+from unisono.tracebacks import hides
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -121,7 +121,7 @@ class Parallel:
         return self
 
     def _needs_context(self) -> bool:
-        return self._backend is not None or _context.read_environment() is not None
+        return self._backend is not None or context.read_environment() is not None
 
     def run(
         self, fn: Callable[Concatenate[int, P], T], *args: P.args, **kwargs: P.kwargs
@@ -173,5 +173,5 @@ class Parallel:
         if error is None:
             finalize()
         else:  # an end that waits for others would hang: they may never come
-            _context.current_model().abort()
-            _context.forget()
+            context.current_model().abort()
+            context.forget()

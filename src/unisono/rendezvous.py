@@ -10,9 +10,8 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-from unisono.launchers._private import private_store
-from unisono.launchers._store import hold
-from unisono.models._native_meeting import Meeting
+from unisono.launchers.job.store import hold, private_store
+from unisono.models.native.rendezvous import Meeting
 from unisono.topology import PRIVATE_STORE, LaunchPlan, RankInfo
 
 __all__ = ("JobStore", "host_store", "join_store")

@@ -9,16 +9,15 @@ from typing import Any, TypeVar
 
 from typing_extensions import ParamSpec
 
-from unisono._context import communicator, current_model
-from unisono._tracebacks import fold, hides, summary
-from unisono.collectives._call import collective
-from unisono.collectives._rounds import swap
+from unisono.collectives.broadcasts import broadcast
+from unisono.collectives.call import collective, swap
 from unisono.collectives.groups import check_rank, local_group
-from unisono.collectives.transfers import broadcast
+from unisono.context import communicator, current_model
 from unisono.errors import ArgumentError, PeerFailedError
-from unisono.model import ComputationModel
-from unisono.payload import decode, encode
+from unisono.model.contract import ComputationModel
+from unisono.payload.codec import decode, encode
 from unisono.topology import Group
+from unisono.tracebacks import fold, hides, summary
 
 __all__ = ("master_only", "one_rank_first", "one_rank_only", "run_on_rank")
 

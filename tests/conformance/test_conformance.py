@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 import unisono as idist
-from unisono._context import communicator
+from unisono.context import communicator
 from unisono.control import plane
 from unisono.testing import Conformance
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono import Group, ReduceOp, _context, _frames, _objects, payload, registry
-from unisono.collectives import _carriers, _values, gathers, messages, reductions, transfers
+from unisono import Group, ReduceOp, context, registry
+from unisono.collectives import _dtype_emulation, _scalars, broadcasts, gathers, p2p, reductions
 from unisono.errors import NotInitializedError, PayloadError
 from unisono.models.threads import ThreadsModel
+from unisono.payload import codec, pickling
 from unisono.registry import register_model
 from unisono.testing import Outcome, check
 
@@ -135,7 +136,7 @@ def _knows_one_kind_of_error(make: Callable[..., bytes], *args: Any) -> bytes:
     try:
         return make(*args)
     except PayloadError as error:
-        return payload.failure(str(error))
+        return codec.failure(str(error))
 
 
 def _writes_what_lies_in_memory(value: Tensor, out: Any) -> None:
@@ -162,38 +163,38 @@ def _knows_no_fork(model: Any) -> None:
     raise NotInitializedError("there is no context")
 
 
-_written, _object_written = payload._write_tensor, payload._write_object
-_header_read = _frames._Reader.header
+_written, _object_written = codec._write_tensor, codec._write_object
+_header_read = codec._Reader.header
 # Above the models: what breaks the law, wherever its name is used.
 BREAKS: dict[str, list[tuple[Any, str, Any]]] = {
-    "a_fork_of_a_rank_is_told_so_in_every_call": [(_context, "refuse_fork", _knows_no_fork)],
-    "a_mean_overflows_nowhere": [(_carriers, "_scaled", _divides_last)],
+    "a_fork_of_a_rank_is_told_so_in_every_call": [(context, "refuse_fork", _knows_no_fork)],
+    "a_mean_overflows_nowhere": [(_dtype_emulation, "_scaled", _divides_last)],
     "containers_of_different_kinds_are_an_error_on_every_rank": [
-        (_values, "_check_alike", lambda structures, ranks, call: None)
+        (_scalars, "_check_alike", lambda structures, ranks, call: None)
     ],
     "tensors_without_memory_of_their_own_are_refused_by_name": [
-        (_carriers, "check_dense", _takes_every_tensor)
+        (_dtype_emulation, "check_dense", _takes_every_tensor)
     ],
     "a_tensor_that_one_rank_refuses_is_an_error_on_every_rank": [
-        (module, "refuse", _tells_nobody) for module in (gathers, reductions, transfers)
+        (module, "refuse", _tells_nobody) for module in (gathers, reductions, broadcasts)
     ],
     "what_is_several_times_in_memory_isnt_overwritten": [
-        (_carriers, "check_writable", _carriers.check_dense)
+        (_dtype_emulation, "check_writable", _dtype_emulation.check_dense)
     ],
     "whatever_is_raised_while_a_value_is_encoded_is_an_error_on_every_rank": [
         (module, "frame_or_reason", _knows_one_kind_of_error)
-        for module in (gathers, messages, payload, transfers)
+        for module in (gathers, p2p, codec, broadcasts)
     ],
     "classes_of_tensors_arrive_as_they_are_where_a_value_is_carried": [
-        (payload, "_is_exact", payload.is_dense)
+        (codec, "_is_exact", codec.is_dense)
     ],
-    "tensors_of_other_kinds_travel_as_objects": [(payload, "_write_object", _makes_tensors_dense)],
+    "tensors_of_other_kinds_travel_as_objects": [(codec, "_write_object", _makes_tensors_dense)],
     "conjugate_and_negative_views_are_what_they_show": [
-        (payload, "_write_tensor", _writes_what_lies_in_memory)
+        (codec, "_write_tensor", _writes_what_lies_in_memory)
     ],
-    "empty_tensors_of_any_shape_arrive": [(_frames._Reader, "header", _counts_sizes_beside_a_zero)],
+    "empty_tensors_of_any_shape_arrive": [(codec._Reader, "header", _counts_sizes_beside_a_zero)],
     "what_pickle_would_turn_into_something_else_doesnt": [
-        (_objects._Pickler, "reducer_override", cloudpickle.Pickler.reducer_override)
+        (pickling._Pickler, "reducer_override", cloudpickle.Pickler.reducer_override)
     ],
 }
 

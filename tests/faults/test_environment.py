@@ -19,7 +19,7 @@ import unisono
 from _measures import Table, slack
 from unisono.cli.run import run
 from unisono.errors import UnisonoError
-from unisono.models import _native_meeting
+from unisono.models.native import rendezvous
 from unisono.topology import RankInfo
 
 AT_ONCE_S = 0.1
@@ -84,9 +84,9 @@ def test_variables_without_peers(monkeypatch: pytest.MonkeyPatch, table: Table) 
 def test_set_up_has_a_limit_and_a_warning_of_its_own(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert (_native_meeting._LIMIT_S, _native_meeting._WARN_AFTER_S) == (60, 10)
-    monkeypatch.setattr(_native_meeting, "_LIMIT_S", 1.0)
-    monkeypatch.setattr(_native_meeting, "_WARN_AFTER_S", 0.3)
+    assert (rendezvous._LIMIT_S, rendezvous._WARN_AFTER_S) == (60, 10)
+    monkeypatch.setattr(rendezvous, "_LIMIT_S", 1.0)
+    monkeypatch.setattr(rendezvous, "_WARN_AFTER_S", 0.3)
     for rank, awaited in (("0", "for rank 1"), ("1", "for somebody to listen")):
         caplog.clear()
         seconds, _ = refused({"RANK": rank, "MASTER_PORT": free_port()}, monkeypatch)
@@ -97,14 +97,14 @@ def test_set_up_has_a_limit_and_a_warning_of_its_own(
 
 
 def test_the_limit_begins_anew_while_ranks_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_native_meeting, "_LIMIT_S", 1.5)
+    monkeypatch.setattr(rendezvous, "_LIMIT_S", 1.5)
     port = int(free_port())
     info = RankInfo(0, 3, nnodes=1, master_addr="127.0.0.1", master_port=port, source="torchrun")
     begin, came = time.monotonic(), []
 
     def come(rank: int) -> None:
         threading.Event().wait(begin + rank - time.monotonic())  # each a second after the other
-        _native_meeting.Meeting(replace(info, rank=rank), None).store()
+        rendezvous.Meeting(replace(info, rank=rank), None).store()
         came.append(time.monotonic() - begin)
 
     with ThreadPoolExecutor(3) as ranks:

@@ -29,9 +29,10 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 import unisono as idist
 from _measures import slack
 from _needs import require_backend
-from unisono._context import communicator
+from unisono.context import communicator
 from unisono.errors import UnisonoError, WorkerFailedError
-from unisono.launchers import _channel, processes
+from unisono.launchers import processes
+from unisono.launchers.job import channel
 
 SEED = int(os.environ.get("UNISONO_INTERRUPTS_SEED", random.SystemRandom().randrange(2**31)))
 TIMES = int(os.environ.get("UNISONO_INTERRUPTS", 0))
@@ -352,15 +353,15 @@ def test_a_message_that_an_interrupt_tore_is_never_taken_for_another() -> None:
     for place in itertools.count(1):
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            inbox = _channel.Inbox(ours)
+            inbox = channel.Inbox(ours)
             for body in (b"first", b"second"):
-                _channel.send(theirs, _channel.RESULT, body)
+                channel.send(theirs, channel.RESULT, body)
             with contextlib.suppress(KeyboardInterrupt), interrupted_at(place) as places:
-                assert inbox.take() == (_channel.RESULT, b"first")
+                assert inbox.take() == (channel.RESULT, b"first")
             if not places.where:
                 return
             with contextlib.suppress(EOFError):  # else nothing had been taken
-                assert inbox.take() == (_channel.RESULT, b"first")
+                assert inbox.take() == (channel.RESULT, b"first")
 
 
 def _ranks_left() -> list[int]:

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 import unisono
 from _measures import Clock, Table, says_little
 from _needs import require_backend
-from unisono import WorkerPool, _context
+from unisono import WorkerPool, context
 from unisono.errors import WorkerFailedError
 
 END_S = 20.0  # a failed job is over long before; the machine may be busy
@@ -50,7 +50,7 @@ def test_leaving_waits_for_no_rank_that_is_stopped(
             os.sched_yield()
         begin = time.monotonic()
         if way == "abort":
-            _context.current_model().abort()
+            context.current_model().abort()
         else:
             unisono.finalize()
         took.write_text(str(time.monotonic() - begin))

@@ -213,9 +213,9 @@ def test_the_secret_of_a_pool_is_in_no_argv_environment_or_log(
 
 def test_a_stranger_at_the_pools_door_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes first, twice: once it says nothing true, once it gives no word at all."""
-    from unisono import _crew
+    from unisono.pool import replicas
 
-    listen = vars(_crew)["listen_locally"]
+    listen = vars(replicas)["listen_locally"]
     strangers: list[socket.socket] = []
 
     def listen_and_be_visited(stack: contextlib.ExitStack) -> Any:
@@ -227,7 +227,7 @@ def test_a_stranger_at_the_pools_door_is_sent_away(monkeypatch: pytest.MonkeyPat
             strangers.append(stranger)
         return made
 
-    monkeypatch.setattr(_crew, "listen_locally", listen_and_be_visited)
+    monkeypatch.setattr(replicas, "listen_locally", listen_and_be_visited)
     with WorkerPool("gloo", nproc_per_node=2) as pool:
         assert pool.run(lambda local_rank: unisono.all_gather(local_rank)) == [[0, 1]] * 2
     for stranger in strangers:

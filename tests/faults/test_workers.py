@@ -129,7 +129,7 @@ def test_a_fault_in_finalize(way: Way, fault: str, clock: Clock, table: Table) -
             if way.backend == "gloo":
                 vars(dist)["destroy_process_group"] = end
             else:
-                setattr(type(unisono._context.current_model()), "finalize", end)  # noqa: B010
+                setattr(type(unisono.context.current_model()), "finalize", end)  # noqa: B010
 
     with pytest.raises(WorkerFailedError) as caught:
         way.run(fn)

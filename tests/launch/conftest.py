@@ -11,7 +11,7 @@ import virtual_hosts
 import virtual_slurm
 
 from _needs import require
-from unisono.launchers._checks import why_no_mpi
+from unisono.launchers.availability import why_no_mpi
 
 LAUNCHERS = ("processes", "torchrun", "mpi", "slurm", "ray")
 

@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from unisono import environments
 from unisono.cli import main
+from unisono.environments import detection
 from unisono.errors import ArgumentError
-from unisono.launchers import _local, _mpi_script, slurm, torchrun
-from unisono.launchers._rank.program import Manner, variables
-from unisono.launchers._rank.report import Reader, Report, encode
-from unisono.launchers._ray_actor import seats
-from unisono.launchers._script import RANK, Script, env_for, without_job
+from unisono.launchers import processes, slurm, torchrun
+from unisono.launchers.mpi import script as mpi_script
+from unisono.launchers.ray.actor import seats
+from unisono.launchers.script.rank.program import Manner, variables
+from unisono.launchers.script.rank.report import Reader, Report, encode
+from unisono.launchers.script.script import RANK, Script, env_for, without_job
 from unisono.topology import LaunchPlan, RankInfo
 
 PROGRAM = (sys.executable, "train.py", "--lr", "0.1", "two words")
@@ -43,12 +44,12 @@ def infos(counts: tuple[int, ...]) -> list[RankInfo]:
 @pytest.mark.parametrize("counts", [(1,), (2,), (3, 1), (1, 3), (2, 2, 1)])
 def test_what_ranks_read_is_what_was_planned(counts: tuple[int, ...]) -> None:
     for info in infos(counts):
-        assert environments.detect(env_for(info)) == info
+        assert detection.detect(env_for(info)) == info
 
 
 def test_local_ranks_read_what_was_planned() -> None:
-    for info in _local.infos(script(nproc_per_node=3), "127.0.0.1", 4000):
-        assert environments.detect(env_for(info, 1, 2)) == info
+    for info in processes.infos(script(nproc_per_node=3), "127.0.0.1", 4000):
+        assert detection.detect(env_for(info, 1, 2)) == info
         assert (info.world_size, info.local_world_size, info.nnodes) == (3, 3, 1)
 
 
@@ -56,7 +57,7 @@ def test_local_ranks_read_what_was_planned() -> None:
 def test_ray_seats_ranks_by_node(nodes: str) -> None:
     found = seats(nodes, "10.0.0.1", 4000)
     for rank, info in enumerate(found):
-        assert environments.detect(env_for(info)) == info
+        assert detection.detect(env_for(info)) == info
         same = [other for other in range(len(nodes)) if nodes[other] == nodes[rank]]
         assert (info.rank, info.local_rank) == (rank, same.index(rank))
         assert (info.local_world_size, info.nnodes) == (len(same), len(set(nodes)))
@@ -163,11 +164,11 @@ def test_options_are_given_on_the_command_line(
 
 @pytest.mark.parametrize(("version", "option"), [(OPEN_MPI, "--host"), (HYDRA, "-hosts")])
 def test_mpiexec(version: str, option: str) -> None:
-    words = _mpi_script.argv(script(), ["mpiexec"], version)
+    words = mpi_script.argv(script(), ["mpiexec"], version)
     assert words[:3] == ["mpiexec", "-n", "2"]
     assert words[words.index(option) + 1] == "localhost"
     assert words[-len(RANK_WORDS) :] == RANK_WORDS
-    words = _mpi_script.argv(script(hosts=(("a", 3), ("b", 1))), ["mpiexec"], version)
+    words = mpi_script.argv(script(hosts=(("a", 3), ("b", 1))), ["mpiexec"], version)
     assert words[:3] == ["mpiexec", "-n", "4"]
     assert words[words.index(option) + 1] == "a:3,b:1"
 

@@ -263,7 +263,7 @@ print("refused twice")
 VICTIM = """
 import subprocess, sys
 import unisono as idist
-from unisono._context import current_model
+from unisono.context import current_model
 
 idist.initialize("zmq")
 if idist.get_rank() == 0:

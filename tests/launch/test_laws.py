@@ -17,8 +17,8 @@ from _command import wait_until
 
 import unisono
 from unisono import registry
-from unisono.control.deadlines import require_time
-from unisono.environments import ENVIRONMENTS
+from unisono.deadlines import require_time
+from unisono.environments.detection import ENVIRONMENTS
 from unisono.errors import EnvironmentDetectionError
 from unisono.launchers.processes import launch as processes
 from unisono.rendezvous import host_store

@@ -11,7 +11,7 @@ from _command import UNISONO, run
 from test_nodes import free_port
 
 import unisono
-from unisono._context import communicator
+from unisono.context import communicator
 from unisono.errors import ContextError
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(200)]
@@ -34,7 +34,7 @@ def test_a_tcp_url_works_where_a_store_is_hosted(name: str, tmp_path: Path) -> N
 
 PRIVATE = """
 import os, unisono
-from unisono._context import communicator
+from unisono.context import communicator
 unisono.initialize("gloo")
 known = communicator().secret is not None  # before ranks could agree on one
 print("PRIVATE", "UNISONO_PRIVATE_STORE" in os.environ, known, unisono.all_gather(known))

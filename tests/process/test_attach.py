@@ -18,7 +18,7 @@ import torch.distributed as dist
 from _by_hand import by_hand, join, join_by_tcp, leave, prepare
 
 import unisono
-from unisono._context import current_model
+from unisono.context import current_model
 from unisono.errors import ContextError
 
 

@@ -22,8 +22,8 @@ from _by_hand import by_hand, join, leave, prepare
 from torch._C._distributed_c10d import FileStore
 
 import unisono
-from unisono._context import communicator
-from unisono.control import addresses, meeting, plane
+from unisono.context import communicator
+from unisono.control import addresses, plane, rendezvous
 from unisono.errors import (
     ArgumentError,
     CollectiveError,
@@ -351,7 +351,7 @@ def test_hosts_of_different_size_meet_in_a_tree_over_tcp(tmp_path: Path) -> None
         os.environ.update(UNISONO_FAN_OUT="2", UNISONO_SOCKET_IFNAME="lo")
         join(tmp_path, rank, 7)
         model, before = communicator(), len(listening())
-        hub = meeting.meet(model, None, plane.INLINE_BYTES, hosts[rank])
+        hub = rendezvous.meet(model, None, plane.INLINE_BYTES, hosts[rank])
         assert hub is not None
         model.planes[EVERYBODY] = hub
         found = [unisono.all_gather(rank), unisono.all_reduce({"a": rank, "b": torch.ones(2)})["a"]]
@@ -378,15 +378,15 @@ def test_strangers_are_dropped_and_nothing_listens_afterwards(tmp_path: Path) ->
         def bind_and_be_visited(stack: Any) -> Any:
             made = bind(stack)
             names.append(made[1])
-            greeting = meeting._HELLO.pack(1, 0, b"x" * 16)
-            without_the_secret = greeting + bytes(meeting._PROOF_BYTES)
+            greeting = rendezvous._HELLO.pack(1, 0, b"x" * 16)
+            without_the_secret = greeting + bytes(rendezvous._PROOF_BYTES)
             for data in (b"", b"\xff" * 500, greeting, without_the_secret):
                 stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
                 stranger.connect(made[1].replace("@", "\0", 1))
                 stranger.sendall(data)
             return made
 
-        vars(meeting)["listen_locally"] = bind_and_be_visited
+        vars(rendezvous)["listen_locally"] = bind_and_be_visited
         found = unisono.all_gather(rank)
         assert model.planes[EVERYBODY] is not None
         table = Path("/proc/net/unix").read_text().splitlines()
@@ -405,7 +405,7 @@ def test_where_sockets_cannot_be_had_the_models_own_collectives_serve(tmp_path: 
             def refuse(stack: Any) -> Any:
                 raise OSError("no sockets here")
 
-            vars(meeting)["listen_locally"] = refuse
+            vars(rendezvous)["listen_locally"] = refuse
         join(tmp_path, rank, 3)
         found = [unisono.all_gather("é" * rank), unisono.all_reduce(rank)]
         with pytest.raises(CollectiveMismatchError):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import unisono
-from unisono.control.deadlines import limit_of
+from unisono.deadlines import limit_of
 from unisono.errors import ArgumentError, CollectiveTimeoutError
 
 CALLS: dict[str, Callable[[], Any]] = {

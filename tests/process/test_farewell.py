@@ -20,8 +20,8 @@ from _by_hand import by_hand, join, leave, prepare
 from torch._C._distributed_c10d import FileStore
 
 import unisono
-from unisono._context import communicator
-from unisono.control import absence, offers
+from unisono.context import communicator
+from unisono.control import missing, rendezvous
 from unisono.errors import ContextError, PeerFailedError
 from unisono.topology import EVERYBODY
 
@@ -157,8 +157,8 @@ def test_a_death_is_seen_although_a_forked_child_lives_on(seen_by: str, tmp_path
 
     def fn(rank: int) -> Any:
         if seen_by == "its connection":  # as between hosts
-            vars(offers)["host_of_this_process"] = lambda: f"host {rank}"
-            vars(absence)["watch"] = lambda pids: {}
+            vars(rendezvous)["host_of_this_process"] = lambda: f"host {rank}"
+            vars(missing)["watch"] = lambda pids: {}
             os.environ["UNISONO_SOCKET_IFNAME"] = "lo"
         start(tmp_path, rank, 2)
         ends = pidfds()

@@ -13,7 +13,7 @@ import torch
 
 import unisono
 from _needs import require_backend
-from unisono._context import current_model, replica
+from unisono.context import current_model, replica
 from unisono.errors import ArgumentError, CollectiveTimeoutError, WorkerFailedError
 
 BIG = 2_000_000  # elements: more than what travels in a round

@@ -15,10 +15,10 @@ import torch
 from _by_hand import by_hand, join, leave, prepare
 
 import unisono
-from unisono._context import communicator
-from unisono.control import lane
-from unisono.control.lane import LANE_BYTES
+from unisono.context import communicator
 from unisono.control.plane import INLINE_BYTES
+from unisono.host import mailbox
+from unisono.host.mailbox import LANE_BYTES
 from unisono.topology import EVERYBODY
 
 SIZES = (0, 300, 16_000, 65_535, 70_000, 1_000_000, LANE_BYTES // 3, LANE_BYTES, LANE_BYTES + 1)
@@ -73,7 +73,7 @@ def test_values_of_all_lengths_are_whole(pairs: int, world_size: int, tmp_path: 
         return hub.shares_memory, hub.inline_bytes
 
     found = by_hand(fn, world_size)
-    have = min(pairs, world_size - 1) if lane.is_here() else 0
+    have = min(pairs, world_size - 1) if mailbox.is_here() else 0
     assert sum(shares for shares, _ in found[1:]) == have
     is_everywhere = have == world_size - 1
     assert found[0][0] == is_everywhere
@@ -122,7 +122,7 @@ def test_jobs_of_two_users_on_one_host_do_not_meet() -> None:
 
 CONTAINED = """
 import sys, unisono
-from unisono._context import communicator
+from unisono.context import communicator
 from unisono.topology import EVERYBODY
 
 unisono.initialize("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)

@@ -21,10 +21,10 @@ from _by_hand import by_hand, join, join_by_tcp, leave, prepare
 from torch._C._distributed_c10d import TCPStore
 
 import unisono
-from unisono._context import communicator
-from unisono.control import addresses, meeting, offers, plane
+from unisono.context import communicator
+from unisono.control import addresses, plane, rendezvous
 from unisono.errors import ContextError, EnvironmentDetectionError, PeerRefusedError
-from unisono.models import _native_meeting
+from unisono.models.native import rendezvous as native_rendezvous
 from unisono.topology import EVERYBODY, RankInfo
 
 RANKS = 200
@@ -62,7 +62,7 @@ def meet(host: str | None = None) -> Any:
     model = communicator()
     with heard() as said:
         for _ in range(2):
-            model.planes[EVERYBODY] = hub = meeting.meet(model, None, plane.INLINE_BYTES, host)
+            model.planes[EVERYBODY] = hub = rendezvous.meet(model, None, plane.INLINE_BYTES, host)
     return hub, said
 
 
@@ -70,7 +70,7 @@ def test_hosts_that_were_taken_for_one_meet_over_tcp(tmp_path: Path) -> None:
     def fn(rank: int) -> Any:
         os.environ["UNISONO_SOCKET_IFNAME"] = "lo"
         join_by_tcp(tmp_path, rank, "127.0.0.1")
-        vars(offers)["host_of_this_process"] = lambda: f"host {rank}"
+        vars(rendezvous)["host_of_this_process"] = lambda: f"host {rank}"
         nnodes = communicator().topology.nnodes
         hub, said = meet()
         found = unisono.all_gather(rank)
@@ -101,7 +101,7 @@ def test_without_an_address_for_other_hosts_rank_0_is_told_once_what_to_do(
         seconds = time.monotonic() - begin
         found = unisono.all_gather("é" * rank)
         leave()
-        return hub, said, found, seconds < meeting._SET_UP_S
+        return hub, said, found, seconds < rendezvous._SET_UP_S
 
     (hub, said, *found), other = by_hand(fn)
     assert hub is None
@@ -146,7 +146,7 @@ def test_more_ranks_than_wait_at_a_listener_are_all_let_in() -> None:
         until, made = time.monotonic() + 20, []
 
         def connect() -> None:
-            sock = meeting._connect_until(int(socket.AF_UNIX), address, until)
+            sock = rendezvous._connect_until(int(socket.AF_UNIX), address, until)
             made.append(stack.enter_context(sock))
 
         threads = [threading.Thread(target=connect) for _ in range(RANKS)]
@@ -165,7 +165,7 @@ def test_a_listener_that_never_lets_in_is_given_up() -> None:
         listener.listen(0)
         with pytest.raises(BlockingIOError):
             for _ in range(2):
-                sock = meeting._connect_until(int(socket.AF_UNIX), listener.getsockname(), 0.0)
+                sock = rendezvous._connect_until(int(socket.AF_UNIX), listener.getsockname(), 0.0)
                 stack.enter_context(sock)
 
 
@@ -204,7 +204,7 @@ def test_ranks_that_were_told_different_fan_outs_take_that_of_the_first(tmp_path
 def test_of_ranks_that_wait_for_one_that_is_slow_one_warns(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_native_meeting, "_WARN_AFTER_S", 0.2)
+    monkeypatch.setattr(native_rendezvous, "_WARN_AFTER_S", 0.2)
     store = TCPStore("127.0.0.1", 0, 8, is_master=True, wait_for_workers=False)
     job = RankInfo(0, 8, nnodes=1, master_addr="127.0.0.1", master_port=store.port)
     limit = timedelta(seconds=3)
@@ -212,7 +212,7 @@ def test_of_ranks_that_wait_for_one_that_is_slow_one_warns(
     def come(rank: int) -> str:
         info = replace(job, rank=rank, source="torchrun", store_is_hosted=True)
         with pytest.raises(ContextError) as caught:
-            _native_meeting.Meeting(info, limit).store()
+            native_rendezvous.Meeting(info, limit).store()
         return str(caught.value)
 
     with ThreadPoolExecutor(7) as ranks:
@@ -250,12 +250,12 @@ def test_who_listens_but_is_no_rank_is_found_out(tmp_path: Path) -> None:
     def answer(listener: socket.socket) -> None:
         caller, _ = listener.accept()
         with caller:
-            meeting._read(caller, meeting._HELLO.size)
-            caller.sendall(os.urandom(meeting._PROOF_BYTES + 16))
+            rendezvous._read(caller, rendezvous._HELLO.size)
+            caller.sendall(os.urandom(rendezvous._PROOF_BYTES + 16))
             caller.recv(1)  # until it is left
 
     def fn(rank: int) -> Any:
-        vars(meeting)["_SET_UP_S"] = 2.0
+        vars(rendezvous)["_SET_UP_S"] = 2.0
         bind = addresses.listen_locally
 
         def be_misled(stack: Any) -> Any:
@@ -265,7 +265,7 @@ def test_who_listens_but_is_no_rank_is_found_out(tmp_path: Path) -> None:
             return mine, address
 
         if rank == 0:
-            vars(meeting)["listen_locally"] = be_misled
+            vars(rendezvous)["listen_locally"] = be_misled
         join(tmp_path, rank, 2)
         with heard() as said, pytest.raises(PeerRefusedError) as caught:
             unisono.all_gather(rank)
@@ -295,7 +295,7 @@ def test_another_user_is_sent_away_even_with_a_greeting(tmp_path: Path) -> None:
             stranger.connect(addresses.local_address(address))
             os.close(end)
             with contextlib.suppress(OSError):
-                stranger.sendall(meeting._HELLO.pack(1, 0, b"x" * 16))
+                stranger.sendall(rendezvous._HELLO.pack(1, 0, b"x" * 16))
                 os._exit(len(stranger.recv(1)))
 
     def fn(rank: int) -> Any:
@@ -318,7 +318,7 @@ def test_another_user_is_sent_away_even_with_a_greeting(tmp_path: Path) -> None:
             return made
 
         if rank == 0:
-            vars(meeting)["listen_locally"] = bind_and_be_visited
+            vars(rendezvous)["listen_locally"] = bind_and_be_visited
         join(tmp_path, rank, 2)
         found = unisono.all_gather(rank)
         connected = communicator().planes[EVERYBODY] is not None

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
 
 import unisono as idist
 from unisono.errors import ArgumentError, BackendUnavailableError, ContextError
-from unisono.models import _native_setup as setup
+from unisono.models.native import process_group as setup
 from unisono.topology import RankInfo
 
 

@@ -115,7 +115,7 @@ def test_no_replica_outlives_a_parent_that_is_killed() -> None:
 
 @pytest.mark.parametrize(
     ("method", "mark", "fd"),
-    [("forkserver", "unisono_helper", 2), ("spawn", "launchers._worker", 1)],
+    [("forkserver", "unisono_helper", 2), ("spawn", "launchers.job.worker", 1)],
     ids=["the helper", "a worker"],
 )
 def test_nobody_who_is_still_starting_outlives_a_parent_that_is_killed(

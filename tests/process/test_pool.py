@@ -21,7 +21,7 @@ from _witness import SOURCES, gone
 
 import unisono
 from unisono import WorkerPool
-from unisono.control.deadlines import limit_of
+from unisono.deadlines import limit_of
 from unisono.errors import (
     ArgumentError,
     CollectiveMismatchError,
@@ -176,7 +176,7 @@ def test_a_call_that_raises_ends_those_that_never_come_back(
         for others in (stop, hold_the_gil, wait_for_torch, spin):
             before = pool.run(ident)
             if others is spin:
-                monkeypatch.setattr("unisono._crew._PATIENCE_S", 0.5)
+                monkeypatch.setattr("unisono.pool.replicas._PATIENCE_S", 0.5)
             start = time.monotonic()
             with pytest.raises(WorkerFailedError, match="rank 1 of 2 raised KeyError"):
                 pool.run(fail, others)

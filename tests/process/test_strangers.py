@@ -24,11 +24,11 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import unisono
 from unisono import WorkerPool
-from unisono._context import communicator
-from unisono.control import authentication, meeting
-from unisono.control.strangers import strangers
+from unisono.context import communicator
+from unisono.control import handshake, rendezvous
+from unisono.control.handshake import strangers
 from unisono.errors import CollectiveError, PeerRefusedError
-from unisono.launchers import _store
+from unisono.launchers.job import store as job_store
 from unisono.topology import Topology
 
 NOBODY = 65534
@@ -103,7 +103,7 @@ def take_the_seat_of_rank_1(port: int, pwned: str, reached: int) -> None:
 @contextlib.contextmanager
 def attacked(monkeypatch: pytest.MonkeyPatch, pwned: Path) -> Iterator[list[int]]:
     """Let the stranger be at the store of each job before its first rank is."""
-    host, ports = _store.host, list[int]()
+    host, ports = job_store.host, list[int]()
     with contextlib.ExitStack() as held:
 
         def host_and_be_visited(plan: Any) -> Any:
@@ -119,7 +119,7 @@ def attacked(monkeypatch: pytest.MonkeyPatch, pwned: Path) -> Iterator[list[int]
             ports.append(port)
             return made
 
-        monkeypatch.setattr(_store, "host", host_and_be_visited)
+        monkeypatch.setattr(job_store, "host", host_and_be_visited)
         yield ports
 
 
@@ -230,7 +230,7 @@ def test_one_that_lies_about_its_user_is_found_out_by_the_kernel(liar: int, tmp_
     tmp_path.chmod(0o777)
 
     def fn(rank: int) -> Any:
-        vars(meeting)["_SET_UP_S"] = 3.0
+        vars(rendezvous)["_SET_UP_S"] = 3.0
         load()
         join(tmp_path, rank, 2)
         if rank == liar:
@@ -238,7 +238,7 @@ def test_one_that_lies_about_its_user_is_found_out_by_the_kernel(liar: int, tmp_
             os.setuid(NOBODY)
         with pytest.raises(CollectiveError) as caught:
             unisono.sync()
-            meeting.meet(communicator(), None, 1 << 10, "here")
+            rendezvous.meet(communicator(), None, 1 << 10, "here")
         return type(caught.value).__name__, str(caught.value), os.getpid()
 
     (tmp_path / "store").touch()
@@ -320,7 +320,7 @@ def test_a_proof_is_of_one_direction_one_group_and_one_time() -> None:
 
     for label in ("a", "b", "a"):
         with pytest.raises(PeerRefusedError, match="what answered as rank 1"):
-            authentication.authenticate(Wire(0), None, b"s" * 32, label)  # type: ignore[arg-type]
+            handshake.authenticate(Wire(0), None, b"s" * 32, label)  # type: ignore[arg-type]
     assert len(set(sent)) == 3
 
 

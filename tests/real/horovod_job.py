@@ -31,9 +31,9 @@ from unisono.errors import (
     PeerFailedError,
     UnsupportedOperation,
 )
-from unisono.models._horovod_meeting import Store, meet
-from unisono.models.horovod import HorovodModel
-from unisono.reduction import ReduceOp, fold_tensors
+from unisono.model.reduction import ReduceOp, fold_tensors
+from unisono.models.horovod.model import HorovodModel
+from unisono.models.horovod.rendezvous import Store, meet
 from unisono.topology import ContextHint, Group, RankInfo
 
 BRIEF = timedelta(seconds=3)

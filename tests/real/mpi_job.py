@@ -15,9 +15,9 @@ from torch import Tensor
 
 import unisono as idist
 from unisono.errors import CollectiveTimeoutError, ContextError, GroupMembershipError
-from unisono.models import _mpi_setup as setup
-from unisono.models.mpi import MpiModel
-from unisono.reduction import ReduceOp, fold_tensors
+from unisono.model.reduction import ReduceOp, fold_tensors
+from unisono.models.mpi import world as setup
+from unisono.models.mpi.model import MpiModel
 from unisono.testing import keep_laws, law_names
 from unisono.topology import ContextHint, Group, RankInfo
 

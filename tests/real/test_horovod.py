@@ -32,7 +32,7 @@ from unisono.errors import (
     UnsupportedOperation,
     WorkerFailedError,
 )
-from unisono.reduction import ReduceOp
+from unisono.model.reduction import ReduceOp
 from unisono.topology import EVERYBODY, LaunchPlan, RankInfo
 
 SOURCES = Path(__file__).parents[2] / "src"
@@ -194,7 +194,7 @@ def test_alone_where_there_should_be_peers() -> None:
 
 def launch(entry: Callable[[Any], Any], size: int = 2, **options: Any) -> list[Any]:
     """Launch with a model in each replica."""
-    from unisono.models.horovod import HorovodModel
+    from unisono.models.horovod.model import HorovodModel
 
     return HorovodModel.launch(entry, LaunchPlan(size), **options)
 
@@ -225,7 +225,7 @@ def test_launch_prints_what_replicas_print(capfd: pytest.CaptureFixture[str]) ->
         sys.stdout.write(f"out of {info.rank}\n")
         sys.stderr.write(f"err of {info.rank}\n")
 
-    from unisono.launchers.horovod import launch
+    from unisono.launchers.horovod.functions import launch
 
     launch(entry, LaunchPlan(2))
     said = capfd.readouterr()
@@ -374,7 +374,7 @@ def test_launch_refuses_what_cannot_be_pickled() -> None:
 def test_misuse_is_refused_before_anything_starts(
     plan: LaunchPlan, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from unisono.models.horovod import HorovodModel
+    from unisono.models.horovod.model import HorovodModel
 
     monkeypatch.setattr(subprocess, "Popen", None)
     with pytest.raises(ArgumentError):
@@ -441,7 +441,7 @@ def test_launch_on_two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 PARENT = """
-from unisono.models.horovod import HorovodModel
+from unisono.models.horovod.model import HorovodModel
 from unisono.topology import LaunchPlan
 def entry(model):
     model.barrier()
@@ -540,7 +540,7 @@ def _adds(local_rank: int) -> int:
 
 
 def test_what_it_lacks_is_undeclared() -> None:
-    from unisono.models.horovod import HorovodModel
+    from unisono.models.horovod.model import HorovodModel
 
     assert HorovodModel.capabilities == {"groups", "launch"}
     assert HorovodModel.why_unavailable("horovod") is None

@@ -32,10 +32,10 @@ from unisono.errors import (
     UnsupportedOperation,
     WorkerFailedError,
 )
-from unisono.launchers import mpi as launcher
-from unisono.models import _mpi_probe as probe
-from unisono.models.mpi import MpiModel
-from unisono.reduction import ReduceOp
+from unisono.launchers.mpi import functions as launcher
+from unisono.model.reduction import ReduceOp
+from unisono.models.mpi import availability as probe
+from unisono.models.mpi.model import MpiModel
 from unisono.topology import LaunchPlan, RankInfo, Topology
 
 SOURCES = Path(idist.__file__).parents[1]
@@ -200,9 +200,9 @@ class TestProbing:
     def test_import_and_probe_load_nothing_of_mpi4py(self) -> None:
         code = (
             "import sys, unisono; unisono.available_backends(); unisono.get_rank()\n"
-            "import unisono.models.mpi, unisono.launchers.mpi\n"
+            "import unisono.models.mpi.model, unisono.launchers.mpi.functions\n"
             "from unisono.topology import ContextHint\n"
-            "model = unisono.models.mpi.MpiModel\n"
+            "model = unisono.models.mpi.model.MpiModel\n"
             "model.why_unavailable('mpi4py'); assert model.from_context(ContextHint()) is None\n"
             "print([name for name in sys.modules if name.startswith('mpi4py')])"
         )
@@ -213,7 +213,7 @@ class TestProbing:
 
     def test_a_world_of_one_that_no_mpiexec_made_is_not_adopted(self, runtime: None) -> None:
         code = (
-            "from mpi4py import MPI; from unisono.models.mpi import MpiModel\n"
+            "from mpi4py import MPI; from unisono.models.mpi.model import MpiModel\n"
             "from unisono.topology import ContextHint; assert MPI.Is_initialized()\n"
             "print(MpiModel.from_context(ContextHint()))"
         )
@@ -250,7 +250,7 @@ class TestProbing:
         broken = tmp_path / "libmpi.so"
         broken.write_text("no library")
         code = (
-            "from unisono.models.mpi import MpiModel; from unisono.topology import RankInfo\n"
+            "from unisono.models.mpi.model import MpiModel; from unisono.topology import RankInfo\n"
             "from unisono.errors import BackendUnavailableError\n"
             "try: MpiModel.initialize('mpi4py', RankInfo(0, 1))\n"
             "except BackendUnavailableError as error: print(error.__cause__ is not None, error)"
@@ -341,7 +341,7 @@ class TestLauncher:
 
     def test_ranks_end_with_a_parent_that_is_killed(self, tmp_path: Path) -> None:
         code = (
-            "import os, pathlib, time; from unisono.launchers.mpi import launch\n"
+            "import os, pathlib, time; from unisono.launchers.mpi.functions import launch\n"
             "from unisono.topology import LaunchPlan\n"
             "def entry(info):\n"
             f"    pathlib.Path({str(tmp_path)!r}, f'rank{{info.rank}}').write_text('')\n"

@@ -32,11 +32,11 @@ from unisono.errors import (
     UnsupportedOperation,
     WorkerFailedError,
 )
-from unisono.launchers import xla as launcher
-from unisono.model import ComputationModel
-from unisono.models._xla_meeting import MEETING
-from unisono.models.xla import XlaModel
-from unisono.reduction import ReduceOp, fold_tensors
+from unisono.launchers.xla import functions as launcher
+from unisono.model.contract import ComputationModel
+from unisono.model.reduction import ReduceOp, fold_tensors
+from unisono.models.xla.model import XlaModel
+from unisono.models.xla.thread_exchange import MEETING
 from unisono.topology import ContextHint, LaunchPlan, RankInfo, Topology
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
@@ -532,7 +532,7 @@ def run_script(code: str, first: Path | None = None, **variables: str) -> str:
 def test_probing_imports_nothing_and_never_initialises_the_runtime() -> None:
     out = run_script(
         "import sys\n"
-        "from unisono.models.xla import XlaModel\n"
+        "from unisono.models.xla.model import XlaModel\n"
         "from unisono.topology import ContextHint\n"
         "print(XlaModel.from_context(ContextHint()), XlaModel.why_unavailable('xla-cpu'))\n"
         "print('torch_xla' in sys.modules)\n"
@@ -612,8 +612,8 @@ def test_the_facade_finds_the_replicas_of_xmp_spawn(how: str) -> None:
 def test_initialize_alone_needs_no_launcher() -> None:
     out = run_script(
         "import torch\n"
-        "from unisono.models.xla import XlaModel\n"
-        "from unisono.reduction import ReduceOp\n"
+        "from unisono.models.xla.model import XlaModel\n"
+        "from unisono.model.reduction import ReduceOp\n"
         "from unisono.topology import RankInfo\n"
         "from unisono.errors import ContextError\n"
         "try: XlaModel.initialize('xla-cpu', RankInfo(1, 2))\n"
@@ -737,7 +737,7 @@ def test_an_import_that_fails_is_a_backend_unavailable_error() -> None:
         "import sys, types\n"
         "sys.modules['torch_xla.runtime'] = None\n"
         "from unisono.errors import BackendUnavailableError\n"
-        "from unisono.models.xla import XlaModel\n"
+        "from unisono.models.xla.model import XlaModel\n"
         "from unisono.topology import RankInfo\n"
         "try: XlaModel.initialize('xla-cpu', RankInfo(0, 1))\n"
         "except BackendUnavailableError as error: print(type(error.__cause__).__name__)\n"

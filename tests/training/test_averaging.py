@@ -334,7 +334,7 @@ def test_extra_memory_is_one_bucket() -> None:
 
 
 def keeps_one_bucket(local_rank: int) -> None:
-    from unisono._context import current_model
+    from unisono.context import current_model
 
     tensors = [torch.ones(100_000) for _ in range(200)]  # 80 MB
     idist.all_reduce_params(tensors)

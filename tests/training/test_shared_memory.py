@@ -13,7 +13,7 @@ from worlds import QUICK, REAL, run, run_all
 import unisono as idist
 from unisono.compat import mmengine
 from unisono.errors import CollectiveMismatchError, PayloadError
-from unisono.training._aliases import OVERLAPS, aliases
+from unisono.training.agreement import OVERLAPS, aliases
 
 BOTH = [pytest.param("threads", 2, id="threads-2"), pytest.param("gloo", 2, id="gloo-2")]
 

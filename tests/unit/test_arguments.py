@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import unisono as idist
-from unisono._arguments import check_count, check_names, check_port, seconds
+from unisono.arguments import check_count, check_names, check_port, seconds
 from unisono.errors import ArgumentError
 
 

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import unisono as idist
-from unisono.collectives import _carriers as carriers
+from unisono.collectives import _dtype_emulation as carriers
 from unisono.errors import PayloadError
+from unisono.model.reduction import ReduceOp, fold_numbers, fold_tensors
 from unisono.models.serial import SerialModel
-from unisono.reduction import ReduceOp, fold_numbers, fold_tensors
 from unisono.testing.cases._law import same
 
 INTEGERS = [getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]

@@ -12,9 +12,9 @@ from contextlib import ExitStack, closing, suppress
 
 import pytest
 
-from unisono.control import door
+from unisono.control import handshake
 from unisono.control.addresses import listen_locally, peer
-from unisono.control.door import visitors
+from unisono.control.handshake import visitors
 
 WORD = b"open sesame"
 
@@ -91,7 +91,7 @@ def test_a_connection_has_one_second_in_all(listener: socket.socket, held: ExitS
 def test_the_oldest_makes_room(
     listener: socket.socket, held: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "_AT_ONCE", 3)
+    monkeypatch.setattr(handshake, "_AT_ONCE", 3)
     strangers = [knock(listener, held) for _ in range(20)]
     knock(listener, held, WORD)
     with closing(visitors(listener, check, time.monotonic() + 20)) as members:

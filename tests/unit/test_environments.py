@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono import environments
-from unisono.environments import ENVIRONMENTS, Finding, detect, explain
-from unisono.environments._hostlist import parse_hostlist
-from unisono.environments._port import port_of
+from unisono.environments import detection
+from unisono.environments.detection import ENVIRONMENTS, Finding, detect, explain
+from unisono.environments.hostlist import parse_hostlist
+from unisono.environments.reader import port_of
 from unisono.errors import EnvironmentDetectionError
 from unisono.topology import RankInfo
 
@@ -287,7 +287,7 @@ def test_any_hostlist_is_small_or_refused(text: str) -> None:
 
 
 def test_nothing_is_read_but_the_mapping() -> None:
-    for path in Path(inspect.getfile(environments)).parent.glob("*.py"):
+    for path in Path(inspect.getfile(detection)).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

@@ -20,15 +20,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from unisono import environments
-from unisono._arguments import number_in
-from unisono.control import calls, derived, plane
+from unisono.arguments import number_in
+from unisono.control import plane, signatures
+from unisono.control.connection import ALL, FAIL, GIVE, LATE, Line, LineClosed, read_failure
 from unisono.control.hub import Hub
-from unisono.control.neighbours import Neighbours
-from unisono.control.steps import Steps
-from unisono.control.tree import links
-from unisono.control.wire import ALL, FAIL, GIVE, LATE, Line, LineClosed, read_failure
-from unisono.environments import ENVIRONMENTS, detect, explain
+from unisono.control.signatures import Steps
+from unisono.control.tree import Neighbours, links
+from unisono.environments import detection
+from unisono.environments.detection import ENVIRONMENTS, detect, explain
 from unisono.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -36,6 +35,7 @@ from unisono.errors import (
     PeerFailedError,
     UnisonoError,
 )
+from unisono.model import fallback
 from unisono.topology import RankInfo
 
 LIMIT_BYTES = 4096
@@ -112,7 +112,7 @@ def test_a_frame_that_says_it_is_huge_takes_no_memory(size: int) -> None:
 @given(st.lists(st.binary(max_size=80), min_size=1, max_size=4))
 def test_what_ranks_say_of_their_calls_is_blobs_or_a_mismatch(said: list[bytes]) -> None:
     try:
-        blobs = calls.unpack(said, range(len(said)))
+        blobs = signatures.unpack(said, range(len(said)))
     except CollectiveMismatchError as error:
         assert "rank 0: " in str(error)
     else:
@@ -123,8 +123,8 @@ def test_what_ranks_say_of_their_calls_is_blobs_or_a_mismatch(said: list[bytes])
 @given(st.text(max_size=40), st.lists(st.binary(max_size=40), min_size=1, max_size=4))
 def test_what_is_packed_is_unpacked(call: str, blobs: list[bytes]) -> None:
     if len(call.encode("utf-8", "replace")) < 100 and call.isprintable():
-        packed = [calls.pack(call, blob) for blob in blobs]
-        assert calls.unpack(packed, range(len(blobs))) == blobs
+        packed = [signatures.pack(call, blob) for blob in blobs]
+        assert signatures.unpack(packed, range(len(blobs))) == blobs
 
 
 @FUZZ
@@ -211,17 +211,17 @@ def test_the_size_of_what_follows_is_a_number_or_an_error(said: bytes) -> None:
 
 
 @FUZZ
-@given(st.binary(min_size=derived.FRAME_BYTES, max_size=derived.FRAME_BYTES))
+@given(st.binary(min_size=fallback.FRAME_BYTES, max_size=fallback.FRAME_BYTES))
 def test_a_frame_of_the_derived_exchange_is_read_or_too_long(frame: bytes) -> None:
-    part = derived.inline_part(frame)
-    assert part is None or len(part) == derived.length_of(frame)
+    part = fallback.inline_part(frame)
+    assert part is None or len(part) == fallback.length_of(frame)
 
 
 # Variables
 
 
 # Every name in capitals that the environments' sources quote.
-SOURCES = Path(environments.__file__).parent.glob("*.py")
+SOURCES = Path(detection.__file__).parent.glob("*.py")
 VARIABLES = sorted(
     {name for path in SOURCES for name in re.findall(r'"([A-Z][A-Z0-9_]{3,})"', path.read_text())}
 )

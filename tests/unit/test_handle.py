@@ -11,7 +11,7 @@ import pytest
 
 import unisono as idist
 from unisono.errors import PayloadError
-from unisono.handle import Background, Handle, Outcome
+from unisono.model.handle import Background, Handle, Outcome
 
 
 class Boom(Exception):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from unisono.control import calls
-from unisono.control.history import History
+from unisono.control import signatures
+from unisono.control.signatures import History
 from unisono.errors import CollectiveMismatchError
 
 RIGHT = {
@@ -71,8 +71,8 @@ def test_two_calls_in_another_order_are_told_once(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_call_that_is_long_is_compared_whole() -> None:
-    frames = [calls.pack(f"all_gather {'x' * 5000}{end}", b"") for end in "ab"]
+    frames = [signatures.pack(f"all_gather {'x' * 5000}{end}", b"") for end in "ab"]
     assert max(map(len, frames)) < 2000
     with pytest.raises(CollectiveMismatchError):
-        calls.unpack(frames, [0, 1])
-    assert calls.unpack([frames[0]] * 2, [0, 1]) == [b"", b""]
+        signatures.unpack(frames, [0, 1])
+    assert signatures.unpack([frames[0]] * 2, [0, 1]) == [b"", b""]

@@ -10,20 +10,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from unisono.control import lane
-from unisono.control.lane import LANE_BYTES, Lane
-from unisono.control.wire import ALL, FAIL, GIVE, Line, LineClosed, entry, read_entries
+from unisono.control.connection import ALL, FAIL, GIVE, Line, LineClosed, entry, read_entries
+from unisono.host import mailbox
+from unisono.host.mailbox import LANE_BYTES, Lane
 
 FOREVER = float("inf")
 Frame = tuple[int, int, bytes]
 
-pytestmark = pytest.mark.skipif(not lane.is_here(), reason="there is no such memory here")
+pytestmark = pytest.mark.skipif(not mailbox.is_here(), reason="there is no such memory here")
 
 
 def shared() -> tuple[tuple[socket.socket, Lane], tuple[socket.socket, Lane]]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    first = lane.send(ours)
-    second = lane.receive(theirs)
+    first = mailbox.send(ours)
+    second = mailbox.receive(theirs)
     assert first is not None
     assert second is not None
     return (ours, first), (theirs, second)
@@ -100,7 +100,7 @@ def test_what_was_put_before_the_end_is_taken_before_it(ends: tuple[Line, Line])
 def test_an_absurd_length_takes_no_more_than_the_lane() -> None:
     (ours, first), (theirs, second) = shared()
     with ours, theirs:
-        first._words[first._out + lane._SIZE] = 2**64 - 1
+        first._words[first._out + mailbox._SIZE] = 2**64 - 1
         first._words[first._out] = 9
         frame = second.take()
     assert frame is not None
@@ -116,7 +116,7 @@ def test_memory_of_another_size_is_refused(size: int) -> None:
         socket.send_fds(ours, [b"+"], [fd])
         os.close(fd)
         with pytest.raises(OSError, match="another size"):
-            lane.receive(theirs)
+            mailbox.receive(theirs)
 
 
 def test_who_refuses_or_hangs_up_is_an_error() -> None:
@@ -126,7 +126,7 @@ def test_who_refuses_or_hangs_up_is_an_error() -> None:
             ours.sendall(said)
             ours.close()
             with pytest.raises(OSError, match=why):
-                lane.receive(theirs)
+                mailbox.receive(theirs)
 
 
 def test_with_a_line_its_memory_goes() -> None:
@@ -141,8 +141,8 @@ def test_without_shared_memory_there_is_no_lane(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with ours, theirs:
-        assert lane.send(ours) is None
-        assert lane.receive(theirs) is None
+        assert mailbox.send(ours) is None
+        assert mailbox.receive(theirs) is None
 
 
 def test_who_took_a_frame_and_left_before_being_woken_is_no_error(ends: tuple[Line, Line]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unisono._last_calls import LastCalls
+from unisono.at_exit import LastCalls
 
 
 def test_exit_handlers_leave_them_to_the_rank_and_peers_get_time_before_they_are_ended() -> None:

@@ -22,10 +22,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono._memory import from_bytes, to_bytes, view_bytes
-from unisono.control.derived import INLINE_TENSOR_BYTES
 from unisono.errors import PayloadError
-from unisono.payload import (
+from unisono.model.fallback import INLINE_TENSOR_BYTES
+from unisono.payload.codec import (
     TensorHeader,
     decode,
     encode,
@@ -37,6 +36,7 @@ from unisono.payload import (
     raise_failures,
     rides_data_plane,
 )
+from unisono.payload.memory import from_bytes, to_bytes, view_bytes
 from unisono.testing.cases._law import same
 
 CPU = torch.device("cpu")
@@ -290,12 +290,18 @@ def test_large_buffers_travel_out_of_band_once() -> None:
 
 def test_which_tensors_ride_the_data_plane() -> None:
     small = torch.zeros(INLINE_TENSOR_BYTES, dtype=torch.uint8)
-    assert not rides_data_plane(small)
-    assert rides_data_plane(torch.zeros(INLINE_TENSOR_BYTES + 1, dtype=torch.uint8))
-    assert not rides_data_plane(torch.zeros(INLINE_TENSOR_BYTES // 8, dtype=torch.int64))
-    assert rides_data_plane(torch.zeros(1).expand(INLINE_TENSOR_BYTES // 4 + 1))
+    assert not rides_data_plane(small, INLINE_TENSOR_BYTES)
+    assert rides_data_plane(
+        torch.zeros(INLINE_TENSOR_BYTES + 1, dtype=torch.uint8), INLINE_TENSOR_BYTES
+    )
+    assert not rides_data_plane(
+        torch.zeros(INLINE_TENSOR_BYTES // 8, dtype=torch.int64), INLINE_TENSOR_BYTES
+    )
+    assert rides_data_plane(
+        torch.zeros(1).expand(INLINE_TENSOR_BYTES // 4 + 1), INLINE_TENSOR_BYTES
+    )
     for other in (torch.eye(99).to_sparse(), torch.empty(999, device="meta"), "x" * 999, None):
-        assert not rides_data_plane(other)
+        assert not rides_data_plane(other, INLINE_TENSOR_BYTES)
         assert not is_dense(other)
     assert is_dense(small)
     assert [is_number(v) for v in (True, 1, 1.0, 1j, Color.RED, np.float64(1), "1")] == (
@@ -421,7 +427,7 @@ def test_an_object_that_cant_be_made_here_is_a_payload_error() -> None:
     code = (
         "import sys, types; m = types.ModuleType('elsewhere'); sys.modules['elsewhere'] = m\n"
         "exec('class Thing: pass', m.__dict__)\n"
-        "import unisono.payload as p; sys.stdout.buffer.write(p.encode([m.Thing()]))"
+        "import unisono.payload.codec as p; sys.stdout.buffer.write(p.encode([m.Thing()]))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     with pytest.raises(PayloadError, match=r"can't be unpickled here: ModuleNotFoundError"):

@@ -13,13 +13,15 @@ from typing import Any, NoReturn
 import pytest
 
 from unisono.errors import LaunchError
-from unisono.launchers import _folder, horovod, mpi
-from unisono.launchers._script import Script
+from unisono.launchers.horovod import functions as horovod
+from unisono.launchers.mpi import functions as mpi
+from unisono.launchers.script import function_job
+from unisono.launchers.script.script import Script
 from unisono.topology import LaunchPlan
 
 
 def files_of_a_folder() -> Any:
-    return _folder.run_function(repr, Script(()), never, {})
+    return function_job.run_function(repr, Script(()), never, {})
 
 
 def never(*_: object) -> NoReturn:

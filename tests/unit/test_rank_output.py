@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from unisono.control import calls
-from unisono.launchers._output import begin_lines_with_rank
+from unisono.control import signatures
+from unisono.launchers.job.output import begin_lines_with_rank
 
 
 def test_lines_end_at_newlines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +30,7 @@ def test_lines_end_at_newlines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_script_may_have_any_name() -> None:
     code = (
-        "from unisono.launchers._title import name_process\n"
+        "from unisono.launchers.job.title import name_process\n"
         "name_process(1, 2, 'tr\\udcffain.py')\n"
         "print(open('/proc/self/cmdline', 'rb').read().strip(b'\\0'))"
     )
@@ -41,12 +41,12 @@ def test_a_script_may_have_any_name() -> None:
 
 def test_a_call_is_described_in_a_folder_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     long = compile("frame = pack('barrier', b'')", f"/{'x' * 80}/train.py", "exec")
-    names: dict[str, Any] = {"pack": calls.pack}
+    names: dict[str, Any] = {"pack": signatures.pack}
     exec(long, names)
 
     def gone(path: str) -> str:
         raise FileNotFoundError(path)
 
     monkeypatch.setattr("os.path.realpath", gone)
-    assert calls.describe(names["frame"]).startswith("barrier at ...")
-    assert calls.describe(names["frame"]).endswith("train.py:1")
+    assert signatures.describe(names["frame"]).startswith("barrier at ...")
+    assert signatures.describe(names["frame"]).endswith("train.py:1")

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.errors import ArgumentError, PayloadError
-from unisono.reduction import ReduceOp, fold_numbers, fold_tensors, parse_op
+from unisono.model.reduction import ReduceOp, fold_numbers, fold_tensors, parse_op
 from unisono.testing.cases._law import same
 
 INT64 = st.integers(-(2**63), 2**63 - 1)

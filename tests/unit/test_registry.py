@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 import unisono
-from unisono import _table, registry
+from unisono import plugins, registry
 from unisono.errors import (
     ArgumentError,
     BackendUnavailableError,
@@ -39,7 +39,7 @@ Install = Callable[..., None]
 
 def _forget_what_was_scanned() -> None:
     importlib.invalidate_caches()
-    for cached in (_table.scan, _table.load, _table.plugin_environments):
+    for cached in (plugins.scan, plugins.load, plugins.plugin_environments):
         cached.cache_clear()
     registry._watch = None
 
@@ -303,10 +303,10 @@ def test_an_environment_of_a_plug_in_says_who_this_is(
                 return RankInfo(0, 1, 0, 1, 0, 1, source=NAME)
     """
     install("fleet", "[unisono.environments]\nfleet = fleet\n", fleet=code)
-    found = unisono._context.read_environment()
+    found = unisono.context.read_environment()
     assert found is None or found.source != "fleet"
     monkeypatch.setenv("FLEET_SHIP", "1")
-    found = unisono._context.read_environment()
+    found = unisono.context.read_environment()
     assert found is not None
     assert found.source == "fleet"
 

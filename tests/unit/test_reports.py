@@ -11,11 +11,10 @@ import pytest
 
 from unisono.cli.run import _say
 from unisono.errors import ArgumentError
-from unisono.launchers import _plugin
-from unisono.launchers._front import Outcome, held_back, verdict
-from unisono.launchers._rank.held import Held
-from unisono.launchers._rank.report import Reader, Report
-from unisono.launchers._script import RANK, Script
+from unisono.launchers.script import plugin
+from unisono.launchers.script.rank.report import Held, Reader, Report
+from unisono.launchers.script.script import RANK, Script
+from unisono.launchers.script.supervisor import Outcome, held_back, verdict
 
 HEAD = "Traceback (most recent call last):\n"
 FRAME = '  File "/u/train.py", line 7, in <module>\n    work()\n'
@@ -125,7 +124,7 @@ def test_a_signal_is_said_without_what_nobody_checked(capsys: pytest.CaptureFixt
             signal.raise_signal(signal.SIGTERM)  # ends nothing: the first one does
             raise ArgumentError("made of the signal")
 
-    outcome = _plugin.run(SCRIPT, launch)
+    outcome = plugin.run(SCRIPT, launch)
     assert _say(outcome, SCRIPT) == 130
     assert capsys.readouterr().err == "interrupted by SIGINT\n"
     _say(Outcome(130, report(1, 1, FAILED), signal.SIGINT), SCRIPT)

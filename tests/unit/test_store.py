@@ -10,14 +10,14 @@ from contextlib import ExitStack
 import pytest
 
 from unisono.errors import LaunchError
-from unisono.launchers import _store
+from unisono.launchers.job import store
 from unisono.topology import LaunchPlan
 
 
 def test_an_address_that_is_translated_is_listened_for_everywhere() -> None:
     plan = LaunchPlan(1, nnodes=2, node_rank=0, master_addr="203.0.113.7", master_port=0)
     with ExitStack() as held:
-        hosted = _store.hold(plan, held)
+        hosted = store.hold(plan, held)
         assert hosted.master_addr == "203.0.113.7"
         assert hosted.master_port is not None
         socket.create_connection(("127.0.0.1", hosted.master_port), 5).close()
@@ -26,7 +26,7 @@ def test_an_address_that_is_translated_is_listened_for_everywhere() -> None:
 def test_an_address_of_one_host_is_its_own() -> None:
     plan = LaunchPlan(1, master_addr="203.0.113.7", master_port=0)
     with pytest.raises(LaunchError, match=r"can't listen at master_addr='203.0.113.7'"):
-        _store.hold(plan, ExitStack())
+        store.hold(plan, ExitStack())
 
 
 DOWN = """

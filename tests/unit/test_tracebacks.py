@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import unisono
-from unisono import _tracebacks
+from unisono import tracebacks
 from unisono.errors import ArgumentError
 
 FOLDED = "frames of unisono, UNISONO_TRACEBACK=full shows them\n"
@@ -43,7 +43,7 @@ def raised(call: Callable[[], object]) -> BaseException:
 
 def fold(call: Callable[[], object]) -> str:
     error = raised(call)
-    return _tracebacks.fold(error, error.__traceback__)
+    return tracebacks.fold(error, error.__traceback__)
 
 
 def test_runs_of_our_frames_are_one_line() -> None:
@@ -54,7 +54,7 @@ def test_runs_of_our_frames_are_one_line() -> None:
     assert said.count(FOLDED) == 1
     assert said.endswith("ArgumentError: src=7 should be a global rank from 0 to 0\n")
     assert "unisono.broadcast(1, src=7)" in said
-    assert str(_tracebacks.__file__).rpartition("/")[0] not in said
+    assert str(tracebacks.__file__).rpartition("/")[0] not in said
 
 
 def test_causes_are_folded_too() -> None:
@@ -86,10 +86,10 @@ def test_frames_of_a_section_are_ours_and_a_context_manager_of_the_users_is_not(
 def test_all_frames_are_shown_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNISONO_TRACEBACK", "full")
     error = raised(lambda: unisono.broadcast(1, src=7))
-    said = _tracebacks.fold(error, error.__traceback__)
+    said = tracebacks.fold(error, error.__traceback__)
     assert said == "".join(traceback.format_exception(error))
-    assert _tracebacks.fold_text(said) == said
-    assert not _tracebacks.hides()
+    assert tracebacks.fold_text(said) == said
+    assert not tracebacks.hides()
 
 
 @pytest.mark.parametrize("mode", ["inner", "outer"])
@@ -99,8 +99,8 @@ def test_a_traceback_that_was_printed_is_read_and_folded(mode: str, tmp_path: An
     words_of_it = [sys.executable, str(script)]
     done = subprocess.run(words_of_it, capture_output=True, text=True, timeout=100)
     words = done.stderr
-    said, line = _tracebacks.told(words)
-    folded = _tracebacks.fold_text(words)
+    said, line = tracebacks.told(words)
+    folded = tracebacks.fold_text(words)
     if mode == "inner":
         assert (said, line) == ("AssertionError: assert total == 5", f"{script}:6, in inner")
         assert folded == words
@@ -112,16 +112,16 @@ def test_a_traceback_that_was_printed_is_read_and_folded(mode: str, tmp_path: An
 
 def test_what_is_no_traceback_is_left_alone() -> None:
     for text in ("", "no\n", "Traceback (most recent call last):\nValueError: x\n"):
-        assert _tracebacks.fold_text(text) == text
-        assert _tracebacks.told(text) == ("", "")
+        assert tracebacks.fold_text(text) == text
+        assert tracebacks.told(text) == ("", "")
 
 
 def test_an_assert_without_source_says_no_more_than_it_knows() -> None:
     space: dict[str, Any] = {}
     path = unisono.__file__  # no line of it is an assert
     exec(compile("def bare():\n    raise AssertionError\n", path, "exec"), space)
-    assert _tracebacks.summary(raised(space["bare"])) == "AssertionError"
-    assert _tracebacks.summary(raised(checked)).startswith("AssertionError")
+    assert tracebacks.summary(raised(space["bare"])) == "AssertionError"
+    assert tracebacks.summary(raised(checked)).startswith("AssertionError")
 
 
 def checked() -> None:
@@ -133,18 +133,18 @@ def test_a_summary_is_one_line() -> None:
         def __str__(self) -> str:
             raise RuntimeError
 
-    assert _tracebacks.summary(ValueError("one\ntwo")) == "ValueError: one"
-    assert _tracebacks.summary(KeyError()) == "KeyError"
-    assert _tracebacks.summary(ArgumentError("x")) == "unisono.errors.ArgumentError: x"
-    assert _tracebacks.summary(Odd()).endswith("Odd: <its text can't be had>")
+    assert tracebacks.summary(ValueError("one\ntwo")) == "ValueError: one"
+    assert tracebacks.summary(KeyError()) == "KeyError"
+    assert tracebacks.summary(ArgumentError("x")) == "unisono.errors.ArgumentError: x"
+    assert tracebacks.summary(Odd()).endswith("Odd: <its text can't be had>")
 
 
 def test_files_below_the_working_directory_are_short(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert _tracebacks.place_of(str(tmp_path / "a" / "train.py"), 3) == "a/train.py:3"
-    assert _tracebacks.place_of("/elsewhere/train.py", 3) == "/elsewhere/train.py:3"
+    assert tracebacks.place_of(str(tmp_path / "a" / "train.py"), 3) == "a/train.py:3"
+    assert tracebacks.place_of("/elsewhere/train.py", 3) == "/elsewhere/train.py:3"
 
 
 HEAD = "Traceback (most recent call last):\n"
@@ -156,17 +156,17 @@ def test_a_chain_within_a_message_is_no_chain_of_the_exception() -> None:
     remote = f"{HEAD}{FRAME.format(1)}KeyError: 1\n{DURING}{HEAD}{FRAME.format(2)}ValueError: 2\n"
     failed = "unisono.errors.PeerFailedError: rank 1 raised ValueError: 2 in guarded"
     whole = f"{HEAD}{FRAME.format(3)}{failed}\n\n{remote}"
-    assert _tracebacks.told(whole) == (failed, "/u/train.py:3, in <module>")
-    assert _tracebacks.newest(f"before\n{whole}") == whole
-    assert _tracebacks.after(whole) == []
+    assert tracebacks.told(whole) == (failed, "/u/train.py:3, in <module>")
+    assert tracebacks.newest(f"before\n{whole}") == whole
+    assert tracebacks.after(whole) == []
     chained = f"{HEAD}{FRAME.format(3)}unisono.errors.LaunchError: no\n{DURING}{remote}"
-    assert _tracebacks.told(chained)[0] == "ValueError: 2"
-    assert _tracebacks.newest(chained) == chained
+    assert tracebacks.told(chained)[0] == "ValueError: 2"
+    assert tracebacks.newest(chained) == chained
 
 
 def test_a_traceback_of_our_frames_alone_is_read() -> None:
-    text = f'{HEAD}  File "{_tracebacks.__file__}", line 1, in told\n    x\nValueError: x\n'
-    assert _tracebacks.told(text) == ("ValueError: x", "")
+    text = f'{HEAD}  File "{tracebacks.__file__}", line 1, in told\n    x\nValueError: x\n'
+    assert tracebacks.told(text) == ("ValueError: x", "")
 
 
 def test_an_assert_on_what_cannot_be_shown_is_summed_up() -> None:
@@ -182,11 +182,11 @@ def test_an_assert_on_what_cannot_be_shown_is_summed_up() -> None:
         assert x is None
 
     for call in (long, named):
-        assert _tracebacks.summary(raised(call)).startswith("AssertionError")
+        assert tracebacks.summary(raised(call)).startswith("AssertionError")
 
 
 def test_packages_are_never_the_users_own_code() -> None:
     own = traceback.FrameSummary("/u/train.py", 1, "f", line="")
     for folder in ("/u/.local/lib/python3.11/site-packages", "/usr/lib/python3/dist-packages"):
         installed = traceback.FrameSummary(f"{folder}/lib.py", 1, "g", line="")
-        assert _tracebacks.where([own, installed]) is own
+        assert tracebacks.where([own, installed]) is own

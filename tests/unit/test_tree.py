@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono._tree import flatten, unflatten
+from unisono.payload.pytree import flatten, unflatten
 
 
 class Pair(NamedTuple):

@@ -26,9 +26,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import unisono as idist
-from unisono import lifecycle, models, options, reduction
+from unisono import lifecycle, models, options
 from unisono.errors import ArgumentError, PayloadError, PeerFailedError, WorkerFailedError
-from unisono.reduction import OpLike
+from unisono.model import reduction
+from unisono.model.reduction import OpLike
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, assert_type
@@ -418,7 +419,7 @@ def test_a_wrong_start_is_an_error_for_checkers_too() -> None:
 def _options_of_models() -> set[str]:
     """Read what the built-in models take, whether or not their libraries are here."""
     taken: set[str] = set()
-    for path in Path(models.__file__).parent.glob("*.py"):
+    for path in Path(models.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "options":
                 assert isinstance(node.value, ast.Call)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerFailedError
-from unisono.models._xla_meeting import Meeting
+from unisono.models.xla.thread_exchange import Meeting
 
 RANKS = (0, 1, 2)
 

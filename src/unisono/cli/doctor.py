@@ -42,11 +42,11 @@ def doctor(
     Returns:
         The exit code: 0, or 1 where what was asked for, or any job here, can't work.
     """
-    from unisono import _diagnosis
+    from unisono import diagnosis
 
-    found = _diagnosis.diagnose()
+    found = diagnosis.diagnose()
     found = {"recommended": _recommended(found), **found}
-    problems = _diagnosis.problems(found, backend, launcher)
+    problems = diagnosis.problems(found, backend, launcher)
     if as_json:
         typer.echo(json.dumps({**found, "problems": problems}, indent=2))
         return 1 if problems else 0

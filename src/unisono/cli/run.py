@@ -13,12 +13,12 @@ from typing import Annotated, Any
 
 import typer
 
-from unisono._arguments import check_count, check_port, check_variables
-from unisono._table import OF_THREADS, SCRIPT_RUNNERS, load
+from unisono.arguments import check_count, check_port, check_variables
 from unisono.errors import ArgumentError
-from unisono.launchers._front import Outcome, held_back
-from unisono.launchers._rank.report import Report
-from unisono.launchers._script import Script
+from unisono.launchers.script.rank.report import Report
+from unisono.launchers.script.script import Script
+from unisono.launchers.script.supervisor import Outcome, held_back
+from unisono.plugins import OF_THREADS, SCRIPT_RUNNERS, load
 from unisono.topology import usable_cores
 
 __all__ = ("run",)
@@ -244,7 +244,7 @@ def _is_coloured() -> bool:
 def _run(name: str, asked: Script) -> Outcome:
     from unisono import registry
 
-    outcome: Outcome = load(SCRIPT_RUNNERS.get(name, "unisono.launchers._plugin:run"))(
+    outcome: Outcome = load(SCRIPT_RUNNERS.get(name, "unisono.launchers.script.plugin:run"))(
         asked, *([] if name in SCRIPT_RUNNERS else [registry.find_launcher(name)])
     )
     return outcome

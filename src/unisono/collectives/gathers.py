@@ -8,16 +8,14 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from unisono._tracebacks import hides
-from unisono.collectives import _carriers as carriers
-from unisono.collectives._call import collective
-from unisono.collectives._rounds import check, refuse, swap
-from unisono.collectives._typing import T
+from unisono.collectives import _dtype_emulation as carriers
+from unisono.collectives.call import check, collective, refuse, swap
 from unisono.collectives.groups import GroupLike, check_rank, outcome, team
+from unisono.collectives.value_types import T
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
-from unisono.handle import Handle
-from unisono.model import ComputationModel
-from unisono.payload import (
+from unisono.model.contract import ComputationModel
+from unisono.model.handle import Handle
+from unisono.payload.codec import (
     TensorHeader,
     decode,
     frame_or_reason,
@@ -27,6 +25,7 @@ from unisono.payload import (
     raise_failures,
 )
 from unisono.topology import Group
+from unisono.tracebacks import hides
 
 __all__ = ("all_gather", "all_gather_tensors_with_shapes", "gather")
 

@@ -8,17 +8,16 @@ from typing import Any, Literal, TypeVar, overload
 
 from typing_extensions import Unpack
 
-from unisono._arguments import seconds
-from unisono._context import communicator, own_model
-from unisono._tracebacks import hides
-from unisono.collectives._call import collective
-from unisono.collectives._rounds import swap
+from unisono.arguments import seconds
+from unisono.collectives.call import collective, swap
+from unisono.context import communicator, own_model
 from unisono.errors import ArgumentError, GroupMembershipError
-from unisono.handle import Handle
-from unisono.model import ComputationModel
+from unisono.model.contract import ComputationModel
+from unisono.model.handle import Handle
 from unisono.options import GroupOptions
-from unisono.payload import decode, encode
+from unisono.payload.codec import decode, encode
 from unisono.topology import Group
+from unisono.tracebacks import hides
 
 __all__ = (
     "GroupLike",

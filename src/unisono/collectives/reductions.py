@@ -6,12 +6,11 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
-from unisono._context import communicator
-from unisono._tracebacks import hides
-from unisono.collectives import _carriers as carriers
-from unisono.collectives._call import collective
-from unisono.collectives._rounds import check, refuse
-from unisono.collectives._typing import (
+from unisono.collectives import _dtype_emulation as carriers
+from unisono.collectives._scalars import reduce_values
+from unisono.collectives.call import check, collective, refuse
+from unisono.collectives.groups import GroupLike, check_rank, outcome, team
+from unisono.collectives.value_types import (
     Container,
     ContainerT,
     Inexact,
@@ -21,14 +20,14 @@ from unisono.collectives._typing import (
     Reducible,
     TensorT,
 )
-from unisono.collectives._values import reduce_values
-from unisono.collectives.groups import GroupLike, check_rank, outcome, team
+from unisono.context import communicator
 from unisono.errors import PayloadError
-from unisono.handle import Handle
-from unisono.model import ComputationModel
-from unisono.payload import is_dense, plain, reason
-from unisono.reduction import FoldLike, OpLike, ReduceOp, parse_op
+from unisono.model.contract import ComputationModel
+from unisono.model.handle import Handle
+from unisono.model.reduction import FoldLike, OpLike, ReduceOp, parse_op
+from unisono.payload.codec import is_dense, plain, reason
 from unisono.topology import Group
+from unisono.tracebacks import hides
 
 __all__ = ("all_reduce", "all_reduce_", "reduce", "reduce_scatter")
 

@@ -14,8 +14,8 @@ from ignite.distributed import utils
 from ignite.distributed.comp_models.base import ComputationModel
 
 from unisono import facts
-from unisono._context import current_model
-from unisono.collectives import gathers, groups, reductions, transfers
+from unisono.collectives import broadcasts, gathers, groups, reductions
+from unisono.context import current_model
 from unisono.lifecycle import finalize
 
 __all__ = ("install",)
@@ -68,12 +68,12 @@ class _FacadeModel(ComputationModel):  # type: ignore[misc]  # ignite has no typ
     _do_all_reduce = _answers(reductions.all_reduce)
     _do_all_gather = _answers(gathers.all_gather)
     _do_all_gather_object = _answers(gathers.all_gather)
-    _do_broadcast = _answers(transfers.broadcast)
+    _do_broadcast = _answers(broadcasts.broadcast)
     _do_new_group = _answers(groups.new_group)
 
     def broadcast(self, tensor: Any, src: int = 0, safe_mode: bool = False) -> Any:
         """Send a value of global rank `src` to all. Collective over all ranks."""
-        return transfers.broadcast(tensor, src, safe_mode=safe_mode)
+        return broadcasts.broadcast(tensor, src, safe_mode=safe_mode)
 
     def _rank_not_in_group(self, group: Any) -> bool:
         model = current_model()

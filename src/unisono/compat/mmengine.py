@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from unisono import facts
-from unisono._context import current_model
-from unisono.collectives import gathers, groups, reductions, transfers
-from unisono.compat._devices import cast_data_device, get_data_device
-from unisono.compat._groups import library_group
+from unisono.collectives import broadcasts, gathers, groups, reductions
+from unisono.compat import mmcv
+from unisono.compat.groups import library_group
+from unisono.compat.mmcv import infer_launcher
+from unisono.context import current_model
 from unisono.errors import ArgumentError, NotInitializedError
 from unisono.facts import is_distributed
 from unisono.sections import master_only
-from unisono.training import averaging, randomness, starting
-from unisono.training.starting import infer_launcher
+from unisono.training import averaging, randomness
 
 __all__ = (
     "all_gather",
@@ -58,6 +58,47 @@ __all__ = (
     "master_only",
     "sync_random_seed",
 )
+
+
+def get_data_device(data: Any) -> torch.device:
+    """Give the one device of a tensor, or of all tensors in a container. Local."""
+    if isinstance(data, Tensor):
+        return data.device
+    if isinstance(data, str) or not isinstance(data, Iterable):
+        raise ArgumentError(f"a tensor, or a list or dict of tensors is needed: {data!r}")
+    found = {get_data_device(v) for v in (data.values() if isinstance(data, Mapping) else data)}
+    if len(found) != 1:
+        raise ArgumentError(
+            f"the tensors should be on one device, not on {sorted(map(str, found))}"
+        )
+    return found.pop()
+
+
+def cast_data_device(data: Any, device: torch.device, out: Any = None) -> Any:
+    """Move the tensors of a container to a device; with `out` copy them there too. Local."""
+    if out is not None and (type(data) is not type(out) or isinstance(out, set)):
+        raise ArgumentError(
+            f"out should be a {type(data).__qualname__} as the data is, and no set: "
+            f"{type(out).__qualname__}"
+        )
+    if isinstance(data, Tensor):
+        moved = data.to(device)
+        if out is not None:
+            with torch.no_grad():
+                out.copy_(moved)
+        return moved
+    if isinstance(data, str) or not isinstance(data, Iterable):
+        raise ArgumentError(f"a tensor, or a list or dict of tensors is needed: {data!r}")
+    if out is not None and len(out) != len(list(data)):
+        raise ArgumentError(f"out has {len(out)} items, the data {len(list(data))}")
+    if isinstance(data, Mapping):
+        into = out if out is not None else dict.fromkeys(data)
+        return {key: cast_data_device(item, device, into[key]) for key, item in data.items()}
+    items = list(data)
+    places = list(out) if out is not None else [None] * len(items)
+    cast = [cast_data_device(i, device, o) for i, o in zip(items, places, strict=True)]
+    return tuple(cast) if isinstance(data, tuple) else cast
+
 
 Group = Any
 _OPS = {"band": "AND", "bor": "OR", "bxor": "XOR"}
@@ -112,7 +153,7 @@ def gather(data: Tensor, dst: int = 0, group: Group = None) -> list[Tensor]:
 
 def broadcast(data: Tensor, src: int = 0, group: Group = None) -> None:
     """Overwrite a tensor with that of global rank `src`. Collective over `group`."""
-    transfers.broadcast_(data, src, group)
+    broadcasts.broadcast_(data, src, group)
 
 
 def sync_random_seed(group: Group = None) -> int:
@@ -124,7 +165,7 @@ def broadcast_object_list(data: list[Any], src: int = 0, group: Group = None) ->
     """Overwrite the items of a list with those of global rank `src`. Collective over `group`."""
     if not isinstance(data, list):
         raise _RefusedError(f"a list is needed, not a {type(data).__qualname__}")
-    data[:] = transfers.broadcast(data, src, group)
+    data[:] = broadcasts.broadcast(data, src, group)
 
 
 def all_reduce_dict(data: dict[str, Tensor], op: str = "sum", group: Group = None) -> None:
@@ -237,7 +278,7 @@ def init_dist(
     """
     if init_backend != "torch":
         raise ArgumentError(f"init_backend={init_backend!r} should be 'torch'")
-    starting.init_dist(launcher, backend, **kwargs)
+    mmcv.init_dist(launcher, backend, **kwargs)
 
 
 def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from unisono import facts
-from unisono._context import current_model
 from unisono.collectives import gathers, groups
+from unisono.context import current_model
 
 __all__ = ("OPTIONS", "gather_all_tensors")
 

@@ -13,14 +13,7 @@ import threading
 import time
 from collections.abc import Collection
 
-from unisono._tracebacks import hides
-from unisono.control.absence import Absent
-from unisono.control.alarm import Alarm
-from unisono.control.calls import describe
-from unisono.control.neighbours import Neighbours
-from unisono.control.patience import Patience
-from unisono.control.steps import Steps
-from unisono.control.wire import (
+from unisono.control.connection import (
     ALL,
     FAIL,
     GIVE,
@@ -30,12 +23,43 @@ from unisono.control.wire import (
     read_entries,
     read_failure,
 )
+from unisono.control.failure import Alarm
+from unisono.control.missing import Absent
+from unisono.control.signatures import Steps, describe
+from unisono.control.tree import Neighbours
 from unisono.errors import CollectiveError
 from unisono.topology import usable_cores
+from unisono.tracebacks import hides
 
-__all__ = ("Hub",)
+__all__ = ("Hub", "Patience")
 
 __tracebackhide__ = hides
+
+_LOOK_S = 200e-6  # longer than a wake-up takes, or one slow round would make the next one slow
+_MOST_NAPS = 64
+
+
+class Patience:
+    """What one rank has learnt of its waits.
+
+    Where a look was in vain, the next rounds sleep at once: twice as many each time, up to 64.
+    """
+
+    def __init__(self) -> None:
+        self._naps, self._next_naps = 0, 1
+
+    def until(self) -> float:
+        """Give until when to look, by ``time.monotonic()``; 0 for not at all. Local."""
+        if self._naps > 0:
+            self._naps -= 1
+            return 0.0
+        return time.monotonic() + _LOOK_S
+
+    def learn(self, has_come: bool) -> None:
+        """Take note of how a look ended. Local."""
+        self._naps = 0 if has_come else self._next_naps
+        self._next_naps = 1 if has_come else min(2 * self._next_naps, _MOST_NAPS)
+
 
 # The leader knows more of who is missing, so it is given the time to say so first.
 _WARN_LATER_S = 3.0

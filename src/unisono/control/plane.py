@@ -8,14 +8,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from unisono._tracebacks import hides
-from unisono.control import derived
-from unisono.control.absence import Absent
-from unisono.control.deadlines import allowed_s, limit_of
 from unisono.control.hub import Hub
-from unisono.control.meeting import Met, meet
+from unisono.control.missing import Absent
+from unisono.control.rendezvous import Met, meet
+from unisono.deadlines import allowed_s, limit_of
 from unisono.errors import CollectiveError
+from unisono.model import fallback
 from unisono.topology import EVERYBODY, Group, name_of
+from unisono.tracebacks import hides
 
 __all__ = ("INLINE_BYTES", "Connected", "Meeting", "gone", "late", "warn_after_s")
 
@@ -72,7 +72,7 @@ class Connected:
             return [blob]
         hub = _hub(self, group)
         if hub is None:
-            return derived.exchange(self, blob, group)
+            return fallback.exchange(self, blob, group)
         said, tail = blob, _SHORT
         if len(blob) > hub.inline_bytes:
             said, tail = blob[:_HEAD_BYTES], _LENGTH.pack(len(blob)) + _LONG
@@ -81,12 +81,12 @@ class Connected:
         heard = hub.exchange(said, tail, limit_s)
         if all([each[-1:] == _SHORT for each in heard]):  # noqa: C419 - a third of the time
             return [each[:-1] for each in heard]
-        return derived.exchange_bodies(self, blob, [_size(each) for each in heard], group)
+        return fallback.exchange_bodies(self, blob, [_size(each) for each in heard], group)
 
     def inline_bytes(self, group: Group | None) -> int:
         """Give the size of the longest CPU tensor that travels in an exchange. Local."""
         hub = self._connected(group)
-        return derived.INLINE_TENSOR_BYTES if hub is None else hub.inline_bytes // _TENSOR_PART
+        return fallback.INLINE_TENSOR_BYTES if hub is None else hub.inline_bytes // _TENSOR_PART
 
     def prefers_exchange(self, tensor: Tensor, group: Group | None) -> bool:
         """Tell whether a tensor is small, on the CPU, and its group connected. Local."""

@@ -1,11 +1,13 @@
-"""Which rank of a job is connected to which: members to their host's leader, leaders in a tree."""
+"""Whom one rank can see: the ranks it is connected to, and the processes of its host."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ("FAN_OUT", "Links", "links")
+from unisono.control.connection import Line
+
+__all__ = ("FAN_OUT", "Links", "Neighbours", "links")
 
 FAN_OUT = 8
 """How many leaders of other hosts one leader serves, unless the user sets another number."""
@@ -65,3 +67,20 @@ def _beneath(node: int, fan_out: int, teams: Sequence[Sequence[int]]) -> list[in
         found += [place for each in layer for place in teams[each]]
         layer = [child for each in layer for child in _children(each, fan_out, len(teams))]
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """Whom a rank can see.
+
+    Args:
+        links: who is connected to whom.
+        lines: one for each connected place.
+        asides: a second one for each.
+        pids: process ids, as this process sees them, of the places on this host.
+    """
+
+    links: Links
+    lines: Mapping[int, Line]
+    asides: Mapping[int, Line]
+    pids: Mapping[int, int]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from unisono.environments._port import port_of
-from unisono.environments._variables import Reader, Said, make_info
+from unisono.environments.reader import Reader, Said, make_info, port_of
 from unisono.topology import RankInfo
 
 __all__ = ("Names", "read_mpi")

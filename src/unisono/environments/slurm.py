@@ -12,9 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from unisono.environments._hostlist import Hostlist, parse_hostlist
-from unisono.environments._port import port_of
-from unisono.environments._variables import Number, Reader, Said, make_info, shown
+from unisono.environments.hostlist import Hostlist, parse_hostlist
+from unisono.environments.reader import Number, Reader, Said, make_info, port_of, shown
 from unisono.topology import RankInfo
 
 __all__ = ("EXAMPLES", "NAME", "detect")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unisono.environments._variables import Reader, Said, make_info
+from unisono.environments.reader import Reader, Said, make_info
 from unisono.topology import RankInfo
 
 __all__ = ("EXAMPLES", "NAME", "detect")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import logging
 import os
 import pickle
 import select
@@ -12,29 +13,133 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from unisono._tracebacks import hides
-from unisono.control.deadlines import DEFAULT_TIMEOUT_S, limit_of
+from unisono.deadlines import DEFAULT_TIMEOUT_S, limit_of
 from unisono.errors import ArgumentError, LaunchError, UnisonoError
-from unisono.launchers import _channel, _helper
-from unisono.launchers._by_value import pickle_for_worker
-from unisono.launchers._job import Job, Maker, Worker
-from unisono.launchers._private import private_store
-from unisono.launchers._store import hold
-from unisono.launchers._surroundings import Surroundings, directory, has_directory, search_path
-from unisono.launchers._worker import Task, work
+from unisono.launchers.job import channel as messages
+from unisono.launchers.job import forkserver
+from unisono.launchers.job.job import Job, Maker, Worker
+from unisono.launchers.job.pickling import pickle_for_worker
+from unisono.launchers.job.process_state import Surroundings, directory, has_directory, search_path
+from unisono.launchers.job.store import hold, host, private_store
+from unisono.launchers.job.worker import Task, work
+from unisono.launchers.script.script import Script, env_for, without_job
+from unisono.launchers.script.supervisor import Front, Outcome, start
 from unisono.topology import PREFIXED, PRIVATE_STORE, LaunchPlan, RankInfo
+from unisono.tracebacks import hides
 
-__all__ = ("START_METHODS", "begin", "launch", "task")
+__all__ = ("START_METHODS", "begin", "infos", "launch", "run", "task")
 
 __tracebackhide__ = hides
+
+_log = logging.getLogger(__name__)
+# Else gloo listens at the address of the host's name; ours does so without, a plain script doesn't.
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+_SEVERAL = "use launcher 'torchrun' for several nodes, or 'slurm', 'mpi' or 'ray'"
+
+
+def infos(script: Script, master_addr: str, master_port: int) -> list[RankInfo]:
+    """Say who the ranks of this host are.
+
+    Local, and pure.
+
+    Args:
+        script: what was asked for.
+        master_addr: host of the store that listens already.
+        master_port: its port.
+
+    Returns:
+        The facts of each, as its environment will say them.
+    """
+    plan = replace(script.plan(), master_addr=master_addr, master_port=master_port)
+    return [
+        replace(plan.info(local_rank), source="torchrun", store_is_hosted=True)
+        for local_rank in range(script.nproc_per_node)
+    ]
+
+
+def run(script: Script, environ: Mapping[str, str] | None = None) -> Outcome:
+    """Run a script in processes of this host, again after a failure where that was asked for.
+
+    Local. The store listens on the loopback at a port of the kernel's choice, and is a new one
+    after each failure.
+
+    Args:
+        script: what was asked for.
+        environ: variables of the ranks; None for this process's own.
+
+    Returns:
+        How the last attempt ended.
+
+    Raises:
+        ArgumentError: several nodes were asked for.
+        LaunchError: the rendezvous or a process can't be made.
+    """
+    script.require_one_node("processes", _SEVERAL)
+    base = {**_LOOPBACK, **without_job(os.environ if environ is None else environ)}
+    for attempt in range(script.max_restarts + 1):
+        outcome = _attempt(script, base, attempt)
+        if outcome.code == 0 or outcome.interrupted is not None:
+            return outcome
+        if attempt < script.max_restarts:
+            who = outcome.failed.headline if outcome.failed else f"exit code {outcome.code}"
+            _log.warning("restart %d of %d: %s", attempt + 1, script.max_restarts, who)
+    return outcome
+
+
+def _attempt(script: Script, base: Mapping[str, str], attempt: int) -> Outcome:
+    with ExitStack() as held:
+        return _run_once(script, {**base, **private_store(held)}, attempt)
+
+
+def _run_once(script: Script, base: Mapping[str, str], attempt: int) -> Outcome:
+    store, plan = host(script.plan())
+    assert plan.master_addr is not None
+    assert plan.master_port is not None
+    ranks = infos(script, plan.master_addr, plan.master_port)
+    front = Front(script.token, infos=ranks)
+    with _terminal(script.stdin_rank) as lent:
+        try:
+            for info in ranks:
+                own = env_for(info, attempt, script.max_restarts)
+                if script.stdin_rank not in (None, info.rank):
+                    own["PYTHONBREAKPOINT"] = "0"  # nobody could answer there
+                terminal = lent if script.stdin_rank == info.rank else ()
+                words = script.rank_argv(os.getpid(), terminal)
+                front.processes.append(start(words, {**base, **own}, terminal))
+        except LaunchError:
+            front.end()
+            raise
+        outcome = front.run()
+    del store  # it outlives every rank
+    return outcome
+
+
+@contextlib.contextmanager
+def _terminal(rank: int | None) -> Iterator[tuple[int, ...]]:
+    """Lend one rank this process's stdout and stderr; its terminal is then set as it was."""
+    if rank is None:
+        yield ()
+        return
+    lent = os.dup(1), os.dup(2)
+    before = termios.tcgetattr(0) if os.isatty(0) else None
+    try:
+        yield lent
+    finally:
+        for fd in lent:
+            os.close(fd)
+        if before is not None:
+            with contextlib.suppress(termios.error):  # the terminal may be gone
+                termios.tcsetattr(0, termios.TCSADRAIN, before)
+
 
 START_METHODS = ("forkserver", "spawn", "fork")
 _END_S = 2.0
@@ -145,7 +250,7 @@ def begin(
     job.maker = _start(infos, method or _best_method(), job.workers, held)
     for worker, info in zip(job.workers, infos, strict=True):
         pickled = pickle.dumps(task_of(info))
-        worker.task = memoryview(_channel.head(_channel.TASK, len(pickled)) + pickled)
+        worker.task = memoryview(messages.head(messages.TASK, len(pickled)) + pickled)
 
 
 def _best_method() -> str:
@@ -219,7 +324,7 @@ def _start_helper(method: str, key: tuple[object, ...]) -> _Helper:
     code = (
         f"import sys; sys.path[:] = {path!r}\n"
         "import importlib.util as u\n"
-        f"s = u.spec_from_file_location('unisono_helper', {str(Path(_helper.__file__))!r})\n"
+        f"s = u.spec_from_file_location('unisono_helper', {str(Path(forkserver.__file__))!r})\n"
         "m = u.module_from_spec(s); s.loader.exec_module(m)\n"
         f"m.main({theirs.fileno()}, {os.getpid()}, {method == 'forkserver'})"
     )
@@ -264,7 +369,7 @@ class _Fork:
             try:
                 gc.freeze()  # a group of torch that is garbage here would join threads it lacks
                 self.control.close()
-                _helper.serve(theirs, parent, work)
+                forkserver.serve(theirs, parent, work)
             finally:
                 os._exit(0)
         theirs.close()

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import ArgumentError
-from unisono.launchers._folder import run_function
-from unisono.launchers._front import Outcome, run_launcher
-from unisono.launchers._script import Script, without_job
+from unisono.launchers.script.function_job import run_function
+from unisono.launchers.script.script import Script, without_job
+from unisono.launchers.script.supervisor import Outcome, run_launcher
 from unisono.topology import LaunchPlan, RankInfo
 
 __all__ = ("argv", "batch_script", "environment", "launch", "run")

@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from unisono.errors import ArgumentError, LaunchError
-from unisono.launchers._folder import run_function
-from unisono.launchers._front import Outcome, run_launcher
-from unisono.launchers._private import private_store
-from unisono.launchers._script import Script, without_job
+from unisono.launchers.job.store import private_store
+from unisono.launchers.script.function_job import run_function
+from unisono.launchers.script.script import Script, without_job
+from unisono.launchers.script.supervisor import Outcome, run_launcher
 from unisono.topology import LaunchPlan, RankInfo
 
 __all__ = ("argv", "command", "environment", "launch", "run")

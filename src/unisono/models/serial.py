@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from unisono._arguments import check_names
+from unisono.arguments import check_names
 from unisono.errors import ArgumentError, WorkerFailedError
-from unisono.model import COMMON_DTYPES, ComputationModel
+from unisono.model.contract import COMMON_DTYPES, ComputationModel
 from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
 
 if TYPE_CHECKING:

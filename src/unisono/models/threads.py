@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from unisono._arguments import check_names
-from unisono._monitor import Monitor
-from unisono._tracebacks import hides
-from unisono.control import calls
-from unisono.control.absence import Missing, report, warn_after_s
-from unisono.control.aside import stack_of
-from unisono.control.deadlines import DEFAULT_TIMEOUT_S, end_of_block, limit_of, overdue
+from unisono.arguments import check_names
+from unisono.control import signatures
+from unisono.control.missing import Missing, report, warn_after_s
+from unisono.control.monitor import Monitor
+from unisono.control.sideband import stack_of
+from unisono.deadlines import DEFAULT_TIMEOUT_S, end_of_block, limit_of, overdue
 from unisono.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     PeerFailedError,
     WorkerFailedError,
 )
-from unisono.model import COMMON_DTYPES, ComputationModel
-from unisono.reduction import ReduceOp, fold_tensors
+from unisono.model.contract import COMMON_DTYPES, ComputationModel
+from unisono.model.reduction import ReduceOp, fold_tensors
 from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
+from unisono.tracebacks import hides
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -205,7 +205,7 @@ class _World:
                 self._check(rank, call, missing())
                 mine = None if entry is None else entry.items.get(rank)
                 if isinstance(mine, bytes):
-                    call = calls.describe(mine)
+                    call = signatures.describe(mine)
                 now = time.monotonic()
                 if now >= deadline:
                     late = self._late(missing(), call)

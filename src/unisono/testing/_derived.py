@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from unisono.model import ComputationModel
+from unisono.model.contract import ComputationModel
 
 __all__ = ("DERIVED", "note_derived")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from unisono.environments import ENVIRONMENTS, Environment
+from unisono.environments.detection import ENVIRONMENTS, Environment
 from unisono.errors import EnvironmentDetectionError
 from unisono.registry import find_environment
 from unisono.testing.launchers import check_info

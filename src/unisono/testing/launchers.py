@@ -19,10 +19,9 @@ from typing import Any, NoReturn
 import psutil
 
 from unisono import facts
-from unisono._table import SCRIPT_RUNNERS, load
 from unisono.collectives.gathers import all_gather
 from unisono.collectives.groups import barrier
-from unisono.control.deadlines import deadline
+from unisono.deadlines import deadline
 from unisono.errors import (
     ArgumentError,
     CollectiveTimeoutError,
@@ -30,9 +29,10 @@ from unisono.errors import (
     PayloadError,
     WorkerFailedError,
 )
-from unisono.launchers._front import Outcome as Ended
-from unisono.launchers._script import Script
+from unisono.launchers.script.script import Script
+from unisono.launchers.script.supervisor import Outcome as Ended
 from unisono.lifecycle import spawn
+from unisono.plugins import SCRIPT_RUNNERS, load
 from unisono.registry import find_launcher
 from unisono.testing.runner import Outcome, Status
 from unisono.topology import LaunchPlan, RankInfo
@@ -467,7 +467,7 @@ def a_script_ends_with_the_exit_code_of_its_rank(trial: LauncherTrial) -> None:
     if trial.options:
         raise _UntestableError("unisono run hands no launcher_options over")
     code = f"import os, sys; sys.exit({_EXIT_CODE} * (os.environ['RANK'] == '{trial.last}'))"
-    path = SCRIPT_RUNNERS.get(trial.launcher, "unisono.launchers._plugin:run")
+    path = SCRIPT_RUNNERS.get(trial.launcher, "unisono.launchers.script.plugin:run")
     more = () if trial.launcher in SCRIPT_RUNNERS else (find_launcher(trial.launcher),)
     ended: Ended = load(path)(Script((sys.executable, "-c", code), trial.nproc), *more)
     assert ended.code == _EXIT_CODE, f"the exit code is {ended.code}, not {_EXIT_CODE}"

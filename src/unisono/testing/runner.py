@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from unisono._context import current_model
+from unisono.context import current_model
 from unisono.errors import LaunchError, WorkerFailedError
 from unisono.lifecycle import spawn
-from unisono.model import ComputationModel
+from unisono.model.contract import ComputationModel
 from unisono.registry import find_model
 from unisono.testing._derived import note_derived
-from unisono.testing._watch import Board, Watch
+from unisono.testing._watchdog import Board, Watch
 from unisono.testing.cases import LAWS, Law
 
 __all__ = ("Kept", "LawBrokenError", "Outcome", "Status", "check", "keep_laws", "law_names")

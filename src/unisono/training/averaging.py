@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono._tree import flatten, unflatten
-from unisono.collectives._rounds import swap
+from unisono.collectives.broadcasts import broadcast
+from unisono.collectives.call import swap
 from unisono.collectives.groups import GroupLike, check_rank, team
 from unisono.collectives.reductions import all_reduce
-from unisono.collectives.transfers import broadcast
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
-from unisono.model import ComputationModel
-from unisono.payload import decode, encode_or_reason, failure, is_dense, raise_failures
-from unisono.reduction import OpLike, ReduceOp, parse_op
+from unisono.model.contract import ComputationModel
+from unisono.model.reduction import OpLike, ReduceOp, parse_op
+from unisono.payload.codec import decode, encode_or_reason, failure, is_dense, raise_failures
+from unisono.payload.pytree import flatten, unflatten
 from unisono.topology import Group
-from unisono.training import _flat
-from unisono.training._lists import Described, agree, is_sharded, listed
+from unisono.training import buckets
+from unisono.training.agreement import Described, agree, is_sharded, listed
 
 __all__ = (
     "all_reduce_grads",
@@ -138,7 +138,7 @@ def all_reduce_grads(
     _reduce(model, _works(gradients, said), operation, limit, found)
 
 
-def _works(tensors: Sequence[Tensor | None], said: Described) -> list[_flat.Work]:
+def _works(tensors: Sequence[Tensor | None], said: Described) -> list[buckets.Work]:
     """List what is to be done: each memory that some rank has, once. Local."""
     rows = zip(tensors, said.present, said.layouts, said.alone, strict=True)
     return [
@@ -160,12 +160,12 @@ def _limit(coalesce: bool, bucket_size_mb: float) -> int | None:
     is_number = isinstance(bucket_size_mb, (int, float)) and not isinstance(bucket_size_mb, bool)
     if not is_number or bucket_size_mb <= 0:
         raise ArgumentError(f"bucket_size_mb={bucket_size_mb!r} should be over 0, or -1 for ours")
-    return int(bucket_size_mb * _flat.MEGABYTE)
+    return int(bucket_size_mb * buckets.MEGABYTE)
 
 
 def _reduce(
     model: ComputationModel,
-    works: Sequence[_flat.Work],
+    works: Sequence[buckets.Work],
     op: ReduceOp,
     limit: int | None,
     group: Group | None,
@@ -177,7 +177,7 @@ def _reduce(
             if whole:
                 _average_integers(model, whole, group, cuts_means)
             works = [work for work in works if work[0].is_floating_point() or work[0].is_complex()]
-        _flat.reduce_all(model, works, op, model.size(group), limit, group)
+        buckets.reduce_all(model, works, op, model.size(group), limit, group)
 
 
 def _average_integers(
@@ -260,7 +260,7 @@ def broadcast_params(params: Params, src: int = 0, group: GroupLike = None) -> N
         mine = listed(params)
     said = agree(model, f"broadcast_params from {src}", mine, found)
     with torch.no_grad():
-        _flat.broadcast_all(model, _works(mine.likes, said), src, found)
+        buckets.broadcast_all(model, _works(mine.likes, said), src, found)
     if isinstance(params, MutableMapping) and others:
         # Last, for one that can't be read raises on the ranks alone that read it.
         params.update(broadcast(others, src, group))
@@ -302,9 +302,11 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLi
     if not is_src:
         state = _put_together(model, *apart)
     tensors = [leaf for leaf in flatten(state)[0] if isinstance(leaf, Tensor)]
-    works: list[_flat.Work] = [(tensor.contiguous(), torch.contiguous_format) for tensor in tensors]
+    works: list[buckets.Work] = [
+        (tensor.contiguous(), torch.contiguous_format) for tensor in tensors
+    ]
     with torch.no_grad():
-        _flat.broadcast_all(model, works, src, found)
+        buckets.broadcast_all(model, works, src, found)
     if not is_src:
         optimizer.load_state_dict(state)
 

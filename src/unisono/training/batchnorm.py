@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from unisono._context import current_model
 from unisono.collectives.gathers import all_gather_tensors_with_shapes
 from unisono.collectives.groups import GroupLike, team
 from unisono.collectives.reductions import all_reduce_
+from unisono.context import current_model
 from unisono.errors import ArgumentError, RegistrationError, UnsupportedOperation
 
 __all__ = ("SyncBatchNorm", "convert_sync_batchnorm", "register_sync_batchnorm")

@@ -16,11 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from unisono._context import communicator, current_model
-from unisono._frames import refuse_pickle
-from unisono._tracebacks import summary
-from unisono.collectives._rounds import swap
-from unisono.collectives.transfers import broadcast
+from unisono.collectives.broadcasts import broadcast
+from unisono.collectives.call import swap
+from unisono.context import communicator, current_model
 from unisono.errors import (
     ArgumentError,
     PayloadError,
@@ -28,10 +26,12 @@ from unisono.errors import (
     UnisonoError,
     UnsupportedOperation,
 )
-from unisono.model import ComputationModel
-from unisono.payload import decode, encode
+from unisono.model.contract import ComputationModel
+from unisono.payload.codec import decode, encode, refuse_pickle
 from unisono.sections import run_on_rank
-from unisono.training._states import (
+from unisono.tracebacks import summary
+from unisono.training.atomic_files import check_archive, write_whole
+from unisono.training.states import (
     has_shards,
     has_shown_wrapper,
     module_states,
@@ -41,7 +41,6 @@ from unisono.training._states import (
     restore,
     states_to_fill,
 )
-from unisono.training._whole_files import check_archive, write_whole
 
 __all__ = ("load_checkpoint", "save_checkpoint")
 
@@ -208,7 +207,7 @@ def _shard_library() -> Any:
         raise UnsupportedOperation(
             model.name, "sharded checkpoints", "save with sharded=False, or use a backend of torch"
         )
-    return importlib.import_module("unisono.training._shards")
+    return importlib.import_module("unisono.training.shards")
 
 
 def load_checkpoint(

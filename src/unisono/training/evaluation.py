@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from unisono._arguments import check_count
-from unisono._context import current_model
-from unisono.collectives._typing import T
+from unisono.arguments import check_count
 from unisono.collectives.gathers import all_gather, gather
 from unisono.collectives.groups import check_rank
+from unisono.collectives.value_types import T
+from unisono.context import current_model
 from unisono.errors import ArgumentError, CollectiveMismatchError
 
 __all__ = ("EvaluationSampler", "gather_results")

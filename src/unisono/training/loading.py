@@ -20,8 +20,8 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from unisono import facts
-from unisono._context import current_model
-from unisono.collectives._rounds import introduce
+from unisono.collectives.call import introduce
+from unisono.context import current_model
 from unisono.errors import ArgumentError
 
 __all__ = ("DistributedProxySampler", "auto_dataloader")

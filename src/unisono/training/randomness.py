@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from unisono._context import current_model
+from unisono.collectives.broadcasts import broadcast
 from unisono.collectives.groups import GroupLike, team
-from unisono.collectives.transfers import broadcast
+from unisono.context import current_model
 from unisono.errors import ArgumentError
 
 __all__ = (

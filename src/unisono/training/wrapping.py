@@ -13,22 +13,22 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono._arguments import check_names
-from unisono._context import communicator, current_model
-from unisono._table import load, only_row, scan
+from unisono.arguments import check_names
 from unisono.collectives.groups import resolve
-from unisono.control.calls import level
+from unisono.context import communicator, current_model
+from unisono.control.signatures import level
 from unisono.errors import (
     ArgumentError,
     GroupMembershipError,
     RegistrationError,
     UnsupportedOperation,
 )
-from unisono.model import ComputationModel
-from unisono.training._states import remember_wrapper, unwrapped
+from unisono.model.contract import ComputationModel
+from unisono.plugins import load, only_row, scan
 from unisono.training.averaging import broadcast_optimizer_state
 from unisono.training.batchnorm import convert_sync_batchnorm
-from unisono.training.replicated import Replicated, owners
+from unisono.training.data_parallel import Replicated, owners
+from unisono.training.states import remember_wrapper, unwrapped
 
 __all__ = ("auto_model", "auto_optim", "join", "no_sync", "register_wrapper", "unwrap_model")
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from unisono._context import current_model, is_serial
-from unisono.collectives import gathers, groups, reductions, transfers
+from unisono.collectives import broadcasts, gathers, groups, reductions
 from unisono.collectives.groups import barrier
-from unisono.compat._groups import library_group
+from unisono.compat.groups import library_group
+from unisono.context import current_model, is_serial
 from unisono.errors import ArgumentError
 from unisono.facts import (
     backend,
@@ -28,7 +28,7 @@ from unisono.facts import (
     show_config,
 )
 from unisono.lifecycle import finalize, initialize, spawn, sync
-from unisono.model import ComputationModel
+from unisono.model.contract import ComputationModel
 from unisono.registry import available_backends
 from unisono.sections import one_rank_first, one_rank_only
 
@@ -120,7 +120,7 @@ def broadcast(
         group: as in `all_reduce`.
         options: the facade's ``async_op``.
     """
-    return transfers.broadcast(tensor, src, _group(group), safe_mode, **options)
+    return broadcasts.broadcast(tensor, src, _group(group), safe_mode, **options)
 
 
 def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:

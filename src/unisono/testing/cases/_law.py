@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from unisono._context import current_model
+from unisono.context import current_model
 
 __all__ = ("LAWS", "Law", "law", "needs_ranks", "quietly", "raises", "same", "tensor_of", "worlds")
 

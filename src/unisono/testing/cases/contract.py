@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from unisono._context import communicator
-from unisono.model import ComputationModel
-from unisono.reduction import ReduceOp
+from unisono.context import communicator
+from unisono.model.contract import ComputationModel
+from unisono.model.reduction import ReduceOp
 from unisono.testing.cases._law import law, same, tensor_of, worlds
 
 __all__ = ()

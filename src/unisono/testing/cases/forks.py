@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import unisono as idist
-from unisono._context import current_model
+from unisono.context import current_model
 from unisono.errors import ContextError
 from unisono.testing.cases._law import law, quietly, same, worlds
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 import unisono as idist
-from unisono._context import current_model, replica
+from unisono.context import current_model, replica
 from unisono.errors import ArgumentError, GroupMembershipError
-from unisono.model import ComputationModel
+from unisono.model.contract import ComputationModel
 from unisono.testing.cases._law import law, needs_ranks, raises, same, tensor_of, worlds
 from unisono.topology import Group
 

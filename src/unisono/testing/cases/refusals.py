@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.masked import masked_tensor
 
 import unisono as idist
-from unisono._context import communicator, current_model
+from unisono.context import communicator, current_model
 from unisono.errors import (
     ArgumentError,
     CollectiveMismatchError,

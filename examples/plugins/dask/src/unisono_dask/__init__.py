@@ -12,7 +12,7 @@ import distributed
 from distributed import Client, LocalCluster, Security
 
 from unisono import LaunchPlan, RankInfo
-from unisono.control.deadlines import limit_of, require_time
+from unisono.deadlines import limit_of, require_time
 from unisono.errors import ArgumentError, LaunchError
 from unisono.launching import host_job
 

@@ -16,7 +16,7 @@ from typing_extensions import Self
 from zmq.utils import z85
 
 from unisono import ComputationModel, ContextHint, Group, RankInfo, Topology
-from unisono.control.deadlines import limit_of
+from unisono.deadlines import limit_of
 from unisono.errors import CollectiveTimeoutError
 from unisono.rendezvous import JobStore, join_store
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from unisono.model import ComputationModel
+from unisono.model.contract import ComputationModel
 
 __all__ = ("ComputationModel",)

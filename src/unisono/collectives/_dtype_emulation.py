@@ -1,0 +1,308 @@
+"""How a tensor that a model can't take as it is travels all the same, exactly.
+
+Movement: any dtype outside of the model's travels as its bytes. Reduction: a dtype that the model
+lacks is computed in a wider one whose result, cast back, is that of the narrow one (integers wrap
+alike); where the model lacks the wide one too, the tensors are gathered and folded in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from unisono.collectives.call import check, compares, fold
+from unisono.errors import PayloadError
+from unisono.model.contract import ComputationModel
+from unisono.model.handle import Handle, joined
+from unisono.model.reduction import ReduceOp, fold_tensors
+from unisono.payload.codec import is_dense, plain, why_not_dense
+from unisono.payload.memory import as_bytes_tensor
+from unisono.topology import Group
+from unisono.tracebacks import hides
+
+__all__ = (
+    "all_gather",
+    "all_reduce",
+    "check_dense",
+    "check_reducible",
+    "check_writable",
+    "fill",
+    "movement",
+    "orders_floats",
+    "own",
+    "reduce",
+    "reduce_scatter",
+    "start_all_reduce",
+)
+
+__tracebackhide__ = hides
+
+Restore = Callable[[Tensor], Tensor]
+_AS_MAX = (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.OR)
+_AS_MIN = (ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.AND)
+_SIGN = -(2**63)
+
+
+def check_dense(tensor: Tensor, call: str) -> None:
+    """Refuse tensors that aren't plain memory, before anything is sent. Local."""
+    if not is_dense(tensor):
+        raise PayloadError(f"{call} takes dense tensors, {why_not_dense(tensor)}")
+
+
+def check_writable(tensor: Tensor, call: str) -> None:
+    """Refuse what can't be overwritten, before anything is sent. Local.
+
+    Raises:
+        PayloadError: it isn't dense, or several of its elements are one place in memory.
+    """
+    check_dense(tensor, call)
+    if not tensor.is_contiguous() and _overlaps(tensor):
+        raise PayloadError(
+            f"{call} writes into its tensor, but several elements of this one (shape "
+            f"{list(tensor.shape)}, strides {list(tensor.stride())}) are one place in memory: pass "
+            "tensor.contiguous()"
+        )
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    dims = [pair for pair in zip(tensor.stride(), tensor.shape, strict=True) if pair[1] != 1]
+    if any(size == 0 for _, size in dims):
+        return False
+    reach = 0
+    for stride, size in sorted(dims):
+        if stride <= reach:
+            break
+        reach += stride * (size - 1)
+    else:
+        return False
+    places = torch.zeros((), dtype=torch.int64)
+    for stride, size in dims:
+        places = places.unsqueeze(-1) + torch.arange(size) * stride
+    return bool((places.reshape(-1).sort().values.diff() == 0).any())
+
+
+def check_reducible(tensor: Tensor, op: ReduceOp) -> None:
+    """Refuse what has no meaning, before anything is sent. Local.
+
+    Raises:
+        PayloadError: bits of floats, an order of complex numbers, a fraction in an integer.
+    """
+    check_dense(tensor, f"all_reduce {op.name}")
+    dtype = tensor.dtype
+    is_inexact = dtype.is_floating_point or dtype.is_complex
+    if op.is_bitwise and is_inexact:
+        raise PayloadError(f"{op.name} works on integer and bool tensors, not on {dtype}")
+    if dtype.is_complex and op in (ReduceOp.MIN, ReduceOp.MAX):
+        raise PayloadError(f"{op.name} isn't defined on {dtype}")
+    if op is ReduceOp.AVERAGE and not is_inexact:
+        raise PayloadError(
+            f"AVERAGE of {dtype} would lose its fraction: pass tensor.float() or tensor.double()"
+        )
+
+
+def own(model: ComputationModel, tensor: Tensor) -> Tensor:
+    """Copy a tensor into contiguous memory of ours, on the model's transport device. Local."""
+    values = plain(tensor).resolve_conj().resolve_neg()
+    moved = values.to(model.transport_device)
+    if moved is not values and moved.is_contiguous():
+        return moved
+    if moved.data_ptr() != tensor.data_ptr() and moved.is_contiguous():
+        return moved
+    return moved.clone(memory_format=torch.contiguous_format)
+
+
+def fill(tensor: Tensor, total: Tensor) -> Tensor:
+    """Overwrite a user's tensor, unseen by autograd; give it back. Local."""
+    # A tensor made in inference mode may be written to in inference mode alone.
+    with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
+        plain(tensor).copy_(total)
+    return tensor
+
+
+def movement(model: ComputationModel, tensor: Tensor) -> tuple[Tensor, Restore]:
+    """Give the carrier of a tensor [*shape] that only moves, and the way back. Local.
+
+    Returns:
+        The carrier [*shape] or [*shape, itemsize], and what turns [..., *carrier] back.
+    """
+    if tensor.dtype in model.dtypes:
+        return tensor, _same
+    dtype = tensor.dtype
+    return as_bytes_tensor(tensor), lambda rows: rows.contiguous().view(dtype).squeeze(-1)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _guise(tensor: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, ReduceOp, Restore]:
+    """Give what is computed instead, with which operation, and the way back. Local."""
+    dtype = tensor.dtype
+    if op is ReduceOp.AVERAGE:
+        return _guise_average(tensor, size)
+    if dtype is torch.bool:
+        return _guise_bool(tensor, op)
+    if dtype.is_complex and op is ReduceOp.SUM:
+        return torch.view_as_real(tensor), op, torch.view_as_complex
+    if dtype is torch.uint64 and op in (ReduceOp.MIN, ReduceOp.MAX):
+        flipped = tensor.view(torch.int64) ^ _SIGN
+        return flipped, op, lambda total: (total ^ _SIGN).view(torch.uint64)
+    if dtype is torch.uint64:
+        return tensor.view(torch.int64), op, lambda total: total.view(torch.uint64)
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return tensor.to(torch.int64), op, lambda total: total.to(dtype)
+    if dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize:
+        wide, step, back = _guise(tensor.to(torch.float32), op, size)
+        return wide, step, lambda total: back(total).to(dtype)
+    if orders_floats(tensor, op):
+        return _guise_order(tensor, op)
+    return tensor, op, _same
+
+
+def _guise_average(tensor: Tensor, size: int) -> tuple[Tensor, ReduceOp, Restore]:
+    """Sum what is scaled down by a power of two, so that no sum overflows that a mean doesn't.
+
+    The scale changes no bit but of numbers near the smallest, which for float16 begin at 6e-5:
+    it always goes as float32. Bfloat16 has the range of float32.
+    """
+    dtype = tensor.dtype
+    if dtype.is_complex:
+        parts, step, back = _guise_average(torch.view_as_real(tensor), size)
+        return parts, step, lambda total: torch.view_as_complex(back(total))
+    if dtype.itemsize < torch.float32.itemsize:
+        wide, step, back = _scaled(tensor.to(torch.float32), size)
+        return wide, step, lambda total: back(total).to(dtype)
+    return _scaled(tensor, size)
+
+
+def _scaled(tensor: Tensor, size: int) -> tuple[Tensor, ReduceOp, Restore]:
+    scale = 0.5 ** (size - 1).bit_length()
+    if scale != 1.0:
+        tensor.mul_(scale)  # ours
+    return tensor, ReduceOp.SUM, lambda total: total / (size * scale)
+
+
+def orders_floats(tensor: Tensor, op: ReduceOp) -> bool:
+    """Tell whether `op` is MIN or MAX of floats, where libraries differ on NaN. Local."""
+    return tensor.is_floating_point() and op in (ReduceOp.MIN, ReduceOp.MAX)
+
+
+def _guise_order(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp, Restore]:
+    """Let floats travel as integers of the same order, where NaN is the extreme that wins."""
+    bits = torch.int64 if tensor.dtype is torch.float64 else torch.int32
+    magnitude = torch.iinfo(bits).max
+    nan = torch.iinfo(bits).min if op is ReduceOp.MIN else magnitude
+    shift = bits.itemsize * 8 - 1
+
+    def turn(key: Tensor) -> Tensor:  # negative floats count downwards; its own inverse
+        return key ^ ((key >> shift) & magnitude)
+
+    def back(key: Tensor) -> Tensor:
+        return turn(key).view(tensor.dtype).masked_fill_(key == nan, float("nan"))
+
+    return turn(tensor.view(bits)).masked_fill_(tensor.isnan(), nan), op, back
+
+
+def _guise_bool(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp, Restore]:
+    bits = tensor.view(torch.uint8)
+    if op in _AS_MAX:
+        return bits, ReduceOp.MAX, lambda total: total.to(torch.bool)
+    if op in _AS_MIN:
+        return bits, ReduceOp.MIN, lambda total: total.to(torch.bool)
+    # A sum of bits that wraps at 256 is odd exactly where their XOR is 1.
+    return bits, ReduceOp.SUM, lambda total: (total & 1).to(torch.bool)
+
+
+def _carrier(
+    model: ComputationModel, tensor: Tensor, op: ReduceOp, size: int
+) -> tuple[Tensor, ReduceOp, Restore]:
+    """As `_guise`, and only where the model needs one. Overwrites `tensor`, once."""
+    is_known = tensor.dtype in model.dtypes
+    if op is ReduceOp.AVERAGE:
+        is_wide = tensor.is_floating_point() and tensor.dtype is not torch.float16
+        return _scaled(tensor, size) if is_known and is_wide else _guise(tensor, op, size)
+    if is_known and not orders_floats(tensor, op):
+        return tensor, op, _same
+    return _guise(tensor, op, size)
+
+
+def all_gather(model: ComputationModel, tensor: Tensor, group: Group | None) -> Tensor:
+    """Gather [*shape] to [n, *shape]. Collective over `group`."""
+    carrier, restore = movement(model, tensor)
+    return restore(model.all_gather(carrier, group))
+
+
+def _fold(model: ComputationModel, carrier: Tensor, op: ReduceOp, group: Group | None) -> Tensor:
+    return fold_tensors(op, all_gather(model, carrier.contiguous(), group))
+
+
+def all_reduce(
+    model: ComputationModel, tensor: Tensor, op: ReduceOp, group: Group | None
+) -> Tensor:
+    """Reduce a tensor of ours, [*shape]. Collective over `group`."""
+    carrier, step, restore = _carrier(model, tensor, op, model.size(group))
+    if model.prefers_exchange(carrier, group):
+        return restore(fold(model, carrier.contiguous(), step, group))
+    check(model, f"all_reduce {op.name}", tensor, group)
+    if carrier.dtype in model.dtypes:
+        return restore(model.all_reduce(carrier, step, group))
+    return restore(_fold(model, carrier, step, group))
+
+
+def _reduce_folded(
+    model: ComputationModel,
+    tensor: Tensor,
+    carrier: Tensor,
+    op: ReduceOp,
+    step: ReduceOp,
+    group: Group | None,
+) -> Tensor:
+    check(model, f"all_reduce {op.name}", tensor, group)
+    return _fold(model, carrier, step, group)
+
+
+def start_all_reduce(
+    model: ComputationModel, tensor: Tensor, op: ReduceOp, group: Group | None
+) -> Handle[Tensor]:
+    """Start `all_reduce` on a tensor of ours. Collective over `group`."""
+    carrier, step, restore = _carrier(model, tensor, op, model.size(group))
+    if model.prefers_exchange(carrier, group):
+        return model.start(lambda: fold(model, carrier.contiguous(), step, group)).then(restore)
+    if carrier.dtype not in model.dtypes:
+        return model.start(lambda: _reduce_folded(model, tensor, carrier, op, step, group)).then(
+            restore
+        )
+
+    def begin() -> Handle[Tensor]:
+        check(model, f"all_reduce {op.name}", tensor, group)
+        return model.start_all_reduce(carrier, step, group)
+
+    # Comparing calls waits for the others, which whoever starts an operation must not.
+    started = joined(model.start(begin)) if compares(model, group) else begin()
+    return started.then(restore)
+
+
+def reduce(
+    model: ComputationModel, tensor: Tensor, dst: int, op: ReduceOp, group: Group | None
+) -> Tensor | None:
+    """Reduce a tensor of ours to global rank `dst`. Collective over `group`."""
+    check(model, f"reduce {op.name} to {dst}", tensor, group)
+    carrier, step, restore = _carrier(model, tensor, op, model.size(group))
+    if carrier.dtype in model.dtypes:
+        total = model.reduce(carrier, dst, step, group)
+        return None if total is None else restore(total)
+    total = _fold(model, carrier, step, group)
+    return restore(total) if model.topology.rank == dst else None
+
+
+def reduce_scatter(
+    model: ComputationModel, rows: Tensor, op: ReduceOp, group: Group | None
+) -> Tensor:
+    """Reduce [n, *shape] and give each rank its row. Collective over `group`."""
+    check(model, f"reduce_scatter {op.name}", rows, group)
+    carrier, step, restore = _carrier(model, rows, op, model.size(group))
+    if carrier.dtype in model.dtypes:
+        return restore(model.reduce_scatter(carrier.contiguous(), step, group))
+    return restore(_fold(model, carrier, step, group)[model.position(group)])

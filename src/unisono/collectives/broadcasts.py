@@ -1,0 +1,519 @@
+"""Collectives that carry values from one rank to others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from unisono.collectives import _dtype_emulation as carriers
+from unisono.collectives.call import check, collective, refuse, swap
+from unisono.collectives.groups import GroupLike, check_rank, outcome, team
+from unisono.collectives.value_types import T, TensorT
+from unisono.errors import PayloadError
+from unisono.model.contract import ComputationModel
+from unisono.model.handle import Handle
+from unisono.payload.codec import (
+    TensorHeader,
+    decode,
+    encode,
+    frame_or_reason,
+    header,
+    offer,
+    plain,
+    raise_failures,
+    rides_data_plane,
+)
+from unisono.payload.memory import from_bytes, to_bytes
+from unisono.topology import Group
+from unisono.tracebacks import hides
+
+__all__ = ("all_to_all", "broadcast", "broadcast_", "home", "memory_for", "scatter")
+
+__tracebackhide__ = hides
+
+
+@overload
+def broadcast(
+    tensor: None = None,
+    src: int = 0,
+    group: GroupLike = None,
+    safe_mode: bool = False,
+    *,
+    async_op: Literal[False] = False,
+) -> Any: ...
+
+
+@overload
+def broadcast(
+    tensor: T,
+    src: int = 0,
+    group: GroupLike = None,
+    safe_mode: bool = False,
+    *,
+    async_op: Literal[False] = False,
+) -> T: ...
+
+
+@overload
+def broadcast(
+    tensor: None = None,
+    src: int = 0,
+    group: GroupLike = None,
+    safe_mode: bool = False,
+    *,
+    async_op: Literal[True],
+) -> Handle[Any]: ...
+
+
+@overload
+def broadcast(
+    tensor: T,
+    src: int = 0,
+    group: GroupLike = None,
+    safe_mode: bool = False,
+    *,
+    async_op: Literal[True],
+) -> Handle[T]: ...
+
+
+@overload
+def broadcast(
+    tensor: Any = None,
+    src: int = 0,
+    group: GroupLike = None,
+    safe_mode: bool = False,
+    *,
+    async_op: bool,
+) -> Any: ...
+
+
+@collective
+def broadcast(
+    tensor: Any = None,
+    src: int = 0,
+    group: GroupLike = None,
+    safe_mode: bool = False,
+    *,
+    async_op: bool = False,
+) -> Any:
+    """Give every rank the value of one rank.
+
+    Collective over `group`.
+
+    Args:
+        tensor: any payload, as idist names it: on `src` anything that `all_gather` takes; on the
+            other ranks it is not looked at.
+        src: global rank whose value travels.
+        group: a Group, a list of ranks, or None for all ranks.
+        safe_mode: accepted for idist's sake; every broadcast is safe.
+        async_op: whether to return a handle at once.
+
+    Returns:
+        The value of `src`, exact in type and content, new memory. A tensor that is on an
+        accelerator at `src` arrives on each rank's `device`. `tensor` itself where this rank is no
+        member.
+
+    Raises:
+        ArgumentError: `src` isn't there.
+        GroupMembershipError: `src` is no member of the group (on every rank).
+        PayloadError: the value can't travel (on every rank).
+        CollectiveError: a peer failed or didn't come in time.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.broadcast({"seed": 2**60}, src=0)
+        {'seed': 1152921504606846976}
+    """
+    model, found, is_member = team(group, async_op)
+    check_rank(model, found, src, "src")
+    if not is_member:
+        return Handle(lambda: tensor, lambda: True) if async_op else tensor
+    return outcome(model, lambda: _broadcast(model, tensor, src, found), async_op)
+
+
+def _broadcast(model: ComputationModel, value: Any, src: int, group: Group | None) -> Any:
+    is_src = model.topology.rank == src
+    frame = frame_or_reason(offer, value, model.inline_bytes(group)) if is_src else b""
+    said = swap(model, f"broadcast from {src}", frame, group)[model.position(group, src)]
+    raise_failures([said], [src], "broadcast")
+    head = decode(said, model.device)
+    if not isinstance(head, TensorHeader):
+        return head
+    tensor = carriers.own(model, value) if is_src else memory_for(model, head)
+    carrier, restore = carriers.movement(model, tensor)
+    got = restore(model.broadcast(carrier, src, group))
+    return head.finish(got.to(value.device if is_src else home(model, head)))
+
+
+def memory_for(model: ComputationModel, head: TensorHeader) -> Tensor:
+    """Make memory for what a header announces, on the model's transport device. Local."""
+    return torch.empty(head.shape, dtype=head.dtype, device=model.transport_device)
+
+
+def home(model: ComputationModel, head: TensorHeader) -> torch.device:
+    """Give the device on which a received tensor is handed to the user. Local."""
+    return model.device if head.on_accelerator else torch.device("cpu")
+
+
+@overload
+def broadcast_(
+    tensor: TensorT, src: int = 0, group: GroupLike = None, *, async_op: Literal[False] = False
+) -> TensorT: ...
+
+
+@overload
+def broadcast_(
+    tensor: TensorT, src: int = 0, group: GroupLike = None, *, async_op: Literal[True]
+) -> Handle[TensorT]: ...
+
+
+@overload
+def broadcast_(
+    tensor: TensorT, src: int = 0, group: GroupLike = None, *, async_op: bool
+) -> TensorT | Handle[TensorT]: ...
+
+
+@collective
+def broadcast_(
+    tensor: Tensor, src: int = 0, group: GroupLike = None, *, async_op: bool = False
+) -> Any:
+    """Overwrite a tensor on every rank with that of one rank.
+
+    Collective over `group`.
+
+    Args:
+        tensor: [*shape], any dense dtype and device, the same shape and dtype on every rank.
+        src: global rank whose tensor travels.
+        group: a Group, a list of ranks, or None for all ranks.
+        async_op: whether to return a handle at once.
+
+    Returns:
+        `tensor` itself, or a handle of it.
+
+    Raises:
+        ArgumentError: `src` isn't there.
+        GroupMembershipError: `src` is no member of the group (on every rank).
+        PayloadError: it is no dense tensor.
+        CollectiveError: a peer failed or didn't come in time.
+
+    Example:
+        >>> import torch, unisono as idist
+        >>> idist.broadcast_(torch.zeros(1))
+        tensor([0.])
+    """
+    model, found, is_member = team(group, async_op)
+    check_rank(model, found, src, "src")
+    if not is_member:
+        return Handle(lambda: tensor, lambda: True) if async_op else tensor
+    name = f"broadcast_ from {src}"
+    try:
+        if not isinstance(tensor, Tensor):
+            raise PayloadError(f"broadcast_ takes a tensor, not a {type(tensor).__name__}")
+        carriers.check_writable(tensor, "broadcast_")
+    except PayloadError as error:
+        refuse(model, name, None, found, error)
+
+    def call() -> Tensor:
+        check(model, name, tensor, found)
+        carrier, restore = carriers.movement(model, carriers.own(model, tensor))
+        got = restore(model.broadcast(carrier, src, found))
+        if model.topology.rank != src:
+            carriers.fill(tensor, got)
+        return tensor
+
+    return outcome(model, call, async_op)
+
+
+@overload
+def scatter(
+    values: None = None, src: int = 0, group: GroupLike = None, *, async_op: Literal[False] = False
+) -> Any: ...
+
+
+@overload
+def scatter(
+    values: Tensor, src: int = 0, group: GroupLike = None, *, async_op: Literal[False] = False
+) -> Tensor: ...
+
+
+@overload
+def scatter(
+    values: Tensor | None, src: int = 0, group: None = None, *, async_op: Literal[False] = False
+) -> Tensor: ...
+
+
+@overload
+def scatter(
+    values: list[T] | tuple[T, ...] | None,
+    src: int = 0,
+    group: None = None,
+    *,
+    async_op: Literal[False] = False,
+) -> T: ...
+
+
+@overload
+def scatter(
+    values: list[T] | tuple[T, ...] | None,
+    src: int = 0,
+    group: GroupLike = None,
+    *,
+    async_op: Literal[False] = False,
+) -> T | list[T] | tuple[T, ...] | None: ...
+
+
+@overload
+def scatter(
+    values: None = None, src: int = 0, group: GroupLike = None, *, async_op: Literal[True]
+) -> Handle[Any]: ...
+
+
+@overload
+def scatter(
+    values: Tensor, src: int = 0, group: GroupLike = None, *, async_op: Literal[True]
+) -> Handle[Tensor]: ...
+
+
+@overload
+def scatter(
+    values: Tensor | None, src: int = 0, group: None = None, *, async_op: Literal[True]
+) -> Handle[Tensor]: ...
+
+
+@overload
+def scatter(
+    values: list[T] | tuple[T, ...] | None,
+    src: int = 0,
+    group: None = None,
+    *,
+    async_op: Literal[True],
+) -> Handle[T]: ...
+
+
+@overload
+def scatter(
+    values: list[T] | tuple[T, ...] | None,
+    src: int = 0,
+    group: GroupLike = None,
+    *,
+    async_op: Literal[True],
+) -> Handle[T | list[T] | tuple[T, ...] | None]: ...
+
+
+@overload
+def scatter(
+    values: Sequence[Any] | Tensor | None = None,
+    src: int = 0,
+    group: GroupLike = None,
+    *,
+    async_op: bool,
+) -> Any: ...
+
+
+@collective
+def scatter(
+    values: Sequence[Any] | Tensor | None = None,
+    src: int = 0,
+    group: GroupLike = None,
+    *,
+    async_op: bool = False,
+) -> Any:
+    """Give each rank its own one of the values that one rank has.
+
+    Collective over `group`.
+
+    Args:
+        values: on `src` a list or tuple with one value for each member, in the order of ranks, of
+            anything that `all_gather` takes; or a tensor [n, ...], which counts as its n rows. On
+            the other ranks it is not looked at.
+        src: global rank that has the values.
+        group: a Group, a list of ranks, or None for all ranks.
+        async_op: whether to return a handle at once.
+
+    Returns:
+        This rank's value, new memory. `values` itself where this rank is no member.
+
+    Raises:
+        ArgumentError: `src` isn't there.
+        GroupMembershipError: `src` is no member of the group (on every rank).
+        PayloadError: not one value for each member, or one that can't travel (on every rank).
+        CollectiveError: a peer failed or didn't come in time.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.scatter(["mine"], src=0)
+        'mine'
+    """
+    model, found, is_member = team(group, async_op)
+    check_rank(model, found, src, "src")
+    if not is_member:
+        return Handle(lambda: values, lambda: True) if async_op else values
+    return outcome(model, lambda: _scatter(model, values, src, found), async_op)
+
+
+def _scatter(model: ComputationModel, values: Any, src: int, group: Group | None) -> Any:
+    is_src = model.topology.rank == src
+    frame = frame_or_reason(_scatter_frame, model, values, group) if is_src else b""
+    said = swap(model, f"scatter from {src}", frame, group)
+    frame = said[model.position(group, src)]
+    raise_failures([frame], [src], "scatter")
+    head = decode(frame, model.device)
+    if not isinstance(head, TensorHeader):
+        return head[model.position(group)]
+    into, restore = carriers.movement(model, memory_for(model, head))
+    rows = None
+    if is_src:
+        stacked = values if isinstance(values, Tensor) else torch.stack(list(values))
+        rows, _ = carriers.movement(model, carriers.own(model, stacked))
+    got = restore(model.scatter(rows, into, src, group))
+    return head.finish(got.to(home(model, head)).clone())
+
+
+def _scatter_frame(model: ComputationModel, values: Any, group: Group | None) -> bytes:
+    size, most = model.size(group), model.inline_bytes(group)
+    if isinstance(values, Tensor):
+        carriers.check_dense(values, "scatter")
+        if values.dim() == 0 or values.shape[0] != size:
+            shape = list(values.shape)
+            raise PayloadError(f"a tensor of shape {shape} has no row for each of {size}")
+        values = list(plain(values))
+    if not isinstance(values, (list, tuple)) or len(values) != size:
+        count = len(values) if isinstance(values, (list, tuple)) else type(values).__name__
+        raise PayloadError(f"scatter takes a list of {size} values, one for each rank, not {count}")
+    heads = {header(value) if rides_data_plane(value, most) else None for value in values}
+    if len(heads) == 1 and None not in heads:
+        return heads.pop() or b""
+    return encode(list(values))
+
+
+@overload
+def all_to_all(
+    value: Tensor, group: GroupLike = None, *, async_op: Literal[False] = False
+) -> Tensor: ...
+
+
+@overload
+def all_to_all(
+    value: list[T], group: GroupLike = None, *, async_op: Literal[False] = False
+) -> list[T]: ...
+
+
+@overload
+def all_to_all(
+    value: tuple[T, ...], group: None = None, *, async_op: Literal[False] = False
+) -> list[T]: ...
+
+
+@overload
+def all_to_all(
+    value: tuple[T, ...], group: GroupLike = None, *, async_op: Literal[False] = False
+) -> list[T] | tuple[T, ...]: ...
+
+
+@overload
+def all_to_all(
+    value: Tensor, group: GroupLike = None, *, async_op: Literal[True]
+) -> Handle[Tensor]: ...
+
+
+@overload
+def all_to_all(
+    value: list[T], group: GroupLike = None, *, async_op: Literal[True]
+) -> Handle[list[T]]: ...
+
+
+@overload
+def all_to_all(
+    value: tuple[T, ...], group: None = None, *, async_op: Literal[True]
+) -> Handle[list[T]]: ...
+
+
+@overload
+def all_to_all(
+    value: tuple[T, ...], group: GroupLike = None, *, async_op: Literal[True]
+) -> Handle[list[T] | tuple[T, ...]]: ...
+
+
+@overload
+def all_to_all(
+    value: Tensor | Sequence[Any], group: GroupLike = None, *, async_op: bool
+) -> Any: ...
+
+
+@collective
+def all_to_all(value: Any, group: GroupLike = None, *, async_op: bool = False) -> Any:
+    """Send every rank its own part and get one part from each.
+
+    Collective over `group`.
+
+    Args:
+        value: tensor [n*k, ...] with n the number of members, the same shape on every rank; or a
+            list of n values of anything that `all_gather` takes, of any shapes.
+        group: a Group, a list of ranks, or None for all ranks.
+        async_op: whether to return a handle at once.
+
+    Returns:
+        For a tensor [n*k, ...], whose i-th part came from the i-th member, same dtype and device;
+        for a list the list of what each member sent here. `value` itself where this rank is no
+        member.
+
+    Raises:
+        PayloadError: its length isn't a multiple of n; or a value can't travel (on every rank).
+        CollectiveMismatchError: another rank refused its tensor, where calls are compared.
+        CollectiveError: a peer failed or didn't come in time.
+
+    Example:
+        >>> import torch, unisono as idist
+        >>> idist.all_to_all(torch.tensor([5]))
+        tensor([5])
+        >>> idist.all_to_all(["to myself"])
+        ['to myself']
+    """
+    model, found, is_member = team(group, async_op)
+    if not is_member:
+        return Handle(lambda: value, lambda: True) if async_op else value
+    size = model.size(found)
+    if not isinstance(value, Tensor):
+        return outcome(model, lambda: _swap_values(model, value, found), async_op)
+    try:
+        carriers.check_dense(value, "all_to_all")
+        if value.dim() == 0 or value.shape[0] % size:
+            raise PayloadError(
+                f"all_to_all takes a tensor whose dim 0 is a multiple of {size}, not one of shape "
+                f"{list(value.shape)}"
+            )
+    except PayloadError as error:
+        refuse(model, "all_to_all", None, found, error)
+
+    def call() -> Tensor:
+        check(model, "all_to_all", value, found)
+        rows = carriers.own(model, value).view(size, value.shape[0] // size, *value.shape[1:])
+        carrier, restore = carriers.movement(model, rows)
+        return restore(model.all_to_all(carrier, found)).reshape(value.shape).to(value.device)
+
+    return outcome(model, call, async_op)
+
+
+def _swap_values(model: ComputationModel, values: Any, group: Group | None) -> list[Any]:
+    size, ranks = model.size(group), model.members(group)
+    frames: list[bytes] = []
+
+    def lengths() -> bytes:
+        if not isinstance(values, (list, tuple)) or len(values) != size:
+            raise PayloadError(f"all_to_all takes a tensor or a list of {size} values: {values!r}")
+        frames[:] = [encode(item) for item in values]
+        return encode([len(frame) for frame in frames])
+
+    said = frame_or_reason(lengths)
+    heard = swap(model, "all_to_all of values", said, group)
+    raise_failures(heard, ranks, "all_to_all")
+    sizes = [decode(frame, model.device) for frame in heard]
+    width = model.bucket(max(max(row) for row in sizes))
+    mine = b"".join(frame.ljust(width, b"\0") for frame in frames)
+    rows = from_bytes(mine, torch.uint8, (size, width)).to(model.transport_device)
+    got = model.all_to_all(rows, group).cpu().contiguous()
+    place = model.position(group)
+    return [decode(to_bytes(row[: sizes[i][place]]), model.device) for i, row in enumerate(got)]

@@ -1,0 +1,76 @@
+"""What a type checker knows of the values that collectives take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
+
+from torch import Tensor
+
+__all__ = (
+    "Container",
+    "ContainerT",
+    "Inexact",
+    "InexactContainerT",
+    "NumpyScalar",
+    "Plain",
+    "Reducible",
+    "Summed",
+    "SummedContainerT",
+    "T",
+    "TensorT",
+)
+
+T = TypeVar("T")
+TensorT = TypeVar("TensorT", bound=Tensor)
+
+
+class _Dataclass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+class NumpyScalar(Protocol):
+    """A real number of numpy; tensors have no ``tobytes``, arrays no ``is_integer``."""
+
+    def __float__(self) -> float: ...
+
+    def tobytes(self) -> bytes:
+        """Give its memory. Local."""
+
+    def is_integer(self) -> bool:
+        """Tell whether it has no fraction. Local."""
+
+
+Container: TypeAlias = Mapping[Any, Any] | list[Any] | tuple[Any, ...] | _Dataclass
+"""What is reduced leaf by leaf. A TypedDict is a Mapping, and no dict, to a type checker."""
+Reducible: TypeAlias = Tensor | complex | NumpyScalar | Container
+Plain = TypeVar("Plain", Tensor, bool, int, float, complex)
+"""What an operation that is no mean keeps; a subclass, such as Parameter, gives its base."""
+Summed = TypeVar("Summed", Tensor, int, float, complex)
+"""What a sum keeps where bools are counted."""
+Inexact = TypeVar("Inexact", Tensor, float, complex)
+"""What every operation keeps; an int is a float here."""
+ContainerT = TypeVar("ContainerT", bound=Container)
+SummedContainerT = TypeVar(
+    "SummedContainerT",
+    bound=list[Tensor]
+    | list[float]
+    | list[int]
+    | tuple[Tensor, ...]
+    | dict[Any, Tensor]
+    | dict[Any, float]
+    | dict[Any, int]
+    | dict[Any, float | Tensor]
+    | dict[Any, int | Tensor],
+)
+"""A container that has no bools."""
+InexactContainerT = TypeVar(
+    "InexactContainerT",
+    bound=list[Tensor]
+    | list[float]
+    | tuple[Tensor, ...]
+    | dict[Any, Tensor]
+    | dict[Any, float]
+    | dict[Any, float | Tensor],
+)
+"""A container that has no ints, whose means would be floats."""

@@ -1,0 +1,30 @@
+"""Groups as the library beneath has them, for programs that hand them on to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from unisono.context import current_model
+from unisono.topology import Group
+
+__all__ = ("library_group",)
+
+
+def library_group(group: Group) -> Any:
+    """Give torch's own process group where torch.distributed connects the ranks, else `group`.
+
+    Local.
+
+    Args:
+        group: of the active context.
+
+    Returns:
+        On a rank that is no member what torch gives there, ``GroupMember.NON_GROUP_MEMBER``. What
+        is returned is taken wherever a group is.
+    """
+    nobody = dist.GroupMember.NON_GROUP_MEMBER
+    if current_model().adopt_group(nobody) is None:  # the ranks aren't connected by torch
+        return group
+    return nobody if group.handle is None else group.handle

@@ -1,0 +1,121 @@
+"""How a job was started, by the names that training repositories use for it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+from typing_extensions import Unpack
+
+from unisono.context import current_model
+from unisono.errors import ArgumentError, EnvironmentDetectionError
+from unisono.lifecycle import initialize
+from unisono.options import InitializeOptions
+from unisono.topology import RankInfo
+
+__all__ = ("get_dist_info", "infer_launcher", "init_dist")
+
+# The environments that each launcher's name stands for, in the order in which they are asked.
+_LAUNCHERS = {
+    "pytorch": ("torchrun",),
+    "slurm": ("slurm",),
+    "mpi": ("openmpi", "mpich", "mvapich", "pals", "lsf", "cray"),
+}
+
+
+def get_dist_info() -> tuple[int, int]:
+    """Give rank and world size.
+
+    Local.
+
+    Returns:
+        (0, 1) where nothing is distributed.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.get_dist_info()
+        (0, 1)
+    """
+    topology = current_model().topology
+    return topology.rank, topology.world_size
+
+
+def _found(launcher: str) -> RankInfo | None:
+    environments: Any = importlib.import_module("unisono.environments.detection")
+    table = {each.NAME: each for each in environments.ENVIRONMENTS}
+    for name in _LAUNCHERS[launcher]:
+        info: RankInfo | None = table[name].detect(os.environ)
+        if info is not None:
+            return info
+    return None
+
+
+def infer_launcher() -> str:
+    """Tell from the environment's variables how this process was started.
+
+    Local.
+
+    Returns:
+        ``"pytorch"`` for torchrun, ``"slurm"`` for a step of Slurm, ``"mpi"`` for mpirun and its
+        like, ``"none"`` else: names that `init_dist` takes.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.infer_launcher()
+        'none'
+    """
+    return next((launcher for launcher in _LAUNCHERS if _is_there(launcher)), "none")
+
+
+def _is_there(launcher: str) -> bool:
+    try:
+        return _found(launcher) is not None
+    except EnvironmentDetectionError:
+        return False
+
+
+def init_dist(
+    launcher: str | None = None, backend: str | None = None, **kwargs: Unpack[InitializeOptions]
+) -> None:
+    """Make the context of a job that a launcher started.
+
+    Collective over all ranks of the job.
+
+    Args:
+        launcher: ``"pytorch"``, ``"slurm"`` or ``"mpi"``, whose variables alone are then believed;
+            ``"none"`` for a process alone; None infers it.
+        backend: as in `initialize`.
+        kwargs: further options of `initialize`, such as ``timeout``; ``rank`` and ``world_size``
+            together take the place of the launcher's own.
+
+    Raises:
+        ArgumentError: unknown launcher; lists the known ones.
+        EnvironmentDetectionError: the launcher's variables aren't there, or are partial.
+        AlreadyInitializedError: a context is live.
+        ContextError: the ranks couldn't meet.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.init_dist("none", "gloo")
+        >>> idist.finalize()
+    """
+    name = infer_launcher() if launcher is None else launcher
+    given: dict[str, Any] = {key: value for key, value in kwargs.items() if value is not None}
+    if name not in (*_LAUNCHERS, "none"):
+        known = ", ".join(sorted((*_LAUNCHERS, "none")))
+        raise ArgumentError(f"unknown launcher {launcher!r}. Known: {known}; or None to infer it")
+    if "rank" in given or "world_size" in given:
+        initialize(backend, **given)
+        return
+    if name == "none":
+        initialize(backend, rank=0, world_size=1, **given)
+        return
+    info = _found(name)
+    if info is None:
+        raise EnvironmentDetectionError(
+            f"init_dist({launcher!r}): the variables of {' or '.join(_LAUNCHERS[name])} aren't "
+            f"there, they look like {infer_launcher()!r}: start the job with that launcher",
+            source=name,
+        )
+    initialize(backend, rank=info.rank, world_size=info.world_size, **given)

@@ -1,0 +1,387 @@
+"""What one rank of a group knows of ranks that are gone or late, and how all others learn it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NoReturn
+
+from unisono.control import signatures
+from unisono.control.connection import FAIL, NOTICE, Line, LineClosed, read_entries, read_failure
+from unisono.control.missing import Absent, Farewell, Missing, has_ended, is_stopped, report, watch
+from unisono.control.sideband import Aside, State, stack_of
+from unisono.control.signatures import Steps
+from unisono.control.tree import Neighbours
+from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
+from unisono.tracebacks import hides
+
+__all__ = ("Alarm",)
+
+__tracebackhide__ = hides
+
+_log = logging.getLogger(__name__)
+_LAST_WORD_S = 0.1
+_LATE_S = 0.3  # for a rank that knows more to say it
+_MOST_ASKED = 64
+
+
+class Alarm:
+    """What one rank knows of the absence of others.
+
+    Args:
+        ranks: global ranks of the group, in order of places.
+        place: this rank's place.
+        neighbours: whom it can see.
+        steps: what this rank has begun on the data plane.
+    """
+
+    def __init__(
+        self, ranks: tuple[int, ...] | range, place: int, neighbours: Neighbours, steps: Steps
+    ) -> None:
+        self._ranks = ranks
+        self._place = place
+        self._links = neighbours.links
+        self._lines = neighbours.lines
+        self._pids = neighbours.pids
+        self._steps = steps
+        self.pidfds: Mapping[int, int] = watch(neighbours.pids)
+        """For each place of this host, what becomes readable when its process ends."""
+        self.failure: CollectiveError | None = None
+        self.gone: Absent | None = None
+        self.waits: tuple[tuple[int, ...], Mapping[int, bytes]] | None = None
+        """Whom this rank waits for in its round, and what came; None where it doesn't wait."""
+        self._seq, self._blob, self._is_inside = 0, b"", False
+        self._thread_id = threading.get_ident()
+        self._is_told = False
+        self._crossed = ""
+        self._untold = b""  # what another thread's interrupt has to say on the lines
+        state = _asked(weakref.ref(self))
+        near = neighbours.pids.keys()
+        self._aside = Aside(place, neighbours.links, neighbours.asides, near, state)
+        self._close = weakref.finalize(
+            self, _close, self._aside, list(self._lines.values()), list(self.pidfds.values())
+        )
+        self._close.atexit = False
+
+    def close(self) -> None:
+        """Close all lines. Local; harmless the second time."""
+        self._close()
+
+    def disown(self) -> None:
+        """Close what a forked child has inherited; its parent goes on with it. Local."""
+        if self._close.detach() is None:
+            return
+        self._aside.disown()
+        for line in self._lines.values():
+            line.close()
+        for fd in self.pidfds.values():
+            os.close(fd)
+
+    def say_farewell(self, how: str) -> None:
+        """Let the others know that this rank leaves in good order. Local.
+
+        Args:
+            how: what it does: "left", or "ended its program".
+        """
+        if self.failure is not None or self._is_inside or not self._close.alive:
+            return
+        call = signatures.describe(self._blob) if self._seq else ""
+        if call.startswith(signatures.UNKNOWN):
+            call = ""
+        text = f"{how} after {call or 'its last collective'}"
+        if not self._seq:
+            text = f"{how} before its first collective"
+        self._aside.tell_leave(Farewell(text, dict(self._steps.counts)))
+
+    def enter(self, seq: int, blob: bytes) -> None:
+        """Take note of the round that this thread begins, and of what it gives. Local.
+
+        Raises:
+            CollectiveError: the group has failed before.
+        """
+        if self.failure is not None:
+            raise type(self.failure)(*self.failure.args)
+        self._seq, self._blob, self._is_inside = seq, blob, True
+        self._thread_id = threading.get_ident()
+        self._is_told = False
+        self._steps.last = ""
+
+    def leave(self) -> None:
+        """Take note that the round is over, whichever way. Local.
+
+        Raises:
+            CollectiveError: another thread wanted one meanwhile, so the ranks are out of step.
+        """
+        self.waits, self._is_inside = None, False
+        if self._untold:
+            self._tell_lines(self._untold)
+        if self._crossed and self.failure is None:
+            self.fail({"kind": "threads", "text": self._crossed})
+
+    def state(self, group: str) -> State:
+        """Say where this rank is, and how far in the group of that name. Local."""
+        waits_for = None
+        if self.waits is not None:
+            places, got = self.waits
+            waits_for = [place for place in places if place not in got]
+        last = self._steps.last or (signatures.describe(self._blob) if self._seq else "")
+        last = "" if last.startswith(signatures.UNKNOWN) else last
+        step = self._steps.counts.get(group, 0)
+        return State(stack_of(self._thread_id), last, self._seq, waits_for, step)
+
+    def look_around(
+        self, among: Collection[int] | None = None, group: str = "", step: int = 0
+    ) -> None:
+        """Notice who is gone, and leave what neighbours say of rounds.
+
+        Local. What others say comes first: some may have left because of the one that is gone.
+
+        Args:
+            among: places that count; None for all.
+            group: the name of the group whose operation waits.
+            step: its number there: ranks that had done it before they left don't count.
+
+        Raises:
+            CollectiveError: a rank is gone.
+        """
+        counts = [place for place in self.pidfds if among is None or place in among]
+        ended = [place for place in counts if has_ended(self.pidfds[place])]
+        ended = [place for place in ended if not self._is_done(place, group, step)]
+        said = self._aside.failure(_LAST_WORD_S if len(ended) > 1 else 0.0)
+        if said is not None:
+            failure = read_failure(said)
+            if among is None or ended or failure["rank"] in [self._ranks[at] for at in among]:
+                self.fail(failure)
+        if ended:
+            self.lose(ended[0])
+        for place, line in self._lines.items():
+            is_closed = (among is None or place in among) and line.is_closed()
+            if is_closed and not self._is_done(place, group, step):
+                self.lose(place, "it closed the connection")
+
+    def _is_done(self, place: int, group: str, step: int) -> bool:
+        """Tell whether a rank that is gone isn't needed, as far as it can be known."""
+        farewell = self._aside.farewell(place)
+        if farewell is not None:
+            return farewell.has_done(group, step)
+        # Whom nothing can be heard of: the backend tells its neighbours, if it died.
+        return step > 0 and self._aside.is_cut_off(place)
+
+    def late(self, places: Iterable[int], group: str, step: int, is_over: bool) -> str:
+        """Say which ranks haven't come to an operation of the data plane.
+
+        Local; waits a second at most.
+
+        Args:
+            places: who takes part.
+            group: its name.
+            step: the number of the operation there.
+            is_over: whether its time is over, which all ranks then learn.
+        """
+        asked = [place for place in places if place != self._place][:_MOST_ASKED]
+        states = self._ask(asked, group)
+        said = self._aside.late(group, step)
+        if said:
+            return said
+        absent = [p for p in asked if p in states and states[p].step < step]
+        silent = [p for p in asked if p not in states]
+        absent += [p for p in silent if self._aside.towards(p) in (p, *states)]
+        if not absent:
+            if is_over:
+                said = self._aside.late(group, step, _LATE_S)
+            absent = silent
+        text = said or "\n".join(str(self._missing(place, states)) for place in absent)
+        if text and is_over:
+            self._aside.tell_late(group, step, text)
+        return text
+
+    def hand_on(self, body: bytes, source: int) -> None:
+        """Log what a neighbour says of a long wait, and hand it down. Local."""
+        self._is_told = True
+        _log.warning("%s", body.decode("utf-8", "replace"))
+        self._notify([place for place in self._links.downs if place != source], body)
+
+    def warn(self, places: tuple[int, ...], got: Mapping[int, bytes]) -> None:
+        """Say who of `places` is missing, unless a neighbour has said so. Local; once a round."""
+        if self._is_told:
+            return
+        found = self._report(places, got, self.ask(places, got))
+        text = f"{self._me()} is still waiting: {found}"
+        _log.warning("%s", text)
+        self._notify(list(got), text.encode())
+
+    def _notify(self, places: list[int], body: bytes) -> None:
+        for place in places:
+            with contextlib.suppress(LineClosed, TimeoutError):
+                self._lines[place].send(NOTICE, self._seq, body, time.monotonic() + 1)
+
+    def interrupt(self, how: str, is_alone: bool) -> None:
+        """Take note that this rank left a collective half-way, and tell all others.
+
+        Local. Nobody knows what the others have of it, so what this rank calls next is refused, and
+        those that wait for it learn that it won't come.
+
+        Args:
+            how: what interrupted which call.
+            is_alone: whether no other thread may be sending.
+        """
+        rank = self._ranks[self._place]
+        text = f"rank {rank} was interrupted: {how}"
+        body = json.dumps({"kind": "peer", "rank": rank, "text": text}).encode()
+        if self.failure is None:
+            self.failure = CollectiveError(
+                f"{self._me()}: {how}, so the ranks are out of step: end the job, or finalize() "
+                "and initialize again"
+            )
+            self._untold = body
+        self._aside.tell(body)
+        if is_alone and self._untold:
+            self._tell_lines(self._untold)
+
+    def _tell_lines(self, body: bytes, source: int | None = None) -> None:
+        self._untold = b""
+        for place, line in self._lines.items():
+            if place != source:
+                with contextlib.suppress(LineClosed, TimeoutError):
+                    line.send(FAIL, self._seq, body, time.monotonic() + 1)
+
+    def refuse_late(self, blob: bytes) -> NoReturn:
+        """Refuse a round for which the group's lock wasn't had in time. Local."""
+        raise CollectiveTimeoutError(
+            f"{self._me()}: {signatures.describe(blob)} wasn't begun before its deadline: another "
+            "thread is looking for ranks that are gone"
+        )
+
+    def refuse_nested(self, blob: bytes) -> NoReturn:
+        """Refuse a round within another one of the same thread. Local."""
+        raise CollectiveError(
+            f"{self._me()}: {signatures.describe(blob)} was called within "
+            f"{signatures.describe(self._blob)}, by a signal handler or a "
+            "finalizer: let those call no collective"
+        )
+
+    def clash(self, thread_id: int, blob: bytes) -> None:
+        """Refuse a round that another thread is in the middle of. Local.
+
+        Raises:
+            CollectiveError: some thread is; which one's call the others take part in is chance.
+        """
+        if not thread_id or thread_id == threading.get_ident():
+            return
+        self._crossed = (
+            f"two threads called collectives of one group at once, {signatures.describe(blob)} and "
+            f"{signatures.describe(self._blob)}: let one thread make them all, or use "
+            "async_op=True, or make a group for each thread with new_group"
+        )
+        raise CollectiveError(f"{self._me()}: {self._crossed}")
+
+    def lose(self, place: int, how: str = "") -> NoReturn:
+        """Fail because of a rank that is gone. Local."""
+        rank, pid = self._ranks[place], self._pids.get(place)
+        who = f"rank {rank}" if pid is None else f"rank {rank} (pid {pid} on this host)"
+        ended = pid is not None and place in self.pidfds and has_ended(self.pidfds[place])
+        text = f"{who} has ended" if ended else f"{who} is gone: {how}"
+        farewell = self._aside.farewell(place)
+        if farewell is not None:
+            text = f"{who} {farewell.how}"
+        self.fail({"kind": "peer", "rank": rank, "text": text})
+
+    def ask(self, places: tuple[int, ...], got: Mapping[int, bytes]) -> dict[int, State]:
+        """Ask those of `places` that haven't come where they are. Local; waits 0.4 s at most."""
+        return self._ask([place for place in places if place not in got])
+
+    def is_behind(self, place: int) -> bool:
+        """Tell whether a neighbour hasn't begun this round. Local; asks it."""
+        state = self._ask([place]).get(place)
+        return state is not None and state.seq < self._seq
+
+    def time_out(
+        self, places: tuple[int, ...], got: Mapping[int, bytes], states: dict[int, State]
+    ) -> NoReturn:
+        """Fail because some of `places` didn't come, given what `ask` found. Local."""
+        text = self._report(places, got, states)
+        self.fail({"kind": "timeout", "text": text})
+
+    def jam(self, place: int) -> NoReturn:
+        """Fail because a neighbour doesn't read what it is sent. Local."""
+        late = Missing(self._ranks[place], pid=self._pids.get(place))
+        text = f"{late}\n  it hasn't read what it was sent"
+        self.fail({"kind": "timeout", "text": text})
+
+    def fail(self, said: dict[str, object], source: int | None = None) -> NoReturn:
+        """Tell all neighbours but the one that said so, then raise. Local."""
+        body = json.dumps(said).encode()
+        self._aside.tell(body)
+        self._tell_lines(body, source)
+        where = f", in {signatures.describe(self._blob)}" if self._is_inside else ""
+        text = f"{self._me()}{where}: {said['text']}"
+        if said["kind"] == "timeout":
+            text = f"{said['text']}\n  the deadline was over on {self._me()}{where}"
+        if said["kind"] == "peer":
+            self.gone = Absent(int(str(said["rank"])), str(said["text"]))
+            self.failure = PeerFailedError(text, self.gone.rank)
+        else:
+            kind = CollectiveTimeoutError if said["kind"] == "timeout" else CollectiveError
+            self.failure = kind(text)
+        raise self.failure
+
+    def _me(self) -> str:
+        return f"rank {self._ranks[self._place]} of {len(self._ranks)}"
+
+    def _ask(self, places: Iterable[int], group: str = "") -> dict[int, State]:
+        """Ask ranks where they are, but for those that can't answer."""
+        return self._aside.ask([p for p in places if not is_stopped(self._pids.get(p))], group)
+
+    def _missing(self, place: int, states: Mapping[int, State]) -> Missing:
+        state = states.get(place, State())
+        behind = () if place in states else self._links.below.get(place, ())[1:]
+        rank, pid = self._ranks[place], self._pids.get(place)
+        return Missing(rank, [self._ranks[far] for far in behind], pid, state.stack, state.last)
+
+    def _report(
+        self, places: tuple[int, ...], got: Mapping[int, bytes], states: dict[int, State]
+    ) -> str:
+        """Say who has come with which call, who has not, and where those are."""
+        absent = [place for place in places if place not in got]
+        came = {self._place: self._blob}
+        for bundle in got.values():
+            with contextlib.suppress(LineClosed):
+                came |= read_entries(bundle)
+        by_rank = {self._ranks[place]: signatures.describe(blob) for place, blob in came.items()}
+        missing = []
+        for place in absent:
+            state = states.get(place, State())
+            if state.seq < self._seq:
+                missing.append(self._missing(place, states))
+                continue
+            by_rank[self._ranks[place]] = (
+                state.last or signatures.UNKNOWN
+            )  # and waits for others itself
+            further = [far for far in state.waits_for or () if 0 <= far < len(self._ranks)]
+            states |= self._ask(further)
+            missing += [self._missing(far, states) for far in further]
+        return report(signatures.name(self._blob), by_rank, missing)
+
+
+def _asked(alarm: weakref.ref[Alarm]) -> Callable[[str], State]:
+    """Give what the thread of the side lines calls, which must not keep the alarm."""
+
+    def state(group: str) -> State:
+        found = alarm()
+        return State() if found is None else found.state(group)
+
+    return state
+
+
+def _close(aside: Aside, lines: list[Line], pidfds: list[int]) -> None:
+    aside.close()
+    for line in lines:
+        line.close()
+    for fd in pidfds:
+        os.close(fd)

@@ -1,0 +1,178 @@
+"""Who is missing in a collective, where those are, and which processes of this host have ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unisono.arguments import number_in
+
+__all__ = (
+    "Absent",
+    "Farewell",
+    "Missing",
+    "has_ended",
+    "is_stopped",
+    "named",
+    "report",
+    "warn_after_s",
+    "watch",
+)
+
+_WARN_AFTER_S = 30.0
+_STOPPED, _ENDED = b"T", b"Z"
+_STATES = {_STOPPED: "it is stopped by a signal", _ENDED: "its process has ended"}
+_MOST_NAMED = 8
+
+
+def warn_after_s() -> float:
+    """Give the seconds after which a wait says once whom it waits for, as the user wants it.
+
+    Local.
+
+    Raises:
+        EnvironmentDetectionError: ``UNISONO_WARN_AFTER_S`` is no such number.
+    """
+    return number_in("UNISONO_WARN_AFTER_S", _WARN_AFTER_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """A rank that is gone, and how that was seen."""
+
+    rank: int
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class Farewell:
+    """What a rank said before it left in good order.
+
+    Args:
+        how: when it left, as in "left after barrier at train.py:8".
+        steps: how many operations of the data plane it took part in, by the name of the group.
+    """
+
+    how: str
+    steps: Mapping[str, int]
+
+    def has_done(self, group: str, step: int) -> bool:
+        """Tell whether it had done its part in an operation; 0 stands for one to come. Local."""
+        return 0 < step <= self.steps.get(group, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A rank that did not come.
+
+    Args:
+        rank: its global rank.
+        behind: global ranks that are reached through it alone.
+        pid: its process id on this host, None if it is elsewhere.
+        stack: where its thread is, as `stack_of` says it; empty if it didn't answer.
+        last: the collective that it began last, and where; empty if that isn't known.
+    """
+
+    rank: int
+    behind: Sequence[int] = ()
+    pid: int | None = None
+    stack: str = ""
+    last: str = ""
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, call: str = "") -> str:
+        """Say what is known of it, its line first.
+
+        Local.
+
+        Args:
+            call: what it didn't come to.
+        """
+        head = f"rank {self.rank}"
+        if self.behind:
+            head += f", or one of {list(self.behind)} behind it,"
+        head += f" never came to {call}" if call else " never came"
+        state = "" if self.pid is None else _STATES.get(_state(self.pid), "")
+        line, _, frames = self.stack.partition("\n")
+        if state or line:
+            head += f": {state or f'it is at {line}'}"
+        lines = [head, *([frames] if frames and not state else [])]
+        known = [f"its last collective was {self.last}"] if self.last else []
+        if self.pid is not None:
+            known.append(f"its process is {self.pid} on this host")
+        return "\n".join([*lines, *(["  " + "; ".join(known)] if known else [])])
+
+
+def report(call: str, came: Mapping[int, str], missing: Sequence[Missing]) -> str:
+    """Say who has not come, and where those are, and then who has come with which call.
+
+    Local.
+
+    Args:
+        call: what the others didn't come to.
+        came: what each global rank that has come called.
+        missing: the others.
+
+    Returns:
+        Several lines.
+    """
+    lines = [each.text(call) for each in missing[:_MOST_NAMED]]
+    if len(missing) > _MOST_NAMED:
+        lines.append(f"nor did ranks {[each.rank for each in missing[_MOST_NAMED:]]}")
+    ranks_of: dict[str, list[int]] = {}
+    for rank, said in sorted(came.items()):
+        ranks_of.setdefault(said, []).append(rank)
+    for said, ranks in ranks_of.items():
+        lines.append(f"  {named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {said}")
+    return "\n".join(lines)
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Write some ranks for a sentence. Local, and pure."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = [str(rank) for rank in ranks]
+    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def _state(pid: int) -> bytes:
+    with contextlib.suppress(OSError, IndexError):  # Linux alone has it
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    return b""
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Tell whether a process of this host has been stopped by a signal. Local."""
+    return pid is not None and _state(pid) == _STOPPED
+
+
+def watch(pids: Mapping[int, int]) -> dict[int, int]:
+    """Open a descriptor for each process that becomes readable when the process ends.
+
+    Local. Linux alone has them.
+
+    Args:
+        pids: process ids by anything.
+
+    Returns:
+        Descriptors by the same, without those that can't be had.
+    """
+    opened: dict[int, int] = {}
+    for place, pid in pids.items():
+        if hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):  # an old kernel, or it ended just now
+                opened[place] = os.pidfd_open(pid)
+    return opened
+
+
+def has_ended(pidfd: int) -> bool:
+    """Tell whether the process of a descriptor has ended. Local."""
+    readable = select.poll()
+    readable.register(pidfd, select.POLLIN)
+    return bool(readable.poll(0))

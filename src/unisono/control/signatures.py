@@ -1,0 +1,293 @@
+"""Signatures of calls: what each rank called, on which line and as its n-th call.
+
+Ranks may make the same call on different lines, so lines that differ say nothing. But where they
+begin to differ in one round, and in the next one rank is on the line that all others were on
+before, while those are on a third, that rank has made a call more, or one less, than they.
+
+A frame: 2 bytes of magic, the lengths of call and site as uint16 little-endian, the call, the site,
+then the blob. Calls are compared between ranks; sites are for people.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import struct
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from contextvars import Context, ContextVar, copy_context
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from unisono.control.connection import COPIED_BYTES
+from unisono.errors import CollectiveMismatchError
+from unisono.tracebacks import hides, place_of
+
+__all__ = (
+    "UNKNOWN",
+    "History",
+    "Steps",
+    "describe",
+    "from_here",
+    "level",
+    "line_of_call",
+    "name",
+    "pack",
+    "site",
+    "unpack",
+)
+
+__tracebackhide__ = hides
+
+_log = logging.getLogger(__name__)
+
+
+class History:
+    """The last round of one group in which the lines differed."""
+
+    def __init__(self) -> None:
+        self.sites: list[str] | None = None
+        """Its lines by place, if they hadn't differed in the round before; None if they agreed."""
+        self._swaps: set[frozenset[str]] = set()
+
+    def compare(self, sites: list[str], call: str, ranks: Sequence[int]) -> None:
+        """Take note of a round whose lines differ.
+
+        Local.
+
+        Args:
+            sites: the line of every rank's call.
+            call: what all of them called.
+            ranks: their global ranks.
+
+        Raises:
+            CollectiveMismatchError: one rank has made one call more, or less, than the others.
+        """
+        before, self.sites = self.sites, sites if self.sites is None else []
+        if not before:
+            return
+        for place, (old, new) in enumerate(zip(before, sites, strict=True)):
+            others = {pair for i, pair in enumerate(zip(before, sites, strict=True)) if i != place}
+            if len(others) > 1:
+                continue
+            their_old, their_new = others.pop()
+            is_behind, is_ahead = new == their_old, their_new == old
+            if is_behind and is_ahead:
+                self._warn(ranks[place], call, old, new)
+                return
+            if is_behind or is_ahead:
+                raise _shifted(ranks[place], is_behind, call, (old, new), (their_old, their_new))
+
+    def _warn(self, rank: int, call: str, one: str, other: str) -> None:
+        if frozenset((one, other)) not in self._swaps:
+            self._swaps.add(frozenset((one, other)))
+            _log.warning(
+                "rank %d called %s at %s and then at %s, the other ranks the other way round: "
+                "their values were taken together in the order of the calls",
+                *(rank, call, one, other),
+            )
+
+
+def _shifted(
+    rank: int, is_behind: bool, call: str, own: tuple[str, str], others: tuple[str, str]
+) -> CollectiveMismatchError:
+    extra, count = (own[0], "more") if is_behind else (others[0], "less")
+    return CollectiveMismatchError(
+        f"rank {rank} has made one call {count} than the others, probably at {extra}, so what the "
+        f"ranks got doesn't belong together:\n"
+        f"  rank {rank}: {call} at {own[0]}, then at {own[1]}\n"
+        f"  others: {call} at {others[0]}, then at {others[1]}\n"
+        "make every rank of the group call the same collectives in the same order; where this is "
+        "meant, set UNISONO_DEBUG=0"
+    )
+
+
+UNKNOWN = "a call of the library's own"
+"""What `describe` says of a frame that isn't one."""
+_MAGIC = b"\xf5C"
+_HEAD = struct.Struct("<2sHH")
+_LONGEST_SITE = (
+    60  # bytes; with its call a short value still fits into the derived exchange's frame
+)
+_LONGEST_CALL = 1000  # bytes; the rest of a longer one is compared by its hash
+_PASSED = (str(Path(__file__).parents[1]), contextlib.__file__)  # who enters and leaves sections
+
+
+# The line of the call that a background thread carries: its own frames say nothing of it.
+_carried: ContextVar[bytes] = ContextVar("_carried", default=b"")
+
+
+def from_here() -> Context:
+    """Give the context to run a call in elsewhere: there, `site` gives the line of here. Local."""
+    context = copy_context()
+    context.run(_carried.set, site())
+    return context
+
+
+def site() -> bytes:
+    """Give file and line of the innermost frame that isn't ours. Local."""
+    carried = _carried.get()
+    if carried:
+        return carried
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PASSED):
+        frame = frame.f_back
+    return _named(frame.f_code.co_filename, frame.f_lineno)
+
+
+def line_of_call() -> str:
+    """Give file and line of the innermost frame that isn't ours, for a person. Local."""
+    frame = sys._getframe(level() - 1)
+    return place_of(frame.f_code.co_filename, frame.f_lineno)
+
+
+def level() -> int:
+    """Give the ``stacklevel`` of a warning here that names the line `site` would give. Local."""
+    frame, depth = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PASSED):
+        frame, depth = frame.f_back, depth + 1
+    return depth
+
+
+@lru_cache(maxsize=1024)
+def _named(file: str, line: int) -> bytes:
+    return f"{file}:{line}".encode()[-_LONGEST_SITE:]
+
+
+def pack(call: str, blob: bytes) -> bytes:
+    """Put the call and the line that it was made on before a blob.
+
+    Local.
+
+    Args:
+        call: the operation with all that must agree between ranks: ``"broadcast from 0"``.
+        blob: any bytes.
+
+    Returns:
+        A frame for an exchange.
+    """
+    text, place = call.encode(), site()
+    if len(text) > _LONGEST_CALL:
+        text = text[:_LONGEST_CALL] + hashlib.sha256(text).hexdigest().encode()
+    return b"".join((_HEAD.pack(_MAGIC, len(text), len(place)), text, place, blob))
+
+
+def unpack(
+    frames: Sequence[bytes], ranks: Sequence[int], history: History | None = None
+) -> list[bytes]:
+    """Take the blobs out of frames, if all ranks made the same call.
+
+    Local.
+
+    Args:
+        frames: one for each rank, in order of ranks; bytes of any kind.
+        ranks: their global ranks.
+        history: what the lines of the rounds before were.
+
+    Returns:
+        The blobs, in the same order; long ones are views.
+
+    Raises:
+        CollectiveMismatchError: the calls differ; says what each rank called, and where. Or one
+            rank is a call behind the others.
+    """
+    first = frames[0]
+    if len(first) < _HEAD.size or first[:2] != _MAGIC:
+        raise _mismatch(frames, ranks)
+    _, width, room = _HEAD.unpack_from(first)
+    start, end = _HEAD.size, _HEAD.size + width
+    call, body = first[start:end], end + room
+    head = first[:body]  # mostly the same everywhere
+    blobs, is_aligned = [], True
+    for frame in frames:
+        whole: Any = frame if len(frame) < COPIED_BYTES else memoryview(frame)
+        if frame[:body] == head:
+            blobs.append(whole[body:])
+            continue
+        if len(frame) < _HEAD.size:
+            raise _mismatch(frames, ranks)
+        magic, width, room = _HEAD.unpack_from(frame)
+        if magic != _MAGIC or frame[start : start + width] != call:
+            raise _mismatch(frames, ranks)
+        blobs.append(whole[start + width + room :])
+        is_aligned = False
+    if history is not None:
+        if is_aligned:
+            history.sites = None
+        else:
+            history.compare([_split(frame)[1] for frame in frames], call.decode(), ranks)
+    return blobs
+
+
+def describe(frame: bytes) -> str:
+    """Say what a frame is of, and the line of it, for a person. Local."""
+    if len(frame) < _HEAD.size or frame[:2] != _MAGIC:
+        return UNKNOWN
+    call, line = _split(frame)
+    return f"{call} at {_short(line)}"
+
+
+def _short(line: str) -> str:
+    """Write a line as people do; one that was cut is as long as `site` gave it."""
+    file, _, number = line.rpartition(":")
+    if not number.isdecimal():
+        return line
+    if len(line.encode()) == _LONGEST_SITE:
+        parts = file.split(os.sep)
+        try:
+            here = os.path.realpath(".")
+        except OSError:  # the folder is gone
+            here = ""
+        ends = (os.sep.join(parts[-count:]) for count in range(1, len(parts)))
+        file = next((end for end in ends if f"{here}{os.sep}{end}".endswith(file)), f"...{file}")
+    return place_of(file, int(number))
+
+
+def name(frame: bytes) -> str:
+    """Say what a frame is of; empty where it is of none of the user's calls. Local."""
+    return "" if describe(frame) == UNKNOWN else _split(frame)[0]
+
+
+def _split(frame: bytes) -> tuple[str, str]:
+    """Give the call and the line of it."""
+    _, width, room = _HEAD.unpack_from(frame)
+    end = _HEAD.size + width
+    parts = bytes(frame[_HEAD.size : end]), bytes(frame[end : end + room])
+    return parts[0].decode("utf-8", "replace"), parts[1].decode("utf-8", "replace")
+
+
+def _mismatch(frames: Sequence[bytes], ranks: Sequence[int]) -> CollectiveMismatchError:
+    """Say who called what; first the one that called something else than all others, if one did."""
+    said = {rank: describe(frame) for rank, frame in zip(ranks, frames, strict=True)}
+    kinds = [name(frame) for frame in frames]
+    odd = [rank for rank, kind in zip(ranks, kinds, strict=True) if kinds.count(kind) == 1]
+    head = "the ranks called different things at the same time:"
+    if len(odd) == 1 and len(set(kinds)) == 2:
+        other = next(rank for rank in ranks if rank != odd[0])
+        head = f"rank {odd[0]} called {said[odd[0]]}, the others {said[other]}:"
+    lines = "\n".join(f"  rank {rank}: {call}" for rank, call in said.items())
+    return CollectiveMismatchError(
+        f"{head}\n{lines}\nmake every rank of the group call the same collectives in the same order"
+    )
+
+
+class Steps:
+    """What was called in each group, by its name."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        """Operations of the data plane that this rank began: equal counts are the same one."""
+        self.last: str = ""
+        """The last of them and its line; empty once something else came after it."""
+        self.histories: defaultdict[str, History] = defaultdict(History)
+        """The lines of rounds in which all ranks said what they call."""
+
+    def begin(self, group: str, call: str) -> int:
+        """Take note of an operation that this rank begins; give its number. Local."""
+        self.counts[group] = count = self.counts.get(group, 0) + 1
+        self.last = f"{call} at {site().decode('utf-8', 'replace')}"
+        return count

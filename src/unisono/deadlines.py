@@ -1,0 +1,198 @@
+"""One deadline for whatever this thread calls within a block, on every model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import timedelta
+from socket import gethostname
+from typing import Protocol
+
+from unisono.arguments import seconds
+from unisono.errors import CollectiveTimeoutError
+from unisono.topology import Group
+
+__all__ = (
+    "DEFAULT_TIMEOUT_S",
+    "Limit",
+    "Limited",
+    "Recall",
+    "allowed_s",
+    "deadline",
+    "end_of_block",
+    "limit_of",
+    "overdue",
+    "require_time",
+    "until_recalled",
+    "within",
+)
+
+DEFAULT_TIMEOUT_S = 1800.0
+"""Seconds that a collective may take where nobody says otherwise, as on torch's gloo."""
+
+_until: ContextVar[float | Recall | None] = ContextVar("_until", default=None)
+
+
+@dataclass(slots=True)
+class Recall:
+    """A deadline that isn't known yet: it is over once somebody says so, in any thread."""
+
+    at: float | None = None
+
+    def now(self) -> None:
+        """Let it be over. Local."""
+        self.at = time.monotonic()
+
+
+@contextmanager
+def until_recalled(recall: Recall) -> Iterator[None]:
+    """Let a block of this thread last until it is recalled. Local."""
+    token = _until.set(recall)
+    try:
+        yield
+    finally:
+        _until.reset(token)
+
+
+@contextmanager
+def deadline(timeout: float | timedelta) -> Iterator[None]:
+    """Let collectives of a block, and calls of a pool, be done in time: those that are late raise.
+
+    Local. All that the block's own thread calls shares the one deadline, whatever ``timeout`` the
+    job has; a shorter one that holds already stays. A context in which a collective timed out is
+    no longer usable, since its ranks are out of step. NCCL's collectives and the graphs that XLA
+    has begun keep to the job's ``timeout``.
+
+    Args:
+        timeout: seconds or a timedelta, over 0.
+
+    Raises:
+        ArgumentError: a bad value.
+        CollectiveTimeoutError: from the collective that wasn't done in time.
+
+    Example:
+        >>> import unisono as idist
+        >>> with idist.deadline(30):
+        ...     idist.all_reduce(1)
+        1
+    """
+    with _until_sooner(time.monotonic() + seconds("timeout", timeout).total_seconds()):
+        yield
+
+
+@contextmanager
+def _until_sooner(until: float) -> Iterator[None]:
+    outer = end_of_block()
+    token = _until.set(until if outer is None else min(until, outer))
+    try:
+        yield
+    finally:
+        _until.reset(token)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A block's deadline on its way to the replicas that work for it.
+
+    Args:
+        until: by ``time.monotonic()`` of the host.
+        left_s: seconds that were left when it was taken, for other hosts.
+        host: its name.
+    """
+
+    until: float
+    left_s: float
+    host: str
+
+    @classmethod
+    def here(cls) -> Limit | None:
+        """Take the deadline that holds in this thread; None if none. Local."""
+        until = end_of_block()
+        if until is None:
+            return None
+        return cls(until, max(0.0, until - time.monotonic()), gethostname())
+
+
+@contextmanager
+def within(limit: Limit | None) -> Iterator[None]:
+    """Let a deadline that was set elsewhere hold in this thread. Local.
+
+    Args:
+        limit: what was set; None for nothing.
+    """
+    if limit is None:
+        yield
+        return
+    until = time.monotonic() + limit.left_s  # no clock of another host says more
+    with _until_sooner(min(until, limit.until) if limit.host == gethostname() else until):
+        yield
+
+
+def end_of_block() -> float | None:
+    """Give the deadline that holds in this thread, by ``time.monotonic()``; None if none. Local."""
+    until = _until.get()
+    return until.at if isinstance(until, Recall) else until
+
+
+class Limited(Protocol):
+    """What allows its collectives some time."""
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Seconds that a collective may take."""
+
+
+def allowed_s(job: Limited, group: Group | None) -> float | None:
+    """Give the seconds that a collective over `group` may take: the group's own, else the job's.
+
+    Local.
+    """
+    return job.timeout_s if group is None or group.timeout_s is None else group.timeout_s
+
+
+def limit_of(timeout_s: float | None, until: float | None = None) -> float | None:
+    """Give how long a collective may take that starts now in this thread.
+
+    Local.
+
+    Args:
+        timeout_s: seconds that the job or the group allows; None for no limit.
+        until: the deadline that held where it was started, if that was elsewhere.
+
+    Returns:
+        The seconds left until the block's deadline if that is sooner, at least 0.
+    """
+    here = end_of_block()
+    if here is None and until is None:
+        return timeout_s
+    left = max(0.0, min(end for end in (here, until) if end is not None) - time.monotonic())
+    return left if timeout_s is None else min(left, timeout_s)
+
+
+def overdue(late: Sequence[int], world_size: int, name: str = "the function") -> str:
+    """Say which ranks weren't done at the end of a block. Local, and pure."""
+    return (
+        f"the block's deadline is over, and {name} wasn't done on ranks {list(late)} of "
+        f"{world_size}: they are told to end"
+    )
+
+
+def require_time(late: Sequence[int], world_size: int, grace_s: float = 0.5) -> None:
+    """Refuse to wait on where the deadline of the block is over.
+
+    Local.
+
+    Args:
+        late: ranks that aren't done.
+        world_size: of the job.
+        grace_s: seconds in which ranks that saw it themselves may say what they waited for.
+
+    Raises:
+        CollectiveTimeoutError: it is over; names the ranks.
+    """
+    until = end_of_block()
+    if until is not None and time.monotonic() >= until + grace_s:
+        raise CollectiveTimeoutError(overdue(late, world_size))

@@ -1,0 +1,173 @@
+"""What this process can find out about itself: for ``unisono doctor`` and ``show_config``."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from unisono import registry
+from unisono.plugins import load, plugin_environments
+from unisono.topology import usable_cores
+
+__all__ = ("diagnose", "lines", "problems")
+
+_LIBRARIES = ("unisono", "torch", "mpi4py", "horovod", "torch_xla", "ray", "cloudpickle", "numpy")
+_ADDRESSES = {socket.AF_INET: "IPv4", socket.AF_INET6: "IPv6"}
+
+
+def diagnose(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Collect all facts.
+
+    Local. No backend library is imported, and nothing is sent.
+
+    Args:
+        environ: the variables to explain; None for this process's.
+
+    Returns:
+        What JSON can hold: ``environment``, ``backends``, ``launchers``, ``devices``,
+        ``interfaces``, ``versions``, ``host``.
+    """
+    return {
+        "host": {
+            "name": socket.gethostname(),
+            "system": platform.platform(),
+            "cores": usable_cores(),
+        },
+        "environment": _environment(os.environ if environ is None else environ),
+        "backends": registry.availability(),
+        "launchers": registry.launcher_availability(),
+        "devices": _devices(),
+        "interfaces": _interfaces(),
+        "versions": _versions(),
+    }
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    findings = load("unisono.environments.detection:explain")(environ, plugin_environments())
+    said: list[dict[str, Any]] = [
+        {
+            "source": finding.source,
+            "verdict": finding.verdict,
+            "error": finding.error,
+            "facts": None if finding.info is None else asdict(finding.info),
+            "variables": dict(finding.variables),
+        }
+        for finding in findings
+        if finding.verdict != "absent"
+    ]
+    winner = next((each for each in said if each["verdict"] == "won"), None)
+    refused = next((each for each in said if each["verdict"] == "refused"), None)
+    return {
+        "source": None if winner is None else winner["source"],
+        "error": refused["error"] if winner is None and refused is not None else None,
+        "findings": said,
+    }
+
+
+def _devices() -> dict[str, Any]:
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is None:
+        return {"type": "cpu", "count": 0, "names": []}
+    count = torch.accelerator.device_count()
+    module = getattr(torch, kind.type, None)
+    name_of = getattr(module, "get_device_name", lambda index: f"{kind.type}:{index}")
+    return {"type": kind.type, "count": count, "names": [name_of(i) for i in range(count)]}
+
+
+def _interfaces() -> dict[str, Any]:
+    addresses, states = load("psutil:net_if_addrs")(), load("psutil:net_if_stats")()
+    return {
+        name: {
+            "is_up": name in states and states[name].isup,
+            "addresses": [item.address for item in found if item.family in _ADDRESSES],
+        }
+        for name, found in addresses.items()
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": sys.version.split()[0]}
+    found |= {name: _version(name) for name in _LIBRARIES}
+    found["torch"] = torch.__version__
+    found["cuda"] = torch.version.cuda
+    return found
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def problems(found: Mapping[str, Any], backend: str | None, launcher: str | None) -> list[str]:
+    """Say what of the things asked for can't work, and what is to be done.
+
+    Local.
+
+    Args:
+        found: what `diagnose` gave.
+        backend: a backend that is asked for; None for none in particular.
+        launcher: a launcher that is asked for.
+
+    Returns:
+        One line for each; none where all is well.
+    """
+    said = [] if found["environment"]["error"] is None else [found["environment"]["error"]]
+    for what, name, find in (
+        ("backend", backend, registry.find_model),
+        ("launcher", launcher, registry.find_launcher),
+    ):
+        if name is not None:
+            try:
+                find(name)
+            except Exception as error:  # a plug-in's import may raise anything
+                said.append(f"{what} {name!r}: {error}")
+    return said
+
+
+def lines() -> dict[str, str]:
+    """Write the facts that aren't about the context as lines for a log.
+
+    Local.
+
+    Returns:
+        Text by title.
+    """
+    found = diagnose()
+    up = [name for name, each in found["interfaces"].items() if each["is_up"]]
+    versions = [f"{name} {text}" for name, text in found["versions"].items() if text]
+    return {
+        "environment": _said(found["environment"]),
+        "available backends": ", ".join(_usable(found["backends"])),
+        "available launchers": ", ".join(_usable(found["launchers"])),
+        "devices": f"{found['devices']['count']} x {found['devices']['type']}",
+        "network interfaces": ", ".join(up),
+        "versions": ", ".join(versions),
+    }
+
+
+def _usable(table: Mapping[str, str | None]) -> list[str]:
+    return [name for name, reason in table.items() if reason is None]
+
+
+def _said(environment: Mapping[str, Any]) -> str:
+    """Say who won, by which variables, and who disagrees."""
+    if environment["error"] is not None:
+        return f"refused: {environment['error']}"
+    parts: list[str] = []
+    for each in environment["findings"]:
+        names = ", ".join(f"{name}={value}" for name, value in each["variables"].items())
+        if each["verdict"] == "won":
+            parts.insert(0, f"{each['source']} ({names})")
+        elif each["verdict"] == "disagrees":
+            parts.append(f"{each['source']} disagrees and is ignored ({names})")
+    return "; ".join(parts) or "none"

@@ -1,0 +1,254 @@
+"""The clean process that makes workers for one parent, and that ends when the parent ends.
+
+Once the control socket is closed it makes no more, and ends with the last worker that it has.
+
+It is run by its path, not imported as part of the package, so that it starts fast: only the
+standard library is imported before its first request. Each request on the control socket is
+``fork`` or ``exec``, with five file descriptors: stdin, stdout and stderr of the worker,
+its channel to the parent, and its status socket. On the status socket the parent writes signal
+numbers, one byte each, and reads ``{process id}p`` once the worker is there, with a descriptor of
+its process where the kernel has them, or ``{errno}x`` where it can't be made; ``{signal}s`` when it
+is stopped, ``{signal}c`` when it goes on, and ``{wait status}e`` once it has ended. Closing it ends
+the worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+__all__ = ("die_with", "main", "serve")
+
+WORKER = "from unisono.launchers.job.worker import work; work({channel}, {parent})"
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.5  # a child of the parent may hold its end of the control socket open for ever
+
+
+def die_with(parent: int) -> None:
+    """Let this process end when the one that made it ends.
+
+    Local. Linux does it whatever this process is doing; elsewhere it is looked at only now.
+
+    Args:
+        parent: id of the process that made this one.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] | None) -> None:
+    """Make workers until the parent is gone, or wants no more and the last one has ended.
+
+    Local.
+
+    Args:
+        control: the socket that requests come on.
+        parent: id of the parent.
+        work: runs a worker in a forked child, given its channel and this process's id.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_read, False)
+    os.set_blocking(wake_write, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    workers: dict[socket.socket, int] = {}
+    is_wanted = True
+    while is_wanted or workers:
+        by_fd = {status.fileno(): status for status in workers}
+        ready = _ready([wake_read, *by_fd, *([control.fileno()] if is_wanted else [])])
+        if os.getppid() != parent:
+            return
+        if wake_read in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(wake_read, 4096)
+        if control.fileno() in ready:
+            is_wanted = _make(control, workers, [wake_read, wake_write], work)
+        for status in [by_fd[fd] for fd in ready if fd in by_fd]:
+            _obey(status, workers[status])
+        _reap(workers)
+
+
+def _make(
+    control: socket.socket,
+    workers: dict[socket.socket, int],
+    inherited: list[int],
+    work: Callable[[int, int], None] | None,
+) -> bool:
+    """Take one request, and tell whether the parent may have more."""
+    request, fds, _, _ = socket.recv_fds(control, 4, 5)
+    if not request:
+        return False
+    status = socket.socket(fileno=fds.pop())
+    inherited = [*inherited, control.fileno(), status.fileno()]
+    inherited += [other.fileno() for other in workers]
+    try:
+        pid = _fork(work, fds, inherited) if request == b"fork" and work else _exec(fds)
+    except (OSError, subprocess.SubprocessError) as error:  # this process serves others, too
+        with contextlib.suppress(OSError):
+            status.send(f"{getattr(error, 'errno', 0) or 0}x".encode(), socket.MSG_DONTWAIT)
+        status.close()
+    else:
+        workers[status] = pid
+        _present(status, pid)
+    finally:
+        for fd in fds:
+            os.close(fd)
+    return True
+
+
+def _ready(fds: list[int]) -> set[int]:
+    """Wait a little; tell which descriptors have something, whatever their numbers are."""
+    watched = select.poll()  # select() takes none above 1023
+    for fd in fds:
+        watched.register(fd, select.POLLIN)
+    return {fd for fd, _ in watched.poll(_POLL_S * 1000)}
+
+
+def _present(status: socket.socket, pid: int) -> None:
+    """Tell the parent which process its worker is; it isn't reaped before this."""
+    said, pidfd = f"{pid}p".encode(), -1
+    if hasattr(os, "pidfd_open"):
+        with contextlib.suppress(OSError):  # an old kernel
+            pidfd = os.pidfd_open(pid)
+    with contextlib.suppress(OSError):  # the parent has gone already
+        socket.send_fds(status, [said], [pidfd] if pidfd >= 0 else [], socket.MSG_DONTWAIT)
+    if pidfd >= 0:
+        os.close(pidfd)
+
+
+def _fork(work: Callable[[int, int], None], fds: list[int], inherited: list[int]) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for fd in inherited:
+            os.close(fd)
+        channel = fds.pop()
+        for target, fd in enumerate(fds):
+            os.dup2(fd, target)
+            os.close(fd)
+        work(channel, parent)
+    finally:
+        os._exit(1)
+
+
+def _exec(fds: list[int]) -> int:
+    stdin, stdout, stderr, channel = fds
+    parent = os.getpid()
+    code = f"import sys; sys.path[:] = {sys.path!r}; "
+    code += WORKER.format(channel=channel, parent=parent)
+    worker = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        pass_fds=[channel],
+        cwd=None if _has_directory() else "/",  # torch can't be imported where there is none
+        preexec_fn=lambda: die_with(parent),  # this process has one thread
+    )
+    worker.returncode = 0  # `_reap` waits for it, so that Popen must not
+    return worker.pid
+
+
+def _has_directory() -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return bool(os.getcwd())
+    return False
+
+
+def _obey(status: socket.socket, pid: int) -> None:
+    try:
+        orders = status.recv(64)
+    except OSError:
+        orders = b""
+    for order in orders or bytes([signal.SIGKILL]):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, order)
+
+
+def _reap(workers: dict[socket.socket, int]) -> None:
+    for status, pid in list(workers.items()):
+        done, code = os.waitpid(pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+        if not done:
+            continue
+        said = f"{code}e"
+        if os.WIFSTOPPED(code):
+            said = f"{os.WSTOPSIG(code)}s"
+        elif os.WIFCONTINUED(code):
+            said = f"{int(signal.SIGCONT)}c"
+        with contextlib.suppress(OSError):  # a parent that doesn't listen is not waited for
+            status.send(said.encode(), socket.MSG_DONTWAIT)
+        if said.endswith("e"):
+            status.close()
+            del workers[status]
+
+
+@contextlib.contextmanager
+def _watching(parent: int) -> Iterator[None]:
+    """End this process when the parent ends, without a thread, which a fork would not survive."""
+
+    def look(*_: object) -> None:
+        if os.getppid() != parent:
+            os._exit(1)
+
+    signal.signal(signal.SIGALRM, look)
+    signal.siginterrupt(signal.SIGALRM, False)
+    signal.setitimer(signal.ITIMER_REAL, _POLL_S, _POLL_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def _make_ready_for_copies() -> None:
+    """Leave out of the copies what would touch their memory for nothing.
+
+    At its end a copy isn't to undo what was set up here: torch takes 20 ms for that. Nor is its
+    collector to look through what was loaded here.
+    """
+    finalizers: Iterable[weakref.finalize[Any, Any]] = getattr(weakref.finalize, "_registry", ())
+    for finalizer in list(finalizers):
+        finalizer.atexit = False
+    gc.freeze()
+    gc.enable()
+
+
+def main(control_fd: int, parent: int, preload: bool) -> None:
+    """Serve as a process of its own.
+
+    Local.
+
+    Args:
+        control_fd: descriptor of the control socket.
+        parent: id of the process that this one works for.
+        preload: whether to import torch and the worker now, so that workers can be forked.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    control = socket.socket(fileno=control_fd)
+    work: Callable[[int, int], None] | None = None
+    if preload:
+        with _watching(parent):
+            gc.disable()
+            from unisono.launchers.job.worker import work
+
+            sys.modules["unisono"]._preload()  # what a copy is likely to use, loaded once
+        _make_ready_for_copies()
+    serve(control, parent, work)
+    os._exit(0)

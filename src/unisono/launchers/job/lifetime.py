@@ -1,0 +1,156 @@
+"""A rank's process from its start to its end: what any other program does there, it does too."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+
+from unisono.at_exit import LastCalls
+from unisono.control.missing import warn_after_s
+from unisono.control.sideband import stack_of
+from unisono.errors import WorkerFailedError
+from unisono.tracebacks import fold, is_full, is_ours
+
+__all__ = ("PEERS_S", "Lifetime", "flush", "forks_end_here", "seed_generators", "skip_ours")
+
+PEERS_S = 5.0
+"""Seconds that others have to leave their results before this rank ends them."""
+_log = logging.getLogger(__name__)
+
+
+class Lifetime:
+    """The life of a process that is one rank, and nothing else.
+
+    The user's function runs in its main thread. Its end has an order: threads that aren't daemons
+    and work that executors have taken on (the context is alive meanwhile), the context, exit
+    handlers, the result. So whoever has the result knows that nothing else is under way.
+    """
+
+    _pid: int | None = None
+    _is_within = False
+
+    @classmethod
+    def begin(cls) -> None:
+        """Take this process for a rank's own. Local."""
+        cls._pid = os.getpid()
+
+    @classmethod
+    @contextlib.contextmanager
+    def function(cls) -> Iterator[None]:
+        """Run the user's function in the block, and wait for what it leaves behind.
+
+        Local. Nothing is waited for where the process isn't a rank's own, as one with thread
+        replicas, or where the block is within the rank's function.
+        """
+        is_main = threading.current_thread() is threading.main_thread()
+        is_whole = cls._pid == os.getpid() and is_main and not cls._is_within
+        cls._is_within = cls._is_within or is_whole
+        with forks_end_here():
+            yield
+        if is_whole:
+            cls.join_threads()
+
+    @staticmethod
+    def join_threads() -> None:
+        """Wait for threads that aren't daemons and for executors, as interpreters do. Local."""
+        shutdown: Callable[[], None] = threading._shutdown  # type: ignore[attr-defined]
+        with _told_when_slow(_threads):
+            shutdown()
+
+    @staticmethod
+    def run_exit_handlers() -> None:
+        """Run what was registered with atexit; what a handler raises is printed.
+
+        Local. The end of what the ranks share comes after the result: see `LastCalls`.
+        """
+        with _told_when_slow(_main_stack), LastCalls.held():
+            atexit._run_exitfuncs()
+
+
+@contextlib.contextmanager
+def _told_when_slow(what: Callable[[], str]) -> Iterator[None]:
+    """Say once what an end waits for: nobody else knows why the job doesn't end."""
+    rank = os.environ.get("RANK", "?")
+
+    def tell() -> None:
+        _log.warning("the function of rank %s has returned; its process waits for %s", rank, what())
+
+    timer = threading.Timer(warn_after_s(), tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _threads() -> str:
+    main = threading.main_thread()
+    names = [t.name for t in threading.enumerate() if not t.daemon and t is not main]
+    return f"threads that aren't daemons: {', '.join(names) or 'none any more'}"
+
+
+def _main_stack() -> str:
+    return f"an exit handler, which is at {stack_of(threading.main_thread().ident or 0)}"
+
+
+@contextlib.contextmanager
+def forks_end_here() -> Iterator[None]:
+    """End a fork of this process that leaves the block, as if the program ended there.
+
+    Local. The fork isn't the rank: what it returns or raises is no result of the rank's.
+    """
+    pid = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() != pid:
+            _end_fork(error)
+        raise
+    if os.getpid() != pid:
+        _end_fork(None)
+
+
+def _end_fork(error: BaseException | None) -> NoReturn:
+    code = 0 if error is None else WorkerFailedError.exit_code_of(error)
+    with contextlib.suppress(Exception):  # stderr may be closed, or anything a user put there
+        if code is None and error is not None:
+            sys.stderr.write(fold(error, skip_ours(error.__traceback__)))
+        elif isinstance(error, SystemExit) and not isinstance(error.code, int | None):
+            sys.stderr.write(f"{error.code}\n")
+    flush()
+    os._exit(1 if code is None else code & 0xFF)
+
+
+def flush() -> None:
+    """Write out what stdout and stderr hold. Local."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # a stream may be closed, or anything a user put there
+            stream.flush()
+
+
+def seed_generators() -> None:
+    """Seed the generators that a fork has from the process that it is a copy of.
+
+    Local. In a fresh process each starts somewhere else; Python's own does so in a fork too.
+    """
+    torch.default_generator.seed()
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+
+
+def skip_ours(frames: Any) -> Any:
+    """Drop this package's frames at the top, unless there are no others. Local."""
+    inner = None if is_full() else frames
+    while inner is not None and is_ours(inner.tb_frame.f_code.co_filename):
+        inner = inner.tb_next
+    return inner or frames

@@ -1,0 +1,154 @@
+"""Where the ranks of a job meet: a store of the launching process, and private files."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from unisono.control.addresses import listen_at, listen_everywhere, listen_for_others
+from unisono.errors import LaunchError
+from unisono.topology import PRIVATE_STORE, LaunchPlan
+
+__all__ = ("hold", "host", "no_room", "private_folder", "private_store")
+
+
+def private_folder(
+    prefix: str = "unisono-", parent: str | os.PathLike[str] | None = None, longest: int = 4096
+) -> tempfile.TemporaryDirectory[str]:
+    """Make a folder that no other user can look into.
+
+    Local.
+
+    Args:
+        prefix: what its name begins with.
+        parent: where it is made; None for the system's temporary files.
+        longest: the length that the path of the system's temporary files may have; where it is
+            longer, ``/tmp`` serves.
+
+    Returns:
+        A context manager that removes it.
+
+    Raises:
+        LaunchError: it can't be made; says where and what to do.
+    """
+    try:
+        if parent is None and len(tempfile.gettempdir()) >= longest:
+            parent = "/tmp"
+        return tempfile.TemporaryDirectory(prefix=prefix, dir=parent)
+    except OSError as error:
+        raise no_room(error) from error
+
+
+def no_room(error: OSError) -> LaunchError:
+    """Say what to do where the folder, or a file in it, can't be made. Local."""
+    return LaunchError(
+        f"nothing was started, since the launcher's files can't be written: {error}; make room "
+        "there, or name another folder: in TMPDIR, or, for Slurm, with folder="
+    )
+
+
+def private_store(held: ExitStack) -> dict[str, str]:
+    """Make the file that the ranks of one host meet in, where no other user can come.
+
+    Local. On Linux it has no name: ranks open it in this process's folder of ``/proc``, which the
+    kernel opens to this user alone, and it is gone with the last process that has it. Elsewhere it
+    is in a folder of mode 0700.
+
+    Args:
+        held: keeps it.
+
+    Returns:
+        The variable that tells the ranks where it is.
+
+    Raises:
+        LaunchError: it can't be made; says where and what to do.
+    """
+    if sys.platform != "linux" or not os.path.isdir("/proc/self/fd"):
+        folder = held.enter_context(private_folder())
+        return {PRIVATE_STORE: str(Path(folder, "store"))}
+    try:
+        file = os.memfd_create("unisono-store")
+    except OSError as error:
+        raise LaunchError(f"the file that ranks meet in can't be made: {error}") from error
+    held.callback(os.close, file)
+    return {PRIVATE_STORE: f"/proc/{os.getpid()}/fd/{file}"}
+
+
+_LOOPBACK = "127.0.0.1"
+_ANSWER_S = 5.0
+
+
+def host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
+    """Host the rendezvous where that is this node's part; it outlives every worker.
+
+    Local. Alone on one host it listens on the loopback at a port of the kernel's choice, so that
+    no other job can take it and nobody else can reach it. Of several hosts it listens at
+    `master_addr`, or at every address where that name isn't this host's own.
+    """
+    if plan.init_method is not None:
+        return None, plan
+    if plan.node_rank != 0:  # node 0 does so
+        return None, replace(plan, store_is_hosted=True)
+    addr = plan.master_addr or _LOOPBACK
+    try:
+        listener, own = _listen(addr, plan.master_port or 0, is_one_host=plan.nnodes == 1)
+    except OSError as error:
+        raise LaunchError(
+            f"can't listen at master_addr={addr!r}, master_port={plan.master_port}: {error}"
+        ) from error
+    port = listener.getsockname()[1]
+    fd = listener.fileno()
+    try:
+        store = TCPStore(
+            own, port, None, is_master=True, wait_for_workers=False, master_listen_fd=fd
+        )
+    except Exception:  # the store has taken it, and has failed
+        listener.detach()
+        raise
+    except BaseException:  # Ctrl-C came before the store, or just after it, which has closed it
+        with suppress(OSError):
+            listener.close()
+        raise
+    listener.detach()
+    return store, replace(plan, master_addr=addr, master_port=port, store_is_hosted=True)
+
+
+def _listen(addr: str, port: int, *, is_one_host: bool) -> tuple[socket.socket, str]:
+    """Listen where the ranks can reach it; give the socket, and its address on this host."""
+    if is_one_host:
+        listener = listen_at(addr, port)
+        _check_that_it_answers(listener)
+        return listener, addr
+    found = listen_for_others(addr, port)
+    return (listen_everywhere(port), _LOOPBACK) if found is None else (found, addr)
+
+
+def _check_that_it_answers(listener: socket.socket) -> None:
+    """Fail at once where this host can't reach itself; torch would try for five minutes."""
+    where = listener.getsockname()
+    try:
+        socket.create_connection(where[:2], _ANSWER_S).close()
+    except OSError as error:
+        listener.close()
+        raise LaunchError(
+            f"no process of this host can connect to {where[0]}: {error}. The interface is down, "
+            "as in a new network namespace: ip link set lo up"
+        ) from error
+
+
+def hold(plan: LaunchPlan, held: ExitStack) -> LaunchPlan:
+    """Host the rendezvous until `held` is closed.
+
+    Local. No caller's frame has the store, which an exception's traceback would keep open.
+    """
+    store, plan = host(plan)
+    held.callback([store].clear)  # in no frame of its own, which Ctrl-C could keep alive, too
+    return plan

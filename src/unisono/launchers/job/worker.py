@@ -1,0 +1,192 @@
+"""The inside of one worker process: reads its task, runs it, tells the parent how it went."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn
+
+import cloudpickle
+
+from unisono.at_exit import LastCalls
+from unisono.errors import CollectiveError, PayloadError, PeerFailedError, WorkerFailedError
+from unisono.launchers.job import channel as messages
+from unisono.launchers.job.forkserver import die_with
+from unisono.launchers.job.lifetime import PEERS_S, Lifetime, flush, seed_generators, skip_ours
+from unisono.launchers.job.pickling import load_from_parent
+from unisono.launchers.job.process_state import Surroundings
+from unisono.launchers.job.title import name_process
+from unisono.topology import RankInfo
+from unisono.tracebacks import fold, summary
+
+__all__ = ("Failure", "Task", "describe", "work")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a worker is told.
+
+    Args:
+        entry: pickle for a worker of a callable of one RankInfo.
+        info: who the worker is.
+        environ: all of its environment variables.
+        path: its ``sys.path``.
+        argv: its ``sys.argv``.
+        directory: its working directory.
+        surroundings: what else it has from the parent; None where it has that already.
+    """
+
+    entry: bytes
+    info: RankInfo
+    environ: dict[str, str]
+    path: list[str]
+    argv: list[str]
+    directory: str
+    surroundings: Surroundings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a worker failed.
+
+    Args:
+        summary: type and first line of the exception.
+        traceback: its traceback, from the user's own frames on.
+        exit_code: of a SystemExit, else None.
+        is_secondary: whether it only says that another rank failed.
+        cause: cloudpickle of the exception, None if it can't be pickled.
+        line: of the user's own code, that it came from; empty if there is none.
+    """
+
+    summary: str
+    traceback: str
+    exit_code: int | None
+    is_secondary: bool
+    cause: bytes | None
+    line: str = ""
+
+    def text(self, who: str) -> str:
+        """Say how `who` failed, the traceback at the end. Local, and pure."""
+        return WorkerFailedError.text(who, self.summary, self.line, self.traceback)
+
+
+def work(channel_fd: int, parent: int) -> NoReturn:
+    """Run one task and end the process.
+
+    Local.
+
+    Args:
+        channel_fd: descriptor of the channel to the parent.
+        parent: id of the process whose end shall end this one.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    die_with(parent)
+    channel = socket.socket(fileno=channel_fd)
+    message = messages.receive(channel)
+    if message is None:
+        os._exit(1)
+    task: Task = pickle.loads(message[1])
+    ended, all_done = threading.Event(), threading.Event()
+    threading.Thread(
+        target=_watch, args=(channel, ended, all_done), name="unisono-parent", daemon=True
+    ).start()
+    Lifetime.begin()
+    try:
+        _settle_in(task)
+        name_process(task.info.rank, task.info.world_size, (task.argv or [""])[0])
+        value = load_from_parent(task.entry)(task.info)
+        body = _pickle(value)
+        Lifetime.run_exit_handlers()
+        flush()
+    except BaseException as error:  # SystemExit and KeyboardInterrupt are failures too
+        failure = describe(error)
+        flush()
+        with contextlib.suppress(OSError):
+            messages.send(channel, messages.ERROR, pickle.dumps(failure))
+        # Connections stay open until the parent has seen this error, and not a neighbour's.
+        ended.wait()
+        os._exit(1)
+    messages.send(channel, messages.RESULT, body)
+    LastCalls.make(partial(_wait_for_peers, channel, all_done, ended))
+    os._exit(0)
+
+
+def _wait_for_peers(
+    channel: socket.socket, all_done: threading.Event, ended: threading.Event, why: str
+) -> None:
+    """Let the others finish before this rank ends them, or tell the parent why they can't."""
+    if not all_done.wait(PEERS_S):
+        error = CollectiveError(f"{why}, and other ranks may wait for it: the job ends")
+        messages.send(channel, messages.ERROR, pickle.dumps(describe(error)))
+        ended.wait(PEERS_S)
+
+
+def _pickle(result: object) -> bytes:
+    try:
+        data: bytes = cloudpickle.dumps(result)
+    except Exception as error:  # an object's own __reduce__ may raise anything
+        raise PayloadError(
+            f"the result, a {type(result).__qualname__}, can't be pickled: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return data
+
+
+def _settle_in(task: Task) -> None:
+    os.environ.clear()
+    os.environ.update(task.environ)
+    sys.path[:] = task.path
+    seed_generators()
+    importlib.invalidate_caches()  # files may be newer than the process that this one is a copy of
+    sys.argv[:] = task.argv
+    try:
+        os.chdir(task.directory)
+    except OSError:
+        if task.surroundings is not None:  # else it may be on another host
+            raise
+    if task.surroundings is not None:
+        task.surroundings.enter()
+    threads = task.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and int(threads) > 0 and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(int(threads))
+
+
+def _watch(channel: socket.socket, ended: threading.Event, all_done: threading.Event) -> None:
+    while (message := messages.receive(channel)) is not None and message[0] == messages.DONE:
+        all_done.set()
+    if message is None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    flush()
+    ended.set()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def describe(error: BaseException) -> Failure:
+    """Say how a function failed. Local."""
+    try:
+        cause = cloudpickle.dumps(error)
+    except Exception:  # the traceback says what there is to say
+        cause = None
+    said, line = summary(error), WorkerFailedError.line_of(error)
+    text = fold(error, skip_ours(error.__traceback__))
+    is_secondary, code = _is_about_a_peer(error), WorkerFailedError.exit_code_of(error)
+    return Failure(said, text, code, is_secondary, cause, line)
+
+
+def _is_about_a_peer(error: BaseException | None) -> bool:
+    """Tell whether an exception, or what it was raised from, only says that another rank failed."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, PeerFailedError):
+            return True
+        seen.add(id(error))
+        error = error.__cause__
+    return False

@@ -1,0 +1,159 @@
+"""Scripts, and functions of any model, in ranks that mpiexec makes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from unisono.launchers.job.store import hold, host, private_store
+from unisono.launchers.mpi import functions
+from unisono.launchers.script.script import Script
+from unisono.launchers.script.supervisor import Outcome, run_launcher
+from unisono.topology import PRIVATE_STORE, LaunchPlan, RankInfo
+
+__all__ = ("argv", "command", "environment", "launch", "run")
+
+
+def argv(script: Script, launcher: Sequence[str], version: str) -> list[str]:
+    """Write mpiexec's command line.
+
+    Local, and pure.
+
+    Args:
+        script: what was asked for: ranks of this host, or hosts with ranks of their own.
+        launcher: mpiexec, with options of the user's own.
+        version: what it says to ``--version``.
+
+    Returns:
+        The arguments. A rank that fails ends the job: it ends with the code or the signal of its
+        program, which every mpiexec takes for a failure.
+    """
+    script.refuse("mpi", "mpiexec finds it out", "node_rank")
+    script.refuse("mpi", "use launcher 'torchrun'", "max_restarts")
+    if not script.hosts and script.nnodes == 1:
+        return [*functions.argv(script.plan(), launcher, version), *script.rank_argv()]
+    words = [*launcher, "-n", str(script.world_size)]
+    is_open_mpi = "Open MPI" in version or "OpenRTE" in version
+    if script.hosts:
+        hosts = ",".join(f"{name}:{count}" for name, count in script.hosts)
+        words += ["--host" if is_open_mpi else "-hosts", hosts]
+    if is_open_mpi:
+        where = ":OVERSUBSCRIBE" if script.hosts else f"ppr:{script.nproc_per_node}:node"
+        words += ["--map-by", where, "--bind-to", "none"]
+    elif not script.hosts:
+        words += ["-ppn", str(script.nproc_per_node)]
+    return [*words, *script.rank_argv()]
+
+
+def command(script: Script) -> list[str]:
+    """Write the command line that does the same without unisono's command. Local."""
+    words = [functions.find_mpiexec()]
+    return argv(replace(script, token="", is_coloured=False), words, functions._version(words[0]))
+
+
+def environment(script: Script, environ: Mapping[str, str], is_root: bool) -> dict[str, str]:
+    """Write mpiexec's variables, which ranks of this host inherit.
+
+    Local, and pure.
+
+    Args:
+        script: what was asked for.
+        environ: this process's variables.
+        is_root: whether it runs as root.
+
+    Returns:
+        `environ` without those of a job around this process, and the address if one was given.
+    """
+    found = functions.environment(environ, is_root)
+    if script.master_addr is not None:
+        found["MASTER_ADDR"] = script.master_addr
+    if script.master_port is not None:
+        found["MASTER_PORT"] = str(script.master_port)
+    return found
+
+
+def run(script: Script) -> Outcome:
+    """Run a script in ranks of an MPI job.
+
+    Local. On one host a store listens on the loopback for ranks that meet by torch's variables.
+
+    Args:
+        script: what was asked for.
+
+    Returns:
+        How it went.
+
+    Raises:
+        BackendUnavailableError: there is no MPI runtime.
+        LaunchError: mpiexec can't be started.
+    """
+    program = functions.find_mpiexec()
+    words = argv(script, [program], functions._version(program))
+    variables = environment(script, os.environ, is_root=os.geteuid() == 0)
+    if script.hosts or script.nnodes > 1 or script.master_port is not None:
+        return run_launcher(script, words, variables, signal.SIGTERM)
+    store, plan = host(script.plan())
+    variables |= {
+        "MASTER_ADDR": str(plan.master_addr),
+        "MASTER_PORT": str(plan.master_port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    with ExitStack() as held:
+        variables |= private_store(held)
+        outcome = run_launcher(script, words, variables, signal.SIGTERM)
+    del store  # it outlives every rank
+    return outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """An entry whose ranks meet at the store of the process that launched them."""
+
+    entry: Callable[[RankInfo], Any]
+    plan: LaunchPlan
+    environ: Mapping[str, str]
+
+    def __call__(self, info: RankInfo) -> Any:
+        for name, value in self.environ.items():
+            os.environ.setdefault(name, value)
+        os.environ[PRIVATE_STORE] = str(self.plan.private_store)
+        where = self.plan.info(info.local_rank or 0)
+        return self.entry(replace(where, source=info.source))
+
+
+def launch(
+    entry: Callable[[RankInfo], Any],
+    plan: LaunchPlan,
+    *,
+    environ: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
+) -> list[Any]:
+    """Run `entry` in the ranks of an MPI job on this host, whatever model it uses.
+
+    Local.
+
+    Args:
+        entry: called once in each rank with who it is; MPI isn't initialised yet.
+        plan: how many.
+        environ: variables that the ranks have besides this process's.
+        timeout_s: seconds for the whole job; None for no limit but that of the block.
+
+    Returns:
+        What `entry` returned, by rank.
+
+    Raises:
+        BackendUnavailableError: there is no MPI runtime.
+        UnsupportedOperation: several nodes.
+        PayloadError: `entry` can't be pickled.
+        LaunchError: the ranks can't be started, or weren't all done in time.
+        WorkerFailedError: a rank failed; all others have been ended.
+    """
+    with ExitStack() as held:
+        hosted = hold(replace(plan, master_addr=None, master_port=None, node_rank=0), held)
+        hosted = replace(hosted, private_store=private_store(held)[PRIVATE_STORE])
+        return functions.launch(_Meeting(entry, hosted, environ or {}), plan, timeout_s=timeout_s)

@@ -1,0 +1,132 @@
+"""One rank as an actor of a Ray cluster; Ray itself isn't needed to say what it does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+
+from unisono.launchers.job.pickling import load_from_parent
+from unisono.launchers.job.store import host
+from unisono.launchers.job.worker import Failure, describe
+from unisono.launchers.script.script import Script
+from unisono.topology import LaunchPlan, RankInfo
+
+__all__ = ("RankActor", "seats")
+
+_POLL_S = 0.3
+
+
+class RankActor:
+    """A rank: it runs one function, or one program whose output it hands over.
+
+    Args:
+        rank: its global rank, for Ray's own logs.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._store: Any = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __repr__(self) -> str:
+        return f"rank {self._rank}"
+
+    def hold_store(self, addr: str) -> int:
+        """Listen for the ranks at this node's address, and tell the port. Local."""
+        self._store, plan = host(LaunchPlan(1, master_addr=addr))
+        return int(plan.master_port or 0)
+
+    def call(
+        self, pickled: bytes, info: RankInfo, environ: Mapping[str, str], path: Sequence[str]
+    ) -> Any:
+        """Run a function as rank `info`; gives its result's pickle, or a `Failure`.
+
+        Collective over all ranks of `info`. After a failure this process goes on, so that its
+        connections stay open until the one who launched it has seen this failure.
+        """
+        os.environ.update(environ)
+        sys.path.extend(item for item in path if item not in sys.path)
+        try:
+            entry: Callable[[RankInfo], Any] = load_from_parent(pickled)
+            return cloudpickle.dumps(entry(info))
+        except BaseException as error:  # SystemExit and KeyboardInterrupt are failures too
+            failure: Failure = describe(error)
+            return failure
+
+    def start(self, script: Script, environ: Mapping[str, str], directory: str) -> None:
+        """Start a program. Local."""
+        self._process = subprocess.Popen(
+            script.rank_argv(os.getpid()),
+            env={**os.environ, **environ},
+            cwd=directory if os.path.isdir(directory) else None,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            bufsize=0,
+        )
+        self._selector = selectors.DefaultSelector()
+        for stream, target in ((self._process.stdout, 1), (self._process.stderr, 2)):
+            assert stream is not None
+            self._selector.register(stream, selectors.EVENT_READ, target)
+
+    def poll(self) -> tuple[list[tuple[int, bytes]], int | None]:
+        """Wait a little for output; gives it, and the exit code once the program has ended.
+
+        Local.
+        """
+        assert self._process is not None
+        chunks = []
+        for key, _ in self._selector.select(_POLL_S):
+            chunk = os.read(key.fd, 65536)
+            if chunk:
+                chunks.append((key.data, chunk))
+            else:
+                self._selector.unregister(key.fileobj)
+        has_ended = not self._selector.get_map()
+        return chunks, self._process.wait() if has_ended else None
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Send the program a signal. Local."""
+        if self._process is not None:
+            with contextlib.suppress(OSError):
+                self._process.send_signal(number)
+
+
+def seats(nodes: Sequence[str], addr: str, port: int) -> list[RankInfo]:
+    """Say who the ranks are, from the nodes that Ray has put them on.
+
+    Local, and pure.
+
+    Args:
+        nodes: the id of each rank's node, by rank.
+        addr: host of the store.
+        port: its port.
+
+    Returns:
+        The facts, by rank; nodes are numbered in the order of their first ranks.
+    """
+    order = list(dict.fromkeys(nodes))
+    return [
+        RankInfo(
+            rank,
+            len(nodes),
+            nodes[:rank].count(node),
+            nodes.count(node),
+            order.index(node),
+            len(order),
+            addr,
+            port,
+            source="torchrun",
+            store_is_hosted=True,
+        )
+        for rank, node in enumerate(nodes)
+    ]

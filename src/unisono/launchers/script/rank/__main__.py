@@ -1,0 +1,79 @@
+"""Run one rank of a script: ``python FOLDER [options] -- program arguments``.
+
+Whatever launcher made this process, it reads who it is, gives the program torch's variables, marks
+each line that the program prints with its rank, keeps a log of them, says how the program failed,
+ends it and its children with itself, and ends as it did. It is run by its folder's path and imports
+no torch, so that it starts in some 50 ms and holds little memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import importlib.util
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with(parent: int, number: int) -> None:
+    """Send this process a signal when the one that made it ends; Linux alone can. Local."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if parent and os.getppid() != parent:
+        os.kill(os.getpid(), number)
+
+
+def _load_package() -> None:
+    """Load the package that this file is part of, wherever it lies. Local."""
+    folder = Path(__file__).resolve().parents[3]
+    spec = importlib.util.spec_from_file_location(
+        "unisono", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    package = sys.modules["unisono"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="unisono-rank")
+    parser.add_argument("--exec", type=int, default=0, metavar="SIGNAL")
+    parser.add_argument("--parent", type=int, default=0, metavar="PID")
+    parser.add_argument("--log-dir")
+    parser.add_argument("--token", default="")
+    parser.add_argument("--colour", action="store_true")
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--terminal", type=int, nargs=2, metavar="FD")
+    parser.add_argument("program", nargs=argparse.REMAINDER)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Do what the command line says, and end as the program does. Local."""
+    options = _options()
+    program = options.program[1:] if options.program[:1] == ["--"] else options.program
+    if options.exec:  # a launcher, which ends with the process that asked for it
+        _die_with(options.parent, options.exec)
+        os.execvp(program[0], program)
+    _die_with(options.parent, signal.SIGTERM)
+    _load_package()
+    from unisono.launchers.script.rank.program import Manner, run
+
+    style = "plain" if options.plain else "coloured" if options.colour else "prefixed"
+    code = run(program, Manner(options.log_dir, options.token, style, options.terminal))
+    if code < 0:  # so that the launcher sees the signal
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError, ValueError):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+if __name__ == "__main__":
+    main()

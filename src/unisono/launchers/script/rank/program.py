@@ -1,0 +1,353 @@
+"""The program of one rank: its start, its lines, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+from unisono.errors import UnisonoError
+from unisono.launchers.job.title import name_process
+from unisono.launchers.script.rank.__main__ import _die_with
+from unisono.launchers.script.rank.report import Held, Report, encode, is_of_the_end
+from unisono.plugins import load
+from unisono.topology import PREFIXED, RankInfo
+from unisono.tracebacks import fold_text, newest
+
+__all__ = ("Manner", "run", "variables")
+
+_END_S = 1.0  # from the first signal to SIGKILL
+_DRAIN_S = 1.0  # after the program's end, for what its children still print
+_POLL_S = 0.5
+_BASE = 128  # of the exit code that a shell gives for a signal
+_LAST_LINES = 100
+_LONGEST_LINE = 64 * 1024
+_COLOURS = (36, 33, 35, 32, 34, 31, 96, 93, 95, 92, 94, 91)
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How a rank's output is treated.
+
+    Args:
+        log_dir: where it is kept; None for nowhere.
+        token: marks reports to the one who launched the job; empty where nobody reads them.
+        terminal: descriptors that are its stdout and stderr as they are, beside this process's
+            stdin; None for pipes, and no stdin.
+        style: whether its lines are ``"plain"``, ``"prefixed"`` with the rank, or ``"coloured"``.
+    """
+
+    log_dir: str | None = None
+    token: str = ""
+    style: str = "prefixed"
+    terminal: Sequence[int] | None = None
+
+    def prefix(self, info: RankInfo | None) -> bytes:
+        """Write what each line begins with. Local, and pure."""
+        if self.style == "plain" or self.terminal:
+            return b""
+        text = f"[{info.rank}] " if info else "[?] "
+        if self.style == "coloured" and info:
+            text = f"\x1b[{_COLOURS[info.rank % len(_COLOURS)]}m{text}\x1b[0m"
+        return text.encode()
+
+
+def _goes_on(environ: Mapping[str, str]) -> bool:
+    """Tell whether the job is started again if this rank fails: its traceback isn't the end."""
+    names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+    count, most = (environ.get(name, "") for name in names)
+    return count.isdecimal() and most.isdecimal() and int(count) < int(most)
+
+
+def variables(
+    info: RankInfo | None, environ: Mapping[str, str], is_prefixed: bool = False
+) -> dict[str, str]:
+    """Write the variables of the program: torch's own, wherever the facts came from.
+
+    Local, and pure.
+
+    Args:
+        info: who this rank is; None if nobody says.
+        environ: this process's variables.
+        is_prefixed: whether its lines begin with its rank already.
+
+    Returns:
+        `environ` and what it lacks.
+    """
+    new = {"PYTHONUNBUFFERED": "1"}
+    if info is not None:
+        said = {
+            "RANK": info.rank,
+            "WORLD_SIZE": info.world_size,
+            "LOCAL_RANK": info.local_rank,
+            "LOCAL_WORLD_SIZE": info.local_world_size,
+            "GROUP_RANK": info.node_rank,
+            "GROUP_WORLD_SIZE": info.nnodes,
+            "MASTER_ADDR": info.master_addr,
+            "MASTER_PORT": info.master_port,
+        }
+        new |= {name: str(value) for name, value in said.items() if value is not None}
+        if info.local_world_size is not None and info.local_world_size > 1:
+            new["OMP_NUM_THREADS"] = str(info.core_share())
+    found = {**new, **environ}
+    found.pop(PREFIXED, None)
+    if info is not None:
+        found[PREFIXED] = str(info.rank) if is_prefixed else ""
+    return found
+
+
+def run(program: Sequence[str], manner: Manner) -> int:
+    """Run the program as the rank that this process's variables say it is.
+
+    Local.
+
+    Args:
+        program: its arguments, the first one its name.
+        manner: what becomes of its output.
+
+    Returns:
+        Its exit code; the negative number of the signal that ended it.
+    """
+    try:
+        info = load("unisono.environments.detection:detect")(
+            os.environ, load("unisono.plugins:plugin_environments")()
+        )
+    except UnisonoError as error:
+        return _refuse(f"{type(error).__name__}: {error}", manner.token)
+    if info is not None:
+        name_process(info.rank, info.world_size, _script_of(program))
+    running = _Running(info, manner)
+    try:
+        running.open_logs(manner.log_dir)
+        running.start(program)
+    except OSError as error:
+        return _refuse(f"can't run {program[0]!r}: {error}", manner.token, info)
+    return running.wait()
+
+
+def _script_of(program: Sequence[str]) -> str:
+    """Give the word of a command line that tells people what it runs. Local, and pure."""
+    words = [word for word in program[1:] if not word.startswith("-")]
+    return words[0] if words and program[0] == sys.executable else program[0]
+
+
+def _refuse(text: str, token: str, info: RankInfo | None = None) -> int:
+    rank, world_size = (info.rank, info.world_size) if info else (-1, -1)
+    report = Report(rank, world_size, socket.gethostname(), os.getpid(), 2, words=text)
+    os.write(2, encode(report, token) if token else f"{report.text()}\n".encode())
+    return 2
+
+
+class _Running:
+    """One run of the program."""
+
+    def __init__(self, info: RankInfo | None, manner: Manner) -> None:
+        self._info, self._token, self._terminal = info, manner.token, manner.terminal
+        self._prefix = manner.prefix(info)
+        self._last: deque[bytes] = deque(maxlen=_LAST_LINES)
+        self._held = Held()
+        self._goes_on = _goes_on(os.environ)
+        mark = rb"^\[rank%d\]: " % (info.rank if info else -1)
+        self._mark = re.compile(mark if self._prefix else rb"(?!)")  # torch's own
+        self._rest = {1: b"", 2: b""}
+        self._logs: dict[int, IO[bytes]] = {}
+        self._stopped_at: float | None = None
+        self._orders: list[int] = []
+        self._sent: set[int] = set()
+
+    def open_logs(self, log_dir: str | None) -> None:
+        """Open this rank's two log files; a restart goes on with them. Local."""
+        if log_dir is None:
+            return
+        Path(log_dir).mkdir(parents=True, exist_ok=True)
+        mode = "ab" if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" else "wb"
+        name = f"rank{self._info.rank}" if self._info else f"pid{os.getpid()}"
+        for fd, kind in ((1, "out"), (2, "err")):
+            file = Path(log_dir, f"{name}.{kind}").open(mode, buffering=0)  # noqa: SIM115 - to its end
+            self._logs[fd] = file
+
+    def start(self, program: Sequence[str]) -> None:
+        """Start the program in a process group of its own. Local."""
+        parent = os.getpid()
+
+        def in_child() -> None:  # this process has one thread
+            os.setpgid(0, 0)
+            _die_with(parent, signal.SIGKILL)
+
+        self._wake, wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        os.set_blocking(wake, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, _: self._orders.append(number))
+        out, err = self._terminal or (subprocess.PIPE, subprocess.PIPE)
+        self._process = subprocess.Popen(
+            program,
+            stdin=None if self._terminal else subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=variables(self._info, os.environ, bool(self._prefix)),
+            close_fds=False,  # MPI's launchers hand over descriptors
+            preexec_fn=in_child,
+            bufsize=0,
+        )
+
+    def wait(self) -> int:
+        """Pass the program's lines on until it ends, and report a failure. Local."""
+        with selectors.DefaultSelector() as selector:
+            for fd, pipe in ((1, self._process.stdout), (2, self._process.stderr)):
+                if pipe is not None:
+                    selector.register(pipe, selectors.EVENT_READ, fd)
+            selector.register(self._wake, selectors.EVENT_READ, 0)
+            ended_at: float | None = None
+            while len(selector.get_map()) > 1 or self._process.poll() is None:
+                if self._process.poll() is not None:
+                    ended_at = ended_at or time.monotonic()
+                    if time.monotonic() > ended_at + _DRAIN_S:
+                        break
+                self._obey()
+                for key, _ in selector.select(self._patience(ended_at is not None)):
+                    self._read(selector, key)
+                self._look()
+                if self._held.left_s() == 0:
+                    self._release()
+        for fd in (1, 2):
+            self._print(fd, self._rest[fd] + b"\n" if self._rest[fd] else b"")
+        return self._bury()
+
+    def _look(self) -> None:
+        """Say so where a signal has stopped the program; its end is left to `poll`."""
+        if self._process.returncode is not None or not hasattr(os, "waitid"):
+            return
+        kinds = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
+        with contextlib.suppress(ChildProcessError):
+            found = os.waitid(os.P_PID, self._process.pid, kinds)
+            if found is not None and found.si_code == os.CLD_STOPPED:
+                who = f"rank {self._info.rank} of {self._info.world_size}" if self._info else "it"
+                name = signal.Signals(found.si_status).name
+                words = f"warning: {who} was stopped by {name}, and goes on after SIGCONT\n"
+                _write(2, self._prefix + words.encode())
+
+    def _patience(self, has_ended: bool) -> float:
+        if has_ended:
+            return _DRAIN_S / 10
+        left_s = self._held.left_s()
+        if self._stopped_at is None:
+            return _POLL_S if left_s is None else min(_POLL_S, max(0.01, left_s))
+        return min(_POLL_S, max(0.01, self._stopped_at + _END_S - time.monotonic()))
+
+    def _read(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
+        if key.data == 0:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake, 4096)
+            return
+        chunk = os.read(key.fd, 65536)
+        if not chunk:
+            selector.unregister(key.fileobj)
+            return
+        if self._held.is_refuted():
+            self._release()
+        if key.data in self._logs:
+            self._logs[key.data].write(chunk)
+        text = (self._rest[key.data] + chunk).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        end = text.rfind(b"\n") + 1
+        if len(text) - end > _LONGEST_LINE:
+            text, end = text + b"\n", len(text) + 1
+        self._rest[key.data] = text[end:]
+        self._print(key.data, text[:end])
+
+    def _print(self, fd: int, lines: bytes) -> None:
+        for line in lines.splitlines(keepends=True):
+            if fd == 2:
+                line = self._mark.sub(b"", line)
+                self._last.append(line)
+                if not self._goes_on and self._held.take(line):
+                    continue
+            _write(fd, self._prefix + line)
+
+    def _release(self) -> None:
+        """Print what was held, for it isn't the program's end."""
+        self._pass_on(self._held.give().decode(errors="replace"))
+
+    def _pass_on(self, text: str) -> None:
+        for line in fold_text(text).splitlines(keepends=True):
+            _write(2, self._prefix + line.encode())
+
+    def _obey(self) -> None:
+        """Hand a signal on to the program and its children, and then end them."""
+        now = time.monotonic()
+        while self._orders:
+            number = self._orders.pop(0)
+            self._signal(number if self._stopped_at is None else signal.SIGKILL)
+            self._stopped_at = self._stopped_at or now
+        if self._stopped_at is not None and now > self._stopped_at + _END_S:
+            self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        self._sent.add(number)
+        with contextlib.suppress(OSError):
+            os.killpg(self._process.pid, number)
+
+    def _bury(self) -> int:
+        code = self._process.wait()
+        was_sent = -code in self._sent or code - _BASE in self._sent
+        self._signal(signal.SIGKILL)  # children that it left behind
+        held = self._held.give().decode(errors="replace")
+        is_own_end = self._stopped_at is None
+        if self._stopped_at is not None and held and self._held.begun_at < self._stopped_at:
+            is_own_end = not was_sent
+        if code != 0 and is_own_end:
+            report = self._report(code, held or b"".join(self._last).decode(errors="replace"))
+            report = replace(report, is_shown=not held)
+            self._pass_on(held.removesuffix(report.shown))
+            self._send(report)
+            return code
+        last = newest(held)
+        if self._stopped_at is not None and is_of_the_end(last):
+            held = held.removesuffix(last)
+        if held and code != 0 and self._token:  # others may have raised the same
+            self._send(replace(self._report(code, held), was_told=True))
+        else:
+            self._pass_on(held)
+        return code
+
+    def _report(self, code: int, words: str) -> Report:
+        info = self._info
+        where: dict[str, Any] = {}
+        if info is not None:
+            where = {"local_rank": info.local_rank, "node_rank": info.node_rank}
+        return Report(
+            info.rank if info else -1,
+            info.world_size if info else -1,
+            socket.gethostname(),
+            self._process.pid,
+            code,
+            int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0),
+            "" if self._terminal else words,
+            has_terminal=bool(self._terminal),
+            **where,
+        )
+
+    def _send(self, report: Report) -> None:
+        _write(2, encode(report, self._token) if self._token else f"{report.text()}\n".encode())
+
+
+def _write(fd: int, data: bytes) -> None:
+    """Write all of it; nobody may be left to read it. Local."""
+    view = memoryview(data)
+    with contextlib.suppress(OSError):
+        while view:
+            view = view[os.write(fd, view) :]
+    sys.stdout.flush()

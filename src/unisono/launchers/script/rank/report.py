@@ -1,0 +1,264 @@
+r"""How a rank of a script says that it failed: lines among those that it prints.
+
+A report is JSON, in base64, in pieces: ``\x1e{token} {id} {piece} of {pieces} {text}\n``. Launchers
+pass lines of this length on whole, whatever they put in front of them.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import signal
+import time
+from dataclasses import asdict, dataclass
+
+from unisono.errors import WorkerFailedError
+from unisono.tracebacks import after, fold_text, newest, told
+
+__all__ = ("Held", "Reader", "Report", "encode", "is_of_the_end")
+
+_HEAD = b"Traceback (most recent call last):"
+_LONGEST_S = 10.0  # from a traceback to the end of a program that says no more
+_PAUSE_S = 0.5  # after which more lines show that the program goes on
+_MOST_BYTES = 128 * 1024
+
+
+class Held:
+    """Lines from a traceback on, kept until it is known whether the program ends with them."""
+
+    def __init__(self) -> None:
+        self._lines: list[bytes] = []
+        self._size = 0
+        self._is_ignored = False  # whether Python says next which exception it ignored
+        self.begun_at = self._last_at = 0.0
+
+    def take(self, line: bytes) -> bool:
+        """Take one line in, unless no traceback has begun; tell whether it was taken. Local."""
+        is_ignored, self._is_ignored = self._is_ignored, line.startswith(b"Exception ignored ")
+        if not self._lines and (is_ignored or not line.startswith(_HEAD)):
+            return False
+        self._last_at = time.monotonic()
+        if not self._lines:
+            self.begun_at = self._last_at
+        self._lines.append(line)
+        self._size += len(line)
+        return True
+
+    def left_s(self) -> float | None:
+        """Give the seconds until what is held is no program's end, None for nothing. Local."""
+        if not self._lines:
+            return None
+        if self._size > _MOST_BYTES:
+            return 0.0
+        return max(0.0, self._last_at + _LONGEST_S - time.monotonic())
+
+    def is_refuted(self) -> bool:
+        """Tell whether more that comes now shows that the program goes on. Local."""
+        return bool(self._lines) and time.monotonic() > self._last_at + _PAUSE_S
+
+    def give(self) -> bytes:
+        """Give the lines, and hold them no longer. Local."""
+        lines, self._lines, self._size = self._lines, [], 0
+        return b"".join(lines)
+
+
+_PIECE = 600
+_MARK = "\x1e"
+_BASE = 128
+_OF_TORCH = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)  # what torch puts before a traceback
+_OF_PYTHON = 1  # exit code of a program that nobody caught an exception of
+_MOST_AFTER = 10  # lines of a long message, and warnings of libraries at the program's exit
+_WANTS_INPUT = re.compile(r"bdb\.BdbQuit|EOFError: EOF when reading a line")
+_SECONDARY = re.compile(
+    r"PeerFailedError|Connection (closed|reset) by peer|Broken pipe|DistNetworkError"
+    r"|recvValue failed|Socket closed|application has failed|ncclRemoteError"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How one rank ended.
+
+    Args:
+        rank: its global rank, -1 where that isn't known.
+        world_size: ranks of the job.
+        host: name of its host.
+        pid: id of its process.
+        code: exit code; the negative number of the signal that ended it.
+        attempt: how often the job had been restarted.
+        words: the last lines that it printed to stderr.
+        local_rank: its rank within the node.
+        node_rank: the rank of the node.
+        is_shown: whether its words have been passed on when it printed them.
+        has_terminal: whether it printed them to the terminal, and nobody read them.
+        was_told: whether it was told to end and did; its words are a traceback that it had printed
+            shortly before, and that nobody has passed on.
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    code: int
+    attempt: int = 0
+    words: str = ""
+    local_rank: int | None = None
+    node_rank: int | None = None
+    is_shown: bool = False
+    has_terminal: bool = False
+    was_told: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell would call its exit code."""
+        return self.code if self.code >= 0 else _BASE - self.code
+
+    @property
+    def signal_name(self) -> str | None:
+        """Name of the signal that ended it."""
+        if self.code >= 0:
+            return None
+        try:
+            return signal.Signals(-self.code).name
+        except ValueError:
+            return f"signal {-self.code}"
+
+    @property
+    def traceback(self) -> str:
+        """The traceback that ends its words, with those that it names as causes; else empty."""
+        found = newest(_OF_TORCH.sub("", self.words))
+        most = _MOST_AFTER if self.code == _OF_PYTHON else 0
+        return found if len(after(found)) <= most else ""
+
+    @property
+    def _told(self) -> tuple[str, str]:
+        """What it raised and where; a signal isn't raised."""
+        return ("", "") if self.code < 0 else told(self.traceback)
+
+    @property
+    def shown(self) -> str:
+        """The traceback that `text` gives."""
+        return self.traceback if self._told[0] else ""
+
+    @property
+    def is_secondary(self) -> bool:
+        """Whether it seems to have failed because another rank had, or may have."""
+        if self.has_terminal or self.was_told:
+            return True
+        words = (self.traceback or self.words).rstrip()
+        last = told(self.traceback)[0] or words.rpartition("\n")[2]
+        return _SECONDARY.search(last) is not None
+
+    @property
+    def headline(self) -> str:
+        """Who is at fault and why, in one line."""
+        said = self._told[0]
+        if said:
+            return WorkerFailedError.text(self._who, said, "", "").partition("\n")[0]
+        last = self.words.rstrip().rpartition("\n")[2]
+        return f"{self._end}: {last}" if last else self._end
+
+    @property
+    def cause(self) -> tuple[int, str]:
+        """What is the same for ranks that failed the same way, whatever their numbers are."""
+        found = newest(_OF_TORCH.sub("", self.words)) if self.was_told else self.traceback
+        last = told(found)[0] or self.words.rstrip().rpartition("\n")[2]
+        return 0 if self.was_told else self.code, re.sub(rf"\b{self.rank}\b", "R", last)
+
+    def text(self, is_whole: bool = False) -> str:
+        """Say who is at fault and why, and last of all its traceback.
+
+        Local.
+
+        Args:
+            is_whole: whether that comes also where it has been printed already.
+        """
+        said, line = self._told
+        if said:
+            where = f"{line} ({self._where}, exit code {self.code})"
+            text = fold_text(self.traceback).rstrip()
+            if self.is_shown and not is_whole:
+                text = "its traceback is above"
+            return WorkerFailedError.text(self._who, said, where, text) + self._hint(said)
+        if self.has_terminal:
+            return f"{self._end}; what it said is above"
+        words = "\n".join(self.words.splitlines()[-20:]).rstrip()
+        return self._end + (f"; it said:\n\n{words}" if words else "; it printed nothing to stderr")
+
+    @property
+    def _who(self) -> str:
+        return "a rank" if self.rank < 0 else f"rank {self.rank} of {self.world_size}"
+
+    @property
+    def _where(self) -> str:
+        local = "" if self.local_rank is None else f"local rank {self.local_rank}, "
+        return f"{local}host {self.host}, process {self.pid}"
+
+    @property
+    def _end(self) -> str:
+        how = f"ended with exit code {self.code}"
+        if self.signal_name is not None:
+            how = f"was ended by {self.signal_name}"
+        return f"{self._who} ({self._where}) {how}"
+
+    def _hint(self, said: str) -> str:
+        """Say what to do instead, where a rank wanted to read from the terminal."""
+        if not _WANTS_INPUT.match(said):
+            return ""
+        return (
+            f"\n\nthe standard input of a rank is empty: unisono run --stdin {max(0, self.rank)} "
+            f"gives rank {max(0, self.rank)} this terminal, for breakpoint() and input()"
+        )
+
+
+def is_of_the_end(text: str) -> bool:
+    """Tell whether a traceback of a rank that was told to end says only that. Local, and pure."""
+    said = told(text)[0] or text
+    return "KeyboardInterrupt" in said or _SECONDARY.search(said) is not None
+
+
+def encode(report: Report, token: str) -> bytes:
+    """Write a report as lines. Local."""
+    data = json.dumps(asdict(report)).encode()
+    text = base64.b64encode(data).decode()
+    pieces = [text[i : i + _PIECE] for i in range(0, len(text), _PIECE)]
+    name = f"{report.host}/{report.pid}/{report.attempt}"
+    lines = [
+        f"{_MARK}{token} {name} {index} of {len(pieces)} {piece}\n"
+        for index, piece in enumerate(pieces)
+    ]
+    return "".join(lines).encode()
+
+
+class Reader:
+    """Finds reports among lines.
+
+    Args:
+        token: what marks the reports of this job.
+    """
+
+    def __init__(self, token: str) -> None:
+        self._mark = re.compile(
+            re.escape(f"{_MARK}{token} ").encode() + rb"(\S+) (\d+) of (\d+) (\S+)\s*$"
+        )
+        self._pieces: dict[bytes, dict[int, bytes]] = {}
+
+    def read(self, line: bytes) -> Report | bool:
+        """Take one line in.
+
+        Local.
+
+        Returns:
+            The report that it completes; True if it is a part of one; False if it is none.
+        """
+        found = self._mark.search(line)
+        if found is None:
+            return False
+        name, index, count, piece = found.groups()
+        pieces = self._pieces.setdefault(name, {})
+        pieces[int(index)] = piece
+        if len(pieces) < int(count):
+            return True
+        text = b"".join(pieces[i] for i in sorted(pieces))
+        return Report(**json.loads(base64.b64decode(text)))

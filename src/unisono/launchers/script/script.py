@@ -1,0 +1,176 @@
+"""What a user asked for: a program to be run by every rank of a job, and where."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from unisono.errors import ArgumentError
+from unisono.topology import PREFIXED, PRIVATE_STORE, LaunchPlan, RankInfo
+
+__all__ = ("RANK", "Script", "dying_with", "env_for", "without_job")
+
+RANK = str(Path(__file__).with_name("rank"))
+"""The folder of what stands between a launcher and one rank of a script."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A program, and the job that runs it.
+
+    Args:
+        program: what each rank runs: its name and its arguments.
+        nproc_per_node: ranks on this node, or on each.
+        nnodes: nodes of the job, at least.
+        max_nnodes: nodes of the job, at most.
+        node_rank: which of them this is; None where the launcher finds that out.
+        master_addr: host of node 0; None where the launcher finds that out.
+        master_port: port there.
+        hosts: hosts and how many ranks each of them has; empty where the launcher knows them.
+        max_restarts: how often the job is started again after a failure.
+        timeout_s: seconds that the nodes wait for each other; None for the launcher's own.
+        log_dir: where each rank's output is kept; None for nowhere.
+        is_coloured: whether ranks are told apart by colour.
+        is_prefixed: whether each line that a rank prints begins with its rank.
+        stdin_rank: the rank that has this process's terminal; None for none.
+        token: marks the reports of this job's ranks; empty where nobody reads them.
+        options: further options of the cluster, such as Slurm's ``("time", "10:00")``.
+    """
+
+    program: tuple[str, ...]
+    nproc_per_node: int = 1
+    nnodes: int = 1
+    max_nnodes: int = 1
+    node_rank: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    hosts: tuple[tuple[str, int], ...] = ()
+    max_restarts: int = 0
+    timeout_s: float | None = None
+    log_dir: str | None = None
+    is_coloured: bool = False
+    is_prefixed: bool = True
+    stdin_rank: int | None = None
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+    options: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole job, where all nodes come."""
+        if self.hosts:
+            return sum(count for _, count in self.hosts)
+        return self.nproc_per_node * self.nnodes
+
+    def plan(self) -> LaunchPlan:
+        """Give the same for a launcher of functions. Local."""
+        return LaunchPlan(
+            self.nproc_per_node,
+            self.nnodes,
+            self.node_rank or 0,
+            self.master_addr,
+            self.master_port,
+            job_id=secrets.token_hex(8) if self.max_nnodes == 1 else None,
+        )
+
+    def rank_argv(self, parent: int = 0, terminal: Sequence[int] = ()) -> list[str]:
+        """Write the command line of each rank.
+
+        Local, and pure.
+
+        Args:
+            parent: id of the process that starts it and whose end ends it; 0 where a
+                launcher on another host, or one that looks after its ranks, starts it.
+            terminal: descriptors of stdout and stderr for the rank that has the terminal.
+        """
+        words = [sys.executable, RANK]
+        if parent:
+            words += ["--parent", str(parent)]
+        if terminal:
+            words += ["--terminal", *map(str, terminal)]
+        if not self.is_prefixed:
+            words += ["--plain"]
+        if self.log_dir is not None:
+            words += ["--log-dir", str(Path(self.log_dir).absolute())]
+        if self.token:
+            words += ["--token", self.token]
+        if self.is_coloured:
+            words += ["--colour"]
+        return [*words, "--", *self.program]
+
+    def require_one_node(self, launcher: str, instead: str) -> None:
+        """Refuse what only launchers of several nodes can do. Local.
+
+        Raises:
+            ArgumentError: several nodes were asked for.
+        """
+        if self.nnodes > 1 or self.max_nnodes > 1 or len(self.hosts) > 1:
+            raise ArgumentError(f"launcher {launcher!r} starts ranks on this host alone: {instead}")
+
+    def refuse(self, launcher: str, instead: str, *names: str) -> None:
+        """Refuse options that this launcher has no use for. Local.
+
+        Raises:
+            ArgumentError: one was given.
+        """
+        for name in names:
+            if getattr(self, name):
+                option = name.replace("_", "-")
+                raise ArgumentError(f"launcher {launcher!r} takes no --{option}: {instead}")
+
+
+def dying_with(parent: int, number: int, words: list[str]) -> list[str]:
+    """Write the command line of a launcher that gets a signal when `parent` ends.
+
+    Local, and pure.
+    """
+    options = ["--exec", str(int(number)), "--parent", str(parent)]
+    return [sys.executable, RANK, *options, "--", *words]
+
+
+def without_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """Copy variables without those of a job that this process may itself belong to.
+
+    Local, and pure. Ranks of a new job must not take them for their own.
+    """
+    own = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"}
+    own |= {"GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", PRIVATE_STORE, PREFIXED}
+    foreign = ("TORCHELASTIC_", "ROLE_")
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in own and not name.startswith(foreign)
+    }
+
+
+def env_for(info: RankInfo, restarts: int = 0, max_restarts: int = 0) -> dict[str, str]:
+    """Write torch's variables for one rank, as torch's own agent does.
+
+    Local, and pure.
+
+    Args:
+        info: who it is.
+        restarts: how often the job has been started again.
+        max_restarts: how often it may be.
+
+    Returns:
+        The variables; `unisono.environments.detection.detect` reads `info` out of them.
+    """
+    said = {
+        "RANK": info.rank,
+        "WORLD_SIZE": info.world_size,
+        "LOCAL_RANK": info.local_rank,
+        "LOCAL_WORLD_SIZE": info.local_world_size,
+        "GROUP_RANK": info.node_rank,
+        "GROUP_WORLD_SIZE": info.nnodes,
+        "MASTER_ADDR": info.master_addr,
+        "MASTER_PORT": info.master_port,
+        "TORCHELASTIC_RESTART_COUNT": restarts,
+        "TORCHELASTIC_MAX_RESTARTS": max_restarts,
+        "TORCHELASTIC_USE_AGENT_STORE": info.store_is_hosted,
+        "TORCHELASTIC_RUN_ID": info.job_id,
+        PRIVATE_STORE: info.private_store,
+    }
+    return {name: str(value) for name, value in said.items() if value is not None}

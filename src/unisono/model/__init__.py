@@ -1,0 +1,1 @@
+"""The contract of a computation model, and what it is stated in."""

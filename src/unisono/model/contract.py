@@ -1,0 +1,331 @@
+"""The contract of a computation model: few required members, the rest derived from them.
+
+The derived defaults are correct and slow. They are also the specification: a model that overrides
+one is compared with it, for every operation, dtype, root and group, by the conformance laws.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from unisono.errors import UnsupportedOperation
+from unisono.model import fallback
+from unisono.model.fallback import INLINE_TENSOR_BYTES
+from unisono.model.handle import Handle
+from unisono.model.keeping import Keeping
+from unisono.model.reduction import ReduceOp, fold_tensors
+from unisono.model.training import TrainingHooks
+from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ("COMMON_DTYPES", "ComputationModel")
+
+T = TypeVar("T")
+
+# What nearly every library's collectives carry.
+COMMON_DTYPES: frozenset[torch.dtype] = frozenset(
+    {
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.int8, torch.int32, torch.int64, torch.uint8),
+    }
+)
+
+
+class ComputationModel(Keeping, TrainingHooks, ABC):
+    """One way for replicas to know each other and to communicate.
+
+    An instance is one live context as one replica sees it. Tensors reach it contiguous, on
+    `transport_device`, with a dtype out of `dtypes`, without gradient; it may overwrite those
+    that it is given and may return them, for the facade hands over memory that nobody else reads.
+    `group` is None for all ranks, else a group that this replica is a member of.
+    """
+
+    name: ClassVar[str]
+    """The model's name, such as ``"native-dist"``."""
+    backends: ClassVar[tuple[str, ...]]
+    """The backends that belong to it, best first."""
+    capabilities: ClassVar[frozenset[str]] = frozenset()
+    """What it can beyond the derived members: ``"groups"``, ``"send_recv"``, ``"launch"``."""
+    dtypes: frozenset[torch.dtype]
+    """What its collectives carry; every other dtype reaches it in the guise of one of these."""
+    options: ClassVar[frozenset[str]] = frozenset({"timeout"})
+    """Keywords that `initialize` and `launch` take; any other is refused before anything starts."""
+    is_thread_bound: ClassVar[bool] = False
+    """Whether an adopted context belongs to one thread instead of the process (XLA replicas)."""
+    is_lazy: ClassVar[bool] = False
+    """Whether the device computes only when asked to: `settle` comes before each collective."""
+
+    @classmethod
+    @abstractmethod
+    def from_context(cls, hint: ContextHint) -> Self | None:
+        """Adopt a live context that somebody else made, or return None.
+
+        Local. It must not communicate: asked on one rank alone it returns at once.
+
+        Args:
+            hint: what the user and the environment say of the local rank.
+        """
+
+    @classmethod
+    @abstractmethod
+    def initialize(cls, backend: str, info: RankInfo, **options: Any) -> Self:
+        """Make a context.
+
+        Collective over all ranks of `info`.
+
+        Args:
+            backend: one of `backends`.
+            info: who this replica is, and where the rendezvous is.
+            options: those named in the class's `options`; ``timeout`` is a timedelta.
+
+        Raises:
+            BackendUnavailableError: the backend can't be used here.
+            ContextError: the rendezvous failed.
+        """
+
+    @abstractmethod
+    def finalize(self) -> None:
+        """Destroy what `initialize` made; let go of what `from_context` adopted.
+
+        Collective over all ranks where the library's own end is; a context that the user has
+        already destroyed is no error.
+        """
+
+    @property
+    @abstractmethod
+    def topology(self) -> Topology:
+        """Where this replica stands. Local."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """The device that this replica computes on. Local."""
+
+    @property
+    def transport_device(self) -> torch.device:
+        """The device that the collectives take tensors on. Local."""
+        return self.device
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
+        """Gather one tensor from each rank.
+
+        Collective over `group`.
+
+        Args:
+            tensor: [*shape], the same shape and dtype on every rank.
+            group: the ranks that take part.
+
+        Returns:
+            [n, *shape] in the order of ranks, same dtype and device.
+
+        Raises:
+            CollectiveError: a peer failed or didn't come.
+        """
+
+    # What a model may say of itself
+
+    @classmethod
+    def known_backends(cls) -> tuple[str, ...]:
+        """List the backends that belong to this model now. Local."""
+        return cls.backends
+
+    @classmethod
+    def claims(cls, backend: str) -> bool:
+        """Tell whether `backend` belongs to this model. Local."""
+        return backend in cls.known_backends()
+
+    @classmethod
+    def why_unavailable(cls, backend: str) -> str | None:
+        """Say why `backend` can't be used here and what to do, or None if it can. Local."""
+        return None
+
+    @property
+    def backend(self) -> str:
+        """The backend of this context. Local."""
+        return self.backends[0]
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Seconds that a collective may take; None where nobody set a limit. Local."""
+        return None
+
+    def abort(self) -> None:
+        """Leave the context without waiting for anybody: somebody failed. Local."""
+
+    @classmethod
+    def worker_environ(cls, plan: LaunchPlan) -> dict[str, str]:
+        """List variables that worker processes get unless the user has set them. Local."""
+        return {}
+
+    @classmethod
+    def launch(cls, entry: Callable[[Self], T], plan: LaunchPlan, **options: Any) -> list[T]:
+        """Create replicas in the model's own way and run `entry` in each.
+
+        Local. Only for models that declare ``"launch"``; others get the launcher of the plan.
+
+        Args:
+            entry: called once in each replica with its model.
+            plan: how many replicas.
+            options: those named in the class's `options`.
+
+        Returns:
+            What `entry` returned, by rank.
+
+        Raises:
+            WorkerFailedError: a replica failed.
+        """
+        raise UnsupportedOperation(cls.name, "launch of its own", "use a launcher")
+
+    # Derived collectives
+
+    def size(self, group: Group | None) -> int:
+        """Count the ranks that take part. Local."""
+        return self.topology.world_size if group is None else len(group.ranks)
+
+    def position(self, group: Group | None, rank: int | None = None) -> int:
+        """Find the place of a global rank, or of this replica, in `group`. Local."""
+        rank = self.topology.rank if rank is None else rank
+        return rank if group is None else group.position(rank)
+
+    def members(self, group: Group | None) -> tuple[int, ...] | range:
+        """List the global ranks that take part. Local."""
+        return range(self.topology.world_size) if group is None else group.ranks
+
+    def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
+        """Give every rank the bytes of every rank: the control plane's one primitive.
+
+        Collective over `group`.
+
+        Args:
+            blob: any bytes, of any length, which may differ between ranks.
+            group: the ranks that take part.
+
+        Returns:
+            The blobs in the order of ranks.
+
+        Raises:
+            CollectiveError: a peer failed or didn't come.
+        """
+        return fallback.exchange(self, blob, group)
+
+    def inline_bytes(self, group: Group | None) -> int:
+        """Give the size of the longest CPU tensor that travels in an exchange of `group`. Local."""
+        return INLINE_TENSOR_BYTES
+
+    def compares_calls(self, group: Group | None) -> bool:
+        """Tell whether comparing the ranks' calls costs little beside a collective of `group`.
+
+        Local, or collective at creation of what they are compared over. Where it is False, what one
+        rank refuses or calls differently is an error on the others at the deadline alone.
+        """
+        return self.transport_device.type == "cpu" and self.size(group) > 1
+
+    def prefers_exchange(self, tensor: Tensor, group: Group | None) -> bool:
+        """Tell whether a tensor is better reduced from everybody's bytes than by `all_reduce`.
+
+        Local, and the same on every rank for tensors of the same dtype, shape and device.
+        """
+        return False
+
+    def bucket(self, size_bytes: int) -> int:
+        """Round a size up to one that the model likes to see. Local; XLA compiles per size."""
+        return max(size_bytes, 1)
+
+    def barrier(self, group: Group | None = None) -> None:
+        """Wait until every rank has come. Collective over `group`."""
+        self.exchange(b"", group)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
+        """Reduce [*shape] of all ranks to one [*shape] on every rank; op is never AVERAGE.
+
+        Collective over `group`.
+        """
+        return fold_tensors(op, self.all_gather(tensor, group))
+
+    def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
+        """Give every rank the [*shape] of global rank `src`; others pass memory of its shape.
+
+        Collective over `group`.
+        """
+        return self.all_gather(tensor, group)[self.position(group, src)]
+
+    def reduce(
+        self, tensor: Tensor, dst: int, op: ReduceOp, group: Group | None = None
+    ) -> Tensor | None:
+        """Reduce [*shape] to global rank `dst`; the others get None. Collective over `group`."""
+        total = self.all_reduce(tensor, op, group)
+        return total if self.topology.rank == dst else None
+
+    def gather(self, tensor: Tensor, dst: int, group: Group | None = None) -> Tensor | None:
+        """Gather [*shape] to [n, *shape] on global rank `dst`; the others get None.
+
+        Collective over `group`.
+        """
+        rows = self.all_gather(tensor, group)
+        return rows if self.topology.rank == dst else None
+
+    def scatter(
+        self, rows: Tensor | None, into: Tensor, src: int, group: Group | None = None
+    ) -> Tensor:
+        """Give each rank its row of `rows`, [n, *shape], which only `src` has.
+
+        Collective over `group`. `into` is [*shape], memory for the row.
+        """
+        if rows is None:
+            rows = into.new_empty((self.size(group), *into.shape))
+        return self.broadcast(rows, src, group)[self.position(group)]
+
+    def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
+        """Reduce [n, *shape] of all ranks; each gets its row, [*shape]. Collective over `group`."""
+        return self.all_reduce(rows, op, group)[self.position(group)]
+
+    def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
+        """Send row i of [n, *shape] to the i-th rank; row i comes from there.
+
+        Collective over `group`.
+        """
+        return self.all_gather(rows, group)[:, self.position(group)]
+
+    # Optional members
+
+    def send(self, tensor: Tensor, dst: int, group: Group | None = None) -> None:
+        """Send [*shape] to global rank `dst`, which calls `recv`. Capability ``"send_recv"``.
+
+        Collective over the two ranks.
+        """
+        raise UnsupportedOperation(self.name, "send", "use a collective such as broadcast")
+
+    def recv(self, into: Tensor, src: int, group: Group | None = None) -> Tensor:
+        """Receive what global rank `src` sends, of the shape and dtype of `into`.
+
+        Collective over the two ranks.
+        """
+        raise UnsupportedOperation(self.name, "recv", "use a collective such as broadcast")
+
+    def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
+        """Make a group of global ranks in ascending order. Capability ``"groups"``.
+
+        Collective at creation, over all ranks.
+        """
+        raise UnsupportedOperation(self.name, "groups", "call without `group`")
+
+    def adopt_group(self, handle: object) -> Group | None:
+        """Wrap a group object of the model's own library, or None if it is none. Local."""
+        return None
+
+    def start_all_reduce(
+        self, tensor: Tensor, op: ReduceOp, group: Group | None = None
+    ) -> Handle[Tensor]:
+        """Start `all_reduce` without waiting: for models whose library has that natively.
+
+        Collective over `group`.
+        """
+        return self.start(lambda: self.all_reduce(tensor, op, group))

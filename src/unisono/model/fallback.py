@@ -1,0 +1,148 @@
+"""The exchange that any model gets for free, over its own all_gather of uint8 tensors.
+
+Each blob goes in one frame of fixed size: its length as 8 bytes little-endian, then its first
+bytes. Blobs that fit need one round. The frame's size never varies, so XLA compiles it once.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from unisono.errors import CollectiveError
+from unisono.payload.memory import from_bytes, to_bytes
+from unisono.topology import Group, Topology
+from unisono.tracebacks import hides
+
+__all__ = (
+    "FRAME_BYTES",
+    "INLINE_TENSOR_BYTES",
+    "Carrier",
+    "as_frame",
+    "exchange",
+    "exchange_bodies",
+    "inline_part",
+    "length_of",
+)
+
+__tracebackhide__ = hides
+
+FRAME_BYTES = 256
+INLINE_TENSOR_BYTES = 128
+"""The longest tensor that fits into a frame together with what is said of it and of the call."""
+_LENGTH = struct.Struct("<Q")
+_LARGEST_BYTES = 2**47  # what one process can address
+_INLINE_BYTES = FRAME_BYTES - _LENGTH.size
+
+
+class Carrier(Protocol):
+    """What the exchange needs of a model."""
+
+    @property
+    def topology(self) -> Topology:
+        """Where this replica stands."""
+
+    @property
+    def transport_device(self) -> torch.device:
+        """The device that the collectives take tensors on."""
+
+    def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
+        """Gather [*shape] to [n, *shape]."""
+
+    def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
+        """Give every rank the tensor of `src`."""
+
+    def members(self, group: Group | None) -> tuple[int, ...] | range:
+        """List the global ranks that take part."""
+
+    def bucket(self, size_bytes: int) -> int:
+        """Round a size up."""
+
+
+def as_frame(blob: bytes) -> bytes:
+    """Give the frame of a blob: its length and its first bytes. Local."""
+    return (_LENGTH.pack(len(blob)) + blob[:_INLINE_BYTES]).ljust(FRAME_BYTES, b"\0")
+
+
+def length_of(frame: bytes) -> int:
+    """Read the length of the whole blob. Local."""
+    return int(_LENGTH.unpack_from(frame)[0])
+
+
+def inline_part(frame: bytes) -> bytes | None:
+    """Read the blob, or None if it doesn't fit into its frame. Local."""
+    size = length_of(frame)
+    return frame[_LENGTH.size : _LENGTH.size + size] if size <= _INLINE_BYTES else None
+
+
+def exchange(model: Carrier, blob: bytes, group: Group | None) -> list[bytes]:
+    """Give every rank the blob of every rank, in one round or two.
+
+    Collective over `group`.
+
+    Args:
+        model: what carries the frames.
+        blob: any bytes, of any length, which may differ between ranks.
+        group: the ranks that take part.
+
+    Returns:
+        The blobs in the order of ranks.
+
+    Raises:
+        CollectiveError: a peer failed or didn't come.
+    """
+    rows = model.all_gather(_tensor(model, as_frame(blob)), group).cpu()
+    frames = [to_bytes(row) for row in rows]
+    sizes = [length_of(frame) for frame in frames]
+    if max(sizes) <= _INLINE_BYTES:
+        start = _LENGTH.size
+        return [frame[start : start + size] for frame, size in zip(frames, sizes, strict=True)]
+    return exchange_bodies(model, blob, sizes, group)
+
+
+def exchange_bodies(
+    model: Carrier, blob: bytes, sizes: list[int], group: Group | None
+) -> list[bytes]:
+    """Exchange blobs whose sizes every rank knows already.
+
+    Collective over `group`.
+
+    Args:
+        model: what carries them.
+        blob: this rank's blob.
+        sizes: the length of every rank's blob in bytes, in the order of ranks.
+        group: the ranks that take part.
+
+    Returns:
+        The blobs in the order of ranks.
+
+    Raises:
+        CollectiveError: a peer failed or didn't come.
+    """
+    if max(sizes) > _LARGEST_BYTES:
+        raise CollectiveError(f"blobs of {sizes} bytes were announced: some rank sent what is none")
+    width = model.bucket(max(sizes))
+    if 2 * sum(sizes) > width * len(sizes):
+        rows = model.all_gather(_tensor(model, blob.ljust(width, b"\0")), group).cpu()
+        return [to_bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+    return _one_by_one(model, blob, sizes, group)
+
+
+def _one_by_one(model: Carrier, blob: bytes, sizes: list[int], group: Group | None) -> list[bytes]:
+    """Send each rank's blob by itself where padding all to the longest would cost more."""
+    blobs = []
+    for rank, size in zip(model.members(group), sizes, strict=True):
+        if size == 0:
+            blobs.append(b"")
+            continue
+        own = blob if rank == model.topology.rank else b""
+        row = model.broadcast(_tensor(model, own.ljust(model.bucket(size), b"\0")), rank, group)
+        blobs.append(to_bytes(row.cpu()[:size]))
+    return blobs
+
+
+def _tensor(model: Carrier, data: bytes) -> Tensor:
+    return from_bytes(data, torch.uint8, (len(data),)).to(model.transport_device)

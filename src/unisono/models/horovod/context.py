@@ -1,0 +1,214 @@
+"""What a Horovod context says of itself, how one is made, and how it wraps an optimizer."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from unisono.errors import AlreadyInitializedError, ArgumentError, ContextError
+from unisono.models.horovod.rendezvous import meet
+from unisono.topology import ContextHint, RankInfo, Topology
+
+__all__ = (
+    "DEFAULT_TIMEOUT_S",
+    "DYNAMIC",
+    "LEAVE_S",
+    "device_of",
+    "initialize",
+    "leave",
+    "place",
+    "seat",
+    "seconds",
+    "topology_of",
+    "wrap_optimizer",
+)
+
+DEFAULT_TIMEOUT_S = 1800.0
+LEAVE_S = 2.0
+"""Seconds that a replica waits for Horovod's own end where a peer has failed or didn't come."""
+DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
+
+
+def seconds(timeout: timedelta | None) -> float:
+    """Check a timeout, None for the default. Local.
+
+    Raises:
+        ArgumentError: it is no timedelta, or not over zero.
+    """
+    if timeout is None:
+        return DEFAULT_TIMEOUT_S
+    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+        raise ArgumentError(f"timeout should be a timedelta over zero: {timeout!r}")
+    return timeout.total_seconds()
+
+
+def initialize(hvd: ModuleType, info: RankInfo, timeout_s: float) -> None:
+    """Make a context in which groups can be made later.
+
+    Collective over all ranks of `info`.
+
+    Args:
+        hvd: the module ``horovod.torch``.
+        info: who this replica is; Horovod finds its peers by its own launcher's variables or MPI.
+        timeout_s: seconds to wait for every rank, where horovodrun's server knows who has come.
+
+    Raises:
+        AlreadyInitializedError: there is one.
+        CollectiveTimeoutError: ranks didn't come.
+        ContextError: this replica found itself alone where it should have peers, or MPI has ended.
+    """
+    if hvd.is_initialized():
+        raise AlreadyInitializedError(
+            "Horovod is initialised already in this process: use it as it is, or call "
+            "hvd.shutdown() first"
+        )
+    if _is_mpi_over(hvd):
+        raise ContextError(
+            "Horovod can't be initialised again in this process: its first context ended MPI too; "
+            "import mpi4py.MPI before the first initialize, and MPI lives as long as the process"
+        )
+    meet(os.environ, timeout_s)
+    if DYNAMIC in os.environ:
+        hvd.init()
+    else:
+        try:
+            hvd.init(process_sets="dynamic")  # leaves the variable behind
+        finally:
+            os.environ.pop(DYNAMIC, None)
+    if hvd.size() == 1 < info.world_size:
+        hvd.shutdown()
+        raise ContextError(
+            f"rank {info.rank} of {info.world_size} (from {info.source}) found itself alone in "
+            "Horovod: start the program with horovodrun or mpirun, or use spawn"
+        )
+
+
+def leave(end: Callable[[], None], limit_s: float) -> None:
+    """Let Horovod end, for a while: its calls hold on for 30 s to a peer that is stopped.
+
+    Local. After the limit it goes on in a thread, which the end of the process may wait for.
+
+    Raises:
+        CollectiveError: as `end` does.
+    """
+    outcome: Future[None] = Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(end())  # type: ignore[func-returns-value]
+        except BaseException as error:  # belongs to whoever leaves
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=work, name="unisono-leaving", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if outcome.done():
+        outcome.result()
+
+
+def _is_mpi_over(hvd: ModuleType) -> bool:
+    """Tell whether Horovod would abort the process by using an MPI that has ended. Local."""
+    if not hvd.mpi_built() or os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo":
+        return False
+    is_over = ctypes.c_int(0)
+    hvd.mpi_ops._basics.MPI_LIB_CTYPES.MPI_Finalized(ctypes.byref(is_over))
+    return bool(is_over.value)
+
+
+def topology_of(hvd: ModuleType, hint: ContextHint) -> Topology:
+    """Say where this replica stands, as far as its own context knows.
+
+    Local.
+
+    Args:
+        hvd: the module ``horovod.torch``.
+        hint: its local rank wins; its environment knows the nodes where Horovod doesn't.
+
+    Returns:
+        The node is None where nodes differ in size and nobody but local rank 0 knows it.
+    """
+    local_rank = hvd.local_rank()
+    node_rank: int | None = hvd.cross_rank()
+    nnodes: int | None = hvd.cross_size()
+    if local_rank > 0 and not hvd.mpi_ops.is_homogeneous():
+        # Its cross numbers count only the nodes that have this local rank.
+        said = hint.environment
+        is_same = said is not None and (said.rank, said.world_size) == (hvd.rank(), hvd.size())
+        node_rank, nnodes = (said.node_rank, said.nnodes) if said and is_same else (None, None)
+    if hint.local_rank is not None:
+        local_rank = hint.local_rank
+    return Topology(hvd.rank(), hvd.size(), local_rank, hvd.local_size(), node_rank, nnodes)
+
+
+def seat(hvd: ModuleType) -> bytes:
+    """Say on which node this replica is, for `place`. Local."""
+    node = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+    return json.dumps([node, hvd.local_rank()]).encode()
+
+
+def place(topology: Topology, seats: list[bytes]) -> Topology:
+    """Count the nodes.
+
+    Local.
+
+    Args:
+        topology: where this replica stands.
+        seats: what `seat` gave on each rank.
+
+    Returns:
+        The same with the node's rank and the number of nodes, right on every rank.
+    """
+    said = [json.loads(blob) for blob in seats]
+    nodes = list(dict.fromkeys(node for node, _ in said))
+    if len(nodes) != sum(local_rank == 0 for _, local_rank in said):
+        return topology  # two nodes with one name: Horovod's own numbers are better
+    known = (topology.local_rank, topology.local_world_size)
+    node_rank = nodes.index(said[topology.rank][0])
+    return Topology(topology.rank, topology.world_size, *known, node_rank, len(nodes))
+
+
+def device_of(hvd: ModuleType) -> torch.device:
+    """Choose by local rank.
+
+    Local. Only the CPU's branch has been run: no build for GPUs was at hand.
+
+    Returns:
+        The CPU, or this replica's GPU where Horovod was built for GPUs and there is one.
+    """
+    is_built = hvd.cuda_built() or hvd.rocm_built()
+    if not is_built or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
+
+
+def wrap_optimizer(
+    hvd: ModuleType, optimizer: Optimizer, is_averaged: bool, **options: Any
+) -> Optimizer | None:
+    """Make a ``DistributedOptimizer``, unless backward averages and no option is given.
+
+    Local.
+
+    Args:
+        hvd: the module ``horovod.torch``.
+        optimizer: as the user made it.
+        is_averaged: whether backward averages the gradients already.
+        options: of ``DistributedOptimizer``.
+
+    Returns:
+        Horovod's optimizer, None where there is nothing to do.
+    """
+    if is_averaged and not options:
+        return None
+    made: Optimizer = hvd.DistributedOptimizer(optimizer, **options)
+    return made

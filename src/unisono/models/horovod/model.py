@@ -1,0 +1,294 @@
+"""Replicas that Horovod connects: under horovodrun, under mpirun, or started by our own launch."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import horovod.torch as hvd  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from unisono.arguments import check_names
+from unisono.control import plane
+from unisono.deadlines import limit_of
+from unisono.errors import (
+    ArgumentError,
+    CollectiveError,
+    CollectiveMismatchError,
+    UnsupportedOperation,
+)
+from unisono.model.contract import ComputationModel
+from unisono.model.handle import Handle
+from unisono.model.reduction import ReduceOp
+from unisono.models.horovod import context
+from unisono.models.horovod import context as setup
+from unisono.models.horovod.operations import NARROW, Calls, Start, guise
+from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+if not hasattr(hvd, "init"):  # without its extension horovod.torch only prints a warning
+    raise ImportError(
+        "horovod was installed without its extension for torch: install it again beside torch, "
+        "with HOROVOD_WITH_PYTORCH=1, so that its build says what is missing"
+    )
+
+__all__ = ("HorovodModel",)
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+_OPS = {
+    ReduceOp.SUM: hvd.Sum,
+    ReduceOp.PRODUCT: hvd.Product,
+    ReduceOp.MIN: hvd.Min,
+    ReduceOp.MAX: hvd.Max,
+}
+
+
+class HorovodModel(plane.Connected, ComputationModel):
+    """The Horovod context of this process, ours or one that the user's ``hvd.init()`` made.
+
+    One instance stands for a context however often it is adopted, so that the numbers of calls
+    stay equal on all ranks.
+
+    Horovod's own: all_gather, broadcast, all_to_all, all_reduce by SUM, PRODUCT, MIN and MAX,
+    reduce_scatter by SUM, asynchronous all_reduce, groups (its process sets), uneven allgather (one
+    of bytes is `exchange`). Derived: reduce, gather, scatter, all_reduce by AND, OR and XOR,
+    reduce_scatter by all but SUM. The barrier is an all_reduce, for Horovod's has no deadline.
+    In a guise: narrow integers are reduced as int32, MIN and MAX of floats as integers, since
+    Horovod loses NaN. It moves no bfloat16; float16 isn't in `dtypes` either: as float32 its sums
+    are rounded once, where Horovod would round them at each rank.
+    """
+
+    name: ClassVar[str] = "horovod-dist"
+    backends: ClassVar[tuple[str, ...]] = ("horovod",)
+    capabilities: ClassVar[frozenset[str]] = frozenset({"groups", "launch"})
+    options: ClassVar[frozenset[str]] = frozenset({"timeout", "hosts", "use_gloo", "verbose"})
+    dtypes: frozenset[torch.dtype] = NARROW | frozenset(
+        {torch.int32, torch.int64, torch.float32, torch.float64}
+    )
+    _current: ClassVar[HorovodModel | None] = None
+
+    def __init__(self, topology: Topology, is_owner: bool, timeout_s: float) -> None:
+        # hvd.init() makes a new one each time, and while this one is held no other can be it.
+        self._identity = hvd.mpi_ops._handle_map
+        self._topology = topology
+        self._device = setup.device_of(hvd)
+        self._is_owner = is_owner
+        self._calls = Calls(hvd, timeout_s)
+        self._made = 0
+        HorovodModel._current = self
+
+    @classmethod
+    def why_unavailable(cls, backend: str) -> str | None:
+        if hvd.gloo_built() or hvd.mpi_built():
+            return None
+        return (
+            "horovod was built with neither gloo nor MPI: install it again with "
+            "HOROVOD_WITH_GLOO=1 (needs cmake) or HOROVOD_WITH_MPI=1"
+        )
+
+    @classmethod
+    def from_context(cls, hint: ContextHint) -> Self | None:
+        if not hvd.is_initialized():
+            return None
+        model = cls._current
+        if not isinstance(model, cls) or not model.is_alive():
+            model = cls(setup.topology_of(hvd, hint), False, setup.DEFAULT_TIMEOUT_S)
+        elif not model._is_owner:
+            model._topology = setup.topology_of(hvd, hint)
+        return model
+
+    @classmethod
+    def initialize(cls, backend: str, info: RankInfo, **options: Any) -> Self:
+        timeout_s = setup.seconds(options.pop("timeout", None))
+        if options:
+            raise ArgumentError(
+                f"initialize({backend!r}) takes timeout; {', '.join(sorted(options))} is for spawn"
+            )
+        setup.initialize(hvd, info, timeout_s)
+        model = cls(setup.topology_of(hvd, ContextHint()), True, timeout_s)
+        if model._device.type != "cpu":
+            torch.accelerator.set_device_index(model._device.index)
+        model._topology = setup.place(model._topology, model.exchange(setup.seat(hvd)))
+        return model
+
+    @property
+    def timeout_s(self) -> float | None:
+        return self._calls.timeout_s
+
+    def finalize(self) -> None:
+        self.settle()
+        self.part()
+        if not (self._is_owner and self.is_alive()):
+            return
+        setup.leave(self._end, (limit_of(self.timeout_s) or 0.0) + setup.LEAVE_S)
+
+    def _end(self) -> None:
+        try:
+            self.barrier()  # the first to shut down breaks what the others have under way
+        except CollectiveError as error:
+            _log.debug("shutting Horovod down without the others: %s", error)
+        hvd.shutdown()
+
+    def abort(self) -> None:
+        self.part(farewell="")
+        if self._is_owner and self.is_alive():
+            setup.leave(hvd.shutdown, setup.LEAVE_S)
+
+    def is_alive(self) -> bool:
+        return bool(hvd.is_initialized()) and hvd.mpi_ops._handle_map is self._identity
+
+    @property
+    def topology(self) -> Topology:
+        return self._topology
+
+    @property
+    def device(self) -> torch.device:
+        if self._device.type == "cpu" or self._is_owner:
+            return self._device
+        return torch.device(self._device.type, torch.accelerator.current_device_index())
+
+    def wrap_optimizer(
+        self, optimizer: Optimizer, *, is_averaged: bool, **options: Any
+    ) -> Optimizer | None:
+        return context.wrap_optimizer(hvd, optimizer, is_averaged, **options)
+
+    def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
+        row = tensor.unsqueeze(0)
+        rows: Tensor = self._calls.run(
+            "all_gather",
+            group,
+            tensor.numel() * self.size(group),
+            lambda name, members: hvd.allgather_async(row, name, members),
+        )
+        return rows
+
+    def barrier(self, group: Group | None = None) -> None:
+        start = _reduction(torch.zeros(1, dtype=torch.int32), ReduceOp.SUM)
+        self._calls.run("barrier", group, 1, start, ".barrier")  # hvd.barrier has no deadline
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
+        if op not in _OPS:
+            return super().all_reduce(tensor, op, group)
+        carrier, restore = guise(tensor, op)
+        start = _reduction(carrier, op)
+        return restore(self._calls.run("all_reduce", group, tensor.numel(), start))
+
+    def start_all_reduce(
+        self, tensor: Tensor, op: ReduceOp, group: Group | None = None
+    ) -> Handle[Tensor]:
+        if op not in _OPS:
+            return super().start_all_reduce(tensor, op, group)
+        carrier, restore = guise(tensor, op)
+        start = _reduction(carrier, op)
+        return self._calls.start("all_reduce", group, tensor.numel(), start).then(restore)
+
+    def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
+        got: Tensor = self._calls.run(
+            "broadcast",
+            group,
+            tensor.numel(),
+            lambda name, members: hvd.broadcast_async_(tensor, src, name, members),
+        )
+        return got
+
+    def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
+        if op is not ReduceOp.SUM:
+            return super().reduce_scatter(rows, op, group)
+        carrier, restore = guise(rows, op)
+        row: Tensor = self._calls.run(
+            "reduce_scatter",
+            group,
+            rows.numel(),
+            lambda name, members: hvd.reducescatter_async(carrier, name, hvd.Sum, members),
+        )
+        return restore(row.squeeze(0))
+
+    def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
+        got: Tensor = self._calls.run(
+            "all_to_all",
+            group,
+            rows.numel(),
+            lambda name, members: hvd.alltoall_async(rows, None, name, members),
+        )[0]
+        return got
+
+    def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
+        timeout = options.pop("timeout", None)
+        check_names("new_group on horovod", options, {"timeout"})
+        self._made += 1
+        asked = [json.loads(blob) for blob in self.exchange(json.dumps(ranks).encode())]
+        if asked != [list(ranks)] * len(asked):
+            raise CollectiveMismatchError(
+                f"rank {self._topology.rank}: new_group: the ranks asked for different groups "
+                f"(by rank {asked}): make every rank of the job ask for the same"
+            )
+        try:
+            made = self._find_process_set(ranks) or hvd.add_process_set(list(ranks))
+        except ValueError as error:
+            if setup.DYNAMIC in str(error):
+                raise UnsupportedOperation(
+                    self.name,
+                    f"group {ranks}",
+                    f"set {setup.DYNAMIC}=1 before hvd.init(), or give it "
+                    f"process_sets=[hvd.ProcessSet({list(ranks)})]",
+                ) from error
+            self._calls.fail(f"new_group({list(ranks)})", None, error)
+        timeout_s = None if timeout is None else timeout.total_seconds()
+        # Horovod has one process set for these ranks; operations of another name don't meet there.
+        return Group(ranks, self.context_id, made, f"group{self._made}", timeout_s)
+
+    def _find_process_set(self, ranks: tuple[int, ...]) -> Any:
+        """Find the process set that exists for `ranks`, for Horovod has each only once. Local."""
+        known = hvd.mpi_ops._basics._get_process_set_ids_and_ranks()
+        for number, members in known.items():
+            if tuple(members) == ranks:
+                found = hvd.ProcessSet(members)
+                found.process_set_id = number
+                return found
+        return None
+
+    def adopt_group(self, handle: object) -> Group | None:
+        if not isinstance(handle, hvd.ProcessSet) or handle.process_set_id is None:
+            return None
+        name = f"set{handle.process_set_id}"
+        return Group(tuple(handle.ranks), self.context_id, handle, name)
+
+    @classmethod
+    def launch(cls, entry: Callable[[Self], T], plan: LaunchPlan, **options: Any) -> list[T]:
+        timeout = options.pop("timeout", None)
+        limit_s = setup.seconds(timeout)
+        if options.pop("use_gloo", None) is False:
+            raise ArgumentError(
+                "use_gloo=False: ranks are started over gloo; start others by mpirun"
+            )
+        launcher: Any = importlib.import_module("unisono.launchers.horovod.functions")
+        run = partial(_replica, cls, entry, timeout)
+        results: list[T] = launcher.launch(run, plan, stop_limit_s=limit_s, **options)
+        return results
+
+
+def _reduction(tensor: Tensor, op: ReduceOp) -> Start:
+    native = _OPS[op]
+    return lambda name, members: hvd.allreduce_async_(
+        tensor, name=name, op=native, process_set=members
+    )
+
+
+def _replica(
+    cls: type[HorovodModel], entry: Callable[[Any], T], timeout: timedelta | None, info: RankInfo
+) -> T:
+    """Be one replica of a launched job: make the model, run `entry` with it, end it."""
+    model = cls.initialize(cls.backends[0], info, timeout=timeout)
+    result = entry(model)
+    model.finalize()
+    return result

@@ -1,0 +1,357 @@
+"""The model ``mpi-dist``: the processes of an MPI world, through mpi4py's buffer interface."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from unisono.arguments import check_names
+from unisono.deadlines import DEFAULT_TIMEOUT_S
+from unisono.model import fallback
+from unisono.model.contract import ComputationModel
+from unisono.model.handle import Handle
+from unisono.model.reduction import ReduceOp
+from unisono.models.mpi import world as setup
+from unisono.models.mpi.availability import why_unavailable
+from unisono.models.mpi.liveness import Asking
+from unisono.models.mpi.operations import DATATYPES, Calls, is_folded_by_torch
+from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
+from unisono.tracebacks import hides
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ("MpiModel",)
+
+__tracebackhide__ = hides
+
+T = TypeVar("T")
+
+_TAG = 32_767  # the highest that every MPI has: out of the way of a user's own messages
+
+
+class MpiModel(ComputationModel):
+    """``MPI.COMM_WORLD``, started by `initialize` or adopted from the user's program.
+
+    Collectives run on a duplicate of it, so that no message of ours meets one of the user's. An
+    adopted world is duplicated by the first collective over it, where every rank comes anyway;
+    messages between two ranks use the adopted world itself, with a tag of their own. MPI stays up
+    until the process exits, since it can't be initialised twice.
+
+    Integers, and SUM and PRODUCT of float32 and float64, are MPI's own. The 16-bit floats, and MIN
+    and MAX of all floats (NaN wins), are torch's, within an MPI operation of ours. With two ranks
+    every result is bit for bit that of `fold_tensors`.
+
+    Set-up waits for all ranks within ``timeout``, else for 60 s; no call of MPI that all must make
+    is begun before. Any other call has the ``timeout``, else 30 minutes: it is made in its
+    non-blocking form and polled, about 1 us more, and up to twice the time for megabytes. With
+    ``timeout=datetime.timedelta.max`` it waits for ever, in MPI.
+    """
+
+    name: ClassVar[str] = "mpi-dist"
+    backends: ClassVar[tuple[str, ...]] = ("mpi4py",)
+    capabilities: ClassVar[frozenset[str]] = frozenset({"groups", "launch", "send_recv"})
+    options: ClassVar[frozenset[str]] = frozenset({"timeout", "device"})
+    dtypes: frozenset[torch.dtype] = frozenset(DATATYPES)
+    largest_count: ClassVar[int] = 2**31 - 1
+    """Elements in one MPI call, which MPI 3 counts with a C int; more go in several calls."""
+    _has_started_mpi: ClassVar[bool] = False
+    _adopted: ClassVar[Any] = None
+
+    def __init__(self, mpi: Any, topology: Topology, device: torch.device) -> None:
+        self._mpi = mpi
+        self._topology = topology
+        self._device = device
+        is_direct = device.type == "cuda" and setup.is_cuda_aware(mpi)
+        self._transport = device if is_direct else torch.device("cpu")
+        self._end = setup.EndOfJob.install(mpi)
+        self._calls = Calls(mpi, topology.rank, self._end.end_at_exit)
+        self._world: Any = None
+        self._pairs: Any = mpi.COMM_WORLD
+        self._in_place = mpi.IN_PLACE
+        self._comms: list[Any] = []
+        self._is_live = True
+        self._is_one_host = False  # until the world is ours, which all ranks learn together
+
+    @classmethod
+    def from_context(cls, hint: ContextHint) -> Self | None:
+        mpi = setup.live()
+        if mpi is None or MpiModel._has_started_mpi:
+            return None
+        topology = setup.adopted_topology(mpi, hint, os.environ)
+        if topology is None:
+            return None
+        known = cls._adopted  # one rank alone may look again: what it shares with others must stay
+        if not (isinstance(known, cls) and known.is_alive()):
+            known = cls._adopted = cls(mpi, topology, setup.choose_device(None, None))
+        known._topology = topology
+        return known
+
+    @classmethod
+    def initialize(cls, backend: str, info: RankInfo, **options: Any) -> Self:
+        mpi, has_started = setup.start()
+        MpiModel._has_started_mpi |= has_started
+        timeout = options.get("timeout")
+        setup.gather(mpi, info, timeout)
+        topology = setup.measured_topology(mpi, info)
+        device = setup.choose_device(topology.local_rank, options.get("device"))
+        model = cls(mpi, topology, device)
+        model._pairs = model._over(None)
+        model._calls.asking = Asking(mpi, model._pairs)
+        if timeout is not None:
+            model._calls.timeout_s = None if timeout == timedelta.max else timeout.total_seconds()
+        return model
+
+    @classmethod
+    def why_unavailable(cls, backend: str) -> str | None:
+        return why_unavailable()
+
+    def finalize(self) -> None:
+        self.settle()
+        self._end.remove()
+        if self.is_alive():
+            is_whole = self._calls.finish()
+            with self._calls.edge("Comm_free"):
+                for comm in self._comms if is_whole else ():  # MPI may still be at work there
+                    comm.Free()
+        self._is_live = False
+
+    def tell_interrupted(self, how: str) -> None:
+        """Only the end of this process can tell the others, which it does at once then. Local."""
+        self._calls.lose(how)
+
+    def abort(self) -> None:
+        """Leave; when this process ends, the job does. Local. The error gets out before that."""
+        self._is_live = False
+        self._end.end_at_exit(f"rank {self._topology.rank}: the context was aborted")
+
+    def is_alive(self) -> bool:
+        return self._is_live and not self._mpi.Is_finalized()
+
+    @property
+    def topology(self) -> Topology:
+        return self._topology
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def transport_device(self) -> torch.device:
+        return self._transport
+
+    def _over(self, group: Group | None) -> Any:
+        if group is not None:
+            return group.handle
+        if self._world is None:
+            with self._calls.edge("Comm_dup"):
+                self._world = self._keep(self._mpi.COMM_WORLD.Dup())
+                host = self._world.Split_type(self._mpi.COMM_TYPE_SHARED)
+                self._is_one_host = host.size == self._world.size
+                host.Free()
+        return self._world
+
+    def _keep(self, comm: Any) -> Any:
+        comm.Set_errhandler(self._mpi.ERRORS_RETURN)
+        self._comms.append(comm)
+        return comm
+
+    def _pieces(self, tensor: Tensor) -> list[Tensor]:
+        size, count = self.largest_count, tensor.numel()
+        if count <= size:
+            return [tensor]
+        flat = tensor.view(-1)
+        return [flat[at : at + size] for at in range(0, count, size)]
+
+    def _is_too_large(self, row: Tensor, group: Group | None) -> bool:
+        return row.numel() * self.size(group) > self.largest_count
+
+    @staticmethod
+    def _is_derived(op: ReduceOp, tensor: Tensor) -> bool:
+        """Whether torch folds, but MPI would hand it memory that the host can't read."""
+        return not tensor.is_cpu and is_folded_by_torch(op, tensor.dtype)
+
+    def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
+        size, most = self.size(group), self.largest_count
+        sizes, bodies = self._calls.exchange(self._over(group), size, blob, most)
+        return fallback.exchange_bodies(self, blob, sizes, group) if bodies is None else bodies
+
+    def compares_calls(self, group: Group | None) -> bool:
+        """Tell whether all ranks share a host, and tensors are there: it costs 10 to 20 us then.
+
+        Local. The first collective over an adopted world finds it out; before that nothing is
+        compared in groups either.
+        """
+        return self._is_one_host and self._transport.type == "cpu" and self.size(group) > 1
+
+    def prefers_exchange(self, tensor: Tensor, group: Group | None) -> bool:
+        """Tell whether a tensor fits into the round in which the calls are compared. Local."""
+        is_small = tensor.numel() * tensor.itemsize <= self.inline_bytes(group)
+        return is_small and tensor.is_cpu and self.compares_calls(group)
+
+    def barrier(self, group: Group | None = None) -> None:
+        self._calls.run("Barrier", self._over(group))
+
+    def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
+        rows = tensor.new_empty((self.size(group), *tensor.shape))
+        if self._is_too_large(tensor, group):
+            rows[self.position(group)] = tensor
+            for row, rank in zip(rows, self.members(group), strict=True):
+                self.broadcast(row, rank, group)
+            return rows
+        buffer = self._calls.buffer
+        self._calls.run("Allgather", self._over(group), buffer(tensor), buffer(rows))
+        return rows
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
+        if self._is_derived(op, tensor):
+            return super().all_reduce(tensor, op, group)
+        calls, comm = self._calls, self._over(group)
+        rule = calls.rule(op, tensor.dtype)
+        for piece in self._pieces(tensor):
+            calls.run("Allreduce", comm, self._in_place, calls.buffer(piece), rule)
+        return tensor
+
+    def start_all_reduce(
+        self, tensor: Tensor, op: ReduceOp, group: Group | None = None
+    ) -> Handle[Tensor]:
+        is_whole = tensor.numel() <= self.largest_count and tensor.is_cpu
+        if not is_whole or self._mpi.Query_thread() < self._mpi.THREAD_MULTIPLE:
+            return super().start_all_reduce(tensor, op, group)
+        self.settle()
+        calls, comm, rule = self._calls, self._over(group), self._calls.rule(op, tensor.dtype)
+        args = (self._mpi.IN_PLACE, calls.buffer(tensor), rule)
+        return Handle(*calls.start("Iallreduce", comm, tensor, *args))
+
+    def start(self, call: Callable[[], T]) -> Handle[T]:
+        """Start in a thread where MPI may be called from one; else do it at once. Local."""
+        if self._mpi.Query_thread() >= self._mpi.THREAD_SERIALIZED:
+            return super().start(call)
+        outcome: Future[T] = Future()
+        try:
+            outcome.set_result(call())
+        except Exception as error:  # belongs to whoever waits for the handle
+            outcome.set_exception(error)
+        return Handle(outcome.result, outcome.done)
+
+    def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
+        root = self.position(group, src)
+        for piece in self._pieces(tensor):
+            self._calls.run("Bcast", self._over(group), self._calls.buffer(piece), root)
+        return tensor
+
+    def reduce(
+        self, tensor: Tensor, dst: int, op: ReduceOp, group: Group | None = None
+    ) -> Tensor | None:
+        if self._is_derived(op, tensor):
+            return super().reduce(tensor, dst, op, group)
+        calls, comm, rule = self._calls, self._over(group), self._calls.rule(op, tensor.dtype)
+        is_root, root = self._topology.rank == dst, self.position(group, dst)
+        for piece in self._pieces(tensor):
+            mine = calls.buffer(piece)
+            ends = (self._mpi.IN_PLACE, mine) if is_root else (mine, None)
+            calls.run("Reduce", comm, *ends, rule, root)
+        return tensor if is_root else None
+
+    def gather(self, tensor: Tensor, dst: int, group: Group | None = None) -> Tensor | None:
+        if self._is_too_large(tensor, group):
+            return super().gather(tensor, dst, group)
+        calls, is_root = self._calls, self._topology.rank == dst
+        rows = tensor.new_empty((self.size(group), *tensor.shape)) if is_root else None
+        into = None if rows is None else calls.buffer(rows)
+        root = self.position(group, dst)
+        calls.run("Gather", self._over(group), calls.buffer(tensor), into, root)
+        return rows
+
+    def scatter(
+        self, rows: Tensor | None, into: Tensor, src: int, group: Group | None = None
+    ) -> Tensor:
+        if self._is_too_large(into, group):
+            return super().scatter(rows, into, src, group)
+        calls, root = self._calls, self.position(group, src)
+        given = None if rows is None else calls.buffer(rows)
+        calls.run("Scatter", self._over(group), given, calls.buffer(into), root)
+        return into
+
+    def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
+        if rows.numel() > self.largest_count or self._is_derived(op, rows):
+            return super().reduce_scatter(rows, op, group)
+        calls, rule = self._calls, self._calls.rule(op, rows.dtype)
+        row = rows.new_empty(rows.shape[1:])
+        ends = (calls.buffer(rows), calls.buffer(row))
+        calls.run("Reduce_scatter_block", self._over(group), *ends, rule)
+        return row
+
+    def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
+        if rows.numel() > self.largest_count:
+            return super().all_to_all(rows, group)
+        calls, got = self._calls, torch.empty_like(rows)
+        calls.run("Alltoall", self._over(group), calls.buffer(rows), calls.buffer(got))
+        return got
+
+    def send(self, tensor: Tensor, dst: int, group: Group | None = None) -> None:
+        pairs, to = group.handle if group else self._pairs, self.position(group, dst)
+        for piece in self._pieces(tensor):
+            self._calls.run("Send", pairs, self._calls.buffer(piece), to, _TAG)
+
+    def recv(self, into: Tensor, src: int, group: Group | None = None) -> Tensor:
+        pairs, at = group.handle if group else self._pairs, self.position(group, src)
+        for piece in self._pieces(into):
+            self._calls.run("Recv", pairs, self._calls.buffer(piece), at, _TAG)
+        return into
+
+    def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
+        """Make a communicator of some ranks; ranks that are no members return at once.
+
+        Collective at creation, over the members.
+        """
+        timeout = options.pop("timeout", None)
+        check_names("new_group on mpi4py", options, {"timeout"})
+        if self._topology.rank not in ranks:
+            return Group(ranks, self.context_id)
+        name = f"new_group({list(ranks)})"
+        comm = self._calls.together(name, self._pairs, ranks, partial(self._create, ranks))
+        timeout_s = None if timeout is None else timeout.total_seconds()
+        if timeout_s is not None:
+            self._calls.allow(comm, timeout_s)
+        return Group(ranks, self.context_id, comm, _name(comm), timeout_s)
+
+    def _create(self, ranks: tuple[int, ...]) -> Any:
+        return self._keep(self._pairs.Create_group(self._pairs.group.Incl(ranks), _TAG))
+
+    def adopt_group(self, handle: object) -> Group | None:
+        if not isinstance(handle, self._mpi.Comm):
+            return None
+        ranks = setup.ranks_of(self._mpi, handle)
+        return Group(ranks, self.context_id, handle, _name(handle))
+
+    @classmethod
+    def launch(cls, entry: Callable[[Self], T], plan: LaunchPlan, **options: Any) -> list[T]:
+        launcher: Any = importlib.import_module("unisono.launchers.mpi.functions")
+        timeout = options.get("timeout")
+        limit_s = DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
+        run = partial(_replica, cls, entry, options)
+        results: list[T] = launcher.launch(run, plan, stop_limit_s=limit_s)
+        return results
+
+
+def _name(comm: Any) -> str:
+    return f"communicator {comm.py2f()}"
+
+
+def _replica(
+    cls: type[MpiModel], entry: Callable[[Any], T], options: dict[str, Any], info: RankInfo
+) -> T:
+    """Be one rank of a launched job. Collective over all ranks of `info`."""
+    model = cls.initialize(cls.backends[0], info, **options)
+    result = entry(model)
+    model.finalize()
+    return result

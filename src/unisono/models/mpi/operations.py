@@ -1,0 +1,408 @@
+"""MPI calls on tensors: buffers, operations, deadlines, and what MPI's errors become."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from threading import Thread
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from unisono.control.missing import named, warn_after_s
+from unisono.control.signatures import site
+from unisono.deadlines import DEFAULT_TIMEOUT_S, limit_of
+from unisono.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    PayloadError,
+    PeerFailedError,
+)
+from unisono.model.fallback import FRAME_BYTES, as_frame, inline_part, length_of
+from unisono.model.handle import BACKGROUND, Outcome
+from unisono.model.reduction import ReduceOp
+from unisono.models.mpi.liveness import Asking, missing
+from unisono.tracebacks import hides
+
+__all__ = ("DATATYPES", "Calls", "is_folded_by_torch")
+
+__tracebackhide__ = hides
+
+T = TypeVar("T")
+
+# MPI has no 16-bit floats: they travel as int16, and are reduced by a function of ours.
+DATATYPES = {
+    torch.float64: "DOUBLE",
+    torch.float32: "FLOAT",
+    torch.float16: "INT16_T",
+    torch.bfloat16: "INT16_T",
+    torch.int64: "INT64_T",
+    torch.int32: "INT32_T",
+    torch.int16: "INT16_T",
+    torch.int8: "INT8_T",
+    torch.uint8: "UINT8_T",
+}
+_OPS = {
+    ReduceOp.SUM: "SUM",
+    ReduceOp.PRODUCT: "PROD",
+    ReduceOp.MIN: "MIN",
+    ReduceOp.MAX: "MAX",
+    ReduceOp.AND: "BAND",
+    ReduceOp.OR: "BOR",
+    ReduceOp.XOR: "BXOR",
+}
+_STEPS: dict[ReduceOp, Callable[..., Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+}
+_log = logging.getLogger(__name__)
+_GONE = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_PROC_ABORTED", "ERR_REVOKED")
+_SPINS_TO_LISTEN = 100  # 10 ms once it has waited a while
+_ASK_S = 0.4  # who is stuck never answers, and who asks has waited for its deadline already
+_SPINS = 1_000  # tests of a request before waiting for it gives way to other processes
+# By number: what MPI may be at, and its memory, from before it has it until it is done. What was
+# given up stays for good, after the end of its context too: MPI may come back to it at any time.
+_held: dict[int, list[Any]] = {}
+_numbers = itertools.count()
+
+
+def is_folded_by_torch(op: ReduceOp, dtype: torch.dtype) -> bool:
+    """Tell whether MPI has no exact operation for this. Local.
+
+    It has none for 16-bit floats, and its MIN and MAX of floats lose NaN.
+    """
+    is_extreme = op in (ReduceOp.MIN, ReduceOp.MAX)
+    return dtype.is_floating_point and (is_extreme or dtype.itemsize < torch.float32.itemsize)
+
+
+class _Buffer(list[Any]):
+    """A buffer as MPI takes it, which has the tensor whose memory it is."""
+
+    tensor: Tensor
+
+
+class Calls:
+    """MPI as one rank calls it.
+
+    Args:
+        mpi: the module ``mpi4py.MPI``.
+        rank: this rank.
+        at_loss: called when a call is given up whose peers may wait for this rank at the end.
+    """
+
+    def __init__(self, mpi: Any, rank: int, at_loss: Callable[[str], None]) -> None:
+        self._mpi = mpi
+        self._who = f"rank {rank} of {mpi.COMM_WORLD.size}"
+        self._at_loss = at_loss
+        self._rules: dict[tuple[int, torch.dtype], Any] = {}
+        self._folds: list[Any] = []
+        self._under_way: set[int] = set()  # numbers of what is held
+        self._datatypes = {dtype: getattr(mpi, name) for dtype, name in DATATYPES.items()}
+        self._at = mpi.buffer.fromaddress
+        self._lost = ""  # how a call was left half-way, after which this rank is out of step
+        self._warn_after_s = warn_after_s()
+        self.asking: Asking = Asking(mpi, mpi.COMM_WORLD)
+        self.timeout_s: float | None = DEFAULT_TIMEOUT_S
+        self._allowed_s: dict[int, float] = {}  # by the identity of communicators that stay
+
+    def buffer(self, tensor: Tensor) -> list[Any]:
+        """Show MPI the memory of a contiguous tensor, which must outlive the call. Local."""
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()  # MPI knows of no streams
+        found = _Buffer((self._at(tensor.data_ptr(), tensor.nbytes), self._datatypes[tensor.dtype]))
+        found.tensor = tensor
+        return found
+
+    def allow(self, comm: Any, timeout_s: float) -> None:
+        """Set how long a call over a communicator that is kept may take. Local."""
+        self._allowed_s[id(comm)] = timeout_s
+
+    def _limit_s(self, comm: Any) -> float | None:
+        return limit_of(self._allowed_s.get(id(comm), self.timeout_s))
+
+    def rule(self, op: ReduceOp, dtype: torch.dtype) -> Any:
+        """Give MPI's operation, or ours where it has none that computes what torch does.
+
+        Local.
+
+        Raises:
+            PayloadError: bits of floats.
+        """
+        rule = self._rules.get((id(op), dtype))  # an enum's own hash is Python, and slow
+        if rule is None:
+            if op.is_bitwise and dtype.is_floating_point:
+                raise PayloadError(f"{op.name} works on integer tensors, not on {dtype}")
+            if is_folded_by_torch(op, dtype):
+                rule = self._mpi.Op.Create(_fold(_STEPS[op], dtype), commute=True)
+                self._folds.append(rule)
+            else:
+                rule = getattr(self._mpi, _OPS[op])
+            self._rules[id(op), dtype] = rule
+        return rule
+
+    def run(self, name: str, comm: Any, *args: Any) -> None:
+        """Call a method of a communicator and wait for it.
+
+        Collective over `comm`, or as the method is.
+
+        Args:
+            name: the blocking method; with a deadline its non-blocking form is called.
+            comm: the communicator.
+            args: of the method.
+
+        Raises:
+            CollectiveError: it failed, or an earlier one was given up.
+            CollectiveTimeoutError: the deadline passed.
+        """
+        try:
+            if self._limit_s(comm) is None:
+                self._check_whole(name)
+                getattr(comm, name)(*args)
+            else:
+                number, request = self._begin(getattr(comm, f"I{name.lower()}"), args, name)
+                self._await(name, comm, request)
+                self._release(number)
+        except self._mpi.Exception as error:
+            self._fail(name, error)
+
+    def _begin(
+        self, start: Callable[..., Any], args: Any, name: str, *keep: object
+    ) -> tuple[int, Any]:
+        """Start a non-blocking call; an interrupt at any moment leaves its memory to MPI.
+
+        Returns:
+            Its number among what is held, and MPI's request.
+        """
+        self._check_whole(name)
+        number = next(_numbers)
+        entry = _held[number] = [None, args, *keep]
+        self._under_way.add(number)
+        request = entry[0] = start(*args)
+        return number, request
+
+    def _requests(self) -> list[tuple[int, Any]]:
+        entries = [(number, _held.get(number)) for number in list(self._under_way)]
+        return [(number, entry[0]) for number, entry in entries if entry and entry[0] is not None]
+
+    def _release(self, number: int) -> None:
+        self._under_way.discard(number)
+        _held.pop(number, None)
+
+    def _check_whole(self, name: str) -> None:
+        if self._lost:
+            raise CollectiveError(
+                f"{self._who}: {name}: the ranks are out of step, since {self._lost} here: "
+                "end the job"
+            )
+
+    def lose(self, how: str) -> None:
+        """Take note that a call was left before its end, which the other ranks may reach.
+
+        Local.
+
+        Args:
+            how: what was left and why, as a clause.
+        """
+        self._lost = self._lost or how
+        self._at_loss(f"{self._who}: {self._lost}")
+
+    def exchange(
+        self, comm: Any, n_ranks: int, blob: bytes, largest: int
+    ) -> tuple[list[int], list[bytes] | None]:
+        """Give every rank the bytes of every rank: in one round where all of them are few.
+
+        Collective over `comm`.
+
+        Args:
+            comm: the communicator.
+            n_ranks: its size.
+            blob: this rank's bytes.
+            largest: bytes that one call may gather.
+
+        Returns:
+            The sizes of the blobs, and the blobs, by rank; None for the blobs if they are too many.
+        """
+        byte = self._mpi.BYTE
+        heads = bytearray(n_ranks * FRAME_BYTES)
+        self.run("Allgather", comm, [as_frame(blob), byte], [heads, byte])
+        frames = [bytes(heads[at : at + FRAME_BYTES]) for at in range(0, len(heads), FRAME_BYTES)]
+        parts = [inline_part(frame) for frame in frames]
+        inline = [part for part in parts if part is not None]
+        sizes = [length_of(frame) for frame in frames]
+        if len(inline) == n_ranks:
+            return sizes, inline
+        if sum(sizes) > largest:
+            return sizes, None
+        bodies = bytearray(sum(sizes))
+        self.run("Allgatherv", comm, [blob, byte], [bodies, sizes, byte])
+        ends = itertools.accumulate(sizes)
+        return sizes, [
+            bytes(bodies[end - size : end]) for end, size in zip(ends, sizes, strict=True)
+        ]
+
+    def start(
+        self, name: str, comm: Any, tensor: Tensor, *args: Any
+    ) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
+        """Call a non-blocking method that leaves its result in `tensor`.
+
+        Collective over `comm`.
+
+        Returns:
+            What waits for it and gives `tensor`, and what tells whether it is done. The memory is
+            held until MPI is done with it, also where nobody waits.
+        """
+        for number, earlier in self._requests():
+            if earlier.Test():
+                self._release(number)
+        with self.edge(name):
+            _, request = self._begin(getattr(comm, name), args, name, tensor)
+
+        def wait() -> Tensor:
+            with self.edge(name):
+                self._await(name, comm, request)
+            return tensor
+
+        def is_completed() -> bool:
+            with self.edge(name):
+                return bool(request.Test())
+
+        return wait, is_completed
+
+    def together(self, name: str, comm: Any, ranks: Sequence[int], call: Callable[[], T]) -> T:
+        """Make a call that MPI can't give up, once all have come to it in time.
+
+        Collective over `ranks`. Where MPI may be called from any thread, a thread does both: Ctrl-C
+        and alarms come to the main thread, and one that came between the two would leave the other
+        ranks in MPI for good.
+
+        Raises:
+            CollectiveTimeoutError: some didn't come.
+        """
+        act = partial(self._meet_and_call, name, comm, ranks, call, limit_of(self.timeout_s))
+        if self._mpi.Query_thread() < self._mpi.THREAD_MULTIPLE:
+            return act()
+        made: Outcome[T] = Outcome()
+        Thread(target=made.of, args=(act,), name=f"{BACKGROUND}-{name}", daemon=True).start()
+        return made.wait()
+
+    def _meet_and_call(
+        self,
+        name: str,
+        comm: Any,
+        ranks: Sequence[int],
+        call: Callable[[], T],
+        limit_s: float | None,
+    ) -> T:
+        with self.edge(name):
+            absent = [] if limit_s is None else missing(self._mpi, comm, ranks, limit_s, name)
+            if not absent:
+                return call()
+        self.lose(f"{name} was given up")
+        raise CollectiveTimeoutError(
+            f"{named(absent)} never came to {name}: {self._who} waited {limit_s:.3g} s"
+        )
+
+    def finish(self) -> bool:
+        """Wait for what `start` has under way, and free our operations.
+
+        Local.
+
+        Returns:
+            Whether all is done; no call that was given up can be waited for.
+        """
+        if self._lost:
+            _held[next(_numbers)] = self._folds  # MPI may call them yet
+            return False
+        with self.edge("finalize"):
+            for number, request in self._requests():
+                self._await("finalize", self._mpi.COMM_WORLD, request)
+                self._release(number)
+            for rule in self._folds:
+                rule.Free()
+        self._folds = []
+        return True
+
+    @contextmanager
+    def edge(self, name: str) -> Iterator[None]:
+        """Turn MPI's errors into ours. Local."""
+        try:
+            yield
+        except self._mpi.Exception as error:
+            self._fail(name, error)
+
+    def _await(self, name: str, comm: Any, request: Any) -> None:
+        """Wait for what `_begin` started, which is held until it is released."""
+        limit_s = self._limit_s(comm)
+        if limit_s is None:
+            request.Wait()
+            return
+        begin, doing = time.monotonic(), ""
+        deadline, warn_at = begin + limit_s, begin + self._warn_after_s
+        for spins in itertools.count():
+            if request.Test():
+                return
+            if time.monotonic() > deadline:
+                break
+            if spins > _SPINS:
+                time.sleep(0 if spins < 2 * _SPINS else 1e-4)
+                if spins % _SPINS_TO_LISTEN == 0:
+                    doing = doing or self._doing(name, comm)
+                    self.asking.answer(doing)
+                    if time.monotonic() > warn_at:
+                        warn_at = math.inf
+                        late = self._late(comm, doing)
+                        _log.warning("%s still waits in %s: %s", self._who, doing, late)
+        self.lose(f"{name} was given up")
+        doing = doing or self._doing(name, comm)
+        late = self._late(comm, doing)
+        raise CollectiveTimeoutError(
+            f"{late}\n  {self._who} waited {round(limit_s, 3)} s in {doing}"
+        )
+
+    def _ranks(self, comm: Any) -> list[int]:
+        return list(comm.group.Translate_ranks(None, self._mpi.COMM_WORLD.group))
+
+    def _doing(self, name: str, comm: Any) -> str:
+        return f"{name} over ranks {self._ranks(comm)} at {site().decode('utf-8', 'replace')}"
+
+    def _late(self, comm: Any, doing: str) -> str:
+        """Say who doesn't wait in this call, too."""
+        ranks = self._ranks(comm)
+        found = self.asking.ask(ranks, doing, _ASK_S)
+        me, call = self._mpi.COMM_WORLD.rank, doing.partition(" at ")[0]
+        late = [f"rank {rank} never came to {call}" for rank in ranks if rank not in {me, *found}]
+        late += [
+            f"rank {rank} waits in {said}"
+            for rank, said in sorted(found.items())
+            if said.partition(" at ")[0] != call
+        ]
+        return "; ".join(late) or f"{call} wasn't done in time, though all ranks are there by now"
+
+    def _fail(self, name: str, error: Any) -> NoReturn:
+        kind = error.Get_error_class()
+        text = f"{self._who}: {name} failed: {error}"
+        if kind in {getattr(self._mpi, known, None) for known in _GONE}:
+            raise PeerFailedError(text) from error
+        if kind == self._mpi.ERR_TRUNCATE:
+            raise CollectiveMismatchError(
+                f"{text}: the ranks passed different sizes, or called different things"
+            ) from error
+        raise CollectiveError(text) from error
+
+
+def _fold(step: Callable[..., Tensor], dtype: torch.dtype) -> Callable[[Any, Any, Any], None]:
+    def fold(source: Any, target: Any, _datatype: Any) -> None:
+        if len(target):
+            into = torch.frombuffer(target, dtype=dtype)
+            step(torch.frombuffer(source, dtype=dtype), into, out=into)
+
+    return fold

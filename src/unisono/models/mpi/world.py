@@ -1,0 +1,296 @@
+"""What the MPI model asks of mpi4py and of the machine before and while it joins an MPI world."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from unisono.at_exit import LastCalls
+from unisono.control.missing import named
+from unisono.deadlines import limit_of
+from unisono.errors import BackendUnavailableError, ContextError, GroupMembershipError
+from unisono.models.mpi.availability import REMEDY
+from unisono.models.mpi.liveness import LIMIT_S, missing
+from unisono.topology import ContextHint, RankInfo, Topology
+
+__all__ = (
+    "EndOfJob",
+    "adopted_topology",
+    "choose_device",
+    "gather",
+    "is_cuda_aware",
+    "live",
+    "measured_topology",
+    "ranks_of",
+    "start",
+)
+
+_log = logging.getLogger(__name__)
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE", "MPI_LOCALNRANKS")
+_LOCAL = (
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+)
+
+
+def live() -> Any:
+    """Give ``mpi4py.MPI`` if somebody has imported it and MPI is up, else None. Local."""
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    is_up = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
+    return mpi if is_up else None
+
+
+def start() -> tuple[Any, bool]:
+    """Import ``mpi4py.MPI`` and initialise MPI, if nobody has.
+
+    Collective over all processes that mpiexec started.
+
+    Returns:
+        The module, and whether this call initialised MPI. MPI can be initialised once in a
+        process, so it then stays up until the process exits.
+
+    Raises:
+        BackendUnavailableError: mpi4py or the MPI library can't be loaded.
+        ContextError: MPI was finalized in this process.
+    """
+    mpi = live()
+    if mpi is not None:
+        return mpi, False
+    try:
+        mpi = sys.modules.get("mpi4py.MPI") or _import()
+        if mpi.Is_finalized():
+            raise ContextError(
+                "MPI was finalized in this process and can't be initialised again: leave "
+                "MPI.Finalize() to the exit of the process"
+            )
+        if not mpi.Is_initialized():
+            mpi.Init_thread(mpi.THREAD_MULTIPLE)
+    except (ImportError, RuntimeError) as error:
+        if isinstance(error, ContextError):
+            raise
+        raise BackendUnavailableError(
+            f"mpi4py can't load or start MPI: {error}. Remedy: {REMEDY}"
+        ) from error
+    LastCalls.add(partial(_finalize, mpi, os.getpid()))
+    return mpi, True
+
+
+def _import() -> Any:
+    """Import ``mpi4py.MPI`` without its habit of initialising MPI at import, and only this once."""
+    rc = importlib.import_module("mpi4py").rc
+    asked, rc.initialize = rc.initialize, False
+    try:
+        return importlib.import_module("mpi4py.MPI")
+    finally:
+        rc.initialize = asked
+
+
+def _finalize(mpi: Any, pid: int) -> None:
+    if os.getpid() == pid and not mpi.Is_finalized():  # a forked child has no share in MPI
+        mpi.Finalize()
+
+
+class EndOfJob:
+    """Ends the whole job when this rank fails: nobody would come to what the others wait for.
+
+    It is a ``sys.excepthook`` that lets the former one print the traceback first. Errors in
+    threads don't come here, for they don't end the process; nor does ``sys.exit(1)``, for which
+    there is ``python -m mpi4py``. A prompt is left alone.
+    """
+
+    def __init__(self, mpi: Any) -> None:
+        self._mpi = mpi
+        self._pid = os.getpid()
+        self._former = sys.excepthook
+        self._is_armed = True
+        self._reason = ""
+
+    @classmethod
+    def install(cls, mpi: Any) -> EndOfJob:
+        """Put it in place, or give the one that is there. Local."""
+        found = sys.excepthook
+        if isinstance(found, EndOfJob) and found._pid == os.getpid():
+            return found
+        sys.excepthook = hook = cls(mpi)
+        return hook
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        self._former(kind, error, trace)
+        if self._is_armed and not hasattr(sys, "ps1") and not sys.flags.interactive:
+            self.end()
+
+    def end(self) -> None:
+        """End all ranks now, this one too. Local."""
+        if os.getpid() == self._pid and live() is not None and self._mpi.COMM_WORLD.size > 1:
+            if self._reason:
+                _log.error("%s: this rank ends the job, for others may wait for it", self._reason)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            self._mpi.COMM_WORLD.Abort(1)
+
+    def end_at_exit(self, why: str) -> None:
+        """End all ranks when this process exits, in place of waiting for them there.
+
+        Local.
+
+        Args:
+            why: what is said of it then.
+        """
+        if not self._reason:
+            LastCalls.add(self.end, ends_peers=why)
+        self._reason = self._reason or why
+
+    def remove(self) -> None:
+        """Take it out again. Local."""
+        self._is_armed = False
+        if sys.excepthook is self:
+            sys.excepthook = self._former
+
+
+def adopted_topology(mpi: Any, hint: ContextHint, environ: Mapping[str, str]) -> Topology | None:
+    """Tell where this rank stands in a world that somebody else made.
+
+    Local.
+
+    Returns:
+        None where MPI is no more than a by-product of importing mpi4py: a world of one in a
+        process that mpiexec didn't start, or whose environment speaks of more ranks.
+    """
+    world, found = mpi.COMM_WORLD, hint.environment
+    rank, size = world.rank, world.size
+    if size == 1:
+        is_started = any(name in environ for name in _SIZES)
+        if not is_started or (found is not None and found.world_size > 1):
+            return None
+        topology = Topology(0, 1, 0, 1, 0, 1)
+    elif found is not None and (found.rank, found.world_size) == (rank, size):
+        topology = found.topology()
+    else:
+        topology = Topology(rank, size)
+    if topology.local_rank is None:
+        topology = _with_variables(topology, environ)
+    if hint.local_rank is not None:
+        topology = replace(topology, local_rank=hint.local_rank)
+    return topology
+
+
+def _with_variables(topology: Topology, environ: Mapping[str, str]) -> Topology:
+    for rank_name, size_name in _LOCAL:
+        rank, size = environ.get(rank_name, ""), environ.get(size_name, "")
+        if rank.isdecimal() and size.isdecimal():
+            is_one_node = int(size) == topology.world_size
+            node = (0, 1) if is_one_node else (topology.node_rank, topology.nnodes)
+            return Topology(topology.rank, topology.world_size, int(rank), int(size), *node)
+    return topology
+
+
+def gather(mpi: Any, info: RankInfo, timeout: timedelta | None) -> None:
+    """Wait until all ranks of the world have come to be set up.
+
+    Collective over all ranks.
+
+    Raises:
+        ContextError: some didn't come in time; the job ends when this process does.
+    """
+    world = mpi.COMM_WORLD
+    limit_s = limit_of(LIMIT_S if timeout is None else timeout.total_seconds())
+    assert limit_s is not None
+    absent = missing(mpi, world, range(world.size), limit_s, "set-up of mpi4py")
+    if absent:
+        what = f"{named(absent)} never came to initialize"
+        EndOfJob.install(mpi).end_at_exit(what)  # else MPI would wait for them there
+        raise ContextError(
+            f"{what}: rank {world.rank} of {world.size} waited {limit_s:.3g} s (who is there is "
+            f"said by mpiexec and {info.source}): look for their own errors, or raise timeout="
+        )
+
+
+def measured_topology(mpi: Any, info: RankInfo) -> Topology:
+    """Ask MPI where every rank stands, right also for nodes of different size.
+
+    Collective over all ranks.
+
+    Raises:
+        ContextError: `info` contradicts MPI on any rank (on every rank).
+    """
+    world = mpi.COMM_WORLD
+    rank, size = world.rank, world.size
+    node = world.Split_type(mpi.COMM_TYPE_SHARED, key=rank)
+    local_rank, local_size = node.rank, node.size
+    facts = world.allgather((node.bcast(rank), info.rank, info.world_size))
+    node.Free()
+    wrong = [
+        f"MPI's rank {at} of {size} is rank {said} of {total} for {info.source}"
+        for at, (_, said, total) in enumerate(facts)
+        if total not in (1, size) or (total == size and said != at)
+    ]
+    if wrong:
+        raise ContextError(
+            f"MPI and the environment disagree: {'; '.join(wrong[:4])}. Start the processes with "
+            "the mpiexec of the MPI library that mpi4py uses, "
+            f"{mpi.Get_library_version().strip().splitlines()[0].strip()[:60]}, and unset "
+            "variables of other launchers"
+        )
+    leaders = sorted({leader for leader, _, _ in facts})
+    return Topology(rank, size, local_rank, local_size, leaders.index(facts[rank][0]), len(leaders))
+
+
+def ranks_of(mpi: Any, comm: Any) -> tuple[int, ...]:
+    """List the ranks of a communicator by their numbers in the world. Local.
+
+    Raises:
+        GroupMembershipError: they aren't all of this world, or not in ascending order.
+    """
+    if comm == mpi.COMM_NULL or comm.is_inter:
+        raise GroupMembershipError("a group is made of an intracommunicator that this rank is in")
+    ranks = comm.group.Translate_ranks(None, mpi.COMM_WORLD.group)
+    if mpi.UNDEFINED in ranks or ranks != sorted(ranks):
+        raise GroupMembershipError(
+            f"the communicator's ranks are {ranks} of MPI.COMM_WORLD: a group has ranks of that "
+            "world in ascending order, so make it with Split(color, key=rank in the world)"
+        )
+    return tuple(ranks)
+
+
+def choose_device(local_rank: int | None, wanted: Any) -> torch.device:
+    """Choose the device that this rank computes on, and make it the current one.
+
+    Local. Ranks share devices where there are fewer of these. Not run by tests without one.
+
+    Args:
+        local_rank: rank within the node; None leaves the current device as it is.
+        wanted: the user's own choice: a device or its name; None for ours.
+    """
+    if wanted is not None:
+        return torch.device(wanted)
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    if local_rank is not None:
+        torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
+    return torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+def is_cuda_aware(mpi: Any) -> bool:
+    """Ask the MPI library whether it takes pointers to CUDA memory.
+
+    Local. Open MPI, MPICH and MVAPICH have one function for this, reached through mpi4py's
+    extension, which has loaded the library. Not run by tests with a library that says yes.
+    """
+    query = getattr(ctypes.CDLL(mpi.__file__), "MPIX_Query_cuda_support", None)
+    return query is not None and bool(query())

@@ -1,0 +1,1 @@
+"""``torch.distributed``, over any backend that torch knows."""

@@ -1,0 +1,323 @@
+"""Replicas that ``torch.distributed`` connects, over any backend that torch knows."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from unisono.control import plane
+from unisono.control.handshake import authenticate
+from unisono.deadlines import deadline, limit_of
+from unisono.errors import (
+    ArgumentError,
+    ContextError,
+    GroupMembershipError,
+    PeerRefusedError,
+)
+from unisono.model.contract import COMMON_DTYPES, ComputationModel
+from unisono.model.handle import Handle
+from unisono.model.reduction import ReduceOp
+from unisono.models.native import process_group
+from unisono.models.native import process_group as setup
+from unisono.models.native.operations import LEAST_S, Calls, set_timeout
+from unisono.models.native.rendezvous import Meeting, is_one_host, listening_locally
+from unisono.topology import EVERYBODY, ContextHint, Group, LaunchPlan, RankInfo, Topology
+from unisono.tracebacks import hides
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ("NativeModel",)
+
+__tracebackhide__ = hides
+
+_EVERYWHERE = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+}
+_BITWISE = {
+    ReduceOp.AND: dist.ReduceOp.BAND,
+    ReduceOp.OR: dist.ReduceOp.BOR,
+    ReduceOp.XOR: dist.ReduceOp.BXOR,
+}
+# Torch 2.13 deprecates the older names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class NativeModel(plane.Connected, ComputationModel):
+    """The default process group of ``torch.distributed``, ours or one that the user made."""
+
+    name: ClassVar[str] = "native-dist"
+    backends: ClassVar[tuple[str, ...]] = setup.known_backends()
+    capabilities: ClassVar[frozenset[str]] = frozenset({"groups", "send_recv"})
+    options: ClassVar[frozenset[str]] = frozenset(
+        {"timeout", "init_method", "store", "device", "device_id", "pg_options", "group_name"}
+    )
+    dtypes: frozenset[torch.dtype] = COMMON_DTYPES
+
+    def __init__(
+        self,
+        topology: Topology,
+        device: torch.device | None,
+        is_owner: bool,
+        timeout: timedelta | None = None,
+        is_local: bool = False,
+    ) -> None:
+        self._pg = dist.group.WORLD
+        self._backend = str(dist.get_backend())
+        self._topology = topology
+        self._device = device
+        self._is_owner = is_owner
+        self._is_local = is_local
+        table = setup.backends_by_device(self._backend)
+        transport = device if device is not None else self._user_device()
+        self._transport = (
+            torch.device("cpu")
+            if transport.type != "cpu" and table.get(transport.type, "gloo") == "gloo"
+            else transport
+        )
+        self._timeout = timeout or setup.timeout_of(self._pg, self._transport)
+        is_gloo = table.get(self._transport.type) == "gloo"
+        self._calls = Calls(self, self._transport.type == "cpu" and topology.world_size > 1)
+        self._ops = {**_EVERYWHERE, **_BITWISE} if is_gloo else _EVERYWHERE
+
+    @classmethod
+    def known_backends(cls) -> tuple[str, ...]:
+        return setup.known_backends()
+
+    @classmethod
+    def claims(cls, backend: str) -> bool:
+        if ":" in backend:
+            return all(name in setup.known_backends() for name in _parts(backend))
+        return backend in setup.known_backends()
+
+    @classmethod
+    def why_unavailable(cls, backend: str) -> str | None:
+        missing = [name for name in _parts(backend) if not dist.is_backend_available(name)]
+        if not missing:
+            return None
+        what = "it" if missing == [backend] else ", ".join(missing)
+        return f"torch {torch.__version__} was built without {what}: install a build that has it"
+
+    @classmethod
+    def from_context(cls, hint: ContextHint) -> Self | None:
+        pg = dist.group.WORLD
+        if pg is None or dist.get_backend(pg) == "xla":  # those replicas are the XLA model's
+            return None
+        rank, world_size = pg.rank(), pg.size()
+        found = hint.environment
+        if found is not None and (found.rank, found.world_size) == (rank, world_size):
+            topology = found.topology()
+            seen = setup.place_by_store(rank, world_size)
+            if topology.local_rank in (None, seen.local_rank) and not seen.is_guess:
+                topology = topology.or_else(seen)
+        else:
+            topology = setup.place_by_store(rank, world_size)
+        if hint.local_rank is not None:
+            topology = replace(topology, local_rank=hint.local_rank, is_guess=False)
+        return cls(topology, getattr(pg, "bound_device_id", None), is_owner=False)
+
+    @classmethod
+    def initialize(cls, backend: str, info: RankInfo, **options: Any) -> Self:
+        device = setup.choose_device(backend, info, options.pop("device", None))
+        if device.type != "cpu" and setup.backends_by_device(backend).get(device.type) != "gloo":
+            options.setdefault("device_id", device)
+        timeout = options.pop("timeout", None)
+        meeting = Meeting(info, timeout)
+        url = options.get("init_method")
+        if "store" not in options and (url is None or meeting.at(url)):
+            options["store"] = meeting.store()
+            options.pop("init_method", None)
+        is_local = is_one_host(meeting.info)
+        try:
+            with listening_locally(is_local):
+                setup.join(backend, meeting.info, timeout, meeting.left(), options)
+            model = cls(info.topology(), device, True, timeout, is_local)
+            model.secret, model.is_one_host = meeting.secret, is_local
+            if info.world_size > 1:
+                # Also so that a rank that is done and gone doesn't look dead to one still joining.
+                with deadline(meeting.left()):
+                    model._topology = setup.place_by_hosts(model)
+        except PeerRefusedError:
+            options.clear()  # as below
+            dist.destroy_process_group()
+            raise
+        except (RuntimeError, ValueError, OSError) as error:
+            if dist.group.WORLD is not None:
+                dist.destroy_process_group()
+            options.clear()  # the store listens as long as it is held, and this frame by the error
+            here = meeting.info
+            where = url or f"{here.master_addr}:{here.master_port}"
+            raise ContextError(
+                f"rank {info.rank} of {info.world_size} couldn't join the {backend} group at "
+                f"{where} (from {info.source}): {error}{setup.wrong_interface()}"
+            ) from error
+        return model
+
+    @classmethod
+    def worker_environ(cls, plan: LaunchPlan) -> dict[str, str]:
+        if plan.nnodes > 1 or sys.platform != "linux":
+            return {}
+        return {"GLOO_SOCKET_IFNAME": "lo"}  # else gloo listens at the address of the host's name
+
+    @property
+    def timeout_s(self) -> float | None:
+        return None if self._timeout is None else self._timeout.total_seconds()
+
+    def finalize(self) -> None:
+        self.settle()
+        self.part()
+        if self._is_owner and self.is_alive():
+            dist.destroy_process_group()
+
+    def abort(self) -> None:
+        self.part(farewell="")
+        if not (self._is_owner and self.is_alive()):
+            return
+        abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+        if self._transport.type != "cpu" and abort is not None:
+            # Destroying waits for kernels that never end: github.com/pytorch/torchtitan/issues/1342
+            abort()
+        else:
+            dist.destroy_process_group()
+
+    def is_alive(self) -> bool:
+        return dist.group.WORLD is self._pg
+
+    @property
+    def topology(self) -> Topology:
+        return self._topology
+
+    @property
+    def backend(self) -> str:
+        return self._backend
+
+    @property
+    def device(self) -> torch.device:
+        return self._device if self._device is not None else self._user_device()
+
+    @property
+    def transport_device(self) -> torch.device:
+        return self._transport
+
+    def _user_device(self) -> torch.device:
+        kind = setup.accelerator()
+        if kind is None or kind.type not in setup.backends_by_device(self._backend):
+            return torch.device("cpu")
+        if dist.get_default_backend_for_device(kind) not in _parts(self._backend):
+            return torch.device("cpu")
+        return torch.device(kind.type, torch.accelerator.current_device_index())
+
+    def wrap_module(self, module: nn.Module, wrapper: str, **options: Any) -> nn.Module | None:
+        return process_group.wrap(module, wrapper, self.device, **options)
+
+    @property
+    def has_torch_sync_batchnorm(self) -> bool:
+        return self.device.type in ("cuda", "xpu", "hpu")
+
+    def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
+        rows = tensor.new_empty((self.size(group), *tensor.shape))
+        flat = (rows.view(-1), tensor.view(-1))
+        self._calls.run("all_gather", group, _all_gather, *flat)
+        return rows
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
+        native = self._ops.get(op)
+        if native is None:
+            return super().all_reduce(tensor, op, group)
+        self._calls.run(f"all_reduce {op.name}", group, dist.all_reduce, tensor, native)
+        return tensor
+
+    def start_all_reduce(
+        self, tensor: Tensor, op: ReduceOp, group: Group | None = None
+    ) -> Handle[Tensor]:
+        native = self._ops.get(op)
+        if native is None:
+            return super().start_all_reduce(tensor, op, group)
+        call = f"all_reduce {op.name}"
+        return self._calls.start(call, group, dist.all_reduce, tensor, native).then(
+            lambda _: tensor
+        )
+
+    def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
+        self._calls.run(f"broadcast from {src}", group, dist.broadcast, tensor, src)
+        return tensor
+
+    def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
+        native = self._ops.get(op)
+        if native is None:
+            return super().reduce_scatter(rows, op, group)
+        row = rows.new_empty(rows.shape[1:])
+        flat = (row.view(-1), rows.view(-1), native)
+        self._calls.run(f"reduce_scatter {op.name}", group, _reduce_scatter, *flat)
+        return row
+
+    def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
+        got = torch.empty_like(rows)
+        self._calls.run("all_to_all", group, dist.all_to_all_single, got, rows, None, None)
+        return got
+
+    def send(self, tensor: Tensor, dst: int, group: Group | None = None) -> None:
+        self._calls.message(f"send to rank {dst}", group, dist.isend, tensor, dst)
+
+    def recv(self, into: Tensor, src: int, group: Group | None = None) -> Tensor:
+        self._calls.message(f"recv from rank {src}", group, dist.irecv, into, src)
+        return into
+
+    def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
+        allowed = options.pop("timeout", None) or self._timeout
+        allowed_s = None if allowed is None else allowed.total_seconds()
+        limit_s = limit_of(allowed_s)
+        is_short = limit_s is not None and limit_s != allowed_s
+        options["timeout"] = timedelta(seconds=max(limit_s or 0, LEAST_S)) if is_short else allowed
+        try:
+            # Not with use_local_synchronization: it names the group by how many groups this rank
+            # has seen, which members of overlapping groups count differently (torch 2.13).
+            with listening_locally(self._is_local):
+                made = dist.new_group(list(ranks), **options)
+        except TypeError as error:
+            raise ArgumentError(f"new_group: {error}") from error
+        except (RuntimeError, ValueError) as error:
+            self._calls.fail(f"new_group({list(ranks)})", None, error)
+        is_member = self._topology.rank in ranks
+        if not is_member:
+            return Group(ranks, self.context_id)
+        if is_short and allowed is not None:
+            set_timeout(made, allowed)
+        group = Group(ranks, self.context_id, made, made.group_name, allowed_s)
+        if self.secret is not None and len(ranks) > 1:  # it has connections of its own
+            kinds = {device.type for device in made._device_types}
+            device = self._transport if self._transport.type in kinds else torch.device("cpu")
+            authenticate(self, group, self.secret, group.name, device)
+            self.proved.add(group.name)
+        return group
+
+    def adopt_group(self, handle: object) -> Group | None:
+        if handle is dist.GroupMember.NON_GROUP_MEMBER:
+            return Group((), self.context_id)
+        if not isinstance(handle, dist.ProcessGroup):
+            return None
+        try:
+            ranks = tuple(sorted(dist.get_process_group_ranks(handle)))
+        except KeyError as error:
+            raise GroupMembershipError(
+                f"{handle} isn't a group of the live context: make it again with new_group"
+            ) from error
+        if handle is self._pg:
+            return Group(ranks, self.context_id, handle, EVERYBODY)
+        timeout = setup.timeout_of(handle, self._transport)
+        timeout_s = None if timeout is None else timeout.total_seconds()
+        return Group(ranks, self.context_id, handle, handle.group_name, timeout_s)
+
+
+def _parts(backend: str) -> tuple[str, ...]:
+    return tuple(pair.rpartition(":")[2] for pair in backend.split(","))

@@ -1,0 +1,175 @@
+"""How an operation of torch.distributed is run: its errors, and what is noticed while it waits."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from unisono.control import plane
+from unisono.control.missing import Absent
+from unisono.deadlines import allowed_s, end_of_block, limit_of
+from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
+from unisono.model.handle import Handle
+from unisono.topology import Group, name_of
+from unisono.tracebacks import hides
+
+__all__ = ("LEAST_S", "Calls", "set_timeout")
+
+__tracebackhide__ = hides
+
+_log = logging.getLogger(__name__)
+_SLICE = timedelta(seconds=0.3)
+LEAST_S = 0.001
+"""The shortest timeout to give to torch, which takes 0 for no limit."""
+_GONE = ("closed by peer", "reset by peer", "connection closed", "broken pipe", "socket closed")
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Let the operations of one of torch's groups take that long. Local."""
+    change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)  # no public name in torch 2.13
+    if change is not None:
+        change(timeout, group)
+
+
+def _handle(group: Group | None) -> Any:
+    return None if group is None else group.handle
+
+
+class Calls:
+    """Runs operations for one model.
+
+    Args:
+        model: whose they are.
+        is_watched: whether a wait is done in slices, between which peers are looked at: right for
+            gloo, which tells only the neighbours of a dead rank.
+    """
+
+    def __init__(self, model: plane.Meeting, is_watched: bool) -> None:
+        self._model = weakref.proxy(model)  # a cycle would keep torch's group and its sockets
+        self._whole = weakref.ref(model)
+        self._is_watched = is_watched
+
+    def run(self, call: str, group: Group | None, start: Callable[..., Any], *args: Any) -> None:
+        """Run one operation to its end.
+
+        Collective over `group`.
+
+        Args:
+            call: its name.
+            group: the ranks that take part.
+            start: starts it; takes ``async_op=True`` for a handle.
+            args: of `start`, without the group, which follows them.
+
+        Raises:
+            CollectiveError: a peer failed, or didn't come in time.
+        """
+        if not self._is_watched:
+            try:
+                start(*args, _handle(group))
+            except RuntimeError as error:
+                self.fail(call, group, error)
+            return
+        self.start(call, group, start, *args).wait()
+
+    def start(
+        self, call: str, group: Group | None, start: Callable[..., Any], *args: Any
+    ) -> Handle[None]:
+        """Start one operation. As `run` otherwise."""
+        step = 0
+        if self._is_watched:
+            step = self._model.steps.begin(name_of(group), call)
+        try:
+            work = start(*args, _handle(group), async_op=True)
+        except RuntimeError as error:
+            self.fail(call, group, error, step)
+        model = self._whole()  # which the handle keeps, also when another view takes its place
+        return Handle(
+            partial(self._wait, call, group, work, step, end_of_block(), model), work.is_completed
+        )
+
+    def message(
+        self, call: str, group: Group | None, start: Callable[..., Any], *args: Any
+    ) -> None:
+        """Send or receive a message: no slices, for gloo's can't be waited for twice.
+
+        Takes two ranks, and raises as `run`.
+        """
+        limit_s = limit_of(allowed_s(self._model, group))
+        try:
+            work = start(*args, _handle(group))
+            if self._is_watched and limit_s is not None:
+                work.wait(timedelta(seconds=max(limit_s, LEAST_S)))
+            else:
+                work.wait()
+        except RuntimeError as error:
+            self.fail(call, group, error)
+
+    def _wait(
+        self,
+        call: str,
+        group: Group | None,
+        work: Any,
+        step: int,
+        until: float | None,
+        _keep: object,
+    ) -> None:
+        absent: Absent | None = None
+        limit_s = limit_of(allowed_s(self._model, group), until)
+        begun = time.monotonic()
+        until = math.inf if limit_s is None else begun + limit_s
+        warn_at = math.inf if not self._is_watched else begun + plane.warn_after_s(self._model)
+        while True:
+            is_over = not self._is_watched or work.is_completed()
+            try:
+                if is_over:
+                    work.wait()
+                else:
+                    work.wait(_SLICE)
+                return
+            except RuntimeError as error:
+                if is_over:
+                    self.fail(call, group, error, step)
+            if work.is_completed():  # just after its slice, or with an error: the next wait tells
+                continue
+            if absent is not None:  # after one more slice, for its last message was on its way
+                raise PeerFailedError(f"{self._where(call)}: {absent.how}", absent.rank)
+            now = time.monotonic()
+            if now >= until:
+                self.fail(call, group, TimeoutError(f"not done after {limit_s or 0:.3g} s"), step)
+            if now >= warn_at:
+                warn_at = math.inf
+                late = plane.late(self._model, group, step, is_over=False)
+                _log.warning("%s is still waiting: %s", self._where(call), late)
+            absent = plane.gone(self._model, group, step)
+
+    def fail(self, call: str, group: Group | None, error: Exception, step: int = 0) -> NoReturn:
+        """Raise the error of ours for one of torch's. Local.
+
+        Args:
+            call: what was run.
+            group: the ranks that take part.
+            error: torch's.
+            step: its number among the operations of the group; 0 if it has none.
+        """
+        text = str(error).strip()
+        if isinstance(error, TimeoutError) or "timed out" in text.lower():
+            late = plane.late(self._model, group, step) if step else ""
+            late = late or "some rank never came"
+            raise CollectiveTimeoutError(f"{late}\n  {self._where(call)}: {text}") from error
+        if any(sign in text.lower() for sign in _GONE):
+            absent = plane.gone(self._model, group, step) or Absent(-1, "lost a peer")
+            text = f"{self._where(call)}: {absent.how}: {text}"
+            raise PeerFailedError(text, absent.rank) from error
+        raise CollectiveError(f"{self._where(call)} failed: {text}") from error
+
+    def _where(self, call: str) -> str:
+        topology = self._model.topology
+        return f"rank {topology.rank} of {topology.world_size}: {call}"

@@ -1,0 +1,248 @@
+"""Process groups of torch as the native model makes them, and torch's wrappers of modules."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import socket
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
+
+from unisono.errors import ArgumentError, BackendUnavailableError
+from unisono.model.contract import ComputationModel
+from unisono.topology import RankInfo, Topology
+
+__all__ = (
+    "accelerator",
+    "backends_by_device",
+    "choose_device",
+    "join",
+    "known_backends",
+    "place_by_hosts",
+    "place_by_store",
+    "timeout_of",
+    "wrap",
+    "wrong_interface",
+)
+
+
+def known_backends() -> tuple[str, ...]:
+    """List the backends that torch knows or that somebody registered with it. Local."""
+    if not dist.is_available():
+        return ()
+    return tuple(name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED)
+
+
+def accelerator() -> torch.device | None:
+    """Give this machine's accelerator, without index, or None. Local."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def backends_by_device(backend: str) -> dict[str, str]:
+    """Read which backend serves which device type out of a backend's name. Local.
+
+    Args:
+        backend: a name that torch knows, or ``"cpu:gloo,cuda:nccl"``.
+
+    Raises:
+        ArgumentError: the string isn't of that form.
+    """
+    if ":" not in backend:
+        devices = dist.Backend.backend_capability.get(backend, ["cpu"])
+        return dict.fromkeys(devices, backend)
+    table: dict[str, str] = {}
+    for pair in backend.split(","):
+        device, separator, name = pair.partition(":")
+        if not (device and separator and name) or device in table or ":" in name:
+            raise ArgumentError(
+                f"backend {backend!r}: {pair!r} should be device:backend, each device once, "
+                "as in 'cpu:gloo,cuda:nccl'"
+            )
+        table[device] = name
+    return table
+
+
+def choose_device(backend: str, info: RankInfo, wanted: Any) -> torch.device:
+    """Choose the device of a replica and make it the current one. Local.
+
+    The accelerator serves if `backend` is what torch uses for it by default or names it; else the
+    CPU. With one visible device (masked by the launcher) its index is 0 whatever the local rank.
+
+    Args:
+        backend: the job's backend.
+        info: who the replica is; where its local rank isn't said, ranks take devices in turn.
+        wanted: the user's own choice: a device, its name or an index; None for ours.
+
+    Raises:
+        BackendUnavailableError: there are fewer devices than local ranks.
+    """
+    kind = accelerator()
+    if wanted is not None:
+        device = _as_device(wanted, kind)
+    elif kind is None or not _serves(backend, kind.type):
+        return torch.device("cpu")
+    else:
+        count = torch.accelerator.device_count()
+        index = info.rank % count if info.local_rank is None else info.local_rank
+        if count == 1:
+            index = 0
+        if index >= count:
+            raise BackendUnavailableError(
+                f"backend {backend!r}: local rank {index} has no {kind.type} device of its own, "
+                f"{count} are visible: start at most {count} on this node, or pass device="
+            )
+        device = torch.device(kind.type, index)
+    if device.type != "cpu" and device.index is not None:
+        torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def _as_device(wanted: Any, kind: torch.device | None) -> torch.device:
+    if isinstance(wanted, int) and not isinstance(wanted, bool):
+        if kind is None:
+            raise ArgumentError(f"device={wanted}: this machine has no accelerator with an index")
+        return torch.device(kind.type, wanted)
+    try:
+        return torch.device(wanted)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"device={wanted!r} is no device: {error}") from error
+
+
+def _serves(backend: str, device_type: str) -> bool:
+    table = backends_by_device(backend)
+    if ":" in backend:
+        return device_type in table
+    return dist.get_default_backend_for_device(device_type) == backend
+
+
+def join(
+    backend: str,
+    info: RankInfo,
+    timeout: timedelta | None,
+    left: timedelta,
+    options: dict[str, Any],
+) -> None:
+    """Let torch make the default group.
+
+    Collective over all ranks of `info`. Gloo connects all ranks within what is left for set-up, and
+    keeps to the job's own timeout from then on.
+
+    Args:
+        backend: a name that torch knows.
+        info: who this rank is.
+        timeout: of each operation; None for torch's own.
+        left: for set-up.
+        options: of ``init_process_group``.
+    """
+    if timeout is not None:
+        options = {**options, "timeout": timeout}
+    options = {**options, "rank": info.rank, "world_size": info.world_size}
+    if set(backends_by_device(backend).values()) != {"gloo"}:
+        dist.init_process_group(backend, **options)
+        return
+    dist.init_process_group(backend, **{**options, "timeout": left})
+    pg = dist.group.WORLD
+    assert pg is not None
+    for device in {torch.device(name) for name in backends_by_device(backend)}:
+        pg._get_backend(device)._set_default_timeout(timeout or dist.default_pg_timeout)
+
+
+def place_by_store(rank: int, world_size: int) -> Topology:
+    """Tell where a rank stands from where the default group's store can be reached.
+
+    Local.
+
+    Returns:
+        One node where the store can be reached from this host alone; a guess for a store in a
+        file, which a network file system might share; the ranks alone where neither is so.
+    """
+    one_node = Topology(rank, world_size, rank, world_size, 0, 1)
+    if world_size == 1:
+        return one_node
+    with contextlib.suppress(AttributeError, ValueError, RuntimeError):
+        store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        if isinstance(store, HashStore):
+            return one_node
+        where = str(getattr(store, "path", ""))  # not in the stubs of torch 2.13
+        if isinstance(store, FileStore) and where.startswith("/proc/self/"):
+            return one_node
+        if isinstance(store, FileStore):
+            return replace(one_node, is_guess=True)
+        if isinstance(store, TCPStore):
+            host = store.host
+            if host in ("localhost", "::1") or host.startswith("127."):
+                return one_node
+    return Topology(rank, world_size)
+
+
+def place_by_hosts(model: ComputationModel) -> Topology:
+    """Find where a rank stands by asking every rank for its host.
+
+    Collective over all ranks.
+
+    Returns:
+        What is known of this rank already, and for the rest what the hosts' names say.
+    """
+    known = model.topology
+    hosts = model.exchange(socket.gethostname().encode())
+    return known.among(hosts)
+
+
+def timeout_of(group: Any, device: torch.device) -> timedelta | None:
+    """Read the timeout that a process group was made with, or None. Local."""
+    with contextlib.suppress(AttributeError, RuntimeError):
+        timeout = group._get_backend(device).options._timeout  # no public name in torch 2.13
+        return timeout if isinstance(timeout, timedelta) else None
+    return None
+
+
+def wrong_interface() -> str:
+    """Say which interface that gloo is told to use isn't there, if that is so. Local."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    here = {name for _, name in socket.if_nameindex()}
+    unknown = [name for name in names if name and name not in here]
+    if not unknown:
+        return ""
+    return (
+        f"; GLOO_SOCKET_IFNAME names {', '.join(unknown)}, and this host has {', '.join(here)}: "
+        "correct or unset it"
+    )
+
+
+def wrap(module: nn.Module, wrapper: str, device: torch.device, **options: Any) -> nn.Module | None:
+    """Wrap in ``DistributedDataParallel``, or shard with ``fully_shard``.
+
+    Collective over all ranks.
+
+    Args:
+        module: on `device`.
+        wrapper: ``"ddp"`` or ``"fsdp"``.
+        device: of this replica.
+        options: of the wrapper.
+
+    Returns:
+        The wrapped module; `module` itself, sharded, for ``"fsdp"``; None for another wrapper.
+    """
+    if wrapper == "ddp":
+        is_trainable = any(parameter.requires_grad for parameter in module.parameters())
+        if not is_trainable:
+            return module  # which DistributedDataParallel refuses
+        ids = None if device.type == "cpu" else [device]
+        return nn.parallel.DistributedDataParallel(module, device_ids=ids, **options)
+    if wrapper == "fsdp":
+        fsdp: Any = importlib.import_module("torch.distributed.fsdp")
+        meshes: Any = importlib.import_module("torch.distributed.device_mesh")
+        size = torch.distributed.get_world_size()
+        mesh = options.pop("mesh", None) or meshes.init_device_mesh(device.type, (size,))
+        sharded: nn.Module = fsdp.fully_shard(module, mesh=mesh, **options)
+        return sharded
+    return None

@@ -1,0 +1,376 @@
+"""How ranks come together before torch connects them: one deadline, and who is missed by name."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import json
+import logging
+import math
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
+
+from unisono.control.addresses import is_loopback, listen_at, listen_for_others
+from unisono.deadlines import end_of_block, limit_of
+from unisono.errors import ArgumentError, ContextError
+from unisono.topology import PRIVATE_STORE, RankInfo
+
+__all__ = ("Meeting", "is_one_host", "listening_locally")
+
+_log = logging.getLogger(__name__)
+_LIMIT_S = 60.0  # for set-up, where the user says nothing
+_WARN_AFTER_S = 10.0
+_LEAST_S = 5.0  # for torch's own part, however late the last rank came
+_TRY_S = 0.1
+_GRACE_S = 1.0
+_LOOK_S = 0.0005
+_LINGER_S = 3 * _TRY_S
+_SHOWN = 8
+_SECRET_BYTES = 32
+_ALL = "[]"  # who didn't come, as JSON
+_LOOPBACK = "127.0.0.1"
+_GLOO = "GLOO_SOCKET_IFNAME"
+_SAID_BY = {
+    "torchrun": "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+    "arguments": "rank=, world_size=, MASTER_ADDR and MASTER_PORT",
+    "init_method": "rank=, world_size= and init_method=",
+    "spawn": "nnodes=, nproc_per_node=, master_addr= and master_port=",
+}
+
+
+def is_one_host(info: RankInfo) -> bool:
+    """Tell whether all ranks are known to be on this host: a loopback address says so. Local."""
+    if info.world_size == 1 or info.nnodes == 1:
+        return True
+    return info.nnodes is None and is_loopback(info.master_addr or "")
+
+
+@contextlib.contextmanager
+def listening_locally(is_wanted: bool) -> Iterator[None]:
+    """Let gloo listen on the loopback while it lasts, not at the address of the host's name.
+
+    Local. A variable is the only way to tell gloo; the user's own stays.
+    """
+    if not is_wanted or _GLOO in os.environ or sys.platform != "linux":
+        yield
+        return
+    os.environ[_GLOO] = "lo"
+    try:
+        yield
+    finally:
+        os.environ.pop(_GLOO, None)
+
+
+class Meeting:
+    """The meeting of all ranks of a job, until its deadline.
+
+    Args:
+        info: who this rank is.
+        timeout: for the whole of set-up; None for ours, which begins anew while ranks come.
+    """
+
+    def __init__(self, info: RankInfo, timeout: timedelta | None) -> None:
+        limit_s = limit_of(_LIMIT_S if timeout is None else timeout.total_seconds())
+        assert limit_s is not None
+        self.info = info
+        self.secret: bytes | None = None
+        """What only ranks of this job know, once they have met in a store of their user's own."""
+        private = info.private_store or os.environ.get(PRIVATE_STORE, "")
+        self._private = private if is_one_host(info) else ""
+        self._limit_s = limit_s
+        self._is_ours = timeout is None
+        self._last: float = end_of_block() or math.inf
+        self._until = time.monotonic() + limit_s
+        self._warn_at: float = time.monotonic() + _WARN_AFTER_S
+
+    def left(self) -> timedelta:
+        """Give the time that is left for torch's own part of set-up, never nothing. Local."""
+        return timedelta(seconds=max(self._until - time.monotonic(), min(_LEAST_S, self._limit_s)))
+
+    def at(self, url: str) -> bool:
+        """Take the address out of a ``tcp://`` URL, for a store of ours.
+
+        Local.
+
+        Returns:
+            Whether it is such a URL; ranks in its query are for torch.
+
+        Raises:
+            ArgumentError: it has no host or no port.
+        """
+        parts = urlsplit(url)
+        if parts.scheme != "tcp" or parts.query:
+            return False
+        try:
+            addr, port = parts.hostname, parts.port
+        except ValueError:
+            addr, port = parts.hostname, None
+        if addr is None or port is None:
+            raise ArgumentError(f"init_method={url!r} should be tcp://HOST:PORT")
+        there = {"master_addr": addr, "master_port": port, "source": "init_method"}
+        self._private = ""
+        self.info = replace(self.info, **there, store_is_hosted=False)  # type: ignore[arg-type]
+        return True
+
+    def store(self) -> Store:
+        """Make or join the store, and wait there for everybody.
+
+        Collective over all ranks.
+
+        Raises:
+            ContextError: there is no address, nobody listens there, or not all ranks came.
+        """
+        info = self.info
+        if info.world_size == 1:
+            return HashStore()
+        if self._private:
+            return self._beside(self._meet_privately)
+        if info.master_addr is None or info.master_port is None:
+            raise ContextError(
+                f"{self._who()} has no address to meet the others at: set MASTER_ADDR and "
+                "MASTER_PORT, or pass init_method="
+            )
+        is_host = info.rank == 0 and not info.store_is_hosted
+        addr, port = info.master_addr, info.master_port
+        try:
+            socket.getaddrinfo(addr, port)
+        except OSError as error:
+            raise ContextError(
+                f"{self._where()}: the host doesn't resolve: {error}; correct {self._said_by()}"
+            ) from error
+        if is_one_host(info) and not info.store_is_hosted:
+            addr = _LOOPBACK
+        if not is_host:
+            self._reach(addr, port)
+        return self._beside(lambda: self._meet(addr, port, is_host))
+
+    def _beside(self, meet: Callable[[], Store]) -> Store:
+        """Call it in a thread, for torch waits for ever for who takes connections and is silent."""
+        outcome: Future[Store] = Future()
+
+        def work() -> None:
+            try:
+                outcome.set_result(meet())
+            except BaseException as error:  # belongs to whoever waits
+                outcome.set_exception(error)
+
+        thread = threading.Thread(target=work, name="unisono-meeting", daemon=True)
+        thread.start()
+        try:
+            while not outcome.done() and (left := self._until + _GRACE_S - time.monotonic()) > 0:
+                thread.join(left)
+        except BaseException:  # Ctrl-C: the thread gives up, and its store listens no longer
+            self._until, self._is_ours = time.monotonic(), False
+            raise
+        if outcome.done():
+            return outcome.result()
+        if self._private:
+            raise ContextError(f"{self._where()}: the file was locked for {self._limit_s:.3g} s")
+        raise ContextError(
+            f"{self._where()}: who listens there took the connection and didn't answer for "
+            f"{self._limit_s:.3g} s: another program, or rank 0 is stopped{self._remedy('rank 0')}"
+        )
+
+    def _meet(self, addr: str, port: int, is_host: bool) -> Store:
+        listener = self._listen(addr, port) if is_host else None
+        limit = timedelta(seconds=math.ceil(self.left().total_seconds()))
+        shape = (self.info.world_size, is_host)
+        with self._reporting(" Rank 0 may have given up or ended"):
+            return self._meet_in(
+                TCPStore(
+                    addr,
+                    port,
+                    *shape,
+                    timeout=limit,
+                    wait_for_workers=False,
+                    master_listen_fd=listener,
+                )
+            )
+
+    @contextlib.contextmanager
+    def _reporting(self, hint: str) -> Iterator[None]:
+        """Say of torch's errors where this rank was."""
+        try:
+            yield
+        except ContextError:
+            raise
+        except RuntimeError as error:
+            why = str(error).partition("\n")[0]
+            raise ContextError(f"{self._where()}: {why}{hint}") from error
+
+    def _meet_privately(self) -> Store:
+        """Meet in the file that the launcher made for the job, and agree on a secret there."""
+        info = self.info
+        with self._reporting(""):
+            store = FileStore(_opened(self._private), -1)
+            # Jobs that a rank starts inherit the variable, and have keys of their own.
+            job = PrefixStore(f"{info.master_addr}:{info.master_port}/{info.world_size}", store)
+            met = self._meet_in(job)
+            word = job.compare_set("secret", "", secrets.token_hex(_SECRET_BYTES))
+            self.secret = bytes.fromhex(word.decode())
+            return met
+
+    def _meet_in(self, store: Store) -> Store:
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        ours = PrefixStore(f"unisono/{attempt}", store)
+        turn, missing = self._gather(ours)
+        if not missing:
+            return PrefixStore(f"turn/{turn}", ours)
+        limit = f"within {self._limit_s:.3g} s"
+        del store, ours  # it listens as long as it is held, and this frame by the error
+        if self.info.rank in missing:
+            raise ContextError(
+                f"{self._who()} came to {self._at()} too late: others had waited for "
+                f"{_named(missing)} and given up; start all ranks {limit}, or pass a longer timeout"
+            )
+        raise ContextError(
+            f"{_named(missing)} of {self.info.world_size} did not come to {self._at()} {limit} "
+            f"(rank {self.info.rank} did){self._remedy('them')}"
+        )
+
+    def _who(self) -> str:
+        return f"rank {self.info.rank} of {self.info.world_size}"
+
+    def _where(self) -> str:
+        return f"{self._who()} can't reach the rendezvous at {self._at()}"
+
+    def _at(self) -> str:
+        if self._private:
+            return "the store of this job"
+        return f"{self.info.master_addr}:{self.info.master_port}"
+
+    def _said_by(self) -> str:
+        source = self.info.source
+        return _SAID_BY.get(source, f"the variables of {source}")
+
+    def _listen(self, addr: str, port: int) -> int | None:
+        """Give a socket that listens where the user said; None for every address of the host."""
+        listen = listen_at if is_one_host(self.info) else listen_for_others
+        try:
+            listener = listen(addr, port)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                return None
+            raise ContextError(
+                f"{self._who()} can't listen at {addr}:{port}: {error.strerror}; choose another "
+                f"port in {self._said_by()}"
+            ) from error
+        return None if listener is None else listener.detach()
+
+    def _reach(self, addr: str, port: int) -> None:
+        """Wait until somebody listens: torch's own attempts take up to three times as long."""
+        while (reason := _knock(addr, port, self._until - time.monotonic())) is not None:
+            now = time.monotonic()
+            if now + _TRY_S > self._until:
+                raise ContextError(
+                    f"{self._where()}: nobody listened there for {self._limit_s:.3g} s ({reason})"
+                    f"{self._remedy('rank 0')}"
+                ) from reason
+            self._warn(now, f"for somebody to listen ({reason})", "rank 0")
+            time.sleep(_TRY_S)
+
+    def _gather(self, store: PrefixStore) -> tuple[int, list[int]]:
+        """Wait until all ranks have come to the store, or one of them has waited long enough.
+
+        A store that outlives a context is met at again: turns are told apart, and each has keys of
+        its own, as has each attempt of torchrun.
+
+        Returns:
+            Which turn this is, and who didn't come in time: the same on all who did.
+        """
+        rank, size = self.info.rank, self.info.world_size
+        turn = store.add(f"came/{rank}", 1)
+        end, begin = f"end/{turn}", time.monotonic()
+        known = store.add(f"ranks/{turn}", 1)
+        if known == size:
+            return turn, json.loads(store.compare_set(end, "", _ALL))
+        while not store.check([end]):
+            now = time.monotonic()
+            if now >= self._until and self._is_ours:
+                before, known = known, store.add(f"ranks/{turn}", 0)
+                if known > before:  # ours is for set-up that makes no progress
+                    self._until = min(now + self._limit_s, self._last)
+            if now >= min(self._until, self._warn_at):
+                missing = [at for at in range(size) if store.add(f"came/{at}", 0) < turn]
+                if now >= self._until:
+                    found = store.compare_set(end, "", json.dumps(missing))
+                    time.sleep(_LINGER_S)  # the others look, and the store may be this rank's
+                    return turn, json.loads(found)
+                if store.compare_set(f"warned/{turn}", "", str(rank)) == str(rank).encode():
+                    self._warn(now, f"for {_named(missing)}", "them")
+                self._warn_at = math.inf  # one rank speaks for all
+            time.sleep(min(max(_LOOK_S, (now - begin) / 20), _TRY_S))
+        return turn, json.loads(store.get(end))
+
+    def _remedy(self, whom: str) -> str:
+        if self._private:
+            return f": see what {whom} did instead, for the job has started every rank"
+        said_by = self._said_by()
+        return f". That is where {said_by} say to meet: start {whom}, or correct or unset these"
+
+    def _warn(self, now: float, what: str, whom: str) -> None:
+        if now < self._warn_at:
+            return
+        self._warn_at = math.inf
+        _log.warning(
+            "%s has waited %g s at %s %s, and gives up after %.3g s%s",
+            self._who(),
+            _WARN_AFTER_S,
+            self._at(),
+            what,
+            self._limit_s,
+            self._remedy(whom),
+        )
+
+
+@functools.cache
+def _opened(path: str) -> str:
+    """Give a path that stays, whatever becomes of the process that made the file.
+
+    Local. The file is open until this process ends: torch opens the path for each operation, and
+    must never find another file there.
+    """
+    if not path.startswith("/proc/"):
+        return path
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise ContextError(
+            f"the file that this job's ranks meet in can't be opened: {error}; {PRIVATE_STORE} "
+            "says where it is: did the process that launched the job end, or this one change "
+            "its user or its process namespace? Initialize before that, or unset the variable"
+        ) from error
+    own = f"/proc/self/fd/{file}"
+    is_it = os.readlink(own).startswith("/memfd:unisono-store")
+    if not is_it or os.fstat(file).st_uid != os.geteuid():
+        os.close(file)
+        raise ContextError(f"{PRIVATE_STORE}={path} isn't the store of this user's job: unset it")
+    return own
+
+
+def _named(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:_SHOWN]))
+    return f"ranks {shown}" + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
+
+
+def _knock(addr: str, port: int, limit_s: float) -> OSError | None:
+    """Tell why nobody answers at an address, None if somebody does. Local."""
+    try:
+        socket.create_connection((addr, port), max(_TRY_S, limit_s)).close()
+    except OSError as error:
+        return error
+    return None

@@ -1,0 +1,333 @@
+"""Replicas that XLA's runtime makes: threads and processes of torch_xla's own launcher.
+
+This file imports no torch_xla, so that it can answer where there is none; `_xla_step` does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.deadlines import limit_of
+from unisono.errors import (
+    ArgumentError,
+    BackendUnavailableError,
+    CollectiveError,
+    ContextError,
+    UnsupportedOperation,
+)
+from unisono.model.contract import ComputationModel
+from unisono.model.fallback import FRAME_BYTES
+from unisono.model.handle import Handle
+from unisono.model.reduction import ReduceOp, fold_tensors
+from unisono.models.xla import setup, training
+from unisono.models.xla.thread_exchange import MEETING
+from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology, name_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ("XlaModel",)
+
+T = TypeVar("T")
+M = TypeVar("M", bound="XlaModel")
+_DEFAULT_TIMEOUT_S = 1800.0
+_REDUCTIONS = {
+    ReduceOp.SUM: "sum",
+    ReduceOp.PRODUCT: "mul",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+}
+_EVERYWHERE = frozenset({torch.uint8, torch.int32, torch.float32})
+_ON_CPU = _EVERYWHERE | {
+    torch.float16,
+    torch.bool,
+    torch.int8,
+    torch.int16,
+    torch.int64,
+    torch.float64,
+}
+
+
+class XlaModel(ComputationModel):
+    """One replica of XLA's runtime, as the thread or process that it is.
+
+    An instance belongs to one replica; in a process with several each of their threads has its
+    own. Every collective is a graph of its own, computed when it returns. Replicas that are
+    threads of one process, as on a CPU, meet on the host before each graph, and exchange bytes
+    and form groups there; in a job of several processes all of that takes XLA, whose graphs need
+    every replica, so there are no groups of some of them.
+
+    On a CPU the collectives take tensors of the host, where the facade can compute exactly what
+    XLA can't. Floats move exactly, but a SUM takes -0.0 for 0.0 and what is denormal for zero.
+
+    Run on torch_xla 2.9's CPU device. Written from documentation and not yet run: TPU and CUDA,
+    jobs of several processes, and the exchange over graphs in such a job.
+    """
+
+    name: ClassVar[str] = "xla-dist"
+    backends: ClassVar[tuple[str, ...]] = ("xla-tpu", "xla-cuda", "xla-cpu")
+    capabilities: ClassVar[frozenset[str]] = frozenset({"groups", "launch"})
+    options: ClassVar[frozenset[str]] = frozenset({"timeout"})
+    is_thread_bound: ClassVar[bool] = True
+    is_lazy: ClassVar[bool] = True
+    dtypes: frozenset[torch.dtype] = _EVERYWHERE
+
+    def __init__(
+        self, step: Any, topology: Topology, is_owner: bool, timeout_s: float = _DEFAULT_TIMEOUT_S
+    ) -> None:
+        self._step = step
+        self._topology = topology
+        self._is_owner = is_owner
+        self._timeout_s = timeout_s
+        self._is_live = True
+        self._made: dict[tuple[int, ...], int] = {}
+        self._n_replicas = step.n_replicas()
+        self._device: torch.device = step.device()
+        self._meets = step.replicas_are_threads()
+        self._kind: str = step.device_type()
+        is_cpu = self._kind == "CPU"
+        self.dtypes = _ON_CPU if is_cpu else _EVERYWHERE
+        self._transport = torch.device("cpu") if is_cpu else self._device
+
+    @classmethod
+    def why_unavailable(cls, backend: str) -> str | None:
+        return setup.why_unusable(backend)
+
+    @classmethod
+    def from_context(cls, hint: ContextHint) -> Self | None:
+        if "torch_xla" not in sys.modules:
+            return None
+        step = setup.find_step()
+        topology = None if step is None else step.replica()
+        if topology is None or MEETING.has_left(topology.rank):
+            return None
+        return cls(step, topology, False)
+
+    @classmethod
+    def initialize(cls, backend: str, info: RankInfo, **options: Any) -> Self:
+        reason = cls.why_unavailable(backend)
+        if reason is not None:
+            raise BackendUnavailableError(f"backend {backend!r} can't be used here: {reason}")
+        step = setup.load_step()
+        topology = step.replica()
+        n_made = 1 if topology is None else topology.world_size
+        if info.world_size not in (1, n_made):
+            raise ContextError(
+                f"{backend}: {info.source} says rank {info.rank} of {info.world_size}, but XLA's "
+                f"runtime has {n_made} here: start the replicas with spawn or torch_xla.launch, or "
+                "under torchrun call dist.init_process_group('xla', init_method='xla://') first"
+            )
+        step.begin(setup.KINDS[backend])
+        topology = topology or step.replica()
+        if topology is None:
+            raise ContextError(
+                f"{backend}: this thread is no replica of XLA's runtime: make the call in the "
+                "function given to spawn or to torch_xla.launch, and without SPMD"
+            )
+        timeout = options.get("timeout")
+        MEETING.join(topology.rank)
+        timeout_s = _DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
+        return cls(step, topology, True, timeout_s)
+
+    def finalize(self) -> None:
+        self._is_live = False
+        if self._is_owner:
+            MEETING.leave(self._topology.rank, "has finalized its context")
+
+    def abort(self) -> None:
+        MEETING.leave(self._topology.rank, "has failed")
+
+    def is_alive(self) -> bool:
+        return self._is_live and self._n_replicas == self._step.n_replicas()
+
+    @property
+    def backend(self) -> str:
+        return f"xla-{self._kind.lower()}"
+
+    @property
+    def topology(self) -> Topology:
+        return self._topology
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def timeout_s(self) -> float | None:
+        return self._timeout_s
+
+    @property
+    def transport_device(self) -> torch.device:
+        return self._transport
+
+    @classmethod
+    def launch(
+        cls,
+        entry: Callable[[Self], T],
+        plan: LaunchPlan,
+        **options: Any,
+    ) -> list[T]:
+        backend = plan.backend
+        if backend == "xla-cpu" and plan.nnodes > 1:
+            raise UnsupportedOperation(
+                cls.name,
+                f"{backend} on {plan.nnodes} nodes",
+                "its replicas are threads of one process; use nnodes=1, or backend 'gloo'",
+            )
+        launcher = importlib.import_module("unisono.launchers.xla.functions")
+        run = partial(_run_replica, cls, backend, entry, options)
+        results: list[T] = launcher.launch(run, plan, env=setup.environment(backend, plan))
+        return results
+
+    def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
+        if self.size(group) == 1:
+            return [blob]
+        return self._swap("an exchange", blob, group) if self._meets else super().exchange(blob)
+
+    def compares_calls(self, group: Group | None) -> bool:
+        return self._meets and self.size(group) > 1
+
+    def wrap_module(self, module: nn.Module, wrapper: str, **options: Any) -> nn.Module | None:
+        return training.spread(self, module) if wrapper == "ddp" else None
+
+    def wrap_optimizer(
+        self, optimizer: Optimizer, *, is_averaged: bool, **options: Any
+    ) -> Optimizer | None:
+        if options or is_averaged:
+            return None
+        return training.wrap_optimizer(self, optimizer, partial(self._step.cut, str(self._device)))
+
+    def wrap_loader(self, loader: Any) -> Any:
+        return training.FeedingLoader(loader, self._device)
+
+    def bucket(self, size_bytes: int) -> int:
+        return max(FRAME_BYTES, 1 << (size_bytes - 1).bit_length())
+
+    def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
+        n = self.size(group)
+        if n == 1:
+            return tensor.unsqueeze(0)
+        if tensor.numel() == 0:  # XLA fails on it
+            return tensor.new_empty((n, *tensor.shape))
+        if not self._is_everybody(group):
+            own = tensor.to("cpu", copy=True)
+            parts = self._swap(_describe("all_gather", tensor), own, group)
+            return torch.stack(parts).to(self._transport)
+        return self._run("all_gather", tensor, self._step.all_gather)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
+        if not self._is_native(tensor, op, group):
+            # On the host: XLA's own minimum and maximum lose NaN on a CPU.
+            return fold_tensors(op, self.all_gather(tensor, group).cpu()).to(self._transport)
+        build = partial(self._step.all_reduce, kind=_REDUCTIONS[op])
+        return self._run(f"all_reduce {op.name}", tensor, build)
+
+    def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
+        if not self._is_native(tensor, ReduceOp.SUM, group):
+            return super().broadcast(tensor, src, group)
+        # The sum with zeros, of integers, whatever the dtype is: exact, and n times less memory
+        # than all_gather takes.
+        if self._topology.rank != src:
+            tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        build = partial(self._step.all_reduce, kind="sum", as_bits=True)
+        return self._run(f"broadcast from {src}", tensor, build)
+
+    def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
+        if not self._is_native(rows, op, group):
+            return super().reduce_scatter(rows, op, group)
+        build = partial(self._step.reduce_scatter, kind=_REDUCTIONS[op])
+        return self._run(f"reduce_scatter {op.name}", rows, build)
+
+    def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
+        if not self._is_native(rows, ReduceOp.SUM, group):
+            return super().all_to_all(rows, group)
+        return self._run("all_to_all", rows, self._step.all_to_all)
+
+    def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
+        if options:
+            raise ArgumentError(f"groups of XLA take no options: {', '.join(sorted(options))}")
+        if not self._meets and 1 < len(ranks) < self._topology.world_size:
+            raise UnsupportedOperation(
+                self.name,
+                f"group {ranks} of {self._topology.world_size} replicas in several processes",
+                "XLA's graphs need every replica; use all ranks, or backend 'nccl' or 'gloo'",
+            )
+        count = self._made[ranks] = self._made.get(ranks, 0) + 1
+        return Group(ranks, self.context_id, name=f"{ranks} {count}")
+
+    def settle(self) -> None:
+        self._step.cut(str(self._device))
+
+    def start(self, call: Callable[[], T]) -> Handle[T]:
+        self.settle()
+        outcome: Future[T] = Future()
+        try:
+            outcome.set_result(call())
+        except Exception as error:  # belongs to whoever waits for the handle
+            outcome.set_exception(error)
+        return Handle(outcome.result, outcome.done)
+
+    def _is_everybody(self, group: Group | None) -> bool:
+        return self.size(group) == self._topology.world_size
+
+    def _is_native(self, tensor: Tensor, op: ReduceOp, group: Group | None) -> bool:
+        """Tell whether XLA computes this, and as `fold_tensors` does."""
+        loses_nan = tensor.dtype.is_floating_point and op in (ReduceOp.MIN, ReduceOp.MAX)
+        return (
+            op in _REDUCTIONS
+            and not loses_nan
+            and tensor.numel() > 0
+            and self._topology.world_size > 1
+            and self._is_everybody(group)
+        )
+
+    def _run(self, call: str, tensor: Tensor, build: Callable[[Tensor], Tensor]) -> Tensor:
+        what = _describe(call, tensor)
+
+        def meet() -> None:
+            if self._meets:
+                self._swap(what, None, None)
+
+        try:
+            result: Tensor = self._step.run(tensor.to(self._device), build, meet)
+            return result.to(self._transport)
+        except CollectiveError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise CollectiveError(
+                f"XLA failed in {what} on rank {self._topology.rank}: {error}"
+            ) from error
+
+    def _swap(self, call: str, item: T, group: Group | None) -> list[T]:
+        ranks = tuple(self.members(group))
+        rank = self._topology.rank
+        limit_s = limit_of(self._timeout_s) or 0.0
+        return MEETING.swap(name_of(group), ranks, rank, call, item, limit_s)
+
+
+def _run_replica(
+    cls: type[M],
+    backend: str,
+    entry: Callable[[M], T],
+    options: dict[str, Any],
+    info: RankInfo,
+) -> T:
+    model = cls.initialize(backend, info, **options)
+    # Autograd's own threads would run hooks outside of the replica.
+    with torch.autograd.set_multithreading_enabled(False):
+        result = entry(model)
+    model.finalize()
+    return result
+
+
+def _describe(call: str, tensor: Tensor) -> str:
+    return f"{call} {tensor.dtype} {list(tensor.shape)}"

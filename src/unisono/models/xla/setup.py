@@ -1,0 +1,126 @@
+"""Whether XLA can be used here, and what its replicas start with; imports no torch_xla."""
+
+from __future__ import annotations
+
+import functools
+import glob
+import importlib
+import importlib.metadata
+import importlib.util
+import warnings
+from typing import Any
+
+import torch
+
+from unisono.errors import BackendUnavailableError
+from unisono.topology import LaunchPlan
+
+__all__ = ("KINDS", "environment", "find_step", "load_step", "why_unusable")
+
+_REMEDY = "python -m pip install torch==2.9.0 torch_xla==2.9.0"
+
+
+def why_unusable(backend: str) -> str | None:
+    """Say why torch_xla can't be used as `backend`, None if nothing speaks against it.
+
+    Local. Answered by versions and device files; those of TPU and CUDA are written from
+    documentation and not yet run on such a machine.
+
+    Args:
+        backend: ``"xla-tpu"``, ``"xla-cuda"`` or ``"xla-cpu"``.
+
+    Returns:
+        What is wrong and what to do: it isn't there, was built for another torch, or has no such
+        device here.
+    """
+    version = _version_of("torch_xla")
+    if version is None:
+        if importlib.util.find_spec("torch_xla") is None:
+            return f"torch_xla isn't installed: {_REMEDY}"
+        return None  # built in place: its import will tell
+    built_for = version.split("+")[0]
+    if _release(torch.__version__) != _release(built_for):
+        return (
+            f"torch_xla {version} works with torch {built_for} alone, and this is torch "
+            f"{torch.__version__}: python -m pip install torch=={built_for} torch_xla=={built_for}"
+        )
+    if backend == "xla-tpu":
+        return _why_no_tpu()
+    return _why_no_cuda(version) if backend == "xla-cuda" else None
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _release(version: str) -> list[str]:
+    """Give the parts of a version that torch's C++ interface changes with."""
+    return version.split("+")[0].split(".")[:2]
+
+
+def _why_no_tpu() -> str | None:
+    if _version_of("libtpu") is None:
+        return "libtpu isn't installed: python -m pip install 'torch_xla[tpu]==2.9.0'"
+    if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/[0-9]*"):
+        return "this machine has no TPU (/dev/accel*, /dev/vfio/*): use backend 'xla-cpu'"
+    return None
+
+
+def _why_no_cuda(version: str) -> str | None:
+    release = [int(part) for part in _release(version) if part.isdecimal()]
+    if release >= [2, 9]:
+        return f"torch_xla {version} has no CUDA, which 2.9 removed: use backend 'nccl'"
+    if _version_of("torch_xla_cuda_plugin") is None:
+        return "torch_xla_cuda_plugin isn't installed: install it, or use backend 'nccl'"
+    return None if torch.cuda.is_available() else "torch sees no CUDA device: use 'xla-cpu'"
+
+
+KINDS = {"xla-tpu": "TPU", "xla-cuda": "CUDA", "xla-cpu": "CPU"}
+# With fewer threads than blocked launches XLA's CPU client hangs.
+_THREADS_PER_REPLICA, _MIN_THREADS = 4, 16
+
+
+def environment(backend: str, plan: LaunchPlan) -> dict[str, str]:
+    """Give the variables that the runtime must find when it starts.
+
+    Local.
+    """
+    threads = str(max(_MIN_THREADS, _THREADS_PER_REPLICA * plan.nproc_per_node))
+    variables = {"XLA_THREAD_POOL_SIZE": threads, "PJRT_NPROC": threads}
+    variables["PJRT_DEVICE"] = KINDS[backend]
+    if backend == "xla-cpu":
+        variables["CPU_NUM_DEVICES"] = str(plan.nproc_per_node)
+    return variables
+
+
+def load_step() -> Any:
+    """Import the part that needs torch_xla.
+
+    Local. It doesn't initialise the runtime.
+
+    Raises:
+        BackendUnavailableError: torch_xla can't be imported, or lacks what is needed of it.
+    """
+    try:
+        return importlib.import_module("unisono.models.xla.graph")
+    except Exception as error:  # what is broken in it may raise anything
+        raise BackendUnavailableError(
+            f"torch_xla can't be imported: {type(error).__name__}: {error}; install it again "
+            "beside the torch that it was built for: pip install torch==2.9.0 torch_xla==2.9.0"
+        ) from error
+
+
+@functools.cache
+def find_step() -> Any:
+    """Give what `load_step` gives if the program has imported torch_xla, else None.
+
+    Local. Where it is broken: None, and one warning for each process.
+    """
+    try:
+        return load_step()
+    except BackendUnavailableError as error:
+        warnings.warn(f"XLA is left out: {error}", RuntimeWarning, stacklevel=5)
+        return None

@@ -1,0 +1,116 @@
+"""How XLA trains data-parallel: gradients are averaged by the optimizer's step, not by backward.
+
+Backward only records a graph there, and may run in a thread of autograd's that is no replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.model.contract import ComputationModel
+from unisono.model.reduction import ReduceOp
+
+__all__ = ("FeedingLoader", "spread", "wrap_optimizer")
+
+
+def spread(model: ComputationModel, module: nn.Module) -> nn.Module:
+    """Give every replica the parameters and buffers of rank 0. Collective over all ranks."""
+    with torch.no_grad():
+        for item in (*module.parameters(), *module.buffers()):
+            mine = item.detach().to(model.transport_device).contiguous()
+            item.copy_(model.broadcast(mine, 0).to(item.device))
+    return module
+
+
+def wrap_optimizer(
+    model: ComputationModel, optimizer: Optimizer, cut: Callable[[], object]
+) -> Optimizer:
+    """Let ``step`` average the gradients first, and compute all that was recorded afterwards.
+
+    Local; the step is collective over all ranks. A gradient that only some ranks have counts as
+    zero on the others.
+
+    Args:
+        model: the active model.
+        optimizer: its class is replaced by one that inherits from it.
+        cut: computes what is recorded.
+
+    Returns:
+        `optimizer`.
+    """
+    kind = type(optimizer)
+
+    class Averaging(kind):  # type: ignore[misc, valid-type]
+        def step(self, closure: Any = None) -> Any:
+            _average(model, [p for entry in self.param_groups for p in entry["params"]])
+            result = kind.step(self) if closure is None else kind.step(self, closure)
+            cut()
+            return result
+
+    Averaging.__name__ = Averaging.__qualname__ = kind.__name__
+    optimizer.__class__ = Averaging
+    return optimizer
+
+
+def _average(model: ComputationModel, parameters: list[Tensor]) -> None:
+    """Average gradients, in one collective for each dtype. Collective over all ranks."""
+    size = model.topology.world_size
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    with torch.no_grad():
+        for dtype in sorted({parameter.dtype for parameter in trained}, key=str):
+            members = [parameter for parameter in trained if parameter.dtype == dtype]
+            grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in members]
+            has = torch.tensor([p.grad is not None for p in members])
+            wide = torch.float64 if dtype is torch.float64 else torch.float32
+            parts = [grad.detach().reshape(-1).to(wide) for grad in grads]
+            flat = torch.cat([*parts, has.to(wide).to(parts[0].device)])
+            total = model.all_reduce(flat.to(model.transport_device), ReduceOp.SUM)
+            sizes = [*(grad.numel() for grad in grads), len(members)]
+            *sums, counts = torch.split(total, sizes)
+            said = counts.tolist()
+            for parameter, part, count in zip(members, sums, said, strict=True):
+                if count:
+                    mean = (part / size).to(dtype).view(parameter.shape)
+                    parameter.grad = mean.to(parameter.device)
+
+
+class FeedingLoader:
+    """A data loader whose batches are on the device.
+
+    Local.
+
+    Args:
+        loader: a ``DataLoader``; its attributes are this one's.
+        device: where the batches go.
+    """
+
+    def __init__(self, loader: Any, device: torch.device) -> None:
+        self._loader = loader
+        self._device = device
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            yield _moved(batch, self._device)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_loader"], name)
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, dict):
+        return {key: _moved(item, device) for key, item in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_moved(item, device) for item in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(_moved(item, device) for item in batch)
+    return batch

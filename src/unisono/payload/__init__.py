@@ -1,0 +1,1 @@
+"""Python values as bytes and tensors, and back."""

@@ -1,0 +1,522 @@
+"""Codec: Python values as bytes and back, exact in value and type.
+
+A frame is one value: a tag of one byte, then its body; integers are little-endian.
+
+    N T F       None, True, False
+    i <q        int of 64 bits          I <I bytes    longer int, two's complement, in containers
+    d <d        float                   c <2d         complex
+    s <Q bytes  str, UTF-8 with lone surrogates       p    the same, a pathlib.Path
+    b <Q bytes  bytes                   y             the same, a bytearray
+    l t <I      list, tuple: that many frames         m <I  dict: that many pairs of frames
+    x           tensor: header, then its memory       h     tensor: header alone
+    o <I <I     object: CRC-32 of the first block, number of blocks, then each as <Q bytes; the
+                first is a pickle, the others are its buffers
+    e <Q bytes  the sender's value couldn't be encoded: the reason, as UTF-8
+
+The header of a tensor is ``<BBB`` (dtype, flags, number of dimensions), then ``<q`` for each
+dimension. The flags: 1 it is on an accelerator, 2 it is an ``nn.Parameter``, 4 that requires grad.
+
+With `_frames`, which has the wire format and its reader, the only file that knows payload types.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from unisono.errors import PayloadError
+from unisono.payload.memory import from_bytes, view_bytes
+
+__all__ = (
+    "CODE_OF",
+    "COUNT",
+    "HEAD",
+    "SIZE",
+    "TensorHeader",
+    "decode",
+    "encode",
+    "encode_or_reason",
+    "failure",
+    "frame_or_reason",
+    "head_of",
+    "header",
+    "is_dense",
+    "is_number",
+    "offer",
+    "plain",
+    "raise_failures",
+    "reason",
+    "refuse_pickle",
+    "rides_data_plane",
+    "why_not_dense",
+)
+
+_DTYPES = (
+    *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
+_DTYPE_OF = {
+    code: getattr(torch, name) for code, name in enumerate(_DTYPES) if hasattr(torch, name)
+}
+CODE_OF = {dtype: code for code, dtype in _DTYPE_OF.items()}
+HEAD = struct.Struct("<BBB")
+SIZE = struct.Struct("<Q")
+COUNT = struct.Struct("<I")
+_INT = struct.Struct("<q")
+_FLOAT = struct.Struct("<d")
+_COMPLEX = struct.Struct("<2d")
+_LARGEST_BYTES = 2**47  # what one process can address
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """What a rank says of its tensor before the tensor itself travels."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    on_accelerator: bool
+    parameter: bool | None = None
+    """Whether it is an ``nn.Parameter`` that requires grad; None for a tensor that is none."""
+
+    @property
+    def flags(self) -> int:
+        """The second byte of the header."""
+        return self.on_accelerator + (0 if self.parameter is None else 2 + 4 * self.parameter)
+
+    def finish(self, tensor: Tensor) -> Tensor:
+        """Make what the sender had of a tensor that arrived. Local."""
+        if self.parameter is None:
+            return tensor
+        return torch.nn.Parameter(tensor, requires_grad=self.parameter)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+def refuse_pickle(what: str) -> None:
+    """Refuse what needs pickle where the user doesn't allow it. Local.
+
+    Raises:
+        PayloadError: ``UNISONO_NO_PICKLE`` is 1.
+    """
+    if os.environ.get("UNISONO_NO_PICKLE") == "1":
+        raise PayloadError(
+            f"{what} needs pickle, which UNISONO_NO_PICKLE=1 refuses: send numbers, str, bytes, "
+            "tensors, or lists, tuples and dicts of them"
+        )
+
+
+# An unknown tag or dtype, bytes that are no text, a dict's key that can't be one, endless nesting.
+_DAMAGE = (KeyError, UnicodeDecodeError, TypeError, RecursionError)
+
+
+def decode(blob: bytes, device: torch.device) -> Any:
+    """Decode one frame.
+
+    Local.
+
+    Args:
+        blob: what `encode`, `header` or `failure` gave on some rank.
+        device: where tensors go that were on an accelerator.
+
+    Returns:
+        The value; a `TensorHeader` for a header alone.
+
+    Raises:
+        PayloadError: the frame says that the sender failed, or it is damaged.
+    """
+    reader = _Reader(memoryview(blob), device)
+    try:
+        value = reader.value()
+    except PayloadError:
+        raise
+    except (IndexError, struct.error):
+        raise PayloadError("a damaged frame came: it ends too early") from None
+    except _DAMAGE as error:
+        raise PayloadError(f"a damaged frame came: {type(error).__name__}: {error}") from error
+    if reader.at != len(blob):
+        raise PayloadError(f"a damaged frame came: {len(blob) - reader.at} bytes are left over")
+    return value
+
+
+class _Reader:
+    """A place in a frame."""
+
+    def __init__(self, data: memoryview, device: torch.device) -> None:
+        self._data = data
+        self._device = device
+        self.at = 0
+
+    def value(self) -> Any:
+        tag = self._data[self.at]
+        self.at += 1
+        return _READERS[tag](self)
+
+    def _take(self, size: int) -> memoryview:
+        start, self.at = self.at, self.at + size
+        if self.at > len(self._data):
+            raise IndexError
+        return self._data[start : self.at]
+
+    def unpack(self, shape: struct.Struct) -> tuple[Any, ...]:
+        start, self.at = self.at, self.at + shape.size
+        return shape.unpack_from(self._data, start)
+
+    def view(self) -> memoryview:
+        return self._take(self.unpack(SIZE)[0])
+
+    def block(self) -> bytes:
+        return bytes(self.view())
+
+    def text(self) -> str:
+        return str(self.view(), "utf-8", "surrogatepass")
+
+    def long_int(self) -> int:
+        return int.from_bytes(self._take(self.unpack(COUNT)[0]), "little", signed=True)
+
+    def items(self) -> list[Any]:
+        return [self.value() for _ in range(self.unpack(COUNT)[0])]
+
+    def pairs(self) -> dict[Any, Any]:
+        return {self.value(): self.value() for _ in range(self.unpack(COUNT)[0])}
+
+    def header(self) -> TensorHeader:
+        code, flags, dims = self.unpack(HEAD)
+        shape = self.unpack(struct.Struct(f"<{dims}q"))
+        dtype = _DTYPE_OF[code]
+        # Not the product of all: a size of 0 would hide others whose strides torch can't count.
+        extent = math.prod(max(size, 1) for size in shape)
+        most = _LARGEST_BYTES // dtype.itemsize if 0 not in shape else 2**62
+        requires_grad = flags & 4 and not (dtype.is_floating_point or dtype.is_complex)
+        if extent > most or any(size < 0 for size in shape) or requires_grad:
+            raise PayloadError(f"a damaged frame came: {dtype} of shape {shape}")
+        return TensorHeader(dtype, shape, bool(flags & 1), bool(flags & 4) if flags & 2 else None)
+
+    def tensor(self) -> Tensor:
+        head = self.header()
+        data = self._take(math.prod(head.shape) * head.dtype.itemsize)
+        tensor = from_bytes(data, head.dtype, head.shape)
+        return head.finish(tensor.to(self._device) if head.on_accelerator else tensor)
+
+    def object(self) -> Any:
+        refuse_pickle("an object that came")
+        (checksum,) = self.unpack(COUNT)
+        # Not bytes: an array that could be written to shall be so again.
+        blocks = [bytearray(self.view()) for _ in range(self.unpack(COUNT)[0])]
+        if not blocks or zlib.crc32(blocks[0]) != checksum:
+            raise PayloadError("a damaged frame came: a pickle with a wrong checksum")
+        return importlib.import_module("unisono.payload.pickling").load(blocks, self._device)
+
+    def sender_failed(self) -> Any:
+        raise PayloadError(self.text())
+
+
+_READERS: dict[int, Callable[[_Reader], Any]] = {
+    ord("N"): lambda _: None,
+    ord("T"): lambda _: True,
+    ord("F"): lambda _: False,
+    ord("i"): lambda reader: reader.unpack(_INT)[0],
+    ord("I"): _Reader.long_int,
+    ord("d"): lambda reader: reader.unpack(_FLOAT)[0],
+    ord("c"): lambda reader: complex(*reader.unpack(_COMPLEX)),
+    ord("s"): _Reader.text,
+    ord("p"): lambda reader: Path(reader.text()),
+    ord("b"): _Reader.block,
+    ord("y"): lambda reader: bytearray(reader.view()),
+    ord("l"): _Reader.items,
+    ord("t"): lambda reader: tuple(reader.items()),
+    ord("m"): _Reader.pairs,
+    ord("x"): _Reader.tensor,
+    ord("h"): _Reader.header,
+    ord("o"): _Reader.object,
+    ord("e"): _Reader.sender_failed,
+}
+
+
+_INT64 = range(-(2**63), 2**63)
+_NUMBERS = (bool, int, float, complex)
+
+# A reader needs more stack than a writer: what is nested deeper is left to pickle.
+_DEEPEST = 64
+
+
+class _Chunks(list[Any]):
+    """The pieces of a frame, and how deep in containers its writer is."""
+
+    depth = 0
+
+    def go_down(self) -> None:
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            raise RecursionError
+
+
+def is_number(value: object) -> bool:
+    """Tell whether `value` is exactly a bool, int, float or complex. Local."""
+    return type(value) in _NUMBERS
+
+
+def is_dense(value: object) -> bool:
+    """Tell whether `value` is a tensor that travels as plain memory.
+
+    Local. Not those without memory of their own: a subclass whose operations are its own (DTensor,
+    masked, fake, jagged), or what torch.func wraps, has none that could be read.
+    """
+    return (
+        isinstance(value, Tensor)
+        and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
+        and value.layout is torch.strided
+        and value.dtype in CODE_OF
+        and not value.is_meta
+        and not value.is_nested
+        and (not value.is_cpu or _has_memory(value))
+    )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    try:
+        return tensor.data_ptr() != 0 or tensor.numel() == 0
+    except RuntimeError:  # what torch.func wraps has no storage
+        return False
+
+
+def why_not_dense(tensor: Tensor) -> str:
+    """Say what a tensor is that doesn't travel as plain memory, and what to do. Local."""
+    kind = type(tensor)
+    if _is_distributed(kind):
+        return (
+            f"not a {kind.__name__}, which is spread over the ranks: call to_local() for this "
+            "rank's part or full_tensor() for the whole first"
+        )
+    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return (
+            f"not a {kind.__name__}, which has no memory of its own: make a plain tensor of it "
+            "first, or send it inside a list as an object"
+        )
+    if tensor.is_nested:
+        return "not nested ones: call unbind() first and send the list of its tensors"
+    if tensor.layout is torch.strided and tensor.dtype in CODE_OF and not tensor.is_meta:
+        return "not one without memory of its own, as within torch.func: send it from outside"
+    return (
+        f"not {tensor.layout} of {tensor.dtype} on {tensor.device}: call to_dense() first, or send "
+        "it inside a list as an object"
+    )
+
+
+def _is_distributed(kind: type) -> bool:
+    return hasattr(kind, "to_local") and hasattr(kind, "full_tensor")
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Give a dense tensor as one of torch's own class, without gradient, the same memory. Local."""
+    if type(tensor) is not Tensor and type(tensor) is not Parameter:
+        tensor = tensor.as_subclass(Tensor)
+    return tensor.detach()
+
+
+def rides_data_plane(value: object, inline_bytes: int) -> bool:
+    """Tell whether a value travels by the model's own collectives instead of as a frame.
+
+    Local.
+
+    Args:
+        value: anything.
+        inline_bytes: the longest CPU tensor that travels within a frame.
+    """
+    if not (isinstance(value, Tensor) and _is_exact(value)):
+        return False
+    return value.device.type != "cpu" or value.numel() * value.itemsize > inline_bytes
+
+
+def _is_exact(value: object) -> bool:
+    """Tell whether a dense tensor is all that `value` is: other subclasses go as objects."""
+    return type(value) in (Tensor, Parameter) and is_dense(value)
+
+
+def head_of(tensor: Tensor) -> TensorHeader:
+    """Give what peers must know to receive `tensor`. Local."""
+    parameter = tensor.requires_grad if type(tensor) is Parameter else None
+    return TensorHeader(tensor.dtype, tuple(tensor.shape), not tensor.is_cpu, parameter)
+
+
+def header(tensor: Tensor) -> bytes:
+    """Encode what peers must know to receive `tensor`. Local."""
+    return b"h" + _tensor_head(tensor)
+
+
+def offer(value: object, inline_bytes: int) -> bytes:
+    """Encode a value, or its header alone where it travels on the data plane. Local."""
+    return header(value) if rides_data_plane(value, inline_bytes) else encode(value)  # type: ignore[arg-type]
+
+
+def failure(reason: str) -> bytes:
+    """Encode that this rank has no value to send, and why. Local."""
+    text = reason.encode("utf-8", "replace")
+    return b"e" + SIZE.pack(len(text)) + text
+
+
+def encode(value: object) -> bytes:
+    """Encode any value.
+
+    Local.
+
+    Args:
+        value: tensor of any dense dtype and device, number, bool, str, bytes, Path, None,
+            containers of them, or an object that can be pickled.
+
+    Returns:
+        One frame.
+
+    Raises:
+        PayloadError: an int out of the range of int64, or an object that can't be pickled.
+    """
+    if type(value) is int and value not in _INT64:
+        what = value if value.bit_length() < 200 else f"an int of {value.bit_length()} bits"
+        raise PayloadError(f"{what} doesn't fit into 64 bits: send it in a list")
+    chunks = _Chunks()
+    try:
+        _write(value, chunks)
+    except RecursionError:  # nested deeply, or a container that holds itself: pickle knows how
+        chunks = _Chunks()
+        _write_object(value, chunks)
+    return b"".join(chunks)
+
+
+def encode_or_reason(value: object) -> bytes:
+    """Encode a value, or the reason why that is impossible, for every rank to see. Local."""
+    return frame_or_reason(encode, value)
+
+
+def frame_or_reason(make: Callable[..., bytes], *args: Any) -> bytes:
+    """Give the frame that `make` makes, or the reason why it can't, for every rank to see.
+
+    Local. Whatever is raised counts: the user's own code is called, and a rank that left here would
+    let the others wait for it.
+    """
+    try:
+        return make(*args)
+    except Exception as error:  # a repr, a property, a __float__ may raise anything
+        return failure(reason(error))
+
+
+def reason(error: Exception) -> str:
+    """Say what was raised while a value was encoded, whatever that is. Local."""
+    try:
+        text = str(error)
+    except Exception:  # its own __str__ may raise as well
+        text = ""
+    return text if isinstance(error, PayloadError) else f"{type(error).__name__}: {text}"
+
+
+def _write(value: Any, out: _Chunks) -> None:
+    writer = _WRITERS.get(type(value))
+    if writer is not None:
+        writer(value, out)
+    elif _is_exact(value):
+        _write_tensor(value, out)
+    else:
+        _write_object(value, out)
+
+
+def _write_int(value: int, out: _Chunks) -> None:
+    if value in _INT64:
+        out.append(struct.pack("<cq", b"i", value))
+    else:
+        data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+        out += (b"I", COUNT.pack(len(data)), data)
+
+
+def _write_text(tag: bytes, value: str, out: _Chunks) -> None:
+    _write_block(tag, value.encode("utf-8", "surrogatepass"), out)
+
+
+def _write_block(tag: bytes, data: Any, out: _Chunks) -> None:
+    out += (tag, SIZE.pack(len(data)), data)
+
+
+def _write_items(tag: bytes, items: Sequence[Any], out: _Chunks) -> None:
+    out.go_down()
+    out += (tag, COUNT.pack(len(items)))
+    for item in items:
+        _write(item, out)
+    out.depth -= 1
+
+
+def _write_dict(value: dict[Any, Any], out: _Chunks) -> None:
+    out.go_down()
+    out += (b"m", COUNT.pack(len(value)))
+    for key, item in value.items():
+        _write(key, out)
+        _write(item, out)
+    out.depth -= 1
+
+
+def _tensor_head(tensor: Tensor) -> bytes:
+    head = head_of(tensor)
+    packed = HEAD.pack(CODE_OF[head.dtype], head.flags, len(head.shape))
+    return packed + struct.pack(f"<{len(head.shape)}q", *head.shape)
+
+
+def _write_tensor(value: Tensor, out: _Chunks) -> None:
+    data = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    out += (b"x", _tensor_head(value), view_bytes(data))
+
+
+def _write_object(value: object, out: _Chunks) -> None:
+    refuse_pickle(f"a {type(value).__qualname__}")
+    blocks = importlib.import_module("unisono.payload.pickling").dump(value)
+    out += (b"o", COUNT.pack(zlib.crc32(blocks[0])), COUNT.pack(len(blocks)))
+    for block in blocks:
+        _write_block(b"", block, out)
+
+
+_WRITERS: dict[type, Callable[[Any, _Chunks], None]] = {
+    type(None): lambda _, out: out.append(b"N"),
+    bool: lambda value, out: out.append(b"T" if value else b"F"),
+    int: _write_int,
+    float: lambda value, out: out.append(struct.pack("<cd", b"d", value)),
+    complex: lambda value, out: out.append(struct.pack("<c2d", b"c", value.real, value.imag)),
+    str: lambda value, out: _write_text(b"s", value, out),
+    bytes: lambda value, out: _write_block(b"b", value, out),
+    bytearray: lambda value, out: _write_block(b"y", bytes(value), out),
+    list: lambda value, out: _write_items(b"l", value, out),
+    tuple: lambda value, out: _write_items(b"t", value, out),
+    dict: _write_dict,
+    type(Path()): lambda value, out: _write_text(b"p", str(value), out),
+}
+
+
+def raise_failures(frames: Sequence[bytes], ranks: Sequence[int], call: str) -> None:
+    """Raise the same error on every rank if some rank had no value to send.
+
+    Local.
+
+    Args:
+        frames: one for each rank that takes part.
+        ranks: their global ranks.
+        call: name of the collective.
+
+    Raises:
+        PayloadError: some frame is a failure; names rank and reason.
+    """
+    if b"e" not in [frame[:1] for frame in frames]:
+        return
+    reasons = [
+        f"rank {rank}: {bytes(frame[1 + SIZE.size :]).decode('utf-8', 'replace')}"
+        for rank, frame in zip(ranks, frames, strict=True)
+        if frame[:1] == b"e"
+    ]
+    if reasons:
+        raise PayloadError(f"{call} got a value that can't travel ({'; '.join(reasons)})")

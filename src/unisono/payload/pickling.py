@@ -1,0 +1,107 @@
+"""Objects as pickles whose large buffers stay outside: loaded only when an object travels."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor
+
+from unisono.errors import PayloadError
+from unisono.payload.memory import from_bytes, view_bytes
+
+__all__ = ("dump", "load")
+
+_device: ContextVar[torch.device] = ContextVar("_device")
+
+
+def _restore(data: Any, dtype: torch.dtype, shape: tuple[int, ...], on_accelerator: bool) -> Tensor:
+    tensor = from_bytes(memoryview(data), dtype, shape)
+    return tensor.to(_device.get()) if on_accelerator else tensor
+
+
+def _restore_view(data: bytes, kind: str, shape: tuple[int, ...], is_readonly: bool) -> memoryview:
+    memory = memoryview(data if is_readonly else bytearray(data))
+    return memory if kind == "B" and len(shape) == 1 else memory.cast(kind, shape)  # type: ignore[call-overload]
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    """Whether its memory, once it is contiguous, is all of it. Torch knows the others."""
+    is_known = tensor.layout is torch.strided and not tensor.is_quantized
+    return is_known and not tensor.is_nested
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles by value what other processes can't import, and tensors as raw memory."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, io.TextIOWrapper):  # cloudpickle would send a copy of its text
+            raise pickle.PicklingError("an open file can't travel: send its path or its content")
+        if isinstance(obj, memoryview):  # cloudpickle would send bytes
+            return _restore_view, (obj.tobytes(), obj.format, obj.shape, obj.readonly)
+        if isinstance(obj, Tensor) and hasattr(obj, "to_local") and hasattr(obj, "full_tensor"):
+            raise pickle.PicklingError(
+                f"a {type(obj).__name__} is spread over the ranks: send to_local() or full_tensor()"
+            )
+        if type(obj) is Tensor and _is_strided(obj):
+            data = obj.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            buffer = pickle.PickleBuffer(view_bytes(data))
+            facts = (obj.dtype, tuple(obj.shape), obj.device.type != "cpu")
+            return _restore, (buffer, *facts)
+        return super().reducer_override(obj)
+
+
+def dump(value: object) -> list[bytes | memoryview]:
+    """Pickle an object.
+
+    Local.
+
+    Args:
+        value: anything that pickle or cloudpickle knows.
+
+    Returns:
+        The pickle, then the buffers that it refers to.
+
+    Raises:
+        PayloadError: it can't be pickled.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    out = io.BytesIO()
+    try:
+        _Pickler(out, protocol=5, buffer_callback=buffers.append).dump(value)
+        return [out.getvalue(), *(buffer.raw() for buffer in buffers)]
+    except Exception as error:  # an object's own __reduce__ may raise anything
+        raise PayloadError(
+            f"a {type(value).__qualname__} can't be pickled: {type(error).__name__}: {error}"
+        ) from error
+
+
+def load(blocks: Sequence[bytes | bytearray], device: torch.device) -> Any:
+    """Unpickle what `dump` gave.
+
+    Local.
+
+    Args:
+        blocks: the pickle, then its buffers; an object may keep these as its memory.
+        device: where tensors go that were on an accelerator.
+
+    Returns:
+        The object.
+
+    Raises:
+        PayloadError: it can't be made here, for instance because its module is missing.
+    """
+    token = _device.set(device)
+    try:
+        return pickle.loads(blocks[0], buffers=blocks[1:])
+    except Exception as error:  # an object's own constructor may raise anything
+        raise PayloadError(
+            f"an object that came can't be unpickled here: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        _device.reset(token)

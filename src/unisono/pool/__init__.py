@@ -1,0 +1,1 @@
+"""Warm replicas that run many functions."""

@@ -1,0 +1,347 @@
+"""Warm replicas that run many functions."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, TypeVar
+
+from typing_extensions import ParamSpec, Unpack
+
+from unisono.arguments import seconds
+from unisono.deadlines import limit_of
+from unisono.errors import (
+    ArgumentError,
+    CollectiveTimeoutError,
+    ContextError,
+    NotInitializedError,
+)
+from unisono.launchers.job import channel
+from unisono.launchers.job.job import raised
+from unisono.launchers.job.pickling import pickle_for_worker
+from unisono.launchers.job.process_state import streams_filled
+from unisono.launchers.job.worker import Failure
+from unisono.lifecycle import check_job, interrupted, warn_in_a_rank
+from unisono.options import PoolOptions
+from unisono.plugins import SEATS_NODES
+from unisono.pool.replicas import Answer, Crew, Ending
+from unisono.pool.worker import BROKEN
+from unisono.tracebacks import hides, say_instead
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ("WorkerPool",)
+
+__tracebackhide__ = hides
+
+P = ParamSpec("P")
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class WorkerPool:
+    """Replicas that stay, each within its context, and run what they are given.
+
+    Local. They are made at the first call, and again after one that left the context unusable:
+    where a replica died, or waited for one that had failed.
+
+    Args:
+        backend: as in ``spawn``.
+        nproc_per_node: replicas, at least 1.
+        deadline_s: seconds that a call may take; None for no limit. Within ``deadline`` a call has
+            the time that is left there, if that is less.
+        prefix_output: whether each line that a replica prints begins with its rank (replicas that
+            are processes).
+        options: as in ``spawn``, but for ``join`` and for what is about other hosts: the replicas
+            of a pool are on this one.
+
+    Raises:
+        UnknownBackendError: nobody claims the backend.
+        ArgumentError: a bad value or an option that nobody takes.
+        EnvironmentDetectionError: a variable of ours has a bad value.
+
+    Warns:
+        UserWarning: as ``spawn``, this process is rank 0 of several already.
+
+    Example:
+        >>> import unisono as idist
+        >>> with idist.WorkerPool("threads", nproc_per_node=2) as pool:
+        ...     pool.run(lambda local_rank, x: idist.all_reduce(x + local_rank), 10)
+        ...     pool.map(abs, [-1, -2, 3])
+        [21, 21]
+        [1, 2, 3]
+    """
+
+    def __init__(
+        self,
+        backend: str | None = None,
+        nproc_per_node: int = 1,
+        *,
+        deadline_s: float | None = None,
+        prefix_output: bool = True,
+        **options: Unpack[PoolOptions],
+    ) -> None:
+        given: dict[str, Any] = {**options}
+        if "join" in given:
+            raise ArgumentError("a pool takes no join: its calls wait, its replicas stay")
+        _check_host(given)
+        check_job("WorkerPool", backend, nproc_per_node, given)
+        warn_in_a_rank("WorkerPool", nproc_per_node, given)
+        self._size = nproc_per_node
+        self._deadline_s: float | None = None
+        if deadline_s is not None:
+            self._deadline_s = seconds("deadline_s", deadline_s).total_seconds()
+        self._backend = backend
+        self._spawning = (backend, prefix_output, given)
+        self._owner = os.getpid()
+        self._crew: Crew | None = None
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else "warm" if self._is_warm() else "not started yet"
+        limit = "" if self._deadline_s is None else f", deadline_s={self._deadline_s:g}"
+        arguments = f"{self._backend!r}, nproc_per_node={self._size}{limit}"
+        return f"<WorkerPool({arguments}): {state}>"
+
+    def _is_warm(self) -> bool:
+        crew = self._crew
+        return crew is not None and not (self._owner == os.getpid() and crew.has_ended())
+
+    def run(
+        self, fn: Callable[Concatenate[int, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]:
+        """Run ``fn(local_rank, *args, **kwargs)`` in every replica.
+
+        Local; in the replicas collectives work as under ``spawn``.
+
+        Args:
+            fn: any callable, as in ``spawn``.
+            args: its positional arguments after the local rank.
+            kwargs: its keyword arguments.
+
+        Returns:
+            What it returned, by rank.
+
+        Raises:
+            PayloadError: `fn` or its arguments can't be pickled.
+            WorkerFailedError: a replica failed; it has the first failure's own traceback. The pool
+                can be used again.
+            CollectiveTimeoutError: the deadline is over; names the ranks that weren't done.
+            NotInitializedError: the pool is closed.
+            ContextError: this process is a fork of the one that made the pool.
+        """
+        self._check_owner()
+        body = _pickled(fn, args, kwargs, True)
+        with self._lock:
+            waiting = set(range(self._size))
+
+            def give(rank: int) -> bytes | None:
+                if rank not in waiting:
+                    return None
+                waiting.remove(rank)
+                return body
+
+            answers = self._collect(give, _name(fn), is_together=True)
+            return [pickle.loads(answers[rank][0][1]) for rank in range(self._size)]
+
+    def map(self, fn: Callable[[U], T], items: Iterable[U]) -> list[T]:
+        """Run ``fn(item)`` for every item, each in whichever replica is free.
+
+        Local. `fn` must not call collectives, since the replicas are at different items.
+
+        Args:
+            fn: any callable.
+            items: its arguments, one at a time.
+
+        Returns:
+            What it returned, in the order of items.
+
+        Raises:
+            WorkerFailedError: as `run`.
+            CollectiveTimeoutError: as `run`; the deadline is that of all items together.
+            NotInitializedError: the pool is closed.
+            ContextError: as `run`.
+        """
+        self._check_owner()
+        bodies = [_pickled(fn, (item,), {}, False) for item in items]
+        with self._lock:
+            turns: dict[int, list[int]] = {rank: [] for rank in range(self._size)}
+            waiting = iter(range(len(bodies)))
+
+            def give(rank: int) -> bytes | None:
+                index = next(waiting, None)
+                if index is None:
+                    return None
+                turns[rank].append(index)
+                return bodies[index]
+
+            answers = self._collect(give, _name(fn), is_together=False)
+            results: list[Any] = [None] * len(bodies)
+            for rank, indices in turns.items():
+                for index, (_, body) in zip(indices, answers.get(rank, ()), strict=True):
+                    results[index] = pickle.loads(body)
+            return results
+
+    def close(self) -> None:
+        """End the replicas.
+
+        Local; harmless the second time, and in a fork of this process. Threads that their functions
+        left behind, unless they are daemons, and exit handlers end first: within ``deadline``, in
+        the time that is left there.
+
+        Raises:
+            WorkerFailedError: a replica died of what it still did.
+            CollectiveTimeoutError: the block's deadline is over; the replicas have been ended.
+        """
+        if self._owner != os.getpid():
+            return
+        with self._lock:
+            self._is_closed = True
+            crew, self._crew = self._crew, None
+        if crew is None:
+            return
+        try:
+            crew.stop(is_orderly=True)
+        except BaseException:  # Ctrl-C: they aren't waited for any longer
+            crew.stop(is_orderly=False)
+            raise
+        if crew.is_late:
+            raise CollectiveTimeoutError(
+                "the block's deadline is over, but replicas still had threads or exit handlers"
+            )
+        if crew.ending_error is not None:
+            raise crew.ending_error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        frames: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_owner(self) -> None:
+        if self._owner != os.getpid():
+            raise ContextError(
+                f"this process is a fork of process {self._owner}, which made the pool and uses it "
+                "still: make a pool of your own here"
+            )
+
+    def _ready(self, limit: float | None) -> Crew:
+        if self._is_closed:
+            raise NotInitializedError("this pool is closed: make another one")
+        if self._crew is not None and self._crew.has_ended():
+            self._drop()
+        if self._crew is None:
+            with streams_filled():
+                self._crew = Crew(self._size, *self._spawning, limit)
+        return self._crew
+
+    def _drop(self) -> bool:
+        crew, self._crew = self._crew, None
+        return crew is None or crew.stop(is_orderly=False)
+
+    def _collect(
+        self, give: Callable[[int], bytes | None], name: str, *, is_together: bool
+    ) -> dict[int, list[Answer]]:
+        """Give each replica calls until nothing is left, and take the answers in."""
+        answers: dict[int, list[Answer]] = {}
+        failures: dict[int, Failure] = {}
+        busy: set[int] = set()
+        limit_s = limit_of(self._deadline_s)
+        if limit_s == 0:
+            raise CollectiveTimeoutError(f"{name} wasn't begun: the block's deadline is over")
+        limit = None if limit_s is None else time.monotonic() + limit_s
+        crew = self._ready(limit)
+        ending: Ending | None = None
+
+        def go_on(rank: int) -> None:
+            body = None if failures else give(rank)
+            if body is None:
+                busy.discard(rank)
+            else:
+                busy.add(rank)
+                crew.send(rank, body, limit)
+
+        try:
+            for rank in range(self._size):
+                go_on(rank)
+            while busy:
+                heard = crew.hear(busy, _sooner(limit, ending.at if ending else None))
+                if heard is None:
+                    if ending is None:
+                        self._give_up(busy, name, limit_s)
+                    if _is_past(limit) or ending.is_over(busy):
+                        break
+                    continue
+                rank, answer = heard
+                if answer[0] == channel.RESULT:
+                    answers.setdefault(rank, []).append(answer)
+                else:
+                    ending = ending or Ending(crew, is_together)
+                    failures[rank] = pickle.loads(answer[1])
+                    if answer[0] == BROKEN:
+                        ending.hurry()
+                go_on(rank)
+        except BaseException as error:  # Ctrl-C, or a replica that died: nothing is left half done
+            self._drop()
+            if isinstance(error, KeyboardInterrupt):
+                say_instead(error, interrupted("the call of a pool"))
+            raise
+        if failures:
+            if busy or (ending and ending.is_broken):
+                self._drop()
+            first = min(failures, key=lambda rank: failures[rank].is_secondary)
+            raise raised(first, self._size, failures[first])
+        return answers
+
+    def _give_up(self, busy: Iterable[int], name: str, limit_s: float | None) -> NoReturn:
+        late = sorted(busy)
+        is_over = self._drop()
+        spent_s = round(limit_s or 0, 2)
+        what = "ended" if is_over else "told to end, which they haven't yet"
+        raise CollectiveTimeoutError(
+            f"{name} wasn't done on ranks {late} of {self._size} after {spent_s:g} s: "
+            f"their replicas are {what}; the next call makes new ones"
+        )
+
+
+def _check_host(options: Mapping[str, Any]) -> None:
+    """Refuse what would put replicas on other hosts, which the pool's own socket doesn't reach."""
+    found = {name: options[name] for name in ("nnodes", "hosts") if options.get(name) is not None}
+    if found.get("nnodes") == 1:
+        del found["nnodes"]
+    if options.get("launcher") in SEATS_NODES:
+        found["launcher"] = options["launcher"]
+    for name, value in found.items():
+        raise ArgumentError(
+            f"{name}={value!r}: all replicas of a pool are on this host; leave {name} out, or run "
+            "a function on several hosts with spawn()"
+        )
+
+
+def _sooner(one: float | None, other: float | None) -> float | None:
+    return min((at for at in (one, other) if at is not None), default=None)
+
+
+def _is_past(limit: float | None) -> bool:
+    return limit is not None and time.monotonic() >= limit
+
+
+def _name(fn: Any) -> str:
+    return str(getattr(fn, "__qualname__", fn))
+
+
+def _pickled(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], takes_rank: bool) -> bytes:
+    if not callable(fn):
+        raise ArgumentError(f"fn should be callable: {fn!r}")
+    return pickle_for_worker((fn, args, kwargs, takes_rank), with_main=False)

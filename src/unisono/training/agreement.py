@@ -1,0 +1,346 @@
+"""Lists of tensors that must be alike on every rank, and memory that comes several times in one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from unisono.collectives.call import swap
+from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
+from unisono.model.contract import ComputationModel
+from unisono.payload.codec import decode, encode, failure, is_dense, raise_failures
+from unisono.topology import Group
+
+__all__ = (
+    "OVERLAPS",
+    "Described",
+    "Listed",
+    "agree",
+    "aliases",
+    "as_tensors",
+    "is_sharded",
+    "listed",
+)
+
+OVERLAPS = -1
+"""What stands for a tensor that shares a part of its memory with another, or with itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """From which byte of the device's memory to which a tensor reaches."""
+
+    place: int
+    tensor: Tensor
+    device: str
+    start: int
+    end: int
+
+    @property
+    def is_dense(self) -> bool:
+        return self.end - self.start == self.tensor.nbytes
+
+
+def aliases(names: Sequence[object], tensors: Sequence[Tensor | None]) -> list[int]:
+    """Tell for each tensor which one of the list its memory belongs to.
+
+    Local.
+
+    Args:
+        names: whose tensors they are: where an object comes twice, its tensor does.
+        tensors: dense ones, or None where there is nothing to look at.
+
+    Returns:
+        For each its own place, or that of the tensor whose memory has all of it, or `OVERLAPS`.
+    """
+    known: dict[int, int] = {}
+    owners = [known.setdefault(id(name), place) for place, name in enumerate(names)]
+    extents = []
+    for place, tensor in enumerate(tensors):
+        if tensor is not None and owners[place] == place and tensor.numel():
+            extent = _extent(place, tensor)
+            if extent is None:
+                owners[place] = OVERLAPS
+            elif extent.start:  # what has no address is known by its identity alone
+                extents.append(extent)
+    for cluster in _clusters(extents):
+        _share(cluster, owners)
+    return [owner if owner == OVERLAPS else owners[owner] for owner in owners]
+
+
+def _extent(place: int, tensor: Tensor) -> _Extent | None:
+    """Give where a tensor lies, None if one of its elements is there more than once. Local."""
+    steps = list(zip(tensor.shape, tensor.stride(), strict=True))
+    if any(stride == 0 and size > 1 for size, stride in steps):
+        return None
+    last = sum((size - 1) * stride for size, stride in steps)
+    start = tensor.data_ptr()
+    end = start + (last + 1) * tensor.itemsize
+    if end - start < tensor.nbytes:
+        return None
+    return _Extent(place, tensor, str(tensor.device), start, end)
+
+
+def _clusters(extents: list[_Extent]) -> Iterator[list[_Extent]]:
+    """Yield the extents that reach into each other, where these are several. Local."""
+    extents.sort(key=lambda each: (each.device, each.start, -each.end, each.place))
+    cluster: list[_Extent] = []
+    end = 0
+    for each in extents:
+        if cluster and (each.device != cluster[0].device or each.start >= end):
+            if len(cluster) > 1:
+                yield cluster
+            cluster = []
+        end = max(end, each.end) if cluster else each.end
+        cluster.append(each)
+    if len(cluster) > 1:
+        yield cluster
+
+
+def _share(cluster: list[_Extent], owners: list[int]) -> None:
+    """Note which of the extents of a cluster belong to which. Local."""
+    first = cluster[0]
+    is_covered = all(each.end <= first.end for each in cluster)
+    if is_covered and first.is_dense and len({each.tensor.dtype for each in cluster}) == 1:
+        for each in cluster[1:]:
+            owners[each.place] = first.place
+        return
+    _share_by_elements(cluster, owners)
+
+
+def _share_by_elements(cluster: list[_Extent], owners: list[int]) -> None:
+    """Do as `_share` where only the elements tell: columns of a matrix, diagonals. Local."""
+    unit = min(each.tensor.itemsize for each in cluster)
+    start = cluster[0].start
+    marks = torch.full(((max(each.end for each in cluster) - start) // unit,), -1)
+    for each in sorted(cluster, key=lambda each: (-each.tensor.nbytes, each.place)):
+        width = each.tensor.itemsize // unit
+        mine = marks.as_strided(
+            (*each.tensor.shape, width),
+            (*(stride * width for stride in each.tensor.stride()), 1),
+            (each.start - start) // unit,
+        )
+        there = torch.unique(mine).tolist()
+        if there == [-1]:
+            mine.fill_(each.place)
+        elif len(there) == 1 and _is_part(each, cluster, there[0]):
+            owners[each.place] = there[0]
+        else:
+            owners[each.place] = OVERLAPS
+
+
+def _is_part(extent: _Extent, cluster: list[_Extent], owner: int) -> bool:
+    whole = next(each for each in cluster if each.place == owner)
+    is_aligned = (extent.start - whole.start) % extent.tensor.itemsize == 0
+    return is_aligned and extent.tensor.dtype is whole.tensor.dtype
+
+
+_NONE = b"n"
+_SPARSE, _SHARDED, _FOREIGN, _OVERLAPPING = b"s", b"h", b"f", b"v"
+_REFUSED = {
+    _SPARSE: ("is sparse", "use sparse=False, or make it dense with to_dense()"),
+    _SHARDED: (
+        "is sharded, a DTensor",
+        "each rank has a part of it; give its to_local() or full_tensor(). Under fully_shard "
+        "backward averages the gradients itself",
+    ),
+    _FOREIGN: ("has no memory of its own", "give a plain tensor"),
+    _OVERLAPPING: (
+        "shares a part of its memory with another one of the list, or with itself",
+        "leave one of them out, or give a clone()",
+    ),
+}
+_LAYOUTS = (
+    (b"c", torch.contiguous_format),
+    (b"l", torch.channels_last),
+    (b"d", torch.channels_last_3d),
+)
+_OTHER = b"o"
+_LIST = b"l"
+_DIGEST_BYTES = 16
+_START = len(_LIST) + _DIGEST_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What `agree` found out.
+
+    Args:
+        present: for each tensor whether some rank has it.
+        layouts: for each tensor its memory format where all ranks have it in the same one, so that
+            its memory may be reduced as it lies; else None.
+        alone: for each tensor whether its memory is its own, and not that of another in the list,
+            which has all of it.
+    """
+
+    present: list[bool]
+    layouts: list[torch.memory_format | None]
+    alone: list[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """What this rank gives to `agree`.
+
+    Args:
+        likes: what the tensors look like.
+        tensors: the tensors themselves, None where this rank has none, such as no gradient.
+        error: why there is no list: this rank was given something else.
+    """
+
+    likes: Sequence[Tensor]
+    tensors: Sequence[Tensor | None]
+    error: ArgumentError | None = None
+
+
+def listed(params: object, *, of_grads: bool = False) -> Listed:
+    """List the tensors of `params`, or the gradients of those that have any. Local."""
+    try:
+        likes = as_tensors(params)
+    except ArgumentError as error:
+        return Listed([], [], error)
+    except Exception as error:  # the user's own iterable may raise anything
+        text = f"it can't be listed: {type(error).__name__}: {error}"
+        return Listed([], [], ArgumentError(text))
+    return Listed(likes, [_gradient(item) for item in likes] if of_grads else likes)
+
+
+def _gradient(tensor: Tensor) -> Tensor | None:
+    return tensor.grad if tensor.requires_grad else None
+
+
+def is_sharded(value: object) -> bool:
+    """Tell whether a value is a DTensor, of which each rank has a part. Local."""
+    return isinstance(value, Tensor) and hasattr(value, "device_mesh")
+
+
+def as_tensors(params: object) -> list[Tensor]:
+    """List the tensors of a module's parameters, a tensor, a dict or any iterable.
+
+    Local.
+
+    Raises:
+        ArgumentError: it is no such thing.
+    """
+    if isinstance(params, nn.Module):
+        return list(params.parameters())
+    if isinstance(params, Tensor):
+        return [params]
+    values = params.values() if isinstance(params, dict) else params
+    if not isinstance(values, Iterable):
+        raise ArgumentError(
+            f"a module or an iterable of tensors is needed, not a {type(params).__qualname__}"
+        )
+    tensors = list(values)
+    wrong = [i for i, item in enumerate(tensors) if not isinstance(item, Tensor)]
+    if wrong:
+        kind = type(tensors[wrong[0]]).__qualname__
+        raise ArgumentError(f"item {wrong[0]} is a {kind}: give tensors alone")
+    return tensors
+
+
+def _layout(tensor: Tensor) -> bytes:
+    for code, layout in _LAYOUTS:
+        rank = {b"c": None, b"l": 4, b"d": 5}[code]
+        if rank in (None, tensor.dim()) and tensor.is_contiguous(memory_format=layout):
+            return code
+    return _OTHER
+
+
+def _state(tensor: Tensor | None, owner: int) -> bytes:
+    if tensor is None:
+        return _NONE
+    if is_sharded(tensor):
+        return _SHARDED
+    if not is_dense(tensor):
+        return _SPARSE if tensor.layout is not torch.strided else _FOREIGN
+    return _OVERLAPPING if owner == OVERLAPS else _layout(tensor)
+
+
+def _line(place: int, like: Tensor, owner: int) -> str:
+    text = f"{like.dtype}{'[nested]' if like.is_nested else list(like.shape)}"
+    return text if owner in (place, OVERLAPS) else f"{text}, the memory of tensor {owner}"
+
+
+def agree(
+    model: ComputationModel,
+    call: str,
+    found: Listed,
+    group: Group | None = None,
+) -> Described:
+    """See that every rank has the same list, and which of its tensors are there.
+
+    Collective over `group`: one exchange, and another one where the lists differ.
+
+    Args:
+        model: the active model.
+        call: what is done, with all that must agree between ranks: ``"broadcast_params from 0"``.
+        found: the tensors of this rank, or why it has none.
+        group: the ranks that take part.
+
+    Returns:
+        What can be done with them.
+
+    Raises:
+        ArgumentError: this rank has something that is no tensor.
+        CollectiveMismatchError: the calls or the lists differ; names the first difference by rank
+            (on every rank).
+        PayloadError: a tensor can't be worked on in place somewhere, or another rank has something
+            that is no tensor; names it by rank (on every rank).
+    """
+    owners = aliases(found.likes, [item if is_dense(item) else None for item in found.tensors])
+    lines = [_line(i, *each) for i, each in enumerate(zip(found.likes, owners, strict=True))]
+    states = b"".join(map(_state, found.tensors, owners))
+    blob = _LIST + _digest(lines) + states if found.error is None else failure(str(found.error))
+    frames = swap(model, call, blob, group)
+    if found.error is not None:
+        raise found.error
+    ranks = list(model.members(group))
+    raise_failures(frames, ranks, call)
+    if any(frame[:_START] != blob[:_START] for frame in frames):
+        blobs = swap(model, f"{call}: the lists differ", encode(lines), group)
+        said = [decode(blob, model.device) for blob in blobs]
+        raise CollectiveMismatchError(_difference(call, said, ranks))
+    columns = list(zip(*(frame[_START:] for frame in frames), strict=True))
+    for place, column in enumerate(columns):
+        _check(column, f"tensor {place} of {len(lines)} ({lines[place]})", call, ranks)
+    table = {code[0]: layout for code, layout in _LAYOUTS}
+    return Described(
+        [any(code != _NONE[0] for code in column) for column in columns],
+        [table.get(column[0]) if len(set(column)) == 1 else None for column in columns],
+        [owner == place for place, owner in enumerate(owners)],
+    )
+
+
+def _digest(lines: list[str]) -> bytes:
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=_DIGEST_BYTES).digest()
+
+
+def _check(column: Sequence[int], name: str, call: str, ranks: Sequence[int]) -> None:
+    """Refuse a tensor that some rank can't work on in place. Local."""
+    for code, (kind, remedy) in _REFUSED.items():
+        if code[0] in column:
+            where = [rank for rank, other in zip(ranks, column, strict=True) if other == code[0]]
+            raise PayloadError(
+                f"{call} takes dense tensors, but {name} {kind} on ranks {where}: {remedy}"
+            )
+
+
+def _difference(call: str, lists: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
+    longest = max(len(lines) for lines in lists)
+    place = next(
+        i for i in range(longest + 1) if len({tuple(lines[i : i + 1]) for lines in lists}) > 1
+    )
+    said = [
+        f"rank {rank} has {lines[place] if place < len(lines) else 'nothing'} there "
+        f"({len(lines)} in all)"
+        for rank, lines in zip(ranks, lists, strict=True)
+    ]
+    return (
+        f"{call}: the lists differ between ranks from tensor {place} on: {'; '.join(said)}: give "
+        "every rank the same tensors in the same order"
+    )

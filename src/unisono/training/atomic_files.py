@@ -1,0 +1,183 @@
+"""Files that are whole or not there: renamed when they are on the disk, checked when read."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import stat
+import time
+import uuid
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from unisono.control.rendezvous import host_of_this_process
+from unisono.errors import PayloadError
+
+__all__ = ("check_archive", "write_whole")
+
+_DAY_S = 24 * 60 * 60.0
+
+
+class _Recorded:
+    """A file that remembers why it couldn't be written, which torch's writer forgets."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write as the file does. Local."""
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        """Do nothing: the file is flushed at the end. Local."""
+
+
+def write_whole(target: Path, write: Callable[[Any], object]) -> None:
+    """Let `write` fill a file, bring it to the disk, and only then give it its name. Local.
+
+    A symbolic link stays one, and what it leads to is written; an old file's mode stays. What
+    writers of the same file left when they were killed is removed.
+
+    Raises:
+        OSError: it couldn't be written; `target` is as it was.
+        Exception: what `write` raised, where that isn't why.
+    """
+    target = Path(os.path.realpath(target))
+    old = target.stat() if target.exists() else None
+    if old is not None and not stat.S_ISREG(old.st_mode):
+        raise OSError(f"{target} is no regular file")
+    prefix = f".{target.name}.{_own_mark()}"
+    part = target.with_name(f"{prefix}{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        with open(part, "xb", opener=_opener(old)) as file:
+            _lock(file.fileno())
+            _remove_leftovers(target, prefix, part)
+            _fill(file, write, target)
+            if old is not None:
+                _keep_mode(file.fileno(), old)
+        part.replace(target)
+    except BaseException:  # Ctrl-C too: no half of a file is left
+        part.unlink(missing_ok=True)
+        raise
+    _sync_folder(target.parent)
+
+
+def _fill(file: IO[bytes], write: Callable[[Any], object], target: Path) -> None:
+    recorded = _Recorded(file)
+    try:
+        write(recorded)
+        file.flush()
+        os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(target)) from error
+    except Exception as error:
+        cause = recorded.error
+        if cause is None:
+            raise
+        raise OSError(cause.errno, cause.strerror, str(target)) from error
+
+
+def _opener(old: os.stat_result | None) -> Callable[[str, int], int] | None:
+    """Let nobody read the new file who may not read the old one. Local."""
+    if old is None:
+        return None
+    mode = stat.S_IMODE(old.st_mode) & 0o600
+    return lambda path, flags: os.open(path, flags, mode | stat.S_IWUSR)
+
+
+def _keep_mode(number: int, old: os.stat_result) -> None:
+    if os.name != "posix":
+        return
+    with suppress(PermissionError):  # who isn't root may give it to no other user
+        os.fchown(number, old.st_uid, old.st_gid)
+    os.fchmod(number, stat.S_IMODE(old.st_mode))
+
+
+def _own_mark() -> str:
+    """Name this host in few letters: locks tell of its processes alone. Local."""
+    host = host_of_this_process().split()[0]
+    return hashlib.blake2b(host.encode(), digest_size=4).hexdigest()
+
+
+def _lock(number: int) -> bool:
+    """Lock a file as long as it is open, if nobody else has and its file system can. Local."""
+    if os.name != "posix":
+        return False
+    fcntl: Any = importlib.import_module("fcntl")
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _remove_leftovers(target: Path, prefix: str, own: Path) -> None:
+    """Remove what killed writers of `target` left. Local.
+
+    Of this host those that nobody has locked, for a writer's lock goes with it; of others what is
+    a day old.
+    """
+    names: list[str] = []
+    with suppress(OSError):  # a folder may be writable and not readable
+        names = [name for name in os.listdir(target.parent) if name.endswith(".tmp")]
+    for name in names:
+        is_one = name.startswith(f".{target.name}.") and name.count(".") == own.name.count(".")
+        if not is_one or name == own.name:
+            continue
+        with suppress(OSError):  # another writer was faster, or it is another user's
+            path = target.with_name(name)
+            is_old = time.time() - path.stat().st_mtime > _DAY_S
+            if is_old or (name.startswith(prefix) and _is_left(path)):
+                path.unlink()
+
+
+def _is_left(path: Path) -> bool:
+    number = os.open(path, os.O_RDWR)
+    try:
+        # One that is just being made isn't locked yet, and has nothing in it.
+        return os.fstat(number).st_size > 0 and _lock(number)
+    finally:
+        os.close(number)
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name != "posix":  # others can't open a folder
+        return
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def check_archive(file: IO[bytes], name: str) -> None:
+    """See that an archive of torch is as it was written, by its checksums; leave others. Local.
+
+    Args:
+        file: at its start, where it is again afterwards.
+        name: for messages.
+
+    Raises:
+        PayloadError: it is damaged.
+    """
+    is_archive = file.read(4) == b"PK\3\4"
+    file.seek(0)
+    if not is_archive:
+        return
+    try:
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+    except Exception as error:  # zipfile raises a dozen kinds on damaged headers
+        raise PayloadError(f"{name} is damaged: {error}") from error
+    if damaged is not None:
+        raise PayloadError(f"{name} is damaged: the checksum of {damaged} in it is another")
+    file.seek(0)

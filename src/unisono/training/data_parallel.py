@@ -1,0 +1,364 @@
+"""Modules that train data-parallel on any model that has an all_reduce."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from unisono.collectives.call import swap
+from unisono.collectives.reductions import all_reduce_
+from unisono.context import communicator, current_model
+from unisono.errors import (
+    ArgumentError,
+    CollectiveError,
+    ContextError,
+    PayloadError,
+    UnsupportedOperation,
+)
+from unisono.model.handle import Handle
+from unisono.training.averaging import broadcast_params
+from unisono.training.buckets import MEGABYTE, buckets
+
+__all__ = ("Averager", "Replicated", "owners")
+
+
+class _Bucket:
+    """Gradients that travel together, and behind them how many ranks have each.
+
+    The counts make it right, without another collective, that a parameter has a gradient on some
+    ranks only: it counts as zero on the others; and that one which has none anywhere keeps none.
+
+    Args:
+        parameters: whose gradients travel.
+        notes: how many further counts travel behind them.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], notes: int) -> None:
+        first = parameters[0]
+        self.parameters = parameters
+        sizes = [*(p.numel() for p in parameters), len(parameters), notes]
+        self.flat = torch.zeros(
+            sum(sizes), dtype=first.dtype, device=first.device, requires_grad=False
+        )
+        *parts, self.counts, self.notes = torch.split(self.flat, sizes)
+        self.parts = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+        self.handle: Handle[Tensor] | None = None
+
+    def start(self, touched: set[int], size: int, notes: Sequence[bool] = ()) -> None:
+        """Copy the gradients together and start their sum. Collective over all ranks."""
+        has = [id(p) in touched and p.grad is not None for p in self.parameters]
+        for parameter, part, is_there in zip(self.parameters, self.parts, has, strict=True):
+            if is_there and parameter.grad is not None:
+                torch.div(parameter.grad, size, out=part)
+            else:
+                part.zero_()
+        self.counts.copy_(torch.tensor(has))
+        if self.notes.numel():
+            self.notes.copy_(torch.tensor(notes))
+        self.handle = all_reduce_(self.flat, "SUM", async_op=True)
+
+    def wait(self) -> None:
+        """Wait for the sum, which `start` began. Local."""
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            handle.wait()
+
+    def copy_back(self, touched: set[int]) -> None:
+        """Give the parameters their gradients. Local."""
+        counts: list[Any] | None = None
+        for i, (parameter, part) in enumerate(zip(self.parameters, self.parts, strict=True)):
+            if id(parameter) in touched and parameter.grad is not None:
+                parameter.grad.copy_(part)
+                continue
+            counts = self.counts.tolist() if counts is None else counts
+            if counts[i]:
+                parameter.grad = torch.empty_like(parameter).copy_(part)
+
+
+class Averager:
+    """What averages the gradients of a module in one context.
+
+    Collective at creation in that every rank makes one, with the same parameters.
+
+    A bucket leaves when each of its parameters has a gradient, but for the last one, which leaves
+    at the end of backward. By then it is known which parameters had another gradient after their
+    bucket had left, as under reentrant checkpointing; the last bucket carries how many ranks have
+    seen that of each bucket, and such a bucket travels again.
+
+    Args:
+        module: whose parameters that require grad are averaged.
+        bucket_bytes: size of a bucket.
+    """
+
+    def __init__(self, module: nn.Module, bucket_bytes: int) -> None:
+        model = current_model()
+        self._context_id = model.context_id
+        self._size = model.topology.world_size
+        # Backward reaches the last ones first.
+        parameters = [p for p in module.parameters() if p.requires_grad][::-1]
+        self.parameter_ids = {id(parameter) for parameter in parameters}
+        runs = list(buckets(parameters, bucket_bytes))
+        notes = [0] * (len(runs) - 1) + [len(runs)]
+        self._buckets = [_Bucket(run, count) for run, count in zip(runs, notes, strict=False)]
+        self._place = {id(p): i for i, run in enumerate(runs) for p in run}
+        self._sizes = [len(run) for run in runs]
+        self._hooks = _hook(self, parameters)
+        self.release = weakref.finalize(self, _remove, self._hooks)
+        self.release.atexit = False
+        self.is_syncing = True
+        self._touched: set[int] = set()  # since the last sum, also while not syncing
+        self._fired: set[int] = set()  # in this backward
+        self._late: set[int] = set()  # buckets of this backward that left too early
+        self._is_running = False
+        self._missing: list[int] = []
+        self._next = 0
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the active context is the one that this averages in. Local."""
+        return current_model().context_id == self._context_id
+
+    def check_context(self) -> None:
+        """Refuse to go on in another context than the one of the start. Local."""
+        if not self.is_current:
+            raise ContextError(
+                "this model was wrapped in another context than the active "
+                f"{current_model().name} one: call auto_model again after initialize"
+            )
+
+    def reset(self) -> None:
+        """Forget a backward that failed half way. Local, but for the buckets that have left."""
+        if self._is_running:
+            for bucket in self._buckets:
+                with suppress(CollectiveError):
+                    bucket.wait()
+        self._is_running = False
+
+    def on_gradient(self, key: int, parameter: Tensor) -> None:
+        """Note a gradient, and let its bucket leave if that is complete.
+
+        Collective over all ranks, in the context of the start; else local.
+        """
+        if not self.is_current:
+            return
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise PayloadError(
+                f"a gradient of shape {list(parameter.shape)} is sparse, and gradients are "
+                "averaged dense: use sparse=False"
+            )
+        self._touched.add(key)
+        if not self.is_syncing:
+            return
+        if not self._is_running:
+            self._begin()
+        place = self._place[key]
+        if key not in self._fired:
+            self._fired.add(key)
+            self._missing[place] -= 1
+        elif place < self._next:
+            self._late.add(place)
+        with torch.no_grad():
+            while self._next < len(self._buckets) - 1 and self._missing[self._next] == 0:
+                self._start_next()
+
+    def _begin(self) -> None:
+        self._is_running = True
+        self._next = 0
+        self._fired.clear()
+        self._late.clear()
+        self._missing = list(self._sizes)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _start_next(self) -> None:
+        bucket = self._buckets[self._next]
+        late = [place in self._late for place in range(bucket.notes.numel())]
+        bucket.start(self._touched, self._size, late)
+        self._next += 1
+
+    def _end(self) -> None:
+        if self._is_running:
+            self._finish(is_shadow=False)
+
+    def _finish(self, is_shadow: bool) -> None:
+        with torch.no_grad():
+            while self._next < len(self._buckets):
+                self._start_next()
+            for bucket in self._buckets:
+                bucket.wait()
+            again = self._buckets[-1].notes.tolist() if len(self._buckets) > 1 else []
+            for bucket, count in zip(self._buckets, again, strict=False):
+                if count:
+                    bucket.start(self._touched, self._size)
+                    bucket.wait()
+            for bucket in [] if is_shadow else self._buckets:
+                bucket.copy_back(self._touched)
+        self._is_running = False
+        self._touched.clear()
+
+    def shadow(self) -> None:
+        """Take part in the others' backward with no gradients. Collective over all ranks."""
+        self._touched.clear()
+        self._late.clear()
+        self._next = 0
+        self._finish(is_shadow=True)
+
+
+def _hook(averager: Averager, parameters: Sequence[Tensor]) -> list[RemovableHandle]:
+    """Let the parameters tell of their gradients, without keeping the averager alive. Local."""
+    known = weakref.ref(averager)
+
+    def on_gradient(parameter: Tensor) -> None:
+        found = known()
+        if found is not None:
+            found.on_gradient(id(parameter), parameter)
+
+    return [
+        parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+        for parameter in parameters
+    ]
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    while hooks:
+        hooks.pop().remove()
+
+
+_JOIN = "a step of join"
+_SYNCS, _ACCUMULATES, _HAS_ENDED = b"s", b"a", b"e"
+# DistributedDataParallel's, which are always so here, or make no difference.
+_NEEDLESS = frozenset(
+    {"find_unused_parameters", "gradient_as_bucket_view", "static_graph", "check_reduction"}
+)
+_alive: weakref.WeakSet[Replicated] = weakref.WeakSet()
+
+
+class Replicated(nn.Module):
+    """What `auto_model` makes where a model's library has no wrapper of its own.
+
+    Collective at creation, over all ranks: parameters and buffers become those of rank 0. Gradients
+    have the mean of all ranks when backward returns; each bucket of them travels as soon as it is
+    complete, while backward goes on. Each backward must reach some parameter on every rank.
+
+    Args:
+        module: the module; stays reachable as ``.module``.
+        bucket_cap_mb: MiB of gradients that travel together.
+        broadcast_buffers: whether buffers become those of rank 0 before each forward in training.
+        options: those of ``DistributedDataParallel`` that are needless here.
+
+    Raises:
+        CollectiveMismatchError: the modules differ between ranks; names where (on every rank).
+        PayloadError: an embedding has sparse gradients.
+        UnsupportedOperation: an option of ``DistributedDataParallel`` that this doesn't have.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        bucket_cap_mb: float | None = None,
+        broadcast_buffers: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        foreign = sorted(set(options) - _NEEDLESS)
+        if foreign:
+            raise UnsupportedOperation(
+                communicator().name, f"option {', '.join(foreign)} of auto_model", "leave it out"
+            )
+        size_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
+        if not size_mb > 0:
+            raise ArgumentError(f"bucket_cap_mb={bucket_cap_mb!r} should be over 0")
+        sparse = [name for name, part in module.named_modules() if getattr(part, "sparse", False)]
+        if sparse:
+            raise PayloadError(
+                f"{', '.join(sparse)} has sparse gradients, which are averaged dense: "
+                "use sparse=False"
+            )
+        broadcast_params(module)
+        self.module = module
+        self.broadcast_buffers = broadcast_buffers
+        self._averager = Averager(module, int(size_mb * MEGABYTE))
+        self._is_joining = False
+        self._leader = 0
+        _alive.add(self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module. Collective over all ranks in training, where it has buffers."""
+        if torch.is_grad_enabled() and self.training:
+            self._averager.check_context()
+            self._averager.reset()
+            src = 0
+            if self._is_joining:
+                word = _SYNCS if self._averager.is_syncing else _ACCUMULATES
+                src = self._first_active(swap(communicator(), _JOIN, word, None))
+            if self._averager.is_syncing:
+                self._broadcast_buffers(src)
+        return self.module(*args, **kwargs)
+
+    def _first_active(self, said: list[bytes]) -> int:
+        """Note which rank is the first that goes on, whose values all have in the end. Local."""
+        self._leader = next(rank for rank, word in enumerate(said) if word != _HAS_ENDED)
+        return self._leader
+
+    def _broadcast_buffers(self, src: int) -> None:
+        buffers = list(self.module.buffers()) if self.broadcast_buffers else []
+        if buffers:
+            broadcast_params(buffers, src)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients of this rank add up, for the first backward outside to average.
+
+        Local.
+        """
+        before = self._averager.is_syncing
+        self._averager.is_syncing = False
+        try:
+            yield
+        finally:
+            self._averager.is_syncing = before
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Let ranks have different numbers of batches: who ends first goes along with zeros.
+
+        Collective over all ranks, which enter and leave together. Each forward within is followed
+        by its backward. At the end all have the parameters and buffers of the rank that went on
+        longest. Layers with collectives of their own, such as synchronised batch norm, don't fit.
+        """
+        self._is_joining = True
+        try:
+            yield
+        finally:
+            self._is_joining = False
+        while True:
+            said = swap(communicator(), _JOIN, _HAS_ENDED, None)
+            if all(word == _HAS_ENDED for word in said):
+                break
+            src = self._first_active(said)
+            if said[src] == _SYNCS:
+                self._broadcast_buffers(src)
+                self._averager.shadow()
+        broadcast_params(self.module, self._leader)
+
+    def release(self) -> None:
+        """Stop averaging gradients: an optimizer does instead. Local."""
+        self._averager.release()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise ArgumentError(
+            "a model that auto_model wrapped belongs to its context and can't be copied or "
+            "pickled: use its .module"
+        )
+
+
+def owners(parameters: Iterable[nn.Parameter]) -> list[Replicated]:
+    """List the wrappers of the active context that average one of these parameters. Local."""
+    keys = {id(parameter) for parameter in parameters}
+    averagers = [(each, each._averager) for each in list(_alive)]
+    return [each for each, it in averagers if it.parameter_ids & keys and it.is_current]

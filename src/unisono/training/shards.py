@@ -1,0 +1,169 @@
+"""Sharded checkpoints read without running what they say, and without a word between the ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+
+from unisono.errors import PayloadError
+from unisono.training.atomic_files import check_archive, write_whole
+
+__all__ = ("CheckpointException", "flat", "load", "metadata_of", "save", "seal")
+
+_Unpickler: Any = vars(pickle)["_Unpickler"]
+_METADATA = ".metadata"
+_SEAL = "metadata.sha256"
+_CLASSES: dict[tuple[str, str], Any] = {
+    (item.__module__, item.__qualname__): item
+    for item in (
+        metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata.StorageMeta,
+        metadata.TensorProperties,
+        metadata.TensorStorageMetadata,
+        metadata._MEM_FORMAT_ENCODING,
+        filesystem._StorageInfo,
+        filesystem._StoragePrefix,
+    )
+}
+_PATHS = frozenset({"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"})
+
+
+def save(state: dict[str, Any], folder: Path) -> None:
+    """Write a shard each. Collective over all ranks of torch's default group."""
+    save_shards(state, checkpoint_id=str(folder))
+
+
+def seal(folder: Path) -> None:
+    """Note the checksum of what says where the shards are. Local."""
+    digest = hashlib.sha256((folder / _METADATA).read_bytes()).hexdigest().encode()
+    write_whole(folder / _SEAL, lambda file: file.write(digest))
+
+
+def flat(state: dict[str, Any]) -> dict[str, Any]:
+    """Give a state dict the keys that its shards have. Local."""
+    made: dict[str, Any] = flatten_state_dict(state)[0]
+    return made
+
+
+def metadata_of(folder: Path, weights_only: bool) -> metadata.Metadata:
+    """Read what says where the shards are.
+
+    Local.
+
+    Raises:
+        PayloadError: it is damaged, or has more than weights.
+    """
+    data = (folder / _METADATA).read_bytes()
+    sealed = folder / _SEAL
+    if sealed.exists() and hashlib.sha256(data).hexdigest().encode() != sealed.read_bytes():
+        raise PayloadError(f"{folder / _METADATA} is damaged: its checksum is another")
+    kind: Any = _MetadataUnpickler if weights_only else pickle.Unpickler
+    found = kind(io.BytesIO(data)).load()
+    if not isinstance(found, metadata.Metadata):
+        raise PayloadError(f"{folder / _METADATA} has a {type(found).__qualname__} and no metadata")
+    return found
+
+
+def load(into: dict[str, Any], folder: Path, found: metadata.Metadata, weights_only: bool) -> None:
+    """Fill a state dict with this rank's part of it.
+
+    Local: each rank reads what it needs, so that nothing needs to be pickled between them.
+
+    Raises:
+        PayloadError: the checkpoint is damaged, or has more than weights.
+        CheckpointException: it doesn't fit `into`.
+    """
+    planner = _WeightsPlanner() if weights_only else DefaultLoadPlanner()
+    load_shards(into, storage_reader=_CheckingReader(folder, found), planner=planner, no_dist=True)
+
+
+class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
+    """Unpickles what torch's metadata consist of, and nothing else.
+
+    It is Python's own one in Python, where BUILD can be kept from changing classes.
+    """
+
+    dispatch = dict(_Unpickler.dispatch)
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Give what a name stands for, if it is one of the few. Local."""
+        found = _CLASSES.get((module, name))
+        if found is not None:
+            return found
+        if module.partition(".")[0] == "pathlib" and name in _PATHS:
+            return lambda *parts: Path(*parts)
+        found = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(found, torch.dtype) or found is torch.Size:
+            return found
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return _layout
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in the metadata of shards")
+
+    def load_build(self) -> None:
+        """Set the state of an object, which must be no class. Local."""
+        if isinstance(self.stack[-2], type):
+            raise pickle.UnpicklingError("a class can't be changed")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+def _layout(name: str) -> torch.layout:
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.layout):
+        raise pickle.UnpicklingError(f"{name} is no layout of a tensor")
+    return found
+
+
+class _CheckingReader(FileSystemReader):
+    """Reads shards whose checksums are right, as metadata that were read already say."""
+
+    def __init__(self, folder: Path, found: metadata.Metadata) -> None:
+        super().__init__(folder)
+        self._found = found
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        """Give the metadata. Local."""
+        if self._found.storage_meta is None:
+            self._found.storage_meta = metadata.StorageMeta()
+        self._found.storage_meta.load_id = self.load_id
+        return self._found
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        """Read what the plan says, once all of it has proved to be whole. Local."""
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            name = str(info.relative_path)
+            if os.path.basename(name) != name:
+                raise PayloadError(f"a shard can't be in another folder: {name!r}")
+            with open(Path(self.path) / name, "rb") as file:
+                file.seek(info.offset)
+                check_archive(io.BytesIO(file.read(max(info.length, 0))), f"shard {name}")
+        return super().read_data(plan, planner)
+
+
+class _WeightsPlanner(DefaultLoadPlanner):
+    """Takes tensors and plain values alone."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        """Take a value that is no tensor. Local."""
+        again = io.BytesIO()  # torch unpickles it without restriction
+        torch.save(torch.load(value, weights_only=True), again)
+        again.seek(0)
+        super().load_bytes(read_item, again)

@@ -1,0 +1,492 @@
+"""What training scripts say and measure over all ranks: print, progress, means, memory."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import io
+import logging
+import os
+import sys
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
+from typing import Any, TextIO, TypeVar, overload
+
+import torch
+from torch import Tensor
+from typing_extensions import TypedDict, Unpack
+
+from unisono.arguments import check_count
+from unisono.collectives.call import swap
+from unisono.collectives.reductions import all_reduce
+from unisono.collectives.value_types import (
+    Container,
+    Inexact,
+    InexactContainerT,
+    NumpyScalar,
+    Summed,
+    SummedContainerT,
+)
+from unisono.context import communicator, current_model
+from unisono.errors import PayloadError
+from unisono.launchers.job.output import tells_rank
+from unisono.model.reduction import FoldLike, OpLike, ReduceOp, parse_op
+from unisono.payload.codec import is_dense
+from unisono.payload.pytree import flatten, unflatten
+from unisono.topology import PREFIXED
+from unisono.training.agreement import is_sharded
+
+__all__ = (
+    "RankFilter",
+    "RankFormatter",
+    "get_current_memory_gb",
+    "get_device_memory_gb",
+    "print",
+    "progress",
+    "reduce_dict",
+    "reduce_mean",
+    "reduce_sum",
+)
+
+Meant = TypeVar("Meant", Tensor, float, complex, float | Tensor)
+_GIB = 2**30
+_HALF_BITS = 32
+_HALF = 2**_HALF_BITS - 1
+
+
+@overload
+def reduce_sum(value: Summed) -> Summed: ...
+
+
+@overload
+def reduce_sum(value: SummedContainerT) -> SummedContainerT: ...
+
+
+@overload
+def reduce_sum(value: NumpyScalar) -> float: ...
+
+
+@overload
+def reduce_sum(value: Container) -> Any: ...
+
+
+def reduce_sum(value: Any) -> Any:
+    """Add up a value of all ranks.
+
+    Collective over all ranks.
+
+    Args:
+        value: a number, a tensor on any device, or a container of these; it isn't changed.
+
+    Returns:
+        The sum, of the same type, dtype and device, on every rank; of bools their number, as an int
+        or an int64 tensor.
+
+    Raises:
+        PayloadError: it can't be reduced, or a sum of integers doesn't fit into their type (on
+            every rank).
+        CollectiveError: a peer failed or didn't come in time.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.reduce_sum(2)
+        2
+    """
+    return _reduced(value, ReduceOp.SUM)
+
+
+@overload
+def reduce_mean(value: Inexact, nprocs: int | None = None) -> Inexact: ...
+
+
+@overload
+def reduce_mean(value: InexactContainerT, nprocs: int | None = None) -> InexactContainerT: ...
+
+
+@overload
+def reduce_mean(value: NumpyScalar, nprocs: int | None = None) -> float: ...
+
+
+@overload
+def reduce_mean(value: Container, nprocs: int | None = None) -> Any: ...
+
+
+def reduce_mean(value: Any, nprocs: int | None = None) -> Any:
+    """Give the mean of a value of all ranks.
+
+    Collective over all ranks.
+
+    Args:
+        value: a number, a tensor on any device, or a container of these; it isn't changed.
+        nprocs: what the sum is divided by; None for the number of ranks.
+
+    Returns:
+        The mean on every rank; of integers and bools a float, or a float32 tensor.
+
+    Raises:
+        ArgumentError: `nprocs` is no int of at least 1.
+        PayloadError: it can't be reduced (on every rank).
+        CollectiveError: a peer failed or didn't come in time.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.reduce_mean(3)
+        3.0
+    """
+    if nprocs is not None:
+        check_count("nprocs", nprocs)
+    mean = _reduced(value, ReduceOp.AVERAGE)
+    size = current_model().topology.world_size
+    if nprocs in (None, size):
+        return mean
+    leaves, _ = flatten(mean)
+    return unflatten(mean, [leaf * size / nprocs for leaf in leaves])
+
+
+@overload
+def reduce_dict(values: Mapping[str, Summed], op: FoldLike) -> dict[str, Summed]: ...
+
+
+@overload
+def reduce_dict(values: Mapping[str, Meant], op: OpLike = "mean") -> dict[str, Meant]: ...
+
+
+@overload
+def reduce_dict(values: Mapping[str, Any], op: OpLike = "mean") -> dict[str, Any]: ...
+
+
+def reduce_dict(values: Mapping[str, Any], op: OpLike = "mean") -> dict[str, Any]:
+    """Reduce a dict of numbers and tensors in one go, such as the losses of a step.
+
+    Collective over all ranks.
+
+    Args:
+        values: the same keys on every rank, in any order; tensors of the same shapes. A DTensor
+            counts as the whole that it is a part of.
+        op: as in `all_reduce`; sums and means are those of `reduce_sum` and `reduce_mean`.
+
+    Returns:
+        A new dict in the order of `values`, the same on every rank.
+
+    Raises:
+        CollectiveMismatchError: the keys differ between ranks (on every rank).
+        PayloadError: a value can't be reduced, or a sum of integers doesn't fit into their type (on
+            every rank).
+        CollectiveError: a peer failed or didn't come in time.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.reduce_dict({"loss": 0.5, "accuracy": 0.25})
+        {'loss': 0.5, 'accuracy': 0.25}
+    """
+    operation = parse_op(op)
+    reduced = _reduced({key: values[key] for key in sorted(values)}, operation)
+    return {key: reduced[key] for key in values}
+
+
+def _reduced(value: Any, op: ReduceOp) -> Any:
+    """Reduce a value; sums and means of integers and half floats in types that have room for them.
+
+    Collective over all ranks.
+    """
+    try:
+        leaves, paths = flatten(value)
+    except Exception:  # the value's own, which all_reduce tells every rank of
+        return all_reduce(value, op)
+    leaves = _whole(leaves, paths)
+    if op in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        try:
+            sent = [_widened(leaf, op) for leaf in leaves]
+        except Exception:  # as above
+            return all_reduce(value, op)
+        totals, _ = flatten(all_reduce(unflatten(value, sent), op))
+        leaves = [_narrowed(total, leaf, op) for total, leaf in zip(totals, leaves, strict=True)]
+        return unflatten(value, leaves)
+    return all_reduce(unflatten(value, leaves), op)
+
+
+def _whole(leaves: list[Any], paths: list[str]) -> list[Any]:
+    """Put together what is sharded, as the norm of gradients is under fully_shard.
+
+    Collective over all ranks if something is; all then have it at the same places.
+    """
+    places = [path for leaf, path in zip(leaves, paths, strict=True) if is_sharded(leaf)]
+    if not places:
+        return leaves
+    swap(communicator(), f"a reduction of DTensors at {', '.join(places)}", b"", None)
+    return [leaf.full_tensor() if is_sharded(leaf) else leaf for leaf in leaves]
+
+
+def _is_whole(value: Any) -> bool:
+    return is_dense(value) and not (value.is_floating_point() or value.is_complex())
+
+
+def _is_half(value: Any) -> bool:
+    return is_dense(value) and value.is_floating_point() and value.itemsize < torch.float32.itemsize
+
+
+def _widened(value: Any, op: ReduceOp) -> Any:
+    """Give what is sent instead of a value, for nothing to wrap or overflow. Local.
+
+    Sums of integers travel as halves of 32 bits, so that what doesn't fit is seen.
+    """
+    if type(value) is bool:
+        return int(value)
+    if _is_half(value):
+        return value.to(torch.float32)
+    if not _is_whole(value):
+        return value
+    if op is ReduceOp.AVERAGE:
+        return value.cpu().to(torch.float64)  # some accelerators have no float64
+    bits = value.view(torch.int64) if value.dtype is torch.uint64 else value.to(torch.int64)
+    high = bits >> _HALF_BITS
+    if value.dtype is torch.uint64:
+        high = high & _HALF
+    return torch.stack([high, bits & _HALF])
+
+
+def _narrowed(total: Any, like: Any, op: ReduceOp) -> Any:
+    """Give the result for a value like `like`. Local."""
+    if _is_half(like):
+        return total.to(like.dtype)
+    if not _is_whole(like):
+        return total
+    if op is ReduceOp.AVERAGE:
+        return total.to(torch.float32).to(like.device)
+    dtype = torch.int64 if like.dtype is torch.bool else like.dtype
+    high, low = total
+    high = high + (low >> _HALF_BITS)
+    least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    # Wrapped totals have another high half than the number that they stand for.
+    small = (high << _HALF_BITS) | (low & _HALF)
+    is_wrapped = (high < least >> _HALF_BITS) | (high > most >> _HALF_BITS)
+    if dtype is not torch.uint64:
+        is_wrapped |= (small < least) | (small > most)
+    if bool(is_wrapped.any()):
+        raise PayloadError(
+            f"a sum of {like.dtype}{list(like.shape)} over all ranks doesn't fit into {dtype}: "
+            "convert it to a wider type, or to a float"
+        )
+    return small.view(dtype) if dtype is torch.uint64 else small.to(dtype)
+
+
+def get_current_memory_gb() -> float:
+    """Tell how much memory of the host this process alone uses.
+
+    Local.
+
+    Returns:
+        GiB that would be free if it ended: its unique set size, or its resident set where the
+        system doesn't tell that.
+
+    Example:
+        >>> import unisono as idist
+        >>> 0 < idist.get_current_memory_gb() < 1000
+        True
+    """
+    psutil: Any = importlib.import_module("psutil")
+    process = psutil.Process()
+    try:
+        used = process.memory_full_info().uss
+    except (psutil.Error, AttributeError):
+        used = process.memory_info().rss
+    return float(used / _GIB)
+
+
+def get_device_memory_gb(peak: bool = False) -> float:
+    """Tell how much memory of this replica's device torch's tensors use.
+
+    Local.
+
+    Args:
+        peak: whether the most that was in use is meant.
+
+    Returns:
+        GiB; 0.0 on a CPU, and where this torch doesn't tell.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.get_device_memory_gb() >= 0
+        True
+    """
+    device = current_model().device
+    name = "max_memory_allocated" if peak else "memory_allocated"
+    # until torch 2.9 torch.accelerator doesn't have it, but the device's own module does
+    ask: Any = getattr(torch.accelerator, name, None)
+    ask = ask or getattr(getattr(torch, device.type, None), name, None)
+    if device.type == "cpu" or ask is None:
+        return 0.0
+    return float(ask(device) / _GIB)
+
+
+T = TypeVar("T")
+_BAR = 30
+_EVERY_S = 0.1
+
+
+class _PrintOptions(TypedDict, total=False):
+    sep: str | None
+    end: str | None
+    file: TextIO | None
+    flush: bool
+
+
+def print(*args: Any, all: bool = False, **kwargs: Unpack[_PrintOptions]) -> None:
+    """Print once on each node, or on every rank, saying which.
+
+    Local.
+
+    Args:
+        args: as the built-in's.
+        all: whether every rank prints; else the one with local rank 0 does.
+        kwargs: ``sep``, ``end``, ``file`` and ``flush``, as the built-in's. With several replicas
+            each line begins with ``[rank N]``, unless a pool or ``unisono run`` puts the rank
+            there, and leaves in one write.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.print("loss", 0.5, sep=": ")
+        loss: 0.5
+    """
+    given: dict[str, Any] = {**kwargs}
+    topology = current_model().topology
+    local_rank = topology.rank if topology.local_rank is None else topology.local_rank
+    if not all and local_rank != 0:
+        return
+    file = given.pop("file", None)
+    flush = given.pop("flush", False)
+    text = io.StringIO()
+    builtins.print(*args, file=text, **given)
+    out: TextIO | None = sys.stdout if file is None else file
+    if out is None:
+        return
+    is_passed_on = out in (sys.stdout, sys.stderr) and os.environ.get(PREFIXED)
+    is_marked = tells_rank(out) or is_passed_on == str(topology.rank)
+    mark = f"[rank {topology.rank}] " if topology.world_size > 1 and not is_marked else ""
+    out.write(mark + text.getvalue())
+    if flush:
+        out.flush()
+
+
+class RankFilter(logging.Filter):
+    """Lets records of some ranks pass, and gives all a ``rank`` and a ``world_size``.
+
+    Local.
+
+    Args:
+        ranks: global ranks that may log; None for all.
+        level: records of at least this level pass on every rank.
+    """
+
+    def __init__(
+        self, ranks: Collection[int] | None = (0,), level: int = logging.CRITICAL + 1
+    ) -> None:
+        super().__init__()
+        self._ranks = ranks
+        self._level = level
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Tell whether a record passes. Local."""
+        topology = current_model().topology
+        record.rank, record.world_size = topology.rank, topology.world_size
+        is_chosen = self._ranks is None or topology.rank in self._ranks
+        return is_chosen or record.levelno >= self._level
+
+
+class RankFormatter(logging.Formatter):
+    """A formatter that knows ``%(rank)s``, ``%(world_size)s`` and ``%(local_rank)s``.
+
+    Local.
+
+    Args:
+        fmt: as ``logging.Formatter``'s; None begins with ``[rank N/M]``.
+        datefmt: as ``logging.Formatter``'s.
+    """
+
+    def __init__(self, fmt: str | None = None, datefmt: str | None = None) -> None:
+        line = "[rank %(rank)s/%(world_size)s] %(asctime)s %(name)s %(levelname)s: %(message)s"
+        super().__init__(line if fmt is None else fmt, datefmt)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Give a record's line. Local."""
+        topology = current_model().topology
+        record.rank, record.world_size = topology.rank, topology.world_size
+        record.local_rank = topology.local_rank
+        return super().format(record)
+
+
+def progress(
+    iterable: Iterable[T], total: int | None = None, label: str = "", file: TextIO | None = None
+) -> Iterator[T]:
+    """Iterate, and show on rank 0 how far it is: one bar for the job.
+
+    Local.
+
+    Args:
+        iterable: anything.
+        total: number of its items; None asks its length.
+        label: what stands before the bar.
+        file: where it is shown, stderr by default: a bar on a terminal, else a line each tenth.
+
+    Yields:
+        The items.
+
+    Example:
+        >>> import io, unisono as idist
+        >>> sum(idist.progress([1, 2, 3], file=io.StringIO()))
+        6
+    """
+    if current_model().topology.rank != 0:
+        yield from iterable
+        return
+    if total is None:
+        total = len(iterable) if isinstance(iterable, Sized) else None
+    bar = _Bar(total, label, sys.stderr if file is None else file)
+    for item in iterable:
+        yield item
+        bar.advance()
+    bar.end()
+
+
+class _Bar:
+    """What is shown of a loop."""
+
+    def __init__(self, total: int | None, label: str, file: TextIO) -> None:
+        self._total = total
+        self._label = f"{label}: " if label else ""
+        self._file = file
+        self._is_terminal = file.isatty()
+        self._count = 0
+        self._begin = time.monotonic()
+        self._shown = 0.0
+        self._tenth = 0
+
+    def advance(self) -> None:
+        """Count an item. Local."""
+        self._count += 1
+        if self._is_terminal:
+            now = time.monotonic()
+            if now - self._shown >= _EVERY_S:
+                self._shown = now
+                self._file.write("\r" + self._line())
+                self._file.flush()
+        elif self._total and self._count * 10 // self._total > self._tenth:
+            self._tenth = self._count * 10 // self._total
+            self._file.write(self._line() + "\n")
+
+    def end(self) -> None:
+        """Show the last state. Local."""
+        if self._is_terminal:
+            self._file.write("\r" + self._line() + "\n")
+        elif not self._total:
+            self._file.write(self._line() + "\n")
+        self._file.flush()
+
+    def _line(self) -> str:
+        spent = max(time.monotonic() - self._begin, 1e-9)
+        rate = f"{self._count / spent:.1f}/s"
+        if not self._total:
+            return f"{self._label}{self._count} {rate}"
+        filled = min(_BAR, _BAR * self._count // self._total)
+        bar = "#" * filled + "-" * (_BAR - filled)
+        return f"{self._label}[{bar}] {self._count}/{self._total} {rate}"
