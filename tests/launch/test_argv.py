@@ -17,7 +17,7 @@ from unisono.errors import ArgumentError
 from unisono.launchers import processes, slurm, torchrun
 from unisono.launchers.mpi import script as mpi_script
 from unisono.launchers.ray.actor import seats
-from unisono.launchers.script.rank.program import Manner, variables
+from unisono.launchers.script.rank.program import OutputOptions, variables
 from unisono.launchers.script.rank.report import Reader, Report, encode
 from unisono.launchers.script.script import RANK, Script, env_for, without_job
 from unisono.topology import LaunchPlan, RankInfo
@@ -190,9 +190,9 @@ def test_a_program_gets_torchs_variables_and_keeps_its_own() -> None:
 
 def test_prefixes() -> None:
     info = infos((2,))[1]
-    assert Manner().prefix(info) == b"[1] "
-    assert Manner(style="plain").prefix(info) == b""
-    assert Manner(style="coloured").prefix(info) == b"\x1b[33m[1] \x1b[0m"
+    assert OutputOptions().prefix(info) == b"[1] "
+    assert OutputOptions(style="plain").prefix(info) == b""
+    assert OutputOptions(style="coloured").prefix(info) == b"\x1b[33m[1] \x1b[0m"
 
 
 def test_a_report_survives_being_torn_and_labelled() -> None:

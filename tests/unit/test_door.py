@@ -14,7 +14,7 @@ import pytest
 
 from unisono.control import handshake
 from unisono.control.addresses import listen_locally, peer
-from unisono.control.handshake import visitors
+from unisono.control.handshake import accept_authenticated
 
 WORD = b"open sesame"
 
@@ -56,7 +56,7 @@ def test_strangers_take_no_time_of_a_member(listener: socket.socket, held: ExitS
     strangers = [knock(listener, held, said[turn % 5]) for turn in range(40)]
     knock(listener, held, WORD)
     start = time.monotonic()
-    with closing(visitors(listener, check, start + 20)) as members:
+    with closing(accept_authenticated(listener, check, start + 20)) as members:
         sock, found = next(members)
         sock.close()
     assert found == "member"
@@ -81,7 +81,7 @@ def test_a_connection_has_one_second_in_all(listener: socket.socket, held: ExitS
     thread = threading.Thread(target=drip)
     thread.start()
     start = time.monotonic()
-    assert list(visitors(listener, ask, start + 1.5)) == []
+    assert list(accept_authenticated(listener, ask, start + 1.5)) == []
     with suppress(ConnectionResetError):
         assert dripping.recv(1) == b""
     is_over.set()
@@ -94,7 +94,7 @@ def test_the_oldest_makes_room(
     monkeypatch.setattr(handshake, "_AT_ONCE", 3)
     strangers = [knock(listener, held) for _ in range(20)]
     knock(listener, held, WORD)
-    with closing(visitors(listener, check, time.monotonic() + 20)) as members:
+    with closing(accept_authenticated(listener, check, time.monotonic() + 20)) as members:
         sock, found = next(members)
         sock.close()
         assert found == "member"
@@ -105,7 +105,7 @@ def test_an_alarm_ends_it(listener: socket.socket, held: ExitStack) -> None:
     alarm, theirs = socket.socketpair()
     with alarm:
         theirs.close()
-        assert list(visitors(listener, check, alarm=alarm)) == []
+        assert list(accept_authenticated(listener, check, alarm=alarm)) == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux's kernel")
@@ -123,7 +123,7 @@ def test_the_kernel_says_who_connected(held: ExitStack) -> None:
     finally:
         os.seteuid(0)
     knock(listener, held, WORD)
-    with closing(visitors(listener, check, time.monotonic() + 20)) as members:
+    with closing(accept_authenticated(listener, check, time.monotonic() + 20)) as members:
         sock, _ = next(members)
         sock.close()
     with suppress(ConnectionResetError):

@@ -22,10 +22,18 @@ from hypothesis import strategies as st
 
 from unisono.arguments import number_in
 from unisono.control import plane, signatures
-from unisono.control.connection import ALL, FAIL, GIVE, LATE, Line, LineClosed, read_failure
+from unisono.control.connection import (
+    ALL,
+    FAIL,
+    GIVE,
+    LATE,
+    Connection,
+    ConnectionClosed,
+    read_failure,
+)
 from unisono.control.hub import Hub
-from unisono.control.signatures import Steps
-from unisono.control.tree import Neighbours, links
+from unisono.control.signatures import SequenceNumbers
+from unisono.control.tree import Peers, links
 from unisono.environments import detection
 from unisono.environments.detection import ENVIRONMENTS, detect, explain
 from unisono.errors import (
@@ -68,9 +76,9 @@ reports = st.recursive(
 
 
 @contextmanager
-def pair() -> Iterator[tuple[socket.socket, Line]]:
+def pair() -> Iterator[tuple[socket.socket, Connection]]:
     ours, theirs = socket.socketpair()
-    line = Line(ours, None, LIMIT_BYTES)
+    line = Connection(ours, None, LIMIT_BYTES)
     with theirs:
         yield theirs, line
     line.close()
@@ -89,7 +97,7 @@ def test_a_line_gives_frames_within_its_limit_or_closes(stream: bytes, step: int
             peer.shutdown(socket.SHUT_WR)
             while (frame := line.take()) is not None:
                 taken.append(frame)
-        except LineClosed:
+        except ConnectionClosed:
             pass
     again = b"".join(HEAD.pack(kind, seq, len(body)) + body for kind, seq, body in taken)
     assert stream.startswith(again)
@@ -101,7 +109,7 @@ def test_a_frame_that_says_it_is_huge_takes_no_memory(size: int) -> None:
     with pair() as (peer, line):
         peer.sendall(HEAD.pack(GIVE, 1, size) + b"x" * 100)
         tracemalloc.start()
-        with pytest.raises(LineClosed, match=f"{size} bytes"):
+        with pytest.raises(ConnectionClosed, match=f"{size} bytes"):
             line.take()
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
@@ -132,7 +140,7 @@ def test_what_is_packed_is_unpacked(call: str, blobs: list[bytes]) -> None:
 def test_a_report_of_a_failure_is_read_or_closes_the_line(body: bytes) -> None:
     try:
         said = read_failure(body)
-    except LineClosed:
+    except ConnectionClosed:
         return
     assert isinstance(said["kind"], str)
     assert isinstance(said["text"], str)
@@ -140,7 +148,7 @@ def test_a_report_of_a_failure_is_read_or_closes_the_line(body: bytes) -> None:
 
 
 def test_a_report_nested_without_end_closes_the_line() -> None:
-    with pytest.raises(LineClosed):
+    with pytest.raises(ConnectionClosed):
         read_failure(b"[" * 100_000)
 
 
@@ -151,8 +159,11 @@ def hub(place: int) -> Iterator[tuple[Hub, socket.socket, socket.socket]]:
     beside, aside = socket.socketpair()
     other = 1 - place
     part = links(["here", "here"], place)
-    lines = ({other: Line(ours, None, LIMIT_BYTES)}, {other: Line(beside, None, LIMIT_BYTES)})
-    made = Hub(range(2), place, Neighbours(part, *lines, {}), 10.0, Steps())
+    lines = (
+        {other: Connection(ours, None, LIMIT_BYTES)},
+        {other: Connection(beside, None, LIMIT_BYTES)},
+    )
+    made = Hub(range(2), place, Peers(part, *lines, {}), 10.0, SequenceNumbers())
     with main, aside:
         yield made, main, aside
     made.close()

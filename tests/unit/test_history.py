@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from unisono.control import signatures
-from unisono.control.signatures import History
+from unisono.control.signatures import CallHistory
 from unisono.errors import CollectiveMismatchError
 
 RIGHT = {
@@ -31,7 +31,7 @@ WRONG = {
 
 def follow(rounds: Sequence[str]) -> None:
     """Let the ranks make one call after another on the lines that the letters stand for."""
-    history = History()
+    history = CallHistory()
     for letters in rounds:
         if len(set(letters)) == 1:
             history.sites = None

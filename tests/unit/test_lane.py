@@ -10,9 +10,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from unisono.control.connection import ALL, FAIL, GIVE, Line, LineClosed, entry, read_entries
+from unisono.control.connection import (
+    ALL,
+    FAIL,
+    GIVE,
+    Connection,
+    ConnectionClosed,
+    entry,
+    read_entries,
+)
 from unisono.host import mailbox
-from unisono.host.mailbox import LANE_BYTES, Lane
+from unisono.host.mailbox import LANE_BYTES, Mailbox
 
 FOREVER = float("inf")
 Frame = tuple[int, int, bytes]
@@ -20,7 +28,7 @@ Frame = tuple[int, int, bytes]
 pytestmark = pytest.mark.skipif(not mailbox.is_here(), reason="there is no such memory here")
 
 
-def shared() -> tuple[tuple[socket.socket, Lane], tuple[socket.socket, Lane]]:
+def shared() -> tuple[tuple[socket.socket, Mailbox], tuple[socket.socket, Mailbox]]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     first = mailbox.send(ours)
     second = mailbox.receive(theirs)
@@ -30,19 +38,19 @@ def shared() -> tuple[tuple[socket.socket, Lane], tuple[socket.socket, Lane]]:
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Line, Line]]:
+def ends() -> Iterator[tuple[Connection, Connection]]:
     first, second = shared()
-    made = Line(*first, 2 * LANE_BYTES), Line(*second, 2 * LANE_BYTES)
+    made = Connection(*first, 2 * LANE_BYTES), Connection(*second, 2 * LANE_BYTES)
     yield made
     for line in made:
         line.close()
 
 
-def is_readable(line: Line) -> bool:
+def is_readable(line: Connection) -> bool:
     return bool(select.select([line.fd], [], [], 0)[0])
 
 
-def taken(line: Line) -> Frame:
+def taken(line: Connection) -> Frame:
     """Take the next frame, waiting for it."""
     line.sleep(True)
     while (frame := line.take()) is None:
@@ -52,7 +60,9 @@ def taken(line: Line) -> Frame:
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, LANE_BYTES - 1, LANE_BYTES, LANE_BYTES + 1])
-def test_frames_of_any_length_come_out_whole_and_once(ends: tuple[Line, Line], size: int) -> None:
+def test_frames_of_any_length_come_out_whole_and_once(
+    ends: tuple[Connection, Connection], size: int
+) -> None:
     bodies = [os.urandom(size) for _ in range(3)]
     for seq, body in enumerate(bodies, 1):
         for source, target in (ends, ends[::-1]):
@@ -63,7 +73,7 @@ def test_frames_of_any_length_come_out_whole_and_once(ends: tuple[Line, Line], s
             sender.join()
 
 
-def test_who_looks_is_not_woken_and_who_sleeps_is(ends: tuple[Line, Line]) -> None:
+def test_who_looks_is_not_woken_and_who_sleeps_is(ends: tuple[Connection, Connection]) -> None:
     source, target = ends
     source.send(GIVE, 1, b"a", FOREVER)
     assert target.may_hold()
@@ -81,19 +91,23 @@ def test_who_looks_is_not_woken_and_who_sleeps_is(ends: tuple[Line, Line]) -> No
     assert not is_readable(target)
 
 
-def test_a_report_of_a_failure_goes_past_a_frame_that_nobody_took(ends: tuple[Line, Line]) -> None:
+def test_a_report_of_a_failure_goes_past_a_frame_that_nobody_took(
+    ends: tuple[Connection, Connection],
+) -> None:
     source, target = ends
     source.send(GIVE, 1, b"a", FOREVER)
     source.send(FAIL, 1, b"b", FOREVER)
     assert [taken(target), taken(target)] == [(GIVE, 1, b"a"), (FAIL, 1, b"b")]
 
 
-def test_what_was_put_before_the_end_is_taken_before_it(ends: tuple[Line, Line]) -> None:
+def test_what_was_put_before_the_end_is_taken_before_it(
+    ends: tuple[Connection, Connection],
+) -> None:
     source, target = ends
     source.send(GIVE, 1, b"last", FOREVER)
     source.close()
     assert target.take() == (GIVE, 1, b"last")
-    with pytest.raises(LineClosed, match="closed the connection"):
+    with pytest.raises(ConnectionClosed, match="closed the connection"):
         target.take()
 
 
@@ -132,7 +146,7 @@ def test_who_refuses_or_hangs_up_is_an_error() -> None:
 def test_with_a_line_its_memory_goes() -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
-        for line in [Line(*end, 1) for end in shared()]:
+        for line in [Connection(*end, 1) for end in shared()]:
             line.close()
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -145,12 +159,14 @@ def test_without_shared_memory_there_is_no_lane(monkeypatch: pytest.MonkeyPatch)
         assert mailbox.receive(theirs) is None
 
 
-def test_who_took_a_frame_and_left_before_being_woken_is_no_error(ends: tuple[Line, Line]) -> None:
+def test_who_took_a_frame_and_left_before_being_woken_is_no_error(
+    ends: tuple[Connection, Connection],
+) -> None:
     source, target = ends
     target.sleep(True)
     target.close()
     source.send(ALL, 1, b"last", FOREVER)
-    with pytest.raises(LineClosed):
+    with pytest.raises(ConnectionClosed):
         source.take()
 
 

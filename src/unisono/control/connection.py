@@ -15,7 +15,7 @@ import struct
 import time
 from typing import Any
 
-from unisono.host.mailbox import LANE_BYTES, Lane
+from unisono.host.mailbox import LANE_BYTES, Mailbox
 
 __all__ = (
     "ALL",
@@ -28,8 +28,8 @@ __all__ = (
     "LEAVE",
     "NOTICE",
     "WAKE",
-    "Line",
-    "LineClosed",
+    "Connection",
+    "ConnectionClosed",
     "entry",
     "read_entries",
     "read_failure",
@@ -44,7 +44,7 @@ COPIED_BYTES = 1 << 14
 """What is longer is only viewed, where a part of it would do."""
 
 
-class LineClosed(Exception):
+class ConnectionClosed(Exception):
     """The peer is gone, or sent what is no frame. Never leaves this package."""
 
 
@@ -61,7 +61,7 @@ def read_failure(body: bytes) -> dict[str, object]:
         rank = int(said.get("rank", -1))
         return {"kind": str(said["kind"]), "text": str(said["text"]), "rank": rank}
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        raise LineClosed("it sent a report of a failure that can't be read") from None
+        raise ConnectionClosed("it sent a report of a failure that can't be read") from None
 
 
 def entry(place: int, blob: bytes, tail: bytes = b"") -> bytes:
@@ -85,16 +85,16 @@ def read_entries(bundle: bytes) -> dict[int, bytes]:
     view: Any = memoryview(bundle)
     while at < end:
         if end - at < _ENTRY.size:
-            raise LineClosed("it sent half an entry")
+            raise ConnectionClosed("it sent half an entry")
         place, size = _ENTRY.unpack_from(bundle, at)
         at += _ENTRY.size + size
         if at > end:
-            raise LineClosed(f"it sent an entry that says it has {size} bytes")
+            raise ConnectionClosed(f"it sent an entry that says it has {size} bytes")
         blobs[place] = (bundle if size < COPIED_BYTES else view)[at - size : at]
     return blobs
 
 
-class Line:
+class Connection:
     """One connection to one rank.
 
     Args:
@@ -103,7 +103,7 @@ class Line:
         limit_bytes: longest body that the peer may send.
     """
 
-    def __init__(self, sock: socket.socket, lane: Lane | None, limit_bytes: int) -> None:
+    def __init__(self, sock: socket.socket, lane: Mailbox | None, limit_bytes: int) -> None:
         sock.setblocking(False)
         self._lane = lane
         self.has_lane: bool = lane is not None
@@ -132,7 +132,9 @@ class Line:
         lane = self._lane
         if lane is not None and kind <= ALL and len(body) <= LANE_BYTES:
             if lane.put(kind, seq, body):
-                with contextlib.suppress(LineClosed, TimeoutError):  # it took the frame and left
+                with contextlib.suppress(
+                    ConnectionClosed, TimeoutError
+                ):  # it took the frame and left
                     self._transmit(WAKE, 0, b"", until)
             return
         self._transmit(kind, seq, body, until)
@@ -141,7 +143,7 @@ class Line:
         if self._is_within:  # what follows half a frame can't be read
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
-            raise LineClosed("this rank left a message half-way")
+            raise ConnectionClosed("this rank left a message half-way")
         data = memoryview(_HEAD.pack(kind, seq, len(body)) + body)
         self._is_within = True
         data = data[self._put(data) :]
@@ -161,7 +163,7 @@ class Line:
         except BlockingIOError:
             return 0
         except OSError as error:
-            raise LineClosed(str(error)) from None
+            raise ConnectionClosed(str(error)) from None
 
     def take(self) -> tuple[int, int, bytes] | None:
         """Take what has come.
@@ -195,7 +197,7 @@ class Line:
             data, how = b"", str(error)
         self._held += data
         if not data and not self.may_hold(False):
-            raise LineClosed(how)
+            raise ConnectionClosed(how)
         return True
 
     def may_hold(self, otherwise: bool = True) -> bool:
@@ -234,7 +236,7 @@ class Line:
             return None
         kind, seq, size = _HEAD.unpack_from(held)
         if size > self._limit or kind > self._last_kind:
-            raise LineClosed(f"it sent a frame of kind {kind} with {size} bytes")
+            raise ConnectionClosed(f"it sent a frame of kind {kind} with {size} bytes")
         end = _HEAD.size + size
         if len(held) < end:
             return None

@@ -13,15 +13,22 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NoReturn
 
 from unisono.control import signatures
-from unisono.control.connection import FAIL, NOTICE, Line, LineClosed, read_entries, read_failure
+from unisono.control.connection import (
+    FAIL,
+    NOTICE,
+    Connection,
+    ConnectionClosed,
+    read_entries,
+    read_failure,
+)
 from unisono.control.missing import Absent, Farewell, Missing, has_ended, is_stopped, report, watch
-from unisono.control.sideband import Aside, State, stack_of
-from unisono.control.signatures import Steps
-from unisono.control.tree import Neighbours
+from unisono.control.sideband import Sideband, State, stack_of
+from unisono.control.signatures import SequenceNumbers
+from unisono.control.tree import Peers
 from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
 from unisono.tracebacks import hides
 
-__all__ = ("Alarm",)
+__all__ = ("FailureDetector",)
 
 __tracebackhide__ = hides
 
@@ -31,7 +38,7 @@ _LATE_S = 0.3  # for a rank that knows more to say it
 _MOST_ASKED = 64
 
 
-class Alarm:
+class FailureDetector:
     """What one rank knows of the absence of others.
 
     Args:
@@ -42,7 +49,7 @@ class Alarm:
     """
 
     def __init__(
-        self, ranks: tuple[int, ...] | range, place: int, neighbours: Neighbours, steps: Steps
+        self, ranks: tuple[int, ...] | range, place: int, neighbours: Peers, steps: SequenceNumbers
     ) -> None:
         self._ranks = ranks
         self._place = place
@@ -63,7 +70,7 @@ class Alarm:
         self._untold = b""  # what another thread's interrupt has to say on the lines
         state = _asked(weakref.ref(self))
         near = neighbours.pids.keys()
-        self._aside = Aside(place, neighbours.links, neighbours.asides, near, state)
+        self._aside = Sideband(place, neighbours.links, neighbours.asides, near, state)
         self._close = weakref.finalize(
             self, _close, self._aside, list(self._lines.values()), list(self.pidfds.values())
         )
@@ -218,7 +225,7 @@ class Alarm:
 
     def _notify(self, places: list[int], body: bytes) -> None:
         for place in places:
-            with contextlib.suppress(LineClosed, TimeoutError):
+            with contextlib.suppress(ConnectionClosed, TimeoutError):
                 self._lines[place].send(NOTICE, self._seq, body, time.monotonic() + 1)
 
     def interrupt(self, how: str, is_alone: bool) -> None:
@@ -248,7 +255,7 @@ class Alarm:
         self._untold = b""
         for place, line in self._lines.items():
             if place != source:
-                with contextlib.suppress(LineClosed, TimeoutError):
+                with contextlib.suppress(ConnectionClosed, TimeoutError):
                     line.send(FAIL, self._seq, body, time.monotonic() + 1)
 
     def refuse_late(self, blob: bytes) -> NoReturn:
@@ -351,7 +358,7 @@ class Alarm:
         absent = [place for place in places if place not in got]
         came = {self._place: self._blob}
         for bundle in got.values():
-            with contextlib.suppress(LineClosed):
+            with contextlib.suppress(ConnectionClosed):
                 came |= read_entries(bundle)
         by_rank = {self._ranks[place]: signatures.describe(blob) for place, blob in came.items()}
         missing = []
@@ -369,7 +376,7 @@ class Alarm:
         return report(signatures.name(self._blob), by_rank, missing)
 
 
-def _asked(alarm: weakref.ref[Alarm]) -> Callable[[str], State]:
+def _asked(alarm: weakref.ref[FailureDetector]) -> Callable[[str], State]:
     """Give what the thread of the side lines calls, which must not keep the alarm."""
 
     def state(group: str) -> State:
@@ -379,7 +386,7 @@ def _asked(alarm: weakref.ref[Alarm]) -> Callable[[str], State]:
     return state
 
 
-def _close(aside: Aside, lines: list[Line], pidfds: list[int]) -> None:
+def _close(aside: Sideband, lines: list[Connection], pidfds: list[int]) -> None:
     aside.close()
     for line in lines:
         line.close()

@@ -29,7 +29,7 @@ from unisono.model import fallback
 from unisono.payload.memory import from_bytes, to_bytes
 from unisono.topology import Group
 
-__all__ = ("Check", "Provable", "authenticate", "strangers", "visitors")
+__all__ = ("Check", "Provable", "authenticate", "strangers", "accept_authenticated")
 
 _TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 
@@ -115,7 +115,7 @@ class _Visit(Generic[T]):
         return True, None
 
 
-def visitors(
+def accept_authenticated(
     listener: socket.socket,
     check: Check[T],
     until: float | None = None,
@@ -199,7 +199,7 @@ def _close(visits: dict[socket.socket, _Visit[T]]) -> None:
 _BYTES = 32
 
 
-class Provable(fallback.Carrier, Protocol):
+class Provable(fallback.CollectiveTransport, Protocol):
     """What the proof needs of a model."""
 
     def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:

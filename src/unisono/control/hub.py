@@ -18,20 +18,20 @@ from unisono.control.connection import (
     FAIL,
     GIVE,
     NOTICE,
-    LineClosed,
+    ConnectionClosed,
     entry,
     read_entries,
     read_failure,
 )
-from unisono.control.failure import Alarm
+from unisono.control.failure import FailureDetector
 from unisono.control.missing import Absent
-from unisono.control.signatures import Steps, describe
-from unisono.control.tree import Neighbours
+from unisono.control.signatures import SequenceNumbers, describe
+from unisono.control.tree import Peers
 from unisono.errors import CollectiveError
 from unisono.topology import usable_cores
 from unisono.tracebacks import hides
 
-__all__ = ("Hub", "Patience")
+__all__ = ("Hub", "SpinPolicy")
 
 __tracebackhide__ = hides
 
@@ -39,7 +39,7 @@ _LOOK_S = 200e-6  # longer than a wake-up takes, or one slow round would make th
 _MOST_NAPS = 64
 
 
-class Patience:
+class SpinPolicy:
     """What one rank has learnt of its waits.
 
     Where a look was in vain, the next rounds sleep at once: twice as many each time, up to 64.
@@ -85,9 +85,9 @@ class Hub:
         self,
         ranks: tuple[int, ...] | range,
         place: int,
-        neighbours: Neighbours,
+        neighbours: Peers,
         warn_after_s: float,
-        steps: Steps,
+        steps: SequenceNumbers,
     ) -> None:
         self.all_share_memory = False
         """Whether every round goes through memory; set once the ranks know what all of them can."""
@@ -99,7 +99,7 @@ class Hub:
         self._place = place
         self._links = neighbours.links
         self._lines = neighbours.lines
-        self._alarm = Alarm(ranks, place, neighbours, steps)
+        self._alarm = FailureDetector(ranks, place, neighbours, steps)
         self._seq = 0
         self._lock = threading.RLock()
         self._poll = select.poll()
@@ -109,7 +109,7 @@ class Hub:
         self._caller = 0  # the thread that is in a round
         for fd in self._place_of:
             self._poll.register(fd, select.POLLIN)
-        self._patience = Patience()
+        self._patience = SpinPolicy()
         self._yields = len(neighbours.pids) >= usable_cores()  # ranks share cores
 
     @property
@@ -352,8 +352,8 @@ class Hub:
                     if not is_gone:
                         return
                 else:
-                    raise LineClosed(f"it sent frame {frame[0]} of round {frame[1]}")
-        except LineClosed as closed:
+                    raise ConnectionClosed(f"it sent frame {frame[0]} of round {frame[1]}")
+        except ConnectionClosed as closed:
             is_gone, how = True, str(closed)
         # Whoever gave waits for the answer and can't be done; whoever answered may be.
         if is_gone and not (kind == ALL and place in got):
@@ -366,14 +366,14 @@ class Hub:
             if blobs.keys() == set(expected):
                 return blobs
             how = f"it sent blobs of places {sorted(blobs)}"
-        except LineClosed as damage:
+        except ConnectionClosed as damage:
             how = str(damage)
         self._alarm.lose(source, how)
 
     def _say(self, kind: int, place: int, body: bytes, until: float) -> None:
         try:
             self._lines[place].send(kind, self._seq, body, until)
-        except LineClosed as closed:
+        except ConnectionClosed as closed:
             self._on_event(self._lines[place].fd, NOTICE, (), {})  # it may have said why
             self._alarm.lose(place, str(closed))
         except TimeoutError:

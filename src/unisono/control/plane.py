@@ -17,7 +17,7 @@ from unisono.model import fallback
 from unisono.topology import EVERYBODY, Group, name_of
 from unisono.tracebacks import hides
 
-__all__ = ("INLINE_BYTES", "Connected", "Meeting", "gone", "late", "warn_after_s")
+__all__ = ("INLINE_BYTES", "SocketControlPlane", "Meeting", "gone", "late", "warn_after_s")
 
 __tracebackhide__ = hides
 
@@ -47,7 +47,7 @@ class Meeting(Met, Protocol):
         """Seconds that a collective may take."""
 
 
-class Connected:
+class SocketControlPlane:
     """What models have in common whose ranks meet at sockets beside their collectives."""
 
     planes: dict[str, Any]

@@ -28,21 +28,21 @@ from typing import Any, Protocol
 
 from unisono.arguments import number_in
 from unisono.control.addresses import BACKLOG, bind_widely, listen_locally, local_address, peer
-from unisono.control.connection import Line
-from unisono.control.handshake import Provable, authenticate, visitors
+from unisono.control.connection import Connection
+from unisono.control.handshake import Provable, accept_authenticated, authenticate
 from unisono.control.hub import Hub
 from unisono.control.missing import warn_after_s
-from unisono.control.signatures import Steps
-from unisono.control.tree import FAN_OUT, Links, Neighbours, links
+from unisono.control.signatures import SequenceNumbers
+from unisono.control.tree import FAN_OUT, Links, Peers, links
 from unisono.deadlines import limit_of
 from unisono.errors import CollectiveError, EnvironmentDetectionError, PeerRefusedError
-from unisono.host.mailbox import LANE_BYTES, Lane, receive, send
+from unisono.host.mailbox import LANE_BYTES, Mailbox, receive, send
 from unisono.model import fallback
 from unisono.topology import Group, name_of
 
 __all__ = (
     "Met",
-    "Offer",
+    "Advertisement",
     "host_of_this_process",
     "meet",
     "own_offer",
@@ -50,7 +50,7 @@ __all__ = (
     "refuse_wrong",
 )
 
-Offer = dict[str, Any]
+Advertisement = dict[str, Any]
 
 
 def host_of_this_process() -> str:
@@ -61,7 +61,7 @@ def host_of_this_process() -> str:
     return f"{socket.gethostname()} {os.getuid() if hasattr(os, 'getuid') else ''}"
 
 
-def own_offer(host: str | None) -> Offer:
+def own_offer(host: str | None) -> Advertisement:
     """Say who this process is and what its user has set.
 
     Local. A variable that is wrong is said too, so that every rank can refuse it.
@@ -72,7 +72,7 @@ def own_offer(host: str | None) -> Offer:
     Returns:
         What JSON can carry; its `reason` is why this process can't be reached, if it can't.
     """
-    offer: Offer = {
+    offer: Advertisement = {
         "host": host_of_this_process() if host is None else host,
         "pid": os.getpid(),
         "user": os.getuid() if hasattr(os, "getuid") else None,
@@ -94,7 +94,7 @@ def own_offer(host: str | None) -> Offer:
     return offer
 
 
-def refuse_wrong(offers: Iterable[Offer], ranks: Sequence[int]) -> None:
+def refuse_wrong(offers: Iterable[Advertisement], ranks: Sequence[int]) -> None:
     """Raise if a rank said that a variable of its is wrong.
 
     Local; every rank that has the same offers raises the same.
@@ -113,7 +113,9 @@ def refuse_wrong(offers: Iterable[Offer], ranks: Sequence[int]) -> None:
             raise EnvironmentDetectionError(**wrong)
 
 
-def refusal_of_host(offers: Sequence[Offer], ranks: Sequence[int], place: int) -> PeerRefusedError:
+def refusal_of_host(
+    offers: Sequence[Advertisement], ranks: Sequence[int], place: int
+) -> PeerRefusedError:
     """Say which rank of a job of one host is on another one, or another user's. Local."""
     own = offers[place]["host"]
     other = next(at for at, offer in enumerate(offers) if offer["host"] != own)
@@ -148,14 +150,14 @@ _REMEDY_BETWEEN = (
 )
 _UNPROVED = "; nothing proves there who belongs to the job"
 _MAIN, _ASIDE = 0, 1
-Ends = tuple[socket.socket, Lane | None]
+Ends = tuple[socket.socket, Mailbox | None]
 _ENTRY_BYTES = 64  # what an entry of a round takes besides its blob, and more
 
 
 class Met(Provable, Protocol):
     """What this file needs of a model."""
 
-    steps: Steps
+    steps: SequenceNumbers
     secret: bytes | None
     is_one_host: bool
     proved: set[str]
@@ -217,7 +219,7 @@ def _connect_all(
             raise refusal_of_host(said, ranks, place)
         if not any(each["reason"] for each in said):
             most_bytes = min(each["most_bytes"] for each in said)
-            vote: Offer = {"reason": "", "refused": "", "shares_memory": False}
+            vote: Advertisement = {"reason": "", "refused": "", "shares_memory": False}
             try:
                 near = _connect(said, place, listeners, inline_bytes, _until(model), model.secret)
                 hub = Hub(ranks, place, near, said[place]["warn_after_s"], model.steps)
@@ -260,7 +262,9 @@ class _RefusedError(OSError):
         self.place = place
 
 
-def _vote(model: Met, vote: Offer, group: Group | None, hub: Hub | None) -> list[Offer]:
+def _vote(
+    model: Met, vote: Advertisement, group: Group | None, hub: Hub | None
+) -> list[Advertisement]:
     """Tell every rank how this one has fared; if one was refused, every rank raises."""
     try:
         votes = _tell(model, vote, group)
@@ -281,8 +285,11 @@ def _vote(model: Met, vote: Offer, group: Group | None, hub: Hub | None) -> list
 
 
 def _exchange_offers(
-    model: fallback.Carrier, group: Group | None, host: str | None, stack: contextlib.ExitStack
-) -> tuple[list[Offer], list[socket.socket]]:
+    model: fallback.CollectiveTransport,
+    group: Group | None,
+    host: str | None,
+    stack: contextlib.ExitStack,
+) -> tuple[list[Advertisement], list[socket.socket]]:
     """Tell every rank where every rank can be reached, or why it can't.
 
     Who leads a host takes a port only where there is another host, and after that is known.
@@ -308,7 +315,9 @@ def _exchange_offers(
     return _tell(model, offer, group), listeners
 
 
-def _tell(model: fallback.Carrier, offer: Offer, group: Group | None) -> list[Offer]:
+def _tell(
+    model: fallback.CollectiveTransport, offer: Advertisement, group: Group | None
+) -> list[Advertisement]:
     blobs = fallback.exchange(model, json.dumps(offer).encode(), group)
     try:
         return [{**json.loads(blob)} for blob in blobs]
@@ -332,13 +341,13 @@ def _warn_once(reasons: str, remedy: str, unproved: str) -> None:
 
 
 def _connect(
-    offers: list[Offer],
+    offers: list[Advertisement],
     place: int,
     listeners: list[socket.socket],
     inline_bytes: int,
     until: float,
     job_secret: bytes | None,
-) -> Neighbours:
+) -> Peers:
     """Connect upwards first, so that the tree is made from its root down."""
     hosts = [offer["host"] for offer in offers]
     part = links(hosts, place, offers[0]["fan_out"])
@@ -358,15 +367,15 @@ def _connect(
         raise
     pids = _pids(offers, place)
     limit_bytes = max(LANE_BYTES, len(offers) * (inline_bytes + _ENTRY_BYTES))
-    return Neighbours(
+    return Peers(
         part,
-        {at: Line(*ends, limit_bytes) for (at, use), ends in made.items() if use == _MAIN},
-        {at: Line(*ends, 1 << 20) for (at, use), ends in made.items() if use == _ASIDE},
+        {at: Connection(*ends, limit_bytes) for (at, use), ends in made.items() if use == _MAIN},
+        {at: Connection(*ends, 1 << 20) for (at, use), ends in made.items() if use == _ASIDE},
         pids,
     )
 
 
-def _pids(offers: list[Offer], place: int) -> dict[int, int]:
+def _pids(offers: list[Advertisement], place: int) -> dict[int, int]:
     """Give the pids of the others on this host, if this process sees its own as it offered it."""
     here = offers[place]["host"]
     return {
@@ -380,7 +389,9 @@ def _proof(secret: bytes, side: bytes, nonce: bytes, place: int, use: int) -> by
     return hmac.new(secret, side + struct.pack("<II", place, use) + nonce, "sha256").digest()
 
 
-def _call(offers: list[Offer], place: int, up: int, use: int, secret: bytes, until: float) -> Ends:
+def _call(
+    offers: list[Advertisement], place: int, up: int, use: int, secret: bytes, until: float
+) -> Ends:
     """Connect to the rank above, and let each prove itself to the other."""
     offer = offers[up]
     address: Any
@@ -460,7 +471,7 @@ def _answer(
         check = partial(
             _check, wanted=wanted, secret=secret, is_local=is_local, refused=strangers.add
         )
-        visits = visitors(listeners[not is_local], check, until, refused=strangers.add)
+        visits = accept_authenticated(listeners[not is_local], check, until, refused=strangers.add)
         with contextlib.closing(visits) as members:
             for sock, (found, lane) in members:
                 wanted.discard(found)
@@ -482,7 +493,7 @@ def _check(
     secret: bytes,
     is_local: bool,
     refused: Callable[[str], None],
-) -> Generator[int, bytes, tuple[tuple[int, int], Lane | None] | None]:
+) -> Generator[int, bytes, tuple[tuple[int, int], Mailbox | None] | None]:
     if not is_local:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     place, use, nonce = _HELLO.unpack((yield _HELLO.size))

@@ -24,8 +24,8 @@ from unisono.control.connection import (
     FAIL,
     LATE,
     LEAVE,
-    Line,
-    LineClosed,
+    Connection,
+    ConnectionClosed,
     read_failure,
 )
 from unisono.control.missing import Farewell
@@ -34,7 +34,7 @@ from unisono.control.tree import Links
 from unisono.model.handle import BACKGROUND
 from unisono.tracebacks import is_ours, place_of, where
 
-__all__ = ("Aside", "State", "stack_of")
+__all__ = ("Sideband", "State", "stack_of")
 
 _SEND_S = 1.0
 _HEAR_S = 1.0  # for what a rank that is gone has said, or for its line's end
@@ -93,7 +93,7 @@ def stack_of(thread_id: int) -> str:
     return "\n".join(lines)
 
 
-class Aside:
+class Sideband:
     """The side lines of one rank, and the thread that answers on them.
 
     Args:
@@ -109,7 +109,7 @@ class Aside:
         self,
         place: int,
         links: Links,
-        lines: Mapping[int, Line],
+        lines: Mapping[int, Connection],
         near: Collection[int],
         state: Callable[[str], State],
     ) -> None:
@@ -247,7 +247,7 @@ class Aside:
 
     def _send(self, kind: int, body: bytes, place: int) -> None:
         if place in self._lines:
-            with contextlib.suppress(LineClosed, TimeoutError), self._heard.lock:
+            with contextlib.suppress(ConnectionClosed, TimeoutError), self._heard.lock:
                 self._lines[place].send(kind, 0, body, time.monotonic() + _SEND_S)
 
     def _serve(self) -> None:
@@ -264,7 +264,7 @@ class Aside:
                     continue
                 try:
                     self._hear(places[fd])
-                except LineClosed:
+                except ConnectionClosed:
                     readable.unregister(fd)
                     self._note_leave(places[fd], None, places[fd])
         os.close(wake)
@@ -283,7 +283,7 @@ class Aside:
                 try:
                     self._read(kind, json.loads(body), source)
                 except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                    raise LineClosed("it sent what can't be read on its side line") from None
+                    raise ConnectionClosed("it sent what can't be read on its side line") from None
 
     def _note_leave(self, place: int, farewell: Farewell | None, source: int) -> None:
         """Take note of a rank that is gone; tell those of its host that aren't connected to it."""
@@ -327,7 +327,7 @@ def _read_farewell(body: bytes) -> tuple[int, Farewell | None]:
         steps = {str(group): int(count) for group, count in said["steps"].items()}
         return place, Farewell(str(said["how"]), steps)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        raise LineClosed("it sent a farewell that can't be read") from None
+        raise ConnectionClosed("it sent a farewell that can't be read") from None
 
 
 def _read_state(said: Any) -> State:

@@ -29,8 +29,8 @@ from unisono.tracebacks import hides, place_of
 
 __all__ = (
     "UNKNOWN",
-    "History",
-    "Steps",
+    "CallHistory",
+    "SequenceNumbers",
     "describe",
     "from_here",
     "level",
@@ -46,7 +46,7 @@ __tracebackhide__ = hides
 _log = logging.getLogger(__name__)
 
 
-class History:
+class CallHistory:
     """The last round of one group in which the lines differed."""
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ def pack(call: str, blob: bytes) -> bytes:
 
 
 def unpack(
-    frames: Sequence[bytes], ranks: Sequence[int], history: History | None = None
+    frames: Sequence[bytes], ranks: Sequence[int], history: CallHistory | None = None
 ) -> list[bytes]:
     """Take the blobs out of frames, if all ranks made the same call.
 
@@ -275,7 +275,7 @@ def _mismatch(frames: Sequence[bytes], ranks: Sequence[int]) -> CollectiveMismat
     )
 
 
-class Steps:
+class SequenceNumbers:
     """What was called in each group, by its name."""
 
     def __init__(self) -> None:
@@ -283,7 +283,7 @@ class Steps:
         """Operations of the data plane that this rank began: equal counts are the same one."""
         self.last: str = ""
         """The last of them and its line; empty once something else came after it."""
-        self.histories: defaultdict[str, History] = defaultdict(History)
+        self.histories: defaultdict[str, CallHistory] = defaultdict(CallHistory)
         """The lines of rounds in which all ranks said what they call."""
 
     def begin(self, group: str, call: str) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from unisono.control.connection import Line
+from unisono.control.connection import Connection
 
-__all__ = ("FAN_OUT", "Links", "Neighbours", "links")
+__all__ = ("FAN_OUT", "Links", "Peers", "links")
 
 FAN_OUT = 8
 """How many leaders of other hosts one leader serves, unless the user sets another number."""
@@ -70,7 +70,7 @@ def _beneath(node: int, fan_out: int, teams: Sequence[Sequence[int]]) -> list[in
 
 
 @dataclass(frozen=True, slots=True)
-class Neighbours:
+class Peers:
     """Whom a rank can see.
 
     Args:
@@ -81,6 +81,6 @@ class Neighbours:
     """
 
     links: Links
-    lines: Mapping[int, Line]
-    asides: Mapping[int, Line]
+    lines: Mapping[int, Connection]
+    asides: Mapping[int, Connection]
     pids: Mapping[int, int]

@@ -14,7 +14,7 @@ import os
 import platform
 import socket
 
-__all__ = ("LANE_BYTES", "Lane", "is_here", "receive", "send")
+__all__ = ("LANE_BYTES", "Mailbox", "is_here", "receive", "send")
 
 LANE_BYTES = 1 << 22
 """Longest body that a lane carries; pages that no frame has reached take no memory."""
@@ -26,7 +26,7 @@ _KIND_BITS = 3
 _MEMORY, _NONE = b"+", b"-"  # what is said with or without a descriptor
 
 
-class Lane:
+class Mailbox:
     """One end of a mailbox.
 
     Args:
@@ -77,7 +77,7 @@ class Lane:
         self._words[self._in + _SLEEPS] = does_sleep
 
 
-def send(sock: socket.socket) -> Lane | None:
+def send(sock: socket.socket) -> Mailbox | None:
     """Send memory to share over a Unix-domain socket.
 
     Local.
@@ -97,7 +97,7 @@ def send(sock: socket.socket) -> Lane | None:
         socket.send_fds(sock, [_MEMORY], [fd])
     finally:
         os.close(fd)
-    return Lane(memory, True)
+    return Mailbox(memory, True)
 
 
 def is_here() -> bool:
@@ -117,7 +117,7 @@ def _make() -> tuple[int, mmap.mmap] | None:
         return None
 
 
-def receive(sock: socket.socket) -> Lane | None:
+def receive(sock: socket.socket) -> Mailbox | None:
     """Receive what `send` sent.
 
     Local.
@@ -138,7 +138,7 @@ def receive(sock: socket.socket) -> Lane | None:
             raise OSError("shared memory was sent, but this process may have no more descriptors")
         if os.fstat(fds[0]).st_size != 2 * _HALF_BYTES:
             raise OSError("who listens here shares memory of another size")
-        return Lane(mmap.mmap(fds[0], 2 * _HALF_BYTES), False)
+        return Mailbox(mmap.mmap(fds[0], 2 * _HALF_BYTES), False)
     finally:
         for fd in fds:
             os.close(fd)

@@ -32,7 +32,7 @@ from unisono.launchers.job.process_state import Surroundings, directory, has_dir
 from unisono.launchers.job.store import hold, host, private_store
 from unisono.launchers.job.worker import Task, work
 from unisono.launchers.script.script import Script, env_for, without_job
-from unisono.launchers.script.supervisor import Front, Outcome, start
+from unisono.launchers.script.supervisor import Outcome, Supervisor, start
 from unisono.topology import PREFIXED, PRIVATE_STORE, LaunchPlan, RankInfo
 from unisono.tracebacks import hides
 
@@ -105,7 +105,7 @@ def _run_once(script: Script, base: Mapping[str, str], attempt: int) -> Outcome:
     assert plan.master_addr is not None
     assert plan.master_port is not None
     ranks = infos(script, plan.master_addr, plan.master_port)
-    front = Front(script.token, infos=ranks)
+    front = Supervisor(script.token, infos=ranks)
     with _terminal(script.stdin_rank) as lent:
         try:
             for info in ranks:

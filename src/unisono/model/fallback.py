@@ -20,7 +20,7 @@ from unisono.tracebacks import hides
 __all__ = (
     "FRAME_BYTES",
     "INLINE_TENSOR_BYTES",
-    "Carrier",
+    "CollectiveTransport",
     "as_frame",
     "exchange",
     "exchange_bodies",
@@ -38,7 +38,7 @@ _LARGEST_BYTES = 2**47  # what one process can address
 _INLINE_BYTES = FRAME_BYTES - _LENGTH.size
 
 
-class Carrier(Protocol):
+class CollectiveTransport(Protocol):
     """What the exchange needs of a model."""
 
     @property
@@ -78,7 +78,7 @@ def inline_part(frame: bytes) -> bytes | None:
     return frame[_LENGTH.size : _LENGTH.size + size] if size <= _INLINE_BYTES else None
 
 
-def exchange(model: Carrier, blob: bytes, group: Group | None) -> list[bytes]:
+def exchange(model: CollectiveTransport, blob: bytes, group: Group | None) -> list[bytes]:
     """Give every rank the blob of every rank, in one round or two.
 
     Collective over `group`.
@@ -104,7 +104,7 @@ def exchange(model: Carrier, blob: bytes, group: Group | None) -> list[bytes]:
 
 
 def exchange_bodies(
-    model: Carrier, blob: bytes, sizes: list[int], group: Group | None
+    model: CollectiveTransport, blob: bytes, sizes: list[int], group: Group | None
 ) -> list[bytes]:
     """Exchange blobs whose sizes every rank knows already.
 
@@ -131,7 +131,9 @@ def exchange_bodies(
     return _one_by_one(model, blob, sizes, group)
 
 
-def _one_by_one(model: Carrier, blob: bytes, sizes: list[int], group: Group | None) -> list[bytes]:
+def _one_by_one(
+    model: CollectiveTransport, blob: bytes, sizes: list[int], group: Group | None
+) -> list[bytes]:
     """Send each rank's blob by itself where padding all to the longest would cost more."""
     blobs = []
     for rank, size in zip(model.members(group), sizes, strict=True):
@@ -144,5 +146,5 @@ def _one_by_one(model: Carrier, blob: bytes, sizes: list[int], group: Group | No
     return blobs
 
 
-def _tensor(model: Carrier, data: bytes) -> Tensor:
+def _tensor(model: CollectiveTransport, data: bytes) -> Tensor:
     return from_bytes(data, torch.uint8, (len(data),)).to(model.transport_device)

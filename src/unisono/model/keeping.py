@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from unisono.control.signatures import Steps, from_here
+from unisono.control.signatures import SequenceNumbers, from_here
 from unisono.errors import CollectiveError
 from unisono.model.handle import BACKGROUND, Background, Handle
 from unisono.topology import Group
@@ -33,7 +33,7 @@ class Keeping:
     """Groups that the facade made for lists of ranks, by the ranks in ascending order."""
     planes: dict[str, Any]
     """Hubs of the control plane, by the name of their group; empty for models without sockets."""
-    steps: Steps
+    steps: SequenceNumbers
     """What this rank has begun on the data plane."""
     secret: bytes | None
     """What ranks prove to each other before their data plane is trusted; None where they share
@@ -59,7 +59,7 @@ class Keeping:
         model.context_id = next(_context_ids)
         model.groups = {}
         model.planes = {}
-        model.steps = Steps()
+        model.steps = SequenceNumbers()
         model.secret = None
         model.proved = set()
         model.is_one_host = False

@@ -28,7 +28,7 @@ from unisono.launchers.job.worker import Failure
 from unisono.lifecycle import check_job, interrupted, warn_in_a_rank
 from unisono.options import PoolOptions
 from unisono.plugins import SEATS_NODES
-from unisono.pool.replicas import Answer, Crew, Ending
+from unisono.pool.replicas import Answer, DrainPolicy, Replicas
 from unisono.pool.worker import BROKEN
 from unisono.tracebacks import hides, say_instead
 
@@ -99,7 +99,7 @@ class WorkerPool:
         self._backend = backend
         self._spawning = (backend, prefix_output, given)
         self._owner = os.getpid()
-        self._crew: Crew | None = None
+        self._crew: Replicas | None = None
         self._is_closed = False
         self._lock = threading.Lock()
 
@@ -236,14 +236,14 @@ class WorkerPool:
                 "still: make a pool of your own here"
             )
 
-    def _ready(self, limit: float | None) -> Crew:
+    def _ready(self, limit: float | None) -> Replicas:
         if self._is_closed:
             raise NotInitializedError("this pool is closed: make another one")
         if self._crew is not None and self._crew.has_ended():
             self._drop()
         if self._crew is None:
             with streams_filled():
-                self._crew = Crew(self._size, *self._spawning, limit)
+                self._crew = Replicas(self._size, *self._spawning, limit)
         return self._crew
 
     def _drop(self) -> bool:
@@ -262,7 +262,7 @@ class WorkerPool:
             raise CollectiveTimeoutError(f"{name} wasn't begun: the block's deadline is over")
         limit = None if limit_s is None else time.monotonic() + limit_s
         crew = self._ready(limit)
-        ending: Ending | None = None
+        ending: DrainPolicy | None = None
 
         def go_on(rank: int) -> None:
             body = None if failures else give(rank)
@@ -287,7 +287,7 @@ class WorkerPool:
                 if answer[0] == channel.RESULT:
                     answers.setdefault(rank, []).append(answer)
                 else:
-                    ending = ending or Ending(crew, is_together)
+                    ending = ending or DrainPolicy(crew, is_together)
                     failures[rank] = pickle.loads(answer[1])
                     if answer[0] == BROKEN:
                         ending.hurry()

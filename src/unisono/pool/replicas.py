@@ -17,14 +17,14 @@ from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 from unisono.control.addresses import listen_locally, local_address, peer
-from unisono.control.handshake import visitors
+from unisono.control.handshake import accept_authenticated
 from unisono.deadlines import Recall, limit_of, until_recalled
 from unisono.errors import CollectiveTimeoutError, LaunchError
 from unisono.launchers.job import channel
 from unisono.lifecycle import start
 from unisono.pool.worker import CALL, OUTPUT, SECRET_BYTES, WHERE, serve
 
-__all__ = ("Answer", "Crew", "Ending")
+__all__ = ("Answer", "Replicas", "DrainPolicy")
 
 _LEAST_S = 0.001
 _LEAVE_S = 1.0  # for an idle replica to take its leave, before it is killed
@@ -58,7 +58,7 @@ class _Spawning:
             self._end.close()
 
 
-class Crew:
+class Replicas:
     """One set of replicas: the thread that spawned them, and a connection to each.
 
     They end with it, also where nobody stops them.
@@ -114,7 +114,7 @@ class Crew:
             is_ours = hmac.compare_digest(said[:SECRET_BYTES], self._secret)
             return rank if is_ours and rank < size and rank not in self._lines else None
 
-        with closing(visitors(listener, check, limit, self._ended)) as replicas:
+        with closing(accept_authenticated(listener, check, limit, self._ended)) as replicas:
             for sock, rank in replicas:
                 sock.setblocking(True)
                 self._lines[rank] = sock
@@ -249,7 +249,7 @@ class Crew:
         return bool(lines)
 
 
-class Ending:
+class DrainPolicy:
     """The end of a call in which a replica failed: how long the others are waited for.
 
     Args:
@@ -257,7 +257,7 @@ class Ending:
         is_together: whether they may wait for the one that failed.
     """
 
-    def __init__(self, crew: Crew, is_together: bool) -> None:
+    def __init__(self, crew: Replicas, is_together: bool) -> None:
         self._crew = crew
         self.at = time.monotonic() + _TICK_S if is_together else None
         """When to look at them next; None for not before the deadline."""

@@ -23,7 +23,7 @@ from unisono.topology import RankInfo
 from unisono.tracebacks import fold_text
 
 __all__ = (
-    "Front",
+    "Supervisor",
     "Outcome",
     "SignalledError",
     "held_back",
@@ -123,13 +123,13 @@ def run_launcher(
     Raises:
         LaunchError: there is no such program.
     """
-    front = Front(script.token, script.max_restarts > 0, end_signal)
+    front = Supervisor(script.token, script.max_restarts > 0, end_signal)
     front.processes.append(start(dying_with(os.getpid(), signal.SIGTERM, list(words)), environ))
     return front.run()
 
 
 @dataclass(slots=True)
-class Front:
+class Supervisor:
     """Processes of one job: a launcher, or all ranks of this host.
 
     Args:

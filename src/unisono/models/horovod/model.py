@@ -53,7 +53,7 @@ _OPS = {
 }
 
 
-class HorovodModel(plane.Connected, ComputationModel):
+class HorovodModel(plane.SocketControlPlane, ComputationModel):
     """The Horovod context of this process, ours or one that the user's ``hvd.init()`` made.
 
     One instance stands for a context however often it is adopted, so that the numbers of calls

@@ -53,7 +53,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class NativeModel(plane.Connected, ComputationModel):
+class NativeModel(plane.SocketControlPlane, ComputationModel):
     """The default process group of ``torch.distributed``, ours or one that the user made."""
 
     name: ClassVar[str] = "native-dist"

@@ -63,10 +63,10 @@ def main() -> None:
         os.execvp(program[0], program)
     _die_with(options.parent, signal.SIGTERM)
     _load_package()
-    from unisono.launchers.script.rank.program import Manner, run
+    from unisono.launchers.script.rank.program import OutputOptions, run
 
     style = "plain" if options.plain else "coloured" if options.colour else "prefixed"
-    code = run(program, Manner(options.log_dir, options.token, style, options.terminal))
+    code = run(program, OutputOptions(options.log_dir, options.token, style, options.terminal))
     if code < 0:  # so that the launcher sees the signal
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError, ValueError):

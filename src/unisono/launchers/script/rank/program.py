@@ -25,7 +25,7 @@ from unisono.plugins import load
 from unisono.topology import PREFIXED, RankInfo
 from unisono.tracebacks import fold_text, newest
 
-__all__ = ("Manner", "run", "variables")
+__all__ = ("OutputOptions", "run", "variables")
 
 _END_S = 1.0  # from the first signal to SIGKILL
 _DRAIN_S = 1.0  # after the program's end, for what its children still print
@@ -37,7 +37,7 @@ _COLOURS = (36, 33, 35, 32, 34, 31, 96, 93, 95, 92, 94, 91)
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class OutputOptions:
     """How a rank's output is treated.
 
     Args:
@@ -107,7 +107,7 @@ def variables(
     return found
 
 
-def run(program: Sequence[str], manner: Manner) -> int:
+def run(program: Sequence[str], manner: OutputOptions) -> int:
     """Run the program as the rank that this process's variables say it is.
 
     Local.
@@ -152,7 +152,7 @@ def _refuse(text: str, token: str, info: RankInfo | None = None) -> int:
 class _Running:
     """One run of the program."""
 
-    def __init__(self, info: RankInfo | None, manner: Manner) -> None:
+    def __init__(self, info: RankInfo | None, manner: OutputOptions) -> None:
         self._info, self._token, self._terminal = info, manner.token, manner.terminal
         self._prefix = manner.prefix(info)
         self._last: deque[bytes] = deque(maxlen=_LAST_LINES)
