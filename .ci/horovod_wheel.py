@@ -94,7 +94,7 @@ def build(into: Path, tools: dict[str, str]) -> None:
         for wheel in wheels.glob("horovod-*.whl"):
             partial = into / f"{wheel.name}.partial"
             shutil.copy(wheel, partial)
-            partial.replace(into / wheel.name)  # whoever finds a wheel finds all of it
+            partial.replace(into / wheel.name)  # a wheel that is there is complete
 
 
 def main() -> int:

@@ -56,7 +56,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a figure shall not be above.
+    """An upper bound of a figure.
 
     Args:
         limit: in the figure's unit.

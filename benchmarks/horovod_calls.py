@@ -37,7 +37,7 @@ def sums(local_rank: int, rounds: int, elements: int, calls: int) -> dict[str, T
 
 
 def values(local_rank: int, rounds: int) -> list[dict[str, Timing]]:
-    """Time values that are no tensors. Collective over all ranks."""
+    """Time values that aren't tensors. Collective over all ranks."""
     hvd = importlib.import_module("horovod.torch")
     torch.set_num_threads(1)
 

@@ -38,7 +38,7 @@ def sums(local_rank: int, rounds: int, elements: int, calls: int) -> dict[str, T
 
 
 def values(local_rank: int, rounds: int) -> list[dict[str, Timing]]:
-    """Time values that are no tensors. Collective over all ranks."""
+    """Time values that aren't tensors. Collective over all ranks."""
     world = importlib.import_module("mpi4py.MPI").COMM_WORLD
     theirs = (
         partial(world.allgather, TEXT),

@@ -1,7 +1,7 @@
-"""What is no accelerator tensor, against everybody else: strings, numbers, metrics, barriers.
+"""What isn't an accelerator tensor, against everybody else: strings, numbers, metrics, barriers.
 
 All peers are attached to the same gloo group, in replicas that unisono spawns, and take turns in
-every round. A goal says how many times faster than the best of them ours shall be; a work without
+every round. A goal says how many times faster than the best of them ours should be; a work without
 one is only shown.
 
     python benchmarks/payloads.py [--nproc-per-node 2] [--rounds 21] [--json | --markdown]
@@ -59,7 +59,7 @@ WORKS: dict[str, tuple[float | None, str]] = {
     "all_gather of an array of 1 MB": (1.5, COPIES),
     "one rank first, with nothing to do": (None, SECTION),
 }
-"""For each work how many times faster ours shall be, if that is said, and what bounds it."""
+"""For each work how many times faster ours should be, if there is a goal, and its bound."""
 
 
 def _enter(section: Callable[[], AbstractContextManager[object]]) -> None:
@@ -216,7 +216,7 @@ def measure(
 
 def main() -> int:
     """Measure and print."""
-    made = parser("What is no accelerator tensor, against everybody else.", 21)
+    made = parser("What isn't an accelerator tensor, against everybody else.", 21)
     made.add_argument("--nproc-per-node", type=int, default=2)
     made.add_argument("--calls", type=int, default=50, help="in a turn; default: %(default)s")
     made.add_argument("--plot", metavar="PNG")

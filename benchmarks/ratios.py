@@ -1,4 +1,4 @@
-"""Works that shall be so many times faster than the best of several peers: printed and drawn."""
+"""Works that should be some times faster than the best of several peers: printed and drawn."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Work:
     Args:
         name: what was measured.
         timings: by library, ours first; of the same rounds.
-        goal: how many times faster than the best of the others ours shall be; None for no goal.
-        limit_us: what ours shall not be above; None for no such goal.
+        goal: how many times faster than the best of the others ours should be; None for no goal.
+        limit_us: an upper bound for ours; None for no such goal.
         bound: what bounds our time: what is left to save, and what isn't ours.
     """
 

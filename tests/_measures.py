@@ -68,7 +68,7 @@ TABLE = Table()
 
 @dataclass
 class Clock:
-    """A file in which whoever fails says when, by the clock that all processes share."""
+    """A file in which a rank that fails writes when, by the clock that all processes share."""
 
     path: str
 

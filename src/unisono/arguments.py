@@ -20,7 +20,7 @@ def check_variables() -> None:
     """Refuse numbers in variables of ours that replicas would refuse. Local.
 
     Raises:
-        EnvironmentDetectionError: one is no number, or too small.
+        EnvironmentDetectionError: one isn't a number, or too small.
     """
     for variable, least in _NUMBERS.items():
         number_in(variable, least, least)
@@ -68,7 +68,7 @@ def seconds(name: str, value: Any) -> timedelta:
         try:
             given = timedelta(seconds=value)
         except (OverflowError, ValueError) as error:
-            raise ArgumentError(f"{name}={value!r} is no number of seconds") from error
+            raise ArgumentError(f"{name}={value!r} isn't a number of seconds") from error
     else:
         raise ArgumentError(f"{name}={value!r} should be seconds or a timedelta")
     if given <= timedelta(0):

@@ -69,7 +69,7 @@ def current_model() -> ComputationModel:
         The model; its context is live.
 
     Raises:
-        NoReplicaError: this thread is no replica while replicas of this process are threads.
+        NoReplicaError: this thread isn't a replica while replicas of this process are threads.
     """
     model = _thread.model
     if model is None:
@@ -150,7 +150,7 @@ def _look_around() -> ComputationModel:
         return model
     if _replica_threads:
         raise NoReplicaError(
-            f"thread {threading.current_thread().name!r} is no replica, while the replicas of "
+            f"thread {threading.current_thread().name!r} isn't a replica, while the replicas of "
             "this process are threads: make the call in the function that was given to spawn"
         )
     return _serial
@@ -248,7 +248,7 @@ def activate(
         The model.
 
     Raises:
-        AlreadyInitializedError: a context is live, whoever made it.
+        AlreadyInitializedError: a context is live, no matter who made it.
         ContextError: this process is a fork of a replica of that model.
     """
     global _process, _ours
@@ -333,7 +333,7 @@ def _before_fork() -> None:
     """Look for a context that somebody made and nobody has asked for yet: the child must know."""
     if _process is None and _thread.model is None and _lock.acquire(blocking=False):
         try:
-            with suppress(Exception):  # a fork is no place to be told of it
+            with suppress(Exception):  # a fork isn't the place to report it
                 _adopt()
         finally:
             _lock.release()

@@ -103,7 +103,7 @@ class NotInitializedError(ContextError):
 
 
 class NoReplicaError(ContextError):
-    """Raised in a thread that is no replica while replicas of this process are threads."""
+    """Raised in a thread that isn't a replica while replicas of this process are threads."""
 
 
 class GroupMembershipError(ContextError):
@@ -225,7 +225,7 @@ class UnsupportedOperation(UnisonoError, NotImplementedError):
 
 
 class PayloadError(UnisonoError, TypeError):
-    """Raised when a value can't travel, or not exactly, in the collective asked for."""
+    """Raised when a value can't be sent, or not exactly, in the collective asked for."""
 
 
 class CollectiveError(UnisonoError, RuntimeError):

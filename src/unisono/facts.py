@@ -47,7 +47,7 @@ def get_rank() -> int:
         0 to ``get_world_size() - 1``; 0 where nothing is distributed.
 
     Raises:
-        NoReplicaError: this thread is no replica while replicas of this process are threads.
+        NoReplicaError: this thread isn't a replica while replicas of this process are threads.
 
     Example:
         >>> import unisono as idist
@@ -302,7 +302,7 @@ def set_local_rank(index: int | None) -> None:
         index: the local rank, at least 0; None takes an earlier hint back.
 
     Raises:
-        ArgumentError: it is no such int.
+        ArgumentError: `index` isn't an int of at least 0.
 
     Example:
         >>> import unisono as idist

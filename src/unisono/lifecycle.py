@@ -166,7 +166,7 @@ def initialize(backend: str | None = None, **options: Unpack[InitializeOptions])
         UnknownBackendError: nobody claims the backend.
         BackendUnavailableError: it is known, but can't be used here.
         ArgumentError: an option that nobody takes, or a bad value.
-        AlreadyInitializedError: a context is live, whoever made it.
+        AlreadyInitializedError: a context is live, no matter who made it.
         EnvironmentDetectionError: the environment's variables are partial or contradictory, or one
             of ours has a bad value.
         ContextError: the ranks couldn't meet.
@@ -456,7 +456,7 @@ def _own_place() -> tuple[int, int, str] | None:
     """Give the rank and the number of ranks of this process or thread, and who says so. Local."""
     try:
         model = context.current_model()
-    except ContextError:  # a thread that is no replica
+    except ContextError:  # a thread that isn't a replica
         return None
     if model.topology.world_size > 1:
         return model.topology.rank, model.topology.world_size, model.name

@@ -59,7 +59,7 @@ def check_is_model(cls: Any) -> type[ComputationModel]:
     if missing:
         raise RegistrationError(f"{name} can't be registered: it lacks {missing}")
     if not (isinstance(cls, type) and issubclass(cls, ComputationModel)):
-        raise RegistrationError(f"{name} can't be registered: it is no ComputationModel")
+        raise RegistrationError(f"{name} can't be registered: it isn't a ComputationModel")
     return cls
 
 
@@ -69,7 +69,7 @@ def load_model(backend: str, row: Row) -> type[ComputationModel]:
     Local.
 
     Raises:
-        BackendUnavailableError: loading it failed, or it is no model.
+        BackendUnavailableError: loading it failed, or it isn't a model.
     """
     try:
         return check_is_model(load(row.path))

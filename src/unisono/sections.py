@@ -124,7 +124,7 @@ def _outcome_for_all(
         yield
     except GeneratorExit:
         raise
-    except BaseException as raised:  # whatever it is, the others must not wait for ever
+    except BaseException as raised:  # whatever it is, the others must not wait forever
         error = raised
         said = (summary(raised), fold(raised, raised.__traceback__))
     frames = _tell(model, f"{name} of rank {rank}", encode(said), group)
@@ -184,7 +184,7 @@ def run_on_rank(fn: Callable[[], T], rank: int = 0) -> T:
     Raises:
         ArgumentError: `rank` isn't there (on every rank).
         PeerFailedError: the function raised (on every rank; the original is the cause on `rank`).
-        PayloadError: its value can't travel (on every rank).
+        PayloadError: its value can't be sent (on every rank).
 
     Example:
         >>> import unisono as idist

@@ -168,7 +168,7 @@ class Group:
         ranks: global ranks of the members, ascending.
         context_id: identity of the context that it belongs to.
         handle: the model's own object, such as a ``torch.distributed.ProcessGroup``; None on a
-            rank that is no member where the model makes nothing there.
+            rank that isn't a member where the model makes nothing there.
         name: what tells it from every other group of its context, also from those of the same
             ranks; the same on all of its ranks. Made of the ranks where it is empty.
         timeout_s: seconds that a collective over it may take; None for what the job allows.
@@ -212,7 +212,7 @@ class Group:
             0 to ``size - 1``.
 
         Raises:
-            ValueError: the rank is no member.
+            ValueError: the rank isn't a member.
         """
         return self.ranks.index(rank)
 
@@ -224,7 +224,7 @@ def name_of(group: Group | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """How many replicas a launcher shall make, and where they meet.
+    """How many replicas a launcher makes, and where they rendezvous.
 
     Args:
         nproc_per_node: replicas on this node, at least 1.
@@ -232,7 +232,7 @@ class LaunchPlan:
         node_rank: which of them this one is.
         master_addr: host that node 0 listens on; needed where ``nnodes`` is over 1.
         master_port: TCP port there; needed where ``nnodes`` is over 1.
-        init_method: a rendezvous URL that the model shall use instead; None for the launcher's own.
+        init_method: a rendezvous URL for the model to use instead; None for the launcher's own.
         start_method: how processes come to be; None for the launcher's best.
         backend: what was asked for, where the model itself launches; it may have several.
         store_is_hosted: a ``torch.distributed.TCPStore`` already listens at ``master_addr`` and
@@ -259,7 +259,7 @@ class LaunchPlan:
         return self.nproc_per_node * self.nnodes
 
     def info(self, local_rank: int) -> RankInfo:
-        """Say what the replica `local_rank` of this node shall know.
+        """Give the ranks and the rendezvous of replica `local_rank` of this node.
 
         Local.
 

@@ -1,4 +1,4 @@
-"""Every benchmark runs and prints what it found; how fast that was is no matter of tests."""
+"""Every benchmark runs and prints its figures; tests don't judge how fast that was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `check` says of models and laws that go wrong in every way: it never waits for ever."""
+"""What `check` says of models and laws that go wrong in every way: it never waits forever."""
 
 from __future__ import annotations
 

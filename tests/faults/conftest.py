@@ -29,7 +29,7 @@ _GONE_S = 5.0
 # torchrun's agent leaves a folder for every job that failed (torch 2.13), a killed mpiexec its own.
 _OTHERS = ("torchelastic_", "ompi.")
 _SHARED = "/dev/shm"
-_BE_SUBREAPER = 36  # prctl's number: whoever loses its parent becomes a child of this process
+_BE_SUBREAPER = 36  # prctl's number: orphans become children of this process
 
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(_BE_SUBREAPER, 1, 0, 0, 0)

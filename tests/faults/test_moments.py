@@ -80,7 +80,7 @@ def test_a_death_while_ranks_part(victim: int, delay_ms: int, clock: Clock, tabl
             f"spawn: SIGKILL of {WHO[victim]} while ranks part, 8 moments", seconds, 1, str(error)
         )
     else:
-        assert delay_ms > 0, "a rank that died before it could return anything was no failure"
+        assert delay_ms > 0, "a rank that died before it could return anything wasn't a failure"
         assert found == [0, 1, 2]
 
 

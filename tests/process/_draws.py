@@ -392,7 +392,7 @@ LAST: dict[str, Callable[[int], st.SearchStrategy[Scene]]] = {"a call too many":
 """What ends a program."""
 
 
-_LEFT_OUT = {"threads": ("threads",)}  # a thread that a replica starts is no replica
+_LEFT_OUT = {"threads": ("threads",)}  # a thread that a replica starts isn't a replica
 
 
 @st.composite

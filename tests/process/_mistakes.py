@@ -65,11 +65,11 @@ _ROOTS: dict[str, Callable[[Any], Any]] = {
 }
 _NO_RANKS: tuple[Any, ...] = (7, -1, True, "0", 0.0, None)
 _GROUPS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "twice": ([0, 0], ("[0, 0]", "each rank may be there once")),
-    "strangers": ([0, 9], ("[9] are no ranks here", *RANKS)),
-    "negative": ([-1], ("[-1] are no ranks here",)),
-    "bools": ([False], ("[False] are no ranks here",)),
-    "texts": (["0"], ("['0'] are no ranks here",)),
+    "twice": ([0, 0], ("[0, 0]", "duplicate ranks")),
+    "strangers": ([0, 9], ("9 is not a rank of this job", *RANKS)),
+    "negative": ([-1], ("-1 is not a rank of this job",)),
+    "bools": ([False], ("False is not a rank of this job",)),
+    "texts": (["0"], ("'0' is not a rank of this job",)),
     "a number": (0, ("group",)),
     "a text": ("0", ("group",)),
 }
@@ -103,10 +103,10 @@ MISTAKES: dict[str, Mistake] = {
         )
         for name, (ranks, _) in _GROUPS.items()
     },
-    "src is no member": Mistake(
+    "src isn't a member": Mistake(
         lambda: idist.broadcast(1, src=0, group=[1]),
         GroupMembershipError,
-        ("src=0 is no member of the group (1,)",),
+        ("src=0 isn't a member of the group (1,)",),
         2,
     ),
     "op": Mistake(

@@ -1,4 +1,4 @@
-"""Who is missing, and who isn't: named by all who wait, whoever the leader is and where it is."""
+"""Who is missing, and who isn't: all ranks that wait name them, wherever the leader is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A deadline around spawn, Parallel or a pool bounds all that is inside; nobody waits for ever."""
+"""A deadline around spawn, Parallel or a pool bounds all that is inside; nobody waits forever."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def test_of_ranks_that_wait_for_one_that_is_slow_one_warns(
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_comes_too_late_is_told_so(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store outlives the others, who gave up; whoever comes then isn't who waited in vain."""
+    """The store outlives ranks that gave up; a rank that comes late isn't blamed for it."""
     store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
     there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
     for name, value in {**there, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():

@@ -65,7 +65,7 @@ def one_of_each(local_rank):
 
 unisono.spawn("gloo", one_of_each, nproc_per_node=3)
 """
-# Stops whoever imports torch in order to become a helper or a worker.
+# Stops each process that imports torch in order to become a helper or a worker.
 SITE = """
 import os, signal, sys
 

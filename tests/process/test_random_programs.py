@@ -59,7 +59,7 @@ def _worlds() -> list[tuple[str, str]]:
     families = [*FAMILIES, *LAST, "all"]
     worlds = [(backend, family) for backend in BACKENDS[:2] for family in families]
     worlds += [(BACKENDS[2], family) for family in (families if COUNT else ("all", *LAST))]
-    cant = {("threads", "threads")}  # a thread that a replica starts is no replica
+    cant = {("threads", "threads")}  # a thread that a replica starts isn't a replica
     return [world for world in worlds if world not in cant]
 
 

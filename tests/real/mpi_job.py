@@ -256,7 +256,7 @@ def twice() -> None:
         model.finalize()
         assert not model.is_alive()
         assert sys.excepthook is hook
-        assert MpiModel.from_context(ContextHint()) is None, "our own world is no user's"
+        assert MpiModel.from_context(ContextHint()) is None, "our own world isn't a user's"
 
 
 def contradiction() -> None:

@@ -211,7 +211,7 @@ ANSWERED_WHEN_ASKED = frozenset(
 def public_names(source: Source) -> tuple[str, ...] | None:
     for node in source.tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            assert isinstance(node.value, ast.Tuple), f"{source}: __all__ is no tuple"
+            assert isinstance(node.value, ast.Tuple), f"{source}: __all__ isn't a tuple"
             names = tuple(ast.literal_eval(element) for element in node.value.elts)
             assert len(set(names)) == len(names), f"{source}: __all__ names something twice"
             return names

@@ -1,4 +1,4 @@
-"""Who proves itself is let in at once, whoever else stands at the door."""
+"""A peer that proves itself is accepted at once, no matter who else connects."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ SOURCES = Path(detection.__file__).parent.glob("*.py")
 VARIABLES = sorted(
     {name for path in SOURCES for name in re.findall(r'"([A-Z][A-Z0-9_]{3,})"', path.read_text())}
 )
-# What os.environ holds: any bytes but NUL, those that are no UTF-8 as lone surrogates.
+# What os.environ holds: any bytes but NUL; what isn't UTF-8 as lone surrogates.
 texts = (
     st.binary(max_size=12).map(
         lambda data: data.replace(b"\0", b"").decode("utf-8", "surrogateescape")

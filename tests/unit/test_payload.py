@@ -442,5 +442,5 @@ def test_memory_is_shown_copied_and_checked() -> None:
     assert tensor[0, 0] == 9
     assert len(view_bytes(torch.empty(0, 3))) == 0
     for data in (b"123", b"12345", b""):
-        with pytest.raises(PayloadError, match=r"bytes are no tensor"):
+        with pytest.raises(PayloadError, match=r"bytes aren't a tensor"):
             from_bytes(data, torch.int32, (1,))

@@ -157,9 +157,9 @@ BROKEN = {
     "raises": "raise RuntimeError('no licence')",
     "needs what isn't there": "import a_library_that_is_not_there",
     "has no such class": "",
-    "is no model": "class Model: pass",
+    "isn't a model": "class Model: pass",
     "is unfinished": "import unisono\nclass Model(unisono.ComputationModel): name = 'x'",
-    "is no class": "Model = 3",
+    "isn't a class": "Model = 3",
 }
 
 
@@ -201,7 +201,7 @@ def test_a_broken_plug_in_is_left_out_with_one_warning_while_probing(
 
 def test_a_registered_model_is_found_and_can_be_taken_back(mine: type[ThreadsModel]) -> None:
     assert unisono.register_model(mine) is mine
-    assert unisono.register_model(mine) is mine  # again is no harm
+    assert unisono.register_model(mine) is mine  # twice does no harm
     assert "mine" in unisono.available_backends()
     assert mine in unisono.registered_computation_models
     assert unisono.spawn("MINE", model_name, nproc_per_node=2) == ["my-dist"] * 2

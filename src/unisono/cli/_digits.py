@@ -1,6 +1,6 @@
 """A small net learns real handwritten digits, data-parallel: the job of ``unisono demo``.
 
-What distributes it is the facade alone; whoever shows its progress comes in as an argument.
+Only the facade distributes it; the function that shows its progress is an argument.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ __all__ = ("demo",)
 _GOAL = 0.95
 _TOLERANCE = 1e-5
 _COMPARED = (1, 2, 3)
-_FOR_SEVERAL = {"serial": "threads"}  # whoever is alone is compared with the nearest that isn't
+_FOR_SEVERAL = {"serial": "threads"}  # with several replicas, serial is compared with threads
 
 
 def demo(

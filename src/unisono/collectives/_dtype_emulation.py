@@ -279,7 +279,7 @@ def start_all_reduce(
         check(model, f"all_reduce {op.name}", tensor, group)
         return model.start_all_reduce(carrier, step, group)
 
-    # Comparing calls waits for the others, which whoever starts an operation must not.
+    # Comparing calls waits for the other ranks; starting an operation must not.
     started = joined(model.start(begin)) if compares(model, group) else begin()
     return started.then(restore)
 

@@ -113,13 +113,13 @@ def broadcast(
 
     Returns:
         The value of `src`, exact in type and content, new memory. A tensor that is on an
-        accelerator at `src` arrives on each rank's `device`. `tensor` itself where this rank is no
-        member.
+        accelerator at `src` arrives on each rank's `device`. `tensor` itself where this rank isn't
+        a member.
 
     Raises:
         ArgumentError: `src` isn't there.
-        GroupMembershipError: `src` is no member of the group (on every rank).
-        PayloadError: the value can't travel (on every rank).
+        GroupMembershipError: `src` isn't a member of the group (on every rank).
+        PayloadError: the value can't be sent (on every rank).
         CollectiveError: a peer failed or didn't come in time.
 
     Example:
@@ -195,8 +195,8 @@ def broadcast_(
 
     Raises:
         ArgumentError: `src` isn't there.
-        GroupMembershipError: `src` is no member of the group (on every rank).
-        PayloadError: it is no dense tensor.
+        GroupMembershipError: `src` isn't a member of the group (on every rank).
+        PayloadError: it isn't a dense tensor.
         CollectiveError: a peer failed or didn't come in time.
 
     Example:
@@ -334,12 +334,12 @@ def scatter(
         async_op: whether to return a handle at once.
 
     Returns:
-        This rank's value, new memory. `values` itself where this rank is no member.
+        This rank's value, new memory. `values` itself where this rank isn't a member.
 
     Raises:
         ArgumentError: `src` isn't there.
-        GroupMembershipError: `src` is no member of the group (on every rank).
-        PayloadError: not one value for each member, or one that can't travel (on every rank).
+        GroupMembershipError: `src` isn't a member of the group (on every rank).
+        PayloadError: not one value for each member, or one that can't be sent (on every rank).
         CollectiveError: a peer failed or didn't come in time.
 
     Example:
@@ -457,11 +457,11 @@ def all_to_all(value: Any, group: GroupLike = None, *, async_op: bool = False) -
 
     Returns:
         For a tensor [n*k, ...], whose i-th part came from the i-th member, same dtype and device;
-        for a list the list of what each member sent here. `value` itself where this rank is no
+        for a list the list of what each member sent here. `value` itself where this rank isn't a
         member.
 
     Raises:
-        PayloadError: its length isn't a multiple of n; or a value can't travel (on every rank).
+        PayloadError: its length isn't a multiple of n; or a value can't be sent (on every rank).
         CollectiveMismatchError: another rank refused its tensor, where calls are compared.
         CollectiveError: a peer failed or didn't come in time.
 

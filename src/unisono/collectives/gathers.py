@@ -126,10 +126,11 @@ def all_gather(
 
     Returns:
         For tensors [sum of d0, ...] in rank order, for 0-dim tensors [n], same dtype and device,
-        new memory; else a list of the values by rank. `tensor` itself where this rank is no member.
+        new memory; else a list of the values by rank. `tensor` itself where this rank isn't a
+        member.
 
     Raises:
-        PayloadError: some rank's value can't travel (on every rank, naming it).
+        PayloadError: some rank's value can't be sent (on every rank, naming it).
         CollectiveMismatchError: tensors that don't fit together (on every rank, naming each shape).
         CollectiveError: a peer failed or didn't come in time.
 
@@ -259,11 +260,11 @@ def all_gather_tensors_with_shapes(
 
     Returns:
         A list of tensors by rank, same dtype and device, new memory; ``[tensor]`` where this rank
-        is no member.
+        isn't a member.
 
     Raises:
         ArgumentError: `shapes` doesn't have one shape for each member, or not this tensor's.
-        PayloadError: it is no dense tensor.
+        PayloadError: it isn't a dense tensor.
         CollectiveError: a peer failed or didn't come in time.
 
     Example:
@@ -367,13 +368,13 @@ def gather(value: Any, dst: int = 0, group: GroupLike = None, *, async_op: bool 
         async_op: whether to return a handle at once.
 
     Returns:
-        As `all_gather` on `dst`, None on the other members, `value` itself on a rank that is no
+        As `all_gather` on `dst`, None on the other members, `value` itself on a rank that isn't a
         member.
 
     Raises:
         ArgumentError: `dst` isn't there.
-        GroupMembershipError: `dst` is no member of the group (on every rank).
-        PayloadError: some rank's value can't travel (on every rank, naming it).
+        GroupMembershipError: `dst` isn't a member of the group (on every rank).
+        PayloadError: some rank's value can't be sent (on every rank, naming it).
         CollectiveMismatchError: tensors that don't fit together (on every rank).
         CollectiveError: a peer failed or didn't come in time.
 

@@ -56,7 +56,7 @@ def new_group(ranks: Sequence[int], **options: Unpack[GroupOptions]) -> Group:
         first use, and no other later.
 
     Raises:
-        ArgumentError: a rank twice, one that isn't in the job, or one that is no int; a
+        ArgumentError: a rank twice, one that isn't in the job, or one that isn't an int; a
             bad timeout, or an option that the model doesn't take.
         UnsupportedOperation: the model has no groups.
 
@@ -86,10 +86,11 @@ def _checked(model: ComputationModel, ranks: Sequence[int]) -> tuple[int, ...]:
     wrong = [rank for rank in ranks if type(rank) is not int or not 0 <= rank < size]
     if wrong:
         raise ArgumentError(
-            f"ranks {list(ranks)!r}: {wrong} are no ranks here: use ints from 0 to {size - 1}"
+            f"ranks {list(ranks)!r}: {wrong[0]!r} is not a rank of this job: use ints from 0 to "
+            f"{size - 1}"
         )
     if len(set(ranks)) < len(ranks):
-        raise ArgumentError(f"ranks {list(ranks)!r}: each rank may be there once")
+        raise ArgumentError(f"ranks {list(ranks)!r}: duplicate ranks")
     return tuple(sorted(ranks))
 
 
@@ -100,7 +101,7 @@ def resolve(model: ComputationModel, group: GroupLike) -> Group | None:
 
     Raises:
         GroupMembershipError: the group belongs to another context, or to one that has ended.
-        ArgumentError: it is no group and no list of ranks.
+        ArgumentError: it is neither a group nor a list of ranks.
     """
     if group is None:
         return None
@@ -148,7 +149,7 @@ def check_rank(model: ComputationModel, group: Group | None, rank: int, role: st
     if type(rank) is not int or not 0 <= rank < size:
         raise ArgumentError(f"{role}={rank!r} should be a global rank from 0 to {size - 1}")
     if group is not None and rank not in group.ranks:
-        raise GroupMembershipError(f"{role}={rank} is no member of the group {group.ranks}")
+        raise GroupMembershipError(f"{role}={rank} isn't a member of the group {group.ranks}")
 
 
 def outcome(model: ComputationModel, call: Callable[[], T], async_op: bool) -> T | Handle[T]:

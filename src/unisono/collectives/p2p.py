@@ -43,8 +43,8 @@ def send(value: Any, dst: int, group: GroupLike = None) -> None:
 
     Raises:
         ArgumentError: `dst` isn't there, or is this rank.
-        GroupMembershipError: this rank or `dst` is no member of the group.
-        PayloadError: the value can't travel; `dst` gets the error as well.
+        GroupMembershipError: this rank or `dst` isn't a member of the group.
+        PayloadError: the value can't be sent; `dst` gets the error as well.
         UnsupportedOperation: the model has no messages between two ranks.
         CollectiveError: the peer failed or didn't come in time.
 
@@ -83,7 +83,7 @@ def recv(src: int, group: GroupLike = None) -> Any:
 
     Raises:
         ArgumentError: `src` isn't there, or is this rank.
-        GroupMembershipError: this rank or `src` is no member of the group.
+        GroupMembershipError: this rank or `src` isn't a member of the group.
         PayloadError: the sender's value couldn't travel.
         UnsupportedOperation: the model has no messages between two ranks.
         CollectiveError: the peer failed or didn't come in time.
@@ -114,7 +114,7 @@ def _pair(group: GroupLike, peer: int, role: str) -> tuple[ComputationModel, Gro
     model, found, is_member = team(group)
     check_rank(model, found, peer, role)
     if not is_member:
-        raise GroupMembershipError(f"rank {model.topology.rank} is no member of {group!r}")
+        raise GroupMembershipError(f"rank {model.topology.rank} isn't a member of {group!r}")
     if peer == model.topology.rank:
         raise ArgumentError(f"{role}={peer} is this rank itself")
     return model, found

@@ -160,7 +160,7 @@ def all_reduce(
 
     Returns:
         A new value of the same shape, dtype, device and container type; int stays an exact int,
-        bool stays bool, AVERAGE of ints is a float. `tensor` itself where this rank is no member.
+        bool stays bool, AVERAGE of ints is a float. `tensor` itself where this rank isn't a member.
 
     Raises:
         ArgumentError: unknown operation.
@@ -239,7 +239,7 @@ def all_reduce_(
 
     Raises:
         ArgumentError: unknown operation.
-        PayloadError: it is no dense tensor, or the operation isn't defined on its dtype.
+        PayloadError: it isn't a dense tensor, or the operation isn't defined on its dtype.
         CollectiveError: a peer failed or didn't come in time.
 
     Example:
@@ -441,12 +441,12 @@ def reduce(
         async_op: whether to return a handle at once.
 
     Returns:
-        As `all_reduce` on `dst`, None on the other members, `value` itself on a rank that is no
+        As `all_reduce` on `dst`, None on the other members, `value` itself on a rank that isn't a
         member.
 
     Raises:
         ArgumentError: unknown operation, or `dst` isn't there.
-        GroupMembershipError: `dst` is no member of the group (on every rank).
+        GroupMembershipError: `dst` isn't a member of the group (on every rank).
         PayloadError: as in `all_reduce`.
         CollectiveError: a peer failed or didn't come in time.
 
@@ -508,11 +508,11 @@ def reduce_scatter(
 
     Returns:
         [k, ...], the part of the result at this rank's place in the group, same dtype and device,
-        new memory; `tensor` itself where this rank is no member.
+        new memory; `tensor` itself where this rank isn't a member.
 
     Raises:
         ArgumentError: unknown operation.
-        PayloadError: it is no dense tensor, or its dim 0 isn't a multiple of n.
+        PayloadError: it isn't a dense tensor, or its dim 0 isn't a multiple of n.
         CollectiveMismatchError: another rank's isn't, where calls are compared.
         CollectiveError: a peer failed or didn't come in time.
 

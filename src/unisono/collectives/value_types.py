@@ -45,7 +45,7 @@ Container: TypeAlias = Mapping[Any, Any] | list[Any] | tuple[Any, ...] | _Datacl
 """What is reduced leaf by leaf. A TypedDict is a Mapping, and no dict, to a type checker."""
 Reducible: TypeAlias = Tensor | complex | NumpyScalar | Container
 Plain = TypeVar("Plain", Tensor, bool, int, float, complex)
-"""What an operation that is no mean keeps; a subclass, such as Parameter, gives its base."""
+"""What an operation that isn't a mean keeps; a subclass, such as Parameter, gives its base."""
 Summed = TypeVar("Summed", Tensor, int, float, complex)
 """What a sum keeps where bools are counted."""
 Inexact = TypeVar("Inexact", Tensor, float, complex)

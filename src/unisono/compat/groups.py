@@ -21,8 +21,8 @@ def library_group(group: Group) -> Any:
         group: of the active context.
 
     Returns:
-        On a rank that is no member what torch gives there, ``GroupMember.NON_GROUP_MEMBER``. What
-        is returned is taken wherever a group is.
+        The process group; on a rank that isn't a member ``GroupMember.NON_GROUP_MEMBER``, as torch
+        gives there. Every argument `group` takes it.
     """
     nobody = dist.GroupMember.NON_GROUP_MEMBER
     if current_model().adopt_group(nobody) is None:  # the ranks aren't connected by torch

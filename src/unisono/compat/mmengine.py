@@ -346,7 +346,7 @@ def get_world_size(group: Group = None) -> int:
 
 
 def get_rank(group: Group = None) -> int:
-    """Give this rank's place in a group, -1 where it is no member. Local."""
+    """Give this rank's place in a group, -1 where it isn't a member. Local."""
     members, rank = _members(group), facts.get_rank()
     return members.index(rank) if rank in members else -1
 

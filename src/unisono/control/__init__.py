@@ -1,1 +1,1 @@
-"""The control plane: everything that is no accelerator tensor, exchanged on the host."""
+"""The control plane: everything that isn't an accelerator tensor, exchanged on the host."""

@@ -45,7 +45,7 @@ COPIED_BYTES = 1 << 14
 
 
 class ConnectionClosed(Exception):
-    """The peer is gone, or sent what is no frame. Never leaves this package."""
+    """The peer is gone, or sent what isn't a frame. Never leaves this package."""
 
 
 def read_failure(body: bytes) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """Handshake: connections are accepted from those who prove that they belong to the job.
 
-Gloo takes whoever connects to it. What goes over the data plane before the proof is nothing but
-tensors of fixed size, which nobody decodes: first a random number of each rank, then, from each
+Gloo accepts any connection. Before the proof, the data plane carries nothing but tensors of fixed
+size, which nobody decodes: first a random number of each rank, then, from each
 rank to each other directly, the HMAC of both their numbers under the secret of the job.
 """
 

@@ -45,7 +45,7 @@ class Monitor:
         until = time.monotonic() + limit_s
         while True:
             sleeper = threading.Lock()
-            sleeper.acquire()  # whoever notifies releases it
+            sleeper.acquire()  # `notify` releases it
             with self.lock:
                 if is_ready():
                     return True

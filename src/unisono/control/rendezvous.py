@@ -182,7 +182,7 @@ def meet(model: Met, group: Group | None, inline_bytes: int, host: str | None = 
         This rank's hub; None on every rank where some rank couldn't be connected.
 
     Raises:
-        EnvironmentDetectionError: some rank's variable is no number; on every rank.
+        EnvironmentDetectionError: some rank's variable isn't a number; on every rank.
         PeerRefusedError: a process that isn't of the job answered for a rank.
     """
     name = name_of(group)

@@ -4,7 +4,7 @@ PMI_RANK and PMI_SIZE are documented in Microsoft's "Environment Variables for t
 and (the first) in MPICH's "PMI-2 Wire Protocol". MPI_LOCALRANKID and MPI_LOCALNRANKS have no page
 of their own: hydra_pmi_proxy of MPICH and of Intel MPI sets them, as recorded from MPICH 5.0 and
 Intel MPI 2021. HPE's PMI says PMI_LOCAL_RANK and PMI_LOCAL_SIZE instead (``pals.h``).
-I_MPI_HYDRA_UUID, which each of Intel's mpiexec makes anew, is the id of the job; MPICH has none.
+I_MPI_HYDRA_UUID, new for each mpiexec of Intel's, is the id of the job; MPICH has none.
 """
 
 from __future__ import annotations

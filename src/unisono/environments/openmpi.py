@@ -45,8 +45,8 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     """Read Open MPI's variables.
 
     Local. Where MASTER_ADDR and MASTER_PORT aren't set and all processes are on one node, the
-    address is 127.0.0.1 and the port is derived from the id of the job, which each mpirun makes
-    anew. LSF's jsrun sets these variables too; they are left to `lsf`, which says more.
+    address is 127.0.0.1 and the port is derived from the id of the job, new for each mpirun.
+    LSF's jsrun sets these variables too; they are left to `lsf`, which says more.
 
     Args:
         env: the variables.

@@ -46,7 +46,7 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     """Read PALS's variables.
 
     Local. Where MASTER_ADDR and MASTER_PORT aren't set and all processes are on one node, the
-    address is 127.0.0.1 and the port is derived from PALS_APID, which each mpiexec makes anew; on
+    address is 127.0.0.1 and the port is derived from PALS_APID, new for each mpiexec; on
     several nodes the hosts are in a file (PBS_NODEFILE) and MASTER_ADDR has to be set. Slurm's
     ``srun --mpi=cray_shasta`` sets some of these variables too; they are left to `slurm`.
 

@@ -2,7 +2,7 @@
 
 The variables are documented in ``srun(1)``, "OUTPUT ENVIRONMENT VARIABLES"; what they hold was
 recorded from Slurm 22.05. Only those of the step count. A batch script and the shell of salloc
-carry SLURM_NTASKS=4 (the script even SLURM_PROCID=0), but are no task: they lack SLURM_STEP_ID, or
+carry SLURM_NTASKS=4 (the script even SLURM_PROCID=0), but aren't tasks: they lack SLURM_STEP_ID, or
 it is one of the ids above 0xfffffff0 that Slurm keeps for itself, such as 0xfffffffa for the shell
 of ``salloc`` with ``LaunchParameters=use_interactive_step``.
 """

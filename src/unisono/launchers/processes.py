@@ -415,7 +415,7 @@ class _Fork:
 
 def _start(infos: Sequence[RankInfo], method: str, workers: list[Worker], held: ExitStack) -> Maker:
     """Ask a helper for a worker each, which `workers` has from then on."""
-    if method == "fork":  # outside of the lock, which the fork would have for ever
+    if method == "fork":  # outside of the lock, which the fork would have forever
         maker = _Fork(held)
         for info in infos:
             _ask_for_one(maker.control, method, info, workers)

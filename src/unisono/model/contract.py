@@ -95,7 +95,7 @@ class ComputationModel(Keeping, TrainingHooks, ABC):
         """Destroy what `initialize` made; let go of what `from_context` adopted.
 
         Collective over all ranks where the library's own end is; a context that the user has
-        already destroyed is no error.
+        already destroyed isn't an error.
         """
 
     @property

@@ -130,7 +130,7 @@ class Handle(Generic[T]):
         return self._outcome.is_known or (not self._waits and self._is_completed())
 
     def _check_process(self) -> None:
-        """Refuse a fork, in which nobody carries the operation on: it would wait for ever."""
+        """Refuse a fork, in which nobody carries the operation on: it would wait forever."""
         if not self._outcome.is_known and self._pid != os.getpid():
             raise ContextError(
                 f"this process is a fork of process {self._pid}, which started the operation and "
@@ -172,8 +172,8 @@ class Background:
     """One thread that runs calls in the order in which they were given.
 
     A model's collectives must start in the same order on every rank, so there is one thread for
-    each context, and whoever wants to call the model directly waits for `settle` first. The thread
-    ends when nobody has this object any more and all calls are done.
+    each context; a call that uses the model directly waits for `settle` first. The thread ends
+    when nobody has this object any more and all calls are done.
     """
 
     def __init__(self, name: str) -> None:

@@ -41,7 +41,7 @@ class Keeping:
     proved: set[str]
     """Names of the groups whose ranks have proved it."""
     is_one_host: bool
-    """Whether a rank that is no process of this user on this host can't belong to the job."""
+    """Whether all ranks are processes of this user on this host."""
     is_checked: bool | None
     """Whether ranks compare their calls before each collective of the data plane; None for where
     it costs little, which `compares_calls` tells."""

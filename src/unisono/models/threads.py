@@ -300,7 +300,7 @@ class ThreadsModel(ComputationModel):
             for thread in threads:
                 thread.start()
             world.join(threads)
-        except BaseException:  # Ctrl-C: whoever waits in a collective is told to stop
+        except BaseException:  # Ctrl-C: replicas that wait in a collective are told to stop
             world.fail(-1, "the parent was interrupted")
             raise
         if failures:

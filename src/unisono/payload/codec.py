@@ -118,7 +118,7 @@ def refuse_pickle(what: str) -> None:
         )
 
 
-# An unknown tag or dtype, bytes that are no text, a dict's key that can't be one, endless nesting.
+# An unknown tag or dtype, bytes that aren't text, a key that can't be hashed, endless nesting.
 _DAMAGE = (KeyError, UnicodeDecodeError, TypeError, RecursionError)
 
 
@@ -213,7 +213,7 @@ class _Reader:
     def object(self) -> Any:
         refuse_pickle("an object that came")
         (checksum,) = self.unpack(COUNT)
-        # Not bytes: an array that could be written to shall be so again.
+        # Not bytes: an array that was writable stays writable.
         blocks = [bytearray(self.view()) for _ in range(self.unpack(COUNT)[0])]
         if not blocks or zlib.crc32(blocks[0]) != checksum:
             raise PayloadError("a damaged frame came: a pickle with a wrong checksum")
@@ -519,4 +519,4 @@ def raise_failures(frames: Sequence[bytes], ranks: Sequence[int], call: str) -> 
         if frame[:1] == b"e"
     ]
     if reasons:
-        raise PayloadError(f"{call} got a value that can't travel ({'; '.join(reasons)})")
+        raise PayloadError(f"{call} got a value that can't be sent ({'; '.join(reasons)})")

@@ -71,7 +71,7 @@ def from_bytes(
         PayloadError: the shape and dtype take another number of bytes.
     """
     if len(data) != math.prod(shape) * dtype.itemsize:
-        raise PayloadError(f"{len(data)} bytes are no tensor of {dtype} and shape {shape}")
+        raise PayloadError(f"{len(data)} bytes aren't a tensor of {dtype} and shape {shape}")
     try:
         tensor = torch.empty(shape, dtype=dtype)
     except RuntimeError as error:  # a size of 0 hides others that torch can't take

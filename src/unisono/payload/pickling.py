@@ -41,7 +41,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, io.TextIOWrapper):  # cloudpickle would send a copy of its text
-            raise pickle.PicklingError("an open file can't travel: send its path or its content")
+            raise pickle.PicklingError("an open file can't be sent: send its path or its content")
         if isinstance(obj, memoryview):  # cloudpickle would send bytes
             return _restore_view, (obj.tobytes(), obj.format, obj.shape, obj.readonly)
         if isinstance(obj, Tensor) and hasattr(obj, "to_local") and hasattr(obj, "full_tensor"):

@@ -28,7 +28,7 @@ __all__ = ("Answer", "Replicas", "DrainPolicy")
 
 _LEAST_S = 0.001
 _LEAVE_S = 1.0  # for an idle replica to take its leave, before it is killed
-_QUIT_S = 0.3  # for one that shall drop what it does
+_QUIT_S = 0.3  # for a replica told to abandon its call
 _END_S = 10.0  # for the end of those that were told to drop what they do
 _TICK_S = 0.1  # between two looks at replicas that are busy when another one has failed
 _STRIKES = 2  # looks in a row at which one says nothing, or that it waits
@@ -272,7 +272,7 @@ class DrainPolicy:
             self.is_broken, self.at = True, time.monotonic() + _GRACE_S
 
     def is_over(self, busy: Collection[int]) -> bool:
-        """Look whether all those that are busy compute; if not, they wait for ever. Local."""
+        """Look whether all those that are busy compute; if not, they wait forever. Local."""
         now = time.monotonic()
         if self.at is None or now < self.at:
             return False

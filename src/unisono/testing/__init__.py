@@ -1,4 +1,4 @@
-"""For whoever writes a model or tests a program: laws, and what runs them."""
+"""For authors of models and of tests: laws, and what runs them."""
 
 from __future__ import annotations
 

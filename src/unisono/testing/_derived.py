@@ -24,7 +24,7 @@ def note_derived(model: ComputationModel) -> set[str]:
         model: a live context.
 
     Returns:
-        Names, added as they are called; empty it to begin anew.
+        Names, added as they are called; clear it to start over.
     """
     used: set[str] = set()
     cls = type(model)

@@ -105,7 +105,7 @@ class EnvironmentTrial:
             info = self.detect(env)
         except EnvironmentDetectionError as error:
             raise AssertionError(f"its own example is refused: {error}") from error
-        assert info is not None, f"its own example is no job: {dict(env)}"
+        assert info is not None, f"its own example isn't a job: {dict(env)}"
         return info
 
     def variables(self, env: Mapping[str, str]) -> list[str]:
@@ -215,7 +215,7 @@ def a_partial_example_is_refused_by_name(trial: EnvironmentTrial) -> None:
 
 @_law
 def a_malformed_variable_is_refused_by_name(trial: EnvironmentTrial) -> None:
-    """Text that is no number, or none in its range, is refused, and never taken for a rank."""
+    """Text that isn't a number, or none in its range, is refused, and never taken for a rank."""
     trial.needs_examples()
     for example in trial.examples:
         whole = _identity(trial.whole(example))

@@ -437,7 +437,7 @@ def wrong_options_are_refused_before_anything_starts(trial: LauncherTrial) -> No
 
 @_law
 def what_cant_be_pickled_is_refused_before_anything_starts(trial: LauncherTrial) -> None:
-    """An argument that can't travel is a PayloadError here, and no rank begins."""
+    """An argument that can't be pickled is a PayloadError here, and no rank begins."""
     given = {"launcher": trial.launcher, "launcher_options": dict(trial.options)}
     _refused(trial, PayloadError, trial.backend, given, (threading.Lock(),))
 
@@ -497,7 +497,7 @@ def check_info(info: Any) -> None:
         value = getattr(info, name)
         if value is None and name not in ("rank", "world_size"):
             continue
-        assert type(value) is int, f"{name}={value!r} is no int"
+        assert type(value) is int, f"{name}={value!r} isn't an int"
         assert value >= least, f"{name}={value} is below {least}"
         assert end is None or value < end, f"{name}={value} should be below {end}"
     for name in ("master_addr", "private_store", "job_id"):

@@ -224,7 +224,7 @@ def as_tensors(params: object) -> list[Tensor]:
     Local.
 
     Raises:
-        ArgumentError: it is no such thing.
+        ArgumentError: `params` is something else.
     """
     if isinstance(params, nn.Module):
         return list(params.parameters())
@@ -286,11 +286,11 @@ def agree(
         What can be done with them.
 
     Raises:
-        ArgumentError: this rank has something that is no tensor.
+        ArgumentError: this rank has something that isn't a tensor.
         CollectiveMismatchError: the calls or the lists differ; names the first difference by rank
             (on every rank).
         PayloadError: a tensor can't be worked on in place somewhere, or another rank has something
-            that is no tensor; names it by rank (on every rank).
+            that isn't a tensor; names it by rank (on every rank).
     """
     owners = aliases(found.likes, [item if is_dense(item) else None for item in found.tensors])
     lines = [_line(i, *each) for i, each in enumerate(zip(found.likes, owners, strict=True))]

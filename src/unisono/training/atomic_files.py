@@ -54,7 +54,7 @@ def write_whole(target: Path, write: Callable[[Any], object]) -> None:
     target = Path(os.path.realpath(target))
     old = target.stat() if target.exists() else None
     if old is not None and not stat.S_ISREG(old.st_mode):
-        raise OSError(f"{target} is no regular file")
+        raise OSError(f"{target} isn't a regular file")
     prefix = f".{target.name}.{_own_mark()}"
     part = target.with_name(f"{prefix}{uuid.uuid4().hex[:8]}.tmp")
     try:

@@ -55,7 +55,7 @@ def all_reduce_params(
         group: a Group, a list of ranks, or None for all ranks.
 
     Raises:
-        ArgumentError: no such operation, or something that is no tensor.
+        ArgumentError: no such operation, or something that isn't a tensor.
         CollectiveMismatchError: the lists differ between ranks; names where (on every rank).
         PayloadError: a tensor is sparse, or integers have no whole mean (on every rank).
         CollectiveError: a peer failed or didn't come in time.
@@ -112,7 +112,7 @@ def all_reduce_grads(
         group: a Group, a list of ranks, or None for all ranks.
 
     Raises:
-        ArgumentError: no such operation, or something that is no tensor.
+        ArgumentError: no such operation, or something that isn't a tensor.
         CollectiveMismatchError: the lists differ between ranks; names where (on every rank).
         PayloadError: a gradient is sparse on some rank (on every rank).
         CollectiveError: a peer failed or didn't come in time.
@@ -202,7 +202,7 @@ def _average_integers(
         if not is_cut and not bool(is_whole.all()):
             raise PayloadError(
                 f"the mean over {size} ranks of integer tensor {i} ({tensor.dtype}"
-                f"{list(tensor.shape)}) is no integer: leave it out, or reduce it with MAX or SUM"
+                f"{list(tensor.shape)}) isn't whole: leave it out, or reduce it with MAX or SUM"
             )
         if tensor.dtype is torch.uint64:
             means.append(_unsigned(mean))
@@ -231,13 +231,13 @@ def broadcast_params(params: Params, src: int = 0, group: GroupLike = None) -> N
 
     Args:
         params: a module (its parameters and buffers), a state dict, a tensor, or an iterable of
-            dense tensors; the same shapes and dtypes in the same order on every rank. What is no
+            dense tensors; the same shapes and dtypes in the same order on every rank. What isn't a
             tensor in a dict is replaced by the value of `src`.
         src: global rank whose values all get.
         group: a Group, a list of ranks, or None for all ranks.
 
     Raises:
-        ArgumentError: `src` isn't there, or something that is no tensor.
+        ArgumentError: `src` isn't there, or something that isn't a tensor.
         CollectiveMismatchError: the lists differ between ranks; names where (on every rank).
         PayloadError: a tensor is sparse (on every rank).
         CollectiveError: a peer failed or didn't come in time.
@@ -279,7 +279,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLi
 
     Raises:
         ArgumentError: `src` isn't there.
-        PayloadError: the state has something that can't travel (on every rank).
+        PayloadError: the state has something that can't be sent (on every rank).
         CollectiveError: a peer failed or didn't come in time.
 
     Example:

@@ -75,7 +75,7 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
         ArgumentError: `rank` isn't there (on every rank).
         PayloadError: `obj` has something that can't be pickled, or contains itself; or shards are
             to be saved by several ranks under ``UNISONO_NO_PICKLE=1``, for they exchange pickles,
-            or of what is no dict and no module (on every rank).
+            or of what is neither a dict nor a module (on every rank).
         PeerFailedError: it couldn't be written, or a state dict couldn't be had (on every rank; the
             original is the cause on the rank that failed). The old one is untouched.
 
@@ -237,7 +237,7 @@ def load_checkpoint(
 
     Raises:
         ArgumentError: it isn't there, or shards are without `into`.
-        PayloadError: it can't be read: it is no checkpoint, is damaged, has more than weights, or
+        PayloadError: it can't be read: it isn't a checkpoint, is damaged, has more than weights, or
             doesn't fit `into` (of shards on every rank).
 
     Example:

@@ -89,7 +89,7 @@ def gather_results(part: Sequence[Any] | Tensor, size: int, dst: int | None = No
         A list of `size` results, or a tensor [size, ...]; None on ranks other than `dst`.
 
     Raises:
-        ArgumentError: `part` is no list, tuple or tensor, or `dst` isn't there.
+        ArgumentError: `part` isn't a list, tuple or tensor, or `dst` isn't there.
         CollectiveMismatchError: a rank has fewer results than it had samples (on every rank).
         CollectiveError: a peer failed or didn't come in time.
 

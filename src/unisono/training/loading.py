@@ -52,7 +52,7 @@ def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Any
         A ``DataLoader``, or what the model's library feeds its device with.
 
     Raises:
-        ArgumentError: ``batch_size`` is no int of at least 1.
+        ArgumentError: ``batch_size`` isn't an int of at least 1.
 
     Example:
         >>> import unisono as idist
@@ -168,8 +168,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
 
     Local. Every rank draws all indices of the sampler, with torch's generator seeded by the epoch,
     and keeps its own; the generator is put back. A sampler with a generator of its own must draw
-    the same on every rank. As torch's ``DistributedSampler``, it begins anew at the end until
-    every rank has as many; call ``set_epoch`` before each epoch.
+    the same on every rank. As torch's ``DistributedSampler``, it starts over at the end until
 
     Args:
         sampler: any ``Sampler`` with a length that isn't distributed.

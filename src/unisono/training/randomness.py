@@ -38,7 +38,7 @@ def sync_random_seed(seed: int | None = None, group: GroupLike = None) -> int:
         0 to 2**32 - 1, the same on every rank.
 
     Raises:
-        ArgumentError: the seed is no int in that range.
+        ArgumentError: the seed isn't an int in that range.
         CollectiveError: a peer failed or didn't come in time.
 
     Example:
@@ -74,7 +74,7 @@ def seed_everything(seed: int | None = None, per_rank: bool = False) -> int:
         these generators, so that no seed tells what one of them draws: there, `rank_generator`.
 
     Raises:
-        ArgumentError: the seed is no int from 0 to 2**32 - 1.
+        ArgumentError: the seed isn't an int from 0 to 2**32 - 1.
         CollectiveError: a peer failed or didn't come in time.
 
     Example:
@@ -106,7 +106,7 @@ def rank_generator(seed: int | None = None, device: torch.device | str = "cpu") 
         numbers are those of ``seed_everything(seed, per_rank=True)`` in a process of its own.
 
     Raises:
-        ArgumentError: the seed is no int from 0 to 2**32 - 1.
+        ArgumentError: the seed isn't an int from 0 to 2**32 - 1.
 
     Example:
         >>> import torch, unisono as idist
@@ -168,7 +168,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
         state: of this rank.
 
     Raises:
-        ArgumentError: it is no such state.
+        ArgumentError: `state` is something else.
 
     Example:
         >>> import unisono as idist

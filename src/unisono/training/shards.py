@@ -127,7 +127,7 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
 def _layout(name: str) -> torch.layout:
     found = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(found, torch.layout):
-        raise pickle.UnpicklingError(f"{name} is no layout of a tensor")
+        raise pickle.UnpicklingError(f"{name} isn't a layout of a tensor")
     return found
 
 
@@ -162,7 +162,7 @@ class _WeightsPlanner(DefaultLoadPlanner):
     """Takes tensors and plain values alone."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """Take a value that is no tensor. Local."""
+        """Take a value that isn't a tensor. Local."""
         again = io.BytesIO()  # torch unpickles it without restriction
         torch.save(torch.load(value, weights_only=True), again)
         again.seek(0)

@@ -43,7 +43,7 @@ def remember_wrapper(wrapper: nn.Module, module: nn.Module) -> None:
 
 
 def _inner_name(module: nn.Module) -> str | None:
-    """Name the part that a wrapper wraps; None for what is no wrapper."""
+    """Name the part that a wrapper wraps; None for what isn't a wrapper."""
     if isinstance(module, _WRAPPERS):
         return "module"
     is_compiled = type(module).__name__ == "OptimizedModule" and _COMPILED in module._modules
@@ -220,7 +220,7 @@ def refuse_lost_shards(obj: Any, state: Any) -> None:
         state: what `plain` made of it.
 
     Raises:
-        PayloadError: it is no dict, or has a tuple of what has a state.
+        PayloadError: it isn't a dict, or has a tuple of what has a state.
     """
     if not isinstance(state, Mapping):
         raise PayloadError(

@@ -124,7 +124,7 @@ def reduce_mean(value: Any, nprocs: int | None = None) -> Any:
         The mean on every rank; of integers and bools a float, or a float32 tensor.
 
     Raises:
-        ArgumentError: `nprocs` is no int of at least 1.
+        ArgumentError: `nprocs` isn't an int of at least 1.
         PayloadError: it can't be reduced (on every rank).
         CollectiveError: a peer failed or didn't come in time.
 

@@ -65,7 +65,7 @@ def auto_model(
 
     Raises:
         ArgumentError: no module, an unknown wrapper or option, or a model that is wrapped already.
-        GroupMembershipError: this rank is no member of ``process_group``.
+        GroupMembershipError: this rank isn't a member of ``process_group``.
         UnsupportedOperation: the model of this context lacks the wrapper or one of its options.
         CollectiveMismatchError: the modules differ between ranks; names where (on every rank).
 
@@ -136,7 +136,7 @@ def _library_group(current: ComputationModel, group: Any) -> Any:
     found = resolve(current, group)
     if found is not None and current.topology.rank not in found.ranks:
         raise GroupMembershipError(
-            f"auto_model: rank {current.topology.rank} is no member of process_group "
+            f"auto_model: rank {current.topology.rank} isn't a member of process_group "
             f"{found.ranks}: call it on the members alone"
         )
     return None if found is None else found.handle or found

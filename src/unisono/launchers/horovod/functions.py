@@ -141,7 +141,7 @@ def _infos(slots: dict[str, int]) -> list[RankInfo]:
 
 
 def _resolve(names: list[str]) -> None:
-    """Refuse hosts without an address; a name server that doesn't answer is no address either."""
+    """Refuse hosts without an address, and names that no name server answers for."""
     unknown: dict[str, object] = dict.fromkeys(names, f"no answer in {_RESOLVE_S:g} s")
 
     def look_up(name: str) -> None:

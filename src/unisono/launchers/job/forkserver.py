@@ -31,7 +31,7 @@ __all__ = ("die_with", "main", "serve")
 
 WORKER = "from unisono.launchers.job.worker import work; work({channel}, {parent})"
 _PR_SET_PDEATHSIG = 1
-_POLL_S = 0.5  # a child of the parent may hold its end of the control socket open for ever
+_POLL_S = 0.5  # a child of the parent may hold its end of the control socket open forever
 
 
 def die_with(parent: int) -> None:

@@ -450,7 +450,7 @@ class Job(Generic[T]):
         self._roused_at = 0.0
 
     def _bury(self, worker: Worker, wait_status: int | None) -> None:
-        # All that it sent is there; a child that it left behind may hold the channel open for ever.
+        # All that it sent is there; a child that it left behind may hold the channel open forever.
         while not worker.is_silent and self._hear(worker):
             pass
         worker.is_silent = True

@@ -31,7 +31,7 @@ class Lifetime:
 
     The user's function runs in its main thread. Its end has an order: threads that aren't daemons
     and work that executors have taken on (the context is alive meanwhile), the context, exit
-    handlers, the result. So whoever has the result knows that nothing else is under way.
+    handlers, the result. So once the result is there, nothing else is under way.
     """
 
     _pid: int | None = None
@@ -106,7 +106,7 @@ def _main_stack() -> str:
 def forks_end_here() -> Iterator[None]:
     """End a fork of this process that leaves the block, as if the program ended there.
 
-    Local. The fork isn't the rank: what it returns or raises is no result of the rank's.
+    Local. The fork isn't the rank: what it returns or raises isn't a result of the rank's.
     """
     pid = os.getpid()
     try:

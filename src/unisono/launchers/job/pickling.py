@@ -152,7 +152,7 @@ def _other_classes(used: dict[str, Any]) -> dict[str, bytes]:
             continue
         try:
             data = cloudpickle.dumps(obj)
-        except Exception:  # one that can't travel can't be needed there
+        except Exception:  # what can't be pickled can't be needed there
             continue
         if len(data) <= _LARGEST_CLASS_BYTES:
             found[name] = data

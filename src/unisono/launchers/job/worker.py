@@ -85,7 +85,7 @@ def work(channel_fd: int, parent: int) -> NoReturn:
 
     Args:
         channel_fd: descriptor of the channel to the parent.
-        parent: id of the process whose end shall end this one.
+        parent: id of the process; this one ends when it does.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     die_with(parent)

@@ -128,7 +128,7 @@ class _Leaving:
 
 
 def _results(found: Sequence[_Leaving | None]) -> list[Any]:
-    """Take the results of the last attempt, one of each place: a launcher's 0 is no success."""
+    """Take the results of the last attempt, one of each place: exit status 0 proves nothing."""
     begun = [item for item in found if item is not None]
     if not begun:
         raise LaunchError("the launcher ended well, but no rank has begun")

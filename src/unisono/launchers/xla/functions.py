@@ -59,7 +59,7 @@ def launch(
 
     Args:
         entry: called once in each replica with who it is.
-        plan: how many replicas this node shall have; the runtime may have its own mind.
+        plan: how many replicas to start on this node; the runtime may start another number.
         env: variables that the runtime needs, besides this process's own.
 
     Returns:

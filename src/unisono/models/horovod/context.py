@@ -44,7 +44,7 @@ def seconds(timeout: timedelta | None) -> float:
     """Check a timeout, None for the default. Local.
 
     Raises:
-        ArgumentError: it is no timedelta, or not over zero.
+        ArgumentError: it isn't a timedelta, or not over zero.
     """
     if timeout is None:
         return DEFAULT_TIMEOUT_S
@@ -107,7 +107,7 @@ def leave(end: Callable[[], None], limit_s: float) -> None:
     def work() -> None:
         try:
             outcome.set_result(end())  # type: ignore[func-returns-value]
-        except BaseException as error:  # belongs to whoever leaves
+        except BaseException as error:  # raised in the thread that leaves
             outcome.set_exception(error)
 
     thread = threading.Thread(target=work, name="unisono-leaving", daemon=True)

@@ -163,7 +163,7 @@ def guise(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, Callable[[Tensor], Tens
 
     Args:
         tensor: [*shape], a dtype that Horovod moves.
-        op: what it shall be reduced with.
+        op: the reduction.
 
     Returns:
         [*shape] in a dtype that Horovod reduces, and what turns its total into `tensor`'s dtype.

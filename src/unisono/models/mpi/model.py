@@ -53,7 +53,7 @@ class MpiModel(ComputationModel):
     Set-up waits for all ranks within ``timeout``, else for 60 s; no call of MPI that all must make
     is begun before. Any other call has the ``timeout``, else 30 minutes: it is made in its
     non-blocking form and polled, about 1 us more, and up to twice the time for megabytes. With
-    ``timeout=datetime.timedelta.max`` it waits for ever, in MPI.
+    ``timeout=datetime.timedelta.max`` it waits forever, in MPI.
     """
 
     name: ClassVar[str] = "mpi-dist"
@@ -238,7 +238,7 @@ class MpiModel(ComputationModel):
         outcome: Future[T] = Future()
         try:
             outcome.set_result(call())
-        except Exception as error:  # belongs to whoever waits for the handle
+        except Exception as error:  # raised where the handle is waited for
             outcome.set_exception(error)
         return Handle(outcome.result, outcome.done)
 
@@ -309,7 +309,7 @@ class MpiModel(ComputationModel):
         return into
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
-        """Make a communicator of some ranks; ranks that are no members return at once.
+        """Make a communicator of some ranks; other ranks return at once.
 
         Collective at creation, over the members.
         """

@@ -112,7 +112,7 @@ def _as_device(wanted: Any, kind: torch.device | None) -> torch.device:
     try:
         return torch.device(wanted)
     except (RuntimeError, TypeError) as error:
-        raise ArgumentError(f"device={wanted!r} is no device: {error}") from error
+        raise ArgumentError(f"device={wanted!r} isn't a device: {error}") from error
 
 
 def _serves(backend: str, device_type: str) -> bool:

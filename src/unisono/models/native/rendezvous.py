@@ -78,7 +78,7 @@ class Meeting:
 
     Args:
         info: who this rank is.
-        timeout: for the whole of set-up; None for ours, which begins anew while ranks come.
+        timeout: for the whole of set-up; None for ours, which restarts while ranks come.
     """
 
     def __init__(self, info: RankInfo, timeout: timedelta | None) -> None:
@@ -157,13 +157,13 @@ class Meeting:
         return self._beside(lambda: self._meet(addr, port, is_host))
 
     def _beside(self, meet: Callable[[], Store]) -> Store:
-        """Call it in a thread, for torch waits for ever for who takes connections and is silent."""
+        """Call it in a thread: torch waits forever for a listener that accepts and says nothing."""
         outcome: Future[Store] = Future()
 
         def work() -> None:
             try:
                 outcome.set_result(meet())
-            except BaseException as error:  # belongs to whoever waits
+            except BaseException as error:  # raised in the thread that waits
                 outcome.set_exception(error)
 
         thread = threading.Thread(target=work, name="unisono-meeting", daemon=True)

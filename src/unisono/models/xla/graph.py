@@ -64,7 +64,7 @@ def replica() -> Topology | None:
     Local. Doesn't initialise the runtime.
 
     Returns:
-        None where this thread is no replica: the runtime isn't initialised, SPMD is on (one
+        None where this thread isn't a replica: the runtime isn't initialised, SPMD is on (one
         process drives all devices), or the replicas are other threads of this process.
     """
     if not _XLAC._xla_runtime_is_initialized() or xr.is_spmd():

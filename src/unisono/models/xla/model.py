@@ -130,7 +130,7 @@ class XlaModel(ComputationModel):
         topology = topology or step.replica()
         if topology is None:
             raise ContextError(
-                f"{backend}: this thread is no replica of XLA's runtime: make the call in the "
+                f"{backend}: this thread isn't a replica of XLA's runtime: make the call in the "
                 "function given to spawn or to torch_xla.launch, and without SPMD"
             )
         timeout = options.get("timeout")
@@ -272,7 +272,7 @@ class XlaModel(ComputationModel):
         outcome: Future[T] = Future()
         try:
             outcome.set_result(call())
-        except Exception as error:  # belongs to whoever waits for the handle
+        except Exception as error:  # raised where the handle is waited for
             outcome.set_exception(error)
         return Handle(outcome.result, outcome.done)
 

@@ -16,8 +16,8 @@ T = TypeVar("T")
 class Meeting:
     """Where the replicas that are threads of this process meet on the host.
 
-    A graph that a replica launches alone ends the whole process after ten seconds; whoever waits
-    here instead waits as long as it may, and knows who hasn't come.
+    A graph that a replica launches alone ends the whole process after ten seconds. A replica that
+    waits here instead has its own timeout, and knows who hasn't come.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Meeting:
             self._joined[rank] = self._joined.get(rank, 0) + 1
 
     def leave(self, rank: int, why: str) -> None:
-        """Tell whoever waits for `rank`, or will, that it won't come. Local."""
+        """Tell replicas that wait for `rank`, now or later, that it won't come. Local."""
         with self._moved.lock:
             self._leave(rank, why)
 

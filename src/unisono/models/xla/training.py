@@ -1,6 +1,6 @@
 """How XLA trains data-parallel: gradients are averaged by the optimizer's step, not by backward.
 
-Backward only records a graph there, and may run in a thread of autograd's that is no replica.
+Backward only records a graph there, and may run in a thread of autograd's that isn't a replica.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Groups: membership, roots, caching, and what a rank gets that is no member."""
+"""Groups: membership, roots, caching, and what a rank gets that isn't a member."""
 
 from __future__ import annotations
 

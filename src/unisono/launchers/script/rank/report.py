@@ -46,7 +46,7 @@ class Held:
         return True
 
     def left_s(self) -> float | None:
-        """Give the seconds until what is held is no program's end, None for nothing. Local."""
+        """Give the seconds until what is held isn't a program's end, None for nothing. Local."""
         if not self._lines:
             return None
         if self._size > _MOST_BYTES:
