@@ -35,8 +35,7 @@ from unisono.errors import (
 from unisono.launchers.xla import functions as launcher
 from unisono.model.contract import ComputationModel
 from unisono.model.reduction import ReduceOp, fold_tensors
-from unisono.models.xla.model import XlaModel
-from unisono.models.xla.thread_exchange import MEETING
+from unisono.models.xla.model import REPLICAS, XlaModel
 from unisono.topology import ContextHint, LaunchPlan, RankInfo, Topology
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
@@ -466,7 +465,7 @@ def test_ranks_that_disagree_learn_it_instead_of_hanging() -> None:
 
 
 def come_late(model: XlaModel) -> str:
-    while model.topology.rank == 1 and not MEETING.has_left(0):
+    while model.topology.rank == 1 and not REPLICAS.has_left(0):
         time.sleep(0.01)
     try:
         model.all_reduce(torch.ones(2), ReduceOp.SUM)

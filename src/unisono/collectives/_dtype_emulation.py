@@ -16,7 +16,7 @@ from unisono.collectives.call import check, compares, fold
 from unisono.errors import PayloadError
 from unisono.model.contract import ComputationModel
 from unisono.model.handle import Handle, joined
-from unisono.model.reduction import ReduceOp, fold_tensors
+from unisono.model.reduction import ReduceOp, as_ordered_ints, fold_tensors, is_order_of_floats
 from unisono.payload.codec import is_dense, plain, why_not_dense
 from unisono.payload.memory import as_bytes_tensor
 from unisono.topology import Group
@@ -30,7 +30,6 @@ __all__ = (
     "check_writable",
     "fill",
     "movement",
-    "orders_floats",
     "own",
     "reduce",
     "reduce_scatter",
@@ -156,8 +155,9 @@ def _guise(tensor: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, ReduceOp, R
     if dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize:
         wide, step, back = _guise(tensor.to(torch.float32), op, size)
         return wide, step, lambda total: back(total).to(dtype)
-    if orders_floats(tensor, op):
-        return _guise_order(tensor, op)
+    if is_order_of_floats(tensor, op):
+        keys, restore = as_ordered_ints(tensor, op)
+        return keys, op, restore
     return tensor, op, _same
 
 
@@ -184,27 +184,6 @@ def _scaled(tensor: Tensor, size: int) -> tuple[Tensor, ReduceOp, Restore]:
     return tensor, ReduceOp.SUM, lambda total: total / (size * scale)
 
 
-def orders_floats(tensor: Tensor, op: ReduceOp) -> bool:
-    """Tell whether `op` is MIN or MAX of floats, where libraries differ on NaN. Local."""
-    return tensor.is_floating_point() and op in (ReduceOp.MIN, ReduceOp.MAX)
-
-
-def _guise_order(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp, Restore]:
-    """Let floats travel as integers of the same order, where NaN is the extreme that wins."""
-    bits = torch.int64 if tensor.dtype is torch.float64 else torch.int32
-    magnitude = torch.iinfo(bits).max
-    nan = torch.iinfo(bits).min if op is ReduceOp.MIN else magnitude
-    shift = bits.itemsize * 8 - 1
-
-    def turn(key: Tensor) -> Tensor:  # negative floats count downwards; its own inverse
-        return key ^ ((key >> shift) & magnitude)
-
-    def back(key: Tensor) -> Tensor:
-        return turn(key).view(tensor.dtype).masked_fill_(key == nan, float("nan"))
-
-    return turn(tensor.view(bits)).masked_fill_(tensor.isnan(), nan), op, back
-
-
 def _guise_bool(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp, Restore]:
     bits = tensor.view(torch.uint8)
     if op in _AS_MAX:
@@ -223,7 +202,7 @@ def _carrier(
     if op is ReduceOp.AVERAGE:
         is_wide = tensor.is_floating_point() and tensor.dtype is not torch.float16
         return _scaled(tensor, size) if is_known and is_wide else _guise(tensor, op, size)
-    if is_known and not orders_floats(tensor, op):
+    if is_known and not is_order_of_floats(tensor, op):
         return tensor, op, _same
     return _guise(tensor, op, size)
 

@@ -20,8 +20,10 @@ __all__ = (
     "Number",
     "OpLike",
     "ReduceOp",
+    "as_ordered_ints",
     "fold_numbers",
     "fold_tensors",
+    "is_order_of_floats",
     "parse_op",
 )
 
@@ -221,3 +223,34 @@ def _extreme(op: ReduceOp, values: Sequence[Any]) -> Number:
 
 def _names(kinds: set[type]) -> str:
     return ", ".join(sorted(kind.__name__ for kind in kinds))
+
+
+def is_order_of_floats(tensor: Tensor, op: ReduceOp) -> bool:
+    """Tell whether `op` is MIN or MAX of floats, where libraries differ on NaN. Local."""
+    return tensor.is_floating_point() and op in (ReduceOp.MIN, ReduceOp.MAX)
+
+
+def as_ordered_ints(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Turn floats into integers of the same order, where NaN is the extreme that wins.
+
+    Local.
+
+    Args:
+        tensor: [*shape], float32 or float64.
+        op: MIN or MAX.
+
+    Returns:
+        [*shape], int32 or int64, new memory; and what turns such integers back into floats.
+    """
+    bits = torch.int64 if tensor.dtype is torch.float64 else torch.int32
+    magnitude = torch.iinfo(bits).max
+    nan = torch.iinfo(bits).min if op is ReduceOp.MIN else magnitude
+    shift = bits.itemsize * 8 - 1
+
+    def turn(key: Tensor) -> Tensor:  # negative floats count downwards; its own inverse
+        return key ^ ((key >> shift) & magnitude)
+
+    def restore(key: Tensor) -> Tensor:
+        return turn(key).view(tensor.dtype).masked_fill_(key == nan, float("nan"))
+
+    return turn(tensor.view(bits)).masked_fill_(tensor.isnan(), nan), restore

@@ -7,7 +7,6 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -17,17 +16,12 @@ from torch import Tensor
 from unisono.arguments import check_names
 from unisono.control import signatures
 from unisono.control.missing import Missing, report, warn_after_s
-from unisono.control.monitor import Monitor
 from unisono.control.sideband import stack_of
-from unisono.deadlines import DEFAULT_TIMEOUT_S, end_of_block, limit_of, overdue
-from unisono.errors import (
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    PeerFailedError,
-    WorkerFailedError,
-)
+from unisono.deadlines import DEFAULT_TIMEOUT_S, end_of_block, overdue
+from unisono.errors import CollectiveTimeoutError, PeerFailedError, WorkerFailedError
 from unisono.model.contract import COMMON_DTYPES, ComputationModel
 from unisono.model.reduction import ReduceOp, fold_tensors
+from unisono.models.thread_exchange import ThreadExchange
 from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
 from unisono.tracebacks import hides
 
@@ -45,46 +39,28 @@ _LAST_WORD_S = 0.3  # replicas that wait for one that is late know more: their e
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Round:
-    """One collective of one group: who has come with what."""
-
-    items: dict[int, object] = field(default_factory=dict)
-    calls: dict[int, str] = field(default_factory=dict)
-    taken: int = 0
-
-
-class _World:
-    """What the replicas of one job share: the meeting place of their calls."""
+class _World(ThreadExchange):
+    """What the replicas of one job share: their rounds, messages and first failure."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
+        super().__init__(warn_after_s())
         self.size = size
         self.timeout_s = timeout_s
         self.failure: tuple[int, str] | None = None
         self.is_lost: bool = False
         self.is_late: bool = False  # whether the failure is that of a deadline
-        self.ended: set[int] = set()
         self.threads: dict[int, int] = {}
-        self.warn_after_s: float = warn_after_s()
-        self._moved = Monitor()
-        self._rounds: dict[tuple[object, int], _Round] = {}
         self._letters: dict[tuple[object, int, int], list[Tensor]] = {}
 
     def fail(self, rank: int, text: str) -> None:
         """Tell every replica that waits, or will, that `rank` is gone."""
-        with self._moved.lock:
+        with self._monitor.lock:
             self.is_lost = True
             if self.failure is None:
                 self.failure = (rank, text)
-            self._moved.notify_all()
+            self._monitor.notify_all()
 
-    def end(self, rank: int) -> None:
-        """Tell every replica that waits for `rank`, or will, that it has returned."""
-        with self._moved.lock:
-            self.ended.add(rank)
-            self._moved.notify_all()
-
-    def join(self, threads: list[threading.Thread]) -> None:
+    def join_threads(self, threads: list[threading.Thread]) -> None:
         """Wait for the replicas; once one has failed, for the others only a short while.
 
         A thread can't be ended from outside, so one that computes on stays behind as a daemon.
@@ -101,9 +77,9 @@ class _World:
                 thread.join(min(_POLL_S, _left(end)))
                 if not _left(end):
                     late = self._give_up()
-        deadline = time.monotonic() + _GRACE_S
+        until = time.monotonic() + _GRACE_S
         for thread in threads:
-            thread.join(_left(deadline))
+            thread.join(_left(until))
         left = [thread.name for thread in threads if thread.is_alive()]
         if left:
             why = "the deadline" if late else "another one failed"
@@ -113,64 +89,30 @@ class _World:
 
     def _give_up(self) -> str:
         """Tell all replicas that the time is over, and say which aren't done."""
-        late = [rank for rank in range(self.size) if rank not in self.ended]
-        text = f"{overdue(late, self.size)}\n{self._late(late)}"
+        late = [rank for rank in range(self.size) if not self.has_left(rank)]
+        text = f"{overdue(late, self.size)}\n{self._describe(late)}"
         self.fail(-1, "the deadline is over")
         return text
 
-    def swap(
-        self,
-        key: tuple[object, int],
-        ranks: tuple[int, ...] | range,
-        rank: int,
-        call: str,
-        item: T,
-        timeout_s: float | None = None,
-    ) -> list[T]:
-        """Bring `item` to the round `key` and take everybody's, in rank order."""
-        timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        with self._moved.lock:
-            self._refuse(rank, f"came to {call}")
-            entry = self._rounds.setdefault(key, _Round())
-            entry.items[rank] = item
-            entry.calls[rank] = call
-            is_last = len(entry.items) == len(ranks)
-            if is_last:
-                self._moved.notify_all()
-        if not is_last:
-            is_ready = lambda: len(entry.items) == len(ranks)  # noqa: E731
-            self._wait(is_ready, rank, call, entry, ranks, timeout_s)
-        with self._moved.lock:
-            entry.taken += 1
-            if entry.taken == len(ranks):
-                del self._rounds[key]
-        if len(set(entry.calls.values())) > 1:
-            called = "; ".join(f"rank {r}: {entry.calls[r]}" for r in ranks)
-            raise CollectiveMismatchError(
-                f"the ranks called different things ({called}): make every rank call the same"
-            )
-        return [entry.items[r] for r in ranks]  # type: ignore[misc]
-
     def post(self, key: tuple[object, int, int], tensor: Tensor) -> None:
-        """Leave a letter; never waits."""
-        with self._moved.lock:
+        """Leave a message; never waits."""
+        with self._monitor.lock:
             self._letters.setdefault(key, []).append(tensor)
-            self._moved.notify_all()
+            self._monitor.notify_all()
 
-    def fetch(
-        self, key: tuple[object, int, int], rank: int, timeout_s: float | None = None
-    ) -> Tensor:
-        """Take the oldest letter from `key`."""
-        timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        with self._moved.lock:
+    def fetch(self, key: tuple[object, int, int], rank: int, timeout_s: float) -> Tensor:
+        """Take the oldest message from `key`."""
+        with self._monitor.lock:
             box = self._letters.setdefault(key, [])
-        call = f"recv from rank {key[1]}"
-        self._wait(lambda: bool(box), rank, call, None, (key[1],), timeout_s)
-        with self._moved.lock:
+        src = key[1]
+        self._wait(lambda: [] if box else [src], {}, rank, f"recv from rank {src}", timeout_s)
+        with self._monitor.lock:
             return box.pop(0)
 
-    def _refuse(self, rank: int, doing: str) -> None:
-        """Raise if some rank has failed, also what was late for another one's deadline."""
+    def _has_failed(self) -> bool:
+        return self.failure is not None
+
+    def _check(self, rank: int, doing: str) -> None:
         if self.failure is None:
             return
         peer, text = self.failure
@@ -178,59 +120,29 @@ class _World:
             raise CollectiveTimeoutError(f"{text}\n  rank {rank} {doing}")
         raise PeerFailedError(f"rank {rank} {doing}, but rank {peer} failed: {text}", peer, text)
 
-    def _wait(
-        self,
-        is_ready: Callable[[], bool],
-        rank: int,
-        call: str,
-        entry: _Round | None,
-        ranks: tuple[int, ...] | range,
-        timeout_s: float,
-    ) -> None:
-        limit_s = limit_of(timeout_s) or 0.0
-        deadline = time.monotonic() + limit_s
-        warn_at: float = time.monotonic() + self.warn_after_s
+    def _time_out(
+        self, rank: int, late: list[int], call: str, limit_s: float, item: object
+    ) -> CollectiveTimeoutError:
+        """End the rounds of all ranks, whose errors have the same text."""
+        call = _precisely(call, item)
+        text = f"{self._describe(late, call)}\n  rank {rank} waited {limit_s:.3g} s in {call}"
+        self.failure, self.is_late = (late[0], text), True
+        self._monitor.notify_all()
+        return CollectiveTimeoutError(text)
 
-        def missing() -> list[int]:
-            return [r for r in ranks if entry is None or r not in entry.items]
+    def _warn(self, rank: int, late: list[int], call: str, item: object) -> None:
+        call = _precisely(call, item)
+        _log.warning("rank %d still waits in %s: %s", rank, call, self._describe(late))
 
-        def is_over() -> bool:
-            return bool(is_ready() or self.failure or self.ended.intersection(missing()))
-
-        while True:
-            self._moved.wait(is_over, min(deadline, warn_at) - time.monotonic())
-            with self._moved.lock:
-                if is_ready():
-                    return
-                self._check(rank, call, missing())
-                mine = None if entry is None else entry.items.get(rank)
-                if isinstance(mine, bytes):
-                    call = signatures.describe(mine)
-                now = time.monotonic()
-                if now >= deadline:
-                    late = self._late(missing(), call)
-                    text = f"{late}\n  rank {rank} waited {limit_s:.3g} s in {call}"
-                    self.failure = (missing()[0], text)
-                    self.is_late = True
-                    self._moved.notify_all()
-                    raise CollectiveTimeoutError(text)
-            if now >= warn_at:
-                warn_at = math.inf
-                _log.warning("rank %d still waits in %s: %s", rank, call, self._late(missing()))
-
-    def _check(self, rank: int, call: str, missing: list[int]) -> None:
-        """Give up where somebody has failed, or one of those that are missing has ended."""
-        self._refuse(rank, f"waited in {call}")
-        gone = next((r for r in missing if r in self.ended), None)
-        if gone is not None:
-            raise PeerFailedError(
-                f"rank {rank} waited in {call}, but rank {gone} ended before it came", gone
-            )
-
-    def _late(self, ranks: list[int], call: str = "") -> str:
+    def _describe(self, ranks: list[int], call: str = "") -> str:
         stacks = {r: stack_of(self.threads[r]) for r in ranks if r in self.threads}
         missing = [Missing(r, stack=stacks.get(r, "")) for r in ranks]
         return report(call.partition(" at ")[0], {}, missing)
+
+
+def _precisely(call: str, item: object) -> str:
+    """Name a call by what a rank says of it where it exchanges values."""
+    return signatures.describe(item) if isinstance(item, bytes) else call
 
 
 class ThreadsModel(ComputationModel):
@@ -245,7 +157,7 @@ class ThreadsModel(ComputationModel):
     def __init__(self, world: _World, rank: int) -> None:
         self._world = world
         self._topology = Topology(rank, world.size, rank, world.size, 0, 1)
-        self._counts: dict[object, int] = {}
+        self._groups_made: dict[tuple[int, ...], int] = {}
 
     @classmethod
     def from_context(cls, hint: ContextHint) -> Self | None:
@@ -286,11 +198,11 @@ class ThreadsModel(ComputationModel):
                     model = cls(world, rank)
                     results[rank] = entry(model)
                     model.settle()
-                world.end(rank)
+                world.leave(rank, "ended before it came")
             except BaseException as error:  # SystemExit too: a replica that leaves has failed
                 failures.append((rank, error))  # before it is described, which takes a while
-                said = str(WorkerFailedError.of(error, rank, world.size))
-                world.fail(rank, said.splitlines()[0])
+                text = str(WorkerFailedError.of(error, rank, world.size))
+                world.fail(rank, text.splitlines()[0])
 
         threads = [
             threading.Thread(target=run, args=(rank,), name=f"unisono-rank-{rank}", daemon=True)
@@ -299,7 +211,7 @@ class ThreadsModel(ComputationModel):
         try:
             for thread in threads:
                 thread.start()
-            world.join(threads)
+            world.join_threads(threads)
         except BaseException:  # Ctrl-C: replicas that wait in a collective are told to stop
             world.fail(-1, "the parent was interrupted")
             raise
@@ -312,16 +224,13 @@ class ThreadsModel(ComputationModel):
         return [results[rank] for rank in range(world.size)]
 
     def _swap(self, call: str, item: T, group: Group | None) -> list[T]:
-        owner: object = None if group is None else group.handle
-        count = self._counts[owner] = self._counts.get(owner, 0) + 1
-        return self._world.swap(
-            (owner, count),
-            self.members(group),
-            self._topology.rank,
-            call,
-            item,
-            None if group is None else group.timeout_s,
-        )
+        handle = None if group is None else group.handle
+        ranks, rank = self.members(group), self._topology.rank
+        return self._world.swap(handle, ranks, rank, call, item, self._allowed_s(group))
+
+    def _allowed_s(self, group: Group | None) -> float:
+        allowed_s = None if group is None else group.timeout_s
+        return self._world.timeout_s if allowed_s is None else allowed_s
 
     def _swap_tensors(self, call: str, tensor: Tensor, group: Group | None) -> list[Tensor]:
         return self._swap(f"{call} {tensor.dtype} {list(tensor.shape)}", tensor, group)
@@ -351,13 +260,13 @@ class ThreadsModel(ComputationModel):
 
     def recv(self, into: Tensor, src: int, group: Group | None = None) -> Tensor:
         owner = None if group is None else group.handle
-        timeout_s = None if group is None else group.timeout_s
-        return self._world.fetch((owner, src, self._topology.rank), self._topology.rank, timeout_s)
+        rank = self._topology.rank
+        return self._world.fetch((owner, src, rank), rank, self._allowed_s(group))
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
         timeout = options.pop("timeout", None)
         check_names("new_group on threads", options, {"timeout"})
-        count = self._counts[("groups", ranks)] = self._counts.get(("groups", ranks), 0) + 1
+        count = self._groups_made[ranks] = self._groups_made.get(ranks, 0) + 1
         timeout_s = None if timeout is None else timeout.total_seconds()
         return Group(ranks, self.context_id, (ranks, count), f"{ranks} {count}", timeout_s)
 

@@ -18,8 +18,9 @@ from unisono.errors import (
     PayloadError,
     PeerFailedError,
 )
+from unisono.model.edge import ErrorRow, mapped
 from unisono.model.handle import Handle
-from unisono.model.reduction import ReduceOp
+from unisono.model.reduction import ReduceOp, as_ordered_ints, is_order_of_floats
 from unisono.topology import Group, name_of
 
 __all__ = ("NARROW", "Calls", "Start", "guise")
@@ -30,8 +31,21 @@ _Work = tuple[str, int]
 """An operation under way: its key in the table, and Horovod's handle."""
 
 NARROW = frozenset({torch.uint8, torch.int8, torch.int16})
-_KEYS = {torch.float32: torch.int32, torch.float64: torch.int64}
-_GONE = ("horovod has been shut down", "not been initialized", "closed by peer", "reset by peer")
+_ERRORS = (
+    ErrorRow(Exception, "^Mismatched", CollectiveMismatchError),
+    ErrorRow(
+        Exception,
+        "horovod has been shut down|not been initialized|closed by peer|reset by peer",
+        PeerFailedError,
+    ),
+    ErrorRow(Exception, "", CollectiveError),
+)
+_REASONS: dict[type[CollectiveError], str] = {
+    CollectiveMismatchError: "met something else on another rank: {text} Make every rank call the "
+    "same, with equal shapes and dtypes",
+    PeerFailedError: "lost a peer: another rank failed, ended, or shut Horovod down: {text}",
+    CollectiveError: "failed: {text}",
+}
 _MAX_COUNT = 2**31 - 1
 _ASYNC_NAMES = 512  # fewer than Horovod's response cache holds, 1024
 
@@ -88,17 +102,8 @@ class Calls:
     def fail(self, call: str, group: Group | None, error: Exception) -> NoReturn:
         """Raise our error for one of Horovod's. Local."""
         text = str(error).strip()
-        where = self._where(call, group)
-        if text.startswith("Mismatched"):
-            raise CollectiveMismatchError(
-                f"{where} met something else on another rank: {text} Make every rank call the "
-                "same, with equal shapes and dtypes"
-            ) from error
-        if any(sign in text.lower() for sign in _GONE):
-            raise PeerFailedError(
-                f"{where} lost a peer: another rank failed, ended, or shut Horovod down: {text}"
-            ) from error
-        raise CollectiveError(f"{where} failed: {text}") from error
+        ours = mapped(_ERRORS, error, text) or CollectiveError
+        raise ours(f"{self._where(call, group)} {_REASONS[ours].format(text=text)}") from error
 
     def _where(self, call: str, group: Group | None) -> str:
         return f"{self._place}: {call}" + ("" if group is None else f" in group {group.ranks}")
@@ -171,15 +176,6 @@ def guise(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, Callable[[Tensor], Tens
     dtype = tensor.dtype
     if dtype in NARROW:
         return tensor.to(torch.int32), lambda total: total.to(dtype)
-    if dtype in _KEYS and op in (ReduceOp.MIN, ReduceOp.MAX):
-        # Integers in the order of the floats, NaN at the end where it wins: Horovod loses NaN.
-        limits = torch.iinfo(_KEYS[dtype])
-        keys = _flip(tensor.view(_KEYS[dtype]), limits)
-        keys.masked_fill_(tensor.isnan(), limits.min if op is ReduceOp.MIN else limits.max)
-        return keys, lambda total: _flip(total, limits).view(dtype)
+    if is_order_of_floats(tensor, op):  # Horovod's own loses NaN
+        return as_ordered_ints(tensor, op)
     return tensor, lambda total: total
-
-
-def _flip(bits: Tensor, limits: torch.iinfo) -> Tensor:
-    """Reverse the order of the negative ones among floats seen as integers; its own inverse."""
-    return bits ^ ((bits >> (limits.bits - 1)) & limits.max)

@@ -25,6 +25,7 @@ from unisono.errors import (
     PayloadError,
     PeerFailedError,
 )
+from unisono.model.edge import ErrorRow, mapped
 from unisono.model.fallback import FRAME_BYTES, as_frame, inline_part, length_of
 from unisono.model.handle import BACKGROUND, Outcome
 from unisono.model.reduction import ReduceOp
@@ -65,7 +66,13 @@ _STEPS: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.MAX: torch.maximum,
 }
 _log = logging.getLogger(__name__)
-_GONE = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_PROC_ABORTED", "ERR_REVOKED")
+# By the names of MPI's error classes, of which this MPI may lack some.
+_ERRORS = (
+    ErrorRow(Exception, "ERR_PROC_FAILED|ERR_PROC_ABORTED|ERR_REVOKED", PeerFailedError),
+    ErrorRow(Exception, "ERR_TRUNCATE", CollectiveMismatchError),
+    ErrorRow(Exception, "", CollectiveError),
+)
+_DIFFERENT = ": the ranks passed different sizes, or called different things"
 _SPINS_TO_LISTEN = 100  # 10 ms once it has waited a while
 _ASK_S = 0.4  # who is stuck never answers, and who asks has waited for its deadline already
 _SPINS = 1_000  # tests of a request before waiting for it gives way to other processes
@@ -388,15 +395,12 @@ class Calls:
         return "; ".join(late) or f"{call} wasn't done in time, though all ranks are there by now"
 
     def _fail(self, name: str, error: Any) -> NoReturn:
-        kind = error.Get_error_class()
-        text = f"{self._who}: {name} failed: {error}"
-        if kind in {getattr(self._mpi, known, None) for known in _GONE}:
-            raise PeerFailedError(text) from error
-        if kind == self._mpi.ERR_TRUNCATE:
-            raise CollectiveMismatchError(
-                f"{text}: the ranks passed different sizes, or called different things"
-            ) from error
-        raise CollectiveError(text) from error
+        number = error.Get_error_class()
+        classes = [key for key in dir(self._mpi) if key.startswith("ERR_")]
+        names = " ".join(key for key in classes if getattr(self._mpi, key) == number)
+        ours = mapped(_ERRORS, error, names) or CollectiveError
+        remedy = _DIFFERENT if ours is CollectiveMismatchError else ""
+        raise ours(f"{self._who}: {name} failed: {error}{remedy}") from error
 
 
 def _fold(step: Callable[..., Tensor], dtype: torch.dtype) -> Callable[[Any, Any, Any], None]:

@@ -17,6 +17,7 @@ from unisono.control import plane
 from unisono.control.missing import Absent
 from unisono.deadlines import allowed_s, end_of_block, limit_of
 from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
+from unisono.model.edge import ErrorRow, mapped
 from unisono.model.handle import Handle
 from unisono.topology import Group, name_of
 from unisono.tracebacks import hides
@@ -29,7 +30,16 @@ _log = logging.getLogger(__name__)
 _SLICE = timedelta(seconds=0.3)
 LEAST_S = 0.001
 """The shortest timeout to give to torch, which takes 0 for no limit."""
-_GONE = ("closed by peer", "reset by peer", "connection closed", "broken pipe", "socket closed")
+_ERRORS = (
+    ErrorRow(TimeoutError, "", CollectiveTimeoutError),
+    ErrorRow(Exception, "timed out", CollectiveTimeoutError),
+    ErrorRow(
+        Exception,
+        "closed by peer|reset by peer|connection closed|broken pipe|socket closed",
+        PeerFailedError,
+    ),
+    ErrorRow(Exception, "", CollectiveError),
+)
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
@@ -159,16 +169,14 @@ class Calls:
             error: torch's.
             step: its number among the operations of the group; 0 if it has none.
         """
-        text = str(error).strip()
-        if isinstance(error, TimeoutError) or "timed out" in text.lower():
+        ours, where, text = mapped(_ERRORS, error), self._where(call), str(error).strip()
+        if ours is CollectiveTimeoutError:
             late = plane.late(self._model, group, step) if step else ""
-            late = late or "some rank never came"
-            raise CollectiveTimeoutError(f"{late}\n  {self._where(call)}: {text}") from error
-        if any(sign in text.lower() for sign in _GONE):
+            raise ours(f"{late or 'some rank never came'}\n  {where}: {text}") from error
+        if ours is PeerFailedError:
             absent = plane.gone(self._model, group, step) or Absent(-1, "lost a peer")
-            text = f"{self._where(call)}: {absent.how}: {text}"
-            raise PeerFailedError(text, absent.rank) from error
-        raise CollectiveError(f"{self._where(call)} failed: {text}") from error
+            raise PeerFailedError(f"{where}: {absent.how}: {text}", absent.rank) from error
+        raise CollectiveError(f"{where} failed: {text}") from error
 
     def _where(self, call: str) -> str:
         topology = self._model.topology

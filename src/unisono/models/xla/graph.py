@@ -131,7 +131,9 @@ def replicas_are_threads() -> bool:
     return n_replicas() > 1 and n_replicas() == xr.addressable_device_count()
 
 
-def run(tensor: Tensor, build: Callable[[Tensor], Tensor], meet: Callable[[], object]) -> Tensor:
+def run(
+    tensor: Tensor, build: Callable[[Tensor], Tensor], wait_for_all: Callable[[], object]
+) -> Tensor:
     """Run one collective as a graph of its own, the same on every replica.
 
     Collective over all replicas.
@@ -139,7 +141,7 @@ def run(tensor: Tensor, build: Callable[[Tensor], Tensor], meet: Callable[[], ob
     Args:
         tensor: [*shape]; computed first, so that no constant of this rank enters the graph.
         build: makes the graph's result from `tensor`.
-        meet: called before the graph is launched, where it still can fail without harm.
+        wait_for_all: called before the graph is launched, where it still can fail without harm.
 
     Returns:
         What `build` made, computed.
@@ -148,7 +150,7 @@ def run(tensor: Tensor, build: Callable[[Tensor], Tensor], meet: Callable[[], ob
     _compute(tensor)
     # A token that an earlier graph left would drag that graph into this one.
     _XLAC._set_all_reduce_token(place, None)
-    meet()
+    wait_for_all()
     result = build(tensor)
     token = _XLAC._get_all_reduce_token(place)
     _XLAC._set_all_reduce_token(place, None)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.deadlines import limit_of
 from unisono.errors import (
     ArgumentError,
     BackendUnavailableError,
@@ -25,21 +24,29 @@ from unisono.errors import (
     UnsupportedOperation,
 )
 from unisono.model.contract import ComputationModel
+from unisono.model.edge import ErrorRow, map_errors
 from unisono.model.fallback import FRAME_BYTES
 from unisono.model.handle import Handle
 from unisono.model.reduction import ReduceOp, fold_tensors
+from unisono.models.thread_exchange import ThreadExchange
 from unisono.models.xla import setup, training
-from unisono.models.xla.thread_exchange import MEETING
 from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology, name_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ("XlaModel",)
+__all__ = ("REPLICAS", "XlaModel")
 
 T = TypeVar("T")
 M = TypeVar("M", bound="XlaModel")
 _DEFAULT_TIMEOUT_S = 1800.0
+_ERRORS = (ErrorRow((RuntimeError, ValueError), "", CollectiveError),)
+REPLICAS = ThreadExchange()
+"""Where the replicas of this process exchange what is on the host before each graph.
+
+A graph that a replica launches alone ends the whole process after ten seconds; here it waits as
+long as it may. One for each process: an XLA context that somebody else made has no place for it.
+"""
 _REDUCTIONS = {
     ReduceOp.SUM: "sum",
     ReduceOp.PRODUCT: "mul",
@@ -92,7 +99,7 @@ class XlaModel(ComputationModel):
         self._made: dict[tuple[int, ...], int] = {}
         self._n_replicas = step.n_replicas()
         self._device: torch.device = step.device()
-        self._meets = step.replicas_are_threads()
+        self._are_threads = step.replicas_are_threads()
         self._kind: str = step.device_type()
         is_cpu = self._kind == "CPU"
         self.dtypes = _ON_CPU if is_cpu else _EVERYWHERE
@@ -108,7 +115,7 @@ class XlaModel(ComputationModel):
             return None
         step = setup.find_step()
         topology = None if step is None else step.replica()
-        if topology is None or MEETING.has_left(topology.rank):
+        if topology is None or REPLICAS.has_left(topology.rank):
             return None
         return cls(step, topology, False)
 
@@ -134,17 +141,17 @@ class XlaModel(ComputationModel):
                 "function given to spawn or to torch_xla.launch, and without SPMD"
             )
         timeout = options.get("timeout")
-        MEETING.join(topology.rank)
+        REPLICAS.join(topology.rank)
         timeout_s = _DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
         return cls(step, topology, True, timeout_s)
 
     def finalize(self) -> None:
         self._is_live = False
         if self._is_owner:
-            MEETING.leave(self._topology.rank, "has finalized its context")
+            REPLICAS.leave(self._topology.rank, "has finalized its context")
 
     def abort(self) -> None:
-        MEETING.leave(self._topology.rank, "has failed")
+        REPLICAS.leave(self._topology.rank, "has failed")
 
     def is_alive(self) -> bool:
         return self._is_live and self._n_replicas == self._step.n_replicas()
@@ -191,10 +198,12 @@ class XlaModel(ComputationModel):
     def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
         if self.size(group) == 1:
             return [blob]
-        return self._swap("an exchange", blob, group) if self._meets else super().exchange(blob)
+        return (
+            self._swap("an exchange", blob, group) if self._are_threads else super().exchange(blob)
+        )
 
     def compares_calls(self, group: Group | None) -> bool:
-        return self._meets and self.size(group) > 1
+        return self._are_threads and self.size(group) > 1
 
     def wrap_module(self, module: nn.Module, wrapper: str, **options: Any) -> nn.Module | None:
         return training.spread(self, module) if wrapper == "ddp" else None
@@ -255,7 +264,7 @@ class XlaModel(ComputationModel):
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
         if options:
             raise ArgumentError(f"groups of XLA take no options: {', '.join(sorted(options))}")
-        if not self._meets and 1 < len(ranks) < self._topology.world_size:
+        if not self._are_threads and 1 < len(ranks) < self._topology.world_size:
             raise UnsupportedOperation(
                 self.name,
                 f"group {ranks} of {self._topology.world_size} replicas in several processes",
@@ -293,25 +302,21 @@ class XlaModel(ComputationModel):
     def _run(self, call: str, tensor: Tensor, build: Callable[[Tensor], Tensor]) -> Tensor:
         what = _describe(call, tensor)
 
-        def meet() -> None:
-            if self._meets:
+        def wait_for_all() -> None:
+            if self._are_threads:
                 self._swap(what, None, None)
 
-        try:
-            result: Tensor = self._step.run(tensor.to(self._device), build, meet)
+        def failed(ours: type[CollectiveError], error: Exception) -> CollectiveError:
+            return ours(f"XLA failed in {what} on rank {self._topology.rank}: {error}")
+
+        with map_errors(_ERRORS, failed):
+            result: Tensor = self._step.run(tensor.to(self._device), build, wait_for_all)
             return result.to(self._transport)
-        except CollectiveError:
-            raise
-        except (RuntimeError, ValueError) as error:
-            raise CollectiveError(
-                f"XLA failed in {what} on rank {self._topology.rank}: {error}"
-            ) from error
 
     def _swap(self, call: str, item: T, group: Group | None) -> list[T]:
         ranks = tuple(self.members(group))
         rank = self._topology.rank
-        limit_s = limit_of(self._timeout_s) or 0.0
-        return MEETING.swap(name_of(group), ranks, rank, call, item, limit_s)
+        return REPLICAS.swap(name_of(group), ranks, rank, call, item, self._timeout_s)
 
 
 def _run_replica(

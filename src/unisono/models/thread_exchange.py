@@ -1,0 +1,184 @@
+"""How replicas that are threads of one process exchange what they bring to a collective."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+from unisono.control.missing import named
+from unisono.control.monitor import Monitor
+from unisono.deadlines import limit_of
+from unisono.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    PeerFailedError,
+)
+from unisono.tracebacks import hides
+
+__all__ = ("ThreadExchange",)
+
+__tracebackhide__ = hides
+
+T = TypeVar("T")
+_Round = dict[int, tuple[str, Any]]  # the call and the item of each rank that has come
+
+
+class ThreadExchange:
+    """Rounds in which the replicas of one job, threads of this process, swap items.
+
+    A rank that has left is named at once, a late one when the time is over.
+    """
+
+    # A round of a group, as one of its ranks sees it:
+    #   open, from the first rank that comes --all have come--> complete: take all items
+    #   open --a missing rank has left, the job has failed, the time is over--> withdraw, raise
+    # A rank that comes joins the oldest open round that it isn't in.
+
+    def __init__(self, warn_after_s: float = math.inf) -> None:
+        self.warn_after_s: float = warn_after_s
+        self._monitor = Monitor()
+        self._open: dict[Hashable, list[_Round]] = {}
+        # How often each rank has joined; one that has left the n-th time may come back.
+        self._joined: dict[int, int] = {}
+        self._left: dict[int, tuple[int, str]] = {}
+
+    def join(self, rank: int) -> None:
+        """Come, or come back after `leave`. Local."""
+        with self._monitor.lock:
+            self._joined[rank] = self._joined.get(rank, 0) + 1
+
+    def leave(self, rank: int, why: str) -> None:
+        """Tell every rank that waits for `rank`, or will, that it won't come. Local."""
+        with self._monitor.lock:
+            self._leave(rank, why)
+
+    def _leave(self, rank: int, why: str) -> None:
+        self._left[rank] = (self._joined.get(rank, 0), why)
+        self._monitor.notify_all()
+
+    def has_left(self, rank: int) -> bool:
+        """Tell whether `rank` has left and not come back. Local."""
+        return self._is_gone(rank, self._joined.get(rank, 0))
+
+    def _is_gone(self, rank: int, visit: int) -> bool:
+        return rank in self._left and self._left[rank][0] >= visit
+
+    def swap(
+        self,
+        group: Hashable,
+        ranks: tuple[int, ...] | range,
+        rank: int,
+        call: str,
+        item: T,
+        timeout_s: float,
+    ) -> list[T]:
+        """Bring an item and take everybody's.
+
+        Collective over `ranks`.
+
+        Args:
+            group: tells groups apart.
+            ranks: the global ranks of the group, ascending; `rank` is one of them.
+            rank: this rank.
+            call: what it does, for comparison and for messages.
+            item: what it brings; the others get the same object.
+            timeout_s: how long it waits for the others; a deadline around it may be shorter.
+
+        Returns:
+            The items in rank order.
+
+        Raises:
+            CollectiveTimeoutError: not all came.
+            CollectiveMismatchError: they came for different calls (on every rank).
+            PeerFailedError: a rank that hasn't come has left.
+        """
+        with self._monitor.lock:
+            self._check(rank, f"came to {call}")
+            entries = self._round_of(group, rank)
+            entries[rank] = (call, item)
+            is_last = len(entries) == len(ranks)
+            if is_last:
+                self._open[group].remove(entries)
+                self._monitor.notify_all()
+        if not is_last:
+            missing = lambda: [r for r in ranks if r not in entries]  # noqa: E731
+            self._wait(missing, entries, rank, call, timeout_s)
+        if len({entries[r][0] for r in ranks}) > 1:
+            called = "; ".join(f"rank {r}: {entries[r][0]}" for r in ranks)
+            raise CollectiveMismatchError(
+                f"the ranks called different things ({called}): make every rank call the same"
+            )
+        return [entries[r][1] for r in ranks]
+
+    def _round_of(self, group: Hashable, rank: int) -> _Round:
+        rounds = self._open.setdefault(group, [])
+        for entries in rounds:
+            if rank not in entries:
+                return entries
+        rounds.append({})
+        return rounds[-1]
+
+    def _wait(
+        self,
+        missing: Callable[[], list[int]],
+        entries: _Round,
+        rank: int,
+        call: str,
+        timeout_s: float,
+    ) -> None:
+        """Wait until no rank is missing; a rank that gives up leaves `entries`."""
+        limit_s = limit_of(timeout_s) or 0.0
+        until = time.monotonic() + limit_s
+        warn_at = time.monotonic() + self.warn_after_s
+        while True:
+            self._monitor.wait(
+                lambda: not missing() or self._has_failed() or self._gone(missing(), rank),
+                min(until, warn_at) - time.monotonic(),
+            )
+            now = time.monotonic()
+            with self._monitor.lock:
+                late = missing()
+                if not late:
+                    return
+                item = entries.get(rank, ("", None))[1]
+                try:
+                    self._check(rank, f"waited in {call}")
+                    self._check_left(rank, late, call)
+                    if now >= until:
+                        raise self._time_out(rank, late, call, limit_s, item)
+                except CollectiveError:
+                    entries.pop(rank, None)
+                    raise
+            if now >= warn_at:
+                warn_at = math.inf
+                self._warn(rank, late, call, item)
+
+    def _check_left(self, rank: int, late: list[int], call: str) -> None:
+        for peer in self._gone(late, rank):
+            raise PeerFailedError(
+                f"rank {rank} waited in {call}, but rank {peer} {self._left[peer][1]}", peer
+            )
+
+    def _gone(self, missing: list[int], rank: int) -> list[int]:
+        return [r for r in missing if self._is_gone(r, self._joined.get(rank, 0))]
+
+    def _has_failed(self) -> bool:
+        """Tell whether the job has failed, and with it every round."""
+        return False
+
+    def _check(self, rank: int, doing: str) -> None:
+        """Raise if the job has failed; the lock is held."""
+
+    def _time_out(
+        self, rank: int, late: list[int], call: str, limit_s: float, item: object
+    ) -> CollectiveTimeoutError:
+        """Give the error of a rank whose time is over; the lock is held."""
+        waited = f"waited {limit_s:.3g} s in {call}"
+        self._leave(rank, f"{waited}, to which {named(late)} never came")
+        return CollectiveTimeoutError(f"{named(late)} never came: rank {rank} {waited}")
+
+    def _warn(self, rank: int, late: list[int], call: str, item: object) -> None:
+        """Log that a rank still waits."""
