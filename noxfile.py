@@ -87,8 +87,6 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     install(session, "types")
     session.run("mypy")
-    for path in ("tests/launch/conftest.py", "tests/training/test_xla.py"):  # see pyproject.toml
-        session.run("mypy", path)
     session.run("pyright", "--ignoreexternal", "--verifytypes", "unisono")
     session.run("pyright", "--pythonversion", "3.10", "tests/unit/test_types.py")
 
@@ -215,7 +213,7 @@ def plugins(session: nox.Session) -> None:
     with needing(session, "what the example plug-ins are over (pyzmq, Dask, cryptography)"):
         install(session, "test", "plugins")
     words = [word for word in session.posargs if word != "--required"]
-    paths = [f"tests/launch/test_{name}.py" for name in ("examples", "plugins", "laws")]
+    paths = [f"tests/launch/test_{name}.py" for name in ("examples", "plugins", "conformance")]
     session.run("pytest", *paths, *words, env={"UNISONO_REQUIRE": "plugins"})
 
 

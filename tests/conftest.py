@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import unisono
-from _measures import TABLE, Clock, Table
+from tests.support.measures import TABLE, Clock, Table
 
 # A shell starts what it runs in the background deaf to Ctrl-C, and its children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

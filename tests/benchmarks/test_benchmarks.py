@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from _needs import require_backend
+from tests.support.requirements import require_backend
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 PNG = b"\x89PNG\r\n"

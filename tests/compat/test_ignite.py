@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from _compared import differences, outcome
 from torch.utils.data import SequentialSampler, TensorDataset
 
 import unisono
+from tests.support.compared import differences, outcome
 
 pytest.importorskip("ignite", reason="pytorch-ignite isn't installed")
 

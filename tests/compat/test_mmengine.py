@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from _compared import differences, outcome
 
 import unisono
+from tests.support.compared import differences, outcome
 
 pytest.importorskip("mmengine", reason="mmengine isn't installed")
 

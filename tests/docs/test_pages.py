@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _pages import PAGES, ROOT, anchors, blocks, links, prose, run, run_in_a_rank
 
 import unisono
+from tests.support.pages import PAGES, ROOT, anchors, blocks, links, prose, run, run_in_a_rank
 
 CODE = [block for page in PAGES for block in blocks(page) if block.is_python]
 FOR_ANY_SIZE = [page for page in PAGES if any(block.is_for_any_rank for block in blocks(page))]

@@ -16,12 +16,10 @@ from typing import Any
 
 import psutil
 import pytest
-from _listeners import listening_unix_sockets
 
 import unisono
-from _measures import TABLE, slack
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "process"))
+from tests.support.listeners import listening_unix_sockets
+from tests.support.measures import TABLE, slack
 
 ROOT = Path(__file__).parents[2]
 START, END = "<!-- table: written by the suite -->", "<!-- end of the table -->"

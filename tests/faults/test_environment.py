@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 import unisono
-from _measures import Table, slack
+from tests.support.measures import Table, slack
 from unisono.cli.run import run
 from unisono.errors import UnisonoError
 from unisono.models.native import rendezvous

@@ -23,12 +23,20 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from _interrupts import OPERATIONS, Alarm, Report, Trial, alarm, interrupted_at, run_trial
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import unisono as idist
-from _measures import slack
-from _needs import require_backend
+from tests.support.interrupts import (
+    OPERATIONS,
+    Alarm,
+    Report,
+    Trial,
+    alarm,
+    interrupted_at,
+    run_trial,
+)
+from tests.support.measures import slack
+from tests.support.requirements import require_backend
 from unisono.context import communicator
 from unisono.errors import UnisonoError, WorkerFailedError
 from unisono.launchers import processes

@@ -14,16 +14,16 @@ from typing import Any
 
 import psutil
 import pytest
-from _programs import FAULTS as PROGRAM_FAULTS
-from _programs import Step, alike, expected, programs, run, run_until
-from _ways import SIZE
-from _witness import SOURCES, Pipe, gone, say
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import unisono
-from _measures import Clock, Table, says_little
-from _needs import require_backend
+from tests.support.measures import Clock, Table, says_little
+from tests.support.processes import SOURCES, Pipe, gone, say
+from tests.support.random_programs.programs import FAULTS as PROGRAM_FAULTS
+from tests.support.random_programs.programs import Step, alike, expected, programs, run, run_until
+from tests.support.requirements import require_backend
+from tests.support.ways import SIZE
 from unisono import WorkerPool, context
 from unisono.errors import WorkerFailedError
 
@@ -160,9 +160,9 @@ def test_a_job_ends_with_a_rank_that_fails_anywhere(backend: str, tmp_path: Path
 
 SCRIPT = """
 import os, sys, unisono
-sys.path[:0] = [{folder!r}, {folder!r} + "/.."]
-from _faults import FAULTS
-from _measures import Clock
+sys.path.insert(0, {root!r})
+from tests.support.faults import FAULTS
+from tests.support.measures import Clock
 
 unisono.initialize("gloo")
 unisono.barrier()
@@ -220,8 +220,8 @@ def test_a_script_that_fails(
     if launcher == "mpi":
         require_backend("mpi4py")
     script = tmp_path / "script.py"
-    folder = str(Path(__file__).parent)
-    script.write_text(SCRIPT.format(folder=folder, clock=clock.path, fault=fault, victim=victim))
+    root = str(Path(__file__).parents[2])
+    script.write_text(SCRIPT.format(root=root, clock=clock.path, fault=fault, victim=victim))
     words = ["run", "--launcher", launcher, "--nproc-per-node", str(SIZE), str(script)]
     done = subprocess.run(
         [sys.executable, "-m", "unisono", *words],

@@ -14,7 +14,8 @@ from typing import Any
 
 import psutil
 import pytest
-from _witness import gone
+
+from tests.support.processes import gone
 
 ORPHAN = """
 import os, signal

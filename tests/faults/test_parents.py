@@ -12,11 +12,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from _ways import Way
-from _witness import SOURCES, Pipe, gone
 
-from _measures import Table
-from _needs import require_backend
+from tests.support.measures import Table
+from tests.support.processes import SOURCES, Pipe, gone
+from tests.support.requirements import require_backend
+from tests.support.ways import Way
 
 AT_MOST_S = 2.0
 # Each replica writes its id into a pipe once it is where it will stay.

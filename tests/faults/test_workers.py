@@ -16,12 +16,12 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from _faults import FAULTS, HANGS
-from _ways import SIZE, Way, check_error, launcher_rank, told
-from _witness import SOURCES, say
 
 import unisono
-from _measures import Clock, Table, says_little
+from tests.support.faults import FAULTS, HANGS
+from tests.support.measures import Clock, Table, says_little
+from tests.support.processes import SOURCES, say
+from tests.support.ways import SIZE, Way, check_error, launcher_rank, told
 from unisono import WorkerPool
 from unisono.errors import CollectiveTimeoutError, LaunchError, WorkerFailedError
 

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import virtual_hosts
-import virtual_slurm
 
-from _needs import require
+from tests.support import virtual_hosts, virtual_slurm
+from tests.support.requirements import require
 from unisono.launchers.availability import why_no_mpi
 
 LAUNCHERS = ("processes", "torchrun", "mpi", "slurm", "ray")

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from _command import JOB, Done, run
 
-from _needs import require
+from tests.support.command import JOB, Done, run
+from tests.support.requirements import require
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 PLUGINS = Path(__file__).parents[2] / "examples" / "plugins"

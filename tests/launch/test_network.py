@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from virtual_hosts import Hosts
-from virtual_wire import Wire, virtual_wire, why_not
 
-from _measures import Table, says_little
-from _needs import require
+from tests.support.measures import Table, says_little
+from tests.support.requirements import require
+from tests.support.virtual_hosts import Hosts
+from tests.support.virtual_wire import Wire, virtual_wire, why_not
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 TIMEOUT_S = 5.0

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _command import (
+
+from tests.support.command import (
     DIGITS,
     GONE_S,
     JOB,
@@ -26,9 +27,8 @@ from _command import (
     run,
     started,
 )
-from virtual_hosts import Hosts
-
-from _needs import require
+from tests.support.requirements import require
+from tests.support.virtual_hosts import Hosts
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
 MPI = {  # what mpirun wants from root and for more ranks than cores, by Open MPI 4 and by 5

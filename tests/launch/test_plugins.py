@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from _command import JOB, LIMIT_S, Done
+
+from tests.support.command import JOB, LIMIT_S, Done
 
 pytestmark = pytest.mark.timeout(400)  # each command is five processes that import torch
 MODULE = """

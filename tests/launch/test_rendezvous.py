@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from _command import UNISONO, run
-from test_nodes import free_port
 
 import unisono
+from tests.launch.test_nodes import free_port
+from tests.support.command import UNISONO, run
 from unisono.context import communicator
 from unisono.errors import ContextError
 

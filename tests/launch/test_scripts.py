@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from _command import (
+
+from tests.support.command import (
     DIGITS,
     GONE_S,
     JOB,

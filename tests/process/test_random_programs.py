@@ -10,14 +10,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from _draws import FAMILIES, LAST, scene_programs
-from _programs import FAULTS, Step, alike, expected, programs, run, run_until
-from _scenes import play
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 import unisono
-from _needs import require_backend
+from tests.support.random_programs.draws import FAMILIES, LAST, scene_programs
+from tests.support.random_programs.programs import (
+    FAULTS,
+    Step,
+    alike,
+    expected,
+    programs,
+    run,
+    run_until,
+)
+from tests.support.random_programs.scenes import play
+from tests.support.requirements import require_backend
 from unisono import WorkerPool
 from unisono.errors import CollectiveTimeoutError, WorkerFailedError
 

@@ -18,13 +18,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import _functions
 import psutil
 import pytest
 import torch
-from _witness import Pipe, gone, run_python, say
 
 import unisono
+from tests.support import functions
+from tests.support.processes import Pipe, gone, run_python, say
 from unisono import WorkerPool
 
 PROGRAM = """
@@ -66,11 +66,11 @@ def test_results_come_back_by_rank_with_all_arguments() -> None:
 @pytest.mark.parametrize(
     "fn",
     [
-        pytest.param(lambda local_rank: _functions.total(local_rank, 5), id="lambda"),
-        pytest.param(_functions.add_to(5), id="closure"),
-        pytest.param(_functions.Adder(5).add, id="bound method"),
-        pytest.param(_functions.Adder(5), id="callable object"),
-        pytest.param(functools.partial(_functions.total, base=5), id="partial"),
+        pytest.param(lambda local_rank: functions.total(local_rank, 5), id="lambda"),
+        pytest.param(functions.add_to(5), id="closure"),
+        pytest.param(functions.Adder(5).add, id="bound method"),
+        pytest.param(functions.Adder(5), id="callable object"),
+        pytest.param(functools.partial(functions.total, base=5), id="partial"),
     ],
 )
 def test_any_callable_can_be_spawned(fn: Callable[..., Any]) -> None:
@@ -90,7 +90,7 @@ def test_what_main_defines_can_be_spawned_and_comes_back_as_itself(
 def test_a_module_that_only_a_later_path_finds_can_be_spawned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unisono.spawn("gloo", _functions.total, (1,))
+    unisono.spawn("gloo", functions.total, (1,))
     (tmp_path / "found_later.py").write_text("def fn(local_rank): return __name__, __file__\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     module = importlib.import_module("found_later")
@@ -292,7 +292,7 @@ def test_jobs_of_several_threads_run_at_the_same_time() -> None:
     results: dict[int, list[int]] = {}
 
     def start(base: int) -> None:
-        results[base] = unisono.spawn("gloo", _functions.total, (base,), nproc_per_node=2)
+        results[base] = unisono.spawn("gloo", functions.total, (base,), nproc_per_node=2)
 
     threads = [threading.Thread(target=start, args=(base,)) for base in range(3)]
     for thread in threads:
@@ -304,7 +304,7 @@ def test_jobs_of_several_threads_run_at_the_same_time() -> None:
 
 def test_a_replica_can_spawn_a_job_of_its_own() -> None:
     def outer(local_rank: int) -> tuple[list[int], int]:
-        inner = unisono.spawn("gloo", _functions.total, (local_rank,), nproc_per_node=2)
+        inner = unisono.spawn("gloo", functions.total, (local_rank,), nproc_per_node=2)
         return inner, unisono.all_reduce(local_rank)
 
     assert unisono.spawn("gloo", outer, nproc_per_node=2) == [([1, 1], 1), ([3, 3], 1)]
@@ -312,9 +312,9 @@ def test_a_replica_can_spawn_a_job_of_its_own() -> None:
 
 def test_a_process_with_a_context_can_spawn() -> None:
     unisono.initialize("gloo")
-    assert unisono.spawn("gloo", _functions.total, (5,), nproc_per_node=2) == [11, 11]
+    assert unisono.spawn("gloo", functions.total, (5,), nproc_per_node=2) == [11, 11]
     assert (unisono.get_world_size(), unisono.model_name()) == (1, "native-dist")
-    assert unisono.spawn("threads", _functions.total, (5,), nproc_per_node=2) == [11, 11]
+    assert unisono.spawn("threads", functions.total, (5,), nproc_per_node=2) == [11, 11]
     unisono.finalize()
 
 

@@ -40,7 +40,8 @@ from unisono.topology import ContextHint, LaunchPlan, RankInfo, Topology
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
-SOURCE = str(Path(__file__).parents[2] / "src")
+ROOT = Path(__file__).parents[2]
+SOURCE = str(ROOT / "src")
 SIZES = (1, 2)
 SHAPES = ((3,), (2, 3), (), (0, 2))
 FLOATS = (torch.float16, torch.float32, torch.float64)
@@ -515,7 +516,7 @@ def test_the_parent_stays_as_it_was() -> None:
 
 
 def run_script(code: str, first: Path | None = None, **variables: str) -> str:
-    path = os.pathsep.join([*([str(first)] if first else []), SOURCE, str(Path(__file__).parent)])
+    path = os.pathsep.join([*([str(first)] if first else []), SOURCE, str(ROOT)])
     outcome = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": path, "PJRT_DEVICE": "CPU", **variables},
@@ -558,7 +559,7 @@ def adopted_in_users_own_launch(_index: int) -> None:
 
 def test_the_users_own_launch_is_adopted() -> None:
     code = (
-        "import torch_xla, test_xla\n"
+        "import torch_xla; from tests.real import test_xla\n"
         "torch_xla.launch(test_xla.adopted_in_users_own_launch, start_method='fork')\n"
     )
     assert run_script(code, CPU_NUM_DEVICES="2") == "<[2.0, 2.0]>" * 2
@@ -602,7 +603,8 @@ def users_facade(_index: int, how: str) -> None:
 @pytest.mark.parametrize("how", ["adopt", "initialize", "process group"])
 def test_the_facade_finds_the_replicas_of_xmp_spawn(how: str) -> None:
     code = (
-        "import torch_xla.distributed.xla_multiprocessing as xmp, test_xla\n"
+        "import torch_xla.distributed.xla_multiprocessing as xmp\n"
+        "from tests.real import test_xla\n"
         f"xmp.spawn(test_xla.users_facade, args=({how!r},), start_method='fork')\n"
     )
     assert run_script(code, CPU_NUM_DEVICES="2") == "<([3.0, 3.0, 3.0], 1)>" * 2
@@ -629,8 +631,8 @@ def sleep_on(model: XlaModel) -> None:
 
 
 def test_the_replicas_die_with_the_parent(tmp_path: Path) -> None:
-    code = "import test_xla; test_xla.launch(test_xla.sleep_on, 2)"
-    path = os.pathsep.join([SOURCE, str(Path(__file__).parent)])
+    code = "from tests.real import test_xla; test_xla.launch(test_xla.sleep_on, 2)"
+    path = os.pathsep.join([SOURCE, str(ROOT)])
     variables = {**os.environ, "PYTHONPATH": path, "TOLD": str(tmp_path)}
     parent = subprocess.Popen([sys.executable, "-c", code], env=variables)
     deadline = time.monotonic() + 60

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from worlds import QUICK, REAL, run, run_all
 
 import unisono as idist
+from tests.support.worlds import QUICK, REAL, run, run_all
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError, WorkerFailedError
 
 BOTH = [pytest.param("threads", 3, id="threads-3"), pytest.param("gloo", 2, id="gloo-2")]

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import distributed_c10d
-from worlds import QUICK, REAL, run, run_all
 
 import unisono as idist
+from tests.support.worlds import QUICK, REAL, run, run_all
 from unisono.errors import ArgumentError, PayloadError, PeerFailedError, UnsupportedOperation
 
 BOTH = [pytest.param("threads", 2, id="threads-2"), pytest.param("gloo", 2, id="gloo-2")]

@@ -11,9 +11,9 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from worlds import real, run
 
 import unisono as idist
+from tests.support.worlds import real, run
 
 JOBS = [
     pytest.param("threads", 2, id="threads-2"),

@@ -12,9 +12,9 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, DistributedSampler
-from worlds import QUICK, REAL, run, run_all
 
 import unisono as idist
+from tests.support.worlds import QUICK, REAL, run, run_all
 from unisono.errors import (
     ArgumentError,
     CollectiveMismatchError,

@@ -13,9 +13,9 @@ from torch.utils.data import (
     SequentialSampler,
     WeightedRandomSampler,
 )
-from worlds import REAL, run, run_all
 
 import unisono as idist
+from tests.support.worlds import REAL, run, run_all
 from unisono.errors import ArgumentError
 
 BOTH = [pytest.param("threads", 3, id="threads-3"), pytest.param("gloo", 2, id="gloo-2")]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from worlds import REAL, SERIAL, run, run_all
 
 import unisono as idist
+from tests.support.worlds import REAL, SERIAL, run, run_all
 from unisono.errors import PayloadError, PeerFailedError
 
 WAYS = [SERIAL, pytest.param("threads", 2, id="threads-2"), pytest.param("gloo", 2, id="gloo-2")]

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from worlds import QUICK, REAL, run, run_all
 
 import unisono as idist
+from tests.support.worlds import QUICK, REAL, run, run_all
 from unisono.errors import (
     ArgumentError,
     CollectiveMismatchError,

@@ -1,0 +1,34 @@
+"""What the documentation lists is what there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.support.pages import ROOT
+
+
+def section(page: str, heading: str) -> str:
+    """Give the text under a heading of a page, to the next one of its level."""
+    text = (ROOT / page).read_text()
+    _, found, rest = text.partition(f"\n## {heading}\n")
+    assert found, f"{page} has no section {heading!r}"
+    return rest.partition("\n## ")[0]
+
+
+def folders(of: Path) -> set[str]:
+    return {each.name for each in of.iterdir() if each.is_dir() and each.name[0] not in "._"}
+
+
+def test_contributing_names_every_folder_of_tests() -> None:
+    table = section("CONTRIBUTING.md", "Where does a test go")
+    named = re.findall(r"^\| `tests/(\w+)` \|", table, re.MULTILINE)
+    assert sorted(named) == sorted(folders(ROOT / "tests"))
+
+
+def test_contributing_names_sessions_that_there_are() -> None:
+    table = section("CONTRIBUTING.md", "Where does a test go")
+    named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"\|([^|]+)\|$", table, re.MULTILINE))))
+    sessions = re.findall(r"^@nox\.session.*\ndef (\w+)", (ROOT / "noxfile.py").read_text(), re.M)
+    assert named
+    assert named <= set(sessions)

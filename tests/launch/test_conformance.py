@@ -1,0 +1,289 @@
+"""Every law on built-in launchers and environments; and broken ones are caught."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import unisono
+from tests.support.command import wait_until
+from unisono import registry
+from unisono.deadlines import require_time
+from unisono.environments.detection import ENVIRONMENTS
+from unisono.errors import EnvironmentDetectionError
+from unisono.launchers.processes import launch as processes
+from unisono.rendezvous import host_store
+from unisono.testing import (
+    EnvironmentConformance,
+    LauncherConformance,
+    check_environment,
+    check_launcher,
+)
+from unisono.testing import environments as environment_laws
+from unisono.testing import launchers as launcher_laws
+from unisono.topology import LaunchPlan, RankInfo
+
+pytestmark = pytest.mark.timeout(400)  # a law may take 120 s
+
+
+class TestProcesses(LauncherConformance):
+    launcher = "processes"
+    sizes = (1, 3)
+
+
+@pytest.mark.parametrize("environment", [each.NAME for each in ENVIRONMENTS])
+def test_every_law_holds_in_environments(environment: str) -> None:
+    outcomes = check_environment(environment)
+    assert [o for o in outcomes if o.status != "passed"] == []
+
+
+class TestOfAnEnvironment(EnvironmentConformance):
+    environment = "slurm"
+    examples = (
+        {
+            "SLURM_STEP_ID": "0",
+            "SLURM_JOB_ID": "7",
+            "SLURM_NTASKS": "2",
+            "SLURM_NODEID": "0",
+            "SLURM_PROCID": "1",
+            "SLURM_LOCALID": "1",
+            "SLURM_JOB_NODELIST": "n1",
+        },
+    )
+
+
+def launches(monkeypatch: pytest.MonkeyPatch, launch: Callable[..., Any]) -> None:
+    """Let the launcher of the name ``mine`` be this one."""
+    for module in ("unisono.lifecycle", "unisono.testing.launchers"):
+        monkeypatch.setattr(f"{module}.find_launcher", lambda name: launch)
+
+
+# Launchers that are broken on purpose.
+
+
+def reverses_results(entry: Any, plan: Any, *, environ: Any = None) -> Any:
+    return processes(entry, plan, environ=environ)[::-1]
+
+
+def forgets_variables(entry: Any, plan: Any, *, environ: Any = None) -> Any:
+    return processes(entry, plan)
+
+
+def names_no_rank(entry: Any, plan: Any, *, environ: Any = None) -> Any:
+    try:
+        return processes(entry, plan, environ=environ)
+    except unisono.errors.WorkerFailedError as error:
+        raise unisono.errors.LaunchError("a rank failed") from error
+
+
+def changes_the_parent(entry: Any, plan: Any, *, environ: Any = None) -> Any:
+    os.environ["UNISONO_TEST_LEFT"] = "1"
+    return processes(entry, plan, environ=environ)
+
+
+@pytest.mark.parametrize(
+    ("launch", "law"),
+    [
+        (reverses_results, "results_come_in_the_order_of_ranks"),
+        (forgets_variables, "variables_are_handed_over"),
+        (names_no_rank, "the_first_failure_is_named_with_its_traceback"),
+        (names_no_rank, "a_signal_is_named"),
+        (changes_the_parent, "the_parent_is_left_as_it_was"),
+    ],
+)
+def test_a_broken_launcher_is_caught(
+    launch: Callable[..., Any], law: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches(monkeypatch, launch)
+    monkeypatch.delenv("UNISONO_TEST_LEFT", raising=False)
+    (outcome,) = check_launcher("mine", laws=[law])
+    os.environ.pop("UNISONO_TEST_LEFT", None)
+    assert outcome.status == "failed", outcome
+
+
+def test_what_a_broken_launcher_leaves_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where laws have their folders
+    left = []
+
+    def abandons(entry: Any, plan: Any, *, environ: Any = None) -> Any:
+        def work() -> None:
+            with contextlib.suppress(unisono.errors.WorkerFailedError):
+                processes(entry, plan, environ=environ)
+
+        left.append(threading.Thread(target=work, daemon=True))
+        left[0].start()
+        assert wait_until(lambda: len([*tmp_path.glob("unisono-laws-*/rank-*")]) == 2, 90)
+        raise unisono.errors.LaunchError("given up")
+
+    launches(monkeypatch, abandons)
+    (outcome,) = check_launcher("mine", laws=["no_rank_is_left_behind"])
+    assert outcome.status == "failed"
+    left[0].join(30)  # its ranks would sleep for ten minutes
+    assert not left[0].is_alive()
+
+
+@pytest.mark.parametrize("law", ["a_deadline_is_kept", "an_interrupt_ends_all_ranks"])
+def test_a_law_whose_ranks_never_come_is_not_counted_as_passed(
+    law: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def starts_nothing(entry: Any, plan: Any, *, environ: Any = None) -> Any:
+        while True:
+            require_time(range(plan.world_size), plan.world_size, 0.0)
+            signal.sigtimedwait([], 0.05)
+
+    launches(monkeypatch, starts_nothing)
+    monkeypatch.setattr(launcher_laws, "_BLOCKS_S", (0.2, 0.2))
+    monkeypatch.setattr(launcher_laws, "_COME_S", 0.2)
+    (outcome,) = check_launcher("mine", laws=[law], timeout_s=60.0)
+    assert outcome.status == "unsupported", outcome
+    assert "0 of 2 ranks" in outcome.reason
+
+
+def test_a_timer_that_ran_before_goes_on_after_a_law() -> None:
+    def given_up(*_: object) -> None:
+        raise AssertionError("a thousand seconds have passed")
+
+    handler = signal.signal(signal.SIGALRM, given_up)
+    before = signal.setitimer(signal.ITIMER_REAL, 1000.0)
+    try:
+        with launcher_laws._limited(5.0):
+            assert signal.getitimer(signal.ITIMER_REAL)[0] <= 5.0
+        assert 900.0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1000.0
+        assert signal.getsignal(signal.SIGALRM) is given_up
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)
+        signal.signal(signal.SIGALRM, handler)
+
+
+# Environments that are broken on purpose.
+
+WHOLE = {"MINE_RANK": "1", "MINE_SIZE": "2"}
+
+
+def whole(env: Mapping[str, str]) -> RankInfo | None:
+    if not env.get("MINE_RANK", "").strip() and not env.get("MINE_SIZE", "").strip():
+        return None
+    numbers = []
+    for name in ("MINE_RANK", "MINE_SIZE"):
+        text = env.get(name, "").strip()
+        if not (text.isascii() and text.isdigit() and len(text) < 9):
+            what = f"mine environment: {name}={text!r}: set both of its variables, or none"
+            raise EnvironmentDetectionError(what, "mine", name, text or None)
+        numbers.append(int(text))
+    return RankInfo(numbers[0], numbers[1], source="mine")
+
+
+def guesses(env: Mapping[str, str]) -> RankInfo | None:
+    found = int(env.get("MINE_RANK", "0") or 0)
+    return RankInfo(found, 2, source="mine") if "MINE_SIZE" in env else None
+
+
+def raises_value_error(env: Mapping[str, str]) -> RankInfo | None:
+    if "MINE_RANK" not in env:
+        return None
+    return RankInfo(int(env["MINE_RANK"]), int(env["MINE_SIZE"]), source="mine")
+
+
+def is_silent(env: Mapping[str, str]) -> RankInfo | None:
+    try:
+        return raises_value_error(env)
+    except (KeyError, ValueError):
+        return None
+
+
+def expects_the_key(env: Mapping[str, str]) -> RankInfo | None:
+    if not env.get("MINE_RANK", "").strip():
+        return whole(env)
+    try:
+        size = int(env["MINE_SIZE"])
+    except ValueError:
+        size = -1
+    return whole({**env, "MINE_SIZE": str(size)})
+
+
+def takes_a_wrong_rank_for_no_job(env: Mapping[str, str]) -> RankInfo | None:
+    text = env.get("MINE_RANK", "").strip()
+    if text and not (text.isascii() and text.isdigit() and len(text) < 9):
+        return None
+    return whole(env)
+
+
+def reads_the_process(env: Mapping[str, str]) -> RankInfo | None:
+    return whole({**os.environ, **env})
+
+
+def takes_everything(env: Mapping[str, str]) -> RankInfo | None:
+    return whole({**WHOLE, **env})
+
+
+@pytest.mark.parametrize(
+    ("detect", "laws"),
+    [
+        (whole, ()),
+        (guesses, ("a_partial_example_is_refused_by_name",)),
+        (raises_value_error, ("a_malformed_variable_is_refused_by_name",)),
+        (expects_the_key, ("a_partial_example_is_refused_by_name",)),
+        (takes_a_wrong_rank_for_no_job, ("a_malformed_variable_is_refused_by_name",)),
+        (is_silent, ("a_partial_example_is_refused_by_name",)),
+        (reads_the_process, ("it_reads_what_it_is_given_alone",)),
+        (takes_everything, ("no_variables_are_no_job", "variables_of_others_are_no_job")),
+    ],
+)
+def test_a_broken_environment_is_caught(
+    detect: Callable[..., Any], laws: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = SimpleNamespace(NAME="mine", detect=detect, EXAMPLES=(WHOLE,), __module__="types")
+    monkeypatch.setattr("unisono.testing.environments.find_environment", lambda name: mine)
+    failed = {o.law for o in check_environment("mine") if o.status == "failed"}
+    assert set(laws) <= failed
+    assert bool(failed) == bool(laws), failed
+
+
+def test_an_environment_is_found_in_any_case_and_may_talk_while_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "talks.py").write_text("import sys\nprint('loaded', file=sys.stderr)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    mine = SimpleNamespace(NAME="mine", detect=whole, EXAMPLES=(WHOLE,), __module__="talks")
+    monkeypatch.setattr("unisono.testing.environments.find_environment", lambda name: mine)
+    assert [o for o in check_environment("Mine") if o.status != "passed"] == []
+
+
+def test_without_examples_laws_are_not_counted_as_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = SimpleNamespace(NAME="mine", detect=whole, __module__="types")
+    monkeypatch.setattr("unisono.testing.environments.find_environment", lambda name: mine)
+    statuses = {o.law: o.status for o in check_environment("mine")}
+    assert statuses["a_partial_example_is_refused_by_name"] == "unsupported"
+    assert "failed" not in statuses.values()
+    assert set(statuses) == set(environment_laws.ENVIRONMENT_LAWS)
+
+
+def test_an_environment_is_found_by_its_name() -> None:
+    assert registry.find_environment("slurm").NAME == "slurm"
+    with pytest.raises(unisono.errors.ArgumentError, match="unknown environment 'nope'.*slurm"):
+        registry.find_environment("nope")
+
+
+def look(info: RankInfo) -> Any:
+    return info.rank, info.job_id, Path(str(info.private_store)).exists()
+
+
+def test_a_hosted_plan_tells_ranks_where_they_meet() -> None:
+    with host_store(LaunchPlan(2, job_id="7")) as plan:
+        assert plan.store_is_hosted and plan.master_addr == "127.0.0.1"
+        infos = [plan.info(local_rank) for local_rank in range(2)]
+        assert [look(info) for info in infos] == [(0, "7", True), (1, "7", True)]
+    assert not look(infos[0])[2]
+    with host_store(LaunchPlan(2), address="127.0.0.1") as plan:
+        assert plan.store_is_hosted and plan.private_store is None

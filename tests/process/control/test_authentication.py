@@ -1,0 +1,367 @@
+"""Another user of the host tries to be a rank: at the store, at gloo's sockets, at our own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+import unisono
+from tests.support.by_hand import by_hand, join, leave, prepare
+from tests.support.processes import Pipe
+from unisono import WorkerPool
+from unisono.context import communicator
+from unisono.control import handshake, rendezvous
+from unisono.control.handshake import strangers
+from unisono.errors import CollectiveError, PeerRefusedError
+from unisono.launchers.job import store as job_store
+from unisono.topology import Topology
+
+NOBODY = 65534
+ATTACKS = int(os.environ.get("UNISONO_ATTACKS", "1"))
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells users apart there"),
+    pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="takes another user"),
+]
+
+
+def load() -> None:
+    """Import all that is imported late: another user may not read this user's files."""
+    "x".encode("idna")
+    unisono.initialize("gloo")
+    unisono.all_gather({1})
+    unisono.sync()
+    unisono.finalize()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _ready() -> None:
+    load()
+    prepare()
+
+
+class Evil:
+    """What runs a command where it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+@contextlib.contextmanager
+def as_nobody(work: Callable[[], None]) -> Iterator[int]:
+    """Run something in a fork of this process that is another user's."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            work()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    try:
+        yield child
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, 9)
+        os.waitpid(child, 0)
+
+
+def take_the_seat_of_rank_1(port: int, pwned: str, reached: int) -> None:
+    """Come to the job's store before any rank does, and be one."""
+    store = TCPStore("127.0.0.1", port, 2, False, wait_for_workers=False)
+    ours = PrefixStore("unisono/0", store)
+    ours.add("came/1", 1)
+    ours.add("ranks/1", 1)
+    os.write(reached, b".")
+    with contextlib.suppress(Exception):
+        unisono.initialize(
+            "gloo", rank=1, world_size=2, init_method=f"tcp://127.0.0.1:{port}", timeout=20
+        )
+        unisono.all_gather(Evil(pwned))
+
+
+@contextlib.contextmanager
+def attacked(monkeypatch: pytest.MonkeyPatch, pwned: Path) -> Iterator[list[int]]:
+    """Let the stranger be at the store of each job before its first rank is."""
+    host, ports = job_store.host, list[int]()
+    with contextlib.ExitStack() as held:
+
+        def host_and_be_visited(plan: Any) -> Any:
+            made = host(plan)
+            there, reached = os.pipe()
+            port = int(made[1].master_port or 0)
+            held.enter_context(
+                as_nobody(lambda: take_the_seat_of_rank_1(port, str(pwned), reached))
+            )
+            os.close(reached)
+            assert os.read(there, 1) == b"."
+            os.close(there)
+            ports.append(port)
+            return made
+
+        monkeypatch.setattr(job_store, "host", host_and_be_visited)
+        yield ports
+
+
+@pytest.fixture(params=range(ATTACKS))
+def pwned(tmp_path: Path) -> Path:
+    """Where the stranger would leave its mark, and could.
+
+    Chance decides some races: ``UNISONO_ATTACKS=50`` repeats what uses this as often.
+    """
+    tmp_path.chmod(0o777)
+    return tmp_path / "pwned"
+
+
+def gathers(local_rank: int) -> list[int]:
+    assert unisono.all_gather(local_rank, group=[0, 1]) == [0, 1]
+    found: list[int] = unisono.all_gather(local_rank)
+    return found
+
+
+def test_a_stranger_at_the_store_is_no_rank_of_spawn(
+    monkeypatch: pytest.MonkeyPatch, pwned: Path
+) -> None:
+    with attacked(monkeypatch, pwned) as ports:
+        assert unisono.spawn("gloo", gathers, nproc_per_node=2, timeout=30) == [[0, 1]] * 2
+    assert ports
+    assert not pwned.exists()
+
+
+def test_a_stranger_at_the_store_is_no_rank_of_a_pool(
+    monkeypatch: pytest.MonkeyPatch, pwned: Path
+) -> None:
+    with attacked(monkeypatch, pwned), WorkerPool("gloo", nproc_per_node=2, timeout=30) as pool:
+        assert pool.run(gathers) == [[0, 1]] * 2
+    assert not pwned.exists()
+
+
+SCRIPT = """
+import sys, unisono
+from tests.support.processes import say
+with open(sys.argv[1]) as go_on:
+    say(sys.argv[2], "here")
+    go_on.readline()
+unisono.initialize("gloo", timeout=30)
+print("SAW", unisono.all_gather(unisono.get_rank()), flush=True)
+"""
+
+
+def test_a_stranger_at_the_store_is_no_rank_of_a_script(pwned: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    go_on = str(tmp_path / "go_on")
+    os.mkfifo(go_on)
+    keep = os.open(go_on, os.O_RDWR)
+    words = [sys.executable, "-m", "unisono", "run", "--nproc-per-node", "2"]
+    path = os.pathsep.join(sys.path)
+    with Pipe(tmp_path) as said:
+        words += [str(tmp_path / "script.py"), go_on, said.path]
+        env = {**os.environ, "PYTHONPATH": path}
+        job = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env)
+        try:
+            said.read(2)
+            sockets = psutil.Process(job.pid).net_connections()
+            port = next(each.laddr.port for each in sockets if each.status == "LISTEN")
+            there, reached = os.pipe()
+
+            def attack() -> None:
+                os.close(keep)  # else the ranks go on when the stranger is gone
+                take_the_seat_of_rank_1(port, str(pwned), reached)
+
+            with as_nobody(attack):
+                os.close(reached)
+                assert os.read(there, 1) == b"."
+                os.close(there)
+                os.close(keep)
+                out, _ = job.communicate(timeout=60)
+        finally:
+            job.terminate()
+            job.wait()
+    assert job.returncode == 0
+    assert out.count("SAW [0, 1]") == 2
+    assert not pwned.exists()
+
+
+def test_a_rank_of_another_user_is_refused_in_a_job_that_others_started(pwned: Path) -> None:
+    """Nothing keeps it from the store there; nothing that it sends is decoded."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def fn(rank: int) -> Any:
+        url = f"tcp://127.0.0.1:{port}"
+        load()
+        if rank == 1:
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+        with pytest.raises(CollectiveError) as caught:
+            unisono.initialize("gloo", rank=rank, world_size=2, init_method=url, timeout=20)
+            unisono.all_gather(Evil(str(pwned)))
+        return type(caught.value).__name__, str(caught.value), getattr(caught.value, "rank", None)
+
+    (kind, text, rank), _ = by_hand(fn)
+    assert (kind, rank) == ("PeerRefusedError", 1)
+    assert f"a process of user {NOBODY}" in text
+    assert not pwned.exists()
+
+
+@pytest.mark.parametrize("liar", [0, 1])
+def test_one_that_lies_about_its_user_is_found_out_by_the_kernel(liar: int, tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+
+    def fn(rank: int) -> Any:
+        vars(rendezvous)["_SET_UP_S"] = 3.0
+        load()
+        join(tmp_path, rank, 2)
+        if rank == liar:
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+        with pytest.raises(CollectiveError) as caught:
+            unisono.sync()
+            rendezvous.meet(communicator(), None, 1 << 10, "here")
+        return type(caught.value).__name__, str(caught.value), os.getpid()
+
+    (tmp_path / "store").touch()
+    (tmp_path / "store").chmod(0o666)
+    told = by_hand(fn)
+    kind, text, _ = told[1 - liar]
+    assert kind == "PeerRefusedError"
+    assert f"a process of user {NOBODY} (pid {told[liar][2]})" in text
+
+
+def test_who_hasnt_the_secret_is_refused_on_the_data_plane(tmp_path: Path) -> None:
+    """The one who took the seat of rank 1 in gloo, with all that a rank may know but the secret."""
+
+    def fn(rank: int) -> Any:
+        join(tmp_path, rank, 3)
+        model = communicator()
+        model.secret = secrets.token_bytes(32) if rank == 1 else b"s" * 32
+        with pytest.raises(CollectiveError) as caught:
+            unisono.all_gather(rank)
+        return type(caught.value).__name__, getattr(caught.value, "rank", None)
+
+    assert by_hand(fn, 3) == [
+        ("PeerRefusedError", 1),
+        ("PeerRefusedError", 0),
+        ("PeerRefusedError", 1),
+    ]
+
+
+def test_a_new_group_is_proved_before_its_first_tensor(tmp_path: Path) -> None:
+    def fn(rank: int) -> Any:
+        join(tmp_path, rank, 2)
+        unisono.all_gather(rank)
+        model = communicator()
+        assert model.secret is not None
+        unisono.new_group([0, 1])
+        if rank == 1:
+            model.secret = b"x" * 32
+        with pytest.raises(PeerRefusedError, match="couldn't prove"):
+            unisono.new_group([0, 1])
+        return True
+
+    assert by_hand(fn) == [True, True]
+
+
+def test_ranks_that_others_started_agree_on_a_secret_that_the_kernel_vouches_for(
+    tmp_path: Path,
+) -> None:
+    def fn(rank: int) -> Any:
+        join(tmp_path, rank, 3)
+        before = communicator().secret
+        unisono.all_gather(rank)
+        found = communicator().secret
+        leave()
+        return before, found
+
+    told = by_hand(fn, 3)
+    assert told == [(None, told[0][1])] * 3
+    assert len(told[0][1]) == 32
+
+
+def test_a_proof_is_of_one_direction_one_group_and_one_time() -> None:
+    """What a stranger heard, or gets from another rank, serves nowhere else."""
+    sent: list[bytes] = []
+
+    class Wire:
+        def __init__(self, rank: int) -> None:
+            self.topology = Topology(rank, 2)
+            self.transport_device = torch.device("cpu")
+
+        def members(self, group: Any) -> range:
+            return range(2)
+
+        def all_gather(self, tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
+            return torch.stack([tensor, tensor])  # reflects what it hears
+
+        def all_to_all(self, rows: torch.Tensor, group: Any = None) -> torch.Tensor:
+            sent.append(bytes(rows[1].tolist()))
+            return rows.flip(0)
+
+    for label in ("a", "b", "a"):
+        with pytest.raises(PeerRefusedError, match="what answered as rank 1"):
+            handshake.authenticate(Wire(0), None, b"s" * 32, label)  # type: ignore[arg-type]
+    assert len(set(sent)) == 3
+
+
+def test_a_stranger_at_gloos_socket_is_named() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        there, here = os.pipe()
+
+        def connect() -> None:
+            with socket.create_connection(listener.getsockname()):
+                os.write(here, b".")
+                threading.Event().wait(30)
+
+        with as_nobody(connect) as pid:
+            os.read(there, 1)
+            sock, _ = listener.accept()
+            with sock:
+                assert strangers().endswith(f"user {NOBODY} (pid {pid})")
+        os.close(there)
+        os.close(here)
+    assert strangers() == ""
+
+
+def test_the_store_of_a_job_is_closed_to_other_users() -> None:
+    def fn(local_rank: int) -> Any:
+        path = os.environ["UNISONO_PRIVATE_STORE"]
+        there, here = os.pipe()
+
+        def open_it() -> None:
+            try:
+                os.close(os.open(path, os.O_RDWR))
+                os.write(here, b"opened")
+            except OSError as error:
+                os.write(here, type(error).__name__.encode())
+
+        with as_nobody(open_it):
+            found = os.read(there, 100).decode()
+        return path, found
+
+    (path, *told), _ = unisono.spawn("gloo", fn, nproc_per_node=2)
+    assert told == ["PermissionError"]
+    assert re.fullmatch(rf"/proc/{os.getpid()}/fd/\d+", path)
+    assert not os.path.exists(path)

@@ -1,0 +1,171 @@
+"""The control plane where ranks share memory and where they don't: the same values, no files."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import unisono
+from tests.support.by_hand import by_hand, join, leave, prepare
+from unisono.context import communicator
+from unisono.control.plane import INLINE_BYTES
+from unisono.host import mailbox
+from unisono.host.mailbox import LANE_BYTES
+from unisono.topology import EVERYBODY
+
+SIZES = (0, 300, 16_000, 65_535, 70_000, 1_000_000, LANE_BYTES // 3, LANE_BYTES, LANE_BYTES + 1)
+JOB = """
+import unisono
+
+def fn(local_rank):
+    return unisono.all_gather("x" * 70_000 * local_rank), unisono.all_reduce(1)
+
+if __name__ == "__main__":
+    found = unisono.spawn("gloo", fn, nproc_per_node=2)
+    assert found == [(["", "x" * 70_000], 2)] * 2
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> Iterator[None]:
+    prepare()
+    yield
+
+
+def allow(times: int) -> None:
+    """Let this process have shared memory so often and not again."""
+    real, left = os.memfd_create, [None] * times
+
+    def make(name: str) -> int:
+        if not left:
+            raise OSError("no more of it here")
+        left.pop()
+        return real(name)
+
+    os.memfd_create = make  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("pairs", [0, 1, 2])
+def test_values_of_all_lengths_are_whole(pairs: int, world_size: int, tmp_path: Path) -> None:
+    """Rank 0 makes the memory of each pair: for none of them, for some, for all."""
+
+    def fn(rank: int) -> Any:
+        allow(pairs)
+        join(tmp_path, rank, world_size)
+        for size in SIZES:
+            pieces = [random.Random(size + other).randbytes(size) for other in range(world_size)]
+            assert unisono.all_gather(pieces[rank]) == pieces
+            assert unisono.broadcast(pieces[rank], src=1) == pieces[1]
+            tensor = torch.arange(size // 4, dtype=torch.float32) + rank
+            expected = torch.stack([tensor + other - rank for other in range(world_size)]).sum(0)
+            assert torch.equal(unisono.all_reduce(tensor), expected)
+        hub = communicator().planes[EVERYBODY]
+        leave()
+        return hub.shares_memory, hub.inline_bytes
+
+    found = by_hand(fn, world_size)
+    have = min(pairs, world_size - 1) if mailbox.is_here() else 0
+    assert sum(shares for shares, _ in found[1:]) == have
+    is_everywhere = have == world_size - 1
+    assert found[0][0] == is_everywhere
+    assert {limit > INLINE_BYTES for _, limit in found} == {is_everywhere}
+
+
+def run(environ: dict[str, str], before: Sequence[str] = ()) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*before, sys.executable, "-c", JOB],
+        env={**os.environ, **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere sockets have files")
+@pytest.mark.parametrize("folder", ["/proc", "/nonexistent"])
+def test_a_job_needs_no_temporary_folder(folder: str) -> None:
+    """Of /proc even root can't make a file."""
+    job = run({"TMPDIR": folder, "TEMP": folder, "TMP": folder})
+    try:
+        output = job.communicate(timeout=60)[0]
+    finally:
+        job.kill()
+        job.communicate()
+    assert job.returncode == 0, output
+
+
+def test_jobs_of_two_users_on_one_host_do_not_meet() -> None:
+    other = ["unshare", "--user", "--map-user=65534"]
+    try:
+        subprocess.run([*other, "true"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no other user can be had here: {error}")
+    jobs = [run({}, before) for before in (other, (), other)]
+    try:
+        for job in jobs:
+            output = job.communicate(timeout=100)[0]
+            assert job.returncode == 0, output
+    finally:
+        for job in jobs:
+            job.kill()
+            job.communicate()
+
+
+CONTAINED = """
+import sys, unisono
+from unisono.context import communicator
+from unisono.topology import EVERYBODY
+
+unisono.initialize("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+found = unisono.all_gather("x" * 70_000 * unisono.get_rank())
+print([len(text) for text in found], communicator().planes[EVERYBODY]._alarm.pidfds)
+unisono.barrier()
+unisono.finalize()
+"""
+
+
+def test_ranks_that_number_processes_differently_watch_no_strangers(tmp_path: Path) -> None:
+    """As containers do that share the host's network alone: a peer's id is somebody else here."""
+    inside = ["unshare", "--pid", "--fork", "--kill-child"]
+    try:
+        subprocess.run([*inside, "true"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no ids of its own for a process here: {error}")
+    words = [sys.executable, "-c", CONTAINED, f"file://{tmp_path}/store"]
+    jobs = [
+        subprocess.Popen(
+            [*inside, *words, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        for job in jobs:
+            output, errors = job.communicate(timeout=60)
+            assert job.returncode == 0, errors
+            assert output == "[0, 70000] {}\n"
+    finally:
+        for job in jobs:
+            job.kill()
+            job.communicate()
+
+
+def test_the_shortest_round_that_a_rank_wants_is_everybodys(tmp_path: Path) -> None:
+    def fn(rank: int) -> Any:
+        os.environ["UNISONO_INLINE_BYTES"] = str(1000 * (rank + 1))
+        join(tmp_path, rank, 2)
+        pieces = [bytes(900), bytes(1500)]
+        found = unisono.all_gather(pieces[rank]) == pieces
+        limit = communicator().planes[EVERYBODY].inline_bytes
+        leave()
+        return found, limit
+
+    assert by_hand(fn) == [(True, 1000)] * 2

@@ -1,0 +1,103 @@
+"""Replicas that ranks make of their own are said to be that, and are there all the same."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unisono
+from tests.support.processes import SOURCES
+
+SAID = r"replicas within a rank: {} is called in rank 0 of 2 \({}\)"
+
+
+def total(local_rank: int) -> Any:
+    return unisono.all_reduce(local_rank + 1)
+
+
+def nests(local_rank: int, call: str) -> tuple[Any, list[tuple[str, str]]]:
+    """Make replicas in a rank; give their result, and what was warned of, with the line's file."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        found = WAYS[call]()
+    return found, [(str(item.message), Path(item.filename).name) for item in heard]
+
+
+def _by_parallel() -> Any:
+    with unisono.Parallel("threads", nproc_per_node=3) as parallel:
+        return parallel.run(total)
+
+
+def _by_pool() -> Any:
+    with unisono.WorkerPool("threads", nproc_per_node=3) as pool:
+        return pool.run(total)
+
+
+WAYS: dict[str, Callable[[], Any]] = {
+    "spawn": lambda: unisono.spawn("threads", total, nproc_per_node=3),
+    "Parallel": _by_parallel,
+    "WorkerPool": _by_pool,
+}
+
+
+@pytest.mark.parametrize("call", list(WAYS))
+def test_rank_0_says_that_each_rank_would_make_its_own(call: str) -> None:
+    (mine, said), (other, nothing) = unisono.spawn("gloo", nests, (call,), nproc_per_node=2)
+    assert mine == other == [6, 6, 6]
+    assert nothing == []
+    ((text, file),) = said
+    assert re.match(SAID.format(call if call == "WorkerPool" else "spawn", "native-dist"), text)
+    assert "use Parallel() without nproc_per_node" in text
+    assert file == "test_nested.py"
+
+
+def test_replicas_that_are_threads_say_so_too() -> None:
+    with pytest.raises(unisono.errors.WorkerFailedError, match=SAID.format("spawn", "threads")):
+        unisono.spawn("threads", nests_in_a_thread, nproc_per_node=2)
+
+
+def nests_in_a_thread(local_rank: int) -> None:
+    unisono.spawn("threads", total, nproc_per_node=2)
+
+
+def test_the_environment_says_who_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    unisono.spawn("threads", total, nproc_per_node=2)  # a partial set says nothing
+    monkeypatch.setenv("RANK", "0")
+    with pytest.warns(UserWarning, match=SAID.format("spawn", "torchrun environment")):
+        assert unisono.spawn("threads", total, nproc_per_node=2) == [3, 3]
+    with pytest.raises(unisono.errors.ArgumentError, match="several nodes"):  # and no warning
+        unisono.spawn("threads", total, nproc_per_node=2, nnodes=2, master_addr="h", master_port=1)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert unisono.spawn("threads", total, nproc_per_node=2) == [3, 3]
+
+
+def test_a_script_that_spawns_says_so_under_a_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import unisono\n"
+        "def total(local_rank): return unisono.all_reduce(1)\n"
+        "if __name__ == '__main__':\n"
+        "    print(unisono.spawn('threads', total, nproc_per_node=2))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "unisono", "run", "-n", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={"PATH": "", "PYTHONPATH": SOURCES},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("[2, 2]") == 2
+    assert done.stderr.count("UserWarning") == 1
+    assert "train.py:4: UserWarning: replicas within a rank" in done.stderr

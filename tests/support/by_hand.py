@@ -1,0 +1,92 @@
+"""Plain processes that make gloo groups by hand: nothing here is unisono's."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, TCPStore
+
+__all__ = ("TIMEOUT", "by_hand", "join", "join_by_tcp", "leave", "prepare")
+
+TIMEOUT = timedelta(seconds=30)
+_processes = multiprocessing.get_context("forkserver")
+
+
+def prepare() -> None:
+    """Start the process that the others are forks of."""
+    _processes.set_forkserver_preload(["tests.support.by_hand", "pytest", "unisono"])
+    multiprocessing.forkserver.ensure_running()
+
+
+def join(folder: Path, rank: int, size: int, name: str = "store") -> None:
+    """Make the default group through a file."""
+    store = FileStore(str(folder / name), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+
+
+def join_by_tcp(folder: Path, rank: int, host: str) -> None:
+    """Make the default group through a store at a port of the kernel's choice."""
+    meeting = FileStore(str(folder / "meeting"), 2)
+    if rank == 0:
+        store = TCPStore(host, 0, 2, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
+        meeting.set("port", str(store.port))
+    else:
+        port = int(meeting.get("port"))
+        store = TCPStore(host, port, 2, is_master=False, timeout=TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
+
+
+def leave() -> None:
+    """Destroy all groups, after everybody has come so far."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def by_hand(fn: Callable[[int], Any], size: int = 2, killed: int = -1) -> list[Any]:
+    """Run ``fn(rank)`` in processes of their own; give what each returned, None for `killed`."""
+    blob = cloudpickle.dumps(fn)
+    ends, processes = [], []
+    for rank in range(size):
+        end, other = _processes.Pipe()
+        process = _processes.Process(target=_run, args=(blob, rank, other), daemon=True)
+        process.start()
+        other.close()
+        ends.append(end)
+        processes.append(process)
+    told = [_hear(end) if rank != killed else (None, "") for rank, end in enumerate(ends)]
+    if killed >= 0:
+        processes[killed].kill()
+    for process, end in zip(processes, ends, strict=True):
+        process.join()
+        end.close()
+    failed = [f"rank {rank}:\n{text}" for rank, (_, text) in enumerate(told) if text]
+    assert not failed, "\n".join(failed)
+    return [result for result, _ in told]
+
+
+def _hear(end: Connection) -> tuple[Any, str]:
+    try:
+        told: tuple[Any, str] = end.recv()
+    except EOFError:
+        return None, "it ended without a word"
+    return told
+
+
+def _run(blob: bytes, rank: int, end: Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    warnings.simplefilter("error")
+    try:
+        end.send((cloudpickle.loads(blob)(rank), ""))
+    except BaseException:
+        end.send((None, traceback.format_exc()))

@@ -1,0 +1,54 @@
+"""Where the training helpers are tried: the backends, and what starts a function on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import unisono as idist
+from tests.support.requirements import require_backend
+
+real = pytest.mark.real
+SERIAL = pytest.param("serial", 1, id="serial")
+QUICK = [
+    SERIAL,
+    pytest.param("threads", 2, id="threads-2"),
+    pytest.param("threads", 3, id="threads-3"),
+    pytest.param("gloo", 2, id="gloo-2"),
+]
+REAL = [
+    pytest.param("mpi4py", 2, id="mpi4py-2", marks=real),
+    pytest.param("horovod", 2, id="horovod-2", marks=real),
+]
+
+
+def run(backend: str, size: int, fn: Callable[..., Any], *args: Any, timeout: float = 90) -> Any:
+    """Run ``fn(local_rank, *args)`` on every rank; skip where the backend's library is missing."""
+    require_backend(backend)
+    options: dict[str, Any] = {} if backend == "serial" else {"timeout": timeout}
+    return idist.spawn(backend, _quietly, (fn, *args), nproc_per_node=size, **options)
+
+
+def _quietly(local_rank: int, fn: Callable[..., Any], *args: Any) -> Any:
+    torch.set_num_threads(1)
+    return fn(local_rank, *args)
+
+
+def run_all(backend: str, size: int, *calls: tuple[Any, ...]) -> None:
+    """Run several ``(fn, *args)`` in one job, for a real launcher takes seconds to start."""
+    run(backend, size, _one_by_one, calls, timeout=200)
+
+
+def _one_by_one(local_rank: int, calls: tuple[tuple[Any, ...], ...]) -> None:
+    for fn, *args in calls:
+        _named(local_rank, fn, args)
+
+
+def _named(local_rank: int, fn: Callable[..., Any], args: list[Any]) -> None:
+    try:
+        fn(local_rank, *args)
+    except Exception as error:
+        raise AssertionError(f"{fn.__name__}{tuple(args)} on rank {local_rank}") from error
