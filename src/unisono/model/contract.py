@@ -54,7 +54,7 @@ class ComputationModel(Keeping, TrainingHooks, ABC):
     capabilities: ClassVar[frozenset[str]] = frozenset()
     """What it can beyond the derived members: ``"groups"``, ``"send_recv"``, ``"launch"``."""
     dtypes: frozenset[torch.dtype]
-    """What its collectives carry; every other dtype reaches it in the guise of one of these."""
+    """What its collectives carry; every other dtype is emulated by one of these."""
     options: ClassVar[frozenset[str]] = frozenset({"timeout"})
     """Keywords that `initialize` and `launch` take; any other is refused before anything starts."""
     is_thread_bound: ClassVar[bool] = False

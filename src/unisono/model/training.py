@@ -46,8 +46,8 @@ class TrainingHooks:
             options: what the user gave to `auto_optim`.
 
         Returns:
-            An optimizer whose ``step`` averages the gradients itself, so that backward no longer
-            shall; None where there is nothing to adapt, and no option is known.
+            An optimizer whose ``step`` averages the gradients itself, instead of backward; None
+            where there is nothing to adapt, and no option is known.
         """
         return None
 
