@@ -1,59 +1,212 @@
-"""Which context is active: asked at every call, so that it is never stale."""
+"""Which context is active, asked at every call so that it is never stale; what we keep for it."""
 
 from __future__ import annotations
 
 import atexit
 import importlib
+import itertools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
 
 from unisono import registry
-from unisono.control.signatures import site
+from unisono.control.plane import control_of
+from unisono.control.signatures import from_here, site
 from unisono.errors import (
     AlreadyInitializedError,
     ArgumentError,
+    CollectiveError,
     ContextError,
     EnvironmentDetectionError,
     NoReplicaError,
 )
 from unisono.model.contract import ComputationModel
+from unisono.model.handle import BACKGROUND, Background, Handle
+from unisono.model.reduction import ReduceOp
 from unisono.models.serial import SerialModel
 from unisono.plugins import plugin_environments
-from unisono.topology import ContextHint, RankInfo
+from unisono.topology import ContextHint, Group, RankInfo
 
 __all__ = (
+    "ContextState",
     "activate",
     "communicator",
+    "current",
     "current_model",
     "detect_environment",
     "forget",
     "is_ours",
     "is_serial",
     "left_half_way",
-    "own_model",
+    "own_context",
     "read_environment",
     "refuse_fork",
     "replica",
     "set_local_rank",
 )
 
+T = TypeVar("T")
+_context_ids = itertools.count(1)
+
+
+class ContextState:
+    """What the facade keeps for one context, whatever its library is; the model never sees it.
+
+    Args:
+        model: the live context as this replica sees it.
+    """
+
+    __slots__ = (
+        "background",
+        "context_id",
+        "control",
+        "flat_buffers",
+        "groups",
+        "hosts",
+        "interrupted",
+        "is_checked",
+        "model",
+        "must_introduce",
+    )
+
+    def __init__(self, model: ComputationModel) -> None:
+        self.model = model
+        self.control = control_of(model)
+        """How the ranks reach each other beside their tensors."""
+        self.context_id = next(_context_ids)
+        """Identity of this context: never equal for two contexts of one process."""
+        self.groups: dict[tuple[int, ...], Group] = {}
+        """Groups that were made for lists of ranks, by the ranks in ascending order."""
+        self.is_checked = {"0": False, "1": True}.get(os.environ.get("UNISONO_DEBUG", ""))
+        """Whether ranks compare their calls before each collective of the data plane; None for
+        where it costs little, which the control plane tells."""
+        self.interrupted: CollectiveError | None = None
+        """Why this rank calls nothing more in this context: it left a collective half-way."""
+        self.hosts: Sequence[bytes] = ()
+        """The name of each rank's host, once the ranks of an adopted context have said them."""
+        self.must_introduce = False
+        """Whether the first call over all ranks has these name their hosts: where we adopted it."""
+        self.background: Background | None = None
+        """Runs what was started and not waited for, in order."""
+        self.flat_buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        """Buffers that averaging reuses, one for each dtype and device."""
+
+    def inherit(self, other: ContextState) -> None:
+        """Take over what is kept for another view of this context, if it is that. Local.
+
+        What the ranks made together must not be made again on some of them alone.
+        """
+        if other is not self and other.model.is_alive():
+            for name in self.__slots__:
+                if name not in ("control", "model"):
+                    setattr(self, name, getattr(other, name))
+            self.control.take_over(other.control)
+
+    def finalize(self) -> None:
+        """End the context, after what runs in the background. Collective over all its ranks."""
+        self.settle()
+        self.groups.clear()
+        self.model.finalize()
+
+    def part(self) -> None:
+        """Let go of a context that has ended by itself. Local."""
+        self.groups.clear()
+        self.control.close()
+
+    def disown(self) -> None:
+        """Let go of what a forked child has inherited. Local."""
+        self.background = None  # its thread isn't here
+        self.control.disown()
+
+    def interrupt(self, who: str, how: str) -> None:
+        """Take note that a collective was left half-way, and tell the ranks that wait for this one.
+
+        Local; waits a second at most for a rank that doesn't read.
+
+        Args:
+            who: this rank, for messages.
+            how: what interrupted which call.
+        """
+        if self.interrupted is None:
+            self.interrupted = CollectiveError(
+                f"{who}: {how}, so the ranks are out of step: end the job, or finalize() and "
+                "initialize again"
+            )
+            self.control.interrupt(how)
+
+    def check_whole(self) -> None:
+        """Refuse any collective after an interrupted one. Local.
+
+        Raises:
+            CollectiveError: a collective of this context was left half-way.
+        """
+        if self.interrupted is not None:
+            raise type(self.interrupted)(*self.interrupted.args)
+
+    def start(self, call: Callable[[], T]) -> Handle[T]:
+        """Start `call`, which uses this context's collectives, without waiting for it.
+
+        Local. It runs in one background thread for each context, in order, under the deadline that
+        holds here, and in the name of the user's line; at once where no thread may.
+        """
+        self.check_whole()
+        if not self.control.allows_threads:
+            return self._done(call)
+        if self.background is None:
+            self.background = Background(f"{BACKGROUND}-{self.model.name}-{self.context_id}")
+        return self.background.submit(partial(from_here().run, call))
+
+    def _done(self, call: Callable[[], T]) -> Handle[T]:
+        self.settle()
+        outcome: Future[T] = Future()
+        try:
+            outcome.set_result(call())
+        except Exception as error:  # belongs to the caller who waits for the handle
+            outcome.set_exception(error)
+        return Handle(outcome.result, outcome.done)
+
+    def start_all_reduce(
+        self, tensor: Tensor, op: ReduceOp, group: Group | None = None
+    ) -> Handle[Tensor]:
+        """Start the model's `all_reduce`, in its own way or in the background.
+
+        Collective over `group`.
+        """
+        started = self.model.start_all_reduce(tensor, op, group)
+        if started is not None:
+            return started
+        return self.start(lambda: self.model.all_reduce(tensor, op, group))
+
+    def settle(self) -> None:
+        """Wait for what `start` has under way, so that every rank keeps one order. Local."""
+        if self.background is not None:
+            self.background.settle()
+        if self.control.is_lazy:
+            self.control.settle()
+
+
 _NO_HINT = ContextHint()
-_serial = SerialModel()
+_serial = ContextState(SerialModel())
 
 
 class _Slot(threading.local):
-    model: ComputationModel | None = None
-    ours: ComputationModel | None = None
+    context: ContextState | None = None
+    ours: ContextState | None = None
 
 
 _thread = _Slot()
-_process: ComputationModel | None = None
-_ours: ComputationModel | None = None
-_before: ComputationModel | None = None
-_forked: ComputationModel | None = None
+_process: ContextState | None = None
+_ours: ContextState | None = None
+_before: ContextState | None = None
+_forked: ContextState | None = None
 _replica_threads = 0
 _local_rank: int | None = None
 _lock = threading.RLock()
@@ -71,16 +224,26 @@ def current_model() -> ComputationModel:
     Raises:
         NoReplicaError: this thread isn't a replica while replicas of this process are threads.
     """
-    model = _thread.model
-    if model is None:
-        model = _process
-    if model is not None and model.is_alive():
-        return model
+    context = _thread.context or _process
+    if context is not None and context.model.is_alive():
+        return context.model
+    return _look_around().model
+
+
+def current() -> ContextState:
+    """Give the active context. Local.
+
+    Raises:
+        NoReplicaError: as in `current_model`.
+    """
+    context = _thread.context or _process
+    if context is not None and context.model.is_alive():
+        return context
     return _look_around()
 
 
-def communicator() -> ComputationModel:
-    """Give the active model, ready for a collective.
+def communicator() -> ContextState:
+    """Give the active context, ready for a collective.
 
     Local, but for waiting until what runs asynchronously in the background is done.
 
@@ -89,14 +252,14 @@ def communicator() -> ComputationModel:
         ContextError: this process is a fork of the one that made the context.
         NoReplicaError: as in `current_model`.
     """
-    model = own_model()
-    if model._background is not None or model.is_lazy:
-        model.settle()
-    return model
+    context = own_context()
+    if context.background is not None or context.control.is_lazy:
+        context.settle()
+    return context
 
 
-def own_model() -> ComputationModel:
-    """Give the active model, whose collectives this process may start.
+def own_context() -> ContextState:
+    """Give the active context, whose collectives this process may start.
 
     Local.
 
@@ -104,26 +267,27 @@ def own_model() -> ComputationModel:
         ContextError: this process is a fork of the one that made the context.
         NoReplicaError: as in `current_model`.
     """
-    model = _thread.model or _process  # as current_model, a call less
-    if model is None or not model.is_alive():
-        model = _look_around()
+    context = _thread.context or _process  # as `current`, a call less
+    if context is None or not context.model.is_alive():
+        context = _look_around()
     if _forked is not None:
-        refuse_fork(model)
-    if model.interrupted is not None:
-        model.check_whole()
-    return model
+        refuse_fork(context)
+    if context.interrupted is not None:
+        context.check_whole()
+    return context
 
 
-def refuse_fork(model: ComputationModel) -> None:
-    """Raise if this process is a fork of the one that made the context of `model`. Local.
+def refuse_fork(context: ContextState) -> None:
+    """Raise if this process is a fork of the one that made `context`. Local.
 
     Raises:
         ContextError: it is.
     """
-    if _forked is not None and model.context_id == _forked.context_id:
+    if _forked is not None and context.context_id == _forked.context_id:
         raise ContextError(
-            f"this process is a fork of rank {model.topology.rank}, whose connections it must not "
-            "use: call this in the process that initialised, or start processes of their own"
+            f"this process is a fork of rank {context.model.topology.rank}, whose connections it "
+            "must not use: call this in the process that initialised, or start processes of their "
+            "own"
         )
 
 
@@ -136,18 +300,21 @@ def left_half_way(call: str, error: BaseException) -> None:
         call: its name.
         error: what was raised.
     """
-    model = _thread.model or _process
-    if model is not None and _forked is None and model.topology.world_size > 1:
-        who = f"rank {model.topology.rank} of {model.topology.world_size}"
+    context = _thread.context or _process
+    if context is None or _forked is not None:
+        return
+    topology = context.model.topology
+    if topology.world_size > 1:
+        who = f"rank {topology.rank} of {topology.world_size}"
         line = site().decode("utf-8", "replace")
-        model.interrupt(who, f"{type(error).__name__} interrupted {call} at {line}")
+        context.interrupt(who, f"{type(error).__name__} interrupted {call} at {line}")
 
 
-def _look_around() -> ComputationModel:
+def _look_around() -> ContextState:
     with _lock:
-        model = _still_alive() or _adopt()
-    if model is not None:
-        return model
+        context = _still_alive() or _adopt()
+    if context is not None:
+        return context
     if _replica_threads:
         raise NoReplicaError(
             f"thread {threading.current_thread().name!r} isn't a replica, while the replicas of "
@@ -156,7 +323,7 @@ def _look_around() -> ComputationModel:
     return _serial
 
 
-def _adopt() -> ComputationModel | None:
+def _adopt() -> ContextState | None:
     """Find the context that somebody else made; every thread gets the same view of it."""
     global _process
     if registry.probe(_NO_HINT) is None:
@@ -164,40 +331,42 @@ def _adopt() -> ComputationModel | None:
             _hand_over(None)
         return None
     model = registry.probe(_hint())
-    if model is not None:
-        model.must_introduce = model.topology.world_size > 1 and not model.hosts
-    _hand_over(model)
     if model is None:
+        _hand_over(None)
         return None
-    if _forked is not None and type(model) is type(_forked) and _forked.is_alive():
-        model.inherit(_forked)
+    context = ContextState(model)
+    context.must_introduce = model.topology.world_size > 1
+    _hand_over(context)
+    if _forked is not None and type(model) is type(_forked.model):
+        context.inherit(_forked)
     if model.is_thread_bound:
-        _thread.model = model
+        _thread.context = context
     else:
-        _process = model
-    return model
+        _process = context
+    return context
 
 
-def _still_alive() -> ComputationModel | None:
+def _still_alive() -> ContextState | None:
     """Give the thread's or the process's context if it lives; part with one that has ended."""
     global _process
-    if _thread.model is not None and not _thread.model.is_alive():
-        _thread.model = None
-    if _process is not None and not _process.is_alive():
+    if _thread.context is not None and not _thread.context.model.is_alive():
+        _thread.context = None
+    if _process is not None and not _process.model.is_alive():
         _process.part()
         _process = None
-    return _thread.model or _process
+    return _thread.context or _process
 
 
-def _hand_over(model: ComputationModel | None) -> None:
+def _hand_over(context: ContextState | None) -> None:
     """Let a view of a context that was let go of leave what its ranks made to the new view."""
     global _before
     before, _before = _before, None
     if before is None:
         return
-    if model is not None and type(before) is type(model) and before.is_alive():
-        model.inherit(before)
-    elif not before.is_alive():
+    is_alive = before.model.is_alive()
+    if is_alive and context is not None and type(before.model) is type(context.model):
+        context.inherit(before)
+    elif not is_alive:
         before.part()
 
 
@@ -235,7 +404,7 @@ def detect_environment() -> RankInfo | None:
 
 def activate(
     make: Callable[[], ComputationModel], cls: type[ComputationModel] | None = None
-) -> ComputationModel:
+) -> ContextState:
     """Make a context and let it be the process's, or the thread's where the model is bound to it.
 
     Collective over the ranks of the new context.
@@ -245,7 +414,7 @@ def activate(
         cls: the model; given where it may join the replicas that its library made as threads.
 
     Returns:
-        The model.
+        What is kept for it, with the model.
 
     Raises:
         AlreadyInitializedError: a context is live, no matter who made it.
@@ -253,28 +422,30 @@ def activate(
     """
     global _process, _ours
     with _lock:
-        live: ComputationModel | None = current_model()
+        live: ContextState | None = current()
         if _forked is not None and live is not None and live.context_id == _forked.context_id:
-            if type(live) is cls:  # its library holds what the parent made, and no more than one
+            if type(live.model) is cls:  # its library holds what the parent made, and only that
                 refuse_fork(live)
             live = None
-        joins = live is not None and live.is_thread_bound and type(live) is cls
-        if live is not None and live is not _serial and (is_ours(live) or not joins):
-            raise AlreadyInitializedError(
-                f"a {live.name} context is live already (rank {live.topology.rank} of "
-                f"{live.topology.world_size}): call finalize() first"
-            )
-        model = make()
-        if model.is_thread_bound:
-            _thread.model = _thread.ours = model
+        if live is not None and live is not _serial:
+            joins = live.model.is_thread_bound and type(live.model) is cls
+            if is_ours(live) or not joins:
+                topology = live.model.topology
+                raise AlreadyInitializedError(
+                    f"a {live.model.name} context is live already (rank {topology.rank} of "
+                    f"{topology.world_size}): call finalize() first"
+                )
+        context = ContextState(make())
+        if context.model.is_thread_bound:
+            _thread.context = _thread.ours = context
         else:
-            _process = _ours = model
-        return model
+            _process = _ours = context
+        return context
 
 
-def is_ours(model: ComputationModel) -> bool:
+def is_ours(context: ContextState) -> bool:
     """Tell whether `activate` made this context. Local."""
-    return model is _ours or model is _thread.ours
+    return context is _ours or context is _thread.ours
 
 
 def is_serial(model: ComputationModel) -> bool:
@@ -287,12 +458,13 @@ def forget() -> None:
     global _process, _ours, _before
     with _lock:
         _before = _process or _before
-        if _before is not None and not _before.is_alive():  # torch's group listens as long as it is
+        if _before is not None and not _before.model.is_alive():
+            # Torch's group listens as long as it is held.
             _before.part()
             _before = None
         _process = _ours = None
-        if _thread.model is not None and _thread.model.is_thread_bound:
-            _thread.model = _thread.ours = None
+        if _thread.context is not None and _thread.context.model.is_thread_bound:
+            _thread.context = _thread.ours = None
 
 
 def set_local_rank(local_rank: int | None) -> None:
@@ -308,21 +480,21 @@ def set_local_rank(local_rank: int | None) -> None:
 
 
 @contextmanager
-def replica(model: ComputationModel) -> Iterator[None]:
-    """Bind a model to this thread: the thread is that replica, or the whole process is. Local."""
+def replica(context: ContextState) -> Iterator[None]:
+    """Bind a context to this thread: the thread is that replica, or the whole process is. Local."""
     global _process, _replica_threads
-    is_one_of_many = model.topology.world_size > 1
+    is_one_of_many = context.model.topology.world_size > 1
     is_process = is_one_of_many and threading.current_thread() is threading.main_thread()
-    before, before_in_process = _thread.model, _process
+    before, before_in_process = _thread.context, _process
     with _lock:
         _replica_threads += is_one_of_many and not is_process
         if is_process:  # then the threads that it starts belong to it too
-            _process = model
-    _thread.model = model
+            _process = context
+    _thread.context = context
     try:
         yield
     finally:
-        _thread.model = before
+        _thread.context = before
         with _lock:
             _replica_threads -= is_one_of_many and not is_process
             if is_process:
@@ -331,7 +503,7 @@ def replica(model: ComputationModel) -> Iterator[None]:
 
 def _before_fork() -> None:
     """Look for a context that somebody made and nobody has asked for yet: the child must know."""
-    if _process is None and _thread.model is None and _lock.acquire(blocking=False):
+    if _process is None and _thread.context is None and _lock.acquire(blocking=False):
         try:
             with suppress(Exception):  # a fork isn't the place to report it
                 _adopt()
@@ -343,18 +515,18 @@ def _after_fork() -> None:
     global _forked, _lock, _replica_threads
     _lock = threading.RLock()
     _replica_threads = 0
-    _forked = _thread.model or _process or _forked
-    for model in {_thread.model, _process, _before}:
-        if model is not None:
-            model.disown()
+    _forked = _thread.context or _process or _forked
+    for context in {_thread.context, _process, _before}:
+        if context is not None:
+            context.disown()
 
 
 def _at_exit() -> None:
     """Tell the others that this program has come to its end, unless an exception ended it."""
     if not hasattr(sys, "last_type"):
-        for model in {_process, _before}:
-            if model is not None:
-                model.say_farewell("ended its program")
+        for context in {_process, _before}:
+            if context is not None:
+                context.control.say_farewell("ended its program")
 
 
 atexit.register(_at_exit)

@@ -10,9 +10,8 @@ from typing import TypeVar
 import torch
 
 from unisono import context, diagnosis
-from unisono.context import current_model
+from unisono.context import ContextState, current, current_model
 from unisono.errors import ContextError
-from unisono.model.contract import ComputationModel
 from unisono.topology import Topology
 
 __all__ = (
@@ -153,14 +152,15 @@ def get_node_rank() -> int:
     return _known("node_rank", "rank of this node")
 
 
-def _place(model: ComputationModel) -> Topology:
+def _place(active: ContextState) -> Topology:
     """Give what the context says, completed by what its ranks have said to each other. Local."""
-    return model.topology.among(model.hosts) if model.hosts else model.topology
+    topology = active.model.topology
+    return topology.among(active.hosts) if active.hosts else topology
 
 
 def _known(field: str, words: str) -> int:
-    model = current_model()
-    topology = _place(model)
+    active = current()
+    model, topology = active.model, _place(active)
     value = getattr(topology, field)
     if value is None:
         own = "set_local_rank(...) here, " if field == "local_rank" else ""
@@ -170,8 +170,8 @@ def _known(field: str, words: str) -> int:
             "sync() or any collective on every rank first, or start with a launcher that sets "
             "LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE, as torchrun does"
         )
-    if topology.is_guess and model.context_id not in _warned:
-        _warned.add(model.context_id)
+    if topology.is_guess and active.context_id not in _warned:
+        _warned.add(active.context_id)
         warnings.warn(
             f"the {words} of this {model.name} context, {value}, is a guess: all ranks are taken "
             "to be on one node; call set_local_rank(...) if they aren't",
@@ -323,8 +323,8 @@ def show_config() -> None:
         >>> import unisono as idist
         >>> idist.show_config()
     """
-    model = current_model()
-    topology = _place(model)
+    active = current()
+    model, topology = active.model, _place(active)
     make_audible(_log)
     lines = {
         "distributed configuration": model.name,

@@ -86,12 +86,11 @@ class Replica:
             begin_lines_with_rank(info.rank)
         cls = find_model(self.backend)
         with within(self.limit):
-            model = context.activate(lambda: cls.initialize(self.backend, info, **self.options))
+            made = context.activate(lambda: cls.initialize(self.backend, info, **self.options))
             with Lifetime.function():
                 result = self.fn(info.local_rank, *self.args, **self.kwargs)
-            if model.is_alive():
-                model.settle()
-                model.finalize()
+            if made.model.is_alive():
+                made.finalize()
         context.forget()
         return result
 
@@ -103,11 +102,11 @@ class Replica:
         is_process = threading.current_thread() is threading.main_thread()
         if self.prefix_output and is_process and model.topology.world_size > 1:
             begin_lines_with_rank(model.topology.rank)
-        with context.replica(model), within(self.limit):
+        made = context.ContextState(model)
+        with context.replica(made), within(self.limit):
             with Lifetime.function():
                 result = self.fn(model.topology.local_rank, *self.args, **self.kwargs)
-            model.settle()
-            model.finalize()
+            made.finalize()
             return result
 
 
@@ -239,11 +238,10 @@ def finalize() -> None:
         >>> import unisono as idist
         >>> idist.finalize()
     """
-    model = context.current_model()
-    context.refuse_fork(model)
+    active = context.current()
+    context.refuse_fork(active)
     try:
-        model.settle()
-        model.finalize()
+        active.finalize()
     finally:
         context.forget()
 
@@ -264,10 +262,9 @@ def sync(temporary: bool = False) -> None:
         >>> import unisono as idist
         >>> idist.sync()
     """
-    model = context.current_model()
-    if not context.is_ours(model):
+    if not context.is_ours(context.current()):
         context.forget()
-    if context.current_model().must_introduce:
+    if context.current().must_introduce:
         introduce(context.communicator(), "sync")
 
 

@@ -12,9 +12,8 @@ from typing_extensions import ParamSpec
 from unisono.collectives.broadcasts import broadcast
 from unisono.collectives.call import collective, swap
 from unisono.collectives.groups import check_rank, local_group
-from unisono.context import communicator, current_model
+from unisono.context import ContextState, communicator, current
 from unisono.errors import ArgumentError, PeerFailedError
-from unisono.model.contract import ComputationModel
 from unisono.payload.codec import decode, encode
 from unisono.topology import Group
 from unisono.tracebacks import fold, hides, summary
@@ -58,9 +57,9 @@ def one_rank_only(
     def decorate(fn: Callable[P, T]) -> Callable[P, T | None]:
         @functools.wraps(fn)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
-            model = current_model()
-            check_rank(model, None, rank, "rank")
-            is_chosen = model.topology.rank == rank
+            context = current()
+            check_rank(context, None, rank, "rank")
+            is_chosen = context.model.topology.rank == rank
             if not with_barrier:
                 return fn(*args, **kwargs) if is_chosen else None
             name = f"{fn.__qualname__} (one_rank_only)"
@@ -95,27 +94,27 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
         >>> with idist.one_rank_first():
         ...     data = "downloaded"
     """
-    model = communicator()
+    context = communicator()
     group = local_group() if local else None
     if local:
-        ranks = model.members(group)
+        ranks = context.model.topology.members(group)
         if type(rank) is not int or not 0 <= rank < len(ranks):
             raise ArgumentError(f"rank={rank!r} should be a local rank from 0 to {len(ranks) - 1}")
         rank = ranks[rank]
     else:
-        check_rank(model, None, rank, "rank")
-    if model.topology.rank == rank:
-        with _outcome_for_all(model, group, rank, "one_rank_first"):
+        check_rank(context, None, rank, "rank")
+    if context.model.topology.rank == rank:
+        with _outcome_for_all(context, group, rank, "one_rank_first"):
             yield
     else:
-        with _outcome_for_all(model, group, rank, "one_rank_first"):
+        with _outcome_for_all(context, group, rank, "one_rank_first"):
             pass
         yield
 
 
 @contextmanager
 def _outcome_for_all(
-    model: ComputationModel, group: Group | None, rank: int, name: str
+    context: ContextState, group: Group | None, rank: int, name: str
 ) -> Iterator[None]:
     """Run the body, then tell every rank how it ended on `rank`."""
     error: BaseException | None = None
@@ -127,10 +126,10 @@ def _outcome_for_all(
     except BaseException as raised:  # whatever it is, the others must not wait forever
         error = raised
         said = (summary(raised), fold(raised, raised.__traceback__))
-    frames = _tell(model, f"{name} of rank {rank}", encode(said), group)
+    frames = _tell(context, f"{name} of rank {rank}", encode(said), group)
     if error is not None and not isinstance(error, Exception):
         raise error
-    heard = decode(frames[model.position(group, rank)], model.device)
+    heard = decode(frames[context.model.topology.position(group, rank)], context.model.device)
     if heard is not None:
         what, text = heard
         failed = PeerFailedError(
@@ -143,8 +142,8 @@ def _outcome_for_all(
 
 
 @collective
-def _tell(model: ComputationModel, call: str, said: bytes, group: Group | None) -> list[bytes]:
-    return swap(model, call, said, group)
+def _tell(context: ContextState, call: str, said: bytes, group: Group | None) -> list[bytes]:
+    return swap(context, call, said, group)
 
 
 def master_only(fn: Callable[P, T]) -> Callable[P, T | None]:
@@ -191,12 +190,12 @@ def run_on_rank(fn: Callable[[], T], rank: int = 0) -> T:
         >>> idist.run_on_rank(lambda: "read once")
         'read once'
     """
-    model = communicator()
-    check_rank(model, None, rank, "rank")
+    context = communicator()
+    check_rank(context, None, rank, "rank")
     value: Any = None
     name = f"{getattr(fn, '__qualname__', type(fn).__qualname__)} (run_on_rank)"
-    with _outcome_for_all(model, None, rank, name):
-        if model.topology.rank == rank:
+    with _outcome_for_all(context, None, rank, name):
+        if context.model.topology.rank == rank:
             value = fn()
     found: T = broadcast(value, rank)
     return found

@@ -56,6 +56,19 @@ class Topology:
     nnodes: int | None = None
     is_guess: bool = False
 
+    def size(self, group: Group | None) -> int:
+        """Count the ranks that take part, where None stands for all ranks. Local."""
+        return self.world_size if group is None else len(group.ranks)
+
+    def members(self, group: Group | None) -> tuple[int, ...] | range:
+        """List the global ranks that take part. Local."""
+        return range(self.world_size) if group is None else group.ranks
+
+    def position(self, group: Group | None, rank: int | None = None) -> int:
+        """Find a global rank, or this replica, among the ranks that take part. Local."""
+        rank = self.rank if rank is None else rank
+        return rank if group is None else group.ranks.index(rank)
+
     def among(self, hosts: Sequence[bytes]) -> Topology:
         """Complete what is known by the names of all ranks' hosts.
 
@@ -166,19 +179,19 @@ class Group:
 
     Args:
         ranks: global ranks of the members, ascending.
-        context_id: identity of the context that it belongs to.
         handle: the model's own object, such as a ``torch.distributed.ProcessGroup``; None on a
             rank that isn't a member where the model makes nothing there.
         name: what tells it from every other group of its context, also from those of the same
             ranks; the same on all of its ranks. Made of the ranks where it is empty.
         timeout_s: seconds that a collective over it may take; None for what the job allows.
+        context_id: identity of the context that it belongs to, which the facade fills in.
     """
 
     ranks: tuple[int, ...]
-    context_id: int
     handle: object = field(default=None, repr=False)
     name: str = field(default="", repr=False)
     timeout_s: float | None = field(default=None, repr=False)
+    context_id: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         """Name a group that its maker has given no name. Local."""
@@ -189,6 +202,11 @@ class Group:
     def size(self) -> int:
         """Number of members."""
         return len(self.ranks)
+
+    def of_context(self, context_id: int) -> Group:
+        """Note which context it belongs to, and give it back. Local."""
+        object.__setattr__(self, "context_id", context_id)
+        return self
 
     def __eq__(self, other: object) -> bool:
         """Tell whether it is this group, or a list of its ranks."""

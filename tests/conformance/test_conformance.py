@@ -20,10 +20,10 @@ pytestmark = pytest.mark.timeout(600)  # each of these tests is all laws
 def without_sockets(local_rank: int, fn: Callable[..., Any], *args: Any) -> Any:
     """Run a function in a replica whose ranks can't meet. Collective over all ranks."""
     vars(plane)["meet"] = lambda *given: None
-    model = communicator()
-    model.planes.clear()  # a hub of the default group, if `initialize` made one
+    hubs = vars(communicator().control)["hubs"]
+    hubs.clear()  # a hub of the default group, if `initialize` made one
     result = fn(local_rank, *args)
-    assert set(model.planes.values()) == {None}, "every exchange should have been the derived one"
+    assert set(hubs.values()) == {None}, "every exchange should have been the derived one"
     return result
 
 

@@ -58,7 +58,7 @@ class IgnoresGroups(ThreadsModel):
 
 class LetsGroupsOfTheSameRanksMeet(ThreadsModel):
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
-        return Group(ranks, self.context_id, ranks)
+        return Group(ranks, ranks)
 
 
 class DeclaresMessagesItCantSend(ThreadsModel):
@@ -70,9 +70,11 @@ class SendsWithoutDeclaringIt(ThreadsModel):
     capabilities = frozenset({"groups", "launch"})
 
 
-class GathersToEveryRank(ThreadsModel):
-    def gather(self, tensor: Tensor, dst: int, group: Group | None = None) -> Tensor | None:
-        return self.all_gather(tensor, group)
+class ReducesToEveryRank(ThreadsModel):
+    def reduce(
+        self, tensor: Tensor, dst: int, op: ReduceOp, group: Group | None = None
+    ) -> Tensor | None:
+        return self.all_reduce(tensor, op, group)
 
 
 class GivesEveryRankTheFirstRow(ThreadsModel):

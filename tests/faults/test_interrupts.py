@@ -217,12 +217,12 @@ def _memory_after_the_end(local_rank: int, port: int) -> bool:
     if local_rank == 1:
         store.get("over")
         return True
-    model, tensor = communicator(), torch.full((_SIZE,), 7.0)
+    context, tensor = communicator(), torch.full((_SIZE,), 7.0)
     memory = weakref.ref(tensor)
     with contextlib.suppress(KeyboardInterrupt), alarm(0.2):
-        model.all_gather(tensor)
-    model.tell_interrupted("KeyboardInterrupt interrupted it")
-    del model, tensor
+        context.model.all_gather(tensor)
+    context.control.interrupt("KeyboardInterrupt interrupted it")
+    del context, tensor
     idist.finalize()
     gc.collect()
     store.set("over", "")

@@ -36,7 +36,7 @@ PRIVATE = """
 import os, unisono
 from unisono.context import communicator
 unisono.initialize("gloo")
-known = communicator().secret is not None  # before ranks could agree on one
+known = communicator().control.secret is not None  # before ranks could agree on one
 print("PRIVATE", "UNISONO_PRIVATE_STORE" in os.environ, known, unisono.all_gather(known))
 """
 
@@ -63,7 +63,8 @@ def test_ranks_of_a_script_meet_where_only_their_user_can_come(
 
 def test_ranks_of_a_function_meet_where_only_their_user_can_come(on_one_host: str) -> None:
     def fn(local_rank: int) -> tuple[bool, bool]:
-        return "UNISONO_PRIVATE_STORE" in os.environ, communicator().secret is not None
+        is_known = vars(communicator().control)["secret"] is not None
+        return "UNISONO_PRIVATE_STORE" in os.environ, is_known
 
     found = unisono.spawn("gloo", fn, nproc_per_node=2, launcher=on_one_host)
     assert found == [(True, True)] * 2

@@ -334,11 +334,11 @@ def test_extra_memory_is_one_bucket() -> None:
 
 
 def keeps_one_bucket(local_rank: int) -> None:
-    from unisono.context import current_model
+    from unisono.context import current
 
     tensors = [torch.ones(100_000) for _ in range(200)]  # 80 MB
     idist.all_reduce_params(tensors)
-    kept = sum(buffer.nbytes for buffer in current_model().flat_buffers.values())
+    kept = sum(buffer.nbytes for buffer in current().flat_buffers.values())
     assert 0 < kept <= 16 * 2**20
 
 

@@ -123,8 +123,6 @@ def test_imports_only_go_down(source: Source) -> None:
         module = ours(dotted)
         if module is None or module.partition(".")[0] == source.top:
             continue
-        if source.name == "model.keeping" and module.startswith("control."):
-            continue  # until what the facade keeps has left the model
         below = floor_of(module.partition(".")[0])
         assert below < height, f"{source} (line {node.lineno}) imports {dotted}"
 

@@ -8,13 +8,14 @@ alike); where the model lacks the wide one too, the tensors are gathered and fol
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from unisono.collectives.call import check, compares, fold
+from unisono.context import ContextState
 from unisono.errors import PayloadError
-from unisono.model.contract import ComputationModel
 from unisono.model.handle import Handle, joined
 from unisono.model.reduction import ReduceOp, as_ordered_ints, fold_tensors, is_order_of_floats
 from unisono.payload.codec import is_dense, plain, why_not_dense
@@ -101,10 +102,10 @@ def check_reducible(tensor: Tensor, op: ReduceOp) -> None:
         )
 
 
-def own(model: ComputationModel, tensor: Tensor) -> Tensor:
+def own(context: ContextState, tensor: Tensor) -> Tensor:
     """Copy a tensor into contiguous memory of ours, on the model's transport device. Local."""
     values = plain(tensor).resolve_conj().resolve_neg()
-    moved = values.to(model.transport_device)
+    moved = values.to(context.model.transport_device)
     if moved is not values and moved.is_contiguous():
         return moved
     if moved.data_ptr() != tensor.data_ptr() and moved.is_contiguous():
@@ -120,13 +121,13 @@ def fill(tensor: Tensor, total: Tensor) -> Tensor:
     return tensor
 
 
-def movement(model: ComputationModel, tensor: Tensor) -> tuple[Tensor, Restore]:
+def movement(context: ContextState, tensor: Tensor) -> tuple[Tensor, Restore]:
     """Give the carrier of a tensor [*shape] that only moves, and the way back. Local.
 
     Returns:
         The carrier [*shape] or [*shape, itemsize], and what turns [..., *carrier] back.
     """
-    if tensor.dtype in model.dtypes:
+    if tensor.dtype in context.model.dtypes:
         return tensor, _same
     dtype = tensor.dtype
     return as_bytes_tensor(tensor), lambda rows: rows.contiguous().view(dtype).squeeze(-1)
@@ -195,10 +196,10 @@ def _guise_bool(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp, Restore
 
 
 def _carrier(
-    model: ComputationModel, tensor: Tensor, op: ReduceOp, size: int
+    context: ContextState, tensor: Tensor, op: ReduceOp, size: int
 ) -> tuple[Tensor, ReduceOp, Restore]:
     """As `_guise`, and only where the model needs one. Overwrites `tensor`, once."""
-    is_known = tensor.dtype in model.dtypes
+    is_known = tensor.dtype in context.model.dtypes
     if op is ReduceOp.AVERAGE:
         is_wide = tensor.is_floating_point() and tensor.dtype is not torch.float16
         return _scaled(tensor, size) if is_known and is_wide else _guise(tensor, op, size)
@@ -207,81 +208,78 @@ def _carrier(
     return _guise(tensor, op, size)
 
 
-def all_gather(model: ComputationModel, tensor: Tensor, group: Group | None) -> Tensor:
+def all_gather(context: ContextState, tensor: Tensor, group: Group | None) -> Tensor:
     """Gather [*shape] to [n, *shape]. Collective over `group`."""
-    carrier, restore = movement(model, tensor)
-    return restore(model.all_gather(carrier, group))
+    carrier, restore = movement(context, tensor)
+    return restore(context.model.all_gather(carrier, group))
 
 
-def _fold(model: ComputationModel, carrier: Tensor, op: ReduceOp, group: Group | None) -> Tensor:
-    return fold_tensors(op, all_gather(model, carrier.contiguous(), group))
+def _fold(context: ContextState, carrier: Tensor, op: ReduceOp, group: Group | None) -> Tensor:
+    return fold_tensors(op, all_gather(context, carrier.contiguous(), group))
 
 
-def all_reduce(
-    model: ComputationModel, tensor: Tensor, op: ReduceOp, group: Group | None
-) -> Tensor:
+def all_reduce(context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None) -> Tensor:
     """Reduce a tensor of ours, [*shape]. Collective over `group`."""
-    carrier, step, restore = _carrier(model, tensor, op, model.size(group))
-    if model.prefers_exchange(carrier, group):
-        return restore(fold(model, carrier.contiguous(), step, group))
-    check(model, f"all_reduce {op.name}", tensor, group)
-    if carrier.dtype in model.dtypes:
-        return restore(model.all_reduce(carrier, step, group))
-    return restore(_fold(model, carrier, step, group))
+    carrier, step, restore = _carrier(context, tensor, op, context.model.topology.size(group))
+    if context.control.prefers_exchange(carrier, group):
+        return restore(fold(context, carrier.contiguous(), step, group))
+    check(context, f"all_reduce {op.name}", tensor, group)
+    if carrier.dtype in context.model.dtypes:
+        return restore(context.model.all_reduce(carrier, step, group))
+    return restore(_fold(context, carrier, step, group))
 
 
 def _reduce_folded(
-    model: ComputationModel,
+    context: ContextState,
     tensor: Tensor,
     carrier: Tensor,
     op: ReduceOp,
     step: ReduceOp,
     group: Group | None,
 ) -> Tensor:
-    check(model, f"all_reduce {op.name}", tensor, group)
-    return _fold(model, carrier, step, group)
+    check(context, f"all_reduce {op.name}", tensor, group)
+    return _fold(context, carrier, step, group)
 
 
 def start_all_reduce(
-    model: ComputationModel, tensor: Tensor, op: ReduceOp, group: Group | None
+    context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None
 ) -> Handle[Tensor]:
     """Start `all_reduce` on a tensor of ours. Collective over `group`."""
-    carrier, step, restore = _carrier(model, tensor, op, model.size(group))
-    if model.prefers_exchange(carrier, group):
-        return model.start(lambda: fold(model, carrier.contiguous(), step, group)).then(restore)
-    if carrier.dtype not in model.dtypes:
-        return model.start(lambda: _reduce_folded(model, tensor, carrier, op, step, group)).then(
-            restore
-        )
+    carrier, step, restore = _carrier(context, tensor, op, context.model.topology.size(group))
+    if context.control.prefers_exchange(carrier, group):
+        return context.start(lambda: fold(context, carrier.contiguous(), step, group)).then(restore)
+    if carrier.dtype not in context.model.dtypes:
+        folded = partial(_reduce_folded, context, tensor, carrier, op, step, group)
+        return context.start(folded).then(restore)
 
     def begin() -> Handle[Tensor]:
-        check(model, f"all_reduce {op.name}", tensor, group)
-        return model.start_all_reduce(carrier, step, group)
+        check(context, f"all_reduce {op.name}", tensor, group)
+        return context.start_all_reduce(carrier, step, group)
 
     # Comparing calls waits for the other ranks; starting an operation must not.
-    started = joined(model.start(begin)) if compares(model, group) else begin()
+    started = joined(context.start(begin)) if compares(context, group) else begin()
     return started.then(restore)
 
 
 def reduce(
-    model: ComputationModel, tensor: Tensor, dst: int, op: ReduceOp, group: Group | None
+    context: ContextState, tensor: Tensor, dst: int, op: ReduceOp, group: Group | None
 ) -> Tensor | None:
     """Reduce a tensor of ours to global rank `dst`. Collective over `group`."""
-    check(model, f"reduce {op.name} to {dst}", tensor, group)
-    carrier, step, restore = _carrier(model, tensor, op, model.size(group))
-    if carrier.dtype in model.dtypes:
-        total = model.reduce(carrier, dst, step, group)
+    check(context, f"reduce {op.name} to {dst}", tensor, group)
+    carrier, step, restore = _carrier(context, tensor, op, context.model.topology.size(group))
+    if carrier.dtype in context.model.dtypes:
+        total = context.model.reduce(carrier, dst, step, group)
         return None if total is None else restore(total)
-    total = _fold(model, carrier, step, group)
-    return restore(total) if model.topology.rank == dst else None
+    total = _fold(context, carrier, step, group)
+    return restore(total) if context.model.topology.rank == dst else None
 
 
 def reduce_scatter(
-    model: ComputationModel, rows: Tensor, op: ReduceOp, group: Group | None
+    context: ContextState, rows: Tensor, op: ReduceOp, group: Group | None
 ) -> Tensor:
     """Reduce [n, *shape] and give each rank its row. Collective over `group`."""
-    check(model, f"reduce_scatter {op.name}", rows, group)
-    carrier, step, restore = _carrier(model, rows, op, model.size(group))
-    if carrier.dtype in model.dtypes:
-        return restore(model.reduce_scatter(carrier.contiguous(), step, group))
-    return restore(_fold(model, carrier, step, group)[model.position(group)])
+    check(context, f"reduce_scatter {op.name}", rows, group)
+    carrier, step, restore = _carrier(context, rows, op, context.model.topology.size(group))
+    if carrier.dtype in context.model.dtypes:
+        return restore(context.model.reduce_scatter(carrier.contiguous(), step, group))
+    return restore(_fold(context, carrier, step, group)[context.model.topology.position(group)])

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from unisono.collectives import _dtype_emulation as carriers
 from unisono.collectives.call import swap
+from unisono.context import ContextState
 from unisono.errors import CollectiveMismatchError, PayloadError
-from unisono.model.contract import ComputationModel
 from unisono.model.reduction import Number, ReduceOp, fold_numbers
 from unisono.payload.codec import encode, failure, raise_failures, reason
 from unisono.payload.pytree import survey, unflatten
@@ -51,19 +51,19 @@ def _number(value: object) -> Number | None:
 
 
 def reduce_values(
-    model: ComputationModel, call: str, value: Any, op: ReduceOp, group: Group | None
+    context: ContextState, call: str, value: Any, op: ReduceOp, group: Group | None
 ) -> Any:
     """Reduce a number or a container. Collective over `group`."""
     frame, leaves, tensors = _describe(value, op)
-    frames = swap(model, call, frame, group)
-    ranks = model.members(group)
+    frames = swap(context, call, frame, group)
+    ranks = context.model.topology.members(group)
     raise_failures(frames, ranks, call)
     said = [_read(other) for other in frames]
     _check_alike([structure for structure, _ in said], ranks, call)
     columns = zip(*(values for _, values in said), strict=True)
     results: list[Any] = [fold_numbers(op, column) for column in columns]
     if tensors:
-        numbers_, totals = iter(results), iter(_reduce_fused(model, tensors, op, group))
+        numbers_, totals = iter(results), iter(_reduce_fused(context, tensors, op, group))
         results = [next(totals) if isinstance(leaf, Tensor) else next(numbers_) for leaf in leaves]
     return unflatten(value, results)
 
@@ -147,13 +147,13 @@ def _check_alike(structures: list[bytes], ranks: Any, call: str) -> None:
 
 
 def _reduce_fused(
-    model: ComputationModel, tensors: list[Tensor], op: ReduceOp, group: Group | None
+    context: ContextState, tensors: list[Tensor], op: ReduceOp, group: Group | None
 ) -> list[Tensor]:
     results: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         places = [i for i, tensor in enumerate(tensors) if tensor.dtype is dtype]
-        flat = torch.cat([carriers.own(model, tensors[i]).reshape(-1) for i in places])
-        total = carriers.all_reduce(model, flat, op, group)
+        flat = torch.cat([carriers.own(context, tensors[i]).reshape(-1) for i in places])
+        total = carriers.all_reduce(context, flat, op, group)
         parts = torch.split(total, [tensors[i].numel() for i in places])
         for i, part in zip(places, parts, strict=True):
             results[i] = part.reshape(tensors[i].shape).to(tensors[i].device, copy=True)

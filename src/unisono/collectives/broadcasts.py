@@ -12,8 +12,8 @@ from unisono.collectives import _dtype_emulation as carriers
 from unisono.collectives.call import check, collective, refuse, swap
 from unisono.collectives.groups import GroupLike, check_rank, outcome, team
 from unisono.collectives.value_types import T, TensorT
+from unisono.context import ContextState
 from unisono.errors import PayloadError
-from unisono.model.contract import ComputationModel
 from unisono.model.handle import Handle
 from unisono.payload.codec import (
     TensorHeader,
@@ -127,35 +127,37 @@ def broadcast(
         >>> idist.broadcast({"seed": 2**60}, src=0)
         {'seed': 1152921504606846976}
     """
-    model, found, is_member = team(group, async_op)
-    check_rank(model, found, src, "src")
+    context, found, is_member = team(group, async_op)
+    check_rank(context, found, src, "src")
     if not is_member:
         return Handle(lambda: tensor, lambda: True) if async_op else tensor
-    return outcome(model, lambda: _broadcast(model, tensor, src, found), async_op)
+    return outcome(context, lambda: _broadcast(context, tensor, src, found), async_op)
 
 
-def _broadcast(model: ComputationModel, value: Any, src: int, group: Group | None) -> Any:
-    is_src = model.topology.rank == src
-    frame = frame_or_reason(offer, value, model.inline_bytes(group)) if is_src else b""
-    said = swap(model, f"broadcast from {src}", frame, group)[model.position(group, src)]
+def _broadcast(context: ContextState, value: Any, src: int, group: Group | None) -> Any:
+    is_src = context.model.topology.rank == src
+    frame = frame_or_reason(offer, value, context.control.inline_bytes(group)) if is_src else b""
+    said = swap(context, f"broadcast from {src}", frame, group)[
+        context.model.topology.position(group, src)
+    ]
     raise_failures([said], [src], "broadcast")
-    head = decode(said, model.device)
+    head = decode(said, context.model.device)
     if not isinstance(head, TensorHeader):
         return head
-    tensor = carriers.own(model, value) if is_src else memory_for(model, head)
-    carrier, restore = carriers.movement(model, tensor)
-    got = restore(model.broadcast(carrier, src, group))
-    return head.finish(got.to(value.device if is_src else home(model, head)))
+    tensor = carriers.own(context, value) if is_src else memory_for(context, head)
+    carrier, restore = carriers.movement(context, tensor)
+    got = restore(context.model.broadcast(carrier, src, group))
+    return head.finish(got.to(value.device if is_src else home(context, head)))
 
 
-def memory_for(model: ComputationModel, head: TensorHeader) -> Tensor:
+def memory_for(context: ContextState, head: TensorHeader) -> Tensor:
     """Make memory for what a header announces, on the model's transport device. Local."""
-    return torch.empty(head.shape, dtype=head.dtype, device=model.transport_device)
+    return torch.empty(head.shape, dtype=head.dtype, device=context.model.transport_device)
 
 
-def home(model: ComputationModel, head: TensorHeader) -> torch.device:
+def home(context: ContextState, head: TensorHeader) -> torch.device:
     """Give the device on which a received tensor is handed to the user. Local."""
-    return model.device if head.on_accelerator else torch.device("cpu")
+    return context.model.device if head.on_accelerator else torch.device("cpu")
 
 
 @overload
@@ -204,8 +206,8 @@ def broadcast_(
         >>> idist.broadcast_(torch.zeros(1))
         tensor([0.])
     """
-    model, found, is_member = team(group, async_op)
-    check_rank(model, found, src, "src")
+    context, found, is_member = team(group, async_op)
+    check_rank(context, found, src, "src")
     if not is_member:
         return Handle(lambda: tensor, lambda: True) if async_op else tensor
     name = f"broadcast_ from {src}"
@@ -214,17 +216,17 @@ def broadcast_(
             raise PayloadError(f"broadcast_ takes a tensor, not a {type(tensor).__name__}")
         carriers.check_writable(tensor, "broadcast_")
     except PayloadError as error:
-        refuse(model, name, None, found, error)
+        refuse(context, name, None, found, error)
 
     def call() -> Tensor:
-        check(model, name, tensor, found)
-        carrier, restore = carriers.movement(model, carriers.own(model, tensor))
-        got = restore(model.broadcast(carrier, src, found))
-        if model.topology.rank != src:
+        check(context, name, tensor, found)
+        carrier, restore = carriers.movement(context, carriers.own(context, tensor))
+        got = restore(context.model.broadcast(carrier, src, found))
+        if context.model.topology.rank != src:
             carriers.fill(tensor, got)
         return tensor
 
-    return outcome(model, call, async_op)
+    return outcome(context, call, async_op)
 
 
 @overload
@@ -347,33 +349,33 @@ def scatter(
         >>> idist.scatter(["mine"], src=0)
         'mine'
     """
-    model, found, is_member = team(group, async_op)
-    check_rank(model, found, src, "src")
+    context, found, is_member = team(group, async_op)
+    check_rank(context, found, src, "src")
     if not is_member:
         return Handle(lambda: values, lambda: True) if async_op else values
-    return outcome(model, lambda: _scatter(model, values, src, found), async_op)
+    return outcome(context, lambda: _scatter(context, values, src, found), async_op)
 
 
-def _scatter(model: ComputationModel, values: Any, src: int, group: Group | None) -> Any:
-    is_src = model.topology.rank == src
-    frame = frame_or_reason(_scatter_frame, model, values, group) if is_src else b""
-    said = swap(model, f"scatter from {src}", frame, group)
-    frame = said[model.position(group, src)]
+def _scatter(context: ContextState, values: Any, src: int, group: Group | None) -> Any:
+    is_src = context.model.topology.rank == src
+    frame = frame_or_reason(_scatter_frame, context, values, group) if is_src else b""
+    said = swap(context, f"scatter from {src}", frame, group)
+    frame = said[context.model.topology.position(group, src)]
     raise_failures([frame], [src], "scatter")
-    head = decode(frame, model.device)
+    head = decode(frame, context.model.device)
     if not isinstance(head, TensorHeader):
-        return head[model.position(group)]
-    into, restore = carriers.movement(model, memory_for(model, head))
+        return head[context.model.topology.position(group)]
+    into, restore = carriers.movement(context, memory_for(context, head))
     rows = None
     if is_src:
         stacked = values if isinstance(values, Tensor) else torch.stack(list(values))
-        rows, _ = carriers.movement(model, carriers.own(model, stacked))
-    got = restore(model.scatter(rows, into, src, group))
-    return head.finish(got.to(home(model, head)).clone())
+        rows, _ = carriers.movement(context, carriers.own(context, stacked))
+    got = restore(context.model.scatter(rows, into, src, group))
+    return head.finish(got.to(home(context, head)).clone())
 
 
-def _scatter_frame(model: ComputationModel, values: Any, group: Group | None) -> bytes:
-    size, most = model.size(group), model.inline_bytes(group)
+def _scatter_frame(context: ContextState, values: Any, group: Group | None) -> bytes:
+    size, most = context.model.topology.size(group), context.control.inline_bytes(group)
     if isinstance(values, Tensor):
         carriers.check_dense(values, "scatter")
         if values.dim() == 0 or values.shape[0] != size:
@@ -472,12 +474,12 @@ def all_to_all(value: Any, group: GroupLike = None, *, async_op: bool = False) -
         >>> idist.all_to_all(["to myself"])
         ['to myself']
     """
-    model, found, is_member = team(group, async_op)
+    context, found, is_member = team(group, async_op)
     if not is_member:
         return Handle(lambda: value, lambda: True) if async_op else value
-    size = model.size(found)
+    size = context.model.topology.size(found)
     if not isinstance(value, Tensor):
-        return outcome(model, lambda: _swap_values(model, value, found), async_op)
+        return outcome(context, lambda: _swap_values(context, value, found), async_op)
     try:
         carriers.check_dense(value, "all_to_all")
         if value.dim() == 0 or value.shape[0] % size:
@@ -486,19 +488,21 @@ def all_to_all(value: Any, group: GroupLike = None, *, async_op: bool = False) -
                 f"{list(value.shape)}"
             )
     except PayloadError as error:
-        refuse(model, "all_to_all", None, found, error)
+        refuse(context, "all_to_all", None, found, error)
 
     def call() -> Tensor:
-        check(model, "all_to_all", value, found)
-        rows = carriers.own(model, value).view(size, value.shape[0] // size, *value.shape[1:])
-        carrier, restore = carriers.movement(model, rows)
-        return restore(model.all_to_all(carrier, found)).reshape(value.shape).to(value.device)
+        check(context, "all_to_all", value, found)
+        rows = carriers.own(context, value).view(size, value.shape[0] // size, *value.shape[1:])
+        carrier, restore = carriers.movement(context, rows)
+        return (
+            restore(context.model.all_to_all(carrier, found)).reshape(value.shape).to(value.device)
+        )
 
-    return outcome(model, call, async_op)
+    return outcome(context, call, async_op)
 
 
-def _swap_values(model: ComputationModel, values: Any, group: Group | None) -> list[Any]:
-    size, ranks = model.size(group), model.members(group)
+def _swap_values(context: ContextState, values: Any, group: Group | None) -> list[Any]:
+    size, ranks = context.model.topology.size(group), context.model.topology.members(group)
     frames: list[bytes] = []
 
     def lengths() -> bytes:
@@ -508,12 +512,14 @@ def _swap_values(model: ComputationModel, values: Any, group: Group | None) -> l
         return encode([len(frame) for frame in frames])
 
     said = frame_or_reason(lengths)
-    heard = swap(model, "all_to_all of values", said, group)
+    heard = swap(context, "all_to_all of values", said, group)
     raise_failures(heard, ranks, "all_to_all")
-    sizes = [decode(frame, model.device) for frame in heard]
-    width = model.bucket(max(max(row) for row in sizes))
+    sizes = [decode(frame, context.model.device) for frame in heard]
+    width = context.control.bucket(max(max(row) for row in sizes))
     mine = b"".join(frame.ljust(width, b"\0") for frame in frames)
-    rows = from_bytes(mine, torch.uint8, (size, width)).to(model.transport_device)
-    got = model.all_to_all(rows, group).cpu().contiguous()
-    place = model.position(group)
-    return [decode(to_bytes(row[: sizes[i][place]]), model.device) for i, row in enumerate(got)]
+    rows = from_bytes(mine, torch.uint8, (size, width)).to(context.model.transport_device)
+    got = context.model.all_to_all(rows, group).cpu().contiguous()
+    place = context.model.topology.position(group)
+    return [
+        decode(to_bytes(row[: sizes[i][place]]), context.model.device) for i, row in enumerate(got)
+    ]

@@ -11,10 +11,9 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from torch import Tensor
 
-from unisono.context import left_half_way
+from unisono.context import ContextState, left_half_way
 from unisono.control.signatures import pack, unpack
 from unisono.errors import CollectiveMismatchError, UnisonoError
-from unisono.model.contract import ComputationModel
 from unisono.model.reduction import ReduceOp, fold_tensors
 from unisono.payload.memory import from_bytes, to_bytes
 from unisono.topology import Group, name_of
@@ -27,13 +26,13 @@ __tracebackhide__ = hides
 _LONGEST_CALL = 500
 
 
-def swap(model: ComputationModel, call: str, blob: bytes, group: Group | None) -> list[bytes]:
+def swap(context: ContextState, call: str, blob: bytes, group: Group | None) -> list[bytes]:
     """Give every rank the blob of every rank, if all made the same call.
 
     Collective over `group`.
 
     Args:
-        model: carries the blobs.
+        context: carries the blobs.
         call: the operation and all that must agree: ``"broadcast from 0"``.
         blob: any bytes.
         group: the ranks that take part.
@@ -45,32 +44,34 @@ def swap(model: ComputationModel, call: str, blob: bytes, group: Group | None) -
         CollectiveMismatchError: the calls differ (on every rank, naming each rank's).
         CollectiveError: a peer failed or didn't come in time.
     """
-    if model.must_introduce and group is None:
-        introduce(model, call)
-    frames = model.exchange(pack(call, blob), group)
+    if context.must_introduce and group is None:
+        introduce(context, call)
+    frames = context.model.exchange(pack(call, blob), group)
     history = None
-    if model.is_checked is not False:
-        history = model.steps.histories[name_of(group)]
-    return unpack(frames, model.members(group), history)
+    if context.is_checked is not False:
+        history = context.control.steps.histories[name_of(group)]
+    return unpack(frames, context.model.topology.members(group), history)
 
 
-def introduce(model: ComputationModel, call: str) -> None:
+def introduce(context: ContextState, call: str) -> None:
     """Let the ranks of a context that somebody else made tell each other their hosts.
 
     Collective over all ranks, once in a context; nothing where that is done, or needless.
 
     Args:
-        model: of the context.
+        context: of the context.
         call: the collective that comes first.
 
     Raises:
         CollectiveMismatchError: ranks call different things (on every rank).
         CollectiveError: a peer failed or didn't come in time.
     """
-    if model.must_introduce:
-        frames = model.exchange(pack(call, socket.gethostname().encode()), None)
-        model.hosts = tuple(bytes(host) for host in unpack(frames, model.members(None), None))
-        model.must_introduce = False
+    if context.must_introduce:
+        frames = context.model.exchange(pack(call, socket.gethostname().encode()), None)
+        context.hosts = tuple(
+            bytes(host) for host in unpack(frames, context.model.topology.members(None), None)
+        )
+        context.must_introduce = False
 
 
 def signature(call: str, tensor: Tensor) -> str:
@@ -78,15 +79,17 @@ def signature(call: str, tensor: Tensor) -> str:
     return f"{call} of {str(tensor.dtype)[6:]}{list(tensor.shape)}"
 
 
-def compares(model: ComputationModel, group: Group | None) -> bool:
+def compares(context: ContextState, group: Group | None) -> bool:
     """Tell whether ranks compare their calls before each operation of the data plane.
 
     Local, or collective at creation of what they compare them over.
     """
-    return model.compares_calls(group) if model.is_checked is None else model.is_checked
+    return (
+        context.control.compares_calls(group) if context.is_checked is None else context.is_checked
+    )
 
 
-def check(model: ComputationModel, call: str, tensor: Tensor, group: Group | None) -> None:
+def check(context: ContextState, call: str, tensor: Tensor, group: Group | None) -> None:
     """Compare what the ranks are about to call on the data plane, where they do that.
 
     Collective over `group` there, else local.
@@ -94,32 +97,32 @@ def check(model: ComputationModel, call: str, tensor: Tensor, group: Group | Non
     Raises:
         CollectiveMismatchError: as in `swap`.
     """
-    if compares(model, group):
-        swap(model, signature(call, tensor), b"", group)
+    if compares(context, group):
+        swap(context, signature(call, tensor), b"", group)
 
 
 def refuse(
-    model: ComputationModel, call: str, tensor: object, group: Group | None, error: UnisonoError
+    context: ContextState, call: str, tensor: object, group: Group | None, error: UnisonoError
 ) -> NoReturn:
     """Raise what is wrong with this rank's `tensor` alone, so that the others don't wait for it.
 
     Collective over `group` where the ranks would have compared this call, else local.
     """
-    model.settle()
-    is_small = isinstance(tensor, Tensor) and model.prefers_exchange(tensor, group)
-    if is_small or compares(model, group):
+    context.settle()
+    is_small = isinstance(tensor, Tensor) and context.control.prefers_exchange(tensor, group)
+    if is_small or compares(context, group):
         with suppress(CollectiveMismatchError):
-            swap(model, f"{call}, which it refuses: {error}"[:_LONGEST_CALL], b"", group)
+            swap(context, f"{call}, which it refuses: {error}"[:_LONGEST_CALL], b"", group)
     raise error
 
 
-def fold(model: ComputationModel, tensor: Tensor, op: ReduceOp, group: Group | None) -> Tensor:
+def fold(context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None) -> Tensor:
     """Reduce a small CPU tensor [*shape] from everybody's bytes, in the order of ranks.
 
     Collective over `group`.
     """
     call = signature(f"all_reduce {op.name}", tensor)
-    parts = swap(model, call, to_bytes(tensor), group)
+    parts = swap(context, call, to_bytes(tensor), group)
     shape = tuple(tensor.shape)
     return fold_tensors(op, [from_bytes(part, tensor.dtype, shape) for part in parts])
 

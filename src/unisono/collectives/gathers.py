@@ -12,8 +12,8 @@ from unisono.collectives import _dtype_emulation as carriers
 from unisono.collectives.call import check, collective, refuse, swap
 from unisono.collectives.groups import GroupLike, check_rank, outcome, team
 from unisono.collectives.value_types import T
+from unisono.context import ContextState
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
-from unisono.model.contract import ComputationModel
 from unisono.model.handle import Handle
 from unisono.payload.codec import (
     TensorHeader,
@@ -141,26 +141,26 @@ def all_gather(
         >>> idist.all_gather("é")
         ['é']
     """
-    model, found, is_member = team(group, async_op)
+    context, found, is_member = team(group, async_op)
     if not is_member:
         return Handle(lambda: tensor, lambda: True) if async_op else tensor
 
     def call() -> Any:
-        parts = _gather(model, tensor, found, "all_gather")
+        parts = _gather(context, tensor, found, "all_gather")
         if uneven or not isinstance(tensor, Tensor):
             return parts
-        return _joined(parts, model, found, tensor)
+        return _joined(parts, context, found, tensor)
 
-    return outcome(model, call, async_op)
+    return outcome(context, call, async_op)
 
 
-def _gather(model: ComputationModel, value: Any, group: Group | None, call: str) -> list[Any]:
+def _gather(context: ContextState, value: Any, group: Group | None, call: str) -> list[Any]:
     """Give every rank's value in a list: one exchange, and tensors that are large in one gather."""
-    frame = frame_or_reason(_frame, value, call, model.inline_bytes(group))
-    frames = swap(model, call, frame, group)
-    ranks = model.members(group)
+    frame = frame_or_reason(_frame, value, call, context.control.inline_bytes(group))
+    frames = swap(context, call, frame, group)
+    ranks = context.model.topology.members(group)
     raise_failures(frames, ranks, call)
-    said = [decode(frame, model.device) for frame in frames]
+    said = [decode(frame, context.model.device) for frame in frames]
     if not any(isinstance(item, TensorHeader) for item in said):
         return said
     if not all(isinstance(item, (TensorHeader, Tensor)) for item in said):
@@ -171,10 +171,10 @@ def _gather(model: ComputationModel, value: Any, group: Group | None, call: str)
     if len(dtypes) > 1:
         raise CollectiveMismatchError(f"{call} of different dtypes: {_listed(heads, ranks)}")
     sizes = [_numel(head.shape) for head in heads]
-    mine = carriers.own(model, value).reshape(-1)
+    mine = carriers.own(context, value).reshape(-1)
     if mine.numel() < max(sizes):
         mine = torch.cat([mine, mine.new_zeros(max(sizes) - mine.numel())])
-    rows = carriers.all_gather(model, mine, group).to(value.device)
+    rows = carriers.all_gather(context, mine, group).to(value.device)
     return [
         row[:size].reshape(head.shape) for row, size, head in zip(rows, sizes, heads, strict=True)
     ]
@@ -201,13 +201,14 @@ def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _joined(parts: list[Any], model: ComputationModel, group: Group | None, value: Tensor) -> Any:
+def _joined(parts: list[Any], context: ContextState, group: Group | None, value: Tensor) -> Any:
     if not all(isinstance(part, Tensor) for part in parts):
         return parts  # ranks passed different kinds, all of which arrived whole
     heads = [head_of(part) for part in parts]
     if len({(head.dtype, head.shape[1:], len(head.shape)) for head in heads}) > 1:
+        shapes = _listed(heads, context.model.topology.members(group))
         raise CollectiveMismatchError(
-            f"all_gather can't join {_listed(heads, model.members(group))}: all but dim 0 must "
+            f"all_gather can't join {shapes}: all but dim 0 must "
             "agree; pass uneven=True for a list by rank"
         )
     joined = torch.stack(parts) if value.dim() == 0 else torch.cat(parts)
@@ -272,46 +273,47 @@ def all_gather_tensors_with_shapes(
         >>> idist.all_gather_tensors_with_shapes(torch.ones(2), [[2]])
         [tensor([1., 1.])]
     """
-    model, found, is_member = team(group, async_op)
+    context, found, is_member = team(group, async_op)
     if not is_member:
         return Handle(lambda: [tensor], lambda: True) if async_op else [tensor]
     name = "all_gather_tensors_with_shapes"
     try:
         wanted = [tuple(shape) for shape in shapes]
         name += f" {wanted}"
-        _check_shapes(model, tensor, wanted, found)
+        _check_shapes(context, tensor, wanted, found)
     except (ArgumentError, PayloadError) as error:
-        refuse(model, name, None, found, error)
+        refuse(context, name, None, found, error)
     except TypeError as error:
         wrong = ArgumentError(f"{name}: `shapes` should be a list of shapes: {error}")
-        refuse(model, name, None, found, wrong)
+        refuse(context, name, None, found, wrong)
 
     def call() -> list[Tensor]:
-        check(model, name, tensor.new_empty(0), found)
+        check(context, name, tensor.new_empty(0), found)
         sizes = [_numel(shape) for shape in wanted]
-        mine = carriers.own(model, tensor).reshape(-1)
+        mine = carriers.own(context, tensor).reshape(-1)
         if mine.numel() < max(sizes):
             mine = torch.cat([mine, mine.new_zeros(max(sizes) - mine.numel())])
-        rows = carriers.all_gather(model, mine, found).to(tensor.device)
+        rows = carriers.all_gather(context, mine, found).to(tensor.device)
         return [
             row[:size].reshape(shape) for row, size, shape in zip(rows, sizes, wanted, strict=True)
         ]
 
-    return outcome(model, call, async_op)
+    return outcome(context, call, async_op)
 
 
 def _check_shapes(
-    model: ComputationModel, tensor: Any, wanted: list[tuple[int, ...]], group: Group | None
+    context: ContextState, tensor: Any, wanted: list[tuple[int, ...]], group: Group | None
 ) -> None:
     if not isinstance(tensor, Tensor):
         raise PayloadError(f"a tensor is needed, not a {type(tensor).__qualname__}")
     carriers.check_dense(tensor, "all_gather_tensors_with_shapes")
-    if len(wanted) != model.size(group):
-        raise ArgumentError(f"{len(wanted)} shapes were given for {model.size(group)} ranks")
-    if tuple(tensor.shape) != wanted[model.position(group)]:
+    topology = context.model.topology
+    if len(wanted) != topology.size(group):
+        raise ArgumentError(f"{len(wanted)} shapes were given for {topology.size(group)} ranks")
+    if tuple(tensor.shape) != wanted[topology.position(group)]:
         raise ArgumentError(
-            f"rank {model.topology.rank} has a tensor of shape {list(tensor.shape)}, but `shapes` "
-            f"says {list(wanted[model.position(group)])}"
+            f"rank {topology.rank} has a tensor of shape {list(tensor.shape)}, but `shapes` "
+            f"says {list(wanted[topology.position(group)])}"
         )
 
 
@@ -383,14 +385,14 @@ def gather(value: Any, dst: int = 0, group: GroupLike = None, *, async_op: bool 
         >>> idist.gather(3, dst=0)
         [3]
     """
-    model, found, is_member = team(group, async_op)
-    check_rank(model, found, dst, "dst")
+    context, found, is_member = team(group, async_op)
+    check_rank(context, found, dst, "dst")
     if not is_member:
         return Handle(lambda: value, lambda: True) if async_op else value
 
     def call() -> Any:
-        parts = _gather(model, value, found, f"gather to {dst}")
-        whole = _joined(parts, model, found, value) if isinstance(value, Tensor) else parts
-        return whole if model.topology.rank == dst else None
+        parts = _gather(context, value, found, f"gather to {dst}")
+        whole = _joined(parts, context, found, value) if isinstance(value, Tensor) else parts
+        return whole if context.model.topology.rank == dst else None
 
-    return outcome(model, call, async_op)
+    return outcome(context, call, async_op)

@@ -10,9 +10,8 @@ from typing_extensions import Unpack
 
 from unisono.arguments import seconds
 from unisono.collectives.call import collective, swap
-from unisono.context import communicator, own_model
+from unisono.context import ContextState, communicator, own_context
 from unisono.errors import ArgumentError, GroupMembershipError
-from unisono.model.contract import ComputationModel
 from unisono.model.handle import Handle
 from unisono.options import GroupOptions
 from unisono.payload.codec import decode, encode
@@ -65,22 +64,22 @@ def new_group(ranks: Sequence[int], **options: Unpack[GroupOptions]) -> Group:
         >>> idist.new_group([0]).ranks
         (0,)
     """
-    model = communicator()
+    context = communicator()
     given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     if "timeout" in given:
         given["timeout"] = seconds("timeout", given["timeout"])
-    return _make(model, _checked(model, ranks), **given)
+    return _make(context, _checked(context, ranks), **given)
 
 
-def _make(model: ComputationModel, ranks: tuple[int, ...], **options: Any) -> Group:
+def _make(context: ContextState, ranks: tuple[int, ...], **options: Any) -> Group:
     """Make a group; one of nobody needs no communicator."""
     if not ranks:
-        return Group((), model.context_id)
-    return model.new_group(ranks, **options)
+        return Group((), context_id=context.context_id)
+    return context.model.new_group(ranks, **options).of_context(context.context_id)
 
 
-def _checked(model: ComputationModel, ranks: Sequence[int]) -> tuple[int, ...]:
-    size = model.topology.world_size
+def _checked(context: ContextState, ranks: Sequence[int]) -> tuple[int, ...]:
+    size = context.model.topology.world_size
     if not isinstance(ranks, (list, tuple, range)):
         raise ArgumentError(f"ranks should be a list of global ranks: {ranks!r}")
     wrong = [rank for rank in ranks if type(rank) is not int or not 0 <= rank < size]
@@ -94,7 +93,7 @@ def _checked(model: ComputationModel, ranks: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
-def resolve(model: ComputationModel, group: GroupLike) -> Group | None:
+def resolve(context: ContextState, group: GroupLike) -> Group | None:
     """Turn what the user gave as `group` into a group of the model, None for all ranks.
 
     Collective at creation, if it is a list of ranks that this context hasn't seen.
@@ -106,55 +105,57 @@ def resolve(model: ComputationModel, group: GroupLike) -> Group | None:
     if group is None:
         return None
     if type(group) is Group:
-        if group.context_id != model.context_id:
+        if group.context_id != context.context_id:
             raise GroupMembershipError(
-                f"group {group.ranks} belongs to another context than the active {model.name} "
-                "one, probably to a finished job: make it again with new_group"
+                f"group {group.ranks} belongs to another context than the active "
+                f"{context.model.name} one, probably to a finished job: make it again with "
+                "new_group"
             )
         return group
     if isinstance(group, (list, tuple, range)):
         ranks = tuple(group)
-        found = model.groups.get(ranks) if ranks else _make(model, ())
+        found = context.groups.get(ranks) if ranks else _make(context, ())
         # True and 1.0 are equal to 1 as keys, and no ranks.
         if found is None or any(type(rank) is not int for rank in ranks):
-            ordered = _checked(model, ranks)
-            found = model.groups.get(ordered) or _make(model, ordered)
-            model.groups[ordered] = model.groups[ranks] = found
+            ordered = _checked(context, ranks)
+            found = context.groups.get(ordered) or _make(context, ordered)
+            context.groups[ordered] = context.groups[ranks] = found
         return found
-    adopted = model.adopt_group(group)
+    adopted = context.model.adopt_group(group)
     if adopted is None:
         raise ArgumentError(
-            f"group should be a Group, a list of global ranks or a group of {model.name}: {group!r}"
+            "group should be a Group, a list of global ranks or a group of "
+            f"{context.model.name}: {group!r}"
         )
-    return adopted
+    return adopted.of_context(context.context_id)
 
 
-def team(group: GroupLike, async_op: bool = False) -> tuple[ComputationModel, Group | None, bool]:
+def team(group: GroupLike, async_op: bool = False) -> tuple[ContextState, Group | None, bool]:
     """Give the active model, the group, and whether this replica is a member of it.
 
     Collective at creation, as `resolve` is.
     """
-    model = own_model() if async_op else communicator()
+    context = own_context() if async_op else communicator()
     if group is None:
-        return model, None, True
+        return context, None, True
     if async_op:
-        model = communicator()
-    found = resolve(model, group)
-    return model, found, found is None or model.topology.rank in found.ranks
+        context = communicator()
+    found = resolve(context, group)
+    return context, found, found is None or context.model.topology.rank in found.ranks
 
 
-def check_rank(model: ComputationModel, group: Group | None, rank: int, role: str) -> None:
+def check_rank(context: ContextState, group: Group | None, rank: int, role: str) -> None:
     """Refuse a root that isn't there, on every rank alike. Local."""
-    size = model.topology.world_size
+    size = context.model.topology.world_size
     if type(rank) is not int or not 0 <= rank < size:
         raise ArgumentError(f"{role}={rank!r} should be a global rank from 0 to {size - 1}")
     if group is not None and rank not in group.ranks:
         raise GroupMembershipError(f"{role}={rank} isn't a member of the group {group.ranks}")
 
 
-def outcome(model: ComputationModel, call: Callable[[], T], async_op: bool) -> T | Handle[T]:
+def outcome(context: ContextState, call: Callable[[], T], async_op: bool) -> T | Handle[T]:
     """Run a collective, or start it. Collective over the ranks that `call` is."""
-    return model.start(call) if async_op else call()
+    return context.start(call) if async_op else call()
 
 
 @collective
@@ -175,17 +176,17 @@ def local_group() -> Group:
         >>> idist.local_group().size
         1
     """
-    model = communicator()
-    found = model.groups.get(())
+    context = communicator()
+    found = context.groups.get(())
     if found is None:
-        node = (socket.gethostname(), model.topology.node_rank)
-        frames = swap(model, "local_group", encode(node), None)
-        nodes = [decode(frame, model.device) for frame in frames]
+        node = (socket.gethostname(), context.model.topology.node_rank)
+        frames = swap(context, "local_group", encode(node), None)
+        nodes = [decode(frame, context.model.device) for frame in frames]
         for other in dict.fromkeys(nodes):
             ranks = [rank for rank, place in enumerate(nodes) if place == other]
-            made = resolve(model, ranks)
+            made = resolve(context, ranks)
             if other == node and made is not None:
-                found = model.groups[()] = made
+                found = context.groups[()] = made
         assert found is not None
     return found
 
@@ -222,11 +223,11 @@ def barrier(group: GroupLike = None, *, async_op: bool = False) -> Any:
         >>> import unisono as idist
         >>> idist.barrier()
     """
-    model, found, is_member = team(group, async_op)
+    context, found, is_member = team(group, async_op)
     if not is_member:
         return Handle(lambda: None, lambda: True) if async_op else None
-    return outcome(model, lambda: _meet(model, found), async_op)
+    return outcome(context, lambda: _meet(context, found), async_op)
 
 
-def _meet(model: ComputationModel, group: Group | None) -> None:
-    swap(model, "barrier", b"", group)
+def _meet(context: ContextState, group: Group | None) -> None:
+    swap(context, "barrier", b"", group)

@@ -11,8 +11,8 @@ from unisono.collectives import _dtype_emulation as carriers
 from unisono.collectives.broadcasts import home, memory_for
 from unisono.collectives.call import collective
 from unisono.collectives.groups import GroupLike, check_rank, team
+from unisono.context import ContextState
 from unisono.errors import ArgumentError, GroupMembershipError
-from unisono.model.contract import ComputationModel
 from unisono.model.fallback import FRAME_BYTES, as_frame, inline_part, length_of
 from unisono.payload.codec import (
     TensorHeader,
@@ -55,16 +55,16 @@ def send(value: Any, dst: int, group: GroupLike = None) -> None:
         ...
         unisono.errors.ArgumentError: dst=0 is this rank itself
     """
-    model, found = _pair(group, dst, "dst")
-    frame = frame_or_reason(offer, value, model.inline_bytes(found))
+    context, found = _pair(group, dst, "dst")
+    frame = frame_or_reason(offer, value, context.control.inline_bytes(found))
     head = as_frame(frame)
-    model.send(_as_row(model, head), dst, found)
+    context.model.send(_as_row(context, head), dst, found)
     if inline_part(head) is None:
-        model.send(_as_row(model, frame), dst, found)
-    raise_failures([frame], [model.topology.rank], "send")
+        context.model.send(_as_row(context, frame), dst, found)
+    raise_failures([frame], [context.model.topology.rank], "send")
     if frame[:1] == b"h":  # the tensor follows its header
-        carrier, _ = carriers.movement(model, carriers.own(model, value))
-        model.send(carrier, dst, found)
+        carrier, _ = carriers.movement(context, carriers.own(context, value))
+        context.model.send(carrier, dst, found)
 
 
 @collective
@@ -95,30 +95,32 @@ def recv(src: int, group: GroupLike = None) -> Any:
         ...
         unisono.errors.ArgumentError: src=0 is this rank itself
     """
-    model, found = _pair(group, src, "src")
-    head = to_bytes(model.recv(_as_row(model, bytes(FRAME_BYTES)), src, found).cpu())
+    context, found = _pair(group, src, "src")
+    head = to_bytes(context.model.recv(_as_row(context, bytes(FRAME_BYTES)), src, found).cpu())
     frame = inline_part(head)
     if frame is None:
-        room = _as_row(model, bytes(length_of(head)))
-        frame = to_bytes(model.recv(room, src, found).cpu())
+        room = _as_row(context, bytes(length_of(head)))
+        frame = to_bytes(context.model.recv(room, src, found).cpu())
     raise_failures([frame], [src], "recv")
-    value = decode(frame, model.device)
+    value = decode(frame, context.model.device)
     if not isinstance(value, TensorHeader):
         return value
-    carrier, restore = carriers.movement(model, memory_for(model, value))
-    got = restore(model.recv(carrier, src, found))
-    return value.finish(got.to(home(model, value)))
+    carrier, restore = carriers.movement(context, memory_for(context, value))
+    got = restore(context.model.recv(carrier, src, found))
+    return value.finish(got.to(home(context, value)))
 
 
-def _pair(group: GroupLike, peer: int, role: str) -> tuple[ComputationModel, Group | None]:
-    model, found, is_member = team(group)
-    check_rank(model, found, peer, role)
+def _pair(group: GroupLike, peer: int, role: str) -> tuple[ContextState, Group | None]:
+    context, found, is_member = team(group)
+    check_rank(context, found, peer, role)
     if not is_member:
-        raise GroupMembershipError(f"rank {model.topology.rank} isn't a member of {group!r}")
-    if peer == model.topology.rank:
+        raise GroupMembershipError(
+            f"rank {context.model.topology.rank} isn't a member of {group!r}"
+        )
+    if peer == context.model.topology.rank:
         raise ArgumentError(f"{role}={peer} is this rank itself")
-    return model, found
+    return context, found
 
 
-def _as_row(model: ComputationModel, data: bytes) -> Tensor:
-    return from_bytes(data, torch.uint8, (len(data),)).to(model.transport_device)
+def _as_row(context: ContextState, data: bytes) -> Tensor:
+    return from_bytes(data, torch.uint8, (len(data),)).to(context.model.transport_device)

@@ -20,9 +20,8 @@ from unisono.collectives.value_types import (
     Reducible,
     TensorT,
 )
-from unisono.context import communicator
+from unisono.context import ContextState, communicator
 from unisono.errors import PayloadError
-from unisono.model.contract import ComputationModel
 from unisono.model.handle import Handle
 from unisono.model.reduction import FoldLike, OpLike, ReduceOp, parse_op
 from unisono.payload.codec import is_dense, plain, reason
@@ -176,20 +175,22 @@ def all_reduce(
         {'loss': 0.5, 'seen': 3}
     """
     operation = parse_op(op)
-    model, found, is_member = team(group, async_op)
+    context, found, is_member = team(group, async_op)
     if not is_member:
         return _unchanged(tensor, async_op)
     if isinstance(tensor, Tensor):
-        _check_reducible(model, f"all_reduce {operation.name}", tensor, operation, found)
+        _check_reducible(context, f"all_reduce {operation.name}", tensor, operation, found)
     if not isinstance(tensor, Tensor):
         call = f"all_reduce {operation.name}"
-        reduced = lambda: reduce_values(model, call, tensor, operation, found)  # noqa: E731
-        return outcome(model, reduced, async_op)
+        reduced = lambda: reduce_values(context, call, tensor, operation, found)  # noqa: E731
+        return outcome(context, reduced, async_op)
     if async_op:
-        model.settle()
-        started = carriers.start_all_reduce(model, carriers.own(model, tensor), operation, found)
+        context.settle()
+        started = carriers.start_all_reduce(
+            context, carriers.own(context, tensor), operation, found
+        )
         return started.then(lambda total: total.to(tensor.device))
-    total = carriers.all_reduce(model, carriers.own(model, tensor), operation, found)
+    total = carriers.all_reduce(context, carriers.own(context, tensor), operation, found)
     return total.to(tensor.device)
 
 
@@ -251,37 +252,37 @@ def all_reduce_(
     if not isinstance(tensor, Tensor):
         raise PayloadError(f"all_reduce_ works in place on a tensor, not on {_kind(tensor)}")
     if group is None:
-        model, found = communicator(), None
+        context, found = communicator(), None
     else:
-        model, found, is_member = team(group)
+        context, found, is_member = team(group)
         if not is_member:
             return _unchanged(tensor, async_op)
     is_ready = (
         operation is not ReduceOp.AVERAGE
-        and tensor.dtype in model.dtypes
-        and tensor.device == model.transport_device
+        and tensor.dtype in context.model.dtypes
+        and tensor.device == context.model.transport_device
         and is_dense(tensor)
         and tensor.is_contiguous()
         and not tensor.is_neg()
         and not (operation is not ReduceOp.SUM and tensor.is_floating_point())
-        and not model.prefers_exchange(tensor, found)
+        and not context.control.prefers_exchange(tensor, found)
     )
     if is_ready and not async_op:
-        check(model, f"all_reduce {operation.name}", tensor, found)
+        check(context, f"all_reduce {operation.name}", tensor, found)
         mine = plain(tensor)
-        total = model.all_reduce(mine, operation, found)
+        total = context.model.all_reduce(mine, operation, found)
         return tensor if total is mine else carriers.fill(tensor, total)
     name = f"all_reduce {operation.name}"
-    _check_reducible(model, name, tensor, operation, found)
+    _check_reducible(context, name, tensor, operation, found)
     try:
         carriers.check_writable(tensor, "all_reduce_")
     except PayloadError as error:
-        refuse(model, name, tensor, found, error)
+        refuse(context, name, tensor, found, error)
     if not async_op:
-        total = carriers.all_reduce(model, carriers.own(model, tensor), operation, found)
+        total = carriers.all_reduce(context, carriers.own(context, tensor), operation, found)
         return carriers.fill(tensor, total)
-    mine = plain(tensor) if is_ready else carriers.own(model, tensor)
-    started = carriers.start_all_reduce(model, mine, operation, found)
+    mine = plain(tensor) if is_ready else carriers.own(context, tensor)
+    started = carriers.start_all_reduce(context, mine, operation, found)
     return started.then(
         lambda total: tensor if total is mine and is_ready else carriers.fill(tensor, total)
     )
@@ -456,22 +457,22 @@ def reduce(
         2
     """
     operation = parse_op(op)
-    model, found, is_member = team(group, async_op)
-    check_rank(model, found, dst, "dst")
+    context, found, is_member = team(group, async_op)
+    check_rank(context, found, dst, "dst")
     if not is_member:
         return _unchanged(value, async_op)
     name = f"reduce {operation.name} to {dst}"
     if isinstance(value, Tensor):
-        _check_reducible(model, name, value, operation, found)
+        _check_reducible(context, name, value, operation, found)
 
     def call() -> Any:
         if isinstance(value, Tensor):
-            total = carriers.reduce(model, carriers.own(model, value), dst, operation, found)
+            total = carriers.reduce(context, carriers.own(context, value), dst, operation, found)
             return None if total is None else total.to(value.device)
-        total = reduce_values(model, name, value, operation, found)
-        return total if model.topology.rank == dst else None
+        total = reduce_values(context, name, value, operation, found)
+        return total if context.model.topology.rank == dst else None
 
-    return outcome(model, call, async_op)
+    return outcome(context, call, async_op)
 
 
 @overload
@@ -522,33 +523,33 @@ def reduce_scatter(
         tensor([1., 1.])
     """
     operation = parse_op(op)
-    model, found, is_member = team(group, async_op)
+    context, found, is_member = team(group, async_op)
     if not is_member:
         return _unchanged(tensor, async_op)
-    size, name = model.size(found), f"reduce_scatter {operation.name}"
+    size, name = context.model.topology.size(found), f"reduce_scatter {operation.name}"
     if isinstance(tensor, Tensor):
-        _check_reducible(model, name, tensor, operation, found)
+        _check_reducible(context, name, tensor, operation, found)
     if not isinstance(tensor, Tensor) or tensor.dim() == 0 or tensor.shape[0] % size:
         what = f"a tensor whose dim 0 is a multiple of {size}, not {_kind(tensor)}"
-        refuse(model, name, None, found, PayloadError(f"reduce_scatter takes {what}"))
+        refuse(context, name, None, found, PayloadError(f"reduce_scatter takes {what}"))
 
     def call() -> Tensor:
-        mine = carriers.own(model, tensor)
+        mine = carriers.own(context, tensor)
         rows = mine.view(size, tensor.shape[0] // size, *tensor.shape[1:])
-        return carriers.reduce_scatter(model, rows, operation, found).to(tensor.device)
+        return carriers.reduce_scatter(context, rows, operation, found).to(tensor.device)
 
-    return outcome(model, call, async_op)
+    return outcome(context, call, async_op)
 
 
 def _check_reducible(
-    model: ComputationModel, call: str, tensor: Tensor, op: ReduceOp, group: Group | None
+    context: ContextState, call: str, tensor: Tensor, op: ReduceOp, group: Group | None
 ) -> None:
     try:
         carriers.check_reducible(tensor, op)
     except PayloadError as error:
-        refuse(model, call, tensor, group, error)
+        refuse(context, call, tensor, group, error)
     except Exception as error:  # a subclass's own code
-        refuse(model, call, None, group, PayloadError(f"{call} of this tensor: {reason(error)}"))
+        refuse(context, call, None, group, PayloadError(f"{call} of this tensor: {reason(error)}"))
 
 
 def _kind(value: object) -> str:

@@ -15,7 +15,7 @@ from ignite.distributed.comp_models.base import ComputationModel
 
 from unisono import facts
 from unisono.collectives import broadcasts, gathers, groups, reductions
-from unisono.context import current_model
+from unisono.context import current
 from unisono.lifecycle import finalize
 
 __all__ = ("install",)
@@ -76,8 +76,9 @@ class _FacadeModel(ComputationModel):  # type: ignore[misc]  # ignite has no typ
         return broadcasts.broadcast(tensor, src, safe_mode=safe_mode)
 
     def _rank_not_in_group(self, group: Any) -> bool:
-        model = current_model()
-        return facts.get_rank() not in model.members(groups.resolve(model, group))
+        context = current()
+        members = context.model.topology.members(groups.resolve(context, group))
+        return facts.get_rank() not in members
 
     @staticmethod
     def create_from_context() -> _FacadeModel | None:

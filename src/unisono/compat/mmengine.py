@@ -19,7 +19,7 @@ from unisono.collectives import broadcasts, gathers, groups, reductions
 from unisono.compat import mmcv
 from unisono.compat.groups import library_group
 from unisono.compat.mmcv import infer_launcher
-from unisono.context import current_model
+from unisono.context import current, current_model
 from unisono.errors import ArgumentError, NotInitializedError
 from unisono.facts import is_distributed
 from unisono.sections import master_only
@@ -290,7 +290,7 @@ def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:
         node_rank: of this rank's node.
         num_gpus_per_node: ranks on it.
     """
-    model = current_model()
+    context = current()
     nodes = gathers.all_gather([int(node_rank), int(num_gpus_per_node)])
     for node in sorted({place for place, _ in nodes}):
         ranks = [rank for rank, (place, _) in enumerate(nodes) if place == node]
@@ -300,16 +300,16 @@ def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:
                 f"init_local_group: node {node} has ranks {ranks}, but num_gpus_per_node is "
                 f"{sorted(counts)} there: pass the number of its ranks"
             )
-        made = groups.resolve(model, ranks)
+        made = groups.resolve(context, ranks)
         if node == node_rank and made is not None:
-            model.groups[()] = made
+            context.groups[()] = made
 
 
 def get_local_group() -> Group:
     """Give the group of this node's ranks, None where nothing is distributed. Local."""
     if not is_distributed():
         return None
-    found = current_model().groups.get(())
+    found = current().groups.get(())
     if found is None:
         raise NotInitializedError("there is no local group: call init_local_group first")
     return library_group(found)
@@ -327,14 +327,14 @@ def get_default_group() -> Group:
 
 
 def _members(group: Group) -> tuple[int, ...] | range:
-    model = current_model()
-    return model.members(groups.resolve(model, group))
+    context = current()
+    return context.model.topology.members(groups.resolve(context, group))
 
 
 def get_backend(group: Group = None) -> str | None:
     """Name the backend of a group, None where nothing is distributed. Local."""
-    model = current_model()
-    handle = None if group is None else getattr(groups.resolve(model, group), "handle", None)
+    context = current()
+    handle = None if group is None else getattr(groups.resolve(context, group), "handle", None)
     if isinstance(handle, torch.distributed.ProcessGroup):
         return str(torch.distributed.get_backend(handle))
     return facts.backend()
@@ -353,13 +353,13 @@ def get_rank(group: Group = None) -> int:
 
 def get_local_size() -> int:
     """Count the ranks on this node. Local; needs no `init_local_group` if that is known."""
-    found = current_model().groups.get(())
+    found = current().groups.get(())
     return facts.get_nproc_per_node() if found is None else found.size
 
 
 def get_local_rank() -> int:
     """Give the rank within this node. Local; needs no `init_local_group` if that is known."""
-    found = current_model().groups.get(())
+    found = current().groups.get(())
     return facts.get_local_rank() if found is None else found.position(facts.get_rank())
 
 

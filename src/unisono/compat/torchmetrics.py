@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unisono import facts
 from unisono.collectives import gathers, groups
-from unisono.context import current_model
+from unisono.context import current
 
 __all__ = ("OPTIONS", "gather_all_tensors")
 
@@ -36,8 +36,8 @@ def gather_all_tensors(result: Tensor, group: Any = None) -> list[Tensor]:
         >>> torchmetrics.gather_all_tensors(torch.tensor([1.0, 2.0]))
         [tensor([1., 2.])]
     """
-    model = current_model()
-    members = model.members(groups.resolve(model, group))
+    context = current()
+    members = context.model.topology.members(groups.resolve(context, group))
     rank = facts.get_rank()
     if rank not in members:
         return [result]

@@ -228,8 +228,7 @@ def authenticate(
         PeerRefusedError: another process answered in place of a rank; on those it answered.
         CollectiveError: a peer failed or didn't come.
     """
-    ranks = model.members(group)
-    place = ranks.index(model.topology.rank)
+    ranks, place = model.topology.members(group), model.topology.position(group)
     shape = (len(ranks), _BYTES)
     device = model.transport_device if device is None else device
     own = from_bytes(secrets.token_bytes(_BYTES), torch.uint8, shape[1:]).to(device)

@@ -1,23 +1,33 @@
-"""The exchange of models that have sockets beside their collectives: hubs, one for each group."""
+"""How the ranks of one context reach each other beside their tensors: a model holds one of these.
+
+A model without one gets the default, which adds nothing to the model's own `exchange`.
+"""
 
 from __future__ import annotations
 
 import math
 import struct
-from typing import Any, Protocol
+import weakref
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from unisono.control.hub import Hub
 from unisono.control.missing import Absent
-from unisono.control.rendezvous import Met, meet
+from unisono.control.rendezvous import meet
+from unisono.control.signatures import SequenceNumbers
 from unisono.deadlines import allowed_s, limit_of
 from unisono.errors import CollectiveError
 from unisono.model import fallback
 from unisono.topology import EVERYBODY, Group, name_of
 from unisono.tracebacks import hides
 
-__all__ = ("INLINE_BYTES", "SocketControlPlane", "Meeting", "gone", "late", "warn_after_s")
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from unisono.model.contract import ComputationModel
+
+__all__ = ("INLINE_BYTES", "ControlPlane", "SocketControlPlane", "control_of")
 
 __tracebackhide__ = hides
 
@@ -34,25 +44,110 @@ _HEAD_BYTES = 256  # enough to tell of which call a long blob is
 _LENGTH = struct.Struct("<Q")
 
 
-class Meeting(Met, Protocol):
-    """What this file needs of a model."""
+class ControlPlane:
+    """What the facade asks of a context beside its collectives.
 
-    planes: dict[str, Any]
+    Args:
+        model: the model that holds it.
+    """
 
-    def size(self, group: Group | None) -> int:
-        """Count the ranks that take part."""
+    is_lazy: bool = False
+    """Whether the device computes only when asked to: `settle` comes before each collective."""
+
+    def __init__(self, model: ComputationModel) -> None:
+        self._model = weakref.ref(model)  # a cycle would keep torch's group and its sockets
+        self.steps = SequenceNumbers()
+        """What this rank has begun on the data plane."""
 
     @property
-    def timeout_s(self) -> float | None:
-        """Seconds that a collective may take."""
+    def model(self) -> ComputationModel:
+        """The model that holds it."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    @property
+    def allows_threads(self) -> bool:
+        """Whether another thread than the user's may make the model's calls. Local."""
+        return True
+
+    def inline_bytes(self, group: Group | None) -> int:
+        """Give the size of the longest CPU tensor that travels in an exchange of `group`. Local."""
+        return fallback.INLINE_TENSOR_BYTES
+
+    def compares_calls(self, group: Group | None) -> bool:
+        """Tell whether comparing the ranks' calls costs little beside a collective of `group`.
+
+        Local, or collective at creation of what they are compared over. Where it is False, what one
+        rank refuses or calls differently is an error on the others at the deadline alone.
+        """
+        model = self.model
+        return model.transport_device.type == "cpu" and model.topology.size(group) > 1
+
+    def prefers_exchange(self, tensor: Tensor, group: Group | None) -> bool:
+        """Tell whether a tensor is better reduced from everybody's bytes than by `all_reduce`.
+
+        Local, and the same on every rank for tensors of the same dtype, shape and device.
+        """
+        return False
+
+    def bucket(self, size_bytes: int) -> int:
+        """Round a size up to one that the model likes to see. Local; XLA compiles per size."""
+        return fallback.at_least_one(size_bytes)
+
+    def settle(self) -> None:
+        """Let a lazy device compute what was asked of it. Local."""
+
+    def interrupt(self, how: str) -> None:
+        """Tell the other ranks that this one left a collective half-way. Local."""
+
+    def say_farewell(self, how: str) -> None:
+        """Tell the other ranks that this one calls nothing more. Local."""
+
+    def close(self, farewell: str = "left") -> None:
+        """Close the connections. Local.
+
+        Args:
+            farewell: what the others hear this rank did; empty for no word, as of one that failed.
+        """
+
+    def disown(self) -> None:
+        """Close what a forked child has inherited, without a word to the others. Local."""
+
+    def take_over(self, other: Self) -> None:
+        """Share what the ranks made together for another view of this context. Local."""
+        self.steps = other.steps
 
 
-class SocketControlPlane:
-    """What models have in common whose ranks meet at sockets beside their collectives."""
+def control_of(model: ComputationModel) -> ControlPlane:
+    """Give the control plane that a model holds, else the default one. Local."""
+    control: ControlPlane | None = getattr(model, "control", None)
+    return ControlPlane(model) if control is None else control
 
-    planes: dict[str, Any]
 
-    def exchange(self: Meeting, blob: bytes, group: Group | None = None) -> list[bytes]:
+class SocketControlPlane(ControlPlane):
+    """The ranks meet at sockets, one hub for each group; the first call of a group connects it.
+
+    Args:
+        model: the model that holds it.
+        timeout_s: seconds that a collective may take; None for no limit.
+    """
+
+    def __init__(self, model: ComputationModel, timeout_s: float | None) -> None:
+        super().__init__(model)
+        self.timeout_s = timeout_s
+        self._is_alone = model.topology.world_size == 1
+        self.hubs: dict[str, Hub | None] = {}
+        """By the name of the group; None for one whose ranks can't be connected."""
+        self.secret: bytes | None = None
+        """What ranks prove to each other before their data plane is trusted; None where they share
+        nothing yet."""
+        self.proved: set[str] = set()
+        """Names of the groups whose ranks have proved it."""
+        self.is_one_host = False
+        """Whether a rank that isn't a process of this user on this host can't be of the job."""
+
+    def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
         """Give every rank the bytes of every rank; the first call of a group connects it.
 
         Collective over `group`.
@@ -68,100 +163,127 @@ class SocketControlPlane:
             PeerFailedError: a rank is gone.
             CollectiveTimeoutError: ranks didn't come in time; names them.
         """
-        if self.size(group) == 1:
+        if self._is_alone or (group is not None and len(group.ranks) == 1):
             return [blob]
-        hub = _hub(self, group)
+        hub = self._hub(group)
         if hub is None:
-            return fallback.exchange(self, blob, group)
-        said, tail = blob, _SHORT
+            return fallback.exchange(self.model, blob, group)
+        head, tail = blob, _SHORT
         if len(blob) > hub.inline_bytes:
-            said, tail = blob[:_HEAD_BYTES], _LENGTH.pack(len(blob)) + _LONG
+            head, tail = blob[:_HEAD_BYTES], _LENGTH.pack(len(blob)) + _LONG
         limit_s = limit_of(allowed_s(self, group))
         limit_s = math.inf if limit_s is None else limit_s
-        heard = hub.exchange(said, tail, limit_s)
-        if all([each[-1:] == _SHORT for each in heard]):  # noqa: C419 - a third of the time
-            return [each[:-1] for each in heard]
-        return fallback.exchange_bodies(self, blob, [_size(each) for each in heard], group)
+        heads = hub.exchange(head, tail, limit_s)
+        if all([each[-1:] == _SHORT for each in heads]):  # noqa: C419 - a third of the time
+            return [each[:-1] for each in heads]
+        return fallback.exchange_bodies(self.model, blob, [_size(each) for each in heads], group)
 
     def inline_bytes(self, group: Group | None) -> int:
         """Give the size of the longest CPU tensor that travels in an exchange. Local."""
-        hub = self._connected(group)
+        hub = self.hubs.get(name_of(group))
         return fallback.INLINE_TENSOR_BYTES if hub is None else hub.inline_bytes // _TENSOR_PART
 
     def prefers_exchange(self, tensor: Tensor, group: Group | None) -> bool:
         """Tell whether a tensor is small, on the CPU, and its group connected. Local."""
-        if not self.planes or tensor.device.type != "cpu":
+        if not self.hubs or tensor.device.type != "cpu":
             return False
-        is_small = tensor.numel() * tensor.itemsize <= self.inline_bytes(group)
-        return is_small and self._connected(group) is not None
+        hub = self.hubs.get(name_of(group))
+        if hub is None:
+            return False
+        return tensor.numel() * tensor.itemsize <= hub.inline_bytes // _TENSOR_PART
 
-    def compares_calls(self: Meeting, group: Group | None) -> bool:
+    def compares_calls(self, group: Group | None) -> bool:
         """Tell whether all ranks share memory, and their tensors are there: it costs 20 us then.
 
         Collective at creation: the first call of a group connects it.
         """
-        if self.transport_device.type != "cpu" or self.size(group) == 1:
+        model = self.model
+        if model.transport_device.type != "cpu" or model.topology.size(group) == 1:
             return False
-        hub = _hub(self, group)
+        hub = self._hub(group)
         return hub is not None and hub.all_share_memory
 
-    def _connected(self, group: Group | None) -> Hub | None:
-        return self.planes.get(name_of(group))
+    def _hub(self, group: Group | None) -> Hub | None:
+        key = name_of(group)
+        if key not in self.hubs:
+            self.hubs[key] = meet(self, group, INLINE_BYTES)
+        return self.hubs[key]
+
+    def _connected(self) -> list[Hub]:
+        return [hub for hub in self.hubs.values() if hub is not None]
+
+    def interrupt(self, how: str) -> None:
+        """Tell the other ranks that this one left a collective half-way. Local."""
+        for hub in self._connected():
+            hub.interrupt(how)
+
+    def say_farewell(self, how: str) -> None:
+        """Tell the other ranks that this one calls nothing more. Local."""
+        for hub in self._connected():
+            hub.say_farewell(how)
+
+    def close(self, farewell: str = "left") -> None:
+        """Close the connections. Local, as in the class above."""
+        hubs = self._connected()
+        self.hubs.clear()
+        for hub in hubs:
+            hub.close(farewell)
+
+    def disown(self) -> None:
+        """Close what a forked child has inherited, without a word to the others. Local."""
+        hubs = self._connected()
+        self.hubs.clear()
+        for hub in hubs:
+            hub.disown()
+
+    def take_over(self, other: Self) -> None:
+        """Share the connections of another view of this context, and what they proved. Local."""
+        super().take_over(other)
+        self.hubs, self.secret = other.hubs, other.secret
+        self.proved, self.is_one_host = other.proved, other.is_one_host
+
+    def gone(self, group: Group | None, step: int = 0) -> Absent | None:
+        """Tell which rank of a group is known to be gone, if any.
+
+        Local; doesn't wait, but for the word of one that has ended.
+
+        Args:
+            group: the ranks that take part.
+            step: the number of the operation in the group: a rank that had done it and left isn't
+                gone.
+        """
+        ranks = () if group is None else group.ranks
+        for key in dict.fromkeys((name_of(group), EVERYBODY)):
+            hub = self.hubs.get(key)
+            absent = None if hub is None else hub.gone(ranks or None, name_of(group), step)
+            if absent is not None:
+                return absent
+        return None
+
+    def late(self, group: Group | None, step: int, is_over: bool = True) -> str:
+        """Say which ranks haven't come to an operation of the data plane, if it can be found out.
+
+        Local; waits a second at most.
+
+        Args:
+            group: the ranks that take part.
+            step: its number in the group.
+            is_over: whether its time is over, which all ranks then learn.
+        """
+        ranks = () if group is None else group.ranks
+        name = name_of(group)
+        hub = self.hubs.get(name) or self.hubs.get(EVERYBODY)
+        return "" if hub is None else hub.late(name, ranks, step, is_over)
+
+    def warn_after_s(self) -> float:
+        """Give the seconds after which a wait on the data plane says whom it waits for. Local."""
+        hub = next(iter(self._connected()), None)
+        return math.inf if hub is None else hub.warn_after_s
 
 
-def _size(said: bytes) -> int:
-    if said[-1:] == _SHORT:
-        return len(said) - 1
-    if said[-1:] != _LONG or len(said) <= _LENGTH.size:
+def _size(head: bytes) -> int:
+    if head[-1:] == _SHORT:
+        return len(head) - 1
+    if head[-1:] != _LONG or len(head) <= _LENGTH.size:
         raise CollectiveError("a damaged message came over the control plane")
-    return int(_LENGTH.unpack_from(said, len(said) - 1 - _LENGTH.size)[0])
-
-
-def _hub(model: Meeting, group: Group | None) -> Hub | None:
-    key = name_of(group)
-    if key not in model.planes:
-        model.planes[key] = meet(model, group, INLINE_BYTES)
-    hub: Hub | None = model.planes[key]
-    return hub
-
-
-def gone(model: Meeting, group: Group | None, step: int = 0) -> Absent | None:
-    """Tell which rank of a group is known to be gone, if any.
-
-    Local; doesn't wait, but for the word of one that has ended.
-
-    Args:
-        model: whose operation waits.
-        group: the ranks that take part.
-        step: the number of the operation in the group: a rank that had done it and left isn't gone.
-    """
-    ranks = () if group is None else group.ranks
-    for key in dict.fromkeys((name_of(group), EVERYBODY)):
-        hub: Hub | None = model.planes.get(key)
-        absent = None if hub is None else hub.gone(ranks or None, name_of(group), step)
-        if absent is not None:
-            return absent
-    return None
-
-
-def late(model: Meeting, group: Group | None, step: int, is_over: bool = True) -> str:
-    """Say which ranks haven't come to an operation of the data plane, if it can be found out.
-
-    Local; waits a second at most.
-
-    Args:
-        model: whose operation it is.
-        group: the ranks that take part.
-        step: its number in the group.
-        is_over: whether its time is over, which all ranks then learn.
-    """
-    ranks = () if group is None else group.ranks
-    name = name_of(group)
-    hub: Hub | None = model.planes.get(name) or model.planes.get(EVERYBODY)
-    return "" if hub is None else hub.late(name, ranks, step, is_over)
-
-
-def warn_after_s(model: Meeting) -> float:
-    """Give the seconds after which a wait on the data plane says whom it waits for. Local."""
-    hub: Hub | None = next((hub for hub in model.planes.values() if hub is not None), None)
-    return math.inf if hub is None else hub.warn_after_s
+    return int(_LENGTH.unpack_from(head, len(head) - 1 - _LENGTH.size)[0])

@@ -154,26 +154,29 @@ Ends = tuple[socket.socket, Mailbox | None]
 _ENTRY_BYTES = 64  # what an entry of a round takes besides its blob, and more
 
 
-class Met(Provable, Protocol):
-    """What this file needs of a model."""
+class Met(Protocol):
+    """What this file needs of a control plane."""
 
     steps: SequenceNumbers
     secret: bytes | None
     is_one_host: bool
     proved: set[str]
+    timeout_s: float | None
 
     @property
-    def timeout_s(self) -> float | None:
-        """Seconds that a collective may take."""
+    def model(self) -> Provable:
+        """What carries the offers."""
 
 
-def meet(model: Met, group: Group | None, inline_bytes: int, host: str | None = None) -> Hub | None:
+def meet(
+    control: Met, group: Group | None, inline_bytes: int, host: str | None = None
+) -> Hub | None:
     """Connect the ranks of a group.
 
     Collective over `group`, in two rounds of the derived exchange; three where hosts differ.
 
     Args:
-        model: what carries the offers.
+        control: what the hub is for; its model carries the offers.
         group: the ranks that meet.
         inline_bytes: longest blob that travels in a round.
         host: what ranks that share a host have in common; None to find out.
@@ -186,43 +189,45 @@ def meet(model: Met, group: Group | None, inline_bytes: int, host: str | None = 
         PeerRefusedError: a process that isn't of the job answered for a rank.
     """
     name = name_of(group)
-    if model.secret is not None and name not in model.proved:
-        authenticate(model, group, model.secret, name)
-        model.proved.add(name)
-    hub, is_one_host = _connect_all(model, group, inline_bytes, host)
-    if hub is not None and is_one_host and model.secret is None:
+    if control.secret is not None and name not in control.proved:
+        authenticate(control.model, group, control.secret, name)
+        control.proved.add(name)
+    hub, is_one_host = _connect_all(control, group, inline_bytes, host)
+    if hub is not None and is_one_host and control.secret is None:
         # The kernel has said of each that it is this user's: what they agree on there is a secret.
         secret = hashlib.sha256(b"".join(hub.exchange(secrets.token_bytes(32), b"", _SET_UP_S)))
         try:
-            authenticate(model, group, secret.digest(), name)
+            authenticate(control.model, group, secret.digest(), name)
         except BaseException:  # Ctrl-C too: nobody else has the hub yet
             hub.close()
             raise
-        model.proved.add(name)
+        control.proved.add(name)
         if group is None:  # every rank of the context has it, or none has
-            model.secret = secret.digest()
+            control.secret = secret.digest()
     return hub
 
 
 def _connect_all(
-    model: Met, group: Group | None, inline_bytes: int, host: str | None
+    control: Met, group: Group | None, inline_bytes: int, host: str | None
 ) -> tuple[Hub | None, bool]:
     """Connect the ranks, and tell whether all are processes of one user on one host."""
-    ranks = model.members(group)
-    place = ranks.index(model.topology.rank)
+    model = control.model
+    ranks, place = model.topology.members(group), model.topology.position(group)
     hub = None
     with contextlib.ExitStack() as stack:
         said, listeners = _exchange_offers(model, group, host, stack)
         refuse_wrong(said, ranks)
         is_one_host = len({each["host"] for each in said}) == 1
-        if model.is_one_host and not is_one_host and host is None:
+        if control.is_one_host and not is_one_host and host is None:
             raise refusal_of_host(said, ranks, place)
         if not any(each["reason"] for each in said):
             most_bytes = min(each["most_bytes"] for each in said)
             vote: Advertisement = {"reason": "", "refused": "", "shares_memory": False}
             try:
-                near = _connect(said, place, listeners, inline_bytes, _until(model), model.secret)
-                hub = Hub(ranks, place, near, said[place]["warn_after_s"], model.steps)
+                near = _connect(
+                    said, place, listeners, inline_bytes, _until(control), control.secret
+                )
+                hub = Hub(ranks, place, near, said[place]["warn_after_s"], control.steps)
                 vote["shares_memory"] = hub.shares_memory
             except _RefusedError as error:
                 vote["refused"], vote["instead"] = str(error), ranks[error.place]
@@ -243,14 +248,14 @@ def _connect_all(
     if hub is not None:
         hub.close()
     if place == 0:
-        is_proved = model.secret is not None
+        is_proved = control.secret is not None
         remedy = _REMEDY_HERE if is_one_host else _REMEDY_BETWEEN
         _warn_once("; ".join(reasons), remedy, "" if is_proved else _UNPROVED)
     return None, is_one_host
 
 
-def _until(model: Met) -> float:
-    limit_s = limit_of(model.timeout_s)
+def _until(control: Met) -> float:
+    limit_s = limit_of(control.timeout_s)
     return time.monotonic() + (_SET_UP_S if limit_s is None else min(limit_s, _SET_UP_S))
 
 
@@ -263,7 +268,7 @@ class _RefusedError(OSError):
 
 
 def _vote(
-    model: Met, vote: Advertisement, group: Group | None, hub: Hub | None
+    model: Provable, vote: Advertisement, group: Group | None, hub: Hub | None
 ) -> list[Advertisement]:
     """Tell every rank how this one has fared; if one was refused, every rank raises."""
     try:
@@ -274,8 +279,9 @@ def _vote(
         if vote["refused"]:  # a stranger in the job need not vote
             raise PeerRefusedError(vote["refused"], vote["instead"]) from error
         raise
-    place = model.topology.rank  # what this rank saw itself comes first
-    seen = sorted(zip(model.members(group), votes, strict=True), key=lambda pair: pair[0] != place)
+    ranks, own = model.topology.members(group), model.topology.rank
+    # What this rank saw itself comes first.
+    seen = sorted(zip(ranks, votes, strict=True), key=lambda pair: pair[0] != own)
     for rank, each in seen:
         if each["refused"]:
             if hub is not None:
@@ -305,7 +311,7 @@ def _exchange_offers(
     hosts = [each["host"] for each in offers]
     if len(set(hosts)) == 1:
         return offers, listeners
-    place = model.members(group).index(model.topology.rank)
+    place = model.topology.position(group)
     if hosts.index(hosts[place]) == place:
         try:
             listener, offer["tcp"] = bind_widely(stack)

@@ -15,11 +15,8 @@ from torch import Tensor
 
 from unisono.errors import UnsupportedOperation
 from unisono.model import fallback
-from unisono.model.fallback import INLINE_TENSOR_BYTES
 from unisono.model.handle import Handle
-from unisono.model.keeping import Keeping
 from unisono.model.reduction import ReduceOp, fold_tensors
-from unisono.model.training import TrainingHooks
 from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
 
 if TYPE_CHECKING:
@@ -38,7 +35,7 @@ COMMON_DTYPES: frozenset[torch.dtype] = frozenset(
 )
 
 
-class ComputationModel(Keeping, TrainingHooks, ABC):
+class ComputationModel(ABC):
     """One way for replicas to know each other and to communicate.
 
     An instance is one live context as one replica sees it. Tensors reach it contiguous, on
@@ -59,8 +56,6 @@ class ComputationModel(Keeping, TrainingHooks, ABC):
     """Keywords that `initialize` and `launch` take; any other is refused before anything starts."""
     is_thread_bound: ClassVar[bool] = False
     """Whether an adopted context belongs to one thread instead of the process (XLA replicas)."""
-    is_lazy: ClassVar[bool] = False
-    """Whether the device computes only when asked to: `settle` comes before each collective."""
 
     @classmethod
     @abstractmethod
@@ -152,13 +147,13 @@ class ComputationModel(Keeping, TrainingHooks, ABC):
         """The backend of this context. Local."""
         return self.backends[0]
 
-    @property
-    def timeout_s(self) -> float | None:
-        """Seconds that a collective may take; None where nobody set a limit. Local."""
-        return None
-
     def abort(self) -> None:
         """Leave the context without waiting for anybody: somebody failed. Local."""
+        return
+
+    def is_alive(self) -> bool:
+        """Tell whether this is still the context that it was. Local; called before each use."""
+        return True
 
     @classmethod
     def worker_environ(cls, plan: LaunchPlan) -> dict[str, str]:
@@ -186,19 +181,6 @@ class ComputationModel(Keeping, TrainingHooks, ABC):
 
     # Derived collectives
 
-    def size(self, group: Group | None) -> int:
-        """Count the ranks that take part. Local."""
-        return self.topology.world_size if group is None else len(group.ranks)
-
-    def position(self, group: Group | None, rank: int | None = None) -> int:
-        """Find the place of a global rank, or of this replica, in `group`. Local."""
-        rank = self.topology.rank if rank is None else rank
-        return rank if group is None else group.position(rank)
-
-    def members(self, group: Group | None) -> tuple[int, ...] | range:
-        """List the global ranks that take part. Local."""
-        return range(self.topology.world_size) if group is None else group.ranks
-
     def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
         """Give every rank the bytes of every rank: the control plane's one primitive.
 
@@ -216,33 +198,6 @@ class ComputationModel(Keeping, TrainingHooks, ABC):
         """
         return fallback.exchange(self, blob, group)
 
-    def inline_bytes(self, group: Group | None) -> int:
-        """Give the size of the longest CPU tensor that travels in an exchange of `group`. Local."""
-        return INLINE_TENSOR_BYTES
-
-    def compares_calls(self, group: Group | None) -> bool:
-        """Tell whether comparing the ranks' calls costs little beside a collective of `group`.
-
-        Local, or collective at creation of what they are compared over. Where it is False, what one
-        rank refuses or calls differently is an error on the others at the deadline alone.
-        """
-        return self.transport_device.type == "cpu" and self.size(group) > 1
-
-    def prefers_exchange(self, tensor: Tensor, group: Group | None) -> bool:
-        """Tell whether a tensor is better reduced from everybody's bytes than by `all_reduce`.
-
-        Local, and the same on every rank for tensors of the same dtype, shape and device.
-        """
-        return False
-
-    def bucket(self, size_bytes: int) -> int:
-        """Round a size up to one that the model likes to see. Local; XLA compiles per size."""
-        return max(size_bytes, 1)
-
-    def barrier(self, group: Group | None = None) -> None:
-        """Wait until every rank has come. Collective over `group`."""
-        self.exchange(b"", group)
-
     def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
         """Reduce [*shape] of all ranks to one [*shape] on every rank; op is never AVERAGE.
 
@@ -255,7 +210,7 @@ class ComputationModel(Keeping, TrainingHooks, ABC):
 
         Collective over `group`.
         """
-        return self.all_gather(tensor, group)[self.position(group, src)]
+        return self.all_gather(tensor, group)[self.topology.position(group, src)]
 
     def reduce(
         self, tensor: Tensor, dst: int, op: ReduceOp, group: Group | None = None
@@ -263,14 +218,6 @@ class ComputationModel(Keeping, TrainingHooks, ABC):
         """Reduce [*shape] to global rank `dst`; the others get None. Collective over `group`."""
         total = self.all_reduce(tensor, op, group)
         return total if self.topology.rank == dst else None
-
-    def gather(self, tensor: Tensor, dst: int, group: Group | None = None) -> Tensor | None:
-        """Gather [*shape] to [n, *shape] on global rank `dst`; the others get None.
-
-        Collective over `group`.
-        """
-        rows = self.all_gather(tensor, group)
-        return rows if self.topology.rank == dst else None
 
     def scatter(
         self, rows: Tensor | None, into: Tensor, src: int, group: Group | None = None
@@ -280,19 +227,19 @@ class ComputationModel(Keeping, TrainingHooks, ABC):
         Collective over `group`. `into` is [*shape], memory for the row.
         """
         if rows is None:
-            rows = into.new_empty((self.size(group), *into.shape))
-        return self.broadcast(rows, src, group)[self.position(group)]
+            rows = into.new_empty((self.topology.size(group), *into.shape))
+        return self.broadcast(rows, src, group)[self.topology.position(group)]
 
     def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
         """Reduce [n, *shape] of all ranks; each gets its row, [*shape]. Collective over `group`."""
-        return self.all_reduce(rows, op, group)[self.position(group)]
+        return self.all_reduce(rows, op, group)[self.topology.position(group)]
 
     def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
         """Send row i of [n, *shape] to the i-th rank; row i comes from there.
 
         Collective over `group`.
         """
-        return self.all_gather(rows, group)[:, self.position(group)]
+        return self.all_gather(rows, group)[:, self.topology.position(group)]
 
     # Optional members
 
@@ -323,9 +270,9 @@ class ComputationModel(Keeping, TrainingHooks, ABC):
 
     def start_all_reduce(
         self, tensor: Tensor, op: ReduceOp, group: Group | None = None
-    ) -> Handle[Tensor]:
-        """Start `all_reduce` without waiting: for models whose library has that natively.
+    ) -> Handle[Tensor] | None:
+        """Start `all_reduce` without waiting, or return None where the library has no such way.
 
-        Collective over `group`.
+        Collective over `group`. After None `all_reduce` is run in the background.
         """
-        return self.start(lambda: self.all_reduce(tensor, op, group))
+        return None

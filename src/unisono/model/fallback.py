@@ -7,6 +7,7 @@ bytes. Blobs that fit need one round. The frame's size never varies, so XLA comp
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -22,6 +23,7 @@ __all__ = (
     "INLINE_TENSOR_BYTES",
     "CollectiveTransport",
     "as_frame",
+    "at_least_one",
     "exchange",
     "exchange_bodies",
     "inline_part",
@@ -55,12 +57,6 @@ class CollectiveTransport(Protocol):
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
         """Give every rank the tensor of `src`."""
 
-    def members(self, group: Group | None) -> tuple[int, ...] | range:
-        """List the global ranks that take part."""
-
-    def bucket(self, size_bytes: int) -> int:
-        """Round a size up."""
-
 
 def as_frame(blob: bytes) -> bytes:
     """Give the frame of a blob: its length and its first bytes. Local."""
@@ -78,7 +74,17 @@ def inline_part(frame: bytes) -> bytes | None:
     return frame[_LENGTH.size : _LENGTH.size + size] if size <= _INLINE_BYTES else None
 
 
-def exchange(model: CollectiveTransport, blob: bytes, group: Group | None) -> list[bytes]:
+def at_least_one(size_bytes: int) -> int:
+    """Round a size up where that needs no more than not to be empty. Local."""
+    return max(size_bytes, 1)
+
+
+def exchange(
+    model: CollectiveTransport,
+    blob: bytes,
+    group: Group | None,
+    bucket: Callable[[int], int] = at_least_one,
+) -> list[bytes]:
     """Give every rank the blob of every rank, in one round or two.
 
     Collective over `group`.
@@ -87,6 +93,7 @@ def exchange(model: CollectiveTransport, blob: bytes, group: Group | None) -> li
         model: what carries the frames.
         blob: any bytes, of any length, which may differ between ranks.
         group: the ranks that take part.
+        bucket: rounds a size up to one that the model likes to see.
 
     Returns:
         The blobs in the order of ranks.
@@ -100,11 +107,15 @@ def exchange(model: CollectiveTransport, blob: bytes, group: Group | None) -> li
     if max(sizes) <= _INLINE_BYTES:
         start = _LENGTH.size
         return [frame[start : start + size] for frame, size in zip(frames, sizes, strict=True)]
-    return exchange_bodies(model, blob, sizes, group)
+    return exchange_bodies(model, blob, sizes, group, bucket)
 
 
 def exchange_bodies(
-    model: CollectiveTransport, blob: bytes, sizes: list[int], group: Group | None
+    model: CollectiveTransport,
+    blob: bytes,
+    sizes: list[int],
+    group: Group | None,
+    bucket: Callable[[int], int] = at_least_one,
 ) -> list[bytes]:
     """Exchange blobs whose sizes every rank knows already.
 
@@ -115,6 +126,7 @@ def exchange_bodies(
         blob: this rank's blob.
         sizes: the length of every rank's blob in bytes, in the order of ranks.
         group: the ranks that take part.
+        bucket: as in `exchange`.
 
     Returns:
         The blobs in the order of ranks.
@@ -124,24 +136,28 @@ def exchange_bodies(
     """
     if max(sizes) > _LARGEST_BYTES:
         raise CollectiveError(f"blobs of {sizes} bytes were announced: some rank sent what is none")
-    width = model.bucket(max(sizes))
+    width = bucket(max(sizes))
     if 2 * sum(sizes) > width * len(sizes):
         rows = model.all_gather(_tensor(model, blob.ljust(width, b"\0")), group).cpu()
         return [to_bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
-    return _one_by_one(model, blob, sizes, group)
+    return _one_by_one(model, blob, sizes, group, bucket)
 
 
 def _one_by_one(
-    model: CollectiveTransport, blob: bytes, sizes: list[int], group: Group | None
+    model: CollectiveTransport,
+    blob: bytes,
+    sizes: list[int],
+    group: Group | None,
+    bucket: Callable[[int], int],
 ) -> list[bytes]:
     """Send each rank's blob by itself where padding all to the longest would cost more."""
     blobs = []
-    for rank, size in zip(model.members(group), sizes, strict=True):
+    for rank, size in zip(model.topology.members(group), sizes, strict=True):
         if size == 0:
             blobs.append(b"")
             continue
         own = blob if rank == model.topology.rank else b""
-        row = model.broadcast(_tensor(model, own.ljust(model.bucket(size), b"\0")), rank, group)
+        row = model.broadcast(_tensor(model, own.ljust(bucket(size), b"\0")), rank, group)
         blobs.append(to_bytes(row.cpu()[:size]))
     return blobs
 

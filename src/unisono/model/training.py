@@ -1,18 +1,20 @@
-"""What a model may do in its own way when a program trains on it; the defaults leave it to us."""
+"""Optional hooks for training helpers; the defaults do nothing."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ("TrainingHooks",)
+from unisono.model.contract import ComputationModel
+
+__all__ = ("TrainingHooks", "hooks_of")
 
 
 class TrainingHooks:
-    """The part of a model's contract that ``training`` asks, so that it never names a backend."""
+    """What ``training`` asks of a model that inherits it, beside the contract."""
 
     device: Any
 
@@ -66,9 +68,12 @@ class TrainingHooks:
         """Whether ``torch.nn.SyncBatchNorm`` works on this model's device. Local."""
         return False
 
-    @property
-    def flat_buffers(self) -> dict[tuple[torch.dtype, torch.device], Tensor]:
-        """Buffers that averaging reuses in this context, one for each dtype and device. Local."""
-        found: dict[tuple[torch.dtype, torch.device], Tensor]
-        found = self.__dict__.setdefault("_flat_buffers", {})
-        return found
+
+class _Defaults(TrainingHooks):
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+
+def hooks_of(model: ComputationModel) -> TrainingHooks:
+    """Give the hooks of a model, or the defaults where it brings none. Local."""
+    return model if isinstance(model, TrainingHooks) else _Defaults(model.device)

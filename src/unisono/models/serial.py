@@ -83,4 +83,4 @@ class SerialModel(ComputationModel):
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
         check_names("new_group", options, _GROUP_OPTIONS)
         self._n_groups += 1
-        return Group(ranks, self.context_id, name=f"group {self._n_groups}")
+        return Group(ranks, name=f"group {self._n_groups}")

@@ -16,6 +16,7 @@ from torch import Tensor
 from unisono.arguments import check_names
 from unisono.control import signatures
 from unisono.control.missing import Missing, report, warn_after_s
+from unisono.control.plane import ControlPlane
 from unisono.control.sideband import stack_of
 from unisono.deadlines import DEFAULT_TIMEOUT_S, end_of_block, overdue
 from unisono.errors import CollectiveTimeoutError, PeerFailedError, WorkerFailedError
@@ -145,6 +146,18 @@ def _precisely(call: str, item: object) -> str:
     return signatures.describe(item) if isinstance(item, bytes) else call
 
 
+class _ControlPlane(ControlPlane):
+    def __init__(self, model: ThreadsModel, world: _World) -> None:
+        super().__init__(model)
+        self._world = world
+
+    def compares_calls(self, group: Group | None) -> bool:
+        return (self._world.size if group is None else len(group.ranks)) > 1
+
+    def interrupt(self, how: str) -> None:
+        self._world.fail(self.model.topology.rank, how)
+
+
 class ThreadsModel(ComputationModel):
     """One replica of a job whose replicas are threads of this process."""
 
@@ -158,6 +171,7 @@ class ThreadsModel(ComputationModel):
         self._world = world
         self._topology = Topology(rank, world.size, rank, world.size, 0, 1)
         self._groups_made: dict[tuple[int, ...], int] = {}
+        self.control = _ControlPlane(self, world)
 
     @classmethod
     def from_context(cls, hint: ContextHint) -> Self | None:
@@ -181,9 +195,6 @@ class ThreadsModel(ComputationModel):
     def abort(self) -> None:
         self._world.fail(self._topology.rank, "it left the job")
 
-    def tell_interrupted(self, how: str) -> None:
-        self._world.fail(self._topology.rank, how)
-
     @classmethod
     def launch(cls, entry: Callable[[Self], T], plan: LaunchPlan, **options: Any) -> list[T]:
         world = _World(plan.nproc_per_node, _seconds(options.get("timeout")))
@@ -195,9 +206,7 @@ class ThreadsModel(ComputationModel):
             try:
                 # Autograd's own threads would run hooks outside of the replica.
                 with torch.autograd.set_multithreading_enabled(False):
-                    model = cls(world, rank)
-                    results[rank] = entry(model)
-                    model.settle()
+                    results[rank] = entry(cls(world, rank))
                 world.leave(rank, "ended before it came")
             except BaseException as error:  # SystemExit too: a replica that leaves has failed
                 failures.append((rank, error))  # before it is described, which takes a while
@@ -225,7 +234,7 @@ class ThreadsModel(ComputationModel):
 
     def _swap(self, call: str, item: T, group: Group | None) -> list[T]:
         handle = None if group is None else group.handle
-        ranks, rank = self.members(group), self._topology.rank
+        ranks, rank = self._topology.members(group), self._topology.rank
         return self._world.swap(handle, ranks, rank, call, item, self._allowed_s(group))
 
     def _allowed_s(self, group: Group | None) -> float:
@@ -248,11 +257,11 @@ class ThreadsModel(ComputationModel):
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
         own = tensor.clone() if src == self._topology.rank else tensor
         parts = self._swap_tensors(f"broadcast from {src}", own, group)
-        return parts[self.position(group, src)].clone()
+        return parts[self._topology.position(group, src)].clone()
 
     def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
         parts = self._swap_tensors("all_to_all", rows.clone(), group)
-        return torch.stack([part[self.position(group)] for part in parts])
+        return torch.stack([part[self._topology.position(group)] for part in parts])
 
     def send(self, tensor: Tensor, dst: int, group: Group | None = None) -> None:
         owner = None if group is None else group.handle
@@ -268,7 +277,7 @@ class ThreadsModel(ComputationModel):
         check_names("new_group on threads", options, {"timeout"})
         count = self._groups_made[ranks] = self._groups_made.get(ranks, 0) + 1
         timeout_s = None if timeout is None else timeout.total_seconds()
-        return Group(ranks, self.context_id, (ranks, count), f"{ranks} {count}", timeout_s)
+        return Group(ranks, (ranks, count), f"{ranks} {count}", timeout_s)
 
 
 def _left(until: float) -> float:

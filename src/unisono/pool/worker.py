@@ -121,7 +121,7 @@ def _outcome(local_rank: int, body: bytes, is_process: bool) -> tuple[bytes, byt
             kind = type(result).__qualname__
             raise PayloadError(f"the result, a {kind}, can't be pickled: {error}") from error
     except BaseException as error:  # SystemExit too: the pool decides what it means
-        is_lost = _is_broken(error) or context.current_model().interrupted is not None
+        is_lost = _is_broken(error) or context.current().interrupted is not None
         return BROKEN if is_lost else channel.ERROR, cloudpickle.dumps(describe(error))
     finally:
         flush()

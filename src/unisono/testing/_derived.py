@@ -10,8 +10,13 @@ from unisono.model.contract import ComputationModel
 __all__ = ("DERIVED", "note_derived")
 
 DERIVED = (
-    *("exchange", "barrier", "all_reduce", "broadcast", "reduce"),
-    *("gather", "scatter", "reduce_scatter", "all_to_all"),
+    "exchange",
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
 )
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from unisono.collectives.call import swap
+from unisono.context import ContextState
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
-from unisono.model.contract import ComputationModel
 from unisono.payload.codec import decode, encode, failure, is_dense, raise_failures
 from unisono.topology import Group
 
@@ -267,7 +267,7 @@ def _line(place: int, like: Tensor, owner: int) -> str:
 
 
 def agree(
-    model: ComputationModel,
+    context: ContextState,
     call: str,
     found: Listed,
     group: Group | None = None,
@@ -277,7 +277,7 @@ def agree(
     Collective over `group`: one exchange, and another one where the lists differ.
 
     Args:
-        model: the active model.
+        context: the active model.
         call: what is done, with all that must agree between ranks: ``"broadcast_params from 0"``.
         found: the tensors of this rank, or why it has none.
         group: the ranks that take part.
@@ -296,14 +296,14 @@ def agree(
     lines = [_line(i, *each) for i, each in enumerate(zip(found.likes, owners, strict=True))]
     states = b"".join(map(_state, found.tensors, owners))
     blob = _LIST + _digest(lines) + states if found.error is None else failure(str(found.error))
-    frames = swap(model, call, blob, group)
+    frames = swap(context, call, blob, group)
     if found.error is not None:
         raise found.error
-    ranks = list(model.members(group))
+    ranks = list(context.model.topology.members(group))
     raise_failures(frames, ranks, call)
     if any(frame[:_START] != blob[:_START] for frame in frames):
-        blobs = swap(model, f"{call}: the lists differ", encode(lines), group)
-        said = [decode(blob, model.device) for blob in blobs]
+        blobs = swap(context, f"{call}: the lists differ", encode(lines), group)
+        said = [decode(blob, context.model.device) for blob in blobs]
         raise CollectiveMismatchError(_difference(call, said, ranks))
     columns = list(zip(*(frame[_START:] for frame in frames), strict=True))
     for place, column in enumerate(columns):

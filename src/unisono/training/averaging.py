@@ -13,8 +13,8 @@ from unisono.collectives.broadcasts import broadcast
 from unisono.collectives.call import swap
 from unisono.collectives.groups import GroupLike, check_rank, team
 from unisono.collectives.reductions import all_reduce
+from unisono.context import ContextState
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
-from unisono.model.contract import ComputationModel
 from unisono.model.reduction import OpLike, ReduceOp, parse_op
 from unisono.payload.codec import decode, encode_or_reason, failure, is_dense, raise_failures
 from unisono.payload.pytree import flatten, unflatten
@@ -81,13 +81,13 @@ def reduce_params(
     """
     limit = _limit(coalesce, bucket_size_mb)
     operation = parse_op(op)
-    model, found, is_member = team(group)
+    context, found, is_member = team(group)
     if not is_member:
         return
     mine = listed(params)
     call = f"all_reduce_params {operation.name} in {_buckets(limit)}"
-    said = agree(model, call, mine, found)
-    _reduce(model, _works(mine.likes, said), operation, limit, found, cuts_means)
+    said = agree(context, call, mine, found)
+    _reduce(context, _works(mine.likes, said), operation, limit, found, cuts_means)
 
 
 def all_reduce_grads(
@@ -125,17 +125,17 @@ def all_reduce_grads(
     """
     limit = _limit(coalesce, bucket_size_mb)
     operation = parse_op(op)
-    model, found, is_member = team(group)
+    context, found, is_member = team(group)
     if not is_member:
         return
     mine = listed(params, of_grads=True)
     call = f"all_reduce_grads {operation.name} in {_buckets(limit)}"
-    said = agree(model, call, mine, found)
+    said = agree(context, call, mine, found)
     for like, is_present in zip(mine.likes, said.present, strict=True):
         if is_present and like.grad is None:
             like.grad = torch.zeros_like(like)
     gradients = [like.grad for like in mine.likes]
-    _reduce(model, _works(gradients, said), operation, limit, found)
+    _reduce(context, _works(gradients, said), operation, limit, found)
 
 
 def _works(tensors: Sequence[Tensor | None], said: Described) -> list[buckets.Work]:
@@ -164,7 +164,7 @@ def _limit(coalesce: bool, bucket_size_mb: float) -> int | None:
 
 
 def _reduce(
-    model: ComputationModel,
+    context: ContextState,
     works: Sequence[buckets.Work],
     op: ReduceOp,
     limit: int | None,
@@ -175,13 +175,13 @@ def _reduce(
         if op is ReduceOp.AVERAGE:
             whole = [t for t, _ in works if not (t.is_floating_point() or t.is_complex())]
             if whole:
-                _average_integers(model, whole, group, cuts_means)
+                _average_integers(context, whole, group, cuts_means)
             works = [work for work in works if work[0].is_floating_point() or work[0].is_complex()]
-        buckets.reduce_all(model, works, op, model.size(group), limit, group)
+        buckets.reduce_all(context, works, op, context.model.topology.size(group), limit, group)
 
 
 def _average_integers(
-    model: ComputationModel, tensors: Sequence[Tensor], group: Group | None, is_cut: bool
+    context: ContextState, tensors: Sequence[Tensor], group: Group | None, is_cut: bool
 ) -> None:
     """Give integers their mean; cut it towards 0, or refuse one that isn't whole.
 
@@ -190,7 +190,7 @@ def _average_integers(
     Quotients and remainders travel apart, for the sum itself may not fit into 64 bits. What wraps
     in the sum of quotients comes back when that of the remainders is added.
     """
-    size = model.size(group)
+    size = context.model.topology.size(group)
     signed = [_signed(tensor) for tensor in tensors]
     quotients = [torch.div(item, size, rounding_mode="floor") for item in signed]
     remainders = [item - part * size for item, part in zip(signed, quotients, strict=True)]
@@ -246,8 +246,8 @@ def broadcast_params(params: Params, src: int = 0, group: GroupLike = None) -> N
         >>> import torch, unisono as idist
         >>> idist.broadcast_params(torch.nn.BatchNorm1d(2), src=0)
     """
-    model, found, is_member = team(group)
-    check_rank(model, found, src, "src")
+    context, found, is_member = team(group)
+    check_rank(context, found, src, "src")
     if not is_member:
         return
     if isinstance(params, nn.Module):
@@ -258,9 +258,9 @@ def broadcast_params(params: Params, src: int = 0, group: GroupLike = None) -> N
         mine = listed([item for item in params.values() if isinstance(item, Tensor)])
     else:
         mine = listed(params)
-    said = agree(model, f"broadcast_params from {src}", mine, found)
+    said = agree(context, f"broadcast_params from {src}", mine, found)
     with torch.no_grad():
-        buckets.broadcast_all(model, _works(mine.likes, said), src, found)
+        buckets.broadcast_all(context, _works(mine.likes, said), src, found)
     if isinstance(params, MutableMapping) and others:
         # Last, for one that can't be read raises on the ranks alone that read it.
         params.update(broadcast(others, src, group))
@@ -287,26 +287,26 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLi
         >>> model = torch.nn.Linear(2, 2)
         >>> idist.broadcast_optimizer_state(torch.optim.Adam(model.parameters()))
     """
-    model, found, is_member = team(group)
-    check_rank(model, found, src, "src")
+    context, found, is_member = team(group)
+    check_rank(context, found, src, "src")
     if not is_member:
         return
-    is_src = model.topology.rank == src
+    is_src = context.model.topology.rank == src
     state = optimizer.state_dict()
     call = f"broadcast_optimizer_state from {src}"
-    frames = swap(model, call, _described(state, is_src), found)
-    raise_failures(frames, model.members(found), call)
-    said = [decode(frame, model.device) for frame in frames]
-    counts, apart = said[model.position(found, src)]
-    _check_groups(dict(zip(model.members(found), said, strict=True)), counts, src)
+    frames = swap(context, call, _described(state, is_src), found)
+    raise_failures(frames, context.model.topology.members(found), call)
+    said = [decode(frame, context.model.device) for frame in frames]
+    counts, apart = said[context.model.topology.position(found, src)]
+    _check_groups(dict(zip(context.model.topology.members(found), said, strict=True)), counts, src)
     if not is_src:
-        state = _put_together(model, *apart)
+        state = _put_together(context, *apart)
     tensors = [leaf for leaf in flatten(state)[0] if isinstance(leaf, Tensor)]
     works: list[buckets.Work] = [
         (tensor.contiguous(), torch.contiguous_format) for tensor in tensors
     ]
     with torch.no_grad():
-        buckets.broadcast_all(model, works, src, found)
+        buckets.broadcast_all(context, works, src, found)
     if not is_src:
         optimizer.load_state_dict(state)
 
@@ -339,11 +339,11 @@ def _taken_apart(state: dict[str, Any]) -> tuple[dict[str, Any], _Heads]:
     return unflatten(state, leaves), heads
 
 
-def _put_together(model: ComputationModel, plain: dict[str, Any], heads: _Heads) -> dict[str, Any]:
+def _put_together(context: ContextState, plain: dict[str, Any], heads: _Heads) -> dict[str, Any]:
     """Make a state with memory for its tensors. Local."""
     leaves, _ = flatten(plain)
     for i, (dtype, shape, is_cpu) in heads.items():
-        device = torch.device("cpu") if is_cpu else model.device
+        device = torch.device("cpu") if is_cpu else context.model.device
         leaves[i] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
     state: dict[str, Any] = unflatten(plain, leaves)
     return state

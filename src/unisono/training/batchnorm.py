@@ -15,6 +15,7 @@ from unisono.collectives.groups import GroupLike, team
 from unisono.collectives.reductions import all_reduce_
 from unisono.context import current_model
 from unisono.errors import ArgumentError, RegistrationError, UnsupportedOperation
+from unisono.model.training import hooks_of
 
 __all__ = ("SyncBatchNorm", "convert_sync_batchnorm", "register_sync_batchnorm")
 
@@ -137,7 +138,7 @@ class SyncBatchNorm(_BatchNorm):
         """Normalise [n, channels, ...]. Collective over `group` in training."""
         self._check_input_dim(input)
         uses_batch = self.training or self.running_mean is None
-        if not uses_batch or team(self.group)[0].size(self.group) == 1:
+        if not uses_batch or team(self.group)[0].model.topology.size(self.group) == 1:
             return super().forward(input)
         kind = torch.promote_types(input.dtype, torch.float32)
         x = input.to(kind)
@@ -192,11 +193,12 @@ def convert_sync_batchnorm(
         'SyncBatchNorm'
     """
     current = current_model()
+    hooks = hooks_of(current)
     if implementation is None:
-        implementation = "torch" if current.has_torch_sync_batchnorm else "unisono"
+        implementation = "torch" if hooks.has_torch_sync_batchnorm else "unisono"
     if callable(implementation):
         return implementation(model)
-    if implementation == "torch" and not current.has_torch_sync_batchnorm:
+    if implementation == "torch" and not hooks.has_torch_sync_batchnorm:
         raise UnsupportedOperation(
             current.name, f"torch.nn.SyncBatchNorm on {current.device}", 'use "unisono"'
         )

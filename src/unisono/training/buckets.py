@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unisono.collectives.broadcasts import broadcast_
 from unisono.collectives.reductions import all_reduce_
-from unisono.model.contract import ComputationModel
+from unisono.context import ContextState
 from unisono.model.handle import Handle
 from unisono.model.reduction import ReduceOp
 from unisono.topology import Group
@@ -66,7 +66,7 @@ def buckets(tensors: Sequence[Tensor], limit_bytes: int) -> Iterator[list[Tensor
 
 
 @contextmanager
-def packed(model: ComputationModel, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+def packed(context: ContextState, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """Copy tensors of one dtype and device into a buffer that nobody else uses meanwhile.
 
     Local. The context keeps one buffer for each dtype and device, and lends it to one call at a
@@ -78,14 +78,14 @@ def packed(model: ComputationModel, tensors: Sequence[Tensor]) -> Iterator[Tenso
     """
     first, count = tensors[0], sum(tensor.numel() for tensor in tensors)
     key = (first.dtype, first.device)
-    buffer = model.flat_buffers.pop(key, None)
+    buffer = context.flat_buffers.pop(key, None)
     if buffer is None or buffer.numel() < count:
         buffer = first.new_empty(count, requires_grad=False)
     flat = buffer[:count]
     torch.cat([tensor.detach().reshape(-1) for tensor in tensors], out=flat)
     yield flat
     if len(tensors) > 1 or buffer.nbytes <= _BUCKET_BYTES:  # else one huge one would stay
-        model.flat_buffers[key] = buffer
+        context.flat_buffers[key] = buffer
 
 
 def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
@@ -95,19 +95,19 @@ def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
         tensor.detach().copy_(part.view(tensor.shape))
 
 
-def _is_ready(model: ComputationModel, tensor: Tensor) -> bool:
-    return tensor.dtype in model.dtypes and tensor.device == model.transport_device
+def _is_ready(context: ContextState, tensor: Tensor) -> bool:
+    return tensor.dtype in context.model.dtypes and tensor.device == context.model.transport_device
 
 
 def _split(
-    model: ComputationModel, works: Sequence[Work], bucket_bytes: int
+    context: ContextState, works: Sequence[Work], bucket_bytes: int
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Tell what goes as it lies, as memory [numel], from what goes in buckets. Local."""
     alone, together = [], []
     for tensor, layout in works:
         memory = as_memory(tensor, layout)
         is_large = tensor.nbytes >= min(_LARGE_BYTES, bucket_bytes)
-        if memory is not None and is_large and _is_ready(model, tensor):
+        if memory is not None and is_large and _is_ready(context, tensor):
             alone.append(memory)
         elif tensor.numel():
             together.append(tensor)
@@ -115,7 +115,7 @@ def _split(
 
 
 def reduce_all(
-    model: ComputationModel,
+    context: ContextState,
     works: Sequence[Work],
     op: ReduceOp,
     size: int,
@@ -127,7 +127,7 @@ def reduce_all(
     Collective over `group`.
 
     Args:
-        model: the active model.
+        context: the active model.
         works: the same shapes, dtypes and memory formats on every rank.
         op: any reduction.
         size: number of ranks.
@@ -138,7 +138,7 @@ def reduce_all(
     is_mean = op is ReduceOp.AVERAGE
     step = ReduceOp.SUM if is_mean else op
     before, after = mean_factors(size) if is_mean else (1.0, 1.0)
-    alone, together = _split(model, works, limit)
+    alone, together = _split(context, works, limit)
     under_way: list[Handle[Tensor]] = []
 
     def start(memory: Tensor) -> None:
@@ -156,7 +156,7 @@ def reduce_all(
         finish(_IN_FLIGHT - 1)
         start(memory)
     for run in buckets(together, limit):
-        with packed(model, run) as flat:
+        with packed(context, run) as flat:
             start(flat)
             finish(0)
             unpack(flat, run)
@@ -174,15 +174,15 @@ def mean_factors(size: int) -> tuple[float, float]:
 
 
 def broadcast_all(
-    model: ComputationModel, works: Sequence[Work], src: int, group: Group | None
+    context: ContextState, works: Sequence[Work], src: int, group: Group | None
 ) -> None:
     """Overwrite tensors on every rank with those of `src`. Collective over `group`."""
-    alone, together = _split(model, works, _BUCKET_BYTES)
+    alone, together = _split(context, works, _BUCKET_BYTES)
     for memory in alone:
         broadcast_(memory, src, group)
-    is_src = model.topology.rank == src
+    is_src = context.model.topology.rank == src
     for run in buckets(together, _BUCKET_BYTES):
-        with packed(model, run) as flat:
+        with packed(context, run) as flat:
             broadcast_(flat, src, group)
             if not is_src:
                 unpack(flat, run)

@@ -18,7 +18,7 @@ import torch
 
 from unisono.collectives.broadcasts import broadcast
 from unisono.collectives.call import swap
-from unisono.context import communicator, current_model
+from unisono.context import ContextState, communicator, current, current_model
 from unisono.errors import (
     ArgumentError,
     PayloadError,
@@ -26,7 +26,6 @@ from unisono.errors import (
     UnisonoError,
     UnsupportedOperation,
 )
-from unisono.model.contract import ComputationModel
 from unisono.payload.codec import decode, encode, refuse_pickle
 from unisono.sections import run_on_rank
 from unisono.tracebacks import summary
@@ -92,13 +91,13 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
         >>> state["epoch"], list(state["model"])
         (3, ['weight', 'bias'])
     """
-    target, model = Path(path), communicator()
-    states, is_sharded = _agreed(model, lambda: _look(obj, sharded))
+    target, context = Path(path), communicator()
+    states, is_sharded = _agreed(context, lambda: _look(obj, sharded))
     if is_sharded:
         _save_shards(obj, states, target)
         return
     _save_file(obj, states, target, rank)
-    prefix = has_shown_wrapper(obj) if model.topology.rank == rank else None
+    prefix = has_shown_wrapper(obj) if context.model.topology.rank == rank else None
     if prefix:
         warnings.warn(
             f"{target}: all keys of a state dict begin with {prefix!r}, as those of a wrapped "
@@ -115,7 +114,7 @@ def _look(obj: Any, sharded: bool | None) -> tuple[dict[int, Any], bool]:
     return states, has_shards(obj, states) if sharded is None else sharded
 
 
-def _agreed(model: ComputationModel, call: Callable[[], T]) -> T:
+def _agreed(context: ContextState, call: Callable[[], T]) -> T:
     """Call something on every rank, and fail on every rank where it fails on one.
 
     Collective over all ranks.
@@ -129,7 +128,7 @@ def _agreed(model: ComputationModel, call: Callable[[], T]) -> T:
         error = raised
         is_refused = isinstance(raised, PayloadError)
         said = (is_refused, str(raised) if is_refused else summary(raised))
-    for rank, heard in enumerate(_told(model, "save_checkpoint", said)):
+    for rank, heard in enumerate(_told(context, "save_checkpoint", said)):
         if heard is not None:
             is_refused, text = heard
             if is_refused:
@@ -187,9 +186,11 @@ def _state_of_shards(obj: Any, states: dict[int, Any]) -> Any:
     return state
 
 
-def _told(model: ComputationModel, call: str, said: Any) -> list[Any]:
+def _told(context: ContextState, call: str, said: Any) -> list[Any]:
     """Tell every rank what each has to say. Collective over all ranks."""
-    return [decode(frame, model.device) for frame in swap(model, call, encode(said), None)]
+    return [
+        decode(frame, context.model.device) for frame in swap(context, call, encode(said), None)
+    ]
 
 
 def _let_count(target: Path, name: str) -> None:
@@ -202,10 +203,12 @@ def _let_count(target: Path, name: str) -> None:
 
 
 def _shard_library() -> Any:
-    model = current_model()
-    if model.topology.world_size > 1 and not torch.distributed.is_initialized():
+    context = current()
+    if context.model.topology.world_size > 1 and not torch.distributed.is_initialized():
         raise UnsupportedOperation(
-            model.name, "sharded checkpoints", "save with sharded=False, or use a backend of torch"
+            context.model.name,
+            "sharded checkpoints",
+            "save with sharded=False, or use a backend of torch",
         )
     return importlib.import_module("unisono.training.shards")
 
@@ -247,11 +250,11 @@ def load_checkpoint(
         ...
         unisono.errors.ArgumentError: there is no checkpoint nowhere.pt ...
     """
-    model, target = current_model(), Path(path)
-    where = f"rank {model.topology.rank} of {model.topology.world_size}"
+    context, target = current(), Path(path)
+    where = f"rank {context.model.topology.rank} of {context.model.topology.world_size}"
     if target.is_dir():
         return _load_shards(target, into, weights_only, where)
-    device = model.device if map_location is None else map_location
+    device = context.model.device if map_location is None else map_location
     try:
         if not weights_only:
             refuse_pickle("load_checkpoint with weights_only=False")
@@ -285,8 +288,8 @@ def _load_shards(target: Path, into: Any, weights_only: bool, where: str) -> Any
     except (Exception, library.CheckpointException) as error:
         failed = _unreadable(target, where, error)
         failed.__cause__ = error
-    model = communicator()
-    said = _told(model, "load_checkpoint of shards", None if failed is None else str(failed))
+    context = communicator()
+    said = _told(context, "load_checkpoint of shards", None if failed is None else str(failed))
     if failed is not None:
         raise failed
     if any(said):

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.collectives.call import swap
 from unisono.collectives.reductions import all_reduce_
-from unisono.context import communicator, current_model
+from unisono.context import communicator, current, current_model
 from unisono.errors import (
     ArgumentError,
     CollectiveError,
@@ -97,9 +97,9 @@ class Averager:
     """
 
     def __init__(self, module: nn.Module, bucket_bytes: int) -> None:
-        model = current_model()
-        self._context_id = model.context_id
-        self._size = model.topology.world_size
+        context = current()
+        self._context_id = context.context_id
+        self._size = context.model.topology.world_size
         # Backward reaches the last ones first.
         parameters = [p for p in module.parameters() if p.requires_grad][::-1]
         self.parameter_ids = {id(parameter) for parameter in parameters}
@@ -122,7 +122,7 @@ class Averager:
     @property
     def is_current(self) -> bool:
         """Whether the active context is the one that this averages in. Local."""
-        return current_model().context_id == self._context_id
+        return current().context_id == self._context_id
 
     def check_context(self) -> None:
         """Refuse to go on in another context than the one of the start. Local."""
@@ -268,7 +268,7 @@ class Replicated(nn.Module):
         foreign = sorted(set(options) - _NEEDLESS)
         if foreign:
             raise UnsupportedOperation(
-                communicator().name, f"option {', '.join(foreign)} of auto_model", "leave it out"
+                current_model().name, f"option {', '.join(foreign)} of auto_model", "leave it out"
             )
         size_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
         if not size_mb > 0:

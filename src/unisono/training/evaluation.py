@@ -13,7 +13,7 @@ from unisono.arguments import check_count
 from unisono.collectives.gathers import all_gather, gather
 from unisono.collectives.groups import check_rank
 from unisono.collectives.value_types import T
-from unisono.context import current_model
+from unisono.context import current, current_model
 from unisono.errors import ArgumentError, CollectiveMismatchError
 
 __all__ = ("EvaluationSampler", "gather_results")
@@ -101,16 +101,16 @@ def gather_results(part: Sequence[Any] | Tensor, size: int, dst: int | None = No
     if not isinstance(part, (list, tuple, Tensor)):
         raise ArgumentError(f"results should be a list or a tensor, not {type(part).__qualname__}")
     size = check_count("size", size, 0)
-    model = current_model()
+    context = current()
     mine = part if isinstance(part, Tensor) else list(part)
     parts: Any
     if dst is None:
         parts = all_gather(mine, uneven=True)
     else:
-        check_rank(model, None, dst, "dst")
+        check_rank(context, None, dst, "dst")
         lists = gather([mine], dst=dst)
         parts = None if lists is None else [item for (item,) in lists]
-    n = model.topology.world_size
+    n = context.model.topology.world_size
     counts = all_gather(len(mine)) if dst is not None else [len(item) for item in parts]
     short = [rank for rank in range(n) if counts[rank] < len(range(rank, size, n))]
     if short:

@@ -21,8 +21,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from unisono import facts
 from unisono.collectives.call import introduce
-from unisono.context import current_model
+from unisono.context import current, current_model
 from unisono.errors import ArgumentError
+from unisono.model.training import hooks_of
 
 __all__ = ("DistributedProxySampler", "auto_dataloader")
 
@@ -60,8 +61,8 @@ def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Any
         >>> [batch.tolist() for batch in loader]
         [[1, 2], [3]]
     """
-    model = current_model()
-    world_size = model.topology.world_size
+    context = current()
+    hooks, world_size = hooks_of(context.model), context.model.topology.world_size
     batch_size = kwargs.get("batch_size", 1)
     is_count = isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size > 0
     if batch_size is not None and not is_count:
@@ -69,7 +70,7 @@ def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Any
     if world_size > 1:
         if kwargs.get("batch_size") is not None:
             kwargs["batch_size"] = _share(kwargs["batch_size"], world_size)
-        introduce(model, "auto_dataloader")
+        introduce(context, "auto_dataloader")
         n_local = facts.get_nproc_per_node()
         if kwargs.get("num_workers", 0) >= n_local:
             kwargs["num_workers"] = (kwargs["num_workers"] + n_local - 1) // n_local
@@ -82,8 +83,8 @@ def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Any
     elif not isinstance(dataset, IterableDataset) and _chooses_order(kwargs):
         is_shuffled = kwargs.pop("shuffle", True)
         kwargs["sampler"] = (_Shuffled if is_shuffled else _InOrder)(cast("Sized", dataset))
-    kwargs.setdefault("pin_memory", model.can_pin_memory)
-    return model.wrap_loader(DataLoader(cast("Dataset[Any]", dataset), **kwargs))
+    kwargs.setdefault("pin_memory", hooks.can_pin_memory)
+    return hooks.wrap_loader(DataLoader(cast("Dataset[Any]", dataset), **kwargs))
 
 
 def _chooses_order(kwargs: dict[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from unisono.arguments import check_names
 from unisono.collectives.groups import resolve
-from unisono.context import communicator, current_model
+from unisono.context import ContextState, communicator, current_model
 from unisono.control.signatures import level
 from unisono.errors import (
     ArgumentError,
@@ -24,6 +24,7 @@ from unisono.errors import (
     UnsupportedOperation,
 )
 from unisono.model.contract import ComputationModel
+from unisono.model.training import hooks_of
 from unisono.plugins import load, only_row, scan
 from unisono.training.averaging import broadcast_optimizer_state
 from unisono.training.batchnorm import convert_sync_batchnorm
@@ -82,7 +83,8 @@ def auto_model(
     custom = _find(wrapper)
     if wrapper == "ddp":
         check_names('auto_model(wrapper="ddp")', kwargs, _DDP_OPTIONS)
-    current = communicator()
+    context = communicator()
+    current = context.model
     if any(item.device != current.device for item in (*model.parameters(), *model.buffers())):
         model = model.to(current.device)
     if sync_bn:
@@ -95,8 +97,8 @@ def auto_model(
         remember_wrapper(made, model)
         return made
     if kwargs.get("process_group") is not None:
-        kwargs["process_group"] = _library_group(current, kwargs["process_group"])
-    wrapped = current.wrap_module(model, str(wrapper), **kwargs)
+        kwargs["process_group"] = _library_group(context, kwargs["process_group"])
+    wrapped = hooks_of(current).wrap_module(model, str(wrapper), **kwargs)
     if wrapped is not None:
         return wrapped
     if wrapper != "ddp":
@@ -131,9 +133,9 @@ def _is_lone(part: nn.Module, kind: type) -> bool:
     return callable(finds_others) and not finds_others()
 
 
-def _library_group(current: ComputationModel, group: Any) -> Any:
+def _library_group(context: ContextState, group: Any) -> Any:
     """Give the library's own object of a group of which this rank is a member."""
-    found = resolve(current, group)
+    found, current = resolve(context, group), context.model
     if found is not None and current.topology.rank not in found.ranks:
         raise GroupMembershipError(
             f"auto_model: rank {current.topology.rank} isn't a member of process_group "
@@ -230,10 +232,10 @@ def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
     """
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(f"an Optimizer is needed, not a {type(optimizer).__qualname__}")
-    model = communicator()
+    model = communicator().model
     members = [item for entry in optimizer.param_groups for item in entry["params"]]
     found = owners(members)
-    made = model.wrap_optimizer(optimizer, is_averaged=bool(found), **kwargs)
+    made = hooks_of(model).wrap_optimizer(optimizer, is_averaged=bool(found), **kwargs)
     if made is None and kwargs:
         raise ArgumentError(
             f"auto_optim takes no options on {model.name}: {', '.join(sorted(kwargs))}"

@@ -13,7 +13,7 @@ import torch
 
 import unisono
 from tests.support.requirements import require_backend
-from unisono.context import current_model, replica
+from unisono.context import current, replica
 from unisono.errors import ArgumentError, CollectiveTimeoutError, WorkerFailedError
 
 BIG = 2_000_000  # elements: more than what travels in a round
@@ -22,10 +22,10 @@ BACKENDS = ("gloo", "threads", "mpi4py")
 
 def in_threads(*calls: Callable[[], Any]) -> list[Any]:
     """Run calls in a thread each, all of which are this replica; give what each returned."""
-    model, found = current_model(), [None] * len(calls)
+    context, found = current(), [None] * len(calls)
 
     def run(at: int) -> None:
-        with replica(model):
+        with replica(context):
             try:
                 found[at] = calls[at]()
             except Exception as error:

@@ -350,10 +350,11 @@ def test_hosts_of_different_size_meet_in_a_tree_over_tcp(tmp_path: Path) -> None
     def fn(rank: int) -> Any:
         os.environ.update(UNISONO_FAN_OUT="2", UNISONO_SOCKET_IFNAME="lo")
         join(tmp_path, rank, 7)
-        model, before = communicator(), len(listening())
-        hub = rendezvous.meet(model, None, plane.INLINE_BYTES, hosts[rank])
+        control: Any = communicator().control
+        before = len(listening())
+        hub = rendezvous.meet(control, None, plane.INLINE_BYTES, hosts[rank])
         assert hub is not None
-        model.planes[EVERYBODY] = hub
+        control.hubs[EVERYBODY] = hub
         found = [unisono.all_gather(rank), unisono.all_reduce({"a": rank, "b": torch.ones(2)})["a"]]
         found.append(unisono.all_gather("é" * 100_000 * rank)[6] == "é" * 600_000)
         with pytest.raises(CollectiveMismatchError, match="rank 5: barrier"):
@@ -371,7 +372,7 @@ def test_strangers_are_dropped_and_nothing_listens_afterwards(tmp_path: Path) ->
 
     def fn(rank: int) -> Any:
         join(tmp_path, rank, 2)
-        model = communicator()
+        control: Any = communicator().control
         bind = addresses.listen_locally
         names: list[str] = []
 
@@ -388,7 +389,7 @@ def test_strangers_are_dropped_and_nothing_listens_afterwards(tmp_path: Path) ->
 
         vars(rendezvous)["listen_locally"] = bind_and_be_visited
         found = unisono.all_gather(rank)
-        assert model.planes[EVERYBODY] is not None
+        assert control.hubs[EVERYBODY] is not None
         table = Path("/proc/net/unix").read_text().splitlines()
         heard = "".join(line for line in table if line.split()[3] == ACCEPTS)
         unisono.barrier()
@@ -411,7 +412,7 @@ def test_where_sockets_cannot_be_had_the_models_own_collectives_serve(tmp_path: 
         with pytest.raises(CollectiveMismatchError):
             unisono.all_reduce(1) if rank == 2 else unisono.broadcast(1)
         unisono.barrier()
-        assert communicator().planes[EVERYBODY] is None
+        assert vars(communicator().control)["hubs"][EVERYBODY] is None
         leave()
         return found
 

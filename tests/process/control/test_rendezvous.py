@@ -59,10 +59,10 @@ def heard() -> Iterator[list[str]]:
 
 def meet(host: str | None = None) -> Any:
     """Meet twice, as the first exchange does; give the hub and what this rank was told."""
-    model = communicator()
+    control: Any = communicator().control
     with heard() as said:
         for _ in range(2):
-            model.planes[EVERYBODY] = hub = rendezvous.meet(model, None, plane.INLINE_BYTES, host)
+            control.hubs[EVERYBODY] = hub = rendezvous.meet(control, None, plane.INLINE_BYTES, host)
     return hub, said
 
 
@@ -71,7 +71,7 @@ def test_hosts_that_were_taken_for_one_meet_over_tcp(tmp_path: Path) -> None:
         os.environ["UNISONO_SOCKET_IFNAME"] = "lo"
         join_by_tcp(tmp_path, rank, "127.0.0.1")
         vars(rendezvous)["host_of_this_process"] = lambda: f"host {rank}"
-        nnodes = communicator().topology.nnodes
+        nnodes = communicator().model.topology.nnodes
         hub, said = meet()
         found = unisono.all_gather(rank)
         leave()
@@ -122,7 +122,7 @@ def test_ranks_of_one_host_need_no_address_for_others(tmp_path: Path) -> None:
     def fn(rank: int) -> Any:
         join_by_tcp(tmp_path, rank, "0.0.0.0")  # tells nobody how many nodes there are
         call_itself(unknown)
-        nnodes = communicator().topology.nnodes
+        nnodes = communicator().model.topology.nnodes
         hub, said = meet()
         leave()
         return nnodes, hub is not None, said
@@ -321,7 +321,7 @@ def test_another_user_is_sent_away_even_with_a_greeting(tmp_path: Path) -> None:
             vars(rendezvous)["listen_locally"] = bind_and_be_visited
         join(tmp_path, rank, 2)
         found = unisono.all_gather(rank)
-        connected = communicator().planes[EVERYBODY] is not None
+        connected = vars(communicator().control)["hubs"][EVERYBODY] is not None
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         leave()
         return found, connected, codes

@@ -202,7 +202,7 @@ def test_a_forked_child_has_no_connection_of_its_parent(tmp_path: Path) -> None:
     def fn(rank: int) -> Any:
         start(tmp_path, rank, 2)
         unisono.barrier()
-        hub = communicator().planes[EVERYBODY]
+        hub = vars(communicator().control)["hubs"][EVERYBODY]
         alarm = hub._alarm
         fds = [line.fd for line in (*alarm._lines.values(), *alarm._aside._lines.values())]
         fds += [*alarm.pidfds.values(), alarm._aside._end, alarm._aside._wake]

@@ -68,7 +68,7 @@ def test_values_of_all_lengths_are_whole(pairs: int, world_size: int, tmp_path: 
             tensor = torch.arange(size // 4, dtype=torch.float32) + rank
             expected = torch.stack([tensor + other - rank for other in range(world_size)]).sum(0)
             assert torch.equal(unisono.all_reduce(tensor), expected)
-        hub = communicator().planes[EVERYBODY]
+        hub = vars(communicator().control)["hubs"][EVERYBODY]
         leave()
         return hub.shares_memory, hub.inline_bytes
 
@@ -127,7 +127,7 @@ from unisono.topology import EVERYBODY
 
 unisono.initialize("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 found = unisono.all_gather("x" * 70_000 * unisono.get_rank())
-print([len(text) for text in found], communicator().planes[EVERYBODY]._alarm.pidfds)
+print([len(text) for text in found], vars(communicator().control)["hubs"][EVERYBODY]._alarm.pidfds)
 unisono.barrier()
 unisono.finalize()
 """
@@ -164,7 +164,7 @@ def test_the_shortest_round_that_a_rank_wants_is_everybodys(tmp_path: Path) -> N
         join(tmp_path, rank, 2)
         pieces = [bytes(900), bytes(1500)]
         found = unisono.all_gather(pieces[rank]) == pieces
-        limit = communicator().planes[EVERYBODY].inline_bytes
+        limit = vars(communicator().control)["hubs"][EVERYBODY].inline_bytes
         leave()
         return found, limit
 

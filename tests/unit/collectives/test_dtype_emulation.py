@@ -18,6 +18,7 @@ from torch import Tensor
 
 import unisono as idist
 from unisono.collectives import _dtype_emulation as carriers
+from unisono.context import ContextState
 from unisono.errors import PayloadError
 from unisono.model.reduction import ReduceOp, fold_numbers, fold_tensors
 from unisono.models.serial import SerialModel
@@ -183,23 +184,23 @@ def test_shapes_and_inputs_stay(shape: tuple[int, ...]) -> None:
 
 
 def test_movement_of_every_dtype_and_back() -> None:
-    model = SerialModel()
+    context = ContextState(SerialModel())
     for dtype in (torch.bool, *INTEGERS, *FLOATS, torch.complex64, torch.complex128):
         for shape in ((), (0,), (3,), (2, 3)):
             tensor = torch.randint(2, shape).to(dtype)
-            carrier, restore = carriers.movement(model, tensor)
-            assert carrier.dtype in model.dtypes
+            carrier, restore = carriers.movement(context, tensor)
+            assert carrier.dtype in context.model.dtypes
             same(restore(carrier), tensor)
             same(restore(torch.stack([carrier, carrier])), torch.stack([tensor, tensor]))
 
 
 def test_our_own_copy_is_contiguous_and_new() -> None:
-    model = SerialModel()
+    context = ContextState(SerialModel())
     base = torch.arange(12.0).reshape(3, 4)
     cases = [base, base.t(), base[:, ::2], base[1:], base[0, 0], base[:0], base.requires_grad_()]
     cases += [torch.ones(2, dtype=torch.complex64).conj(), torch.ones(1).expand(3, 2)]
     for tensor in cases:
-        mine = carriers.own(model, tensor)
+        mine = carriers.own(context, tensor)
         assert mine.is_contiguous()
         assert not mine.requires_grad
         assert not mine.is_conj()

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.arguments import check_names
-from unisono.control import plane
+from unisono.control.plane import SocketControlPlane
 from unisono.deadlines import limit_of
 from unisono.errors import (
     ArgumentError,
@@ -27,6 +27,7 @@ from unisono.errors import (
 from unisono.model.contract import ComputationModel
 from unisono.model.handle import Handle
 from unisono.model.reduction import ReduceOp
+from unisono.model.training import TrainingHooks
 from unisono.models.horovod import context
 from unisono.models.horovod import context as setup
 from unisono.models.horovod.operations import NARROW, Calls, Start, guise
@@ -53,7 +54,7 @@ _OPS = {
 }
 
 
-class HorovodModel(plane.SocketControlPlane, ComputationModel):
+class HorovodModel(ComputationModel, TrainingHooks):
     """The Horovod context of this process, ours or one that the user's ``hvd.init()`` made.
 
     One instance stands for a context however often it is adopted, so that the numbers of calls
@@ -84,6 +85,7 @@ class HorovodModel(plane.SocketControlPlane, ComputationModel):
         self._device = setup.device_of(hvd)
         self._is_owner = is_owner
         self._calls = Calls(hvd, timeout_s)
+        self.control = SocketControlPlane(self, timeout_s)
         self._made = 0
         HorovodModel._current = self
 
@@ -121,26 +123,21 @@ class HorovodModel(plane.SocketControlPlane, ComputationModel):
         model._topology = setup.place(model._topology, model.exchange(setup.seat(hvd)))
         return model
 
-    @property
-    def timeout_s(self) -> float | None:
-        return self._calls.timeout_s
-
     def finalize(self) -> None:
-        self.settle()
-        self.part()
+        self.control.close()
         if not (self._is_owner and self.is_alive()):
             return
-        setup.leave(self._end, (limit_of(self.timeout_s) or 0.0) + setup.LEAVE_S)
+        setup.leave(self._end, (limit_of(self._calls.timeout_s) or 0.0) + setup.LEAVE_S)
 
     def _end(self) -> None:
         try:
-            self.barrier()  # the first to shut down breaks what the others have under way
+            self._barrier()  # the first to shut down breaks what the others have under way
         except CollectiveError as error:
             _log.debug("shutting Horovod down without the others: %s", error)
         hvd.shutdown()
 
     def abort(self) -> None:
-        self.part(farewell="")
+        self.control.close(farewell="")
         if self._is_owner and self.is_alive():
             setup.leave(hvd.shutdown, setup.LEAVE_S)
 
@@ -167,14 +164,17 @@ class HorovodModel(plane.SocketControlPlane, ComputationModel):
         rows: Tensor = self._calls.run(
             "all_gather",
             group,
-            tensor.numel() * self.size(group),
+            tensor.numel() * self._topology.size(group),
             lambda name, members: hvd.allgather_async(row, name, members),
         )
         return rows
 
-    def barrier(self, group: Group | None = None) -> None:
+    def _barrier(self) -> None:
         start = _reduction(torch.zeros(1, dtype=torch.int32), ReduceOp.SUM)
-        self._calls.run("barrier", group, 1, start, ".barrier")  # hvd.barrier has no deadline
+        self._calls.run("barrier", None, 1, start, ".barrier")  # hvd.barrier has no deadline
+
+    def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
+        return self.control.exchange(blob, group)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
         if op not in _OPS:
@@ -185,9 +185,9 @@ class HorovodModel(plane.SocketControlPlane, ComputationModel):
 
     def start_all_reduce(
         self, tensor: Tensor, op: ReduceOp, group: Group | None = None
-    ) -> Handle[Tensor]:
+    ) -> Handle[Tensor] | None:
         if op not in _OPS:
-            return super().start_all_reduce(tensor, op, group)
+            return None
         carrier, restore = guise(tensor, op)
         start = _reduction(carrier, op)
         return self._calls.start("all_reduce", group, tensor.numel(), start).then(restore)
@@ -245,7 +245,7 @@ class HorovodModel(plane.SocketControlPlane, ComputationModel):
             self._calls.fail(f"new_group({list(ranks)})", None, error)
         timeout_s = None if timeout is None else timeout.total_seconds()
         # Horovod has one process set for these ranks; operations of another name don't meet there.
-        return Group(ranks, self.context_id, made, f"group{self._made}", timeout_s)
+        return Group(ranks, made, f"group{self._made}", timeout_s)
 
     def _find_process_set(self, ranks: tuple[int, ...]) -> Any:
         """Find the process set that exists for `ranks`, for Horovod has each only once. Local."""
@@ -261,7 +261,7 @@ class HorovodModel(plane.SocketControlPlane, ComputationModel):
         if not isinstance(handle, hvd.ProcessSet) or handle.process_set_id is None:
             return None
         name = f"set{handle.process_set_id}"
-        return Group(tuple(handle.ranks), self.context_id, handle, name)
+        return Group(tuple(handle.ranks), handle, name)
 
     @classmethod
     def launch(cls, entry: Callable[[Self], T], plan: LaunchPlan, **options: Any) -> list[T]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from unisono.arguments import check_names
+from unisono.control.plane import ControlPlane
 from unisono.deadlines import DEFAULT_TIMEOUT_S
 from unisono.model import fallback
 from unisono.model.contract import ComputationModel
@@ -36,6 +36,36 @@ __tracebackhide__ = hides
 T = TypeVar("T")
 
 _TAG = 32_767  # the highest that every MPI has: out of the way of a user's own messages
+
+
+class _ControlPlane(ControlPlane):
+    """Bytes travel in MPI, in calls that end on every rank alike."""
+
+    model: MpiModel
+    is_one_host = False  # until the world is ours, which all ranks learn together
+
+    @property
+    def allows_threads(self) -> bool:
+        return self.model.allows_threads
+
+    def compares_calls(self, group: Group | None) -> bool:
+        """Tell whether all ranks share a host, and tensors are there: it costs 10 to 20 us then.
+
+        Local. The first collective over an adopted world finds it out; before that nothing is
+        compared in groups either.
+        """
+        model = self.model
+        is_on_cpu = model.transport_device.type == "cpu"
+        return self.is_one_host and is_on_cpu and model.topology.size(group) > 1
+
+    def prefers_exchange(self, tensor: Tensor, group: Group | None) -> bool:
+        """Tell whether a tensor fits into the round in which the calls are compared. Local."""
+        is_small = tensor.numel() * tensor.itemsize <= self.inline_bytes(group)
+        return is_small and tensor.is_cpu and self.compares_calls(group)
+
+    def interrupt(self, how: str) -> None:
+        """Only the end of this process can tell the others, which it does at once then. Local."""
+        self.model.lose(how)
 
 
 class MpiModel(ComputationModel):
@@ -79,7 +109,7 @@ class MpiModel(ComputationModel):
         self._in_place = mpi.IN_PLACE
         self._comms: list[Any] = []
         self._is_live = True
-        self._is_one_host = False  # until the world is ours, which all ranks learn together
+        self.control = _ControlPlane(self)
 
     @classmethod
     def from_context(cls, hint: ContextHint) -> Self | None:
@@ -115,7 +145,6 @@ class MpiModel(ComputationModel):
         return why_unavailable()
 
     def finalize(self) -> None:
-        self.settle()
         self._end.remove()
         if self.is_alive():
             is_whole = self._calls.finish()
@@ -123,10 +152,6 @@ class MpiModel(ComputationModel):
                 for comm in self._comms if is_whole else ():  # MPI may still be at work there
                     comm.Free()
         self._is_live = False
-
-    def tell_interrupted(self, how: str) -> None:
-        """Only the end of this process can tell the others, which it does at once then. Local."""
-        self._calls.lose(how)
 
     def abort(self) -> None:
         """Leave; when this process ends, the job does. Local. The error gets out before that."""
@@ -148,6 +173,15 @@ class MpiModel(ComputationModel):
     def transport_device(self) -> torch.device:
         return self._transport
 
+    @property
+    def allows_threads(self) -> bool:
+        """Whether MPI may be called from another thread. Local."""
+        return bool(self._mpi.Query_thread() >= self._mpi.THREAD_SERIALIZED)
+
+    def lose(self, how: str) -> None:
+        """Let no further call of MPI be made, and end the job with this process. Local."""
+        self._calls.lose(how)
+
     def _over(self, group: Group | None) -> Any:
         if group is not None:
             return group.handle
@@ -155,7 +189,7 @@ class MpiModel(ComputationModel):
             with self._calls.edge("Comm_dup"):
                 self._world = self._keep(self._mpi.COMM_WORLD.Dup())
                 host = self._world.Split_type(self._mpi.COMM_TYPE_SHARED)
-                self._is_one_host = host.size == self._world.size
+                self.control.is_one_host = host.size == self._world.size
                 host.Free()
         return self._world
 
@@ -172,7 +206,7 @@ class MpiModel(ComputationModel):
         return [flat[at : at + size] for at in range(0, count, size)]
 
     def _is_too_large(self, row: Tensor, group: Group | None) -> bool:
-        return row.numel() * self.size(group) > self.largest_count
+        return row.numel() * self._topology.size(group) > self.largest_count
 
     @staticmethod
     def _is_derived(op: ReduceOp, tensor: Tensor) -> bool:
@@ -180,31 +214,15 @@ class MpiModel(ComputationModel):
         return not tensor.is_cpu and is_folded_by_torch(op, tensor.dtype)
 
     def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
-        size, most = self.size(group), self.largest_count
+        size, most = self._topology.size(group), self.largest_count
         sizes, bodies = self._calls.exchange(self._over(group), size, blob, most)
         return fallback.exchange_bodies(self, blob, sizes, group) if bodies is None else bodies
 
-    def compares_calls(self, group: Group | None) -> bool:
-        """Tell whether all ranks share a host, and tensors are there: it costs 10 to 20 us then.
-
-        Local. The first collective over an adopted world finds it out; before that nothing is
-        compared in groups either.
-        """
-        return self._is_one_host and self._transport.type == "cpu" and self.size(group) > 1
-
-    def prefers_exchange(self, tensor: Tensor, group: Group | None) -> bool:
-        """Tell whether a tensor fits into the round in which the calls are compared. Local."""
-        is_small = tensor.numel() * tensor.itemsize <= self.inline_bytes(group)
-        return is_small and tensor.is_cpu and self.compares_calls(group)
-
-    def barrier(self, group: Group | None = None) -> None:
-        self._calls.run("Barrier", self._over(group))
-
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
-        rows = tensor.new_empty((self.size(group), *tensor.shape))
+        rows = tensor.new_empty((self._topology.size(group), *tensor.shape))
         if self._is_too_large(tensor, group):
-            rows[self.position(group)] = tensor
-            for row, rank in zip(rows, self.members(group), strict=True):
+            rows[self._topology.position(group)] = tensor
+            for row, rank in zip(rows, self._topology.members(group), strict=True):
                 self.broadcast(row, rank, group)
             return rows
         buffer = self._calls.buffer
@@ -222,28 +240,16 @@ class MpiModel(ComputationModel):
 
     def start_all_reduce(
         self, tensor: Tensor, op: ReduceOp, group: Group | None = None
-    ) -> Handle[Tensor]:
+    ) -> Handle[Tensor] | None:
         is_whole = tensor.numel() <= self.largest_count and tensor.is_cpu
         if not is_whole or self._mpi.Query_thread() < self._mpi.THREAD_MULTIPLE:
-            return super().start_all_reduce(tensor, op, group)
-        self.settle()
+            return None
         calls, comm, rule = self._calls, self._over(group), self._calls.rule(op, tensor.dtype)
         args = (self._mpi.IN_PLACE, calls.buffer(tensor), rule)
         return Handle(*calls.start("Iallreduce", comm, tensor, *args))
 
-    def start(self, call: Callable[[], T]) -> Handle[T]:
-        """Start in a thread where MPI may be called from one; else do it at once. Local."""
-        if self._mpi.Query_thread() >= self._mpi.THREAD_SERIALIZED:
-            return super().start(call)
-        outcome: Future[T] = Future()
-        try:
-            outcome.set_result(call())
-        except Exception as error:  # raised where the handle is waited for
-            outcome.set_exception(error)
-        return Handle(outcome.result, outcome.done)
-
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
-        root = self.position(group, src)
+        root = self._topology.position(group, src)
         for piece in self._pieces(tensor):
             self._calls.run("Bcast", self._over(group), self._calls.buffer(piece), root)
         return tensor
@@ -254,29 +260,19 @@ class MpiModel(ComputationModel):
         if self._is_derived(op, tensor):
             return super().reduce(tensor, dst, op, group)
         calls, comm, rule = self._calls, self._over(group), self._calls.rule(op, tensor.dtype)
-        is_root, root = self._topology.rank == dst, self.position(group, dst)
+        is_root, root = self._topology.rank == dst, self._topology.position(group, dst)
         for piece in self._pieces(tensor):
             mine = calls.buffer(piece)
             ends = (self._mpi.IN_PLACE, mine) if is_root else (mine, None)
             calls.run("Reduce", comm, *ends, rule, root)
         return tensor if is_root else None
 
-    def gather(self, tensor: Tensor, dst: int, group: Group | None = None) -> Tensor | None:
-        if self._is_too_large(tensor, group):
-            return super().gather(tensor, dst, group)
-        calls, is_root = self._calls, self._topology.rank == dst
-        rows = tensor.new_empty((self.size(group), *tensor.shape)) if is_root else None
-        into = None if rows is None else calls.buffer(rows)
-        root = self.position(group, dst)
-        calls.run("Gather", self._over(group), calls.buffer(tensor), into, root)
-        return rows
-
     def scatter(
         self, rows: Tensor | None, into: Tensor, src: int, group: Group | None = None
     ) -> Tensor:
         if self._is_too_large(into, group):
             return super().scatter(rows, into, src, group)
-        calls, root = self._calls, self.position(group, src)
+        calls, root = self._calls, self._topology.position(group, src)
         given = None if rows is None else calls.buffer(rows)
         calls.run("Scatter", self._over(group), given, calls.buffer(into), root)
         return into
@@ -298,12 +294,12 @@ class MpiModel(ComputationModel):
         return got
 
     def send(self, tensor: Tensor, dst: int, group: Group | None = None) -> None:
-        pairs, to = group.handle if group else self._pairs, self.position(group, dst)
+        pairs, to = group.handle if group else self._pairs, self._topology.position(group, dst)
         for piece in self._pieces(tensor):
             self._calls.run("Send", pairs, self._calls.buffer(piece), to, _TAG)
 
     def recv(self, into: Tensor, src: int, group: Group | None = None) -> Tensor:
-        pairs, at = group.handle if group else self._pairs, self.position(group, src)
+        pairs, at = group.handle if group else self._pairs, self._topology.position(group, src)
         for piece in self._pieces(into):
             self._calls.run("Recv", pairs, self._calls.buffer(piece), at, _TAG)
         return into
@@ -316,13 +312,13 @@ class MpiModel(ComputationModel):
         timeout = options.pop("timeout", None)
         check_names("new_group on mpi4py", options, {"timeout"})
         if self._topology.rank not in ranks:
-            return Group(ranks, self.context_id)
+            return Group(ranks)
         name = f"new_group({list(ranks)})"
         comm = self._calls.together(name, self._pairs, ranks, partial(self._create, ranks))
         timeout_s = None if timeout is None else timeout.total_seconds()
         if timeout_s is not None:
             self._calls.allow(comm, timeout_s)
-        return Group(ranks, self.context_id, comm, _name(comm), timeout_s)
+        return Group(ranks, comm, _name(comm), timeout_s)
 
     def _create(self, ranks: tuple[int, ...]) -> Any:
         return self._keep(self._pairs.Create_group(self._pairs.group.Incl(ranks), _TAG))
@@ -331,7 +327,7 @@ class MpiModel(ComputationModel):
         if not isinstance(handle, self._mpi.Comm):
             return None
         ranks = setup.ranks_of(self._mpi, handle)
-        return Group(ranks, self.context_id, handle, _name(handle))
+        return Group(ranks, handle, _name(handle))
 
     @classmethod
     def launch(cls, entry: Callable[[Self], T], plan: LaunchPlan, **options: Any) -> list[T]:

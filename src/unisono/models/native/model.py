@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unisono.control import plane
 from unisono.control.handshake import authenticate
+from unisono.control.plane import SocketControlPlane
 from unisono.deadlines import deadline, limit_of
 from unisono.errors import (
     ArgumentError,
@@ -23,6 +23,7 @@ from unisono.errors import (
 from unisono.model.contract import COMMON_DTYPES, ComputationModel
 from unisono.model.handle import Handle
 from unisono.model.reduction import ReduceOp
+from unisono.model.training import TrainingHooks
 from unisono.models.native import process_group
 from unisono.models.native import process_group as setup
 from unisono.models.native.operations import LEAST_S, Calls, set_timeout
@@ -53,7 +54,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class NativeModel(plane.SocketControlPlane, ComputationModel):
+class NativeModel(ComputationModel, TrainingHooks):
     """The default process group of ``torch.distributed``, ours or one that the user made."""
 
     name: ClassVar[str] = "native-dist"
@@ -87,6 +88,8 @@ class NativeModel(plane.SocketControlPlane, ComputationModel):
         )
         self._timeout = timeout or setup.timeout_of(self._pg, self._transport)
         is_gloo = table.get(self._transport.type) == "gloo"
+        timeout_s = None if self._timeout is None else self._timeout.total_seconds()
+        self.control = SocketControlPlane(self, timeout_s)
         self._calls = Calls(self, self._transport.type == "cpu" and topology.world_size > 1)
         self._ops = {**_EVERYWHERE, **_BITWISE} if is_gloo else _EVERYWHERE
 
@@ -142,7 +145,7 @@ class NativeModel(plane.SocketControlPlane, ComputationModel):
             with listening_locally(is_local):
                 setup.join(backend, meeting.info, timeout, meeting.left(), options)
             model = cls(info.topology(), device, True, timeout, is_local)
-            model.secret, model.is_one_host = meeting.secret, is_local
+            model.control.secret, model.control.is_one_host = meeting.secret, is_local
             if info.world_size > 1:
                 # Also so that a rank that is done and gone doesn't look dead to one still joining.
                 with deadline(meeting.left()):
@@ -169,18 +172,13 @@ class NativeModel(plane.SocketControlPlane, ComputationModel):
             return {}
         return {"GLOO_SOCKET_IFNAME": "lo"}  # else gloo listens at the address of the host's name
 
-    @property
-    def timeout_s(self) -> float | None:
-        return None if self._timeout is None else self._timeout.total_seconds()
-
     def finalize(self) -> None:
-        self.settle()
-        self.part()
+        self.control.close()
         if self._is_owner and self.is_alive():
             dist.destroy_process_group()
 
     def abort(self) -> None:
-        self.part(farewell="")
+        self.control.close(farewell="")
         if not (self._is_owner and self.is_alive()):
             return
         abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
@@ -224,8 +222,11 @@ class NativeModel(plane.SocketControlPlane, ComputationModel):
     def has_torch_sync_batchnorm(self) -> bool:
         return self.device.type in ("cuda", "xpu", "hpu")
 
+    def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
+        return self.control.exchange(blob, group)
+
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
-        rows = tensor.new_empty((self.size(group), *tensor.shape))
+        rows = tensor.new_empty((self._topology.size(group), *tensor.shape))
         flat = (rows.view(-1), tensor.view(-1))
         self._calls.run("all_gather", group, _all_gather, *flat)
         return rows
@@ -239,10 +240,10 @@ class NativeModel(plane.SocketControlPlane, ComputationModel):
 
     def start_all_reduce(
         self, tensor: Tensor, op: ReduceOp, group: Group | None = None
-    ) -> Handle[Tensor]:
+    ) -> Handle[Tensor] | None:
         native = self._ops.get(op)
         if native is None:
-            return super().start_all_reduce(tensor, op, group)
+            return None
         call = f"all_reduce {op.name}"
         return self._calls.start(call, group, dist.all_reduce, tensor, native).then(
             lambda _: tensor
@@ -290,20 +291,21 @@ class NativeModel(plane.SocketControlPlane, ComputationModel):
             self._calls.fail(f"new_group({list(ranks)})", None, error)
         is_member = self._topology.rank in ranks
         if not is_member:
-            return Group(ranks, self.context_id)
+            return Group(ranks)
         if is_short and allowed is not None:
             set_timeout(made, allowed)
-        group = Group(ranks, self.context_id, made, made.group_name, allowed_s)
-        if self.secret is not None and len(ranks) > 1:  # it has connections of its own
+        group = Group(ranks, made, made.group_name, allowed_s)
+        secret = self.control.secret
+        if secret is not None and len(ranks) > 1:  # it has connections of its own
             kinds = {device.type for device in made._device_types}
             device = self._transport if self._transport.type in kinds else torch.device("cpu")
-            authenticate(self, group, self.secret, group.name, device)
-            self.proved.add(group.name)
+            authenticate(self, group, secret, group.name, device)
+            self.control.proved.add(group.name)
         return group
 
     def adopt_group(self, handle: object) -> Group | None:
         if handle is dist.GroupMember.NON_GROUP_MEMBER:
-            return Group((), self.context_id)
+            return Group(())
         if not isinstance(handle, dist.ProcessGroup):
             return None
         try:
@@ -313,10 +315,10 @@ class NativeModel(plane.SocketControlPlane, ComputationModel):
                 f"{handle} isn't a group of the live context: make it again with new_group"
             ) from error
         if handle is self._pg:
-            return Group(ranks, self.context_id, handle, EVERYBODY)
+            return Group(ranks, handle, EVERYBODY)
         timeout = setup.timeout_of(handle, self._transport)
         timeout_s = None if timeout is None else timeout.total_seconds()
-        return Group(ranks, self.context_id, handle, handle.group_name, timeout_s)
+        return Group(ranks, handle, handle.group_name, timeout_s)
 
 
 def _parts(backend: str) -> tuple[str, ...]:

@@ -9,12 +9,12 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch.distributed as dist
 
-from unisono.control import plane
 from unisono.control.missing import Absent
+from unisono.control.plane import SocketControlPlane
 from unisono.deadlines import allowed_s, end_of_block, limit_of
 from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
 from unisono.model.edge import ErrorRow, mapped
@@ -22,7 +22,7 @@ from unisono.model.handle import Handle
 from unisono.topology import Group, name_of
 from unisono.tracebacks import hides
 
-__all__ = ("LEAST_S", "Calls", "set_timeout")
+__all__ = ("LEAST_S", "Calls", "Watched", "set_timeout")
 
 __tracebackhide__ = hides
 
@@ -53,6 +53,12 @@ def _handle(group: Group | None) -> Any:
     return None if group is None else group.handle
 
 
+class Watched(Protocol):
+    """What this file needs of a model."""
+
+    control: SocketControlPlane
+
+
 class Calls:
     """Runs operations for one model.
 
@@ -62,9 +68,9 @@ class Calls:
             gloo, which tells only the neighbours of a dead rank.
     """
 
-    def __init__(self, model: plane.Meeting, is_watched: bool) -> None:
-        self._model = weakref.proxy(model)  # a cycle would keep torch's group and its sockets
-        self._whole = weakref.ref(model)
+    def __init__(self, model: Watched, is_watched: bool) -> None:
+        self._control = model.control
+        self._whole = weakref.ref(model)  # a cycle would keep torch's group and its sockets
         self._is_watched = is_watched
 
     def run(self, call: str, group: Group | None, start: Callable[..., Any], *args: Any) -> None:
@@ -95,7 +101,7 @@ class Calls:
         """Start one operation. As `run` otherwise."""
         step = 0
         if self._is_watched:
-            step = self._model.steps.begin(name_of(group), call)
+            step = self._control.steps.begin(name_of(group), call)
         try:
             work = start(*args, _handle(group), async_op=True)
         except RuntimeError as error:
@@ -112,7 +118,7 @@ class Calls:
 
         Takes two ranks, and raises as `run`.
         """
-        limit_s = limit_of(allowed_s(self._model, group))
+        limit_s = limit_of(allowed_s(self._control, group))
         try:
             work = start(*args, _handle(group))
             if self._is_watched and limit_s is not None:
@@ -132,10 +138,10 @@ class Calls:
         _keep: object,
     ) -> None:
         absent: Absent | None = None
-        limit_s = limit_of(allowed_s(self._model, group), until)
+        limit_s = limit_of(allowed_s(self._control, group), until)
         begun = time.monotonic()
         until = math.inf if limit_s is None else begun + limit_s
-        warn_at = math.inf if not self._is_watched else begun + plane.warn_after_s(self._model)
+        warn_at = math.inf if not self._is_watched else begun + self._control.warn_after_s()
         while True:
             is_over = not self._is_watched or work.is_completed()
             try:
@@ -156,9 +162,9 @@ class Calls:
                 self.fail(call, group, TimeoutError(f"not done after {limit_s or 0:.3g} s"), step)
             if now >= warn_at:
                 warn_at = math.inf
-                late = plane.late(self._model, group, step, is_over=False)
+                late = self._control.late(group, step, is_over=False)
                 _log.warning("%s is still waiting: %s", self._where(call), late)
-            absent = plane.gone(self._model, group, step)
+            absent = self._control.gone(group, step)
 
     def fail(self, call: str, group: Group | None, error: Exception, step: int = 0) -> NoReturn:
         """Raise the error of ours for one of torch's. Local.
@@ -171,13 +177,13 @@ class Calls:
         """
         ours, where, text = mapped(_ERRORS, error), self._where(call), str(error).strip()
         if ours is CollectiveTimeoutError:
-            late = plane.late(self._model, group, step) if step else ""
+            late = self._control.late(group, step) if step else ""
             raise ours(f"{late or 'some rank never came'}\n  {where}: {text}") from error
         if ours is PeerFailedError:
-            absent = plane.gone(self._model, group, step) or Absent(-1, "lost a peer")
+            absent = self._control.gone(group, step) or Absent(-1, "lost a peer")
             raise PeerFailedError(f"{where}: {absent.how}: {text}", absent.rank) from error
         raise CollectiveError(f"{where} failed: {text}") from error
 
     def _where(self, call: str) -> str:
-        topology = self._model.topology
+        topology = self._control.model.topology
         return f"rank {topology.rank} of {topology.world_size}: {call}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.control.plane import ControlPlane
 from unisono.errors import (
     ArgumentError,
     BackendUnavailableError,
@@ -23,11 +23,12 @@ from unisono.errors import (
     ContextError,
     UnsupportedOperation,
 )
+from unisono.model import fallback
 from unisono.model.contract import ComputationModel
 from unisono.model.edge import ErrorRow, map_errors
 from unisono.model.fallback import FRAME_BYTES
-from unisono.model.handle import Handle
 from unisono.model.reduction import ReduceOp, fold_tensors
+from unisono.model.training import TrainingHooks
 from unisono.models.thread_exchange import ThreadExchange
 from unisono.models.xla import setup, training
 from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology, name_of
@@ -64,7 +65,29 @@ _ON_CPU = _EVERYWHERE | {
 }
 
 
-class XlaModel(ComputationModel):
+class _ControlPlane(ControlPlane):
+    is_lazy = True
+
+    def __init__(self, model: XlaModel, are_threads: bool, cut: Callable[[], object]) -> None:
+        super().__init__(model)
+        self._are_threads = are_threads
+        self._cut = cut
+
+    @property
+    def allows_threads(self) -> bool:
+        return False
+
+    def compares_calls(self, group: Group | None) -> bool:
+        return self._are_threads and self.model.topology.size(group) > 1
+
+    def bucket(self, size_bytes: int) -> int:
+        return _bucket(size_bytes)
+
+    def settle(self) -> None:
+        self._cut()
+
+
+class XlaModel(ComputationModel, TrainingHooks):
     """One replica of XLA's runtime, as the thread or process that it is.
 
     An instance belongs to one replica; in a process with several each of their threads has its
@@ -85,7 +108,6 @@ class XlaModel(ComputationModel):
     capabilities: ClassVar[frozenset[str]] = frozenset({"groups", "launch"})
     options: ClassVar[frozenset[str]] = frozenset({"timeout"})
     is_thread_bound: ClassVar[bool] = True
-    is_lazy: ClassVar[bool] = True
     dtypes: frozenset[torch.dtype] = _EVERYWHERE
 
     def __init__(
@@ -104,6 +126,7 @@ class XlaModel(ComputationModel):
         is_cpu = self._kind == "CPU"
         self.dtypes = _ON_CPU if is_cpu else _EVERYWHERE
         self._transport = torch.device("cpu") if is_cpu else self._device
+        self.control = _ControlPlane(self, self._are_threads, partial(step.cut, str(self._device)))
 
     @classmethod
     def why_unavailable(cls, backend: str) -> str | None:
@@ -169,10 +192,6 @@ class XlaModel(ComputationModel):
         return self._device
 
     @property
-    def timeout_s(self) -> float | None:
-        return self._timeout_s
-
-    @property
     def transport_device(self) -> torch.device:
         return self._transport
 
@@ -196,14 +215,11 @@ class XlaModel(ComputationModel):
         return results
 
     def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
-        if self.size(group) == 1:
+        if self._topology.size(group) == 1:
             return [blob]
-        return (
-            self._swap("an exchange", blob, group) if self._are_threads else super().exchange(blob)
-        )
-
-    def compares_calls(self, group: Group | None) -> bool:
-        return self._are_threads and self.size(group) > 1
+        if self._are_threads:
+            return self._swap("an exchange", blob, group)
+        return fallback.exchange(self, blob, None, _bucket)
 
     def wrap_module(self, module: nn.Module, wrapper: str, **options: Any) -> nn.Module | None:
         return training.spread(self, module) if wrapper == "ddp" else None
@@ -218,11 +234,8 @@ class XlaModel(ComputationModel):
     def wrap_loader(self, loader: Any) -> Any:
         return training.FeedingLoader(loader, self._device)
 
-    def bucket(self, size_bytes: int) -> int:
-        return max(FRAME_BYTES, 1 << (size_bytes - 1).bit_length())
-
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
-        n = self.size(group)
+        n = self._topology.size(group)
         if n == 1:
             return tensor.unsqueeze(0)
         if tensor.numel() == 0:  # XLA fails on it
@@ -271,22 +284,10 @@ class XlaModel(ComputationModel):
                 "XLA's graphs need every replica; use all ranks, or backend 'nccl' or 'gloo'",
             )
         count = self._made[ranks] = self._made.get(ranks, 0) + 1
-        return Group(ranks, self.context_id, name=f"{ranks} {count}")
-
-    def settle(self) -> None:
-        self._step.cut(str(self._device))
-
-    def start(self, call: Callable[[], T]) -> Handle[T]:
-        self.settle()
-        outcome: Future[T] = Future()
-        try:
-            outcome.set_result(call())
-        except Exception as error:  # raised where the handle is waited for
-            outcome.set_exception(error)
-        return Handle(outcome.result, outcome.done)
+        return Group(ranks, name=f"{ranks} {count}")
 
     def _is_everybody(self, group: Group | None) -> bool:
-        return self.size(group) == self._topology.world_size
+        return self._topology.size(group) == self._topology.world_size
 
     def _is_native(self, tensor: Tensor, op: ReduceOp, group: Group | None) -> bool:
         """Tell whether XLA computes this, and as `fold_tensors` does."""
@@ -314,9 +315,14 @@ class XlaModel(ComputationModel):
             return result.to(self._transport)
 
     def _swap(self, call: str, item: T, group: Group | None) -> list[T]:
-        ranks = tuple(self.members(group))
+        ranks = tuple(self._topology.members(group))
         rank = self._topology.rank
         return REPLICAS.swap(name_of(group), ranks, rank, call, item, self._timeout_s)
+
+
+def _bucket(size_bytes: int) -> int:
+    """Round up to a power of two, for XLA compiles a graph for each size."""
+    return max(FRAME_BYTES, 1 << (size_bytes - 1).bit_length())
 
 
 def _run_replica(

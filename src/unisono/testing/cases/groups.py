@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 import unisono as idist
-from unisono.context import current_model, replica
+from unisono.context import ContextState, communicator, current, replica
 from unisono.errors import ArgumentError, GroupMembershipError
-from unisono.model.contract import ComputationModel
 from unisono.testing.cases._law import law, needs_ranks, raises, same, tensor_of, worlds
 from unisono.topology import Group
 
@@ -85,11 +84,11 @@ def a_list_of_ranks_makes_one_group_however_often_it_is_used() -> None:
     _, size = worlds()
     members = list(range(size))
     idist.all_reduce(1, group=members)
-    before = len(current_model().groups)
+    before = len(current().groups)
     for _ in range(20):
         idist.all_reduce(1, group=list(members))
         idist.all_reduce(1, group=tuple(members))
-    same(len(current_model().groups), before)
+    same(len(current().groups), before)
 
 
 @law("groups")
@@ -99,14 +98,14 @@ def two_groups_of_the_same_ranks_are_two_communicators() -> None:
     On a model that records graphs, which have one order, every rank calls one after the other.
     """
     rank, size = worlds()
-    model = current_model()
+    context = communicator()
     if not needs_ranks(2):
         return
     one, other = idist.new_group(range(size)), idist.new_group(range(size))
     for _ in range(10):
         found: dict[str, Any] = {}
-        if rank == 0 and not model.is_lazy:
-            thread = threading.Thread(target=_sum_in_a_thread, args=(model, one, found))
+        if rank == 0 and not context.control.is_lazy:
+            thread = threading.Thread(target=_sum_in_a_thread, args=(context, one, found))
             thread.start()
             found["other"] = idist.all_reduce(100, group=other)
             thread.join()
@@ -116,8 +115,8 @@ def two_groups_of_the_same_ranks_are_two_communicators() -> None:
         same((found["one"], found["other"]), (size, 100 * size), "sums of the two groups")
 
 
-def _sum_in_a_thread(model: ComputationModel, group: Group, found: dict[str, Any]) -> None:
-    with replica(model):
+def _sum_in_a_thread(context: ContextState, group: Group, found: dict[str, Any]) -> None:
+    with replica(context):
         try:
             found["one"] = idist.all_reduce(1, group=group)
         except Exception as error:
@@ -162,7 +161,7 @@ def a_root_outside_of_the_group_is_refused_on_every_rank() -> None:
     if not needs_ranks(2):
         return
     group = idist.new_group([0])
-    parts = ["no member"]
+    parts = ["isn't a member"]
     raises(GroupMembershipError, partial(idist.broadcast, 1, src=size - 1, group=group), parts)
     raises(GroupMembershipError, partial(idist.gather, 1, dst=size - 1, group=group), parts)
     raises(GroupMembershipError, partial(idist.reduce, 1, dst=size - 1, group=group), parts)

@@ -163,12 +163,12 @@ def tensors_without_memory_of_their_own_are_refused_by_name() -> None:
 @law()
 def a_tensor_that_one_rank_refuses_is_an_error_on_every_rank() -> None:
     """Where calls are compared, which a model may leave to UNISONO_DEBUG=1."""
-    model = communicator()
-    before, model.is_checked = model.is_checked, True
+    context = communicator()
+    before, context.is_checked = context.is_checked, True
     try:
         _refuse_on_one_rank()
     finally:
-        model.is_checked = before
+        context.is_checked = before
 
 
 def _refuse_on_one_rank() -> None:
