@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import importlib
 import itertools
 import os
 import sys
@@ -17,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from unisono import registry
+from unisono import plugins, registry
 from unisono.control.plane import control_of
 from unisono.control.signatures import from_here, site
 from unisono.errors import (
@@ -32,7 +31,6 @@ from unisono.model.contract import ComputationModel
 from unisono.model.handle import BACKGROUND, Background, Handle
 from unisono.model.reduction import ReduceOp
 from unisono.models.serial import SerialModel
-from unisono.plugins import plugin_environments
 from unisono.topology import ContextHint, Group, RankInfo
 
 __all__ = (
@@ -389,9 +387,7 @@ def read_environment() -> RankInfo | None:
     Raises:
         EnvironmentDetectionError: they are partial, malformed or contradict each other.
     """
-    detect = importlib.import_module("unisono.environments.detection").detect
-    found: RankInfo | None = detect(os.environ, plugin_environments())
-    return found
+    return plugins.read_environment(os.environ)
 
 
 def detect_environment() -> RankInfo | None:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from unisono import registry
-from unisono.plugins import load, plugin_environments
+from unisono.environments.detection import environments, explain
+from unisono.plugins import load
 from unisono.topology import usable_cores
 
 __all__ = ("diagnose", "lines", "problems")
@@ -51,7 +52,7 @@ def diagnose(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    findings = load("unisono.environments.detection:explain")(environ, plugin_environments())
+    findings = explain(environ, environments.load_plugins())
     said: list[dict[str, Any]] = [
         {
             "source": finding.source,

@@ -28,7 +28,7 @@ from unisono.launchers.job.process_state import streams_filled
 from unisono.launchers.job.title import name_thread
 from unisono.model.contract import ComputationModel
 from unisono.options import InitializeOptions, SpawnOptions
-from unisono.plugins import OF_THREADS, SEATS_NODES
+from unisono.plugins import OF_THREADS, seats_nodes
 from unisono.registry import find_launcher, find_model
 from unisono.topology import PREFIXED, LaunchPlan, RankInfo
 from unisono.tracebacks import hides, raised_here, say_instead
@@ -609,13 +609,13 @@ def _plan(nproc_per_node: Any, options: Mapping[str, Any]) -> LaunchPlan:
                 )
     has_address = plan.master_addr is not None and plan.master_port is not None
     launcher = options.get("launcher") or _DEFAULT_LAUNCHER
-    if plan.nnodes > 1 and not (has_address or plan.init_method or launcher in SEATS_NODES):
+    if plan.nnodes > 1 and not (has_address or plan.init_method or seats_nodes(launcher)):
         raise ArgumentError(
             f"nnodes={plan.nnodes} needs master_addr= and master_port= of node 0, or init_method="
         )
     if plan.init_method == "env://":  # the launcher's own rendezvous is what it stands for
         plan = replace(plan, init_method=None)
-    if plan.nnodes == 1 or launcher in SEATS_NODES:  # else each node makes this call
+    if plan.nnodes == 1 or seats_nodes(launcher):  # else each node makes this call
         plan = replace(plan, job_id=secrets.token_hex(8))
     return plan
 

@@ -1,4 +1,4 @@
-"""What can be loaded by name: the built-in models and launchers, and entry points."""
+"""What can be loaded by name: built in, registered at run time, or a plug-in. Without torch."""
 
 from __future__ import annotations
 
@@ -7,26 +7,31 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
+import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from unisono.errors import RegistrationError
+from unisono.errors import BackendUnavailableError, RegistrationError
+from unisono.topology import RankInfo
 
 __all__ = (
     "LAUNCHERS",
     "MODELS",
     "OF_THREADS",
-    "SCRIPT_RUNNERS",
-    "SEATS_NODES",
+    "PluginRegistry",
     "Row",
+    "by_name",
+    "check_callable",
     "load",
-    "only_row",
-    "plugin_environments",
-    "scan",
+    "read_environment",
+    "seats_nodes",
+    "warn_left_out",
     "why_not_installed",
 )
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +40,15 @@ class Row:
 
     Args:
         names: what users call it: a model's backends, a launcher's name.
-        path: ``module:attribute``.
+        path: ``module:attribute``, or ``module``.
         library: the module that it is over; nothing of it is imported to find out that it's there.
         remedy: how to get the library.
         check: ``module:function`` that says why it can't be used here, None if it can; it is light
             and imports no library. Where the row has several names it is called with the one asked
             for, else without any.
         distribution: who ships it, empty for unisono.
+        script: the function beside a launcher that runs scripts, ``run(script) -> Outcome``.
+        seats_nodes: whether a launcher reaches all nodes from one, and tells them where to meet.
     """
 
     names: tuple[str, ...]
@@ -50,6 +57,13 @@ class Row:
     remedy: str = ""
     check: str = ""
     distribution: str = ""
+    script: str = ""
+    seats_nodes: bool = False
+
+    @property
+    def module(self) -> str:
+        """The module that `path` is in."""
+        return self.path.partition(":")[0]
 
 
 MODELS = (
@@ -80,43 +94,239 @@ MODELS = (
 )
 _CHECKS = "unisono.launchers.availability:"
 LAUNCHERS = (
-    Row(("processes",), "unisono.launchers.processes:launch"),
-    Row(("torchrun",), "unisono.launchers.torchrun:launch"),
-    Row(("mpi",), "unisono.launchers.mpi.script:launch", check=f"{_CHECKS}why_no_mpi"),
-    Row(("slurm",), "unisono.launchers.slurm:launch", check=f"{_CHECKS}why_no_slurm"),
-    Row(("ray",), "unisono.launchers.ray.launcher:launch", "ray", "python -m pip install ray"),
+    Row(("processes",), "unisono.launchers.processes:launch", script="run"),
+    Row(("torchrun",), "unisono.launchers.torchrun:launch", script="run"),
+    Row(
+        ("mpi",),
+        "unisono.launchers.mpi.script:launch",
+        check=f"{_CHECKS}why_no_mpi",
+        script="run",
+    ),
+    Row(
+        ("slurm",),
+        "unisono.launchers.slurm:launch",
+        check=f"{_CHECKS}why_no_slurm",
+        script="run",
+        seats_nodes=True,
+    ),
+    Row(
+        ("ray",),
+        "unisono.launchers.ray.launcher:launch",
+        "ray",
+        "python -m pip install ray",
+        script="run",
+        seats_nodes=True,
+    ),
 )
 # Backends whose replicas are threads, which no launcher of processes makes.
 OF_THREADS = frozenset({"threads", "xla-tpu", "xla-cuda", "xla-cpu"})
-# Launchers that reach all nodes from one, and tell them where to meet.
-SEATS_NODES = frozenset({"slurm", "ray"})
-# The same launchers for scripts: ``run(script) -> Outcome``.
-SCRIPT_RUNNERS = {
-    "processes": "unisono.launchers.processes:run",
-    "torchrun": "unisono.launchers.torchrun:run",
-    "mpi": "unisono.launchers.mpi.script:run",
-    "slurm": "unisono.launchers.slurm:run",
-    "ray": "unisono.launchers.ray.launcher:run",
-}
+
+
+def by_name(rows: Iterable[Row]) -> dict[str, Row]:
+    """Index rows by each of their names. Local."""
+    return {name: row for row in rows for name in row.names}
+
+
+def seats_nodes(launcher: str | None) -> bool:
+    """Tell whether a launcher reaches all nodes from one, and tells them where to meet. Local."""
+    return any(row.seats_nodes and launcher in row.names for row in LAUNCHERS)
 
 
 @functools.cache
 def load(path: str) -> Any:
-    """Import what ``module:attribute`` names, or ``module:``. Local."""
+    """Import what ``module:attribute`` names, or ``module``. Local."""
     module, _, name = path.partition(":")
     loaded = importlib.import_module(module)
     return getattr(loaded, name) if name else loaded
 
 
-@functools.cache
-def scan(group: str) -> Mapping[str, list[Row]]:
-    """Read the entry points of a group, once for each process.
+def read_environment(environ: Mapping[str, str]) -> RankInfo | None:
+    """Read who this process is from its variables; what reads them is loaded at the first call.
 
     Local.
 
     Returns:
-        The rows by name in lower case; more than one where plug-ins claim the same name.
+        The facts; None where the variables say nothing.
+
+    Raises:
+        EnvironmentDetectionError: they are partial, malformed or contradict each other.
     """
+    info: RankInfo | None = load("unisono.environments.detection:read")(environ)
+    return info
+
+
+class PluginRegistry(Generic[T]):
+    """Things of one kind by name: registered at run time, built in, or brought by plug-ins.
+
+    A name belongs to what was registered under it, else to what is built in, else to the plug-in
+    whose entry point has it. Nothing is imported before it is asked for.
+
+    Args:
+        what: the kind, as errors call it.
+        group: the group of the plug-ins' entry points.
+        built_in: ours by name; a `Row` is loaded when it is asked for.
+        check: gives back what was loaded, or raises if it isn't of this kind.
+        replaces_built_in: whether `register` may override what is built in.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        group: str,
+        built_in: Mapping[str, Row | T],
+        check: Callable[[Any], T],
+        *,
+        replaces_built_in: bool = False,
+    ) -> None:
+        self.what = what
+        self.group = group
+        self.built_in = built_in
+        self.registered: dict[str, T] = {}
+        self._check = check
+        self._replaces_built_in = replaces_built_in
+        self._lock = threading.RLock()
+        self._scanned: dict[str, list[Row]] | None = None
+        self._loaded: tuple[T, ...] | None = None
+
+    @property
+    def plugins(self) -> Mapping[str, list[Row]]:
+        """The rows of entry points by name in lower case; several where plug-ins claim one name."""
+        if self._scanned is None:
+            self._scanned = _scan(self.group)
+        return self._scanned
+
+    def forget_plugins(self) -> None:
+        """Read the entry points again when they are next asked for. Local."""
+        self._scanned = self._loaded = None
+
+    def known(self) -> str:
+        """List all names, for an error. Local."""
+        return ", ".join(sorted({*self.built_in, *self.registered, *self.plugins}))
+
+    def is_built_in(self, name: str) -> bool:
+        """Tell whether a name is one of ours. Local."""
+        return name in self.built_in
+
+    def register(self, names: Iterable[str], thing: T, *, override: bool, owner: str = "") -> None:
+        """Give names to a thing: all of them, or none where one is taken.
+
+        Local. Registering the same thing again does no harm.
+
+        Raises:
+            RegistrationError: a name is taken.
+        """
+        names = tuple(names)
+        limit = "" if self._replaces_built_in else " for one that was registered"
+        with self._lock:
+            for name in names:
+                if self._is_taken(name, thing, override):
+                    raise RegistrationError(
+                        f"{self.what} {name!r}{owner} is taken: choose another name, or pass "
+                        f"override=True{limit}"
+                    )
+            self.registered.update(dict.fromkeys(names, thing))
+
+    def _is_taken(self, name: str, thing: T, override: bool) -> bool:
+        if self.is_built_in(name) and not (override and self._replaces_built_in):
+            return True
+        return self.registered.get(name, thing) is not thing and not override
+
+    def unregister(self, thing: T) -> None:
+        """Take back what `register` did for a thing; harmless if it wasn't called. Local."""
+        with self._lock:
+            for name in [name for name, other in self.registered.items() if other is thing]:
+                del self.registered[name]
+
+    def entry(self, name: Any) -> Row | T | None:
+        """Give what has a name, as a row where it would have to be loaded; None for an unknown one.
+
+        Local.
+
+        Raises:
+            RegistrationError: two plug-ins claim the name.
+        """
+        if not isinstance(name, str):
+            return None
+        for table in (self.registered, self.built_in):
+            if name in table:
+                return table[name]
+        return self._only_row(name.lower())
+
+    def _only_row(self, name: str) -> Row | None:
+        rows = self.plugins.get(name, [])
+        if len(rows) > 1:
+            owners = " and ".join(sorted(row.distribution for row in rows))
+            raise RegistrationError(
+                f"{self.what} {name!r} is claimed by two plug-ins, {owners}: uninstall one of them"
+            )
+        return rows[0] if rows else None
+
+    def find(self, name: Any) -> T | None:
+        """Give what has a name, loaded; None for an unknown one.
+
+        Local.
+
+        Raises:
+            BackendUnavailableError: what it needs isn't installed, loading it failed, or it isn't
+                of this kind.
+            RegistrationError: two plug-ins claim the name.
+        """
+        entry = self.entry(name)
+        if not isinstance(entry, Row):
+            return entry
+        reason = why_not_installed(entry, name)
+        if reason is not None:
+            raise BackendUnavailableError(f"{self.what} {name!r} can't be used here: {reason}")
+        try:
+            return self.load(entry)
+        except Exception as error:  # a plug-in's import may raise anything
+            owner = f" of distribution {entry.distribution}" if entry.distribution else ""
+            raise BackendUnavailableError(
+                f"{self.what} {name!r}: loading {entry.path}{owner} failed: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def load(self, row: Row) -> T:
+        """Load and check what a row names. Local. What its import raises is raised."""
+        return self._check(load(row.path))
+
+    def load_plugins(self) -> tuple[T, ...]:
+        """Load what all entry points name, once.
+
+        Local. A broken one is left out with one warning, and so are two that claim the same name.
+
+        Returns:
+            What could be loaded, in the order of their names.
+        """
+        if self._loaded is None:
+            loaded = []
+            for name, rows in sorted(self.plugins.items()):
+                try:
+                    row = self._only_row(name)
+                    loaded += [] if row is None else [self.load(row)]
+                except Exception as error:  # noqa: PERF203 - a plug-in's import may raise anything
+                    owners = ", ".join(row.distribution for row in rows)
+                    warn_left_out(f"{self.what} {name!r} of {owners}", error)
+            self._loaded = tuple(loaded)
+        return self._loaded
+
+    def availability(self) -> dict[str, str | None]:
+        """Tell for every name why it can't be used here, None where it can.
+
+        Local. No library is imported to answer.
+        """
+        table: dict[str, str | None] = {}
+        for name, entry in self.built_in.items():
+            table[name] = why_not_installed(entry, name) if isinstance(entry, Row) else None
+        for name, rows in self.plugins.items():
+            owners = ", ".join(row.distribution for row in rows)
+            clash = f"claimed by two plug-ins: {owners}" if len(rows) > 1 else None
+            table.setdefault(name, clash or why_not_installed(rows[0], name))
+        return table
+
+
+def _scan(group: str) -> dict[str, list[Row]]:
+    """Read the entry points of a group."""
     found: dict[str, list[Row]] = {}
     for point in importlib.metadata.entry_points(group=group):
         owner = point.dist.name if point.dist else "unknown"
@@ -128,45 +338,24 @@ def scan(group: str) -> Mapping[str, list[Row]]:
     return found
 
 
-@functools.cache
-def plugin_environments() -> tuple[Any, ...]:
-    """Load what the entry points of ``unisono.environments`` name, once for each process.
-
-    Local. A broken one is left out with one warning, and so are two that claim the same name.
-
-    Returns:
-        Objects with ``NAME`` and ``detect``, in the order of their names.
-    """
-    loaded = []
-    for name, rows in sorted(scan("unisono.environments").items()):
-        try:
-            row = only_row("environment", name, rows)
-            if row is not None:
-                loaded.append(load(row.path if ":" in row.path else f"{row.path}:"))
-        except Exception as error:  # noqa: PERF203 - a plug-in's import may raise anything
-            owners = ", ".join(row.distribution for row in rows)
-            warnings.warn(
-                f"environment {name!r} of {owners} is left out: {type(error).__name__}: {error}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-    return tuple(loaded)
+def warn_left_out(what: str, error: Exception) -> None:
+    """Warn that a plug-in is broken, and that the program goes on without it. Local."""
+    warnings.warn(
+        f"{what} is left out: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=4
+    )
 
 
-def only_row(what: str, name: str, rows: list[Row]) -> Row | None:
-    """Give the one row of a name, None if there is none.
+def check_callable(thing: Any) -> Any:
+    """Give back what can be called.
 
     Local.
 
     Raises:
-        RegistrationError: two plug-ins claim the name.
+        TypeError: it can't be.
     """
-    if len(rows) > 1:
-        owners = " and ".join(sorted(row.distribution for row in rows))
-        raise RegistrationError(
-            f"{what} {name!r} is claimed by two plug-ins, {owners}: uninstall one of them"
-        )
-    return rows[0] if rows else None
+    if not callable(thing):
+        raise TypeError(f"{thing!r} can't be called")
+    return thing
 
 
 def why_not_installed(row: Row, name: str) -> str | None:

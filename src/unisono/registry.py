@@ -5,13 +5,10 @@ from __future__ import annotations
 import difflib
 import functools
 import sys
-import threading
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from unisono.environments.detection import ENVIRONMENTS, Environment
 from unisono.errors import (
     ArgumentError,
     BackendUnavailableError,
@@ -21,8 +18,20 @@ from unisono.errors import (
     UnknownBackendError,
 )
 from unisono.model.contract import ComputationModel
-from unisono.plugins import LAUNCHERS, MODELS, Row, load, only_row, scan, why_not_installed
+from unisono.plugins import (
+    LAUNCHERS,
+    MODELS,
+    PluginRegistry,
+    Row,
+    by_name,
+    check_callable,
+    load,
+    warn_left_out,
+)
 from unisono.topology import ContextHint
+
+if TYPE_CHECKING:
+    from unisono.environments.detection import Environment
 
 __all__ = (
     "availability",
@@ -31,10 +40,8 @@ __all__ = (
     "find_environment",
     "find_launcher",
     "find_model",
+    "find_script_runner",
     "launcher_availability",
-    "load_environment",
-    "load_launcher",
-    "load_model",
     "probe",
     "register_model",
     "registered_models",
@@ -63,37 +70,6 @@ def check_is_model(cls: Any) -> type[ComputationModel]:
     return cls
 
 
-def load_model(backend: str, row: Row) -> type[ComputationModel]:
-    """Load the model that `row` names.
-
-    Local.
-
-    Raises:
-        BackendUnavailableError: loading it failed, or it isn't a model.
-    """
-    try:
-        return check_is_model(load(row.path))
-    except Exception as error:  # a plug-in's import may raise anything
-        raise _unusable("backend", backend, row, error) from error
-
-
-def load_launcher(name: str, row: Row) -> Callable[..., Any]:
-    """Load the launcher that `row` names.
-
-    Local.
-
-    Raises:
-        BackendUnavailableError: loading it failed, or it can't be called.
-    """
-    try:
-        launch: Callable[..., Any] = load(row.path)
-        if not callable(launch):
-            raise TypeError(f"{launch!r} can't be called")
-    except Exception as error:  # a plug-in's import may raise anything
-        raise _unusable("launcher", name, row, error) from error
-    return _guarded(launch, name, row) if row.distribution else launch
-
-
 def _guarded(launch: Callable[..., Any], name: str, row: Row) -> Callable[..., Any]:
     """Hold a plug-in's launcher to the contract: a list of results, or an error of ours. Local."""
     who = f"launcher {name!r} of distribution {row.distribution}"
@@ -116,37 +92,55 @@ def _guarded(launch: Callable[..., Any], name: str, row: Row) -> Callable[..., A
     return guarded
 
 
-def load_environment(name: str, row: Row) -> Any:
-    """Load the environment that `row` names: a module or an object.
+@dataclass(slots=True)
+class _Watched:
+    """A model that may have a live context once its library is loaded."""
 
-    Local.
-
-    Raises:
-        BackendUnavailableError: loading it failed, or it lacks ``NAME`` or ``detect``.
-    """
-    try:
-        found = load(row.path if ":" in row.path else f"{row.path}:")
-        missing = [member for member in ("NAME", "detect") if not hasattr(found, member)]
-        if missing:
-            raise TypeError(f"it lacks {missing}")
-    except Exception as error:  # a plug-in's import may raise anything
-        raise _unusable("environment", name, row, error) from error
-    return found
+    row: Row
+    library: str
+    cls: type[ComputationModel] | None = None
 
 
-def _unusable(what: str, name: str, row: Row, error: Exception) -> BackendUnavailableError:
-    owner = f" of distribution {row.distribution}" if row.distribution else ""
-    return BackendUnavailableError(
-        f"{what} {name!r}: loading {row.path}{owner} failed: {type(error).__name__}: {error}"
-    )
+_NATIVE = Row((), "unisono.models.native.model:NativeModel")
 
 
-_GROUP = "unisono.models"
-_LAUNCHER_GROUP = "unisono.launchers"
-_ENVIRONMENT_GROUP = "unisono.environments"
-_NATIVE = "unisono.models.native.model:NativeModel"
-_registered: dict[str, type[ComputationModel]] = {}
-_lock = threading.RLock()
+class _Models(PluginRegistry[type[ComputationModel]]):
+    """Models by backend. What no row names may be torch's backend, which only torch knows."""
+
+    watched: list[_Watched] | None = None
+
+    @property
+    def native(self) -> type[ComputationModel]:
+        return self.load(_NATIVE)
+
+    def is_built_in(self, name: str) -> bool:
+        return super().is_built_in(name) or self.native.claims(name)
+
+    def entry(self, name: Any) -> Row | type[ComputationModel] | None:
+        if name not in self.registered and name not in self.built_in and self.native.claims(name):
+            return _NATIVE
+        return super().entry(name)
+
+    def watch(self) -> list[_Watched]:
+        """List what may have a live context: registered models, built-in ones, then plug-ins."""
+        with self._lock:
+            rows = [row for row in MODELS if row.library]
+            rows += [row for rows in self.plugins.values() for row in rows]
+            registered = dict.fromkeys(self.registered.values())
+            self.watched = [
+                *(_Watched(Row(cls.backends, ""), "unisono", cls) for cls in registered),
+                _Watched(_NATIVE, "torch.distributed"),
+                *(_Watched(row, row.library) for row in rows),
+            ]
+            return self.watched
+
+
+_models = _Models(
+    "backend", "unisono.models", by_name(MODELS), check_is_model, replaces_built_in=True
+)
+_launchers: PluginRegistry[Callable[..., Any]] = PluginRegistry(
+    "launcher", "unisono.launchers", by_name(LAUNCHERS), check_callable
+)
 
 
 def register_model(cls: type[ComputationModel], override: bool = False) -> type[ComputationModel]:
@@ -171,18 +165,10 @@ def register_model(cls: type[ComputationModel], override: bool = False) -> type[
         ...
         unisono.errors.RegistrationError: ComputationModel can't be registered: it lacks ...
     """
-    global _watch
     check_is_model(cls)
     backends = [backend.lower() for backend in cls.backends]
-    with _lock:
-        for backend in backends:
-            if not override and _is_taken(backend, cls):
-                raise RegistrationError(
-                    f"backend {backend!r} of {cls.__qualname__} is taken: choose another name, or "
-                    "pass override=True"
-                )
-        _registered.update(dict.fromkeys(backends, cls))
-        _watch = None
+    _models.register(backends, cls, override=override, owner=f" of {cls.__qualname__}")
+    _models.watched = None
     return cls
 
 
@@ -194,17 +180,8 @@ def unregister_model(cls: type[ComputationModel]) -> None:
     Args:
         cls: the model.
     """
-    global _watch
-    with _lock:
-        for backend in [name for name, other in _registered.items() if other is cls]:
-            del _registered[backend]
-        _watch = None
-
-
-def _is_taken(backend: str, cls: type[ComputationModel]) -> bool:
-    if _registered.get(backend, cls) is not cls:
-        return True
-    return any(backend in row.names for row in MODELS) or _native().claims(backend)
+    _models.unregister(cls)
+    _models.watched = None
 
 
 def find_model(backend: str) -> type[ComputationModel]:
@@ -225,38 +202,13 @@ def find_model(backend: str) -> type[ComputationModel]:
     """
     if not isinstance(backend, str):
         raise UnknownBackendError(f"a backend is named by a str, not {type(backend).__name__}")
-    wanted = backend.lower()
-    cls = _registered.get(wanted)
+    cls = _models.find(backend.lower())
     if cls is None:
-        row = _row_of(wanted)
-        cls = _native() if row is None else _load_by_name(wanted, row)
-        if row is None and not cls.claims(wanted):
-            raise UnknownBackendError(_unknown(backend))
-    reason = cls.why_unavailable(wanted)
+        raise UnknownBackendError(_unknown(backend))
+    reason = cls.why_unavailable(backend.lower())
     if reason is not None:
         raise BackendUnavailableError(f"backend {backend!r} can't be used here: {reason}")
     return cls
-
-
-def _row_of(backend: str) -> Row | None:
-    for row in MODELS:
-        if backend in row.names:
-            return row
-    if _native().claims(backend):
-        return None
-    return only_row("backend", backend, scan(_GROUP).get(backend, []))
-
-
-def _native() -> type[ComputationModel]:
-    cls: type[ComputationModel] = load(_NATIVE)
-    return cls
-
-
-def _load_by_name(backend: str, row: Row) -> type[ComputationModel]:
-    reason = why_not_installed(row, backend)
-    if reason is not None:
-        raise BackendUnavailableError(f"backend {backend!r} can't be used here: {reason}")
-    return load_model(backend, row)
 
 
 def _unknown(backend: str) -> str:
@@ -281,7 +233,7 @@ def probe(hint: ContextHint) -> ComputationModel | None:
         What the first model adopted: registered models are asked first, then built-in ones, then
         plug-ins. A broken plug-in is left out with one warning.
     """
-    for watched in _watch if _watch is not None else _make_watch():
+    for watched in _models.watched or _models.watch():
         if watched.library in sys.modules:
             cls = watched.cls or _load_or_warn(watched)
             model = None if cls is None else cls.from_context(hint)
@@ -290,44 +242,13 @@ def probe(hint: ContextHint) -> ComputationModel | None:
     return None
 
 
-@dataclass(slots=True)
-class _Watched:
-    """A model that may have a live context once its library is loaded."""
-
-    row: Row
-    library: str
-    cls: type[ComputationModel] | None = None
-
-
-_watch: list[_Watched] | None = None
-
-
-def _make_watch() -> list[_Watched]:
-    global _watch
-    with _lock:
-        rows = [row for row in MODELS if row.library]
-        rows += [row for rows in scan(_GROUP).values() for row in rows]
-        _watch = [
-            _Watched(Row(cls.backends, ""), "unisono", cls)
-            for cls in dict.fromkeys(_registered.values())
-        ]
-        _watch.append(_Watched(Row((), _NATIVE), "torch.distributed"))
-        _watch += [_Watched(row, row.library) for row in rows]
-        return _watch
-
-
 def _load_or_warn(watched: _Watched) -> type[ComputationModel] | None:
     row = watched.row
     try:
-        watched.cls = check_is_model(load(row.path))
+        watched.cls = _models.load(row)
     except Exception as error:  # a plug-in's import may raise anything, and must not stop others
         watched.library = "\0"  # no module has this name, so it isn't tried again
-        owner = row.distribution or "unisono"
-        warnings.warn(
-            f"model {row.path} of {owner} is left out: {type(error).__name__}: {error}",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        warn_left_out(f"model {row.path} of {row.distribution or 'unisono'}", error)
     return watched.cls
 
 
@@ -347,16 +268,35 @@ def find_launcher(name: str) -> Callable[..., Any]:
         BackendUnavailableError: what it needs isn't installed; says what to do.
         RegistrationError: two plug-ins claim it.
     """
-    rows = {row.names[0]: row for row in LAUNCHERS}
-    plugins = scan(_LAUNCHER_GROUP)
-    row = rows.get(name) or only_row("launcher", name, plugins.get(name, []))
-    if row is None:
-        known = ", ".join(sorted({*rows, *plugins}))
-        raise ArgumentError(f"unknown launcher {name!r}. Known: {known}")
-    reason = why_not_installed(row, name)
-    if reason is not None:
-        raise BackendUnavailableError(f"launcher {name!r} can't be used here: {reason}")
-    return load_launcher(name, row)
+    launch = _launchers.find(name)
+    if launch is None:
+        raise ArgumentError(f"unknown launcher {name!r}. Known: {_launchers.known()}")
+    row = _launchers.entry(name)
+    if isinstance(row, Row) and row.distribution:
+        return _guarded(launch, name, row)
+    return launch
+
+
+def find_script_runner(name: str) -> Callable[[Any], Any]:
+    """Find what runs a script by a launcher: its own way, or as a function where it has none.
+
+    Local.
+
+    Args:
+        name: such as ``"processes"``.
+
+    Returns:
+        What takes a ``Script`` and returns its ``Outcome``.
+
+    Raises:
+        As `find_launcher`.
+    """
+    launch = find_launcher(name)
+    row = _launchers.built_in.get(name)
+    if isinstance(row, Row) and row.script:
+        runner: Callable[[Any], Any] = load(f"{row.module}:{row.script}")
+        return runner
+    return functools.partial(load("unisono.launchers.script.plugin:run"), launch=launch)
 
 
 def find_environment(name: str) -> Environment:
@@ -375,16 +315,11 @@ def find_environment(name: str) -> Environment:
         BackendUnavailableError: loading it failed.
         RegistrationError: two plug-ins claim it.
     """
-    known = {each.NAME: each for each in ENVIRONMENTS}
-    if name in known:
-        return known[name]
-    plugins = scan(_ENVIRONMENT_GROUP)
-    row = only_row("environment", name, plugins.get(name.lower(), []))
-    if row is None:
-        names = ", ".join(sorted({*known, *plugins}))
-        raise ArgumentError(f"unknown environment {name!r}. Known: {names}")
-    found: Environment = load_environment(name, row)
-    return found
+    environments: PluginRegistry[Environment] = load("unisono.environments.detection:environments")
+    environment = environments.find(name)
+    if environment is None:
+        raise ArgumentError(f"unknown environment {name!r}. Known: {environments.known()}")
+    return environment
 
 
 def availability() -> dict[str, str | None]:
@@ -395,19 +330,10 @@ def availability() -> dict[str, str | None]:
     Returns:
         Reason and remedy by backend.
     """
-    table: dict[str, str | None] = {}
-    for row in MODELS:
-        table.update({name: why_not_installed(row, name) for name in row.names})
-    native = _native()
-    for backend in native.known_backends():
-        table[backend] = native.why_unavailable(backend)
-    for backend, rows in scan(_GROUP).items():
-        if len(rows) > 1:
-            table[backend] = "claimed by two plug-ins: " + ", ".join(r.distribution for r in rows)
-        else:
-            table.setdefault(backend, why_not_installed(rows[0], backend))
-    for backend, cls in _registered.items():
-        table[backend] = cls.why_unavailable(backend)
+    native = _models.native
+    table = _models.availability()
+    table.update({name: native.why_unavailable(name) for name in native.known_backends()})
+    table.update({name: cls.why_unavailable(name) for name, cls in _models.registered.items()})
     return table
 
 
@@ -419,12 +345,7 @@ def launcher_availability() -> dict[str, str | None]:
     Returns:
         Reason and remedy by name.
     """
-    table = {row.names[0]: why_not_installed(row, row.names[0]) for row in LAUNCHERS}
-    for name, rows in scan(_LAUNCHER_GROUP).items():
-        owners = ", ".join(row.distribution for row in rows)
-        clash = f"claimed by two plug-ins: {owners}" if len(rows) > 1 else None
-        table.setdefault(name, clash or why_not_installed(rows[0], name))
-    return table
+    return _launchers.availability()
 
 
 def available_backends() -> tuple[str, ...]:
@@ -452,6 +373,6 @@ def registered_models() -> tuple[type[ComputationModel], ...]:
         Model classes: registered, built-in, then plug-ins.
     """
     rows = [row for row in MODELS if not row.library or row.library in sys.modules]
-    built_in = [*(load(row.path) for row in rows), _native()]
-    loaded = [watched.cls for watched in _watch or () if watched.cls is not None]
-    return tuple(dict.fromkeys([*built_in, *_registered.values(), *loaded]))
+    built_in = [*(_models.load(row) for row in rows), _models.native]
+    loaded = [watched.cls for watched in _models.watched or () if watched.cls is not None]
+    return tuple(dict.fromkeys([*built_in, *_models.registered.values(), *loaded]))

@@ -63,7 +63,7 @@ class TestOfAnEnvironment(EnvironmentConformance):
 
 def launches(monkeypatch: pytest.MonkeyPatch, launch: Callable[..., Any]) -> None:
     """Let the launcher of the name ``mine`` be this one."""
-    for module in ("unisono.lifecycle", "unisono.testing.launchers"):
+    for module in ("unisono.lifecycle", "unisono.registry", "unisono.testing.launchers"):
         monkeypatch.setattr(f"{module}.find_launcher", lambda name: launch)
 
 

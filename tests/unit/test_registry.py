@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import unisono
 from unisono import plugins, registry
+from unisono.environments.detection import environments
 from unisono.errors import (
     ArgumentError,
     BackendUnavailableError,
@@ -26,6 +28,8 @@ from unisono.errors import (
     UnknownBackendError,
 )
 from unisono.models.threads import ThreadsModel
+from unisono.training.batchnorm import _converters
+from unisono.training.wrapping import _wrappers
 
 GOOD = """
     from unisono.models.threads import ThreadsModel
@@ -39,9 +43,10 @@ Install = Callable[..., None]
 
 def _forget_what_was_scanned() -> None:
     importlib.invalidate_caches()
-    for cached in (plugins.scan, plugins.load, plugins.plugin_environments):
-        cached.cache_clear()
-    registry._watch = None
+    plugins.load.cache_clear()
+    for kind in (registry._models, registry._launchers, environments, _wrappers, _converters):
+        kind.forget_plugins()
+    registry._models.watched = None
 
 
 @pytest.fixture
@@ -220,15 +225,15 @@ def test_a_registered_model_may_write_its_backend_in_any_case(mine: type[Threads
 def test_a_built_in_backend_is_taken_over_only_with_override(
     mine: type[ThreadsModel], backend: str
 ) -> None:
-    original = registry._row_of(backend.lower())
+    original = registry._models.entry(backend.lower())
     mine.backends = (backend,)
     with pytest.raises(RegistrationError, match=r"is taken: .*override=True"):
         unisono.register_model(mine)
-    assert registry._registered == {}
+    assert registry._models.registered == {}
     unisono.register_model(mine, override=True)
     assert registry.find_model(backend) is mine
     registry.unregister_model(mine)
-    assert registry._row_of(backend.lower()) == original
+    assert registry._models.entry(backend.lower()) == original
 
 
 def test_the_backend_of_another_registered_model_is_taken(mine: type[ThreadsModel]) -> None:
@@ -321,3 +326,21 @@ def test_a_folder_of_a_librarys_name_is_not_the_library(
     if importlib.util.find_spec("ray").origin is not None:  # type: ignore[union-attr]
         pytest.skip("ray is installed here")
     assert "ray isn't installed" in str(registry.launcher_availability()["ray"])
+
+
+def test_wrappers_and_batch_norms_of_plug_ins_are_found_by_name(install: Install) -> None:
+    code = "def flatten(module, **options):\n    module.seen = options\n    return module\n"
+    points = (
+        "[unisono.wrappers]\nFlat = flat:flatten\nlost = flat:nothing\n"
+        "[unisono.batchnorms]\nflat = flat:flatten\n"
+    )
+    install("flat", points, flat=code)
+    model = torch.nn.Linear(2, 1)
+    assert unisono.convert_sync_batchnorm(model, "flat") is model
+    assert unisono.auto_model(model, wrapper="flat") is model
+    with pytest.raises(ArgumentError, match=r"unknown wrapper 'float'\. Known: ddp, .*flat.*lost"):
+        unisono.auto_model(model, wrapper="float")
+    with pytest.raises(ArgumentError, match=r"batch norm\. Known: .*flat.*torch, unisono; or give"):
+        unisono.convert_sync_batchnorm(model, "round")
+    with pytest.raises(BackendUnavailableError, match=r"wrapper 'lost': .*of distribution flat"):
+        unisono.auto_model(model, wrapper="lost")

@@ -18,7 +18,7 @@ from unisono.errors import ArgumentError
 from unisono.launchers.script.rank.report import Report
 from unisono.launchers.script.script import Script
 from unisono.launchers.script.supervisor import Outcome, held_back
-from unisono.plugins import OF_THREADS, SCRIPT_RUNNERS, load
+from unisono.plugins import LAUNCHERS, OF_THREADS, load
 from unisono.topology import usable_cores
 
 __all__ = ("run",)
@@ -244,16 +244,13 @@ def _is_coloured() -> bool:
 def _run(name: str, asked: Script) -> Outcome:
     from unisono import registry
 
-    outcome: Outcome = load(SCRIPT_RUNNERS.get(name, "unisono.launchers.script.plugin:run"))(
-        asked, *([] if name in SCRIPT_RUNNERS else [registry.find_launcher(name)])
-    )
+    outcome: Outcome = registry.find_script_runner(name)(asked)
     return outcome
 
 
 def _print(name: str, asked: Script) -> int:
-    module: Any = (
-        load(SCRIPT_RUNNERS[name].partition(":")[0] + ":") if name in SCRIPT_RUNNERS else None
-    )
+    row = next((row for row in LAUNCHERS if name in row.names), None)
+    module: Any = None if row is None else load(row.module)
     if name == "slurm":
         text = module.batch_script(asked, Path(asked.program[1]).stem)
     elif hasattr(module, "command"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from typing import Any
 
@@ -12,6 +11,7 @@ from unisono.context import current_model
 from unisono.errors import ArgumentError, EnvironmentDetectionError
 from unisono.lifecycle import initialize
 from unisono.options import InitializeOptions
+from unisono.registry import find_environment
 from unisono.topology import RankInfo
 
 __all__ = ("get_dist_info", "infer_launcher", "init_dist")
@@ -42,10 +42,8 @@ def get_dist_info() -> tuple[int, int]:
 
 
 def _found(launcher: str) -> RankInfo | None:
-    environments: Any = importlib.import_module("unisono.environments.detection")
-    table = {each.NAME: each for each in environments.ENVIRONMENTS}
     for name in _LAUNCHERS[launcher]:
-        info: RankInfo | None = table[name].detect(os.environ)
+        info = find_environment(name).detect(os.environ)
         if info is not None:
             return info
     return None

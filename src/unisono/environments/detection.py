@@ -10,13 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from unisono.environments import cray, lsf, mpich, mvapich, openmpi, pals, slurm, torchrun
 from unisono.errors import EnvironmentDetectionError
+from unisono.plugins import PluginRegistry
 from unisono.topology import RankInfo
 
-__all__ = ("ENVIRONMENTS", "Environment", "Finding", "Verdict", "detect", "explain")
+__all__ = (
+    "ENVIRONMENTS",
+    "Environment",
+    "Finding",
+    "Verdict",
+    "detect",
+    "environments",
+    "explain",
+    "read",
+)
 
 
 class Environment(Protocol):
@@ -52,6 +62,22 @@ ENVIRONMENTS: tuple[Environment, ...] = (
     pals,
     lsf,
     cray,
+)
+
+
+def _check_is_environment(thing: Any) -> Environment:
+    missing = [member for member in ("NAME", "detect") if not hasattr(thing, member)]
+    if missing:
+        raise TypeError(f"it lacks {missing}")
+    environment: Environment = thing
+    return environment
+
+
+environments = PluginRegistry(
+    "environment",
+    "unisono.environments",
+    {environment.NAME: environment for environment in ENVIRONMENTS},
+    _check_is_environment,
 )
 
 Verdict = Literal["won", "agrees", "disagrees", "unused", "refused", "absent"]
@@ -132,6 +158,17 @@ def detect(env: Mapping[str, str], extra: Iterable[Environment] = ()) -> RankInf
     """
     winner = _choose((_ask(each, env) for each in (*ENVIRONMENTS, *extra)), env)
     return None if winner is None else winner.info
+
+
+def read(env: Mapping[str, str]) -> RankInfo | None:
+    """Say who this process is, as `detect` does, with the environments of plug-ins too.
+
+    Local.
+
+    Raises:
+        EnvironmentDetectionError: as `detect`.
+    """
+    return detect(env, environments.load_plugins())
 
 
 def explain(env: Mapping[str, str], extra: Iterable[Environment] = ()) -> list[Finding]:

@@ -27,7 +27,7 @@ from unisono.launchers.job.process_state import streams_filled
 from unisono.launchers.job.worker import Failure
 from unisono.lifecycle import check_job, interrupted, warn_in_a_rank
 from unisono.options import PoolOptions
-from unisono.plugins import SEATS_NODES
+from unisono.plugins import seats_nodes
 from unisono.pool.replicas import Answer, DrainPolicy, Replicas
 from unisono.pool.worker import BROKEN
 from unisono.tracebacks import hides, say_instead
@@ -320,7 +320,7 @@ def _check_host(options: Mapping[str, Any]) -> None:
     found = {name: options[name] for name in ("nnodes", "hosts") if options.get(name) is not None}
     if found.get("nnodes") == 1:
         del found["nnodes"]
-    if options.get("launcher") in SEATS_NODES:
+    if seats_nodes(options.get("launcher")):
         found["launcher"] = options["launcher"]
     for name, value in found.items():
         raise ArgumentError(

@@ -32,8 +32,7 @@ from unisono.errors import (
 from unisono.launchers.script.script import Script
 from unisono.launchers.script.supervisor import Outcome as Ended
 from unisono.lifecycle import spawn
-from unisono.plugins import SCRIPT_RUNNERS, load
-from unisono.registry import find_launcher
+from unisono.registry import find_launcher, find_script_runner
 from unisono.testing.runner import Outcome, Status
 from unisono.topology import LaunchPlan, RankInfo
 
@@ -467,9 +466,8 @@ def a_script_ends_with_the_exit_code_of_its_rank(trial: LauncherTrial) -> None:
     if trial.options:
         raise _UntestableError("unisono run hands no launcher_options over")
     code = f"import os, sys; sys.exit({_EXIT_CODE} * (os.environ['RANK'] == '{trial.last}'))"
-    path = SCRIPT_RUNNERS.get(trial.launcher, "unisono.launchers.script.plugin:run")
-    more = () if trial.launcher in SCRIPT_RUNNERS else (find_launcher(trial.launcher),)
-    ended: Ended = load(path)(Script((sys.executable, "-c", code), trial.nproc), *more)
+    run = find_script_runner(trial.launcher)
+    ended: Ended = run(Script((sys.executable, "-c", code), trial.nproc))
     assert ended.code == _EXIT_CODE, f"the exit code is {ended.code}, not {_EXIT_CODE}"
     assert ended.failed is not None, "no rank is named"
     assert ended.failed.rank == trial.last, f"rank {ended.failed.rank} is named, not {trial.last}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,14 +13,13 @@ from unisono.collectives.gathers import all_gather_tensors_with_shapes
 from unisono.collectives.groups import GroupLike, team
 from unisono.collectives.reductions import all_reduce_
 from unisono.context import current_model
-from unisono.errors import ArgumentError, RegistrationError, UnsupportedOperation
+from unisono.errors import ArgumentError, UnsupportedOperation
 from unisono.model.training import hooks_of
+from unisono.plugins import PluginRegistry, check_callable
 
 __all__ = ("SyncBatchNorm", "convert_sync_batchnorm", "register_sync_batchnorm")
 
 Converter = Callable[[nn.Module], nn.Module]
-_lock = threading.Lock()
-_registered: dict[str, Converter] = {}  # a registry, as `registry` has them
 
 
 class _Total(torch.autograd.Function):
@@ -177,8 +175,8 @@ def convert_sync_batchnorm(
         model: changed in place; its batch norms keep their parameters and buffers.
         implementation: ``"unisono"`` works on every model; ``"torch"`` is
             ``torch.nn.SyncBatchNorm``, which works on native with an accelerator; a name given to
-            `register_sync_batchnorm`; or a callable from module to module. None takes torch's
-            where it works, else ours.
+            `register_sync_batchnorm` or an entry point of the group ``unisono.batchnorms``; or a
+            callable from module to module. None takes torch's where it works, else ours.
 
     Returns:
         `model`; a new module if it is itself a batch norm.
@@ -202,17 +200,13 @@ def convert_sync_batchnorm(
         raise UnsupportedOperation(
             current.name, f"torch.nn.SyncBatchNorm on {current.device}", 'use "unisono"'
         )
-    known: dict[str, Converter] = {
-        "unisono": _converted,
-        "torch": nn.SyncBatchNorm.convert_sync_batchnorm,
-        **_registered,
-    }
-    if implementation not in known:
+    convert = _converters.find(implementation)
+    if convert is None:
         raise ArgumentError(
             f"unknown implementation {implementation!r} of synchronised batch norm. Known: "
-            f"{', '.join(sorted(known))}; or give a callable"
+            f"{_converters.known()}; or give a callable"
         )
-    return known[implementation](model)
+    return convert(model)
 
 
 def _converted(module: nn.Module) -> nn.Module:
@@ -231,6 +225,14 @@ def _converted(module: nn.Module) -> nn.Module:
     made._buffers = module._buffers
     made.training = module.training
     return made
+
+
+_converters: PluginRegistry[Converter] = PluginRegistry(
+    "implementation",
+    "unisono.batchnorms",
+    {"unisono": _converted, "torch": nn.SyncBatchNorm.convert_sync_batchnorm},
+    check_callable,
+)
 
 
 def register_sync_batchnorm(name: str, convert: Converter, override: bool = False) -> Converter:
@@ -253,11 +255,5 @@ def register_sync_batchnorm(name: str, convert: Converter, override: bool = Fals
         >>> import unisono as idist
         >>> convert = idist.register_sync_batchnorm("none", lambda module: module, override=True)
     """
-    with _lock:
-        if name in ("torch", "unisono") or (name in _registered and not override):
-            raise RegistrationError(
-                f"implementation {name!r} is taken: choose another name, or pass override=True for "
-                "one that was registered"
-            )
-        _registered[name] = convert
+    _converters.register([name], convert, override=override)
     return convert

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,12 +19,11 @@ from unisono.control.signatures import level
 from unisono.errors import (
     ArgumentError,
     GroupMembershipError,
-    RegistrationError,
     UnsupportedOperation,
 )
 from unisono.model.contract import ComputationModel
 from unisono.model.training import hooks_of
-from unisono.plugins import load, only_row, scan
+from unisono.plugins import PluginRegistry, check_callable
 from unisono.training.averaging import broadcast_optimizer_state
 from unisono.training.batchnorm import convert_sync_batchnorm
 from unisono.training.data_parallel import Replicated, owners
@@ -34,13 +32,16 @@ from unisono.training.states import remember_wrapper, unwrapped
 __all__ = ("auto_model", "auto_optim", "join", "no_sync", "register_wrapper", "unwrap_model")
 
 Wrapper = Callable[..., nn.Module]
-_GROUP = "unisono.wrappers"
 _DDP = nn.parallel.DistributedDataParallel
 _DDP_OPTIONS = frozenset(inspect.signature(_DDP).parameters) - {
     *("module", "device_ids", "output_device", "dim", "device_mesh")
 }
-_lock = threading.Lock()
-_registered: dict[str, Wrapper] = {}  # a registry, as `registry` has them
+_wrappers: PluginRegistry[Wrapper | None] = PluginRegistry(
+    "wrapper",
+    "unisono.wrappers",
+    {"ddp": None, "fsdp": None},  # made by the model of the context
+    check_callable,
+)
 
 
 def auto_model(
@@ -165,16 +166,12 @@ def _find(wrapper: str | Wrapper) -> Wrapper | None:
         return wrapper
     if wrapper in ("ddp", "fsdp"):
         return None
-    found = _registered.get(wrapper) if isinstance(wrapper, str) else None
-    if found is not None:
-        return found
-    plugins = scan(_GROUP)
-    row = only_row("wrapper", wrapper, plugins.get(str(wrapper).lower(), []))
-    if row is None:
-        known = ", ".join(sorted({"ddp", "fsdp", *_registered, *plugins}))
-        raise ArgumentError(f"unknown wrapper {wrapper!r}. Known: {known}; or give a callable")
-    made: Wrapper = load(row.path)
-    return made
+    custom = _wrappers.find(wrapper)
+    if custom is None:
+        raise ArgumentError(
+            f"unknown wrapper {wrapper!r}. Known: {_wrappers.known()}; or give a callable"
+        )
+    return custom
 
 
 def register_wrapper(name: str, wrap: Wrapper, override: bool = False) -> Wrapper:
@@ -197,14 +194,7 @@ def register_wrapper(name: str, wrap: Wrapper, override: bool = False) -> Wrappe
         >>> import unisono as idist
         >>> wrap = idist.register_wrapper("as it is", lambda module: module, override=True)
     """
-    with _lock:
-        is_taken = name in ("ddp", "fsdp") or (name in _registered and not override)
-        if is_taken:
-            raise RegistrationError(
-                f"wrapper {name!r} is taken: choose another name, or pass override=True for one "
-                "that was registered"
-            )
-        _registered[name] = wrap
+    _wrappers.register([name], wrap, override=override)
     return wrap
 
 

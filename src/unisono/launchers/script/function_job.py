@@ -27,7 +27,7 @@ from unisono.launchers.job.process_state import search_path
 from unisono.launchers.job.store import no_room, private_folder
 from unisono.launchers.script.script import Script
 from unisono.launchers.script.supervisor import Outcome, held_back, show
-from unisono.plugins import load, plugin_environments
+from unisono.plugins import read_environment
 from unisono.topology import RankInfo
 
 __all__ = ("run_function", "work")
@@ -181,10 +181,10 @@ def work(folder: str) -> NoReturn:
     environ, is_local = pickle.loads((where / "job").read_bytes())
     for name, value in environ.items():
         os.environ.setdefault(name, value)
-    info = load("unisono.environments.detection:detect")(os.environ, plugin_environments())
+    info = read_environment(os.environ)
     if info is None:
         raise LaunchError("no launcher's variables say who this rank is")
-    place = info.local_rank if is_local else info.rank
+    place = info.rank if info.local_rank is None or not is_local else info.local_rank
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     mine = _Leaving(info.rank, info.world_size, int(attempt) if attempt.isdecimal() else 0)
     Lifetime.begin()

@@ -21,7 +21,7 @@ from unisono.errors import UnisonoError
 from unisono.launchers.job.title import name_process
 from unisono.launchers.script.rank.__main__ import _die_with
 from unisono.launchers.script.rank.report import Held, Report, encode, is_of_the_end
-from unisono.plugins import load
+from unisono.plugins import read_environment
 from unisono.topology import PREFIXED, RankInfo
 from unisono.tracebacks import fold_text, newest
 
@@ -120,9 +120,7 @@ def run(program: Sequence[str], manner: OutputOptions) -> int:
         Its exit code; the negative number of the signal that ended it.
     """
     try:
-        info = load("unisono.environments.detection:detect")(
-            os.environ, load("unisono.plugins:plugin_environments")()
-        )
+        info = read_environment(os.environ)
     except UnisonoError as error:
         return _refuse(f"{type(error).__name__}: {error}", manner.token)
     if info is not None:
