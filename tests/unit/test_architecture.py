@@ -132,7 +132,7 @@ SIBLINGS = [source for source in sources() if source.top in ("models", "environm
 SHARED = (
     "models.thread_exchange",
     *("launchers.job", "launchers.script", "launchers.availability"),
-    *("environments.reader", "environments.hostlist", "environments._mpi"),
+    *("environments.reader", "environments.hostlist"),
 )
 
 

@@ -1,1 +1,1 @@
-"""Who am I? What launchers' variables say, one file for one environment."""
+"""Who am I? What launchers' variables say."""

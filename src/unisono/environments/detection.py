@@ -1,6 +1,6 @@
 """Who am I? What the launcher's variables say, read without changing or importing anything.
 
-Each module knows one launcher and has `NAME` and `detect(env) -> RankInfo | None`. None means that
+Each environment knows one launcher: `NAME` and `detect(env) -> RankInfo | None`. None means that
 its variables are not there. Variables that are partial, malformed or contradict each other raise
 `EnvironmentDetectionError`, which names the environment, the variable, its value and what to do.
 The functions here are pure: they read the mapping that they are given, and nothing else.
@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from unisono.environments import cray, lsf, mpich, mvapich, openmpi, pals, slurm, torchrun
+from unisono.environments import slurm, torchrun
+from unisono.environments.mpi_family import CRAY, LSF, MPICH, MVAPICH, OPENMPI, PALS
 from unisono.errors import EnvironmentDetectionError
 from unisono.plugins import PluginRegistry
 from unisono.topology import RankInfo
@@ -56,12 +57,12 @@ class Environment(Protocol):
 ENVIRONMENTS: tuple[Environment, ...] = (
     torchrun,
     slurm,
-    openmpi,
-    mpich,
-    mvapich,
-    pals,
-    lsf,
-    cray,
+    OPENMPI,
+    MPICH,
+    MVAPICH,
+    PALS,
+    LSF,
+    CRAY,
 )
 
 
