@@ -28,7 +28,7 @@ from unisono.launchers.job.process_state import streams_filled
 from unisono.launchers.job.title import name_thread
 from unisono.model.contract import ComputationModel
 from unisono.options import InitializeOptions, SpawnOptions
-from unisono.plugins import OF_THREADS, seats_nodes
+from unisono.plugins import seats_nodes
 from unisono.registry import find_launcher, find_model
 from unisono.topology import PREFIXED, LaunchPlan, RankInfo
 from unisono.tracebacks import hides, raised_here, say_instead
@@ -509,7 +509,7 @@ def _launch(
     if "launch" in cls.capabilities and options.get("launcher") is None:
         _check_own_launch(cls.name, options)
         return cls.launch(replica.run, replace(plan, backend=replica.backend), **replica.options)
-    launch, extra = _launcher(replica.backend, options)
+    launch, extra = _launcher(replica.backend, cls, options)
     return launch(replica, plan, environ=cls.worker_environ(plan), **extra)
 
 
@@ -552,13 +552,13 @@ def check_job(
 
 
 def _launcher(
-    backend: str, options: Mapping[str, Any]
+    backend: str, cls: type[ComputationModel], options: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Find who makes the replicas, and the keywords that are for it alone."""
     name = options.get("launcher") or _DEFAULT_LAUNCHER
     launch = find_launcher(name)
     extra = dict(options.get("launcher_options") or {})
-    if backend.lower() in OF_THREADS:
+    if cls.replicas_are_threads:
         raise ArgumentError(
             f"launcher={name!r}: the replicas of {backend} are threads, which it can't make: leave "
             "launcher out"

@@ -19,7 +19,6 @@ from unisono.topology import RankInfo
 __all__ = (
     "LAUNCHERS",
     "MODELS",
-    "OF_THREADS",
     "PluginRegistry",
     "Row",
     "by_name",
@@ -118,8 +117,6 @@ LAUNCHERS = (
         seats_nodes=True,
     ),
 )
-# Backends whose replicas are threads, which no launcher of processes makes.
-OF_THREADS = frozenset({"threads", "xla-tpu", "xla-cuda", "xla-cpu"})
 
 
 def by_name(rows: Iterable[Row]) -> dict[str, Row]:

@@ -215,6 +215,12 @@ def test_a_registered_model_is_found_and_can_be_taken_back(mine: type[ThreadsMod
         registry.find_model("mine")
 
 
+def test_replicas_of_a_plug_in_that_are_threads_take_no_launcher(mine: type[ThreadsModel]) -> None:
+    unisono.register_model(mine)
+    with pytest.raises(ArgumentError, match=r"the replicas of mine are threads"):
+        unisono.spawn("mine", model_name, launcher="processes")
+
+
 def test_a_registered_model_may_write_its_backend_in_any_case(mine: type[ThreadsModel]) -> None:
     mine.backends = ("Mine",)
     unisono.register_model(mine)

@@ -18,7 +18,7 @@ from unisono.errors import ArgumentError
 from unisono.launchers.script.rank.report import Report
 from unisono.launchers.script.script import Script
 from unisono.launchers.script.supervisor import Outcome, held_back
-from unisono.plugins import LAUNCHERS, OF_THREADS, load
+from unisono.plugins import LAUNCHERS, load
 from unisono.topology import usable_cores
 
 __all__ = ("run",)
@@ -166,8 +166,7 @@ def _default_launcher(backend: str | None, nnodes: str) -> str:
 def _check_backend(backend: str) -> None:
     from unisono import registry
 
-    registry.find_model(backend)
-    if backend.lower() in OF_THREADS:
+    if registry.find_model(backend).replicas_are_threads:
         raise ArgumentError(
             f"--backend {backend}: its replicas are threads, which no launcher of processes makes: "
             f"use Parallel({backend!r}, nproc_per_node=N) in the script, and python to start it"

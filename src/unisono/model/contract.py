@@ -54,6 +54,8 @@ class ComputationModel(ABC):
     """What its collectives carry; every other dtype is emulated by one of these."""
     options: ClassVar[frozenset[str]] = frozenset({"timeout"})
     """Keywords that `initialize` and `launch` take; any other is refused before anything starts."""
+    replicas_are_threads: ClassVar[bool] = False
+    """Whether its replicas are threads, which no launcher of processes makes."""
     is_thread_bound: ClassVar[bool] = False
     """Whether an adopted context belongs to one thread instead of the process (XLA replicas)."""
 

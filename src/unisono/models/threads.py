@@ -164,6 +164,7 @@ class ThreadsModel(ComputationModel):
     name: ClassVar[str] = "threads"
     backends: ClassVar[tuple[str, ...]] = ("threads",)
     capabilities: ClassVar[frozenset[str]] = frozenset({"groups", "send_recv", "launch"})
+    replicas_are_threads: ClassVar[bool] = True
     options: ClassVar[frozenset[str]] = frozenset({"timeout"})
     dtypes: frozenset[torch.dtype] = COMMON_DTYPES
 

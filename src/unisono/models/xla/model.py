@@ -107,6 +107,7 @@ class XlaModel(ComputationModel, TrainingHooks):
     backends: ClassVar[tuple[str, ...]] = ("xla-tpu", "xla-cuda", "xla-cpu")
     capabilities: ClassVar[frozenset[str]] = frozenset({"groups", "launch"})
     options: ClassVar[frozenset[str]] = frozenset({"timeout"})
+    replicas_are_threads: ClassVar[bool] = True
     is_thread_bound: ClassVar[bool] = True
     dtypes: frozenset[torch.dtype] = _EVERYWHERE
 
