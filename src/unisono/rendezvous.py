@@ -11,7 +11,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store
 
 from unisono.launchers.job.store import hold, private_store
-from unisono.models.native.rendezvous import Meeting
+from unisono.models.native.rendezvous import Rendezvous
 from unisono.topology import PRIVATE_STORE, LaunchPlan, RankInfo
 
 __all__ = ("JobStore", "host_store", "join_store")
@@ -92,6 +92,6 @@ def join_store(info: RankInfo, timeout: timedelta | None = None) -> JobStore:
         >>> job.store.get("address")
         b'tcp://127.0.0.1:7'
     """
-    meeting = Meeting(info, timeout)
-    store = meeting.store()
-    return JobStore(store, meeting.secret)
+    rendezvous = Rendezvous(info, timeout)
+    store = rendezvous.store()
+    return JobStore(store, rendezvous.secret)

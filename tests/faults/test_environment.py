@@ -104,7 +104,7 @@ def test_the_limit_begins_anew_while_ranks_come(monkeypatch: pytest.MonkeyPatch)
 
     def come(rank: int) -> None:
         threading.Event().wait(begin + rank - time.monotonic())  # each a second after the other
-        rendezvous.Meeting(replace(info, rank=rank), None).store()
+        rendezvous.Rendezvous(replace(info, rank=rank), None).store()
         came.append(time.monotonic() - begin)
 
     with ThreadPoolExecutor(3) as ranks:

@@ -34,7 +34,7 @@ from unisono.errors import (
 )
 from unisono.model.reduction import ReduceOp, fold_tensors
 from unisono.models.horovod.model import HorovodModel
-from unisono.models.horovod.rendezvous import Store, meet
+from unisono.models.horovod.rendezvous import Store, wait_for_all
 from unisono.topology import ContextHint, Group, RankInfo
 
 BRIEF = timedelta(seconds=3)
@@ -49,7 +49,7 @@ def make(**options: object) -> HorovodModel:
 
 def init() -> None:
     """Initialise by hand; Horovod 0.28.1 alone fails at times where there was a context before."""
-    meet(os.environ, 60)
+    wait_for_all(os.environ, 60)
     hvd.init()
 
 

@@ -211,7 +211,7 @@ def test_a_damaged_report_beside_leaves_no_dead_thread() -> None:
         blob = ENTRY.pack(1, 2) + b"ab"
         main.sendall(HEAD.pack(GIVE, 1, len(blob)) + blob)
         assert made.exchange(b"mine", b"", 10.0) == [b"mine", b"ab"]
-        assert any(thread.name == "unisono-aside" for thread in threading.enumerate())
+        assert any(thread.name == "unisono-sideband" for thread in threading.enumerate())
 
 
 @FUZZ

@@ -1,7 +1,4 @@
-"""Listening for the ranks of a job where the user said, and nowhere else.
-
-And who has reached it there.
-"""
+"""Addresses: where this process listens for the ranks of a job, and which process connected."""
 
 from __future__ import annotations
 
@@ -56,12 +53,12 @@ def own_address() -> str:
             if name and not name.startswith(("^", "=")):
                 return _address_of(name)
     try:
-        found = _address_of_route()
+        address = _address_of_route()
     except OSError as error:
         raise OSError(f"no address of this host is known ({error}); {_REMEDY}") from error
-    if found.startswith("127."):
-        raise OSError(f"other hosts can't reach {found}, as this host calls itself; {_REMEDY}")
-    return found
+    if address.startswith("127."):
+        raise OSError(f"other hosts can't reach {address}, as this host calls itself; {_REMEDY}")
+    return address
 
 
 def _address_of_route() -> str:
@@ -163,8 +160,8 @@ def peer(sock: socket.socket) -> Peer:
     """
     if not hasattr(socket, "SO_PEERCRED"):
         return Peer(None, True)
-    said = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    pid, uid, _ = struct.unpack("3i", said)
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, uid, _ = struct.unpack("3i", credentials)
     return Peer(pid or None, uid == os.getuid(), uid)
 
 
@@ -233,12 +230,12 @@ def listen_at(addr: str, port: int) -> socket.socket:
     Raises:
         OSError: it doesn't resolve, isn't this host's, or the port is taken.
     """
-    found = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
-    family, kind, proto, _, where = found[0]
+    infos = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
+    family, kind, proto, _, sockaddr = infos[0]
     listener = socket.socket(family, kind, proto)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
+        listener.bind(sockaddr)
         listener.listen(1024)
     except OSError:
         listener.close()

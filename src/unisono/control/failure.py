@@ -1,4 +1,4 @@
-"""What one rank of a group knows of ranks that are gone or late, and how all others learn it."""
+"""Failure detection: which ranks of a group are gone or late, and how all others learn it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,15 @@ from unisono.control.connection import (
     read_entries,
     read_failure,
 )
-from unisono.control.missing import Absent, Farewell, Missing, has_ended, is_stopped, report, watch
+from unisono.control.missing import (
+    Absent,
+    Farewell,
+    Missing,
+    has_ended,
+    is_stopped,
+    open_pidfds,
+    report,
+)
 from unisono.control.sideband import Sideband, State, stack_of
 from unisono.control.signatures import SequenceNumbers
 from unisono.control.tree import Peers
@@ -33,60 +41,78 @@ __all__ = ("FailureDetector",)
 __tracebackhide__ = hides
 
 _log = logging.getLogger(__name__)
-_LAST_WORD_S = 0.1
-_LATE_S = 0.3  # for a rank that knows more to say it
+_LAST_WORD_S = 0.1  # where several ranks have ended: one may have said why on the sideband
+_LATE_S = 0.3  # for the report of a rank that knows more
 _MOST_ASKED = 64
 
 
 class FailureDetector:
-    """What one rank knows of the absence of others.
+    """What one rank knows of ranks that are gone or late.
 
     Args:
         ranks: global ranks of the group, in order of places.
         place: this rank's place.
-        neighbours: whom it can see.
+        peers: the ranks and processes that it can see.
         steps: what this rank has begun on the data plane.
     """
 
+    # The group, as this rank sees it; `failure` is set once and stays:
+    #   idle --enter--> in a round --leave--> idle
+    #   idle or in a round --a peer is gone, FAIL comes--> failed
+    #   in a round --the deadline, a peer that doesn't read, a second thread--> failed
+    #   in a round --Ctrl-C--> failed, and out of step
+    # On the way to failed it tells the others: FAIL to its neighbours, on the connection of the
+    # rounds and on the sideband, which floods it. In failed every round raises the same again.
+    #
+    # A peer:
+    #   there --its pidfd is readable, its connection closes--> ended
+    #   ended, its farewell covers the step that this rank waits for --> done: nothing fails
+    #   ended otherwise --> gone: the group has failed
+    #   ended, and the rank between has left as well --> unknown: the backend notices
+
     def __init__(
-        self, ranks: tuple[int, ...] | range, place: int, neighbours: Peers, steps: SequenceNumbers
+        self, ranks: tuple[int, ...] | range, place: int, peers: Peers, steps: SequenceNumbers
     ) -> None:
         self._ranks = ranks
         self._place = place
-        self._links = neighbours.links
-        self._lines = neighbours.lines
-        self._pids = neighbours.pids
+        self._links = peers.links
+        self._connections = peers.lines
+        self._pids = peers.pids
         self._steps = steps
-        self.pidfds: Mapping[int, int] = watch(neighbours.pids)
+        self.pidfds: Mapping[int, int] = open_pidfds(peers.pids)
         """For each place of this host, what becomes readable when its process ends."""
         self.failure: CollectiveError | None = None
         self.gone: Absent | None = None
         self.waits: tuple[tuple[int, ...], Mapping[int, bytes]] | None = None
-        """Whom this rank waits for in its round, and what came; None where it doesn't wait."""
-        self._seq, self._blob, self._is_inside = 0, b"", False
+        """The places that this rank waits for in its round, and what came; None outside a wait."""
+        self._seq, self._blob, self._is_in_round = 0, b"", False
         self._thread_id = threading.get_ident()
-        self._is_told = False
-        self._crossed = ""
-        self._untold = b""  # what another thread's interrupt has to say on the lines
-        state = _asked(weakref.ref(self))
-        near = neighbours.pids.keys()
-        self._aside = Sideband(place, neighbours.links, neighbours.asides, near, state)
+        self._has_warned = False
+        self._concurrent_calls = ""
+        self._unsent_failure = b""  # an interrupt's, while another thread may be sending
+        state = _state_reader(weakref.ref(self))
+        same_host = peers.pids.keys()
+        self._sideband = Sideband(place, peers.links, peers.asides, same_host, state)
         self._close = weakref.finalize(
-            self, _close, self._aside, list(self._lines.values()), list(self.pidfds.values())
+            self,
+            _close,
+            self._sideband,
+            list(self._connections.values()),
+            list(self.pidfds.values()),
         )
         self._close.atexit = False
 
     def close(self) -> None:
-        """Close all lines. Local; harmless the second time."""
+        """Close all connections. Local; harmless the second time."""
         self._close()
 
     def disown(self) -> None:
         """Close what a forked child has inherited; its parent goes on with it. Local."""
         if self._close.detach() is None:
             return
-        self._aside.disown()
-        for line in self._lines.values():
-            line.close()
+        self._sideband.disown()
+        for connection in self._connections.values():
+            connection.close()
         for fd in self.pidfds.values():
             os.close(fd)
 
@@ -96,7 +122,7 @@ class FailureDetector:
         Args:
             how: what it does: "left", or "ended its program".
         """
-        if self.failure is not None or self._is_inside or not self._close.alive:
+        if self.failure is not None or self._is_in_round or not self._close.alive:
             return
         call = signatures.describe(self._blob) if self._seq else ""
         if call.startswith(signatures.UNKNOWN):
@@ -104,7 +130,7 @@ class FailureDetector:
         text = f"{how} after {call or 'its last collective'}"
         if not self._seq:
             text = f"{how} before its first collective"
-        self._aside.tell_leave(Farewell(text, dict(self._steps.counts)))
+        self._sideband.send_farewell(Farewell(text, dict(self._steps.counts)))
 
     def enter(self, seq: int, blob: bytes) -> None:
         """Take note of the round that this thread begins, and of what it gives. Local.
@@ -114,22 +140,22 @@ class FailureDetector:
         """
         if self.failure is not None:
             raise type(self.failure)(*self.failure.args)
-        self._seq, self._blob, self._is_inside = seq, blob, True
+        self._seq, self._blob, self._is_in_round = seq, blob, True
         self._thread_id = threading.get_ident()
-        self._is_told = False
+        self._has_warned = False
         self._steps.last = ""
 
     def leave(self) -> None:
-        """Take note that the round is over, whichever way. Local.
+        """Take note that the round is over, whether it failed or not. Local.
 
         Raises:
-            CollectiveError: another thread wanted one meanwhile, so the ranks are out of step.
+            CollectiveError: another thread tried to begin one meanwhile: the ranks are out of step.
         """
-        self.waits, self._is_inside = None, False
-        if self._untold:
-            self._tell_lines(self._untold)
-        if self._crossed and self.failure is None:
-            self.fail({"kind": "threads", "text": self._crossed})
+        self.waits, self._is_in_round = None, False
+        if self._unsent_failure:
+            self._send_failure(self._unsent_failure)
+        if self._concurrent_calls and self.failure is None:
+            self.fail({"kind": "threads", "text": self._concurrent_calls})
 
     def state(self, group: str) -> State:
         """Say where this rank is, and how far in the group of that name. Local."""
@@ -145,9 +171,9 @@ class FailureDetector:
     def look_around(
         self, among: Collection[int] | None = None, group: str = "", step: int = 0
     ) -> None:
-        """Notice who is gone, and leave what neighbours say of rounds.
+        """Raise if a rank is gone; frames of rounds stay where they are.
 
-        Local. What others say comes first: some may have left because of the one that is gone.
+        Local. A reported failure comes first: some ranks may have left because of it.
 
         Args:
             among: places that count; None for all.
@@ -160,25 +186,25 @@ class FailureDetector:
         counts = [place for place in self.pidfds if among is None or place in among]
         ended = [place for place in counts if has_ended(self.pidfds[place])]
         ended = [place for place in ended if not self._is_done(place, group, step)]
-        said = self._aside.failure(_LAST_WORD_S if len(ended) > 1 else 0.0)
-        if said is not None:
-            failure = read_failure(said)
+        body = self._sideband.failure(_LAST_WORD_S if len(ended) > 1 else 0.0)
+        if body is not None:
+            failure = read_failure(body)
             if among is None or ended or failure["rank"] in [self._ranks[at] for at in among]:
                 self.fail(failure)
         if ended:
             self.lose(ended[0])
-        for place, line in self._lines.items():
-            is_closed = (among is None or place in among) and line.is_closed()
+        for place, connection in self._connections.items():
+            is_closed = (among is None or place in among) and connection.is_closed()
             if is_closed and not self._is_done(place, group, step):
                 self.lose(place, "it closed the connection")
 
     def _is_done(self, place: int, group: str, step: int) -> bool:
         """Tell whether a rank that is gone isn't needed, as far as it can be known."""
-        farewell = self._aside.farewell(place)
+        farewell = self._sideband.farewell(place)
         if farewell is not None:
             return farewell.has_done(group, step)
-        # Whom nothing can be heard of: the backend tells its neighbours, if it died.
-        return step > 0 and self._aside.is_cut_off(place)
+        # Nothing can be known of it: if it died, the backend tells its neighbours.
+        return step > 0 and self._sideband.is_cut_off(place)
 
     def late(self, places: Iterable[int], group: str, step: int, is_over: bool) -> str:
         """Say which ranks haven't come to an operation of the data plane.
@@ -186,47 +212,47 @@ class FailureDetector:
         Local; waits a second at most.
 
         Args:
-            places: who takes part.
-            group: its name.
+            places: the places that take part.
+            group: the group's name.
             step: the number of the operation there.
             is_over: whether its time is over, which all ranks then learn.
         """
         asked = [place for place in places if place != self._place][:_MOST_ASKED]
         states = self._ask(asked, group)
-        said = self._aside.late(group, step)
-        if said:
-            return said
+        reported = self._sideband.late(group, step)
+        if reported:
+            return reported
         absent = [p for p in asked if p in states and states[p].step < step]
         silent = [p for p in asked if p not in states]
-        absent += [p for p in silent if self._aside.towards(p) in (p, *states)]
+        absent += [p for p in silent if self._sideband.next_hop(p) in (p, *states)]
         if not absent:
             if is_over:
-                said = self._aside.late(group, step, _LATE_S)
+                reported = self._sideband.late(group, step, _LATE_S)
             absent = silent
-        text = said or "\n".join(str(self._missing(place, states)) for place in absent)
+        text = reported or "\n".join(str(self._missing(place, states)) for place in absent)
         if text and is_over:
-            self._aside.tell_late(group, step, text)
+            self._sideband.broadcast_late(group, step, text)
         return text
 
     def hand_on(self, body: bytes, source: int) -> None:
-        """Log what a neighbour says of a long wait, and hand it down. Local."""
-        self._is_told = True
+        """Log a neighbour's warning of a long wait, and pass it down the tree. Local."""
+        self._has_warned = True
         _log.warning("%s", body.decode("utf-8", "replace"))
         self._notify([place for place in self._links.downs if place != source], body)
 
     def warn(self, places: tuple[int, ...], got: Mapping[int, bytes]) -> None:
-        """Say who of `places` is missing, unless a neighbour has said so. Local; once a round."""
-        if self._is_told:
+        """Warn which of `places` are missing, unless a neighbour did. Local; once a round."""
+        if self._has_warned:
             return
-        found = self._report(places, got, self.ask(places, got))
-        text = f"{self._me()} is still waiting: {found}"
+        missing = self._report(places, got, self.ask(places, got))
+        text = f"{self._me()} is still waiting: {missing}"
         _log.warning("%s", text)
         self._notify(list(got), text.encode())
 
     def _notify(self, places: list[int], body: bytes) -> None:
         for place in places:
             with contextlib.suppress(ConnectionClosed, TimeoutError):
-                self._lines[place].send(NOTICE, self._seq, body, time.monotonic() + 1)
+                self._connections[place].send(NOTICE, self._seq, body, time.monotonic() + 1)
 
     def interrupt(self, how: str, is_alone: bool) -> None:
         """Take note that this rank left a collective half-way, and tell all others.
@@ -246,27 +272,27 @@ class FailureDetector:
                 f"{self._me()}: {how}, so the ranks are out of step: end the job, or finalize() "
                 "and initialize again"
             )
-            self._untold = body
-        self._aside.tell(body)
-        if is_alone and self._untold:
-            self._tell_lines(self._untold)
+            self._unsent_failure = body
+        self._sideband.broadcast_failure(body)
+        if is_alone and self._unsent_failure:
+            self._send_failure(self._unsent_failure)
 
-    def _tell_lines(self, body: bytes, source: int | None = None) -> None:
-        self._untold = b""
-        for place, line in self._lines.items():
+    def _send_failure(self, body: bytes, source: int | None = None) -> None:
+        self._unsent_failure = b""
+        for place, connection in self._connections.items():
             if place != source:
                 with contextlib.suppress(ConnectionClosed, TimeoutError):
-                    line.send(FAIL, self._seq, body, time.monotonic() + 1)
+                    connection.send(FAIL, self._seq, body, time.monotonic() + 1)
 
     def refuse_late(self, blob: bytes) -> NoReturn:
-        """Refuse a round for which the group's lock wasn't had in time. Local."""
+        """Raise because the group's lock wasn't free before the deadline. Local."""
         raise CollectiveTimeoutError(
             f"{self._me()}: {signatures.describe(blob)} wasn't begun before its deadline: another "
             "thread is looking for ranks that are gone"
         )
 
     def refuse_nested(self, blob: bytes) -> NoReturn:
-        """Refuse a round within another one of the same thread. Local."""
+        """Raise because the round is within another one of the same thread. Local."""
         raise CollectiveError(
             f"{self._me()}: {signatures.describe(blob)} was called within "
             f"{signatures.describe(self._blob)}, by a signal handler or a "
@@ -274,19 +300,19 @@ class FailureDetector:
         )
 
     def clash(self, thread_id: int, blob: bytes) -> None:
-        """Refuse a round that another thread is in the middle of. Local.
+        """Raise if another thread is inside a round. Local.
 
         Raises:
-            CollectiveError: some thread is; which one's call the others take part in is chance.
+            CollectiveError: it is; the other ranks may take part in either call.
         """
         if not thread_id or thread_id == threading.get_ident():
             return
-        self._crossed = (
+        self._concurrent_calls = (
             f"two threads called collectives of one group at once, {signatures.describe(blob)} and "
             f"{signatures.describe(self._blob)}: let one thread make them all, or use "
             "async_op=True, or make a group for each thread with new_group"
         )
-        raise CollectiveError(f"{self._me()}: {self._crossed}")
+        raise CollectiveError(f"{self._me()}: {self._concurrent_calls}")
 
     def lose(self, place: int, how: str = "") -> NoReturn:
         """Fail because of a rank that is gone. Local."""
@@ -294,13 +320,13 @@ class FailureDetector:
         who = f"rank {rank}" if pid is None else f"rank {rank} (pid {pid} on this host)"
         ended = pid is not None and place in self.pidfds and has_ended(self.pidfds[place])
         text = f"{who} has ended" if ended else f"{who} is gone: {how}"
-        farewell = self._aside.farewell(place)
+        farewell = self._sideband.farewell(place)
         if farewell is not None:
             text = f"{who} {farewell.how}"
         self.fail({"kind": "peer", "rank": rank, "text": text})
 
     def ask(self, places: tuple[int, ...], got: Mapping[int, bytes]) -> dict[int, State]:
-        """Ask those of `places` that haven't come where they are. Local; waits 0.4 s at most."""
+        """Ask the ranks of `places` that haven't come for their state. Local; 0.4 s at most."""
         return self._ask([place for place in places if place not in got])
 
     def is_behind(self, place: int) -> bool:
@@ -322,11 +348,11 @@ class FailureDetector:
         self.fail({"kind": "timeout", "text": text})
 
     def fail(self, said: dict[str, object], source: int | None = None) -> NoReturn:
-        """Tell all neighbours but the one that said so, then raise. Local."""
+        """Tell all neighbours but the one that it came from, then raise. Local."""
         body = json.dumps(said).encode()
-        self._aside.tell(body)
-        self._tell_lines(body, source)
-        where = f", in {signatures.describe(self._blob)}" if self._is_inside else ""
+        self._sideband.broadcast_failure(body)
+        self._send_failure(body, source)
+        where = f", in {signatures.describe(self._blob)}" if self._is_in_round else ""
         text = f"{self._me()}{where}: {said['text']}"
         if said["kind"] == "timeout":
             text = f"{said['text']}\n  the deadline was over on {self._me()}{where}"
@@ -342,8 +368,8 @@ class FailureDetector:
         return f"rank {self._ranks[self._place]} of {len(self._ranks)}"
 
     def _ask(self, places: Iterable[int], group: str = "") -> dict[int, State]:
-        """Ask ranks where they are, but for those that can't answer."""
-        return self._aside.ask([p for p in places if not is_stopped(self._pids.get(p))], group)
+        """Ask ranks for their state, but for those that are stopped."""
+        return self._sideband.ask([p for p in places if not is_stopped(self._pids.get(p))], group)
 
     def _missing(self, place: int, states: Mapping[int, State]) -> Missing:
         state = states.get(place, State())
@@ -354,7 +380,7 @@ class FailureDetector:
     def _report(
         self, places: tuple[int, ...], got: Mapping[int, bytes], states: dict[int, State]
     ) -> str:
-        """Say who has come with which call, who has not, and where those are."""
+        """Say which ranks have come with which call, and where the others are."""
         absent = [place for place in places if place not in got]
         came = {self._place: self._blob}
         for bundle in got.values():
@@ -367,28 +393,27 @@ class FailureDetector:
             if state.seq < self._seq:
                 missing.append(self._missing(place, states))
                 continue
-            by_rank[self._ranks[place]] = (
-                state.last or signatures.UNKNOWN
-            )  # and waits for others itself
+            # It has come, and waits for others itself.
+            by_rank[self._ranks[place]] = state.last or signatures.UNKNOWN
             further = [far for far in state.waits_for or () if 0 <= far < len(self._ranks)]
             states |= self._ask(further)
             missing += [self._missing(far, states) for far in further]
         return report(signatures.name(self._blob), by_rank, missing)
 
 
-def _asked(alarm: weakref.ref[FailureDetector]) -> Callable[[str], State]:
-    """Give what the thread of the side lines calls, which must not keep the alarm."""
+def _state_reader(reference: weakref.ref[FailureDetector]) -> Callable[[str], State]:
+    """Give what the sideband's thread calls, which must not keep the detector alive."""
 
     def state(group: str) -> State:
-        found = alarm()
-        return State() if found is None else found.state(group)
+        detector = reference()
+        return State() if detector is None else detector.state(group)
 
     return state
 
 
-def _close(aside: Sideband, lines: list[Connection], pidfds: list[int]) -> None:
-    aside.close()
-    for line in lines:
-        line.close()
+def _close(sideband: Sideband, connections: list[Connection], pidfds: list[int]) -> None:
+    sideband.close()
+    for connection in connections:
+        connection.close()
     for fd in pidfds:
         os.close(fd)

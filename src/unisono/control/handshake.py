@@ -1,4 +1,4 @@
-"""Handshake: connections are accepted from those who prove that they belong to the job.
+"""Handshake: connections are accepted from processes that prove that they belong to the job.
 
 Gloo accepts any connection. Before the proof, the data plane carries nothing but tensors of fixed
 size, which nobody decodes: first a random number of each rank, then, from each
@@ -15,7 +15,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -37,7 +37,7 @@ _TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 def strangers() -> str:
     """Name the processes of other users of this host that are connected to this one.
 
-    Local. Linux alone tells. The process's id is known only to who may look at it.
+    Local. Linux alone tells, and the process's id only to a user that may see it.
 
     Returns:
         What can follow a sentence; empty where there is none, or none can be found.
@@ -61,8 +61,8 @@ def _rows(table: str) -> Iterator[tuple[str, str, int, str]]:
     """Give local and remote address, user and inode of each connection."""
     with contextlib.suppress(FileNotFoundError):
         for line in Path(table).read_text().splitlines()[1:]:
-            words = line.split()
-            yield words[1], words[2], int(words[7]), words[9]
+            columns = line.split()
+            yield columns[1], columns[2], int(columns[7]), columns[9]
 
 
 def _inodes(pid: str) -> Iterator[str]:
@@ -81,31 +81,39 @@ def _process(inode: str) -> str:
     return ""
 
 
-_STRANGER_S = 1.0  # how long a connection may take to prove itself, in all
-_AT_ONCE = 256  # connections that may be at it; the oldest one makes room
+_HANDSHAKE_S = 1.0  # for a connection to prove itself, in all
+_MOST_PENDING = 256  # handshakes at a time; the oldest one makes room
 T = TypeVar("T")
 Check = Callable[[socket.socket], Generator[int, bytes, "T | None"]]
 
 
 @dataclass(slots=True)
-class _Visit(Generic[T]):
-    """One connection that hasn't proved itself yet."""
+class _Handshake(Generic[T]):
+    """One connection that hasn't proved itself yet.
+
+    Args:
+        sock: the connection.
+        dialogue: yields how many bytes it wants next, and returns what the connection proved to be.
+        until: when it is dropped.
+        n_expected: bytes that the dialogue waits for.
+        received: those of them that have come.
+    """
 
     sock: socket.socket
-    talk: Generator[int, bytes, T | None]
+    dialogue: Generator[int, bytes, T | None]
     until: float
-    wanted: int = 0
-    said: bytes = b""
+    n_expected: int = 0
+    received: bytes = b""
 
-    def listen(self) -> tuple[bool, T | None]:
-        """Take in what is there; tell whether the talk is over, and what came of it. Local."""
+    def advance(self) -> tuple[bool, T | None]:
+        """Read what is there; tell whether the dialogue is over, and its result. Local."""
         try:
-            self.wanted = self.wanted or next(self.talk)
-            while part := self.sock.recv(self.wanted - len(self.said)):
-                self.said += part
-                if len(self.said) == self.wanted:
-                    said, self.said = self.said, b""
-                    self.wanted = self.talk.send(said)
+            self.n_expected = self.n_expected or next(self.dialogue)
+            while part := self.sock.recv(self.n_expected - len(self.received)):
+                self.received += part
+                if len(self.received) == self.n_expected:
+                    received, self.received = self.received, b""
+                    self.n_expected = self.dialogue.send(received)
         except StopIteration as end:
             return True, end.value
         except BlockingIOError:
@@ -115,85 +123,108 @@ class _Visit(Generic[T]):
         return True, None
 
 
+class _Pending(Generic[T]):
+    """The handshakes under way at one listener."""
+
+    # A connection: accepted --its dialogue ends with a result--> given to the caller
+    #   accepted --with None, an error, after a second, or as the oldest of too many--> dropped
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
+        self._handshakes: dict[socket.socket, _Handshake[T]] = {}
+
+    def close(self) -> None:
+        for sock in self._handshakes:
+            sock.close()
+
+    def left_s(self, until: float | None) -> float | None:
+        """Give the seconds until the next handshake, or all of it, is over."""
+        ends = [handshake.until for handshake in self._handshakes.values()]
+        if until is not None:
+            ends.append(until)
+        return max(0.0, min(ends) - time.monotonic()) if ends else None
+
+    def add(self, sock: socket.socket, dialogue: Generator[int, bytes, T | None]) -> None:
+        self._handshakes[sock] = _Handshake(sock, dialogue, time.monotonic() + _HANDSHAKE_S)
+        self._selector.register(sock, selectors.EVENT_READ)
+
+    def advance(self, ready: Collection[object]) -> Iterator[tuple[socket.socket, T]]:
+        """Read from connections that are ready; give those that have proved themselves."""
+        for sock in [sock for sock in self._handshakes if sock in ready]:
+            is_over, proved = self._handshakes[sock].advance()
+            if is_over:
+                self._remove(sock)
+            if is_over and proved is None:
+                sock.close()
+            elif proved is not None:
+                yield sock, proved
+
+    def drop_late(self) -> None:
+        now = time.monotonic()
+        late = [sock for sock, handshake in self._handshakes.items() if handshake.until < now]
+        too_many = max(0, len(self._handshakes) - _MOST_PENDING)
+        for sock in dict.fromkeys(late + [*self._handshakes][:too_many]):
+            self._remove(sock)
+            sock.close()
+
+    def _remove(self, sock: socket.socket) -> None:
+        self._selector.unregister(sock)
+        del self._handshakes[sock]
+
+
 def accept_authenticated(
     listener: socket.socket,
     check: Check[T],
     until: float | None = None,
-    alarm: socket.socket | None = None,
+    stop: socket.socket | None = None,
     refused: Callable[[str], None] | None = None,
 ) -> Generator[tuple[socket.socket, T], None, None]:
-    """Give the connections that prove themselves; drop the others.
+    """Accept connections and authenticate them without letting one block another.
 
-    Local. All talk at the same time, each for a second at most; at a Unix-domain socket processes
-    of other users aren't heard.
+    Local. Each has a second to prove itself, all at the same time. At a Unix-domain socket
+    processes of other users are dropped at once.
 
     Args:
-        listener: where they come.
+        listener: the socket that they connect to.
         check: called with a connection: a generator that yields how many bytes it wants next, gets
-            them, and returns what the connection has proved to be; None for a stranger.
+            them, and returns what the connection has proved to be; None drops it.
         until: when to end, on the clock of ``time.monotonic``; None for never.
-        alarm: ends it too, once there is something to read.
-        refused: told of each process of another user that isn't heard.
+        stop: ends it too, once there is something to read.
+        refused: called with a description of each process of another user.
 
     Yields:
-        A connection, which doesn't block, and what it is.
+        A connection, which doesn't block, and what it has proved to be.
     """
-    visits: dict[socket.socket, _Visit[T]] = {}
     listener.setblocking(False)
-    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as held:
-        held.callback(_close, visits)
-        for watched in (listener, alarm):
+    with selectors.DefaultSelector() as selector:
+        pending: _Pending[T] = _Pending(selector)
+        for watched in (listener, stop):
             if watched is not None:
                 selector.register(watched, selectors.EVENT_READ)
-
-        def leave(sock: socket.socket) -> None:
-            selector.unregister(sock)
-            del visits[sock]
-
-        while until is None or time.monotonic() < until:
-            limits = [visit.until for visit in visits.values()] + ([until] if until else [])
-            left = max(0.0, min(limits) - time.monotonic()) if limits else None
-            ready = [key.fileobj for key, _ in selector.select(left)]
-            if alarm in ready:
-                return
-            for sock in [sock for sock in visits if sock in ready]:
-                is_over, found = visits[sock].listen()
-                if is_over:
-                    leave(sock)
-                if is_over and found is None:
-                    sock.close()
-                elif found is not None:
-                    yield sock, found
-            late = [sock for sock in visits if visits[sock].until < time.monotonic()]
-            for sock in late + [*visits][: max(0, len(visits) - _AT_ONCE)]:
-                leave(sock)
-                sock.close()
-            if listener in ready:
-                visit = _open(listener, check, refused)
-                if visit is not None:
-                    visits[visit.sock] = visit
-                    selector.register(visit.sock, selectors.EVENT_READ)
+        with contextlib.closing(pending):
+            while until is None or time.monotonic() < until:
+                ready = [key.fileobj for key, _ in selector.select(pending.left_s(until))]
+                if stop in ready:
+                    return
+                yield from pending.advance(ready)
+                pending.drop_late()
+                sock = _accept(listener, refused) if listener in ready else None
+                if sock is not None:
+                    pending.add(sock, check(sock))
 
 
-def _open(
-    listener: socket.socket, check: Check[T], refused: Callable[[str], None] | None
-) -> _Visit[T] | None:
+def _accept(listener: socket.socket, refused: Callable[[str], None] | None) -> socket.socket | None:
     try:
         sock, _ = listener.accept()
     except (BlockingIOError, ConnectionAbortedError):  # it has changed its mind
         return None
-    if sock.family == socket.AF_UNIX and not (visitor := peer(sock)).is_own_user:
+    if sock.family == socket.AF_UNIX and not (client := peer(sock)).is_own_user:
         sock.close()
         if refused is not None:
-            refused(str(visitor))
+            refused(str(client))
         return None
     sock.setblocking(False)
-    return _Visit(sock, check(sock), time.monotonic() + _STRANGER_S)
-
-
-def _close(visits: dict[socket.socket, _Visit[T]]) -> None:
-    for sock in visits:
-        sock.close()
+    return sock
 
 
 _BYTES = 32
@@ -232,16 +263,16 @@ def authenticate(
     shape = (len(ranks), _BYTES)
     device = model.transport_device if device is None else device
     own = from_bytes(secrets.token_bytes(_BYTES), torch.uint8, shape[1:]).to(device)
-    numbers = [to_bytes(row) for row in model.all_gather(own, group).cpu()]
+    nonces = [to_bytes(row) for row in model.all_gather(own, group).cpu()]
     subject = f"{label} {list(ranks)}".encode()
 
     def proof(source: int, target: int) -> bytes:
-        text = struct.pack("<II", source, target) + numbers[source] + numbers[target] + subject
+        text = struct.pack("<II", source, target) + nonces[source] + nonces[target] + subject
         return hmac.new(secret, text, "sha256").digest()
 
     mine = b"".join(proof(place, other) for other in range(len(ranks)))
-    told = model.all_to_all(from_bytes(mine, torch.uint8, shape).to(device), group).cpu()
-    proofs = [to_bytes(row) for row in told]
+    received_rows = model.all_to_all(from_bytes(mine, torch.uint8, shape).to(device), group).cpu()
+    proofs = [to_bytes(row) for row in received_rows]
     wrong = [
         ranks[other]
         for other in range(len(ranks))

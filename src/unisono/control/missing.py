@@ -1,4 +1,4 @@
-"""Who is missing in a collective, where those are, and which processes of this host have ended."""
+"""Missing ranks: which they are, where they are, and which processes of this host have ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = (
     "named",
     "report",
     "warn_after_s",
-    "watch",
+    "open_pidfds",
 )
 
 _WARN_AFTER_S = 30.0
@@ -30,7 +30,7 @@ _MOST_NAMED = 8
 
 
 def warn_after_s() -> float:
-    """Give the seconds after which a wait says once whom it waits for, as the user wants it.
+    """Give the seconds after which a wait warns once which ranks it waits for.
 
     Local.
 
@@ -50,10 +50,10 @@ class Absent:
 
 @dataclass(frozen=True, slots=True)
 class Farewell:
-    """What a rank said before it left in good order.
+    """What a rank tells the others before it leaves in good order.
 
     Args:
-        how: when it left, as in "left after barrier at train.py:8".
+        how: when it leaves, as in "left after barrier at train.py:8".
         steps: how many operations of the data plane it took part in, by the name of the group.
     """
 
@@ -61,7 +61,7 @@ class Farewell:
     steps: Mapping[str, int]
 
     def has_done(self, group: str, step: int) -> bool:
-        """Tell whether it had done its part in an operation; 0 stands for one to come. Local."""
+        """Tell whether it had done its part in an operation; 0 is one yet to come. Local."""
         return 0 < step <= self.steps.get(group, 0)
 
 
@@ -87,12 +87,12 @@ class Missing:
         return self.text()
 
     def text(self, call: str = "") -> str:
-        """Say what is known of it, its line first.
+        """Say what is known of the rank, the line that it is at first.
 
         Local.
 
         Args:
-            call: what it didn't come to.
+            call: the call that it didn't come to.
         """
         head = f"rank {self.rank}"
         if self.behind:
@@ -110,26 +110,26 @@ class Missing:
 
 
 def report(call: str, came: Mapping[int, str], missing: Sequence[Missing]) -> str:
-    """Say who has not come, and where those are, and then who has come with which call.
+    """Say which ranks haven't come, where they are, and which have come with which call.
 
     Local.
 
     Args:
-        call: what the others didn't come to.
+        call: the call that ranks didn't come to.
         came: what each global rank that has come called.
-        missing: the others.
+        missing: the ranks that haven't come.
 
     Returns:
         Several lines.
     """
-    lines = [each.text(call) for each in missing[:_MOST_NAMED]]
+    lines = [late.text(call) for late in missing[:_MOST_NAMED]]
     if len(missing) > _MOST_NAMED:
-        lines.append(f"nor did ranks {[each.rank for each in missing[_MOST_NAMED:]]}")
+        lines.append(f"nor did ranks {[late.rank for late in missing[_MOST_NAMED:]]}")
     ranks_of: dict[str, list[int]] = {}
-    for rank, said in sorted(came.items()):
-        ranks_of.setdefault(said, []).append(rank)
-    for said, ranks in ranks_of.items():
-        lines.append(f"  {named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {said}")
+    for rank, own_call in sorted(came.items()):
+        ranks_of.setdefault(own_call, []).append(rank)
+    for own_call, ranks in ranks_of.items():
+        lines.append(f"  {named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {own_call}")
     return "\n".join(lines)
 
 
@@ -152,22 +152,22 @@ def is_stopped(pid: int | None) -> bool:
     return pid is not None and _state(pid) == _STOPPED
 
 
-def watch(pids: Mapping[int, int]) -> dict[int, int]:
+def open_pidfds(pids: Mapping[int, int]) -> dict[int, int]:
     """Open a descriptor for each process that becomes readable when the process ends.
 
     Local. Linux alone has them.
 
     Args:
-        pids: process ids by anything.
+        pids: process ids by key.
 
     Returns:
-        Descriptors by the same, without those that can't be had.
+        Descriptors by the same keys, without those that can't be opened.
     """
     opened: dict[int, int] = {}
-    for place, pid in pids.items():
+    for key, pid in pids.items():
         if hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):  # an old kernel, or it ended just now
-                opened[place] = os.pidfd_open(pid)
+                opened[key] = os.pidfd_open(pid)
     return opened
 
 

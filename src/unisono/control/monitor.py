@@ -1,4 +1,4 @@
-"""A lock and what is waited for under it, which an exception out of nowhere leaves usable.
+"""Monitor: a lock and a condition that an asynchronous exception leaves usable.
 
 Ctrl-C, an alarm's handler or a test's timeout may raise between any two bytecodes.
 `threading.Condition`, and what is made of it (Event, Future, Queue), enters and leaves in Python,
@@ -25,7 +25,7 @@ class Monitor:
         self._sleepers: list[threading.Lock] = []
 
     def notify_all(self) -> None:
-        """Let those that wait look again. Local; the lock is held."""
+        """Wake all waiting threads to look again. Local; the lock is held."""
         sleepers, self._sleepers = self._sleepers, []
         for sleeper in sleepers:
             sleeper.release()

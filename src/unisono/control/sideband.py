@@ -1,7 +1,6 @@
-"""A second line to each neighbour, served by a thread: where is a rank, and who has failed?
+"""Sideband: out-of-band connections for state queries and failure reports, served by a thread.
 
-Questions and answers name the place that is meant and are handed on towards it, so any rank can ask
-any other, also where its leader's own thread is elsewhere. Bodies are JSON.
+It works while the rank's own thread computes, or waits in a collective. Bodies are JSON.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from unisono.tracebacks import is_ours, place_of, where
 __all__ = ("Sideband", "State", "stack_of")
 
 _SEND_S = 1.0
-_HEAR_S = 1.0  # for what a rank that is gone has said, or for its line's end
-_ASK_S = 0.4  # who is stuck in C never answers, and who asks has waited for its deadline already
+_FAREWELL_S = 1.0  # for the farewell of a rank that is gone, or the end of its connection
+_ASK_S = 0.4  # short: a rank stuck in C never answers, and the caller is past its deadline
 _FRAMES = 6
 _WIDTH = 100  # of a line of source
-_OURS = ("unisono-aside", BACKGROUND)  # threads in which the user calls nothing
+_OWN_THREADS = ("unisono-sideband", BACKGROUND)  # the user's code doesn't run in them
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ def stack_of(thread_id: int) -> str:
     """
     by_id = {thread.ident: thread for thread in threading.enumerate()}
     thread, main = by_id.get(thread_id), threading.main_thread()
-    if thread is None or thread.name.startswith(_OURS):  # the user's waits for it
+    if thread is None or thread.name.startswith(_OWN_THREADS):  # the user's thread waits for it
         thread_id = main.ident or thread_id
     stack = traceback.extract_stack(sys._current_frames().get(thread_id))
     if len(stack) > 1 and stack[0].filename == "<string>" and is_ours(stack[1].filename):
@@ -94,43 +93,55 @@ def stack_of(thread_id: int) -> str:
 
 
 class Sideband:
-    """The side lines of one rank, and the thread that answers on them.
+    """The out-of-band connections of one rank, and the thread that serves them.
 
     Args:
         place: this rank's place.
-        links: who is connected to whom.
-        lines: one line for each neighbour, by its place.
-        near: places of this host, which see each other's end.
-        state: tells where this rank is, given the name of the group that is asked about; called in
-            the thread of the side lines.
+        links: the ranks that it is connected to.
+        connections: one for each neighbour, by its place.
+        same_host: places of this host, whose ranks see each other's end.
+        state: tells where this rank is, given the name of the group in question; called in the
+            thread of the sideband.
     """
+
+    # Frames, and what a rank does with one:
+    #   ASK, ANSWER   name a place: handled there, elsewhere forwarded one hop towards it
+    #   FAIL, LATE    flooded: the first one is kept, and sent to all neighbours but its source
+    #   LEAVE         a farewell: kept; if it is of this host, sent to neighbours of this host
+    # A neighbour, as this rank sees it:
+    #   connected --LEAVE--> left in good order
+    #   connected --its connection closes--> gone without a word
+    # A rank that isn't a neighbour:
+    #   connected --LEAVE, forwarded--> left in good order, or gone without a word
+    #   connected --the neighbour towards it has left--> cut off: nothing can be known of it
+    # The thread: serves, until `close` writes to its pipe; then it closes the connections.
 
     def __init__(
         self,
         place: int,
         links: Links,
-        lines: Mapping[int, Connection],
-        near: Collection[int],
+        connections: Mapping[int, Connection],
+        same_host: Collection[int],
         state: Callable[[str], State],
     ) -> None:
         self._place = place
         self._up = links.up
-        self._towards = {far: near for near, fars in links.below.items() for far in fars}
-        self._lines = dict(lines)
-        self._near = near
+        self._next_hops = {far: down for down, fars in links.below.items() for far in fars}
+        self._connections = dict(connections)
+        self._same_host = same_host
         self._state = state
-        self._left: dict[int, Farewell | None] = {}  # None for a line that ended without a word
+        self._departures: dict[int, Farewell | None] = {}  # None: gone without a word
         self._answers: dict[int, State] = {}
         self._failure: bytes | None = None
         self._late: dict[str, tuple[int, str]] = {}
-        self._heard = Monitor()
-        self._wake, self._end = os.pipe()
+        self._monitor = Monitor()
+        self._wake_reader, self._wake_writer = os.pipe()
         self._is_open = True
-        threading.Thread(target=self._serve, name=_OURS[0], daemon=True).start()
+        threading.Thread(target=self._serve, name=_OWN_THREADS[0], daemon=True).start()
 
-    def towards(self, place: int) -> int:
+    def next_hop(self, place: int) -> int:
         """Give the neighbour through which a place is reached. Local."""
-        return self._towards.get(place, -1 if self._up is None else self._up)
+        return self._next_hops.get(place, -1 if self._up is None else self._up)
 
     def ask(self, places: Iterable[int], group: str = "") -> dict[int, State]:
         """Ask other ranks where they are; wait 0.4 s at most.
@@ -138,121 +149,123 @@ class Sideband:
         Local.
 
         Args:
-            places: whom to ask.
-            group: the name of the group that the question is about.
+            places: the ranks to ask.
+            group: the name of the group in question.
 
         Returns:
             The answers that came, by place.
         """
         asked = [place for place in places if place != self._place]
-        with self._heard.lock:
+        with self._monitor.lock:
             for place in asked:
                 self._answers.pop(place, None)
         for place in asked:
-            self._pass_on(ASK, {"to": place, "of": self._place, "group": group}, place)
-        self._heard.wait(lambda: all(place in self._answers for place in asked), _ASK_S)
-        with self._heard.lock:
+            self._forward(ASK, {"to": place, "of": self._place, "group": group}, place)
+        self._monitor.wait(lambda: all(place in self._answers for place in asked), _ASK_S)
+        with self._monitor.lock:
             return {place: self._answers[place] for place in asked if place in self._answers}
 
-    def tell(self, failure: bytes, source: int | None = None) -> None:
+    def broadcast_failure(self, failure: bytes, source: int | None = None) -> None:
         """Let all ranks know of a failure, also those whose own thread is in a collective.
 
         Local.
 
         Args:
-            failure: what to say; only the first one counts.
-            source: the place that said so, None for this rank itself.
+            failure: the body of a FAIL frame; only the first one counts.
+            source: the place that it came from, None for this rank itself.
         """
-        with self._heard.lock:
+        with self._monitor.lock:
             if self._failure is not None:
                 return
             self._failure = failure
-            self._heard.notify_all()
+            self._monitor.notify_all()
         self._flood(FAIL, failure, source)
 
     def failure(self, wait_s: float = 0.0) -> bytes | None:
-        """Give what the first rank that failed was told to say, None if nobody has. Local."""
-        self._heard.wait(lambda: self._failure is not None, wait_s)
+        """Give the body of the first FAIL frame, None if there was none. Local."""
+        self._monitor.wait(lambda: self._failure is not None, wait_s)
         return self._failure
 
-    def tell_late(self, group: str, step: int, text: str, source: int | None = None) -> None:
-        """Let all ranks know who didn't come to an operation of the data plane.
+    def broadcast_late(self, group: str, step: int, text: str, source: int | None = None) -> None:
+        """Let all ranks know which ranks didn't come to an operation of the data plane.
 
         Local.
 
         Args:
             group: its name.
-            step: the number of the operation; only what is first said of it counts.
-            text: who it is.
-            source: as in `tell`.
+            step: the number of the operation; only the first report of it counts.
+            text: the report.
+            source: as in `broadcast_failure`.
         """
-        with self._heard.lock:
+        with self._monitor.lock:
             if self._late.get(group, (0, ""))[0] >= step:
                 return
             self._late[group] = (step, text)
-            self._heard.notify_all()
+            self._monitor.notify_all()
         self._flood(LATE, json.dumps({"group": group, "step": step, "text": text}).encode(), source)
 
     def late(self, group: str, step: int, wait_s: float = 0.0) -> str:
-        """Give what some rank has said of an operation, empty if none has. Local."""
-        self._heard.wait(lambda: self._late.get(group, (0, ""))[0] == step, wait_s)
-        found, text = self._late.get(group, (0, ""))
-        return text if found == step else ""
+        """Give the report of an operation, empty if no rank has sent one. Local."""
+        self._monitor.wait(lambda: self._late.get(group, (0, ""))[0] == step, wait_s)
+        known_step, text = self._late.get(group, (0, ""))
+        return text if known_step == step else ""
 
-    def tell_leave(self, farewell: Farewell) -> None:
-        """Say that this rank leaves in good order. Local."""
-        body = _farewell_of(self._place, farewell)
-        for place in self._lines:
+    def send_farewell(self, farewell: Farewell) -> None:
+        """Tell the neighbours that this rank leaves in good order. Local."""
+        body = _encode_farewell(self._place, farewell)
+        for place in self._connections:
             self._send(LEAVE, body, place)
 
     def farewell(self, place: int) -> Farewell | None:
-        """Give what a rank said before it left, None if it went without a word.
+        """Give the farewell of a rank that has left, None if it went without a word.
 
-        Local; waits for what is on its way, a second at most.
+        Local; waits for a farewell on its way, a second at most.
         """
-        self._heard.wait(lambda: place in self._left or self._is_cut_off(place), _HEAR_S)
-        return self._left.get(place)
+        self._monitor.wait(
+            lambda: place in self._departures or self._is_cut_off(place), _FAREWELL_S
+        )
+        return self._departures.get(place)
 
     def is_cut_off(self, place: int) -> bool:
-        """Tell whether nothing can be heard of a rank, for the one between has left. Local."""
-        with self._heard.lock:
-            return place not in self._left and self._is_cut_off(place)
+        """Tell whether a rank can't be reached, because the one between has left. Local."""
+        with self._monitor.lock:
+            return place not in self._departures and self._is_cut_off(place)
 
     def _is_cut_off(self, place: int) -> bool:
-        return self.towards(place) != place and self.towards(place) in self._left
+        return self.next_hop(place) != place and self.next_hop(place) in self._departures
 
     def close(self) -> None:
-        """End the thread, which closes the lines. Local; harmless the second time."""
+        """End the thread, which closes the connections. Local; harmless the second time."""
         if self._is_open:
             self._is_open = False
-            os.write(self._end, b"!")  # a forked child may hold the pipe's other copy
-            os.close(self._end)
+            os.write(self._wake_writer, b"!")  # a forked child may hold the pipe's other copy
+            os.close(self._wake_writer)
 
     def disown(self) -> None:
-        """Close what a forked child has of its parent's, where this thread isn't. Local."""
+        """Close what a forked child has of its parent's; the thread isn't there. Local."""
         if self._is_open:
             self._is_open = False
-            os.close(self._end)
-            os.close(self._wake)
-        for line in self._lines.values():
-            line.close()
+            os.close(self._wake_writer)
+            os.close(self._wake_reader)
+        for connection in self._connections.values():
+            connection.close()
 
     def _flood(self, kind: int, body: bytes, source: int | None) -> None:
-        for place in self._lines:
+        for place in self._connections:
             if place != source:
                 self._send(kind, body, place)
 
-    def _pass_on(self, kind: int, said: dict[str, Any], place: int) -> None:
-        self._send(kind, json.dumps(said).encode(), self.towards(place))
+    def _forward(self, kind: int, message: dict[str, Any], place: int) -> None:
+        self._send(kind, json.dumps(message).encode(), self.next_hop(place))
 
     def _send(self, kind: int, body: bytes, place: int) -> None:
-        if place in self._lines:
-            with contextlib.suppress(ConnectionClosed, TimeoutError), self._heard.lock:
-                self._lines[place].send(kind, 0, body, time.monotonic() + _SEND_S)
+        if place in self._connections:
+            with contextlib.suppress(ConnectionClosed, TimeoutError), self._monitor.lock:
+                self._connections[place].send(kind, 0, body, time.monotonic() + _SEND_S)
 
     def _serve(self) -> None:
-        wake = self._wake
-        places = {line.fd: place for place, line in self._lines.items()}
+        wake = self._wake_reader
+        places = {connection.fd: place for place, connection in self._connections.items()}
         readable = select.poll()
         for fd in (wake, *places):
             readable.register(fd, select.POLLIN)
@@ -263,74 +276,78 @@ class Sideband:
                     is_over = True
                     continue
                 try:
-                    self._hear(places[fd])
+                    self._receive(places[fd])
                 except ConnectionClosed:
                     readable.unregister(fd)
-                    self._note_leave(places[fd], None, places[fd])
+                    self._note_departure(places[fd], None, places[fd])
         os.close(wake)
-        for line in self._lines.values():
-            line.close()
+        for connection in self._connections.values():
+            connection.close()
 
-    def _hear(self, source: int) -> None:
-        while (frame := self._lines[source].take()) is not None:
+    def _receive(self, source: int) -> None:
+        while (frame := self._connections[source].take()) is not None:
             kind, _, body = frame
             if kind == FAIL:
                 read_failure(body)
-                self.tell(body, source)
+                self.broadcast_failure(body, source)
             elif kind == LEAVE:
-                self._note_leave(*_read_farewell(body), source)
+                self._note_departure(*_decode_farewell(body), source)
             else:
                 try:
-                    self._read(kind, json.loads(body), source)
+                    self._handle(kind, json.loads(body), source)
                 except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                     raise ConnectionClosed("it sent what can't be read on its side line") from None
 
-    def _note_leave(self, place: int, farewell: Farewell | None, source: int) -> None:
-        """Take note of a rank that is gone; tell those of its host that aren't connected to it."""
-        with self._heard.lock:
-            if place in self._left:
+    def _note_departure(self, place: int, farewell: Farewell | None, source: int) -> None:
+        """Take note of a rank that is gone; tell ranks of its host that aren't connected to it."""
+        with self._monitor.lock:
+            if place in self._departures:
                 return
-            self._left[place] = farewell
-            self._heard.notify_all()
-        if place in self._near:
-            body = _farewell_of(place, farewell)
-            for other in self._lines:
-                if other != source and other in self._near:
+            self._departures[place] = farewell
+            self._monitor.notify_all()
+        if place in self._same_host:
+            body = _encode_farewell(place, farewell)
+            for other in self._connections:
+                if other != source and other in self._same_host:
                     self._send(LEAVE, body, other)
 
-    def _read(self, kind: int, said: Any, source: int) -> None:
+    def _handle(self, kind: int, message: Any, source: int) -> None:
         if kind == LATE:
-            self.tell_late(str(said["group"]), int(said["step"]), str(said["text"]), source)
-        elif int(said["to"]) != self._place:
-            self._pass_on(kind, said, int(said["to"]))
+            self.broadcast_late(
+                str(message["group"]), int(message["step"]), str(message["text"]), source
+            )
+        elif int(message["to"]) != self._place:
+            self._forward(kind, message, int(message["to"]))
         elif kind == ASK:
-            answer = asdict(self._state(str(said["group"])))
-            asker = int(said["of"])
-            self._pass_on(ANSWER, {"to": asker, "of": self._place, "state": answer}, asker)
+            answer = asdict(self._state(str(message["group"])))
+            asker = int(message["of"])
+            self._forward(ANSWER, {"to": asker, "of": self._place, "state": answer}, asker)
         elif kind == ANSWER:
-            with self._heard.lock:
-                self._answers[int(said["of"])] = _read_state(said["state"])
-                self._heard.notify_all()
+            with self._monitor.lock:
+                self._answers[int(message["of"])] = _decode_state(message["state"])
+                self._monitor.notify_all()
 
 
-def _farewell_of(place: int, farewell: Farewell | None) -> bytes:
-    said = None if farewell is None else asdict(farewell)
-    return json.dumps({"place": place, "said": said}).encode()
+def _encode_farewell(place: int, farewell: Farewell | None) -> bytes:
+    fields = None if farewell is None else asdict(farewell)
+    return json.dumps({"place": place, "farewell": fields}).encode()
 
 
-def _read_farewell(body: bytes) -> tuple[int, Farewell | None]:
+def _decode_farewell(body: bytes) -> tuple[int, Farewell | None]:
     try:
-        read = json.loads(body)
-        place, said = int(read["place"]), read["said"]
-        if said is None:
+        message = json.loads(body)
+        place, fields = int(message["place"]), message["farewell"]
+        if fields is None:
             return place, None
-        steps = {str(group): int(count) for group, count in said["steps"].items()}
-        return place, Farewell(str(said["how"]), steps)
+        steps = {str(group): int(count) for group, count in fields["steps"].items()}
+        return place, Farewell(str(fields["how"]), steps)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise ConnectionClosed("it sent a farewell that can't be read") from None
 
 
-def _read_state(said: Any) -> State:
-    waits_for = said["waits_for"]
+def _decode_state(fields: Any) -> State:
+    waits_for = fields["waits_for"]
     places = None if waits_for is None else [int(place) for place in waits_for]
-    return State(str(said["stack"]), str(said["last"]), int(said["seq"]), places, int(said["step"]))
+    return State(
+        str(fields["stack"]), str(fields["last"]), int(fields["seq"]), places, int(fields["step"])
+    )

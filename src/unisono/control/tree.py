@@ -1,4 +1,7 @@
-"""Whom one rank can see: the ranks it is connected to, and the processes of its host."""
+"""The tree of a group: which ranks one rank is connected to, and the processes of its host.
+
+A place is a rank's position in its group, from 0 to ``n - 1``.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ FAN_OUT = 8
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What one rank is connected to, in places 0 to ``n - 1`` of its group.
+    """The places that one rank is connected to.
 
     Args:
-        up: whom it gives to; None at the root.
-        downs: who gives to it.
+        up: the one above, which it gives to; None at the root.
+        downs: those below, which give to it.
         below: for each of `downs`, every place that is reached through it, itself first.
     """
 
@@ -35,7 +38,7 @@ def links(hosts: Sequence[Hashable], place: int, fan_out: int = FAN_OUT) -> Link
 
     Args:
         hosts: for each place of the group, where it is; those of equal value share a host.
-        place: whose part is wanted.
+        place: the place of the rank in question.
         fan_out: leaders below one leader, at least 1.
 
     Returns:
@@ -61,22 +64,22 @@ def _children(node: int, fan_out: int, count: int) -> range:
 
 
 def _beneath(node: int, fan_out: int, teams: Sequence[Sequence[int]]) -> list[int]:
-    found: list[int] = []
+    places: list[int] = []
     layer = [node]
     while layer:
-        found += [place for each in layer for place in teams[each]]
+        places += [place for each in layer for place in teams[each]]
         layer = [child for each in layer for child in _children(each, fan_out, len(teams))]
-    return found
+    return places
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Whom a rank can see.
+    """The ranks and processes that one rank can see.
 
     Args:
-        links: who is connected to whom.
-        lines: one for each connected place.
-        asides: a second one for each.
+        links: the places that it is connected to.
+        lines: the connection of the rounds to each of them.
+        asides: the connection of the sideband to each of them.
         pids: process ids, as this process sees them, of the places on this host.
     """
 

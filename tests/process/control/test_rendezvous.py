@@ -212,7 +212,7 @@ def test_of_ranks_that_wait_for_one_that_is_slow_one_warns(
     def come(rank: int) -> str:
         info = replace(job, rank=rank, source="torchrun", store_is_hosted=True)
         with pytest.raises(ContextError) as caught:
-            native_rendezvous.Meeting(info, limit).store()
+            native_rendezvous.Rendezvous(info, limit).store()
         return str(caught.value)
 
     with ThreadPoolExecutor(7) as ranks:

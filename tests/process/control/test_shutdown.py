@@ -187,13 +187,13 @@ def test_what_a_context_has_open_ends_with_it_although_a_forked_child_lives_on(
         for group in groups:
             unisono.barrier(group=group)
         child = child_until(done)
-        asides = [t for t in threading.enumerate() if t.name.startswith("unisono-aside")]
+        threads = [t for t in threading.enumerate() if t.name.startswith("unisono-sideband")]
         unisono.finalize()
-        for thread in asides:
+        for thread in threads:
             thread.join(10)
         done.touch()
         os.waitpid(child, 0)
-        return len(asides), sum(thread.is_alive() for thread in asides)
+        return len(threads), sum(thread.is_alive() for thread in threads)
 
     assert by_hand(fn) == [(3, 0)] * 2
 
@@ -204,8 +204,11 @@ def test_a_forked_child_has_no_connection_of_its_parent(tmp_path: Path) -> None:
         unisono.barrier()
         hub = vars(communicator().control)["hubs"][EVERYBODY]
         alarm = hub._alarm
-        fds = [line.fd for line in (*alarm._lines.values(), *alarm._aside._lines.values())]
-        fds += [*alarm.pidfds.values(), alarm._aside._end, alarm._aside._wake]
+        fds = [
+            line.fd
+            for line in (*alarm._connections.values(), *alarm._sideband._connections.values())
+        ]
+        fds += [*alarm.pidfds.values(), alarm._sideband._wake_writer, alarm._sideband._wake_reader]
         child = os.fork()
         if child == 0:
             left = 0

@@ -91,7 +91,7 @@ def test_a_connection_has_one_second_in_all(listener: socket.socket, held: ExitS
 def test_the_oldest_makes_room(
     listener: socket.socket, held: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshake, "_AT_ONCE", 3)
+    monkeypatch.setattr(handshake, "_MOST_PENDING", 3)
     strangers = [knock(listener, held) for _ in range(20)]
     knock(listener, held, WORD)
     with closing(accept_authenticated(listener, check, time.monotonic() + 20)) as members:
@@ -101,11 +101,11 @@ def test_the_oldest_makes_room(
         assert strangers[0].recv(1) == b""
 
 
-def test_an_alarm_ends_it(listener: socket.socket, held: ExitStack) -> None:
-    alarm, theirs = socket.socketpair()
-    with alarm:
+def test_a_stop_ends_it(listener: socket.socket, held: ExitStack) -> None:
+    stop, theirs = socket.socketpair()
+    with stop:
         theirs.close()
-        assert list(accept_authenticated(listener, check, alarm=alarm)) == []
+        assert list(accept_authenticated(listener, check, stop=stop)) == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux's kernel")

@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from unisono.errors import AlreadyInitializedError, ArgumentError, ContextError
-from unisono.models.horovod.rendezvous import meet
+from unisono.models.horovod.rendezvous import wait_for_all
 from unisono.topology import ContextHint, RankInfo, Topology
 
 __all__ = (
@@ -78,7 +78,7 @@ def initialize(hvd: ModuleType, info: RankInfo, timeout_s: float) -> None:
             "Horovod can't be initialised again in this process: its first context ended MPI too; "
             "import mpi4py.MPI before the first initialize, and MPI lives as long as the process"
         )
-    meet(os.environ, timeout_s)
+    wait_for_all(os.environ, timeout_s)
     if DYNAMIC in os.environ:
         hvd.init()
     else:

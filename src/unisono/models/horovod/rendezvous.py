@@ -1,9 +1,9 @@
-"""Ranks of horovodrun meet at its rendezvous server before Horovod does, and clear it.
+"""A barrier on horovodrun's key-value server before ``hvd.init()``, which clears stale addresses.
 
 Horovod 0.28.1 forgets to clear the addresses of an earlier context: when one scope is done, its
-server (``RendezvousHandler.do_DELETE``) drops the count of every other scope too. Who then makes a
-context again may find an address that nobody listens at, and Horovod ends such a process by abort.
-It ends it so, too, where a rank doesn't come in 30 seconds.
+server (``RendezvousHandler.do_DELETE``) drops the count of every other scope too. A rank that then
+makes a context again may find an address that nobody listens at, and Horovod aborts its process. It
+aborts it, too, where a rank doesn't come in 30 seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import closing, suppress
 
 from unisono.errors import CollectiveTimeoutError, ContextError
 
-__all__ = ("Store", "meet")
+__all__ = ("Store", "wait_for_all")
 
 _ADDRESS, _PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
 _NEEDED = (_ADDRESS, _PORT, "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_HOSTNAME")
@@ -25,12 +25,12 @@ _REQUEST_S = 30.0
 _TRIES = 3
 _POLL_S, _SLOWEST_POLL_S = 0.002, 0.1
 _POLL_PER_RANK_S = 0.005  # the server answers about a thousand times a second
-_WORD = "word"
+_VERDICT = "word"
 _GONE = "gone"
-_meetings = itertools.count(1)
+_scopes = itertools.count(1)
 
 
-def meet(environ: Mapping[str, str], timeout_s: float) -> None:
+def wait_for_all(environ: Mapping[str, str], timeout_s: float) -> None:
     """Wait until every rank is about to make a context, and clear what earlier ones left.
 
     Collective over all ranks. Does nothing where no server of horovodrun is: under mpirun, for a
@@ -49,12 +49,12 @@ def meet(environ: Mapping[str, str], timeout_s: float) -> None:
     rank, size = int(environ["HOROVOD_RANK"]), int(environ["HOROVOD_SIZE"])
     if size == 1:
         return
-    store = Store(environ[_ADDRESS], int(environ[_PORT]), f"unisono_{next(_meetings)}")
-    seat = json.dumps([environ["HOROVOD_HOSTNAME"], int(environ.get("HOROVOD_LOCAL_RANK", 0))])
-    limit = time.monotonic() + timeout_s
+    store = Store(environ[_ADDRESS], int(environ[_PORT]), f"unisono_{next(_scopes)}")
+    own_seat = json.dumps([environ["HOROVOD_HOSTNAME"], int(environ.get("HOROVOD_LOCAL_RANK", 0))])
+    until = time.monotonic() + timeout_s
     try:
-        store.put(str(rank), seat)
-        why = _receive_all(store, size, limit) if rank == 0 else _ask_rank_0(store, size, limit)
+        store.put(str(rank), own_seat)
+        why = _await_all(store, size, until) if rank == 0 else _await_verdict(store, size, until)
         if why:
             store.put(str(rank), _GONE)
     except (OSError, http.client.HTTPException) as error:
@@ -69,12 +69,12 @@ def meet(environ: Mapping[str, str], timeout_s: float) -> None:
         )
 
 
-def _receive_all(store: Store, size: int, limit: float) -> str:
+def _await_all(store: Store, size: int, until: float) -> str:
     """Wait for all, clear, and tell them so; gives why not, empty if all came."""
     seats: list[tuple[str, int]] = []
     why = ""
     while len(seats) < size and not why:
-        seat = store.wait(str(len(seats)), limit, size)
+        seat = store.wait(str(len(seats)), until, size)
         if seat == _GONE:
             why = f"rank {len(seats)} had given up waiting"
         elif seat is None:
@@ -86,14 +86,14 @@ def _receive_all(store: Store, size: int, limit: float) -> str:
         scopes = {f"local_{host}" for host, _ in seats} | {f"cross_{place}" for _, place in seats}
         for scope in {"global", *scopes}:
             _clear(store, scope, size)
-    store.put(_WORD, why)
+    store.put(_VERDICT, why)
     return why
 
 
-def _ask_rank_0(store: Store, size: int, limit: float) -> str:
-    """Wait for the word of rank 0, empty if all came."""
-    word = store.wait(_WORD, limit, size)
-    return store.missing(size) if word is None else word
+def _await_verdict(store: Store, size: int, until: float) -> str:
+    """Wait for the verdict of rank 0, empty if all came."""
+    verdict = store.wait(_VERDICT, until, size)
+    return store.missing(size) if verdict is None else verdict
 
 
 def _clear(store: Store, scope: str, size: int) -> None:
@@ -109,7 +109,7 @@ class Store:
     Args:
         address: its host.
         port: its TCP port.
-        scope: where this meeting's keys are.
+        scope: where the keys of this barrier are.
     """
 
     def __init__(self, address: str, port: int, scope: str) -> None:
@@ -117,7 +117,7 @@ class Store:
         self._scope = scope
 
     def put(self, key: str, value: str) -> None:
-        """Set a key of the meeting. Local."""
+        """Set a key of the barrier. Local."""
         self._ask("PUT", self._scope, key, value)
 
     def has(self, scope: str, key: str) -> bool:
@@ -133,11 +133,11 @@ class Store:
         ranks = [rank for rank in range(size) if not self.has(self._scope, str(rank))]
         return f"timed out: ranks {ranks} didn't come"
 
-    def wait(self, key: str, limit: float, size: int) -> str | None:
-        """Wait for a key of the meeting; None if it doesn't come. Local: another rank puts it."""
+    def wait(self, key: str, until: float, size: int) -> str | None:
+        """Wait for a key of the barrier; None if it doesn't come. Local: another rank puts it."""
         pause_s, slowest_s = _POLL_S, max(_SLOWEST_POLL_S, _POLL_PER_RANK_S * size)
         while (value := self._ask("GET", self._scope, key)) is None:
-            if time.monotonic() > limit:
+            if time.monotonic() > until:
                 return None
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, slowest_s)
@@ -153,6 +153,6 @@ class Store:
     def _ask_once(self, verb: str, scope: str, key: str, value: str) -> bytes | None:
         with closing(http.client.HTTPConnection(*self._where, timeout=_REQUEST_S)) as connection:
             connection.request(verb, f"/{scope}/{key}", value.encode())
-            answer = connection.getresponse()
-            content = answer.read()
-        return content if answer.status == http.client.OK else None
+            response = connection.getresponse()
+            content = response.read()
+        return content if response.status == http.client.OK else None

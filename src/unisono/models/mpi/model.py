@@ -21,7 +21,7 @@ from unisono.model.handle import Handle
 from unisono.model.reduction import ReduceOp
 from unisono.models.mpi import world as setup
 from unisono.models.mpi.availability import why_unavailable
-from unisono.models.mpi.liveness import Asking
+from unisono.models.mpi.liveness import LivenessProbe
 from unisono.models.mpi.operations import DATATYPES, Calls, is_folded_by_torch
 from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
 from unisono.tracebacks import hides
@@ -135,7 +135,7 @@ class MpiModel(ComputationModel):
         device = setup.choose_device(topology.local_rank, options.get("device"))
         model = cls(mpi, topology, device)
         model._pairs = model._over(None)
-        model._calls.asking = Asking(mpi, model._pairs)
+        model._calls.probe = LivenessProbe(mpi, model._pairs)
         if timeout is not None:
             model._calls.timeout_s = None if timeout == timedelta.max else timeout.total_seconds()
         return model

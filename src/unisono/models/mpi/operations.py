@@ -29,7 +29,7 @@ from unisono.model.edge import ErrorRow, mapped
 from unisono.model.fallback import FRAME_BYTES, as_frame, inline_part, length_of
 from unisono.model.handle import BACKGROUND, Outcome
 from unisono.model.reduction import ReduceOp
-from unisono.models.mpi.liveness import Asking, missing
+from unisono.models.mpi.liveness import LivenessProbe, bounded_barrier
 from unisono.tracebacks import hides
 
 __all__ = ("DATATYPES", "Calls", "is_folded_by_torch")
@@ -74,7 +74,7 @@ _ERRORS = (
 )
 _DIFFERENT = ": the ranks passed different sizes, or called different things"
 _SPINS_TO_LISTEN = 100  # 10 ms once it has waited a while
-_ASK_S = 0.4  # who is stuck never answers, and who asks has waited for its deadline already
+_ASK_S = 0.4  # short: a rank that is stuck never answers, and the caller is past its deadline
 _SPINS = 1_000  # tests of a request before waiting for it gives way to other processes
 # By number: what MPI may be at, and its memory, from before it has it until it is done. What was
 # given up stays for good, after the end of its context too: MPI may come back to it at any time.
@@ -117,7 +117,7 @@ class Calls:
         self._at = mpi.buffer.fromaddress
         self._lost = ""  # how a call was left half-way, after which this rank is out of step
         self._warn_after_s = warn_after_s()
-        self.asking: Asking = Asking(mpi, mpi.COMM_WORLD)
+        self.probe: LivenessProbe = LivenessProbe(mpi, mpi.COMM_WORLD)
         self.timeout_s: float | None = DEFAULT_TIMEOUT_S
         self._allowed_s: dict[int, float] = {}  # by the identity of communicators that stay
 
@@ -125,9 +125,9 @@ class Calls:
         """Show MPI the memory of a contiguous tensor, which must outlive the call. Local."""
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()  # MPI knows of no streams
-        found = _Buffer((self._at(tensor.data_ptr(), tensor.nbytes), self._datatypes[tensor.dtype]))
-        found.tensor = tensor
-        return found
+        made = _Buffer((self._at(tensor.data_ptr(), tensor.nbytes), self._datatypes[tensor.dtype]))
+        made.tensor = tensor
+        return made
 
     def allow(self, comm: Any, timeout_s: float) -> None:
         """Set how long a call over a communicator that is kept may take. Local."""
@@ -310,7 +310,9 @@ class Calls:
         limit_s: float | None,
     ) -> T:
         with self.edge(name):
-            absent = [] if limit_s is None else missing(self._mpi, comm, ranks, limit_s, name)
+            absent = (
+                [] if limit_s is None else bounded_barrier(self._mpi, comm, ranks, limit_s, name)
+            )
             if not absent:
                 return call()
         self.lose(f"{name} was given up")
@@ -363,7 +365,7 @@ class Calls:
                 time.sleep(0 if spins < 2 * _SPINS else 1e-4)
                 if spins % _SPINS_TO_LISTEN == 0:
                     doing = doing or self._doing(name, comm)
-                    self.asking.answer(doing)
+                    self.probe.answer(doing)
                     if time.monotonic() > warn_at:
                         warn_at = math.inf
                         late = self._late(comm, doing)
@@ -382,15 +384,15 @@ class Calls:
         return f"{name} over ranks {self._ranks(comm)} at {site().decode('utf-8', 'replace')}"
 
     def _late(self, comm: Any, doing: str) -> str:
-        """Say who doesn't wait in this call, too."""
+        """Say which ranks don't wait in this call, too."""
         ranks = self._ranks(comm)
-        found = self.asking.ask(ranks, doing, _ASK_S)
+        answers = self.probe.ask(ranks, doing, _ASK_S)
         me, call = self._mpi.COMM_WORLD.rank, doing.partition(" at ")[0]
-        late = [f"rank {rank} never came to {call}" for rank in ranks if rank not in {me, *found}]
+        late = [f"rank {rank} never came to {call}" for rank in ranks if rank not in {me, *answers}]
         late += [
-            f"rank {rank} waits in {said}"
-            for rank, said in sorted(found.items())
-            if said.partition(" at ")[0] != call
+            f"rank {rank} waits in {other_call}"
+            for rank, other_call in sorted(answers.items())
+            if other_call.partition(" at ")[0] != call
         ]
         return "; ".join(late) or f"{call} wasn't done in time, though all ranks are there by now"
 

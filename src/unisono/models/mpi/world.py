@@ -21,7 +21,7 @@ from unisono.control.missing import named
 from unisono.deadlines import limit_of
 from unisono.errors import BackendUnavailableError, ContextError, GroupMembershipError
 from unisono.models.mpi.availability import REMEDY
-from unisono.models.mpi.liveness import LIMIT_S, missing
+from unisono.models.mpi.liveness import LIMIT_S, bounded_barrier
 from unisono.topology import ContextHint, RankInfo, Topology
 
 __all__ = (
@@ -209,7 +209,7 @@ def gather(mpi: Any, info: RankInfo, timeout: timedelta | None) -> None:
     world = mpi.COMM_WORLD
     limit_s = limit_of(LIMIT_S if timeout is None else timeout.total_seconds())
     assert limit_s is not None
-    absent = missing(mpi, world, range(world.size), limit_s, "set-up of mpi4py")
+    absent = bounded_barrier(mpi, world, range(world.size), limit_s, "set-up of mpi4py")
     if absent:
         what = f"{named(absent)} never came to initialize"
         EndOfJob.install(mpi).end_at_exit(what)  # else MPI would wait for them there

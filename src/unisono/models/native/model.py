@@ -27,7 +27,7 @@ from unisono.model.training import TrainingHooks
 from unisono.models.native import process_group
 from unisono.models.native import process_group as setup
 from unisono.models.native.operations import LEAST_S, Calls, set_timeout
-from unisono.models.native.rendezvous import Meeting, is_one_host, listening_locally
+from unisono.models.native.rendezvous import Rendezvous, is_one_host, listening_locally
 from unisono.topology import EVERYBODY, ContextHint, Group, LaunchPlan, RankInfo, Topology
 from unisono.tracebacks import hides
 
@@ -135,20 +135,20 @@ class NativeModel(ComputationModel, TrainingHooks):
         if device.type != "cpu" and setup.backends_by_device(backend).get(device.type) != "gloo":
             options.setdefault("device_id", device)
         timeout = options.pop("timeout", None)
-        meeting = Meeting(info, timeout)
+        rendezvous = Rendezvous(info, timeout)
         url = options.get("init_method")
-        if "store" not in options and (url is None or meeting.at(url)):
-            options["store"] = meeting.store()
+        if "store" not in options and (url is None or rendezvous.at(url)):
+            options["store"] = rendezvous.store()
             options.pop("init_method", None)
-        is_local = is_one_host(meeting.info)
+        is_local = is_one_host(rendezvous.info)
         try:
             with listening_locally(is_local):
-                setup.join(backend, meeting.info, timeout, meeting.left(), options)
+                setup.join(backend, rendezvous.info, timeout, rendezvous.left(), options)
             model = cls(info.topology(), device, True, timeout, is_local)
-            model.control.secret, model.control.is_one_host = meeting.secret, is_local
+            model.control.secret, model.control.is_one_host = rendezvous.secret, is_local
             if info.world_size > 1:
                 # Also so that a rank that is done and gone doesn't look dead to one still joining.
-                with deadline(meeting.left()):
+                with deadline(rendezvous.left()):
                     model._topology = setup.place_by_hosts(model)
         except PeerRefusedError:
             options.clear()  # as below
@@ -158,7 +158,7 @@ class NativeModel(ComputationModel, TrainingHooks):
             if dist.group.WORLD is not None:
                 dist.destroy_process_group()
             options.clear()  # the store listens as long as it is held, and this frame by the error
-            here = meeting.info
+            here = rendezvous.info
             where = url or f"{here.master_addr}:{here.master_port}"
             raise ContextError(
                 f"rank {info.rank} of {info.world_size} couldn't join the {backend} group at "

@@ -1,4 +1,7 @@
-"""How ranks come together before torch connects them: one deadline, and who is missed by name."""
+"""Rendezvous: ranks come together before torch connects them, under one deadline.
+
+Ranks that don't come are named.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from unisono.deadlines import end_of_block, limit_of
 from unisono.errors import ArgumentError, ContextError
 from unisono.topology import PRIVATE_STORE, RankInfo
 
-__all__ = ("Meeting", "is_one_host", "listening_locally")
+__all__ = ("Rendezvous", "is_one_host", "listening_locally")
 
 _log = logging.getLogger(__name__)
 _LIMIT_S = 60.0  # for set-up, where the user says nothing
@@ -42,7 +45,7 @@ _SECRET_BYTES = 32
 _ALL = "[]"  # who didn't come, as JSON
 _LOOPBACK = "127.0.0.1"
 _GLOO = "GLOO_SOCKET_IFNAME"
-_SAID_BY = {
+_SOURCES = {
     "torchrun": "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
     "arguments": "rank=, world_size=, MASTER_ADDR and MASTER_PORT",
     "init_method": "rank=, world_size= and init_method=",
@@ -73,8 +76,8 @@ def listening_locally(is_wanted: bool) -> Iterator[None]:
         os.environ.pop(_GLOO, None)
 
 
-class Meeting:
-    """The meeting of all ranks of a job, until its deadline.
+class Rendezvous:
+    """The rendezvous of all ranks of a job, until its deadline.
 
     Args:
         info: who this rank is.
@@ -136,7 +139,7 @@ class Meeting:
         if info.world_size == 1:
             return HashStore()
         if self._private:
-            return self._beside(self._meet_privately)
+            return self._in_thread(self._join_private_store)
         if info.master_addr is None or info.master_port is None:
             raise ContextError(
                 f"{self._who()} has no address to meet the others at: set MASTER_ADDR and "
@@ -148,25 +151,25 @@ class Meeting:
             socket.getaddrinfo(addr, port)
         except OSError as error:
             raise ContextError(
-                f"{self._where()}: the host doesn't resolve: {error}; correct {self._said_by()}"
+                f"{self._where()}: the host doesn't resolve: {error}; correct {self._source()}"
             ) from error
         if is_one_host(info) and not info.store_is_hosted:
             addr = _LOOPBACK
         if not is_host:
-            self._reach(addr, port)
-        return self._beside(lambda: self._meet(addr, port, is_host))
+            self._wait_for_listener(addr, port)
+        return self._in_thread(lambda: self._join_store(addr, port, is_host))
 
-    def _beside(self, meet: Callable[[], Store]) -> Store:
+    def _in_thread(self, join: Callable[[], Store]) -> Store:
         """Call it in a thread: torch waits forever for a listener that accepts and says nothing."""
         outcome: Future[Store] = Future()
 
-        def work() -> None:
+        def run() -> None:
             try:
-                outcome.set_result(meet())
+                outcome.set_result(join())
             except BaseException as error:  # raised in the thread that waits
                 outcome.set_exception(error)
 
-        thread = threading.Thread(target=work, name="unisono-meeting", daemon=True)
+        thread = threading.Thread(target=run, name="unisono-rendezvous", daemon=True)
         thread.start()
         try:
             while not outcome.done() and (left := self._until + _GRACE_S - time.monotonic()) > 0:
@@ -183,12 +186,12 @@ class Meeting:
             f"{self._limit_s:.3g} s: another program, or rank 0 is stopped{self._remedy('rank 0')}"
         )
 
-    def _meet(self, addr: str, port: int, is_host: bool) -> Store:
+    def _join_store(self, addr: str, port: int, is_host: bool) -> Store:
         listener = self._listen(addr, port) if is_host else None
         limit = timedelta(seconds=math.ceil(self.left().total_seconds()))
         shape = (self.info.world_size, is_host)
         with self._reporting(" Rank 0 may have given up or ended"):
-            return self._meet_in(
+            return self._await_all(
                 TCPStore(
                     addr,
                     port,
@@ -210,22 +213,22 @@ class Meeting:
             why = str(error).partition("\n")[0]
             raise ContextError(f"{self._where()}: {why}{hint}") from error
 
-    def _meet_privately(self) -> Store:
+    def _join_private_store(self) -> Store:
         """Meet in the file that the launcher made for the job, and agree on a secret there."""
         info = self.info
         with self._reporting(""):
             store = FileStore(_opened(self._private), -1)
             # Jobs that a rank starts inherit the variable, and have keys of their own.
             job = PrefixStore(f"{info.master_addr}:{info.master_port}/{info.world_size}", store)
-            met = self._meet_in(job)
-            word = job.compare_set("secret", "", secrets.token_hex(_SECRET_BYTES))
-            self.secret = bytes.fromhex(word.decode())
-            return met
+            joined = self._await_all(job)
+            token = job.compare_set("secret", "", secrets.token_hex(_SECRET_BYTES))
+            self.secret = bytes.fromhex(token.decode())
+            return joined
 
-    def _meet_in(self, store: Store) -> Store:
+    def _await_all(self, store: Store) -> Store:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         ours = PrefixStore(f"unisono/{attempt}", store)
-        turn, missing = self._gather(ours)
+        turn, missing = self._gather_ranks(ours)
         if not missing:
             return PrefixStore(f"turn/{turn}", ours)
         limit = f"within {self._limit_s:.3g} s"
@@ -251,9 +254,9 @@ class Meeting:
             return "the store of this job"
         return f"{self.info.master_addr}:{self.info.master_port}"
 
-    def _said_by(self) -> str:
+    def _source(self) -> str:
         source = self.info.source
-        return _SAID_BY.get(source, f"the variables of {source}")
+        return _SOURCES.get(source, f"the variables of {source}")
 
     def _listen(self, addr: str, port: int) -> int | None:
         """Give a socket that listens where the user said; None for every address of the host."""
@@ -265,13 +268,13 @@ class Meeting:
                 return None
             raise ContextError(
                 f"{self._who()} can't listen at {addr}:{port}: {error.strerror}; choose another "
-                f"port in {self._said_by()}"
+                f"port in {self._source()}"
             ) from error
         return None if listener is None else listener.detach()
 
-    def _reach(self, addr: str, port: int) -> None:
+    def _wait_for_listener(self, addr: str, port: int) -> None:
         """Wait until somebody listens: torch's own attempts take up to three times as long."""
-        while (reason := _knock(addr, port, self._until - time.monotonic())) is not None:
+        while (reason := _why_unreachable(addr, port, self._until - time.monotonic())) is not None:
             now = time.monotonic()
             if now + _TRY_S > self._until:
                 raise ContextError(
@@ -281,7 +284,7 @@ class Meeting:
             self._warn(now, f"for somebody to listen ({reason})", "rank 0")
             time.sleep(_TRY_S)
 
-    def _gather(self, store: PrefixStore) -> tuple[int, list[int]]:
+    def _gather_ranks(self, store: PrefixStore) -> tuple[int, list[int]]:
         """Wait until all ranks have come to the store, or one of them has waited long enough.
 
         A store that outlives a context is met at again: turns are told apart, and each has keys of
@@ -293,21 +296,21 @@ class Meeting:
         rank, size = self.info.rank, self.info.world_size
         turn = store.add(f"came/{rank}", 1)
         end, begin = f"end/{turn}", time.monotonic()
-        known = store.add(f"ranks/{turn}", 1)
-        if known == size:
+        n_ranks = store.add(f"ranks/{turn}", 1)
+        if n_ranks == size:
             return turn, json.loads(store.compare_set(end, "", _ALL))
         while not store.check([end]):
             now = time.monotonic()
             if now >= self._until and self._is_ours:
-                before, known = known, store.add(f"ranks/{turn}", 0)
-                if known > before:  # ours is for set-up that makes no progress
+                n_before, n_ranks = n_ranks, store.add(f"ranks/{turn}", 0)
+                if n_ranks > n_before:  # ours is for set-up that makes no progress
                     self._until = min(now + self._limit_s, self._last)
             if now >= min(self._until, self._warn_at):
                 missing = [at for at in range(size) if store.add(f"came/{at}", 0) < turn]
                 if now >= self._until:
-                    found = store.compare_set(end, "", json.dumps(missing))
+                    missing_json = store.compare_set(end, "", json.dumps(missing))
                     time.sleep(_LINGER_S)  # the others look, and the store may be this rank's
-                    return turn, json.loads(found)
+                    return turn, json.loads(missing_json)
                 if store.compare_set(f"warned/{turn}", "", str(rank)) == str(rank).encode():
                     self._warn(now, f"for {_named(missing)}", "them")
                 self._warn_at = math.inf  # one rank speaks for all
@@ -317,8 +320,8 @@ class Meeting:
     def _remedy(self, whom: str) -> str:
         if self._private:
             return f": see what {whom} did instead, for the job has started every rank"
-        said_by = self._said_by()
-        return f". That is where {said_by} say to meet: start {whom}, or correct or unset these"
+        source = self._source()
+        return f". That is where {source} say to meet: start {whom}, or correct or unset these"
 
     def _warn(self, now: float, what: str, whom: str) -> None:
         if now < self._warn_at:
@@ -367,7 +370,7 @@ def _named(ranks: list[int]) -> str:
     return f"ranks {shown}" + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
 
 
-def _knock(addr: str, port: int, limit_s: float) -> OSError | None:
+def _why_unreachable(addr: str, port: int, limit_s: float) -> OSError | None:
     """Tell why nobody answers at an address, None if somebody does. Local."""
     try:
         socket.create_connection((addr, port), max(_TRY_S, limit_s)).close()
