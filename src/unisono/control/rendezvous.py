@@ -223,10 +223,9 @@ def _connect_all(
         if not any(each["reason"] for each in said):
             most_bytes = min(each["most_bytes"] for each in said)
             vote: Advertisement = {"reason": "", "refused": "", "shares_memory": False}
+            until = _until(control)
             try:
-                near = _connect(
-                    said, place, listeners, inline_bytes, _until(control), control.secret
-                )
+                near = _connect(said, place, listeners, inline_bytes, until, control.secret)
                 hub = Hub(ranks, place, near, said[place]["warn_after_s"], control.steps)
                 vote["shares_memory"] = hub.shares_memory
             except _RefusedError as error:

@@ -361,15 +361,16 @@ class Calls:
                 return
             if time.monotonic() > deadline:
                 break
-            if spins > _SPINS:
-                time.sleep(0 if spins < 2 * _SPINS else 1e-4)
-                if spins % _SPINS_TO_LISTEN == 0:
-                    doing = doing or self._doing(name, comm)
-                    self.probe.answer(doing)
-                    if time.monotonic() > warn_at:
-                        warn_at = math.inf
-                        late = self._late(comm, doing)
-                        _log.warning("%s still waits in %s: %s", self._who, doing, late)
+            if spins <= _SPINS:
+                continue
+            time.sleep(0 if spins < 2 * _SPINS else 1e-4)
+            if spins % _SPINS_TO_LISTEN == 0:
+                doing = doing or self._doing(name, comm)
+                self.probe.answer(doing)
+                if time.monotonic() > warn_at:
+                    warn_at = math.inf
+                    late = self._late(comm, doing)
+                    _log.warning("%s still waits in %s: %s", self._who, doing, late)
         self.lose(f"{name} was given up")
         doing = doing or self._doing(name, comm)
         late = self._late(comm, doing)

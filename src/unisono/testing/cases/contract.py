@@ -35,6 +35,17 @@ def all_gather_stacks_in_rank_order_for_every_declared_dtype() -> None:
             same(rows.cpu(), wanted, (dtype, shape))
 
 
+def _all_reduces_agree(
+    model: ComputationModel, shape: tuple[int, ...], dtype: torch.dtype, op: ReduceOp
+) -> None:
+    wanted = ComputationModel.all_reduce(model, _mine(model, shape, dtype), op)
+    got = model.all_reduce(_mine(model, shape, dtype), op)
+    same(got.cpu(), wanted.cpu(), (dtype, op, shape))
+    handle = model.start_all_reduce(_mine(model, shape, dtype), op)
+    if handle is not None:
+        same(handle.wait().cpu(), wanted.cpu(), (dtype, op, shape, "async"))
+
+
 @law()
 def reductions_agree_with_the_derived_ones() -> None:
     model = communicator().model
@@ -43,12 +54,7 @@ def reductions_agree_with_the_derived_ones() -> None:
     for dtype in sorted(model.dtypes, key=str):
         for op in _ops(dtype):
             for shape in ((), (5,), (0,)):
-                wanted = base.all_reduce(model, _mine(model, shape, dtype), op)
-                got = model.all_reduce(_mine(model, shape, dtype), op)
-                same(got.cpu(), wanted.cpu(), (dtype, op, shape))
-                handle = model.start_all_reduce(_mine(model, shape, dtype), op)
-                if handle is not None:
-                    same(handle.wait().cpu(), wanted.cpu(), (dtype, op, shape, "async"))
+                _all_reduces_agree(model, shape, dtype, op)
             part = model.reduce_scatter(_mine(model, (size, 3), dtype), op)
             wanted = base.all_reduce(model, _mine(model, (size, 3), dtype), op)[rank]
             same(part.cpu(), wanted.cpu(), (dtype, op, "reduce_scatter"))
