@@ -1,4 +1,4 @@
-"""Checks of what users pass, before anything starts."""
+"""Checks of users' arguments, before anything starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBERS = {"UNISONO_WARN_AFTER_S": 0.0, "UNISONO_FAN_OUT": 1.0, "UNISONO_INLINE
 
 
 def check_variables() -> None:
-    """Refuse numbers in variables of ours that replicas would refuse. Local.
+    """Refuse bad numbers in our variables before replicas start. Local.
 
     Raises:
         EnvironmentDetectionError: one isn't a number, or too small.
@@ -33,7 +33,7 @@ def _from_text(value: Any) -> Any:
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Give an int of at least `least`, which may come as a decimal string. Local."""
+    """Return an int of at least `least`; a decimal string is taken, too. Local."""
     value = _from_text(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ArgumentError(f"{name}={value!r} should be an int of at least {least}")
@@ -41,7 +41,7 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
 
 
 def check_port(name: str, value: Any) -> int:
-    """Give a TCP port, which may come as a decimal string. Local."""
+    """Return a TCP port; a decimal string is taken, too. Local."""
     value = _from_text(value)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 65536:
         raise ArgumentError(f"{name}={value!r} should be an int from 1 to 65535")
@@ -49,7 +49,7 @@ def check_port(name: str, value: Any) -> int:
 
 
 def check_names(call: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuse keywords that nobody takes, with the nearest known one. Local."""
+    """Refuse unknown keywords, and suggest the nearest known one. Local."""
     names = sorted(known)
     for name in given:
         if name not in names:
@@ -61,7 +61,7 @@ def check_names(call: str, given: Mapping[str, Any], known: Iterable[str]) -> No
 
 
 def seconds(name: str, value: Any) -> timedelta:
-    """Accept seconds or a timedelta, over 0. Local."""
+    """Return a timedelta for seconds or a timedelta, over 0. Local."""
     if isinstance(value, timedelta):
         given = value
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -77,7 +77,7 @@ def seconds(name: str, value: Any) -> timedelta:
 
 
 def number_in(variable: str, default: float, least: float = 0.0) -> float:
-    """Read a number out of an environment variable of ours. Local; `default` where it isn't set."""
+    """Read a number from one of our variables, `default` if it isn't set. Local."""
     text = os.environ.get(variable, "").strip()
     if not text:
         return default

@@ -1,4 +1,4 @@
-"""What a process does after its exit handlers: the end of a library such as MPI."""
+"""Calls after a process's exit handlers, such as ``MPI_Finalize``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ("LastCalls",)
 
 
 class LastCalls:
-    """Calls that end what this process shares with its peers, the latest first.
+    """Calls that end what this process shares with its peers, in reverse order.
 
-    An exit handler makes them. In a rank that a launcher made they come once its result is out:
-    some end the peers, and some wait for peers that do so.
+    An exit handler makes them. A rank that a launcher started makes them after it has sent its
+    result, because some of them end the peers, and some wait for peers that do so.
     """
 
     _calls: ClassVar[list[tuple[Callable[[], None], str]]] = []
@@ -22,7 +22,7 @@ class LastCalls:
 
     @classmethod
     def add(cls, call: Callable[[], None], *, ends_peers: str = "") -> None:
-        """Let `call` be made at the end.
+        """Register a call.
 
         Local.
 
@@ -38,7 +38,7 @@ class LastCalls:
     @classmethod
     @contextlib.contextmanager
     def held(cls) -> Iterator[None]:
-        """Let the exit handlers that run within the block leave the calls to `make`. Local."""
+        """Leave the calls to `make` if the exit handlers run within the block. Local."""
         cls._is_held = True
         try:
             yield
@@ -52,7 +52,7 @@ class LastCalls:
         Local.
 
         Args:
-            wait_for_peers: called before the first of them if one ends peers, with the reason.
+            wait_for_peers: called with the reason before the first of them, if one ends peers.
         """
         reason = next((ends_peers for _, ends_peers in cls._calls if ends_peers), "")
         if reason:

@@ -1,4 +1,4 @@
-"""One deadline for whatever this thread calls within a block, on every model."""
+"""Deadlines: one for everything that this thread calls within a block, on every model."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ __all__ = (
 )
 
 DEFAULT_TIMEOUT_S = 1800.0
-"""Seconds that a collective may take where nobody says otherwise, as on torch's gloo."""
+"""Seconds that a collective may take by default, as on torch's gloo."""
 
 _until: ContextVar[float | Recall | None] = ContextVar("_until", default=None)
 
 
 @dataclass(slots=True)
 class Recall:
-    """A deadline that isn't known yet: it is over once somebody says so, in any thread."""
+    """A deadline without a time: it passes when any thread calls `now`."""
 
     at: float | None = None
 
     def now(self) -> None:
-        """Let it be over. Local."""
+        """Let the deadline pass. Local."""
         self.at = time.monotonic()
 
 
 @contextmanager
 def until_recalled(recall: Recall) -> Iterator[None]:
-    """Let a block of this thread last until it is recalled. Local."""
+    """Give a block of this thread a deadline that passes when `recall` says so. Local."""
     token = _until.set(recall)
     try:
         yield
@@ -59,19 +59,19 @@ def until_recalled(recall: Recall) -> Iterator[None]:
 
 @contextmanager
 def deadline(timeout: float | timedelta) -> Iterator[None]:
-    """Let collectives of a block, and calls of a pool, be done in time: those that are late raise.
+    """Give a block a deadline: collectives, spawns and calls of a pool that are late raise.
 
-    Local. All that the block's own thread calls shares the one deadline, whatever ``timeout`` the
-    job has; a shorter one that holds already stays. A context in which a collective timed out is
-    no longer usable, since its ranks are out of step. NCCL's collectives and the graphs that XLA
-    has begun keep to the job's ``timeout``.
+    Local. All calls of the block's own thread share the deadline, whatever ``timeout`` the job has;
+    an earlier deadline of an outer block still holds. After a collective has timed out its context
+    can't be used any more, because its ranks are out of step. NCCL's collectives, and graphs that
+    XLA has begun, keep to the job's ``timeout``.
 
     Args:
         timeout: seconds or a timedelta, over 0.
 
     Raises:
         ArgumentError: a bad value.
-        CollectiveTimeoutError: from the collective that wasn't done in time.
+        CollectiveTimeoutError: raised by the call that wasn't done in time.
 
     Example:
         >>> import unisono as idist
@@ -95,11 +95,11 @@ def _until_sooner(until: float) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A block's deadline on its way to the replicas that work for it.
+    """A block's deadline as it is sent to the replicas that work for it.
 
     Args:
         until: by ``time.monotonic()`` of the host.
-        left_s: seconds that were left when it was taken, for other hosts.
+        left_s: seconds that were left when it was sent, for other hosts.
         host: its name.
     """
 
@@ -109,7 +109,7 @@ class Limit:
 
     @classmethod
     def here(cls) -> Limit | None:
-        """Take the deadline that holds in this thread; None if none. Local."""
+        """Give the deadline of this thread; None if there is none. Local."""
         until = end_of_block()
         if until is None:
             return None
@@ -118,10 +118,10 @@ class Limit:
 
 @contextmanager
 def within(limit: Limit | None) -> Iterator[None]:
-    """Let a deadline that was set elsewhere hold in this thread. Local.
+    """Apply a deadline that was set in another process to a block of this thread. Local.
 
     Args:
-        limit: what was set; None for nothing.
+        limit: the deadline; None for none.
     """
     if limit is None:
         yield
@@ -132,13 +132,13 @@ def within(limit: Limit | None) -> Iterator[None]:
 
 
 def end_of_block() -> float | None:
-    """Give the deadline that holds in this thread, by ``time.monotonic()``; None if none. Local."""
+    """Give the deadline of this thread, by ``time.monotonic()``; None if none. Local."""
     until = _until.get()
     return until.at if isinstance(until, Recall) else until
 
 
 class Limited(Protocol):
-    """What allows its collectives some time."""
+    """A context whose collectives have a timeout."""
 
     @property
     def timeout_s(self) -> float | None:
@@ -146,24 +146,21 @@ class Limited(Protocol):
 
 
 def allowed_s(job: Limited, group: Group | None) -> float | None:
-    """Give the seconds that a collective over `group` may take: the group's own, else the job's.
-
-    Local.
-    """
+    """Give the timeout of a collective over `group`: the group's own, else the job's. Local."""
     return job.timeout_s if group is None or group.timeout_s is None else group.timeout_s
 
 
 def limit_of(timeout_s: float | None, until: float | None = None) -> float | None:
-    """Give how long a collective may take that starts now in this thread.
+    """Give the seconds that a collective may take which starts now in this thread.
 
     Local.
 
     Args:
         timeout_s: seconds that the job or the group allows; None for no limit.
-        until: the deadline that held where it was started, if that was elsewhere.
+        until: the deadline of the thread that started it, if that was another one.
 
     Returns:
-        The seconds left until the block's deadline if that is sooner, at least 0.
+        `timeout_s`, or the seconds left until the block's deadline if that is sooner, at least 0.
     """
     here = end_of_block()
     if here is None and until is None:
@@ -173,7 +170,7 @@ def limit_of(timeout_s: float | None, until: float | None = None) -> float | Non
 
 
 def overdue(late: Sequence[int], world_size: int, name: str = "the function") -> str:
-    """Say which ranks weren't done at the end of a block. Local, and pure."""
+    """Write which ranks weren't done at the end of a block. Local, and pure."""
     return (
         f"the block's deadline is over, and {name} wasn't done on ranks {list(late)} of "
         f"{world_size}: they are told to end"
@@ -181,17 +178,17 @@ def overdue(late: Sequence[int], world_size: int, name: str = "the function") ->
 
 
 def require_time(late: Sequence[int], world_size: int, grace_s: float = 0.5) -> None:
-    """Refuse to wait on where the deadline of the block is over.
+    """Raise if the deadline of the block has passed.
 
     Local.
 
     Args:
         late: ranks that aren't done.
         world_size: of the job.
-        grace_s: seconds in which ranks that saw it themselves may say what they waited for.
+        grace_s: seconds for ranks that noticed it themselves to report what they waited for.
 
     Raises:
-        CollectiveTimeoutError: it is over; names the ranks.
+        CollectiveTimeoutError: it has passed; names the ranks.
     """
     until = end_of_block()
     if until is not None and time.monotonic() >= until + grace_s:

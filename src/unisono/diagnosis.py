@@ -1,4 +1,4 @@
-"""What this process can find out about itself: for ``unisono doctor`` and ``show_config``."""
+"""Facts about this process and its host, for ``unisono doctor`` and ``show_config``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def diagnose(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
         environ: the variables to explain; None for this process's.
 
     Returns:
-        What JSON can hold: ``environment``, ``backends``, ``launchers``, ``devices``,
+        A dict for JSON: ``environment``, ``backends``, ``launchers``, ``devices``,
         ``interfaces``, ``versions``, ``host``.
     """
     return {
@@ -52,8 +52,7 @@ def diagnose(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    findings = explain(environ, environments.load_plugins())
-    said: list[dict[str, Any]] = [
+    findings: list[dict[str, Any]] = [
         {
             "source": finding.source,
             "verdict": finding.verdict,
@@ -61,15 +60,15 @@ def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
             "facts": None if finding.info is None else asdict(finding.info),
             "variables": dict(finding.variables),
         }
-        for finding in findings
+        for finding in explain(environ, environments.load_plugins())
         if finding.verdict != "absent"
     ]
-    winner = next((each for each in said if each["verdict"] == "won"), None)
-    refused = next((each for each in said if each["verdict"] == "refused"), None)
+    winner = next((finding for finding in findings if finding["verdict"] == "won"), None)
+    refused = next((finding for finding in findings if finding["verdict"] == "refused"), None)
     return {
         "source": None if winner is None else winner["source"],
         "error": refused["error"] if winner is None and refused is not None else None,
-        "findings": said,
+        "findings": findings,
     }
 
 
@@ -88,18 +87,18 @@ def _interfaces() -> dict[str, Any]:
     return {
         name: {
             "is_up": name in states and states[name].isup,
-            "addresses": [item.address for item in found if item.family in _ADDRESSES],
+            "addresses": [item.address for item in items if item.family in _ADDRESSES],
         }
-        for name, found in addresses.items()
+        for name, items in addresses.items()
     }
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": sys.version.split()[0]}
-    found |= {name: _version(name) for name in _LIBRARIES}
-    found["torch"] = torch.__version__
-    found["cuda"] = torch.version.cuda
-    return found
+    versions: dict[str, str | None] = {"python": sys.version.split()[0]}
+    versions |= {name: _version(name) for name in _LIBRARIES}
+    versions["torch"] = torch.__version__
+    versions["cuda"] = torch.version.cuda
+    return versions
 
 
 def _version(distribution: str) -> str | None:
@@ -109,20 +108,20 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def problems(found: Mapping[str, Any], backend: str | None, launcher: str | None) -> list[str]:
-    """Say what of the things asked for can't work, and what is to be done.
+def problems(facts: Mapping[str, Any], backend: str | None, launcher: str | None) -> list[str]:
+    """List why the environment, a backend or a launcher can't work, and what to do.
 
     Local.
 
     Args:
-        found: what `diagnose` gave.
-        backend: a backend that is asked for; None for none in particular.
-        launcher: a launcher that is asked for.
+        facts: the result of `diagnose`.
+        backend: a backend to check; None for none.
+        launcher: a launcher to check; None for none.
 
     Returns:
-        One line for each; none where all is well.
+        One line for each problem.
     """
-    said = [] if found["environment"]["error"] is None else [found["environment"]["error"]]
+    reasons = [] if facts["environment"]["error"] is None else [facts["environment"]["error"]]
     for what, name, find in (
         ("backend", backend, registry.find_model),
         ("launcher", launcher, registry.find_launcher),
@@ -131,26 +130,26 @@ def problems(found: Mapping[str, Any], backend: str | None, launcher: str | None
             try:
                 find(name)
             except Exception as error:  # a plug-in's import may raise anything
-                said.append(f"{what} {name!r}: {error}")
-    return said
+                reasons.append(f"{what} {name!r}: {error}")
+    return reasons
 
 
 def lines() -> dict[str, str]:
-    """Write the facts that aren't about the context as lines for a log.
+    """Write the facts as lines for a log.
 
     Local.
 
     Returns:
         Text by title.
     """
-    found = diagnose()
-    up = [name for name, each in found["interfaces"].items() if each["is_up"]]
-    versions = [f"{name} {text}" for name, text in found["versions"].items() if text]
+    facts = diagnose()
+    up = [name for name, interface in facts["interfaces"].items() if interface["is_up"]]
+    versions = [f"{name} {text}" for name, text in facts["versions"].items() if text]
     return {
-        "environment": _said(found["environment"]),
-        "available backends": ", ".join(_usable(found["backends"])),
-        "available launchers": ", ".join(_usable(found["launchers"])),
-        "devices": f"{found['devices']['count']} x {found['devices']['type']}",
+        "environment": _environment_line(facts["environment"]),
+        "available backends": ", ".join(_usable(facts["backends"])),
+        "available launchers": ", ".join(_usable(facts["launchers"])),
+        "devices": f"{facts['devices']['count']} x {facts['devices']['type']}",
         "network interfaces": ", ".join(up),
         "versions": ", ".join(versions),
     }
@@ -160,15 +159,15 @@ def _usable(table: Mapping[str, str | None]) -> list[str]:
     return [name for name, reason in table.items() if reason is None]
 
 
-def _said(environment: Mapping[str, Any]) -> str:
-    """Say who won, by which variables, and who disagrees."""
+def _environment_line(environment: Mapping[str, Any]) -> str:
+    """Write which environment won, by which variables, and which ones disagree."""
     if environment["error"] is not None:
         return f"refused: {environment['error']}"
     parts: list[str] = []
-    for each in environment["findings"]:
-        names = ", ".join(f"{name}={value}" for name, value in each["variables"].items())
-        if each["verdict"] == "won":
-            parts.insert(0, f"{each['source']} ({names})")
-        elif each["verdict"] == "disagrees":
-            parts.append(f"{each['source']} disagrees and is ignored ({names})")
+    for finding in environment["findings"]:
+        names = ", ".join(f"{name}={value}" for name, value in finding["variables"].items())
+        if finding["verdict"] == "won":
+            parts.insert(0, f"{finding['source']} ({names})")
+        elif finding["verdict"] == "disagrees":
+            parts.append(f"{finding['source']} disagrees and is ignored ({names})")
     return "; ".join(parts) or "none"

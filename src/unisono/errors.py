@@ -53,7 +53,7 @@ __all__ = (
     "WorkerFailedError",
 )
 
-# The others' names are what their texts begin with.
+# Errors whose texts begin with the rank that caused them, which is another one.
 _ABOUT_OTHERS = (
     "unisono.errors.CollectiveTimeoutError",
     "unisono.errors.CollectiveMismatchError",
@@ -67,7 +67,7 @@ class UnisonoError(Exception):
 class ArgumentError(UnisonoError, ValueError, TypeError):
     """Raised when an argument has a wrong type, a wrong value or an unknown name.
 
-    It is both a ValueError and a TypeError, because idist raises now one, now the other.
+    It is both a ValueError and a TypeError, because idist raises either of them.
     """
 
 
@@ -95,7 +95,7 @@ class ContextError(UnisonoError, RuntimeError):
 
 
 class AlreadyInitializedError(ContextError, ValueError):
-    """Raised when a context is live where none may be; a ValueError too, as torch's own is."""
+    """Raised by `initialize` when a context is live already; a ValueError too, as torch's is."""
 
 
 class NotInitializedError(ContextError):
@@ -113,7 +113,7 @@ class GroupMembershipError(ContextError):
 class EnvironmentDetectionError(UnisonoError, ValueError, RuntimeError):
     """Raised when the variables of a launcher are there but partial or contradictory.
 
-    It is both a ValueError and a RuntimeError, because idist raises now one, now the other.
+    It is both a ValueError and a RuntimeError, because idist raises either of them.
 
     Args:
         message: what was found and what to do.
@@ -135,14 +135,14 @@ class EnvironmentDetectionError(UnisonoError, ValueError, RuntimeError):
 
 
 class LaunchError(UnisonoError, RuntimeError):
-    """Raised when replicas can't be started or their results can't be had."""
+    """Raised when replicas can't be started or their results can't be collected."""
 
 
 class WorkerFailedError(LaunchError):
     """Raised in the parent when a replica failed; carries the first failure.
 
     Args:
-        message: the whole text, with the replica's own traceback at its end.
+        message: the whole text, which ends with the replica's own traceback.
         rank: global rank of the replica that failed first.
         exit_code: its exit code, None if it was ended by a signal or raised.
         signal: name of the signal that ended it, such as ``"SIGKILL"``.
@@ -165,30 +165,30 @@ class WorkerFailedError(LaunchError):
 
     @classmethod
     def of(cls, error: BaseException, rank: int, world_size: int) -> WorkerFailedError:
-        """Make it of what a replica of this process raised. Local."""
+        """Make the error for an exception that a replica raised. Local."""
         text = fold(error, error.__traceback__)
-        said = cls.text(f"rank {rank} of {world_size}", summary(error), cls.line_of(error), text)
-        failed = cls(said, rank, cls.exit_code_of(error), traceback=text)
+        message = cls.text(f"rank {rank} of {world_size}", summary(error), cls.line_of(error), text)
+        failed = cls(message, rank, cls.exit_code_of(error), traceback=text)
         failed.__cause__ = error
         return failed
 
     @staticmethod
-    def text(who: str, said: str, line: str, traceback: str) -> str:
-        """Say who raised what, and on which line of the user's. Local, and pure.
+    def text(who: str, summary: str, line: str, traceback: str) -> str:
+        """Write the message: who raised what, on which line of the user's. Local, and pure.
 
-        Where what was raised names another rank, which is at fault, that comes first.
+        If the exception names another rank as the cause, that rank comes first.
         """
-        kind, _, text = said.partition(": ")
+        kind, _, text = summary.partition(": ")
         if kind.startswith(_ABOUT_OTHERS) and text:
             raised = f"{who} raised {kind.rpartition('.')[2]}"
             head = f"{text}\n  {raised} at {line or 'no line of yours'}"
         else:
-            head = f"{who} raised {said}" + (f"\n  at {line}" if line else "")
+            head = f"{who} raised {summary}" + (f"\n  at {line}" if line else "")
         return f"{head}\n\n{traceback}"
 
     @staticmethod
     def line_of(error: BaseException) -> str:
-        """Give the line of the user's own code that `error` came from, empty if none. Local."""
+        """Give the line of the user's code that raised `error`, empty if there is none. Local."""
         frame = where(extract_tb(error.__traceback__))
         if frame is None:
             return ""
@@ -196,7 +196,7 @@ class WorkerFailedError(LaunchError):
 
     @staticmethod
     def exit_code_of(error: BaseException) -> int | None:
-        """Tell which exit code `error` means, None unless it is a SystemExit. Local."""
+        """Give the exit code of a SystemExit, None for any other exception. Local."""
         if not isinstance(error, SystemExit):
             return None
         return error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -210,8 +210,8 @@ class UnsupportedOperation(UnisonoError, NotImplementedError):
 
     Args:
         model: name of the model.
-        what: what was asked of it.
-        instead: what to do.
+        what: the operation that was asked for.
+        instead: what to do instead.
     """
 
     def __init__(self, model: str, what: str, instead: str) -> None:
@@ -231,7 +231,7 @@ class PayloadError(UnisonoError, TypeError):
 class CollectiveError(UnisonoError, RuntimeError):
     """Raised when a collective failed after it was started.
 
-    ``is_in_step`` tells whether all ranks have it and may go on with the next collective.
+    ``is_in_step`` tells whether all ranks got the error and can go on with the next collective.
     """
 
     is_in_step = False
@@ -242,7 +242,7 @@ class CollectiveTimeoutError(CollectiveError, TimeoutError):
 
 
 class CollectiveMismatchError(CollectiveError):
-    """Raised when ranks called different things; says what each rank called."""
+    """Raised when ranks called different collectives; says what each rank called."""
 
     is_in_step = True
 

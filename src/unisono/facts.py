@@ -1,4 +1,4 @@
-"""Who am I, and where: answers that never communicate."""
+"""Facts about this replica, its job and its node; none of them communicates."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def get_rank() -> int:
     Local.
 
     Returns:
-        0 to ``get_world_size() - 1``; 0 where nothing is distributed.
+        0 to ``get_world_size() - 1``; 0 if no context is active.
 
     Raises:
         NoReplicaError: this thread isn't a replica while replicas of this process are threads.
@@ -85,7 +85,7 @@ def get_local_rank() -> int:
 
     Raises:
         ContextError: somebody else made the context, nothing says which ranks share a node, and
-            no collective has been called yet, which would find out.
+            no collective, which would find out, has been called yet.
 
     Example:
         >>> import unisono as idist
@@ -152,29 +152,29 @@ def get_node_rank() -> int:
     return _known("node_rank", "rank of this node")
 
 
-def _place(active: ContextState) -> Topology:
-    """Give what the context says, completed by what its ranks have said to each other. Local."""
+def _topology(active: ContextState) -> Topology:
+    """Give the context's topology, completed by the hosts that its ranks exchanged. Local."""
     topology = active.model.topology
     return topology.among(active.hosts) if active.hosts else topology
 
 
-def _known(field: str, words: str) -> int:
+def _known(field: str, description: str) -> int:
     active = current()
-    model, topology = active.model, _place(active)
+    model, topology = active.model, _topology(active)
     value = getattr(topology, field)
     if value is None:
         own = "set_local_rank(...) here, " if field == "local_rank" else ""
         raise ContextError(
-            f"rank {topology.rank} of {topology.world_size}: the {words} can't be known without "
-            f"communicating, because somebody else made this {model.name} context: call {own}"
-            "sync() or any collective on every rank first, or start with a launcher that sets "
-            "LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE, as torchrun does"
+            f"rank {topology.rank} of {topology.world_size}: the {description} can't be known "
+            f"without communicating, because somebody else made this {model.name} context: call "
+            f"{own}sync() or any collective on every rank first, or start with a launcher that "
+            "sets LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE, as torchrun does"
         )
     if topology.is_guess and active.context_id not in _warned:
         _warned.add(active.context_id)
         warnings.warn(
-            f"the {words} of this {model.name} context, {value}, is a guess: all ranks are taken "
-            "to be on one node; call set_local_rank(...) if they aren't",
+            f"the {description} of this {model.name} context, {value}, is a guess: all ranks are "
+            "taken to be on one node; call set_local_rank(...) if they aren't",
             UserWarning,
             stacklevel=3,
         )
@@ -206,7 +206,7 @@ def backend() -> str | None:
     Local.
 
     Returns:
-        Such as ``"gloo"``; None where nothing is distributed.
+        Such as ``"gloo"``; None if no context is active.
 
     Raises:
         NoReplicaError: as in `get_rank`.
@@ -245,7 +245,7 @@ def hostname() -> str:
     Local.
 
     Returns:
-        What the operating system says.
+        The operating system's name for it.
 
     Example:
         >>> import unisono as idist
@@ -261,7 +261,7 @@ def is_distributed() -> bool:
     Local.
 
     Returns:
-        True also in a job of one replica.
+        True even in a job of one replica.
 
     Raises:
         NoReplicaError: as in `get_rank`.
@@ -280,7 +280,7 @@ def is_main_process() -> bool:
     Local.
 
     Returns:
-        True on rank 0, and where nothing is distributed.
+        True on rank 0, and if no context is active.
 
     Raises:
         NoReplicaError: as in `get_rank`.
@@ -294,12 +294,12 @@ def is_main_process() -> bool:
 
 
 def set_local_rank(index: int | None) -> None:
-    """Say what the local rank is in a context that somebody else made.
+    """Set the local rank in a context that somebody else made.
 
     Local.
 
     Args:
-        index: the local rank, at least 0; None takes an earlier hint back.
+        index: the local rank, at least 0; None removes an earlier hint.
 
     Raises:
         ArgumentError: `index` isn't an int of at least 0.
@@ -312,7 +312,7 @@ def set_local_rank(index: int | None) -> None:
 
 
 def show_config() -> None:
-    """Log who this replica is and what runs it, at INFO.
+    """Log this replica's facts and how they were detected, at INFO.
 
     Local.
 
@@ -324,7 +324,7 @@ def show_config() -> None:
         >>> idist.show_config()
     """
     active = current()
-    model, topology = active.model, _place(active)
+    model, topology = active.model, _topology(active)
     make_audible(_log)
     lines = {
         "distributed configuration": model.name,
@@ -344,15 +344,15 @@ def show_config() -> None:
 
 
 def make_audible(log: logging.Logger) -> None:
-    """Let a logger's INFO be seen, on stderr by default, unless the user has chosen a level.
+    """Show a logger's INFO, on stderr by default, unless the user has chosen a level.
 
     Local.
 
     Args:
-        log: of one of our modules.
+        log: the logger of one of our modules.
     """
     ours = logging.getLogger("unisono")
-    if log.level == ours.level == logging.NOTSET:  # the root's WARNING is nobody's choice
+    if log.level == ours.level == logging.NOTSET:  # nobody chose the root's WARNING
         log.setLevel(logging.INFO)
     if not log.hasHandlers():
         handler = logging.StreamHandler()

@@ -1,6 +1,6 @@
-"""The options of calls that take many, as type checkers know them.
+"""The options of `initialize`, `spawn` and others, for type checkers.
 
-A plug-in's own options are in none of these: pass a ``dict[str, Any]`` of them, ``**options``.
+A plug-in's own options aren't among them: pass a ``dict[str, Any]`` of them, ``**options``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = (
 
 
 class ModelOptions(TypedDict, total=False):
-    """What the built-in models take, each its own part of it."""
+    """Options of the built-in models; each model takes some of them."""
 
     timeout: float | timedelta | None
     store: dist.distributed_c10d.Store | None
@@ -38,7 +38,7 @@ class ModelOptions(TypedDict, total=False):
 
 
 class InitializeOptions(ModelOptions, total=False):
-    """What `initialize` takes."""
+    """Options of `initialize`."""
 
     rank: int | str | None
     world_size: int | str | None
@@ -52,7 +52,7 @@ class _LaunchOptions(ModelOptions, total=False):
 
 
 class ParallelOptions(_LaunchOptions, total=False):
-    """What `Parallel` takes besides what its signature names."""
+    """Options of `Parallel` besides its named parameters."""
 
     rank: int | str | None
     world_size: int | str | None
@@ -60,7 +60,7 @@ class ParallelOptions(_LaunchOptions, total=False):
 
 
 class PoolOptions(_LaunchOptions, total=False):
-    """What `WorkerPool` takes besides what its signature names."""
+    """Options of `WorkerPool` besides its named parameters."""
 
     nnodes: int | str | None
     node_rank: int | str | None
@@ -71,13 +71,13 @@ class PoolOptions(_LaunchOptions, total=False):
 
 
 class SpawnOptions(PoolOptions, total=False):
-    """What `spawn` takes besides what its signature names."""
+    """Options of `spawn` besides its named parameters."""
 
     prefix_output: bool | None
 
 
 class GroupOptions(TypedDict, total=False):
-    """What `new_group` takes, of which only native takes more than ``timeout``."""
+    """Options of `new_group`; all but ``timeout`` are for the native model only."""
 
     timeout: float | timedelta | None
     backend: str | None

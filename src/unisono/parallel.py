@@ -1,4 +1,4 @@
-"""One script for every way it is started."""
+"""`Parallel`: run a function in replicas, however the script was started."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _log = logging.getLogger(__name__)
 
 
 class Parallel:
-    """Run a function in replicas: those that it spawns, or those that a launcher has made.
+    """Run a function in replicas that it spawns, or that a launcher has started.
 
-    Collective at creation where a launcher has made the replicas, else local. With
+    Collective at creation where a launcher has started the replicas, else local. With
     ``nproc_per_node`` each `run` spawns; without it the context is initialised from the
     environment on entry and finalised on exit. ``backend=None`` means the machine's best backend
-    where the environment says that there is a job, and no context at all where it says nothing;
-    under ``unisono run --backend`` it means the backend named there.
+    if the environment describes a job, and no context at all if not; under
+    ``unisono run --backend`` it means the backend named there.
 
     Args:
         backend: as in ``initialize``.
@@ -49,14 +49,14 @@ class Parallel:
         master_port: port there, for several nodes.
         init_method: a rendezvous URL instead. Without `nproc_per_node`, rank and world size come
             from the environment.
-        launcher: who makes the replicas, where `nproc_per_node` is given: ``"processes"`` (the
+        launcher: what starts the replicas if `nproc_per_node` is given: ``"processes"`` (the
             default), ``"torchrun"``, ``"mpi"``, ``"slurm"``, ``"ray"`` or a plug-in's.
         spawn_kwargs: further options of ``spawn``; or of ``initialize`` without `nproc_per_node`.
 
     Raises:
-        UnknownBackendError: nobody claims the backend.
+        UnknownBackendError: no model has the backend.
         ArgumentError: options about nodes, or a launcher, without `nproc_per_node`; an unknown
-            launcher; a bad value or an option that nobody takes.
+            launcher or option; a bad value.
         BackendUnavailableError: what the backend or the launcher needs isn't installed.
 
     Example:
@@ -101,7 +101,7 @@ class Parallel:
         self._has_context = False
 
     def _check(self, cls: type[ComputationModel] | None) -> None:
-        """Refuse now what `spawn` or `initialize` would refuse. Local."""
+        """Refuse early what `spawn` or `initialize` would refuse. Local."""
         if self._nproc_per_node is not None:
             check_job("Parallel", self._backend, self._nproc_per_node, self._options)
         elif cls is not None:
@@ -109,7 +109,7 @@ class Parallel:
 
     @property
     def backend(self) -> str | None:
-        """What was asked for. Local."""
+        """The backend as it was given. Local."""
         return self._backend
 
     def __enter__(self) -> Self:
@@ -128,7 +128,7 @@ class Parallel:
     ) -> list[T]:
         """Run ``fn(local_rank, *args, **kwargs)`` in every replica.
 
-        Collective over all ranks where a launcher has made the replicas, else local.
+        Collective over all ranks where a launcher has started the replicas, else local.
 
         Args:
             fn: as in ``spawn``.
@@ -136,11 +136,11 @@ class Parallel:
             kwargs: its keyword arguments.
 
         Returns:
-            What it returned, by rank of this node where replicas were spawned; else a list of what
-            it returned here.
+            What `fn` returned: by rank of this node if replicas were spawned, else a list of this
+            rank's result.
 
         Raises:
-            NotInitializedError: called outside of the ``with`` block.
+            NotInitializedError: called outside the ``with`` block.
             WorkerFailedError: a spawned replica failed.
         """
         if not self._is_entered:
@@ -172,6 +172,6 @@ class Parallel:
         self._has_context = False
         if error is None:
             finalize()
-        else:  # an end that waits for others would hang: they may never come
+        else:  # finalize() would wait for ranks that may never come
             context.current_model().abort()
             context.forget()

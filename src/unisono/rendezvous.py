@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet: for authors of launchers and of models."""
+"""The rendezvous of a job's ranks, for authors of launchers and of models."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ __all__ = ("JobStore", "host_store", "join_store")
 
 @contextlib.contextmanager
 def host_store(plan: LaunchPlan, address: str | None = None) -> Iterator[LaunchPlan]:
-    """Host the store that the ranks of a job meet at, for as long as the block lasts.
+    """Host the rendezvous store of a job as long as the block lasts.
 
-    Local. The call of a launcher that has no other way to let its ranks meet. Where all ranks are
-    on this host the store listens on the loopback at a port of the kernel's choice, and there is a
-    file besides that their user alone can open: ranks of unisono's models meet there.
+    Local. For launchers that have no rendezvous of their own. If all ranks are on this host, the
+    store listens on the loopback at a port that the kernel chooses, and ranks of unisono's models
+    use a file instead, which only their user can open.
 
     Args:
         plan: how many ranks there are; on several nodes with the address of node 0.
-        address: name or address of this host under which ranks on other hosts reach it; None where
-            all ranks of a plan of one node are on this host.
+        address: name or address of this host, for ranks on other hosts; None if all ranks of a
+            plan of one node are on this host.
 
     Yields:
-        The plan with all that its `info` needs: hand ``plan.info(local_rank)`` to each rank.
+        The plan with the rendezvous filled in: give ``plan.info(local_rank)`` to each rank.
 
     Raises:
-        LaunchError: nobody can listen there.
+        LaunchError: this process can't listen there.
 
     Example:
         >>> from unisono import LaunchPlan
@@ -45,7 +45,7 @@ def host_store(plan: LaunchPlan, address: str | None = None) -> Iterator[LaunchP
     """
     with ExitStack() as held:
         if address is not None:
-            # Of several nodes, it listens for others; ranks are told where.
+            # A plan of several nodes makes the store listen for other hosts.
             several = replace(plan, nnodes=max(2, plan.nnodes), master_addr=address)
             yield replace(hold(several, held), nnodes=plan.nnodes)
             return
@@ -60,9 +60,9 @@ class JobStore:
     """A store that all ranks of a job have reached.
 
     Args:
-        store: the job's own part of it: keys are nobody else's.
-        secret: what only ranks of this job know; None where they met in a store that strangers can
-            reach, too: of several hosts, or of a launcher that hosts it by itself.
+        store: the job's own part of the store; other jobs can't use its keys.
+        secret: known only to ranks of this job; None if strangers can reach the store, too, as
+            with several hosts, or with a launcher that hosts its own.
     """
 
     store: Store
@@ -70,14 +70,14 @@ class JobStore:
 
 
 def join_store(info: RankInfo, timeout: timedelta | None = None) -> JobStore:
-    """Meet the other ranks in the job's store.
+    """Wait for all ranks in the job's store.
 
-    Collective over all ranks of `info`. The call of a model that has no other way to let its ranks
-    find each other: each writes where it can be reached, and reads where the others can.
+    Collective over all ranks of `info`. For models that have no rendezvous of their own: each rank
+    writes its address into the store, and reads those of the others.
 
     Args:
         info: who this rank is, as `initialize` of a model gets it.
-        timeout: for all ranks to come; None for ours, 60 s.
+        timeout: for all ranks to come; None for 60 s.
 
     Returns:
         The store, and the job's secret where there is one.

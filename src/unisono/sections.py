@@ -1,4 +1,4 @@
-"""Code that one rank runs for all, or before all; what it raises is raised on every rank."""
+"""Sections: code that one rank runs alone, or first; an exception there reaches every rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def one_rank_only(
 
     Args:
         rank: global rank that runs it.
-        with_barrier: whether all ranks wait until it has run, and learn how it ended.
+        with_barrier: whether all ranks wait until it has run, and raise if it failed.
 
     Returns:
         A decorator. The decorated function returns the function's value on `rank`, None elsewhere.
@@ -118,20 +118,22 @@ def _outcome_for_all(
 ) -> Iterator[None]:
     """Run the body, then tell every rank how it ended on `rank`."""
     error: BaseException | None = None
-    said: Any = None
+    report: tuple[str, str] | None = None
     try:
         yield
     except GeneratorExit:
         raise
     except BaseException as raised:  # whatever it is, the others must not wait forever
         error = raised
-        said = (summary(raised), fold(raised, raised.__traceback__))
-    frames = _tell(context, f"{name} of rank {rank}", encode(said), group)
+        report = (summary(raised), fold(raised, raised.__traceback__))
+    frames = _tell(context, f"{name} of rank {rank}", encode(report), group)
     if error is not None and not isinstance(error, Exception):
         raise error
-    heard = decode(frames[context.model.topology.position(group, rank)], context.model.device)
-    if heard is not None:
-        what, text = heard
+    first_report = decode(
+        frames[context.model.topology.position(group, rank)], context.model.device
+    )
+    if first_report is not None:
+        what, text = first_report
         failed = PeerFailedError(
             f"rank {rank} raised {what} in {name}\n\n{text}", rank=rank, traceback=text
         )
@@ -142,8 +144,8 @@ def _outcome_for_all(
 
 
 @collective
-def _tell(context: ContextState, call: str, said: bytes, group: Group | None) -> list[bytes]:
-    return swap(context, call, said, group)
+def _tell(context: ContextState, call: str, report: bytes, group: Group | None) -> list[bytes]:
+    return swap(context, call, report, group)
 
 
 def master_only(fn: Callable[P, T]) -> Callable[P, T | None]:
@@ -174,11 +176,11 @@ def run_on_rank(fn: Callable[[], T], rank: int = 0) -> T:
     Collective over all ranks.
 
     Args:
-        fn: called without arguments on `rank` alone; returns anything that `broadcast` takes.
+        fn: called without arguments, only on `rank`; returns anything that `broadcast` takes.
         rank: global rank that runs it.
 
     Returns:
-        What it returned, on every rank.
+        Its value, on every rank.
 
     Raises:
         ArgumentError: `rank` isn't there (on every rank).
@@ -197,5 +199,5 @@ def run_on_rank(fn: Callable[[], T], rank: int = 0) -> T:
     with _outcome_for_all(context, None, rank, name):
         if context.model.topology.rank == rank:
             value = fn()
-    found: T = broadcast(value, rank)
-    return found
+    result: T = broadcast(value, rank)
+    return result

@@ -1,4 +1,4 @@
-"""Frozen facts: where a replica stands, what its environment said, which ranks form a group."""
+"""Frozen facts: a replica's ranks, what its environment says, the ranks of a group."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = (
 EVERYBODY = "all ranks"
 """The name of the group of all ranks that a context has from its beginning."""
 PREFIXED = "UNISONO_PREFIXED"
-"""Says which rank the lines of a process begin with already, where its launcher saw to it."""
+"""Variable of a process whose lines begin with its rank already, by its launcher."""
 PRIVATE_STORE = "UNISONO_PRIVATE_STORE"
-"""Tells ranks of one host in which file they meet, which their user alone can open."""
+"""Variable with the path of the rendezvous file of one host, which only its user can open."""
 
 
 def usable_cores() -> int:
@@ -36,7 +36,7 @@ def usable_cores() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Where one replica stands in its job.
+    """The ranks of one replica in its job and on its node.
 
     Args:
         rank: global rank, 0 to ``world_size - 1``.
@@ -70,15 +70,15 @@ class Topology:
         return rank if group is None else group.ranks.index(rank)
 
     def among(self, hosts: Sequence[bytes]) -> Topology:
-        """Complete what is known by the names of all ranks' hosts.
+        """Fill in the facts about nodes from the hosts of all ranks.
 
         Local.
 
         Args:
-            hosts: by rank; equal for those of one node.
+            hosts: by rank; equal for ranks of one node.
 
         Returns:
-            The same; what wasn't known, or guessed, says what `hosts` say.
+            A copy, in which `hosts` replace unknown and guessed facts.
         """
         nodes = list(dict.fromkeys(hosts))
         here = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
@@ -93,7 +93,7 @@ class Topology:
         return found if self.is_guess else self.or_else(found)
 
     def or_else(self, other: Topology) -> Topology:
-        """Take from `other` what isn't known. Local."""
+        """Fill in unknown facts from `other`. Local."""
         names = ("local_rank", "local_world_size", "node_rank", "nnodes")
         unknown = {name: getattr(other, name) for name in names if getattr(self, name) is None}
         return replace(self, **unknown)
@@ -101,24 +101,24 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """What a launcher or an environment says of one replica.
+    """What a launcher or an environment says about one replica.
 
     Args:
         rank: global rank.
         world_size: number of replicas in the job.
-        local_rank: rank within the node; None if not said.
-        local_world_size: replicas on this node; None if not said.
-        node_rank: rank of this node; None if not said.
-        nnodes: number of nodes; None if not said.
-        master_addr: host of the rendezvous; None if not said.
-        master_port: TCP port of the rendezvous; None if not said.
-        source: who said it: ``"arguments"``, ``"torchrun"``, ``"slurm"``, ``"spawn"``, ...
+        local_rank: rank within the node; None if unknown.
+        local_world_size: replicas on this node; None if unknown.
+        node_rank: rank of this node; None if unknown.
+        nnodes: number of nodes; None if unknown.
+        master_addr: host of the rendezvous; None if unknown.
+        master_port: TCP port of the rendezvous; None if unknown.
+        source: where it comes from: ``"arguments"``, ``"torchrun"``, ``"slurm"``, ``"spawn"``, ...
         store_is_hosted: a ``torch.distributed.TCPStore`` already listens at that address and port,
             so every rank, 0 too, joins it as a client.
-        private_store: path of the file that the ranks of a job of one host meet in, which their
-            user alone can open; None if there is none.
+        private_store: path of the rendezvous file of a job of one host, which only its user can
+            open; None if there is none.
         job_id: tells the job from others, also those that use the same server; the same on every
-            rank. None if not said.
+            rank. None if unknown.
     """
 
     rank: int
@@ -137,7 +137,7 @@ class RankInfo:
     def core_share(self) -> int:
         """Give this replica's share of the cores that this process may run on, at least 1. Local.
 
-        More threads than cores cost a parallel loop of torch ten times its time and more.
+        With more threads than cores a parallel loop of torch takes ten times as long, or longer.
         """
         return max(1, usable_cores() // (self.local_world_size or 1))
 
@@ -147,9 +147,9 @@ class RankInfo:
         Local.
 
         Returns:
-            Where the replica stands; one that is alone knows all of it.
+            The replica's topology; nothing is unknown for a replica that is alone.
         """
-        said = Topology(
+        topology = Topology(
             self.rank,
             self.world_size,
             self.local_rank,
@@ -157,7 +157,7 @@ class RankInfo:
             self.node_rank,
             self.nnodes,
         )
-        return said.or_else(Topology(0, 1, 0, 1, 0, 1)) if self.world_size == 1 else said
+        return topology.or_else(Topology(0, 1, 0, 1, 0, 1)) if self.world_size == 1 else topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +179,11 @@ class Group:
 
     Args:
         ranks: global ranks of the members, ascending.
-        handle: the model's own object, such as a ``torch.distributed.ProcessGroup``; None on a
-            rank that isn't a member where the model makes nothing there.
-        name: what tells it from every other group of its context, also from those of the same
-            ranks; the same on all of its ranks. Made of the ranks where it is empty.
-        timeout_s: seconds that a collective over it may take; None for what the job allows.
+        handle: the model's own object, such as a ``torch.distributed.ProcessGroup``; may be None
+            on a rank that isn't a member.
+        name: tells it from every other group of its context, even of the same ranks; the same on
+            all of its ranks. If empty, it is made of the ranks.
+        timeout_s: seconds that a collective over it may take; None for the job's.
         context_id: identity of the context that it belongs to, which the facade fills in.
     """
 
@@ -194,7 +194,7 @@ class Group:
     context_id: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Name a group that its maker has given no name. Local."""
+        """Name a group that got no name. Local."""
         if not self.name:
             object.__setattr__(self, "name", str(self.ranks))
 
@@ -209,7 +209,7 @@ class Group:
         return self
 
     def __eq__(self, other: object) -> bool:
-        """Tell whether it is this group, or a list of its ranks."""
+        """Compare by identity; a list of the same ranks is equal, too."""
         return self is other or (isinstance(other, list) and other == list(self.ranks))
 
     def __hash__(self) -> int:
@@ -219,7 +219,7 @@ class Group:
         return rank in self.ranks
 
     def position(self, rank: int) -> int:
-        """Find the place of a global rank within the group.
+        """Give the position of a global rank in the group.
 
         Local.
 
@@ -236,7 +236,7 @@ class Group:
 
 
 def name_of(group: Group | None) -> str:
-    """Name the ranks that take part, where None stands for all ranks. Local."""
+    """Give the name of a group; None stands for all ranks. Local."""
     return EVERYBODY if group is None else group.name
 
 
@@ -251,11 +251,11 @@ class LaunchPlan:
         master_addr: host that node 0 listens on; needed where ``nnodes`` is over 1.
         master_port: TCP port there; needed where ``nnodes`` is over 1.
         init_method: a rendezvous URL for the model to use instead; None for the launcher's own.
-        start_method: how processes come to be; None for the launcher's best.
-        backend: what was asked for, where the model itself launches; it may have several.
+        start_method: how processes are started; None for the launcher's best.
+        backend: the backend, if the model itself launches; empty for launchers.
         store_is_hosted: a ``torch.distributed.TCPStore`` already listens at ``master_addr`` and
             ``master_port``: see `unisono.rendezvous.host_store`.
-        private_store: path of the file that the ranks of a job of one host meet in; None for none.
+        private_store: path of the rendezvous file of a job of one host; None for none.
         job_id: tells the job from others; None where nodes are started one by one.
     """
 
@@ -285,7 +285,7 @@ class LaunchPlan:
             local_rank: 0 to ``nproc_per_node - 1``.
 
         Returns:
-            Its ranks; the rendezvous as planned.
+            Its ranks, and the rendezvous of the plan.
         """
         return RankInfo(
             rank=self.node_rank * self.nproc_per_node + local_rank,

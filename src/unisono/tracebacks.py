@@ -1,4 +1,4 @@
-"""Tracebacks as users need them: their own lines, and where this package's are, a count of those.
+"""Tracebacks for users: their own lines, with this package's frames folded into one line.
 
 ``UNISONO_TRACEBACK=full`` shows all frames.
 """
@@ -39,9 +39,9 @@ __all__ = (
 )
 
 E = TypeVar("E", bound=BaseException)
-_TEXT = "_unisono_text"  # the attribute of an exception
+_TEXT = "_unisono_text"  # attribute of an exception
 _PACKAGE = str(Path(__file__).parent) + os.sep
-# Its frames stand between a user's ``with`` and ours.
+# Its frames are between a user's ``with`` and our frames.
 _BETWEEN = os.sep + "contextlib.py"
 _FRAME = re.compile(
     r'^  File "([^"\n]*)", line (\d+)(?:, in (.*))?\n((?:    .*\n)*)(?:  \[Previous line .*\n)?',
@@ -61,31 +61,31 @@ _SHOWN.maxother = _SHOWN.maxstring = _SHOWN.maxlong = 60
 
 
 def is_full() -> bool:
-    """Tell whether the user wants every frame. Local."""
+    """Whether the user wants every frame. Local."""
     return os.environ.get("UNISONO_TRACEBACK", "").lower() == "full"
 
 
 def hides(_: object = None) -> bool:
-    """Tell pytest, as a module's ``__tracebackhide__``, whether to leave its frames out. Local."""
+    """Hide a module's frames in pytest, as its ``__tracebackhide__``. Local."""
     return not is_full()
 
 
 def is_ours(file: str) -> bool:
-    """Tell whether a file is this package's. Local, and pure."""
+    """Whether a file belongs to this package. Local, and pure."""
     return file.startswith(_PACKAGE)
 
 
 def place_of(file: str, line: int) -> str:
-    """Write file and line, the file from the working directory on where it lies there. Local."""
+    """Write file and line, the file relative to the working directory if it is below. Local."""
     try:
         here = os.getcwd() + os.sep
     except OSError:
-        here = file + os.sep  # it was deleted: nothing lies there
+        here = file + os.sep  # the directory was deleted: no file is below
     return f"{file[len(here) :] if file.startswith(here) else file}:{line}"
 
 
 def where(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    """Choose the innermost frame of the user's own code, else of any but ours. Local, and pure."""
+    """Choose the innermost frame of the user's code, else of another library. Local, and pure."""
     foreign = [frame for frame in frames if not is_ours(frame.filename)]
     own = [frame for frame in foreign if not _is_of_a_library(frame.filename)]
     return next(reversed(own or foreign), None)
@@ -103,53 +103,54 @@ def _libraries() -> tuple[str, ...]:
 
 
 def fold(error: BaseException, frames: TracebackType | None) -> str:
-    """Write the traceback of an exception and of those that led to it.
+    """Write the traceback of an exception and of its causes, with our frames folded.
 
     Local.
 
     Args:
         error: the exception.
-        frames: where its own traceback begins.
+        frames: the first frame of its own traceback.
     """
-    found = traceback.TracebackException(type(error), error, frames)
+    captured = traceback.TracebackException(type(error), error, frames)
     if not is_full():
-        _fold_all(found)
-    return "".join(found.format())
+        _fold_all(captured)
+    return "".join(captured.format())
 
 
-def _fold_all(found: traceback.TracebackException) -> None:
-    waiting, seen = [found], {0}
+def _fold_all(captured: traceback.TracebackException) -> None:
+    waiting, seen = [captured], {0}
     while waiting:
-        each = waiting.pop()
-        if id(each) not in seen:
-            seen.add(id(each))
-            each.stack = _Folded(each.stack)
-            further = [each.__cause__, each.__context__, *(getattr(each, "exceptions", None) or ())]
-            waiting += [one for one in further if one is not None]
+        error = waiting.pop()
+        if id(error) not in seen:
+            seen.add(id(error))
+            error.stack = _Folded(error.stack)
+            causes = [error.__cause__, error.__context__]
+            causes += getattr(error, "exceptions", None) or ()
+            waiting += [cause for cause in causes if cause is not None]
 
 
 class _Folded(traceback.StackSummary):
-    """Frames of which runs of ours are written as one line."""
+    """Frames, with each run of ours written as one line."""
 
     def format(self, **options: Any) -> list[str]:
         lines = []
-        for is_hidden, places in _runs([frame.filename for frame in self]):
-            part = traceback.StackSummary.from_list([self[place] for place in places])
+        for is_hidden, indices in _runs([frame.filename for frame in self]):
+            part = traceback.StackSummary.from_list([self[index] for index in indices])
             lines += [_note(len(part))] if is_hidden else part.format(**options)
         return lines
 
 
 def _runs(files: Sequence[str]) -> list[tuple[bool, list[int]]]:
-    """Give runs of frames by place, and whether they are folded; not where all would be."""
+    """Group frame indices into runs, with whether each is folded; never folds all of them."""
     ours = [is_ours(file) for file in files]
-    beside = [any(ours[max(0, place - 1) : place + 2]) for place in range(len(files))]
+    beside = [any(ours[max(0, index - 1) : index + 2]) for index in range(len(files))]
     hidden = [
         is_own or (is_beside and file.endswith(_BETWEEN))
         for is_own, is_beside, file in zip(ours, beside, files, strict=True)
     ]
     if all(hidden):
         hidden = [False] * len(files)
-    return [(key, list(run)) for key, run in groupby(range(len(files)), lambda at: hidden[at])]
+    return [(key, list(run)) for key, run in groupby(range(len(files)), hidden.__getitem__)]
 
 
 def _note(count: int) -> str:
@@ -158,15 +159,15 @@ def _note(count: int) -> str:
 
 
 def fold_text(text: str) -> str:
-    """Fold tracebacks that Python has printed. Local, and pure but for the variable."""
+    """Fold our frames in tracebacks that Python has printed. Local."""
     return text if is_full() else _STACK.sub(_folded, text)
 
 
 def _folded(stack: re.Match[str]) -> str:
     frames = list(_FRAME.finditer(stack[0]))
     lines = []
-    for is_hidden, places in _runs([frame[1] for frame in frames]):
-        lines += [_note(len(places))] if is_hidden else [frames[at][0] for at in places]
+    for is_hidden, indices in _runs([frame[1] for frame in frames]):
+        lines += [_note(len(indices))] if is_hidden else [frames[index][0] for index in indices]
     return "".join(lines)
 
 
@@ -176,15 +177,15 @@ def newest(text: str) -> str:
     Local, and pure.
 
     Returns:
-        The text from there to its end; empty where it has none. One that Python ignored, as in a
-        destructor, isn't meant, and neither is one within the message of an exception of ours.
+        The text from there to its end; empty if there is none. Tracebacks that Python ignored, as
+        in a destructor, and those within the message of one of our exceptions don't count.
     """
     begin, _ = _newest(text)
     return "" if begin is None else text[begin:]
 
 
 def _newest(text: str) -> tuple[int | None, int]:
-    """Find where the last traceback begins, and where, after its causes, its own part does."""
+    """Find the start of the last traceback with its causes, and of its own part."""
     begin, own, is_quoted = None, 0, False
     for head in _HEAD.finditer(text):
         before = text[max(0, head.start() - _LONGEST_MARK) : head.start()]
@@ -199,7 +200,7 @@ def _newest(text: str) -> tuple[int | None, int]:
 
 
 def _quotes(block: str) -> bool:
-    """Tell whether a traceback goes on with one that the exception's message holds."""
+    """Whether the exception's message goes on with another traceback."""
     stack = _STACK.search(block)
     return (
         stack is not None
@@ -209,37 +210,36 @@ def _quotes(block: str) -> bool:
 
 
 def told(text: str) -> tuple[str, str]:
-    """Read what was raised last out of tracebacks that Python has printed.
+    """Read the last exception from tracebacks that Python has printed.
 
     Local, and pure.
 
     Returns:
         Type and first line of the exception, as `summary` gives them, and the line of the user's
-        own code that it came from; both empty where the text has none.
+        code that raised it; both empty if the text has no traceback.
     """
-    begin, place = _newest(text)
-    own = "" if begin is None else text[place:]
+    begin, start = _newest(text)
+    own = "" if begin is None else text[start:]
     stack = _STACK.search(own)
     if stack is None:
         return "", ""
-    said = own[stack.end() :].partition("\n")[0].strip()
-    found = list(_FRAME.finditer(stack[0]))
-    frames = [traceback.FrameSummary(f[1], int(f[2]), f[3] or "?", line="") for f in found]
+    raised = own[stack.end() :].partition("\n")[0].strip()
+    matches = list(_FRAME.finditer(stack[0]))
+    frames = [traceback.FrameSummary(m[1], int(m[2]), m[3] or "?", line="") for m in matches]
     innermost = where(frames)
-    source = found[-1][4].strip().partition("\n")[0]
-    if said == "AssertionError" and source.startswith("assert "):
-        said = f"{said}: {source}"
-    return said, "" if innermost is None else line_of(innermost)
+    source = matches[-1][4].strip().partition("\n")[0]
+    if raised == "AssertionError" and source.startswith("assert "):
+        raised = f"{raised}: {source}"
+    return raised, "" if innermost is None else line_of(innermost)
 
 
 def after(text: str) -> list[str]:
-    """Give the lines after what the last traceback raised, but for those of its message.
+    """Give the lines after the last traceback, without those of the exception's message.
 
-    Local, and pure. Lines of a message can't be told from others unless they are indented, or
-    frames of C++.
+    Local, and pure. Only indented lines and frames of C++ are known to belong to the message.
     """
-    begin, place = _newest(text)
-    own = "" if begin is None else text[place:]
+    begin, start = _newest(text)
+    own = "" if begin is None else text[start:]
     stack = _STACK.search(own)
     if stack is None:
         return []
@@ -250,19 +250,19 @@ def after(text: str) -> list[str]:
 
 
 def line_of(frame: traceback.FrameSummary) -> str:
-    """Write where a frame is. Local."""
+    """Write file, line and function of a frame. Local."""
     return f"{place_of(frame.filename, frame.lineno or 0)}, in {frame.name}"
 
 
 def raised_here(error: E) -> E:
-    """Give an exception without the frames that it has come through so far. Local."""
+    """Give an exception without the frames it has passed so far. Local."""
     return error if is_full() else error.with_traceback(None)
 
 
 def say_instead(error: BaseException, text: str) -> None:
-    """Let Python print a text in place of a traceback, should nobody catch the exception.
+    """Let Python print a text instead of a traceback if nobody catches the exception.
 
-    Local. A program that has set `sys.excepthook` keeps its own.
+    Local. A `sys.excepthook` that the program has set stays.
     """
     if sys.excepthook in (sys.__excepthook__, _print) and not is_full():
         setattr(error, _TEXT, text)
@@ -278,7 +278,7 @@ def _print(kind: type[BaseException], error: BaseException, frames: TracebackTyp
 
 
 def summary(error: BaseException) -> str:
-    """Say what was raised in one line: its type, its text, and of a bare assert what failed.
+    """Write an exception in one line: its type and text, and the source of a bare assert.
 
     Local.
     """
@@ -299,7 +299,7 @@ def summary(error: BaseException) -> str:
 def _assertion_or_nothing(frames: TracebackType | None) -> str:
     try:
         return _assertion(frames)
-    except Exception:  # to show a value runs code of the user's, which may raise anything
+    except Exception:  # a value's own __repr__ may raise anything
         return ""
 
 

@@ -170,6 +170,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
     Local. Every rank draws all indices of the sampler, with torch's generator seeded by the epoch,
     and keeps its own; the generator is put back. A sampler with a generator of its own must draw
     the same on every rank. As torch's ``DistributedSampler``, it starts over at the end until
+    every rank has as many; call ``set_epoch`` before each epoch.
 
     Args:
         sampler: any ``Sampler`` with a length that isn't distributed.
