@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
 from tests.support.pages import ROOT
+from unisono.testing import runner
 
 
 def section(page: str, heading: str) -> str:
@@ -32,3 +34,9 @@ def test_contributing_names_sessions_that_there_are() -> None:
     sessions = re.findall(r"^@nox\.session.*\ndef (\w+)", (ROOT / "noxfile.py").read_text(), re.M)
     assert named
     assert named <= set(sessions)
+
+
+def test_models_names_every_way_in_which_a_law_ends() -> None:
+    text = (ROOT / "docs" / "models.md").read_text()
+    sentence = text.partition("A law ends as ")[2].partition(" with the rank")[0]
+    assert set(re.findall(r"`([a-z]+)`", sentence)) == set(get_args(runner.Status))

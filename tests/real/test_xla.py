@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -401,17 +402,21 @@ def test_a_failing_replica_is_named_with_its_own_traceback() -> None:
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def one_aborts(model: XlaModel) -> None:
+def one_aborts(seen: Path, model: XlaModel) -> None:
     if model.topology.rank == 1:
         model.abort()
-        time.sleep(0.2)
+        while not seen.exists():
+            time.sleep(0.01)
         raise OSError("the cause")
-    model.exchange(b"")
+    try:
+        model.exchange(b"")
+    finally:
+        seen.touch()
 
 
-def test_the_cause_is_reported_and_not_what_it_caused() -> None:
+def test_the_cause_is_reported_and_not_what_it_caused(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailedError, match="the cause") as caught:
-        launch(one_aborts, 2)
+        launch(functools.partial(one_aborts, tmp_path / "seen"), 2)
     assert caught.value.rank == 1
 
 
