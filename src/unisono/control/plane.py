@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unisono.control.hub import Hub
 from unisono.control.missing import Absent
-from unisono.control.rendezvous import meet
+from unisono.control.rendezvous import connect_group
 from unisono.control.signatures import SequenceNumbers
 from unisono.deadlines import allowed_s, limit_of
 from unisono.errors import CollectiveError
@@ -206,7 +206,7 @@ class SocketControlPlane(ControlPlane):
     def _hub(self, group: Group | None) -> Hub | None:
         key = name_of(group)
         if key not in self.hubs:
-            self.hubs[key] = meet(self, group, INLINE_BYTES)
+            self.hubs[key] = connect_group(self, group, INLINE_BYTES)
         return self.hubs[key]
 
     def _connected(self) -> list[Hub]:

@@ -1,10 +1,10 @@
 """Rendezvous: how the ranks of a group find each other for the control plane, over the data plane.
 
-Each rank offers where it can be reached and a random key. All keys together make the secret, which
-nobody else knows, and with which both ends of every connection prove that they belong to the group.
-The job's own secret goes into it where its ranks were given one. Where they weren't, and the kernel
-says that all are processes of one user on one host, they agree on one over those connections, and
-then prove themselves on the data plane too, which asks nobody.
+Each rank advertises where it can be reached, and a random key. All keys together make a secret,
+with which both ends of every connection prove that they belong to the group. The job's own secret
+goes into it where its ranks were given one. Where they weren't, and the kernel says that all are
+processes of one user on one host, they agree on one over those connections, and then prove
+themselves on the data plane too.
 Ranks of one host meet at an abstract Unix-domain socket (Linux; elsewhere in a directory of mode
 0700), leaders of hosts over TCP. Nothing listens any more once all are connected.
 """
@@ -22,9 +22,10 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from unisono.arguments import number_in
 from unisono.control.addresses import BACKLOG, bind_widely, listen_locally, local_address, peer
@@ -40,17 +41,73 @@ from unisono.host.mailbox import LANE_BYTES, Mailbox, receive, send
 from unisono.model import fallback
 from unisono.topology import Group, name_of
 
-__all__ = (
-    "Met",
-    "Advertisement",
-    "host_of_this_process",
-    "meet",
-    "own_offer",
-    "refusal_of_host",
-    "refuse_wrong",
-)
+__all__ = ("Connectable", "connect_group", "host_of_this_process")
 
-Advertisement = dict[str, Any]
+_log = logging.getLogger(__name__)
+_SET_UP_S = 10.0
+_RETRY_S = 0.01
+_HELLO = struct.Struct("<II16s")
+_PROOF_BYTES = 32
+_ACCEPTED = b"!"
+_REMEDY_HERE = "let this user's processes meet at Unix-domain sockets"
+_REMEDY_BETWEEN = (
+    "let the hosts reach each other over TCP; UNISONO_SOCKET_IFNAME names the interface for it"
+)
+_UNPROVED = "; nothing proves there who belongs to the job"
+_ROUNDS, _SIDEBAND = 0, 1  # the two connections to each neighbour
+Endpoint = tuple[socket.socket, Mailbox | None]
+_ENTRY_BYTES = 64  # upper bound of what an entry of a round takes besides its blob
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Advertisement:
+    """What a rank tells all others of itself.
+
+    Args:
+        host: equal for ranks that share a host.
+        pid: its process id.
+        user: its user's id; None where there are none.
+        pid_namespace: equal for processes that see each other by the same ids; empty if unknown.
+        key: random; all keys together make the secret of the connections.
+        reason: why it can't be reached; empty if it can.
+        unix: the address of its Unix-domain socket.
+        tcp: its host and port, where it leads a host and there are others.
+        warn_after_s: its user's setting.
+        fan_out: likewise.
+        most_bytes: likewise.
+        wrong_setting: what `EnvironmentDetectionError` takes, where a setting isn't a number.
+    """
+
+    host: str
+    pid: int
+    user: int | None
+    pid_namespace: str
+    key: str
+    reason: str = ""
+    unix: str = ""
+    tcp: tuple[str, int] = ("", 0)
+    warn_after_s: float = 0.0
+    fan_out: int = 0
+    most_bytes: int = 0
+    wrong_setting: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class _Vote:
+    """How a rank has fared.
+
+    Args:
+        reason: why it couldn't connect; empty if it could.
+        refused: which stranger answered it in place of a rank; empty if none did.
+        instead: that rank.
+        shares_memory: whether it shares memory with each neighbour.
+    """
+
+    reason: str = ""
+    refused: str = ""
+    instead: int = -1
+    shares_memory: bool = False
 
 
 def host_of_this_process() -> str:
@@ -61,66 +118,46 @@ def host_of_this_process() -> str:
     return f"{socket.gethostname()} {os.getuid() if hasattr(os, 'getuid') else ''}"
 
 
-def own_offer(host: str | None) -> Advertisement:
-    """Say who this process is and what its user has set.
-
-    Local. A variable that is wrong is said too, so that every rank can refuse it.
-
-    Args:
-        host: what ranks that share a host have in common; None to find out.
-
-    Returns:
-        What JSON can carry; its `reason` is why this process can't be reached, if it can't.
-    """
-    offer: Advertisement = {
-        "host": host_of_this_process() if host is None else host,
-        "pid": os.getpid(),
-        "user": os.getuid() if hasattr(os, "getuid") else None,
-        "pids": _pid_namespace(),
-        "reason": "",
-        "key": secrets.token_bytes(16).hex(),
-    }
+def _advertise(host: str | None) -> _Advertisement:
+    """Describe this process and its user's settings; a wrong one, so that all ranks refuse it."""
+    own = _Advertisement(
+        host=host_of_this_process() if host is None else host,
+        pid=os.getpid(),
+        user=os.getuid() if hasattr(os, "getuid") else None,
+        pid_namespace=_pid_namespace(),
+        key=secrets.token_bytes(16).hex(),
+    )
     try:
-        offer["warn_after_s"] = warn_after_s()
-        offer["fan_out"] = int(number_in("UNISONO_FAN_OUT", FAN_OUT, least=1))
-        offer["most_bytes"] = int(number_in("UNISONO_INLINE_BYTES", LANE_BYTES))
+        own.warn_after_s = warn_after_s()
+        own.fan_out = int(number_in("UNISONO_FAN_OUT", FAN_OUT, least=1))
+        own.most_bytes = int(number_in("UNISONO_INLINE_BYTES", LANE_BYTES))
     except EnvironmentDetectionError as error:
-        offer["wrong"] = {
+        own.wrong_setting = {
             "message": str(error),
             "source": error.source,
             "variable": error.variable,
             "value": error.value,
         }
-    return offer
+    return own
 
 
-def refuse_wrong(offers: Iterable[Advertisement], ranks: Sequence[int]) -> None:
-    """Raise if a rank said that a variable of its is wrong.
-
-    Local; every rank that has the same offers raises the same.
-
-    Args:
-        offers: of all ranks of the group.
-        ranks: their global ranks, in the same order.
-
-    Raises:
-        EnvironmentDetectionError: the first rank that said so, in its words.
-    """
-    for rank, offer in zip(ranks, offers, strict=True):
-        wrong = offer.get("wrong")
+def _refuse_wrong_settings(adverts: Iterable[_Advertisement], ranks: Sequence[int]) -> None:
+    """Raise the same on every rank if a setting of one is wrong."""
+    for rank, advert in zip(ranks, adverts, strict=True):
+        wrong = advert.wrong_setting
         if wrong is not None:
             wrong["message"] = f"rank {rank}: {wrong['message']}"
             raise EnvironmentDetectionError(**wrong)
 
 
-def refusal_of_host(
-    offers: Sequence[Advertisement], ranks: Sequence[int], place: int
+def _foreign_host_error(
+    adverts: Sequence[_Advertisement], ranks: Sequence[int], place: int
 ) -> PeerRefusedError:
-    """Say which rank of a job of one host is on another one, or another user's. Local."""
-    own = offers[place]["host"]
-    other = next(at for at, offer in enumerate(offers) if offer["host"] != own)
-    if offers[other].get("user") != offers[place]["user"]:
-        what = f"a process of user {offers[other].get('user')}"
+    """Say which rank of a job of one host is on another one, or another user's."""
+    own = adverts[place]
+    other = next(at for at, advert in enumerate(adverts) if advert.host != own.host)
+    if adverts[other].user != own.user:
+        what = f"a process of user {adverts[other].user}"
     else:
         what = "on another host, or in another network namespace"
     return PeerRefusedError(
@@ -138,23 +175,7 @@ def _pid_namespace() -> str:
     return ""
 
 
-_log = logging.getLogger(__name__)
-_SET_UP_S = 10.0
-_RETRY_S = 0.01
-_HELLO = struct.Struct("<II16s")
-_PROOF_BYTES = 32
-_WELCOME = b"!"
-_REMEDY_HERE = "let this user's processes meet at Unix-domain sockets"
-_REMEDY_BETWEEN = (
-    "let the hosts reach each other over TCP; UNISONO_SOCKET_IFNAME names the interface for it"
-)
-_UNPROVED = "; nothing proves there who belongs to the job"
-_MAIN, _ASIDE = 0, 1
-Ends = tuple[socket.socket, Mailbox | None]
-_ENTRY_BYTES = 64  # what an entry of a round takes besides its blob, and more
-
-
-class Met(Protocol):
+class Connectable(Protocol):
     """What this file needs of a control plane."""
 
     steps: SequenceNumbers
@@ -165,19 +186,19 @@ class Met(Protocol):
 
     @property
     def model(self) -> Provable:
-        """What carries the offers."""
+        """What carries the advertisements."""
 
 
-def meet(
-    control: Met, group: Group | None, inline_bytes: int, host: str | None = None
+def connect_group(
+    control: Connectable, group: Group | None, inline_bytes: int, host: str | None = None
 ) -> Hub | None:
     """Connect the ranks of a group.
 
     Collective over `group`, in two rounds of the derived exchange; three where hosts differ.
 
     Args:
-        control: what the hub is for; its model carries the offers.
-        group: the ranks that meet.
+        control: what the hub is for; its model carries the advertisements.
+        group: the ranks that take part.
         inline_bytes: longest blob that travels in a round.
         host: what ranks that share a host have in common; None to find out.
 
@@ -208,52 +229,66 @@ def meet(
 
 
 def _connect_all(
-    control: Met, group: Group | None, inline_bytes: int, host: str | None
+    control: Connectable, group: Group | None, inline_bytes: int, host: str | None
 ) -> tuple[Hub | None, bool]:
     """Connect the ranks, and tell whether all are processes of one user on one host."""
     model = control.model
     ranks, place = model.topology.members(group), model.topology.position(group)
-    hub = None
+    hub, votes = None, [_Vote()]
     with contextlib.ExitStack() as stack:
-        said, listeners = _exchange_offers(model, group, host, stack)
-        refuse_wrong(said, ranks)
-        is_one_host = len({each["host"] for each in said}) == 1
+        adverts, listeners = _exchange_adverts(model, group, host, stack)
+        _refuse_wrong_settings(adverts, ranks)
+        is_one_host = len({advert.host for advert in adverts}) == 1
         if control.is_one_host and not is_one_host and host is None:
-            raise refusal_of_host(said, ranks, place)
-        if not any(each["reason"] for each in said):
-            most_bytes = min(each["most_bytes"] for each in said)
-            vote: Advertisement = {"reason": "", "refused": "", "shares_memory": False}
-            until = _until(control)
-            try:
-                near = _connect(said, place, listeners, inline_bytes, until, control.secret)
-                hub = Hub(ranks, place, near, said[place]["warn_after_s"], control.steps)
-                vote["shares_memory"] = hub.shares_memory
-            except _RefusedError as error:
-                vote["refused"], vote["instead"] = str(error), ranks[error.place]
-            except OSError as error:
-                vote["reason"] = _text_of(error)
-            said = _vote(model, vote, group, hub)
-    reasons = [
-        f"rank {r}: {each['reason']}" for r, each in zip(ranks, said, strict=True) if each["reason"]
-    ]
-    if hub is not None and not reasons:
-        if all(each["shares_memory"] for each in said):
-            hub.all_share_memory = True
-            inline_bytes = max(inline_bytes, LANE_BYTES // len(ranks) - _ENTRY_BYTES)
-        else:  # every rank gets the blobs of all
-            inline_bytes = min(inline_bytes, LANE_BYTES // len(ranks))
-        hub.inline_bytes = min(inline_bytes, most_bytes)
+            raise _foreign_host_error(adverts, ranks, place)
+        reasons = [advert.reason for advert in adverts]
+        if not any(reasons):
+            hub, vote = _try_to_connect(control, adverts, ranks, listeners, inline_bytes)
+            votes = _vote(model, vote, group, hub)
+            reasons = [each.reason for each in votes]
+    if hub is not None and not any(reasons):
+        hub.all_share_memory = all(each.shares_memory for each in votes)
+        hub.inline_bytes = min(
+            _inline_bytes(hub, len(ranks), inline_bytes),
+            min(advert.most_bytes for advert in adverts),
+        )
         return hub, is_one_host
     if hub is not None:
         hub.close()
     if place == 0:
-        is_proved = control.secret is not None
+        text = "; ".join(f"rank {r}: {why}" for r, why in zip(ranks, reasons, strict=True) if why)
         remedy = _REMEDY_HERE if is_one_host else _REMEDY_BETWEEN
-        _warn_once("; ".join(reasons), remedy, "" if is_proved else _UNPROVED)
+        _warn_once(text, remedy, _UNPROVED if control.secret is None else "")
     return None, is_one_host
 
 
-def _until(control: Met) -> float:
+def _try_to_connect(
+    control: Connectable,
+    adverts: list[_Advertisement],
+    ranks: tuple[int, ...] | range,
+    listeners: list[socket.socket],
+    inline_bytes: int,
+) -> tuple[Hub | None, _Vote]:
+    place = ranks.index(control.model.topology.rank)
+    until = _until(control)
+    try:
+        peers = _connect(adverts, place, listeners, inline_bytes, until, control.secret)
+        hub = Hub(ranks, place, peers, adverts[place].warn_after_s, control.steps)
+    except _RefusedError as error:
+        return None, _Vote(refused=str(error), instead=ranks[error.place])
+    except OSError as error:
+        return None, _Vote(reason=_text_of(error))
+    return hub, _Vote(shares_memory=hub.shares_memory)
+
+
+def _inline_bytes(hub: Hub, size: int, inline_bytes: int) -> int:
+    """Give the longest blob of a round: every rank gets the blobs of all."""
+    if hub.all_share_memory:
+        return max(inline_bytes, LANE_BYTES // size - _ENTRY_BYTES)
+    return min(inline_bytes, LANE_BYTES // size)
+
+
+def _until(control: Connectable) -> float:
     limit_s = limit_of(control.timeout_s)
     return time.monotonic() + (_SET_UP_S if limit_s is None else min(limit_s, _SET_UP_S))
 
@@ -266,66 +301,64 @@ class _RefusedError(OSError):
         self.place = place
 
 
-def _vote(
-    model: Provable, vote: Advertisement, group: Group | None, hub: Hub | None
-) -> list[Advertisement]:
+def _vote(model: Provable, vote: _Vote, group: Group | None, hub: Hub | None) -> list[_Vote]:
     """Tell every rank how this one has fared; if one was refused, every rank raises."""
     try:
-        votes = _tell(model, vote, group)
+        votes = _exchange(model, vote, group)
     except CollectiveError as error:
         if hub is not None:
             hub.close()
-        if vote["refused"]:  # a stranger in the job need not vote
-            raise PeerRefusedError(vote["refused"], vote["instead"]) from error
+        if vote.refused:  # a stranger in the job need not vote
+            raise PeerRefusedError(vote.refused, vote.instead) from error
         raise
     ranks, own = model.topology.members(group), model.topology.rank
     # What this rank saw itself comes first.
-    seen = sorted(zip(ranks, votes, strict=True), key=lambda pair: pair[0] != own)
-    for rank, each in seen:
-        if each["refused"]:
+    pairs = sorted(zip(ranks, votes, strict=True), key=lambda pair: pair[0] != own)
+    for rank, each in pairs:
+        if each.refused:
             if hub is not None:
                 hub.close()
-            raise PeerRefusedError(f"rank {rank}: {each['refused']}", each["instead"])
+            raise PeerRefusedError(f"rank {rank}: {each.refused}", each.instead)
     return votes
 
 
-def _exchange_offers(
+def _exchange_adverts(
     model: fallback.CollectiveTransport,
     group: Group | None,
     host: str | None,
     stack: contextlib.ExitStack,
-) -> tuple[list[Advertisement], list[socket.socket]]:
+) -> tuple[list[_Advertisement], list[socket.socket]]:
     """Tell every rank where every rank can be reached, or why it can't.
 
-    Who leads a host takes a port only where there is another host, and after that is known.
+    The leader of a host takes a port only where there is another host, and after that is known.
     """
     listeners: list[socket.socket] = []
-    offer = own_offer(host)
+    advert = _advertise(host)
     try:
-        listener, offer["unix"] = listen_locally(stack)
+        listener, advert.unix = listen_locally(stack)
         listeners.append(listener)
     except OSError as error:
-        offer["reason"] = _text_of(error)
-    offers = _tell(model, offer, group)
-    hosts = [each["host"] for each in offers]
+        advert.reason = _text_of(error)
+    adverts = _exchange(model, advert, group)
+    hosts = [each.host for each in adverts]
     if len(set(hosts)) == 1:
-        return offers, listeners
+        return adverts, listeners
     place = model.topology.position(group)
     if hosts.index(hosts[place]) == place:
         try:
-            listener, offer["tcp"] = bind_widely(stack)
+            listener, advert.tcp = bind_widely(stack)
             listeners.append(listener)
         except OSError as error:
-            offer["reason"] = offer["reason"] or _text_of(error)
-    return _tell(model, offer, group), listeners
+            advert.reason = advert.reason or _text_of(error)
+    return _exchange(model, advert, group), listeners
 
 
-def _tell(
-    model: fallback.CollectiveTransport, offer: Advertisement, group: Group | None
-) -> list[Advertisement]:
-    blobs = fallback.exchange(model, json.dumps(offer).encode(), group)
+def _exchange(model: fallback.CollectiveTransport, own: T, group: Group | None) -> list[T]:
+    """Give every rank the records of all."""
+    fields: Any = own
+    blobs = fallback.exchange(model, json.dumps(asdict(fields)).encode(), group)
     try:
-        return [{**json.loads(blob)} for blob in blobs]
+        return [type(own)(**json.loads(blob)) for blob in blobs]
     except (ValueError, TypeError, RecursionError) as error:
         raise CollectiveError(f"a rank sent what can't be read: {error}") from None
 
@@ -345,8 +378,19 @@ def _warn_once(reasons: str, remedy: str, unproved: str) -> None:
     )
 
 
+# A connection between a rank and the one above it; a wrong or missing message ends in `closed`:
+#
+#   below                                        above
+#   connect                                      accept; a process of another user: closed
+#   HELLO: place, channel, nonce       ------>   is that place expected? no: closed
+#   proof right? no: refused           <------   proof for that nonce, own nonce
+#   proof for that nonce               ------>   right? no: closed, and its sender is reported
+#   connected                          <------   mailbox of the rounds on one host, else ACCEPTED
+#                                                connected
+#
+# A rank connects upwards first and then accepts: a rank below waits until its listener answers.
 def _connect(
-    offers: list[Advertisement],
+    adverts: list[_Advertisement],
     place: int,
     listeners: list[socket.socket],
     inline_bytes: int,
@@ -354,70 +398,84 @@ def _connect(
     job_secret: bytes | None,
 ) -> Peers:
     """Connect upwards first, so that the tree is made from its root down."""
-    hosts = [offer["host"] for offer in offers]
-    part = links(hosts, place, offers[0]["fan_out"])
-    everybody = "".join(offer["key"] for offer in offers).encode()
+    hosts = [advert.host for advert in adverts]
+    part = links(hosts, place, adverts[0].fan_out)
+    everybody = "".join(advert.key for advert in adverts).encode()
     secret = hashlib.sha256((job_secret or b"") + everybody).digest()
-    made: dict[tuple[int, int], Ends] = {}
+    made: dict[tuple[int, int], Endpoint] = {}
     try:
         if any(hosts[down] != hosts[place] for down in part.downs):
             listeners[1].listen(BACKLOG)
         if part.up is not None:
-            for use in (_MAIN, _ASIDE):
-                made[part.up, use] = _call(offers, place, part.up, use, secret, until)
-        made.update(_answer(hosts, place, part, listeners, secret, until))
+            for channel in (_ROUNDS, _SIDEBAND):
+                made[part.up, channel] = _connect_to_parent(
+                    adverts, place, part.up, channel, secret, until
+                )
+        made.update(_accept_children(hosts, place, part, listeners, secret, until))
     except BaseException:  # Ctrl-C too: no descriptor is left open
         for sock, _ in made.values():
             sock.close()
         raise
-    pids = _pids(offers, place)
-    limit_bytes = max(LANE_BYTES, len(offers) * (inline_bytes + _ENTRY_BYTES))
+    pids = _pids_of_host(adverts, place)
+    limit_bytes = max(LANE_BYTES, len(adverts) * (inline_bytes + _ENTRY_BYTES))
     return Peers(
         part,
-        {at: Connection(*ends, limit_bytes) for (at, use), ends in made.items() if use == _MAIN},
-        {at: Connection(*ends, 1 << 20) for (at, use), ends in made.items() if use == _ASIDE},
+        {
+            at: Connection(*ends, limit_bytes)
+            for (at, channel), ends in made.items()
+            if channel == _ROUNDS
+        },
+        {
+            at: Connection(*ends, 1 << 20)
+            for (at, channel), ends in made.items()
+            if channel == _SIDEBAND
+        },
         pids,
     )
 
 
-def _pids(offers: list[Advertisement], place: int) -> dict[int, int]:
-    """Give the pids of the others on this host, if this process sees its own as it offered it."""
-    here = offers[place]["host"]
+def _pids_of_host(adverts: list[_Advertisement], place: int) -> dict[int, int]:
+    """Give the process ids of the others on this host, if they share its pid namespace."""
+    own = adverts[place]
+    if not own.pid_namespace:
+        return {}
     return {
-        other: int(offer["pid"])
-        for other, offer in enumerate(offers)
-        if other != place and offer["host"] == here and offer["pids"] == offers[place]["pids"] != ""
+        other: advert.pid
+        for other, advert in enumerate(adverts)
+        if other != place and (advert.host, advert.pid_namespace) == (own.host, own.pid_namespace)
     }
 
 
-def _proof(secret: bytes, side: bytes, nonce: bytes, place: int, use: int) -> bytes:
-    return hmac.new(secret, side + struct.pack("<II", place, use) + nonce, "sha256").digest()
+def _proof(secret: bytes, side: bytes, nonce: bytes, place: int, channel: int) -> bytes:
+    return hmac.new(secret, side + struct.pack("<II", place, channel) + nonce, "sha256").digest()
 
 
-def _call(
-    offers: list[Advertisement], place: int, up: int, use: int, secret: bytes, until: float
-) -> Ends:
+def _connect_to_parent(
+    adverts: list[_Advertisement], place: int, up: int, channel: int, secret: bytes, until: float
+) -> Endpoint:
     """Connect to the rank above, and let each prove itself to the other."""
-    offer = offers[up]
+    advert = adverts[up]
     address: Any
-    is_local = offer["host"] == offers[place]["host"]
+    is_local = advert.host == adverts[place].host
     if is_local:
-        family, address = int(socket.AF_UNIX), local_address(offer["unix"])
+        family, address = int(socket.AF_UNIX), local_address(advert.unix)
     else:
-        family, address = int(socket.AF_INET), tuple(offer["tcp"])
+        family, address = int(socket.AF_INET), tuple(advert.tcp)
     sock = _connect_until(family, address, until)
     try:
         if is_local and not (owner := peer(sock)).is_own_user:
             raise _RefusedError(up, f"{owner} listens in place of a rank: it isn't of this job")
         nonce = secrets.token_bytes(16)
-        sock.sendall(_HELLO.pack(place, use, nonce))
+        sock.sendall(_HELLO.pack(place, channel, nonce))
         reply = _read(sock, _PROOF_BYTES + 16)
-        if not hmac.compare_digest(reply[:_PROOF_BYTES], _proof(secret, b"up", nonce, place, use)):
+        if not hmac.compare_digest(
+            reply[:_PROOF_BYTES], _proof(secret, b"up", nonce, place, channel)
+        ):
             raise _RefusedError(up, f"who listens at {address!r} doesn't belong to this job")
-        sock.sendall(_proof(secret, b"down", reply[_PROOF_BYTES:], place, use))
-        if is_local and use == _MAIN:
+        sock.sendall(_proof(secret, b"down", reply[_PROOF_BYTES:], place, channel))
+        if is_local and channel == _ROUNDS:
             return sock, receive(sock)
-        if _read(sock, len(_WELCOME)) != _WELCOME:
+        if _read(sock, len(_ACCEPTED)) != _ACCEPTED:
             raise OSError("refused")
     except BaseException:  # as above
         sock.close()
@@ -426,7 +484,7 @@ def _call(
 
 
 def _connect_until(family: int, address: Any, until: float) -> socket.socket:
-    """Connect; a leader elsewhere may not listen yet, and one here may be asked by many."""
+    """Connect; a leader elsewhere may not listen yet, and the queue of one here may be full."""
     while True:
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.settimeout(max(0.1, until - time.monotonic()))
@@ -454,37 +512,42 @@ def _read(sock: socket.socket, size: int) -> bytes:
     return data
 
 
-def _answer(
+def _accept_children(
     hosts: list[str],
     place: int,
     part: Links,
     listeners: list[socket.socket],
     secret: bytes,
     until: float,
-) -> Iterator[tuple[tuple[int, int], Ends]]:
-    """Take the connections of those below; strangers are dropped."""
+) -> Iterator[tuple[tuple[int, int], Endpoint]]:
+    """Accept the connections of the ranks below; strangers are dropped."""
     for is_local in (True, False):
-        wanted = {
-            (down, use)
+        expected = {
+            (down, channel)
             for down in part.downs
-            for use in (_MAIN, _ASIDE)
+            for channel in (_ROUNDS, _SIDEBAND)
             if (hosts[down] == hosts[place]) is is_local
         }
-        if not wanted:
+        if not expected:
             continue
         strangers: set[str] = set()
         check = partial(
-            _check, wanted=wanted, secret=secret, is_local=is_local, refused=strangers.add
+            _authenticate_child,
+            expected=expected,
+            secret=secret,
+            is_local=is_local,
+            refused=strangers.add,
         )
-        visits = accept_authenticated(listeners[not is_local], check, until, refused=strangers.add)
-        with contextlib.closing(visits) as members:
-            for sock, (found, lane) in members:
-                wanted.discard(found)
-                yield found, (sock, lane)
-                if not wanted:
+        listener = listeners[0] if is_local else listeners[1]
+        accepted = accept_authenticated(listener, check, until, refused=strangers.add)
+        with contextlib.closing(accepted) as children:
+            for sock, (child, mailbox) in children:
+                expected.discard(child)
+                yield child, (sock, mailbox)
+                if not expected:
                     break
-        if wanted:
-            late = sorted({down for down, _ in wanted})
+        if expected:
+            late = sorted({down for down, _ in expected})
             text = f"places {late} of the group didn't connect in time"
             if strangers:
                 who = ", ".join(sorted(strangers))
@@ -492,25 +555,25 @@ def _answer(
             raise OSError(text)
 
 
-def _check(
+def _authenticate_child(
     sock: socket.socket,
-    wanted: set[tuple[int, int]],
+    expected: set[tuple[int, int]],
     secret: bytes,
     is_local: bool,
     refused: Callable[[str], None],
 ) -> Generator[int, bytes, tuple[tuple[int, int], Mailbox | None] | None]:
     if not is_local:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    place, use, nonce = _HELLO.unpack((yield _HELLO.size))
-    if (place, use) not in wanted:
+    place, channel, nonce = _HELLO.unpack((yield _HELLO.size))
+    if (place, channel) not in expected:
         return None
     mine = secrets.token_bytes(16)
-    sock.sendall(_proof(secret, b"up", nonce, place, use) + mine)
-    if not hmac.compare_digest((yield _PROOF_BYTES), _proof(secret, b"down", mine, place, use)):
+    sock.sendall(_proof(secret, b"up", nonce, place, channel) + mine)
+    if not hmac.compare_digest((yield _PROOF_BYTES), _proof(secret, b"down", mine, place, channel)):
         who = str(peer(sock)) if is_local else f"a process at {sock.getpeername()[0]}"
         refused(f"{who} without the job's secret")
         return None
-    if is_local and use == _MAIN:
-        return (place, use), send(sock)
-    sock.sendall(_WELCOME)
-    return (place, use), None
+    if is_local and channel == _ROUNDS:
+        return (place, channel), send(sock)
+    sock.sendall(_ACCEPTED)
+    return (place, channel), None

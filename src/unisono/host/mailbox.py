@@ -1,10 +1,10 @@
 """A mailbox in memory that two ranks of one host share: no system call where both are awake.
 
 Each direction holds one frame: a stamp (sequence number and kind in one word), the body's length,
-the body. The stamp is written last, and one word at a time is written and read as a whole; that
-what was written before it is seen before it is what x86 promises (Intel's manual, volume 3, 9.2),
-so other machines keep to their sockets. A frame is overwritten only by the next round's, which the
-other side can't have asked for before it took this one.
+the body. The stamp is written last, and one word at a time is written and read as a whole. x86
+guarantees that earlier stores become visible first (TSO; Intel's manual, volume 3, 9.2); other CPUs
+use sockets. A frame is overwritten only by the next round's, and the other side takes this one
+before it can ask for that.
 """
 
 from __future__ import annotations
@@ -14,25 +14,32 @@ import os
 import platform
 import socket
 
-__all__ = ("LANE_BYTES", "Mailbox", "is_here", "receive", "send")
+__all__ = ("LANE_BYTES", "Mailbox", "is_supported", "receive", "send")
 
 LANE_BYTES = 1 << 22
-"""Longest body that a lane carries; pages that no frame has reached take no memory."""
+"""Longest body that a mailbox carries; pages that no frame has reached take no memory."""
 _HEAD_BYTES = 64
 _HALF_BYTES = _HEAD_BYTES + LANE_BYTES
 _WORD_BYTES = 8
-_SIZE, _SLEEPS = 1, 4  # words of a half's head after the stamp; the last one is the reader's
+_SIZE, _SLEEPS = 1, 4  # words of a half's head after the stamp; the reader writes the last one
 _KIND_BITS = 3
-_MEMORY, _NONE = b"+", b"-"  # what is said with or without a descriptor
+_MEMORY, _NONE = b"+", b"-"  # sent with and without a descriptor
 
 
 class Mailbox:
     """One end of a mailbox.
 
     Args:
-        memory: what both share, of `send` or `receive`; it ends with the lane, as its descriptor.
+        memory: what both share, of `send` or `receive`; it ends with the mailbox.
         is_first: whether this end made it.
     """
+
+    # One direction. Its frame:
+    #   empty: the stamp is the one that the reader took last
+    #   empty --put: body, length, then stamp--> full --take--> empty
+    # Its reader:
+    #   awake --sleep(True), then one more look--> asleep --sleep(False)--> awake
+    # `put` tells the writer whether the reader sleeps; if so, it sends WAKE over the socket.
 
     def __init__(self, memory: mmap.mmap, is_first: bool) -> None:
         mine, theirs = (0, _HALF_BYTES) if is_first else (_HALF_BYTES, 0)
@@ -43,12 +50,12 @@ class Mailbox:
         self._taken = 0
 
     def put(self, kind: int, seq: int, body: bytes) -> bool:
-        """Give the other end a frame, which has taken the one before.
+        """Give the other end a frame; it has taken the one before.
 
         Local; never waits.
 
         Returns:
-            Whether the other end sleeps, and is to be woken.
+            Whether the other end sleeps and must be woken.
         """
         start, words, at = self._out_body, self._words, self._out
         self._bytes[start : start + len(body)] = body
@@ -72,9 +79,9 @@ class Mailbox:
         body = bytes(self._bytes[start : start + min(words[at + _SIZE], LANE_BYTES)])
         return stamp & ((1 << _KIND_BITS) - 1), stamp >> _KIND_BITS, body
 
-    def sleep(self, does_sleep: bool) -> None:
-        """Say whether this end is to be woken by what comes next. Local."""
-        self._words[self._in + _SLEEPS] = does_sleep
+    def sleep(self, is_asleep: bool) -> None:
+        """Set whether the next frame must wake this end. Local."""
+        self._words[self._in + _SLEEPS] = is_asleep
 
 
 def send(sock: socket.socket) -> Mailbox | None:
@@ -88,7 +95,7 @@ def send(sock: socket.socket) -> Mailbox | None:
     Raises:
         OSError: the other side is gone.
     """
-    made = _make() if is_here() else None
+    made = _make() if is_supported() else None
     if made is None:
         sock.sendall(_NONE)
         return None
@@ -100,7 +107,7 @@ def send(sock: socket.socket) -> Mailbox | None:
     return Mailbox(memory, True)
 
 
-def is_here() -> bool:
+def is_supported() -> bool:
     """Tell whether this machine has such memory, and keeps the order of what is written. Local."""
     return hasattr(os, "memfd_create") and platform.machine() in ("x86_64", "AMD64")
 
@@ -126,13 +133,13 @@ def receive(sock: socket.socket) -> Mailbox | None:
         The other end; None where the sender has no such memory.
 
     Raises:
-        OSError: something else came, or memory that can't be had here.
+        OSError: something else came, or memory that can't be mapped here.
     """
-    got, fds, flags, _ = socket.recv_fds(sock, 1, 1)
+    tag, fds, flags, _ = socket.recv_fds(sock, 1, 1)
     try:
-        if got == _NONE and not fds:
+        if tag == _NONE and not fds:
             return None
-        if got != _MEMORY:
+        if tag != _MEMORY:
             raise OSError("refused")
         if not fds or flags & socket.MSG_CTRUNC:
             raise OSError("shared memory was sent, but this process may have no more descriptors")

@@ -238,7 +238,7 @@ def test_one_that_lies_about_its_user_is_found_out_by_the_kernel(liar: int, tmp_
             os.setuid(NOBODY)
         with pytest.raises(CollectiveError) as caught:
             unisono.sync()
-            rendezvous.meet(cast("Any", communicator().control), None, 1 << 10, "here")
+            rendezvous.connect_group(cast("Any", communicator().control), None, 1 << 10, "here")
         return type(caught.value).__name__, str(caught.value), os.getpid()
 
     (tmp_path / "store").touch()

@@ -352,7 +352,7 @@ def test_hosts_of_different_size_meet_in_a_tree_over_tcp(tmp_path: Path) -> None
         join(tmp_path, rank, 7)
         control: Any = communicator().control
         before = len(listening())
-        hub = rendezvous.meet(control, None, plane.INLINE_BYTES, hosts[rank])
+        hub = rendezvous.connect_group(control, None, plane.INLINE_BYTES, hosts[rank])
         assert hub is not None
         control.hubs[EVERYBODY] = hub
         found = [unisono.all_gather(rank), unisono.all_reduce({"a": rank, "b": torch.ones(2)})["a"]]

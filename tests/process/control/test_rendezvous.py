@@ -62,7 +62,9 @@ def meet(host: str | None = None) -> Any:
     control: Any = communicator().control
     with heard() as said:
         for _ in range(2):
-            control.hubs[EVERYBODY] = hub = rendezvous.meet(control, None, plane.INLINE_BYTES, host)
+            control.hubs[EVERYBODY] = hub = rendezvous.connect_group(
+                control, None, plane.INLINE_BYTES, host
+            )
     return hub, said
 
 

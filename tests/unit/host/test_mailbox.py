@@ -25,7 +25,7 @@ from unisono.host.mailbox import LANE_BYTES, Mailbox
 FOREVER = float("inf")
 Frame = tuple[int, int, bytes]
 
-pytestmark = pytest.mark.skipif(not mailbox.is_here(), reason="there is no such memory here")
+pytestmark = pytest.mark.skipif(not mailbox.is_supported(), reason="there is no such memory here")
 
 
 def shared() -> tuple[tuple[socket.socket, Mailbox], tuple[socket.socket, Mailbox]]:
