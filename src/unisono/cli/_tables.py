@@ -1,4 +1,4 @@
-"""Tables that fit the terminal, and are plain text where nobody looks at one."""
+"""Tables that fit the terminal, and are plain text elsewhere."""
 
 from __future__ import annotations
 

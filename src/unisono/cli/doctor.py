@@ -1,4 +1,4 @@
-"""``unisono doctor``: what this process would do here, and why."""
+"""``unisono doctor``: the environment, backends and launchers that are usable here, and why."""
 
 from __future__ import annotations
 

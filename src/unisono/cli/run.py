@@ -98,8 +98,8 @@ def run(
 ) -> int:
     """Run a script in several ranks: on this host, or by torchrun, MPI, Slurm or Ray.
 
-    Local. Each line that a rank prints begins with the rank. If one fails the others are ended,
-    and what it said comes last.
+    Local. Each line that a rank prints begins with the rank. If one fails, the others are ended,
+    and its traceback comes last.
 
     Returns:
         The exit code of the rank that failed first, 128 and the signal's number if one ended it.

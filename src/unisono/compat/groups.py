@@ -1,4 +1,4 @@
-"""Groups as the library beneath has them, for programs that hand them on to it."""
+"""Process groups of the library underneath, for programs that pass them to it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What makes ignite's own metrics and handlers see every model: ``ignite_metrics.install()``.
+"""Make ignite's metrics and handlers work on every model: ``ignite_metrics.install()``.
 
-They ask ``ignite.distributed``, which knows torch.distributed, Horovod and XLA. This adds a model
-to those that it asks, which answers with what the facade knows. Imports pytorch-ignite.
+They ask ``ignite.distributed``, which knows torch.distributed, Horovod and XLA. This adds a
+computation model to it that answers from the facade. Imports pytorch-ignite.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a job was started, by the names that training repositories use for it."""
+"""mmcv's names for starting a job: `init_dist`, `get_dist_info`, `infer_launcher`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def get_dist_info() -> tuple[int, int]:
     Local.
 
     Returns:
-        (0, 1) where nothing is distributed.
+        ``(rank, world_size)``; (0, 1) if no context is active.
 
     Example:
         >>> import unisono as idist
@@ -81,7 +81,7 @@ def init_dist(
     Collective over all ranks of the job.
 
     Args:
-        launcher: ``"pytorch"``, ``"slurm"`` or ``"mpi"``, whose variables alone are then believed;
+        launcher: ``"pytorch"``, ``"slurm"`` or ``"mpi"``, to read only its variables;
             ``"none"`` for a process alone; None infers it.
         backend: as in `initialize`.
         kwargs: further options of `initialize`, such as ``timeout``; ``rank`` and ``world_size``

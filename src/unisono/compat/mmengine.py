@@ -1,7 +1,7 @@
 """The names and the semantics of ``mmengine.dist``: ``import unisono.compat.mmengine as dist``.
 
-In place where mmengine is, lists where it gives lists; on every model, on any device. What is
-otherwise is in the docs: where mmengine rounds, drops or mixes up, this doesn't.
+In place where mmengine is, lists where it gives lists; on every model, on any device. The docs list
+the differences: where mmengine rounds, drops or mixes up values, this doesn't.
 """
 
 from __future__ import annotations
@@ -346,7 +346,7 @@ def get_world_size(group: Group = None) -> int:
 
 
 def get_rank(group: Group = None) -> int:
-    """Give this rank's place in a group, -1 where it isn't a member. Local."""
+    """Give this rank's position in a group, -1 if it isn't a member. Local."""
     members, rank = _members(group), facts.get_rank()
     return members.index(rank) if rank in members else -1
 

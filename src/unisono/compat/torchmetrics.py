@@ -1,4 +1,4 @@
-"""What makes torchmetrics' metrics see every model: ``MeanMetric(**torchmetrics.OPTIONS)``."""
+"""Make torchmetrics' metrics work on every model: ``MeanMetric(**torchmetrics.OPTIONS)``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of the contract's derived members a law used, where the model has none of its own."""
+"""Record which derived members of the contract a law used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DERIVED = (
 
 
 def note_derived(model: ComputationModel) -> set[str]:
-    """Have a model note each derived member that is called on it.
+    """Record each derived member that is called on a model.
 
     Local. It gets a class of its own below its class, so that no other replica is touched.
 

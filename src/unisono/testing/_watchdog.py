@@ -1,4 +1,4 @@
-"""Who is in which law, and where all replicas stand when one law takes too long.
+"""Hang watchdog: which law each replica runs, and all stacks when one takes too long.
 
 Each replica says on a board, a file of its own in a folder of the job, which law it has entered.
 The process that started them reads the board; when a law is over its time it asks every process

@@ -1,4 +1,4 @@
-"""Classes for pytest that check every law: inherit, and name a backend, launcher or environment."""
+"""Base classes for pytest that check every law on a backend, launcher or environment."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def keep_laws(local_rank: int, names: Sequence[str], folder: str = "") -> list[K
     Args:
         local_rank: not used.
         names: laws to check, the same on every rank.
-        folder: where each replica says which law it is in; empty for nowhere.
+        folder: where each replica writes which law it runs; empty for nowhere.
 
     Returns:
         How each law was kept here.
@@ -153,7 +153,7 @@ def check(
         laws: names; all laws if None.
         timeout_s: seconds that one law may take.
         launch: what starts the replicas; called as ``spawn`` is.
-        on_outcome: told each outcome as soon as it is known.
+        on_outcome: called with each outcome as soon as it is known.
         options: further options of `launch`.
 
     Returns:

@@ -1,1 +1,1 @@
-"""What training repositories copy from each other, once, on every model."""
+"""Helpers that training repositories copy from each other, on every model."""

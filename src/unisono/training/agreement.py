@@ -1,4 +1,4 @@
-"""Lists of tensors that must be alike on every rank, and memory that comes several times in one."""
+"""Lists of tensors: whether all ranks have the same ones, and which of them share memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OVERLAPS = -1
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """From which byte of the device's memory to which a tensor reaches."""
+    """The first and last byte of a tensor in the device's memory."""
 
     place: int
     tensor: Tensor
@@ -167,7 +167,7 @@ _START = len(_LIST) + _DIGEST_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What `agree` found out.
+    """The result of `agree`.
 
     Args:
         present: for each tensor whether some rank has it.
@@ -189,7 +189,7 @@ class Listed:
     Args:
         likes: what the tensors look like.
         tensors: the tensors themselves, None where this rank has none, such as no gradient.
-        error: why there is no list: this rank was given something else.
+        error: why this rank has no list.
     """
 
     likes: Sequence[Tensor]
@@ -272,7 +272,7 @@ def agree(
     found: Listed,
     group: Group | None = None,
 ) -> Described:
-    """See that every rank has the same list, and which of its tensors are there.
+    """Check that every rank has the same list, and find out which of its tensors are there.
 
     Collective over `group`: one exchange, and another one where the lists differ.
 

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: renamed when they are on the disk, checked when read."""
+"""Atomic files: renamed once they are on the disk, checked when they are read."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class _Recorded:
 
 
 def write_whole(target: Path, write: Callable[[Any], object]) -> None:
-    """Let `write` fill a file, bring it to the disk, and only then give it its name. Local.
+    """Write a temporary file, sync it to the disk, and rename it. Local.
 
-    A symbolic link stays one, and what it leads to is written; an old file's mode stays. What
-    writers of the same file left when they were killed is removed.
+    A symbolic link stays one, and its target is replaced; an old file's mode stays. Temporary files
+    that killed writers of the same file left are removed.
 
     Raises:
         OSError: it couldn't be written; `target` is as it was.
@@ -160,7 +160,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def check_archive(file: IO[bytes], name: str) -> None:
-    """See that an archive of torch is as it was written, by its checksums; leave others. Local.
+    """Check the checksums of an archive of torch; other files are left alone. Local.
 
     Args:
         file: at its start, where it is again afterwards.

@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer states made equal on all ranks, in few collectives."""
+"""Make parameters, gradients and optimizer states equal on all ranks, in few collectives."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def all_reduce_params(
 
     Args:
         params: a module (its parameters), a tensor, a dict or an iterable of dense tensors; the
-            same shapes and dtypes in the same order on every rank, without autograd's knowledge.
-        coalesce: whether small tensors travel together, in a flat buffer for each dtype and device
-            that the context keeps and uses again.
+            same shapes and dtypes in the same order on every rank; autograd doesn't see the change.
+        coalesce: whether small tensors are reduced together, in a flat buffer for each dtype and
+            device, which the context keeps.
         bucket_size_mb: size of that buffer in MiB; -1 for what is fastest, at most 16.
         op: as in `all_reduce`. A mean of integers must come out even, as that of equal ones does.
         group: a Group, a list of ranks, or None for all ranks.
 
     Raises:
-        ArgumentError: no such operation, or something that isn't a tensor.
+        ArgumentError: an unknown operation, or something that isn't a tensor.
         CollectiveMismatchError: the lists differ between ranks; names where (on every rank).
         PayloadError: a tensor is sparse, or integers have no whole mean (on every rank).
         CollectiveError: a peer failed or didn't come in time.
@@ -112,7 +112,7 @@ def all_reduce_grads(
         group: a Group, a list of ranks, or None for all ranks.
 
     Raises:
-        ArgumentError: no such operation, or something that isn't a tensor.
+        ArgumentError: an unknown operation, or something that isn't a tensor.
         CollectiveMismatchError: the lists differ between ranks; names where (on every rank).
         PayloadError: a gradient is sparse on some rank (on every rank).
         CollectiveError: a peer failed or didn't come in time.
@@ -139,7 +139,7 @@ def all_reduce_grads(
 
 
 def _works(tensors: Sequence[Tensor | None], said: Described) -> list[buckets.Work]:
-    """List what is to be done: each memory that some rank has, once. Local."""
+    """List the tensors to reduce: each memory that some rank has, once. Local."""
     rows = zip(tensors, said.present, said.layouts, said.alone, strict=True)
     return [
         (tensor, layout)
@@ -233,7 +233,7 @@ def broadcast_params(params: Params, src: int = 0, group: GroupLike = None) -> N
         params: a module (its parameters and buffers), a state dict, a tensor, or an iterable of
             dense tensors; the same shapes and dtypes in the same order on every rank. What isn't a
             tensor in a dict is replaced by the value of `src`.
-        src: global rank whose values all get.
+        src: global rank whose values are sent.
         group: a Group, a list of ranks, or None for all ranks.
 
     Raises:
@@ -267,14 +267,14 @@ def broadcast_params(params: Params, src: int = 0, group: GroupLike = None) -> N
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLike = None) -> None:
-    """Give an optimizer the state and the settings that it has on one rank.
+    """Give an optimizer on every rank the state and settings that it has on `src`.
 
     Collective over `group`.
 
     Args:
         optimizer: over parameters of the same shapes in the same groups on every rank; its state
             may be there on `src` alone, as after loading a checkpoint on one rank.
-        src: global rank whose state all get.
+        src: global rank whose state is sent.
         group: a Group, a list of ranks, or None for all ranks.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Batch norm with the statistics of all ranks, through nothing but the facade's collectives."""
+"""Batch norm with the statistics of all ranks, by the facade's collectives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Converter = Callable[[nn.Module], nn.Module]
 
 
 class _Total(torch.autograd.Function):
-    """The sum of a tensor over all ranks, as often differentiable as one likes."""
+    """The sum of a tensor over all ranks, differentiable any number of times."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, group: Any) -> Any:
@@ -167,7 +167,7 @@ class SyncBatchNorm(_BatchNorm):
 def convert_sync_batchnorm(
     model: nn.Module, implementation: str | Converter | None = None
 ) -> nn.Module:
-    """Let the batch norms of a model take their statistics over all ranks.
+    """Convert the batch norms of a model to statistics over all ranks.
 
     Local.
 
@@ -236,14 +236,14 @@ _converters: PluginRegistry[Converter] = PluginRegistry(
 
 
 def register_sync_batchnorm(name: str, convert: Converter, override: bool = False) -> Converter:
-    """Give a name to what converts batch norms, for `convert_sync_batchnorm`.
+    """Register a conversion of batch norms by name, for `convert_sync_batchnorm`.
 
     Local.
 
     Args:
-        name: what users write.
+        name: the name that users write.
         convert: takes a module and returns one.
-        override: whether it may take over a registered name.
+        override: whether it may replace a registered name.
 
     Returns:
         `convert`.

@@ -1,4 +1,4 @@
-"""Many tensors as few collectives: what is large goes as it lies, what is small in flat buffers."""
+"""Many tensors in few collectives: large ones in place, small ones in flat buffers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def packed(context: ContextState, tensors: Sequence[Tensor]) -> Iterator[Tensor]
 
 
 def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy what `packed` laid together back to where it was. Local."""
+    """Copy a flat buffer back into its tensors. Local."""
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.detach().copy_(part.view(tensor.shape))
@@ -102,7 +102,7 @@ def _is_ready(context: ContextState, tensor: Tensor) -> bool:
 def _split(
     context: ContextState, works: Sequence[Work], bucket_bytes: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Tell what goes as it lies, as memory [numel], from what goes in buckets. Local."""
+    """Split tensors into large ones, as memory [numel], and those that go in buckets. Local."""
     alone, together = [], []
     for tensor, layout in works:
         memory = as_memory(tensor, layout)

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: one file from one rank, or a shard from each."""
+"""Atomic checkpoints: one file from one rank, or a shard from each."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ _POINTER = "CURRENT"  # of a sharded checkpoint: names the folder of the shards 
 
 
 def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | None = None) -> None:
-    """Write a checkpoint, so that whatever happens the old one or the new one is there, whole.
+    """Write a checkpoint atomically: the old one or the new one is always there, complete.
 
-    Collective over all ranks. One file is written under another name in the same folder, brought to
+    Collective over all ranks. A file is written under another name in the same folder, synced to
     the disk, and renamed. Shards go into a folder of their own within `path`, and a file that is
-    renamed last says which counts. What a killed process leaves has ``.tmp`` in its name, and is
-    removed by the next save there. A symbolic link stays one, and a file keeps its mode.
+    renamed last says which one counts. A killed process leaves files with ``.tmp`` in their names,
+    which the next save there removes. A symbolic link stays one, and a file keeps its mode.
 
     Args:
         obj: a module, an optimizer or whatever else has a state dict, which is saved in its place;

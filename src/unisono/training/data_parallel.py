@@ -1,4 +1,4 @@
-"""Modules that train data-parallel on any model that has an all_reduce."""
+"""Data-parallel training on any model that has an all_reduce."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ("Averager", "Replicated", "owners")
 
 
 class _Bucket:
-    """Gradients that travel together, and behind them how many ranks have each.
+    """Gradients that are reduced together, and how many ranks have each of them.
 
     The counts make it right, without another collective, that a parameter has a gradient on some
     ranks only: it counts as zero on the others; and that one which has none anywhere keeps none.
@@ -82,7 +82,7 @@ class _Bucket:
 
 
 class Averager:
-    """What averages the gradients of a module in one context.
+    """Averages the gradients of a module in one context.
 
     Collective at creation in that every rank makes one, with the same parameters.
 
@@ -125,7 +125,7 @@ class Averager:
         return current().context_id == self._context_id
 
     def check_context(self) -> None:
-        """Refuse to go on in another context than the one of the start. Local."""
+        """Refuse to go on in another context. Local."""
         if not self.is_current:
             raise ContextError(
                 "this model was wrapped in another context than the active "
@@ -239,15 +239,16 @@ _alive: weakref.WeakSet[Replicated] = weakref.WeakSet()
 
 
 class Replicated(nn.Module):
-    """What `auto_model` makes where a model's library has no wrapper of its own.
+    """The wrapper of `auto_model` where a model's library has none of its own.
 
-    Collective at creation, over all ranks: parameters and buffers become those of rank 0. Gradients
-    have the mean of all ranks when backward returns; each bucket of them travels as soon as it is
-    complete, while backward goes on. Each backward must reach some parameter on every rank.
+    Collective at creation, over all ranks: parameters and buffers become those of rank 0. When
+    backward returns, gradients are the mean over all ranks; each bucket of them is reduced as soon
+    as it is complete, while backward goes on. Each backward must reach some parameter on every
+    rank.
 
     Args:
         module: the module; stays reachable as ``.module``.
-        bucket_cap_mb: MiB of gradients that travel together.
+        bucket_cap_mb: MiB of gradients that are reduced together.
         broadcast_buffers: whether buffers become those of rank 0 before each forward in training.
         options: those of ``DistributedDataParallel`` that are needless here.
 
@@ -312,7 +313,7 @@ class Replicated(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients of this rank add up, for the first backward outside to average.
+        """Accumulate gradients on this rank; the first backward outside averages them.
 
         Local.
         """
@@ -325,7 +326,7 @@ class Replicated(nn.Module):
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Let ranks have different numbers of batches: who ends first goes along with zeros.
+        """Allow ranks different numbers of batches: a rank that has ended contributes zeros.
 
         Collective over all ranks, which enter and leave together. Each forward within is followed
         by its backward. At the end all have the parameters and buffers of the rank that went on

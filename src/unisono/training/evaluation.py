@@ -1,4 +1,4 @@
-"""Evaluation of every sample exactly once, and its results in the order of the dataset."""
+"""Evaluate every sample exactly once, with the results in the order of the dataset."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ("EvaluationSampler", "gather_results")
 
 
 class EvaluationSampler(Sampler[int]):
-    """Every sample once, on one rank: dealt out in turn, without padding and without shuffling.
+    """Distributes samples in turn, each to one rank, without padding and without shuffling.
 
-    Local. Ranks may get one sample more than others, or none, so leave no collective within the
-    loop over them; `gather_results` puts what came of them in order.
+    Local. Ranks may get one sample more than others, or none, so call no collective within the loop
+    over them; `gather_results` puts the results in order.
 
     Args:
         dataset: anything with a length, the same on every rank.

@@ -50,7 +50,7 @@ def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Any
         kwargs: those of ``DataLoader``; ``batch_size`` is global.
 
     Returns:
-        A ``DataLoader``, or what the model's library feeds its device with.
+        A ``DataLoader``, or the model's own loader that feeds its device.
 
     Raises:
         ArgumentError: ``batch_size`` isn't an int of at least 1.
@@ -165,7 +165,7 @@ class _InOrder(SequentialSampler):
 
 
 class DistributedProxySampler(DistributedSampler[Any]):
-    """Any sampler with a length, whose indices are dealt out to the replicas in turn.
+    """Wraps any sampler with a length, and distributes its indices to the replicas in turn.
 
     Local. Every rank draws all indices of the sampler, with torch's generator seeded by the epoch,
     and keeps its own; the generator is put back. A sampler with a generator of its own must draw
@@ -178,7 +178,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
         rank: of this one; None for the job's.
 
     Raises:
-        ArgumentError: no such sampler.
+        ArgumentError: `sampler` isn't one of these.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Random numbers that ranks share, or don't."""
+"""Seeds and random generators, the same on all ranks or different."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def seed_everything(seed: int | None = None, per_rank: bool = False) -> int:
 
 
 def rank_generator(seed: int | None = None, device: torch.device | str = "cpu") -> torch.Generator:
-    """Make a generator that is this rank's alone, also where replicas are threads.
+    """Make a generator for this rank only, even where replicas are threads.
 
     Local.
 
@@ -160,7 +160,7 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put back what `get_rng_state` gave.
+    """Restore the states of `get_rng_state`.
 
     Local.
 

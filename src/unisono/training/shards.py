@@ -1,4 +1,4 @@
-"""Sharded checkpoints read without running what they say, and without a word between the ranks."""
+"""Sharded checkpoints, read without running their pickles and without communication."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ _PATHS = frozenset({"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWi
 
 
 def save(state: dict[str, Any], folder: Path) -> None:
-    """Write a shard each. Collective over all ranks of torch's default group."""
+    """Write this rank's shard. Collective over all ranks of torch's default group."""
     save_shards(state, checkpoint_id=str(folder))
 
 
 def seal(folder: Path) -> None:
-    """Note the checksum of what says where the shards are. Local."""
+    """Write the checksum of the metadata. Local."""
     digest = hashlib.sha256((folder / _METADATA).read_bytes()).hexdigest().encode()
     write_whole(folder / _SEAL, lambda file: file.write(digest))
 
@@ -62,7 +62,7 @@ def flat(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def metadata_of(folder: Path, weights_only: bool) -> metadata.Metadata:
-    """Read what says where the shards are.
+    """Read the metadata, which says where the shards are.
 
     Local.
 
@@ -94,7 +94,7 @@ def load(into: dict[str, Any], folder: Path, found: metadata.Metadata, weights_o
 
 
 class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
-    """Unpickles what torch's metadata consist of, and nothing else.
+    """Unpickles only the classes that torch's metadata consist of.
 
     It is Python's own one in Python, where BUILD can be kept from changing classes.
     """
@@ -102,7 +102,7 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
     dispatch = dict(_Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
-        """Give what a name stands for, if it is one of the few. Local."""
+        """Give the class of a name, if it is one of the allowed ones. Local."""
         found = _CLASSES.get((module, name))
         if found is not None:
             return found
@@ -116,7 +116,7 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
         raise pickle.UnpicklingError(f"{module}.{name} has no place in the metadata of shards")
 
     def load_build(self) -> None:
-        """Set the state of an object, which must be no class. Local."""
+        """Set the state of an object, unless it is a class. Local."""
         if isinstance(self.stack[-2], type):
             raise pickle.UnpicklingError("a class can't be changed")
         super().load_build()
@@ -159,7 +159,7 @@ class _CheckingReader(FileSystemReader):
 
 
 class _WeightsPlanner(DefaultLoadPlanner):
-    """Takes tensors and plain values alone."""
+    """Loads only tensors and plain values."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         """Take a value that isn't a tensor. Local."""

@@ -1,4 +1,4 @@
-"""State dicts whose keys don't show what a module is wrapped in, and their way back."""
+"""State dicts without the prefixes of wrappers, and how they are loaded again."""
 
 from __future__ import annotations
 
@@ -337,7 +337,7 @@ def _first(found: Iterator[str | None]) -> str | None:
 
 
 def restore(into: Any, found: Any, where: str = "the checkpoint") -> Any:
-    """Bring what was saved into what is there now.
+    """Load a saved state into existing objects.
 
     Local.
 

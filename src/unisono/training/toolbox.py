@@ -1,4 +1,4 @@
-"""What training scripts say and measure over all ranks: print, progress, means, memory."""
+"""Rank-aware print, logging and progress; sums, means and memory."""
 
 from __future__ import annotations
 
@@ -271,13 +271,13 @@ def _narrowed(total: Any, like: Any, op: ReduceOp) -> Any:
 
 
 def get_current_memory_gb() -> float:
-    """Tell how much memory of the host this process alone uses.
+    """Measure the host memory that only this process uses.
 
     Local.
 
     Returns:
-        GiB that would be free if it ended: its unique set size, or its resident set where the
-        system doesn't tell that.
+        GiB: the process's unique set size, or its resident set size where the system doesn't
+        report that.
 
     Example:
         >>> import unisono as idist
@@ -294,15 +294,15 @@ def get_current_memory_gb() -> float:
 
 
 def get_device_memory_gb(peak: bool = False) -> float:
-    """Tell how much memory of this replica's device torch's tensors use.
+    """Measure the device memory that torch's tensors use.
 
     Local.
 
     Args:
-        peak: whether the most that was in use is meant.
+        peak: whether to give the maximum so far.
 
     Returns:
-        GiB; 0.0 on a CPU, and where this torch doesn't tell.
+        GiB; 0.0 on a CPU, and where this torch doesn't report it.
 
     Example:
         >>> import unisono as idist
@@ -332,7 +332,7 @@ class _PrintOptions(TypedDict, total=False):
 
 
 def print(*args: Any, all: bool = False, **kwargs: Unpack[_PrintOptions]) -> None:
-    """Print once on each node, or on every rank, saying which.
+    """Print once on each node, or on every rank with its number.
 
     Local.
 
@@ -418,15 +418,15 @@ class RankFormatter(logging.Formatter):
 def progress(
     iterable: Iterable[T], total: int | None = None, label: str = "", file: TextIO | None = None
 ) -> Iterator[T]:
-    """Iterate, and show on rank 0 how far it is: one bar for the job.
+    """Iterate, with one progress bar for the job, on rank 0.
 
     Local.
 
     Args:
         iterable: anything.
         total: number of its items; None asks its length.
-        label: what stands before the bar.
-        file: where it is shown, stderr by default: a bar on a terminal, else a line each tenth.
+        label: text before the bar.
+        file: the output, stderr by default: a bar on a terminal, else a line for each tenth.
 
     Yields:
         The items.

@@ -1,4 +1,4 @@
-"""A model, its optimizer and what lets gradients add up, made fit for the active context."""
+"""Prepare models and optimizers for the active context."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ _wrappers: PluginRegistry[Wrapper | None] = PluginRegistry(
 def auto_model(
     model: nn.Module, sync_bn: bool = False, wrapper: str | Wrapper = "ddp", **kwargs: Any
 ) -> nn.Module:
-    """Make a model fit for the active context: on its device, and training data-parallel.
+    """Prepare a model for the active context: on its device, and data-parallel.
 
     Collective over all ranks.
 
     Args:
-        model: the module; moved to `device` in place. The same on every rank, but for its values.
+        model: the module; moved to `device` in place. The same on every rank, except its values.
         sync_bn: whether batch norms take their statistics over all ranks.
         wrapper: ``"ddp"``: each rank has the whole model, and backward averages the gradients:
             ``DistributedDataParallel`` on native, else the facade's own `Replicated`, or what the
@@ -175,14 +175,14 @@ def _find(wrapper: str | Wrapper) -> Wrapper | None:
 
 
 def register_wrapper(name: str, wrap: Wrapper, override: bool = False) -> Wrapper:
-    """Give a name to what wraps a model, for ``auto_model(wrapper=name)``.
+    """Register a wrapper by name, for ``auto_model(wrapper=name)``.
 
     Local.
 
     Args:
-        name: what users write.
+        name: the name that users write.
         wrap: called with the module and the options; returns a module.
-        override: whether it may take over a registered name.
+        override: whether it may replace a registered name.
 
     Returns:
         `wrap`.
@@ -199,7 +199,7 @@ def register_wrapper(name: str, wrap: Wrapper, override: bool = False) -> Wrappe
 
 
 def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
-    """Make an optimizer fit for the active context.
+    """Prepare an optimizer for the active context.
 
     Collective over all ranks.
 
@@ -213,7 +213,7 @@ def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
         it doesn't, one whose ``step`` does if the library has that (Horovod, XLA).
 
     Raises:
-        ArgumentError: no optimizer, or options where the context's model takes none.
+        ArgumentError: not an optimizer, or options where the context's model takes none.
 
     Example:
         >>> import torch, unisono as idist
@@ -241,13 +241,13 @@ def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Let gradients add up on each rank, whatever the model is wrapped in.
+    """Accumulate gradients on each rank, in any wrapper.
 
-    Local. The first backward outside averages what has added up. Where gradients are averaged by
-    the optimizer's step, and where nothing is distributed, there is nothing to do.
+    Local. The first backward outside averages the accumulated gradients. It does nothing where the
+    optimizer's step averages gradients, or no context is active.
 
     Args:
-        model: what `auto_model` returned.
+        model: the result of `auto_model`.
 
     Yields:
         None.
@@ -275,18 +275,18 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def join(model: nn.Module) -> Iterator[None]:
-    """Let ranks train on different numbers of batches: who ends first goes along with zeros.
+    """Allow ranks different numbers of batches: a rank that has ended contributes zeros.
 
     Collective over all ranks, which enter and leave together.
 
     Args:
-        model: what `auto_model` returned.
+        model: the result of `auto_model`.
 
     Yields:
         None.
 
     Raises:
-        UnsupportedOperation: the model is wrapped in something that can't.
+        UnsupportedOperation: the model's wrapper doesn't support it.
 
     Example:
         >>> import torch, unisono as idist
@@ -308,15 +308,15 @@ def join(model: nn.Module) -> Iterator[None]:
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Give the module within what `auto_model` returned.
+    """Give the module inside any wrappers.
 
     Local.
 
     Args:
-        model: wrapped or not; in several wrappers too, ``torch.compile``'s among them.
+        model: wrapped or not, also in several wrappers, such as ``torch.compile``'s.
 
     Returns:
-        The plain module, whose state dict has the same keys however it was trained.
+        The plain module, whose state dict has the same keys in every wrapper.
 
     Example:
         >>> import torch, unisono as idist

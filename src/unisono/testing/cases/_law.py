@@ -133,7 +133,7 @@ _quiet = threading.Lock()
 
 
 def quietly(make: Callable[..., T], *args: Any) -> T:
-    """Call what warns that it is a prototype. Local."""
+    """Call something, without torch's warning about prototypes. Local."""
     with _quiet, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return make(*args)

@@ -1,4 +1,4 @@
-"""Who am I, and where: right, and never a collective."""
+"""Facts are right, and never communicate."""
 
 from __future__ import annotations
 

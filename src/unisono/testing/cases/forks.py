@@ -1,4 +1,4 @@
-"""A fork of a rank has no share in its context, and is told so."""
+"""A fork of a rank can't use its context, and gets an error that says so."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ PLAIN: tuple[Any, ...] = (
 
 
 class Point(NamedTuple):
-    """A namedtuple that travels."""
+    """A namedtuple to send."""
 
     x: int
     y: Any
@@ -33,7 +33,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """A dataclass that travels."""
+    """A dataclass to send."""
 
     name: str
     value: Any
@@ -63,7 +63,7 @@ class NoValue:
 
 
 class NoFloat(float):
-    """A number that is none."""
+    """A number that can't become a float."""
 
     def __float__(self) -> float:
         raise OverflowError("no float")
