@@ -35,7 +35,7 @@ def warn_after_s() -> float:
     Local.
 
     Raises:
-        EnvironmentDetectionError: ``UNISONO_WARN_AFTER_S`` is no such number.
+        EnvironmentDetectionError: ``UNISONO_WARN_AFTER_S`` isn't such a number.
     """
     return number_in("UNISONO_WARN_AFTER_S", _WARN_AFTER_S)
 
