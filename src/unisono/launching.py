@@ -14,16 +14,17 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Protocol
 
-import cloudpickle
 from torch._C._distributed_c10d import TCPStore
 
-from unisono.deadlines import DEFAULT_TIMEOUT_S, require_time
+from unisono.deadlines import DEFAULT_TIMEOUT_S
 from unisono.errors import LaunchError, WorkerFailedError
 from unisono.launchers import processes
-from unisono.launchers.job.job import Job, raised
+from unisono.launchers.job.failure import Failure
+from unisono.launchers.job.job import Job, Ranks
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import directory, search_path
-from unisono.launchers.job.worker import Failure, Task
+from unisono.launchers.job.worker import Task
+from unisono.launchers.job.workers import Workers
 from unisono.rendezvous import host_store
 from unisono.topology import LaunchPlan, RankInfo
 
@@ -31,7 +32,6 @@ __all__ = ("Future", "Launcher", "RankJob", "RankTask", "host_job")
 
 _LOOK_S = 0.2  # between two looks of a rank's host at whether the job is over
 _POLL_S = 0.02
-_PRIMARY_WAIT_S = 1.0  # how long a failure that another may have caused waits for that
 _END_S = 10.0  # for tasks to end once their job is over
 _REACH_S = 60.0
 _OVER = "unisono/over"  # the key in the job's store that says so
@@ -81,15 +81,6 @@ class Future(Protocol):
         """Give what the task returned, or raise why it has nothing. Local."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """How a rank ended: with a result, a failure of its function, or else."""
-
-    result: bytes | None = None
-    failure: Failure | None = None
-    error: LaunchError | None = None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class RankTask:
     """One rank of a job, to be called in any process of the host that it is for.
@@ -123,18 +114,19 @@ class RankTask:
         """
         store = self.reach(_REACH_S)
         with ExitStack() as held:
-            job: Job[Any] = Job([], self.info.world_size, held, DEFAULT_TIMEOUT_S)
+            workers = Workers(self.info.world_size, held, DEFAULT_TIMEOUT_S)
+            job: Job[Any] = Job(workers, self.info.world_size, [self.info.rank])
             try:
-                processes.begin(job, [self.info], self._task, held)
+                processes.begin(workers, [self.info], self._task, held)
                 while not job.is_decided(_LOOK_S):
                     if _is_over(store, self.token):
                         break
                 else:
-                    return pickle.dumps(_how_it_ended(job))
+                    return pickle.dumps(_how_it_ended(job, self.info.rank))
             finally:
                 job.terminate()
         late = LaunchError(f"rank {self.info.rank} was ended with its job")
-        return pickle.dumps(_Said(error=late))
+        return pickle.dumps(late)
 
     def _task(self, info: RankInfo) -> Task:
         variables = {**self.environ, **os.environ}
@@ -172,12 +164,13 @@ def _is_over(store: TCPStore, token: str) -> bool:
         return True
 
 
-def _how_it_ended(job: Job[Any]) -> _Said:
+def _how_it_ended(job: Job[Any], rank: int) -> bytes | Failure | LaunchError:
     try:
         job.finish()
     except LaunchError as error:
-        return _Said(failure=job.workers[0].failure, error=type(error)(*error.args))
-    return _Said(job.workers[0].result)
+        failure = job.failures.by_rank.get(rank)
+        return failure if isinstance(failure, Failure) else type(error)(*error.args)
+    return job.results[rank]
 
 
 @contextlib.contextmanager
@@ -234,8 +227,6 @@ class RankJob:
 
     def __init__(self, tasks: Sequence[RankTask]) -> None:
         self.tasks: tuple[RankTask, ...] = tuple(tasks)
-        self._results: dict[int, bytes] = {}
-        self._failed: list[tuple[bool, LaunchError]] = []
         self._is_over = False
 
     def results(self, futures: Sequence[Future]) -> list[Any]:
@@ -255,19 +246,10 @@ class RankJob:
             LaunchError: a rank can't be made.
             CollectiveTimeoutError: the deadline of the block is over.
         """
-        waiting = dict(enumerate(futures))
-        if len(waiting) != len(self.tasks):
-            raise LaunchError(f"{len(waiting)} futures for {len(self.tasks)} ranks")
-        try:
-            self._wait(waiting)
-        finally:
-            self.end()
-            limit = time.monotonic() + _END_S
-            while time.monotonic() < limit and not all(each.done() for each in futures):
-                time.sleep(_POLL_S)
-        if self._failed:
-            raise min(self._failed, key=lambda pair: pair[0])[1]
-        return [cloudpickle.loads(self._results[rank]) for rank in range(len(self.tasks))]
+        if len(futures) != len(self.tasks):
+            raise LaunchError(f"{len(futures)} futures for {len(self.tasks)} ranks")
+        job: Job[Any] = Job(_Tasks(futures, self.end), len(self.tasks))
+        return job.join()
 
     def end(self) -> None:
         """Tell all ranks that the job is over; harmless the second time.
@@ -279,34 +261,39 @@ class RankJob:
             with contextlib.suppress(LaunchError, RuntimeError):  # a store that is gone says so
                 self.tasks[0].reach(_END_S).set(_OVER, self.tasks[0].token)
 
-    def _wait(self, waiting: dict[int, Future]) -> None:
-        deadline = float("inf")
-        while waiting and time.monotonic() < deadline:
-            for rank in [rank for rank, future in waiting.items() if future.done()]:
-                self._take(rank, waiting.pop(rank))
-            if any(not is_secondary for is_secondary, _ in self._failed):
-                return
-            if self._failed:
-                deadline = min(deadline, time.monotonic() + _PRIMARY_WAIT_S)
-            else:
-                require_time(sorted(waiting), len(self.tasks))
+
+class _Tasks(Ranks):
+    """Ranks that are tasks of somebody else's, seen by their futures."""
+
+    def __init__(self, futures: Sequence[Future], tell: Callable[[], None]) -> None:
+        self._futures = futures
+        self._waiting = dict(enumerate(futures))
+        self._tell = tell
+
+    def poll(self, job: Job[Any], until: float) -> None:
+        """Take in what has ended. Local."""
+        for rank in [rank for rank, future in self._waiting.items() if future.done()]:
+            self._take(job, rank, self._waiting.pop(rank))
+        time.sleep(max(0.0, min(_POLL_S, until - time.monotonic())))
+
+    def end(self, job: Job[Any]) -> None:
+        """Say that the job is over, and wait for the tasks' ends. Local."""
+        del job
+        self._tell()
+        limit = time.monotonic() + _END_S
+        while time.monotonic() < limit and not all(future.done() for future in self._futures):
             time.sleep(_POLL_S)
 
-    def _take(self, rank: int, future: Future) -> None:
-        world_size = len(self.tasks)
+    def _take(self, job: Job[Any], rank: int, future: Future) -> None:
         try:
-            said: _Said = pickle.loads(future.result())
+            outcome: bytes | Failure | LaunchError = pickle.loads(future.result())
         except Exception as error:  # whatever its library raises where a process is gone
-            text = f"rank {rank} of {world_size} is lost, its task ended with "
+            text = f"rank {rank} of {job.world_size} is lost, its task ended with "
             lost = WorkerFailedError(f"{text}{type(error).__name__}: {error}", rank)
             lost.__cause__ = error
-            self._failed.append((False, lost))
+            job.fail(rank, lost)
             return
-        if said.result is not None:
-            self._results[rank] = said.result
-        elif said.failure is not None:
-            failed = raised(rank, world_size, said.failure)
-            self._failed.append((said.failure.is_secondary, failed))
+        if isinstance(outcome, bytes):
+            job.succeed(rank, outcome)
         else:
-            assert said.error is not None
-            self._failed.append((False, said.error))
+            job.fail(rank, outcome)

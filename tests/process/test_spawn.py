@@ -189,7 +189,9 @@ def test_a_deadline_holds_while_a_worker_is_stopped_within_its_result(tmp_path: 
     with Pipe(tmp_path) as pipe:
         job = unisono.spawn("gloo", fn, (pipe.path,), join=False)
         pid = int(pipe.read(1)[0])
-        job.workers[0].channel.recv(1, socket.MSG_PEEK)  # the kernel doesn't keep the whole of it
+        job.ranks.workers[0].channel.recv(
+            1, socket.MSG_PEEK
+        )  # the kernel doesn't keep the whole of it
         os.kill(pid, signal.SIGSTOP)
         start = time.monotonic()
         with pytest.raises(unisono.errors.LaunchError, match=r"ranks \[0\] haven't finished"):

@@ -26,11 +26,12 @@ from unisono.deadlines import DEFAULT_TIMEOUT_S, limit_of
 from unisono.errors import ArgumentError, LaunchError, UnisonoError
 from unisono.launchers.job import channel as messages
 from unisono.launchers.job import forkserver
-from unisono.launchers.job.job import Job, Maker, Worker
+from unisono.launchers.job.job import Job
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import Surroundings, directory, has_directory, search_path
 from unisono.launchers.job.store import hold, host, private_store
 from unisono.launchers.job.worker import Task, work
+from unisono.launchers.job.workers import Maker, Worker, Workers
 from unisono.launchers.script.script import Script, env_for, without_job
 from unisono.launchers.script.supervisor import Outcome, Supervisor, start
 from unisono.topology import PREFIXED, PRIVATE_STORE, LaunchPlan, RankInfo
@@ -203,13 +204,15 @@ def launch(
         return task(pickled, info, variables, search_path(), directory(), surroundings)
 
     held = ExitStack()
-    job: Job[Any] = Job([], plan.world_size, held, timeout_s)
+    workers = Workers(plan.world_size, held, timeout_s)
+    own = [plan.info(local_rank).rank for local_rank in range(plan.nproc_per_node)]
+    job: Job[Any] = Job(workers, plan.world_size, own)
     try:
         plan = hold(plan, held)
         if plan.store_is_hosted and plan.nnodes == 1:
             plan = replace(plan, private_store=private_store(held)[PRIVATE_STORE])
         infos = [plan.info(local_rank) for local_rank in range(plan.nproc_per_node)]
-        begin(job, infos, task_of, held, method)
+        begin(workers, infos, task_of, held, method)
         if join:
             return job.join()
         job.send_tasks()
@@ -226,7 +229,7 @@ def launch(
 
 
 def begin(
-    job: Job[Any],
+    workers: Workers,
     infos: Sequence[RankInfo],
     task_of: Callable[[RankInfo], Task],
     held: ExitStack,
@@ -237,7 +240,7 @@ def begin(
     Local. They have their tasks once the job is joined.
 
     Args:
-        job: has them from then on; terminate it where this fails.
+        workers: has them from then on; end their job where this fails.
         infos: who they are.
         task_of: what each is told.
         held: closed when the last of them has ended.
@@ -247,8 +250,8 @@ def begin(
         LaunchError: a process can't be asked for.
         OSError: the same.
     """
-    job.maker = _start(infos, method or _best_method(), job.workers, held)
-    for worker, info in zip(job.workers, infos, strict=True):
+    workers.maker = _start(infos, method or _best_method(), workers.workers, held)
+    for worker, info in zip(workers.workers, infos, strict=True):
         pickled = pickle.dumps(task_of(info))
         worker.task = memoryview(messages.head(messages.TASK, len(pickled)) + pickled)
 

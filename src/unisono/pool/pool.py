@@ -21,10 +21,9 @@ from unisono.errors import (
     NotInitializedError,
 )
 from unisono.launchers.job import channel
-from unisono.launchers.job.job import raised
+from unisono.launchers.job.failure import Failures
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import streams_filled
-from unisono.launchers.job.worker import Failure
 from unisono.lifecycle import check_job, interrupted, warn_in_a_rank
 from unisono.options import PoolOptions
 from unisono.plugins import seats_nodes
@@ -255,7 +254,7 @@ class WorkerPool:
     ) -> dict[int, list[Answer]]:
         """Give each replica calls until nothing is left, and take the answers in."""
         answers: dict[int, list[Answer]] = {}
-        failures: dict[int, Failure] = {}
+        failures = Failures()
         busy: set[int] = set()
         limit_s = limit_of(self._deadline_s)
         if limit_s == 0:
@@ -288,7 +287,7 @@ class WorkerPool:
                     answers.setdefault(rank, []).append(answer)
                 else:
                     ending = ending or DrainPolicy(crew, is_together)
-                    failures[rank] = pickle.loads(answer[1])
+                    failures.add(rank, pickle.loads(answer[1]))
                     if answer[0] == BROKEN:
                         ending.hurry()
                 go_on(rank)
@@ -300,8 +299,7 @@ class WorkerPool:
         if failures:
             if busy or (ending and ending.is_broken):
                 self._drop()
-            first = min(failures, key=lambda rank: failures[rank].is_secondary)
-            raise raised(first, self._size, failures[first])
+            raise failures.error(self._size)
         return answers
 
     def _give_up(self, busy: Iterable[int], name: str, limit_s: float | None) -> NoReturn:

@@ -31,7 +31,7 @@ def never(*_: object) -> NoReturn:
 LAUNCHERS: dict[str, Callable[[], Any]] = {
     "torchrun and Slurm": files_of_a_folder,
     "mpi": lambda: mpi.launch(repr, LaunchPlan(2), command=["true"]),
-    "horovod": lambda: horovod._listen(True, contextlib.ExitStack()),
+    "horovod": lambda: horovod._listen(True, 2, contextlib.ExitStack()),
 }
 
 

@@ -9,34 +9,36 @@ connections close, and the ranks end with them.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-import pickle
 import re
 import secrets
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from unisono.deadlines import DEFAULT_TIMEOUT_S
 from unisono.errors import ArgumentError, LaunchError
-from unisono.launchers.horovod.job import Job
-from unisono.launchers.job import channel as messages
+from unisono.launchers.horovod.output import Lines
+from unisono.launchers.job.connected import ConnectedWorkers, listen_privately
+from unisono.launchers.job.job import Job
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import search_path
-from unisono.launchers.job.store import private_folder
-from unisono.launchers.job.worker import work
+from unisono.launchers.job.tail import Tail
+from unisono.launchers.job.wrapper import boot, link_to
 from unisono.topology import LaunchPlan, RankInfo
 
-__all__ = ("join", "launch")
+__all__ = ("launch",)
 
 _DRIVER = """
 import os, sys, threading
+sys.path[:] = {path!r}
 def end_with_parent():
     os.read(0, 1)
     os._exit(1)
@@ -44,15 +46,19 @@ threading.Thread(target=end_with_parent, daemon=True).start()
 from horovod.runner.launch import run_commandline
 run_commandline()
 """
-_WORKER = "from unisono.launchers.horovod.functions import join; join({link!r})"
 _HOST = re.compile(r"([\w.-]+):([1-9][0-9]*)")
 # Variables of the job that this process may itself belong to, which horovodrun would let win.
 _FOREIGN = re.compile(
     r"(HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|HOSTNAME)$|OMPI_(?!MCA_|ALLOW_)|PMIX?_|PMI2_"
     r"|TORCHELASTIC_|ROLE_|GROUP_|MASTER_|(LOCAL_)?(RANK|WORLD_SIZE)$)"
 )
+_VARIABLES = (("HOROVOD_RANK", "HOROVOD_SIZE"),)
+# Horovodrun's own address, which it made sure that every host can reach.
+_HOST_VARIABLE = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 _RESOLVE_S = 5.0
-_LONGEST_FOLDER = 70  # a Unix socket's whole path has 107 bytes
+_EXIT_S = 10.0  # for exit handlers, after all results have come
+_KILL_S = 15.0  # horovodrun's helpers give ranks 5 s to end, twice
+_END_S = 5.0  # for horovodrun's end, after that of its output
 
 
 def launch(
@@ -91,15 +97,73 @@ def launch(
     pickled = pickle_for_worker(entry)
     is_local = set(slots) <= {"localhost", "127.0.0.1"}
     token = "" if is_local else secrets.token_hex(16)  # a folder of mode 0700 needs none
+    infos = _infos(slots)
     with ExitStack() as held:
-        listener, where = _listen(is_local, held)
-        driver = _start(slots, json.dumps([where, token]), is_verbose=bool(verbose))
-        job = Job(_infos(slots), pickled, listener, driver, token, held, stop_limit_s)
-        job.is_verbose = bool(verbose)
+        listener, where = _listen(is_local, len(infos), held)
+        link = link_to(where, token, _VARIABLES, _HOST_VARIABLE)
+        driver = _start(slots, link, is_verbose=bool(verbose))
+        ranks = _Ranks(driver, bool(verbose), infos, pickled, listener, held, stop_limit_s, token)
+        job: Job[Any] = Job(ranks, len(infos))
         try:
-            return job.results()
+            return job.join()
         finally:
-            job.end()
+            job.terminate()
+
+
+class _Ranks(ConnectedWorkers):
+    """Ranks of one horovodrun."""
+
+    def __init__(self, driver: subprocess.Popen[bytes], is_verbose: bool, *args: Any) -> None:
+        super().__init__(*args)
+        self._driver = driver
+        self._lines = Lines(is_verbose)
+        self._tails = [Tail(pipe, self._lines.taker()) for pipe in (driver.stdout, driver.stderr)]
+
+    def ended_early(self) -> LaunchError | None:
+        """Say why, where horovodrun has ended. Local."""
+        if not all(tail.has_ended(0.0) for tail in self._tails):
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._driver.wait(_END_S)
+        said = "\n".join(self._lines.notes)
+        code = self._driver.returncode
+        return LaunchError(f"horovodrun ended with exit code {code} too early:\n{said}")
+
+    def doubt(self, rank: int) -> int:
+        """Doubt that a rank aborted by itself. Local."""
+        # Horovod aborts a process whose peer is lost while it has groups.
+        status = next(worker.wait_status for worker in self.workers if worker.rank == rank)
+        return int(status is None or os.waitstatus_to_exitcode(status) == -signal.SIGABRT)
+
+    def lost(self, job: Job[Any], rank: int) -> LaunchError:
+        """Say how a rank ended, and what it said last. Local."""
+        error = super().lost(job, rank)
+        said = "\n".join(self._lines.last_of(rank))
+        if not said:
+            return error
+        text, *facts = error.args
+        return type(error)(f"{text}; its last words:\n{said}", *facts)
+
+    def see_out(self, job: Job[Any]) -> None:
+        """Wait for the end of the ranks, and of what they print. Local."""
+        super().see_out(job)
+        self._drain(_EXIT_S)
+
+    def end(self, job: Job[Any]) -> None:
+        """End all ranks and horovodrun, within seconds. Local."""
+        self._lines.is_ending = True
+        super().end(job)
+        self._driver.kill()
+        self._drain(_KILL_S)  # until its helpers, which hold the other ends, have ended too
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._driver.wait(_END_S)
+        if self._driver.stdin is not None:
+            self._driver.stdin.close()
+
+    def _drain(self, limit_s: float) -> None:
+        limit = time.monotonic() + limit_s
+        for tail in self._tails:
+            tail.has_ended(max(0.0, limit - time.monotonic()))
 
 
 def _slots(plan: LaunchPlan, hosts: str | None) -> dict[str, int]:
@@ -162,54 +226,29 @@ def _resolve(names: list[str]) -> None:
         raise LaunchError(f"hosts that don't resolve ({why}): nothing was started; check hosts=")
 
 
-def _listen(is_local: bool, held: ExitStack) -> tuple[socket.socket, str | int]:
-    """Open the socket that ranks connect to; gives its path, or its port. Local."""
-    if not is_local:
-        listener = held.enter_context(socket.socket())
-        listener.bind(("", 0))
-    else:
-        folder = held.enter_context(private_folder(longest=_LONGEST_FOLDER))
-        listener = held.enter_context(socket.socket(socket.AF_UNIX))
-        listener.bind(str(Path(folder, "link")))
-    listener.listen(1024)
-    name = listener.getsockname()
-    return listener, name if is_local else name[1]
+def _listen(is_local: bool, n_ranks: int, held: ExitStack) -> tuple[socket.socket, str | int]:
+    """Open the socket that ranks connect to; gives its path, or its port."""
+    if is_local:
+        return listen_privately(n_ranks, held)
+    listener = held.enter_context(socket.socket())
+    listener.bind(("", 0))
+    listener.listen(2 * n_ranks)
+    return listener, listener.getsockname()[1]
 
 
 def _start(slots: dict[str, int], link: str, is_verbose: bool) -> subprocess.Popen[bytes]:
     path = search_path()
-    set_path = f"import sys; sys.path[:] = {path!r}\n"
     hosts = ",".join(f"{name}:{count}" for name, count in slots.items())
     words = ["--gloo", "--disable-cache", "-np", str(sum(slots.values())), "-H", hosts]
     words += ["--verbose"] if is_verbose else []
-    command = [sys.executable, "-c", set_path + _WORKER.format(link=link)]
+    command = [sys.executable, "-c", boot(path, link)]
     environ = {name: value for name, value in os.environ.items() if not _FOREIGN.match(name)}
     environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     return subprocess.Popen(
-        [sys.executable, "-c", set_path + _DRIVER, *words, *command],
+        [sys.executable, "-c", _DRIVER.format(path=path), *words, *command],
         env=environ,
         stdin=subprocess.PIPE,  # its end tells horovodrun that this process has ended
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
-
-
-def join(link: str) -> NoReturn:
-    """Be a rank of a job: connect to the process that launched it, and work for it.
-
-    Local.
-
-    Args:
-        link: where to connect, and what to show there, as JSON.
-    """
-    where, token = json.loads(link)
-    if isinstance(where, str):
-        channel = socket.socket(socket.AF_UNIX)
-        channel.connect(where)
-    else:  # horovodrun's address, which it made sure that every host can reach
-        channel = socket.create_connection((os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], where))
-    channel.sendall(token.encode())
-    hello = pickle.dumps((int(os.environ["HOROVOD_RANK"]), os.getpid(), dict(os.environ)))
-    messages.send(channel, messages.TASK, hello)
-    work(channel.detach(), os.getppid())

@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-__all__ = ("die_with", "main", "serve")
+__all__ = ("attend", "die_with", "main", "serve")
 
 WORKER = "from unisono.launchers.job.worker import work; work({channel}, {parent})"
 _PR_SET_PDEATHSIG = 1
@@ -59,11 +59,7 @@ def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] 
         work: runs a worker in a forked child, given its channel and this process's id.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    wake_read, wake_write = os.pipe()
-    os.set_blocking(wake_read, False)
-    os.set_blocking(wake_write, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    wake_read, wake_write = _wake_by_signals()
     workers: dict[socket.socket, int] = {}
     is_wanted = True
     while is_wanted or workers:
@@ -71,14 +67,55 @@ def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] 
         ready = _ready([wake_read, *by_fd, *([control.fileno()] if is_wanted else [])])
         if os.getppid() != parent:
             return
-        if wake_read in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.read(wake_read, 4096)
+        _drain(wake_read)
         if control.fileno() in ready:
             is_wanted = _make(control, workers, [wake_read, wake_write], work)
         for status in [by_fd[fd] for fd in ready if fd in by_fd]:
             _obey(status, workers[status])
         _reap(workers)
+
+
+def attend(status: socket.socket, pid: int, parent: int) -> int:
+    """Look after one child of this process until it ends.
+
+    Local.
+
+    Args:
+        status: to the process that the child works for, as for a worker of `serve`.
+        pid: the child; it gets the SIGTERM that this process gets.
+        parent: id of this process's own parent, with which it ends.
+
+    Returns:
+        Its wait status.
+    """
+    signal.signal(signal.SIGTERM, lambda number, _: os.kill(pid, number))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    wake_read, _ = _wake_by_signals()
+    with contextlib.suppress(OSError):
+        status.send(f"{pid}p".encode())
+    while (wait_status := _tell_news(status, pid)) is None:
+        ready = _ready([wake_read, status.fileno()])
+        if os.getppid() != parent:
+            os._exit(1)
+        _drain(wake_read)
+        if status.fileno() in ready:
+            _obey(status, pid)
+    return wait_status
+
+
+def _wake_by_signals() -> tuple[int, int]:
+    """Make a pipe that has something to read once a signal has come, such as a child's end."""
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_read, False)
+    os.set_blocking(wake_write, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    return wake_read, wake_write
+
+
+def _drain(wake_read: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        os.read(wake_read, 4096)
 
 
 def _make(
@@ -184,19 +221,24 @@ def _obey(status: socket.socket, pid: int) -> None:
 
 def _reap(workers: dict[socket.socket, int]) -> None:
     for status, pid in list(workers.items()):
-        done, code = os.waitpid(pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
-        if not done:
-            continue
-        said = f"{code}e"
-        if os.WIFSTOPPED(code):
-            said = f"{os.WSTOPSIG(code)}s"
-        elif os.WIFCONTINUED(code):
-            said = f"{int(signal.SIGCONT)}c"
-        with contextlib.suppress(OSError):  # a parent that doesn't listen is not waited for
-            status.send(said.encode(), socket.MSG_DONTWAIT)
-        if said.endswith("e"):
+        if _tell_news(status, pid) is not None:
             status.close()
             del workers[status]
+
+
+def _tell_news(status: socket.socket, pid: int) -> int | None:
+    """Tell what became of a child; gives its wait status once it has ended."""
+    done, code = os.waitpid(pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+    if not done:
+        return None
+    news = f"{code}e"
+    if os.WIFSTOPPED(code):
+        news = f"{os.WSTOPSIG(code)}s"
+    elif os.WIFCONTINUED(code):
+        news = f"{int(signal.SIGCONT)}c"
+    with contextlib.suppress(OSError):  # a parent that doesn't listen is not waited for
+        status.send(news.encode(), socket.MSG_DONTWAIT)
+    return code if news.endswith("e") else None
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ import cloudpickle
 from unisono.at_exit import LastCalls
 from unisono.errors import CollectiveError, PayloadError, PeerFailedError, WorkerFailedError
 from unisono.launchers.job import channel as messages
+from unisono.launchers.job.failure import Failure
 from unisono.launchers.job.forkserver import die_with
 from unisono.launchers.job.lifetime import PEERS_S, Lifetime, flush, seed_generators, skip_ours
 from unisono.launchers.job.pickling import load_from_parent
@@ -27,7 +28,7 @@ from unisono.launchers.job.title import name_process
 from unisono.topology import RankInfo
 from unisono.tracebacks import fold, summary
 
-__all__ = ("Failure", "Task", "describe", "work")
+__all__ = ("Task", "describe", "work")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,31 +52,6 @@ class Task:
     argv: list[str]
     directory: str
     surroundings: Surroundings | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """How a worker failed.
-
-    Args:
-        summary: type and first line of the exception.
-        traceback: its traceback, from the user's own frames on.
-        exit_code: of a SystemExit, else None.
-        is_secondary: whether it only says that another rank failed.
-        cause: cloudpickle of the exception, None if it can't be pickled.
-        line: of the user's own code, that it came from; empty if there is none.
-    """
-
-    summary: str
-    traceback: str
-    exit_code: int | None
-    is_secondary: bool
-    cause: bytes | None
-    line: str = ""
-
-    def text(self, who: str) -> str:
-        """Say how `who` failed, the traceback at the end. Local, and pure."""
-        return WorkerFailedError.text(who, self.summary, self.line, self.traceback)
 
 
 def work(channel_fd: int, parent: int) -> NoReturn:

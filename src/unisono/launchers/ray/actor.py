@@ -13,9 +13,10 @@ from typing import Any
 
 import cloudpickle
 
+from unisono.launchers.job.failure import Failure
 from unisono.launchers.job.pickling import load_from_parent
 from unisono.launchers.job.store import host
-from unisono.launchers.job.worker import Failure, describe
+from unisono.launchers.job.worker import describe
 from unisono.launchers.script.script import Script
 from unisono.topology import LaunchPlan, RankInfo
 

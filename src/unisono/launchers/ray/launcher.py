@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,9 +15,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from unisono.deadlines import limit_of, require_time
 from unisono.errors import LaunchError, WorkerFailedError
+from unisono.launchers.job.failure import PRIMARY_WAIT_S, Failure
+from unisono.launchers.job.job import Job, Ranks
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import search_path
-from unisono.launchers.job.worker import Failure
 from unisono.launchers.ray.actor import RankActor, seats
 from unisono.launchers.script.rank.report import Reader, Report
 from unisono.launchers.script.script import Script, env_for
@@ -29,7 +29,6 @@ __all__ = ("launch", "run")
 
 _TIMEOUT_S = 60.0  # until the cluster has room
 _START_S = 300.0  # until the first actor has begun, which includes importing torch there
-_PRIMARY_WAIT_S = 1.0  # how long a failure that another may have caused waits for that
 _END_S = 3.0  # from the first signal to the end of the actors
 _POLL_S = 0.3
 _BASE = 128
@@ -161,74 +160,46 @@ def launch(
     pickled = pickle_for_worker(entry)
     shape = tuple(counts) if counts is not None else (plan.nproc_per_node,) * plan.nnodes
     with _ranks(shape, (), timeout_s) as ranks:
-        calls = _Calls(len(ranks.infos))
-        calls.start(ranks, pickled, environ or {})
-        return calls.results()
+        job: Job[Any] = Job(_Calls(ranks, pickled, environ or {}), len(ranks.infos))
+        return job.join()
 
 
-@dataclass(slots=True)
-class _Calls:
-    """One call of a function in every rank."""
+class _Calls(Ranks):
+    """One call of a function in every actor; the actors themselves are ended by `_ranks`."""
 
-    n_ranks: int
-    waiting: dict[Any, int] = field(default_factory=dict)
-    _results: dict[int, bytes] = field(default_factory=dict)
-    _failed: list[tuple[bool, WorkerFailedError]] = field(default_factory=list)
-
-    def start(self, ranks: _Ranks, pickled: bytes, environ: Mapping[str, str]) -> None:
-        """Start the calls; they see modules where this process sees them."""
-        path = search_path()
+    def __init__(self, ranks: _Ranks, pickled: bytes, environ: Mapping[str, str]) -> None:
+        self._waiting: dict[Any, int] = {}
+        path = search_path()  # modules are seen where this process sees them
         for actor, info in zip(ranks.actors, ranks.infos, strict=True):
             variables = {**environ, **env_for(info)}
             who = replace(info, source="spawn")
-            self.waiting[actor.call.remote(pickled, who, variables, path)] = info.rank
+            self._waiting[actor.call.remote(pickled, who, variables, path)] = info.rank
 
-    def results(self) -> list[Any]:
-        """Wait for all; the failure of one ends the wait."""
+    def poll(self, job: Job[Any], until: float) -> None:
+        """Wait a little for the end of a call, and take it in. Local."""
+        left = min(_POLL_S, max(0.0, until - time.monotonic()))
+        done, _ = ray.wait(list(self._waiting), timeout=left)
+        for ref in done:
+            self._take(job, ref, self._waiting.pop(ref))
+
+    def end(self, job: Job[Any]) -> None:
+        """Let go of the calls. Local."""
+        del job
+        self._waiting.clear()
+
+    def _take(self, job: Job[Any], ref: Any, rank: int) -> None:
         try:
-            self._wait()
-        finally:
-            self.waiting.clear()
-        if self._failed:
-            raise min(self._failed, key=lambda pair: pair[0])[1]
-        return [pickle.loads(self._results[rank]) for rank in range(self.n_ranks)]
-
-    def _wait(self) -> None:
-        deadline = float("inf")
-        while self.waiting and time.monotonic() < deadline:
-            done, _ = ray.wait(list(self.waiting), timeout=_POLL_S)
-            for ref in done:
-                self._take(ref, self.waiting.pop(ref))
-            if any(not is_secondary for is_secondary, _ in self._failed):
-                break
-            if self._failed:
-                deadline = min(deadline, time.monotonic() + _PRIMARY_WAIT_S)
-            else:
-                require_time(sorted(self.waiting.values()), self.n_ranks)
-
-    def _take(self, ref: Any, rank: int) -> None:
-        who = f"rank {rank} of {self.n_ranks}"
-        try:
-            value = ray.get(ref)
+            outcome: bytes | Failure = ray.get(ref)
         except ray.exceptions.RayError as error:  # the actor's process, or its node, is gone
-            reason = str(error).strip()
-            failed = WorkerFailedError(f"{who} is lost, its actor has died: {reason}", rank)
-            failed.__cause__ = error
-            self._failed.append((False, failed))
+            text = f"rank {rank} of {job.world_size} is lost, its actor has died: "
+            lost = WorkerFailedError(f"{text}{str(error).strip()}", rank)
+            lost.__cause__ = error
+            job.fail(rank, lost)
             return
-        if not isinstance(value, Failure):
-            self._results[rank] = value
-            return
-        failed = WorkerFailedError(
-            value.text(who),
-            rank,
-            value.exit_code,
-            traceback=value.traceback,
-        )
-        if value.cause is not None:
-            with contextlib.suppress(Exception):  # the class may not exist here
-                failed.__cause__ = pickle.loads(value.cause)
-        self._failed.append((value.is_secondary, failed))
+        if isinstance(outcome, Failure):
+            job.fail(rank, outcome)
+        else:
+            job.succeed(rank, outcome)
 
 
 def run(script: Script) -> Outcome:
@@ -286,7 +257,7 @@ class _Programs:
                 if self._take(ref, rank):
                     polls[self.ranks.actors[rank].poll.remote()] = rank
             if self._reports or any(self._codes.values()):
-                deadline = min(deadline, time.monotonic() + _PRIMARY_WAIT_S / 2)
+                deadline = min(deadline, time.monotonic() + PRIMARY_WAIT_S)
             if time.monotonic() >= deadline and not self._is_ending:
                 self._is_ending = True
                 for rank in polls.values():

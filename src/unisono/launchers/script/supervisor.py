@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from unisono.deadlines import limit_of
 from unisono.errors import LaunchError
+from unisono.launchers.job.failure import PRIMARY_WAIT_S
 from unisono.launchers.script.rank.report import Reader, Report
 from unisono.launchers.script.script import Script, dying_with
 from unisono.topology import RankInfo
@@ -35,7 +36,6 @@ __all__ = (
 )
 
 _POLL_S = 0.2
-_PRIMARY_WAIT_S = 0.5  # how long a failure that another may have caused waits for that
 _OWN_END_S = 2.0  # how long a launcher has to end its job by itself after a failure
 _END_S = 1.5  # from the first signal to SIGKILL; ranks give their programs 1 s
 _DRAIN_S = 2.0
@@ -224,7 +224,7 @@ class Supervisor:
         if self._failed_at is None or self.restarts:
             return False
         is_primary = any(not report.is_secondary for report in self._reports)
-        wait_s = 0.0 if is_primary else _PRIMARY_WAIT_S
+        wait_s = 0.0 if is_primary else PRIMARY_WAIT_S
         if len(self.processes) == 1 and self.processes[0].poll() is None:
             wait_s = _OWN_END_S
         return time.monotonic() > self._failed_at + wait_s

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import importlib
 import io
@@ -11,9 +10,7 @@ import multiprocessing.util
 import os
 import pickle
 import signal
-import sys
 import threading
-import time
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -22,7 +19,8 @@ from typing import Any, NoReturn
 import cloudpickle
 import torch
 
-from unisono.errors import LaunchError, PeerFailedError
+from unisono.errors import LaunchError
+from unisono.launchers.job.forkserver import die_with
 from unisono.launchers.job.lifetime import Lifetime, flush, seed_generators
 from unisono.launchers.job.pickling import load_from_parent
 from unisono.launchers.job.worker import describe
@@ -32,9 +30,7 @@ __all__ = ("FORK_DIED", "serve")
 
 FORK_DIED = 86
 """Exit code of the fresh process where one that it forked has died."""
-_PR_SET_PDEATHSIG = 1
 _LAST = -100
-_PRIMARY_WAIT_S = 1.0  # how long an error that only reports a peer's waits for the peer's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +63,7 @@ def serve(link: Connection) -> NoReturn:
     """
     global _child
     entry, plan, parent = cloudpickle.loads(link.recv_bytes())
-    _die_with(parent)
+    die_with(parent)
     lock = multiprocessing.get_context("fork").Lock()
     _child = child = _Child(link, lock, entry, plan, os.getpid())
     os.set_inheritable(link.fileno(), False)
@@ -95,15 +91,8 @@ def _after_fork() -> None:
     assert _child is not None
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if os.getppid() == _child.pid:
-        _die_with(_child.pid)
+        die_with(_child.pid)
         seed_generators()
-
-
-def _die_with(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _replica(_rank: int) -> None:
@@ -121,11 +110,9 @@ def _replica(_rank: int) -> None:
         buffer = io.BytesIO()
         _ResultPickler(buffer).dump(result)
     except BaseException as error:  # SystemExit and KeyboardInterrupt are failures too
-        if isinstance(error, PeerFailedError):
-            time.sleep(_PRIMARY_WAIT_S)
-        child.send("failure", rank, describe(error))
         flush()
-        os._exit(1)  # with the process go the replicas that wait for this one
+        child.send("failure", rank, describe(error))
+        threading.Event().wait()  # others may know more: the parent ends all once it has heard them
     flush()
     child.send("result", rank, buffer.getvalue())
 

@@ -8,30 +8,30 @@ which the replicas run, as threads where there are more of them than processes.
 from __future__ import annotations
 
 import contextlib
-import io
 import multiprocessing
 import os
 import pickle
 import signal
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
 
-from unisono.deadlines import limit_of, require_time
+from unisono.deadlines import limit_of
 from unisono.errors import (
     ArgumentError,
     CollectiveTimeoutError,
     LaunchError,
     WorkerFailedError,
 )
-from unisono.launchers.job.job import raised
+from unisono.launchers.job.job import Job, Ranks
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import search_path
+from unisono.launchers.job.tail import Tail
 from unisono.launchers.xla.child import FORK_DIED
 from unisono.launchers.xla.crash_report import explain, with_ranks
 from unisono.topology import LaunchPlan, RankInfo
@@ -45,7 +45,7 @@ _BOOT = (
 )
 # Variables of the job that this process may itself belong to.
 _FOREIGN = ("TORCHELASTIC_RUN_ID", "PJRT_LOCAL_PROCESS_RANK", "PJRT_LOCAL_PROCESS_COUNT")
-_KEPT_BYTES, _SHOWN_CHARS = 65536, 8192
+_SHOWN_CHARS = 8192
 _POLL_S = 0.5
 _TERM_S = 3.0  # after SIGTERM, before SIGKILL
 
@@ -76,27 +76,97 @@ def launch(
             f"start_method={plan.start_method!r}: XLA's replicas are forked from a fresh process, "
             "so leave it out"
         )
-    job = cloudpickle.dumps((pickle_for_worker(entry), plan, os.getpid()))
+    task = cloudpickle.dumps((pickle_for_worker(entry), plan, os.getpid()))
     link, theirs = multiprocessing.Pipe()
     with link:
         with theirs:
             process = _start(theirs.fileno(), env)
-        tail = _Tail(process)
-        threads: dict[int, int] = {}
+        job: Job[Any] = Job(_Replicas(process, link), plan.nproc_per_node)
         try:
-            path = search_path()
-            with contextlib.suppress(OSError):  # it has died: _collect says how
-                link.send_bytes(pickle.dumps(path))
-                link.send_bytes(job)
-            results = _collect(link, process, plan.nproc_per_node, threads)
-            if results is not None:  # what they still do at their end may be a checkpoint
-                _wait(process)
+            with contextlib.suppress(OSError):  # it has died, which is seen when it is listened to
+                link.send_bytes(pickle.dumps(search_path()))
+                link.send_bytes(task)
+            return job.join()
         finally:
-            _end(process)
-            printed = tail.read()
-    if results is None or process.returncode != 0:
-        raise _died(process.returncode, printed, threads)
-    return [pickle.loads(results[rank]) for rank in sorted(results)]
+            job.terminate()
+
+
+class _Replicas(Ranks):
+    """Replicas of one fresh process, which tells of all of them over one link."""
+
+    def __init__(self, process: subprocess.Popen[bytes], link: Connection) -> None:
+        self._process = process
+        self._link = link
+        self._tail = Tail(process.stderr)
+        self._threads: dict[int, int] = {}
+
+    def poll(self, job: Job[Any], until: float) -> None:
+        """Wait a little for news of any replica, and take it in. Local."""
+        # Also asked of the process: one that the user forked may hold the other end open.
+        has_ended = self._process.poll() is not None
+        left = max(0.0, min(_POLL_S, until - time.monotonic()))
+        try:
+            if self._link.poll(0.0 if has_ended else left):
+                self._take(job, *pickle.loads(self._link.recv_bytes()))
+                return
+        except (EOFError, OSError):
+            has_ended = True
+        if has_ended and not job.failures:
+            self._end_process()
+            job.stop(self._died())
+
+    def see_out(self, job: Job[Any]) -> None:
+        """Wait for the process's end: what it still does may be a checkpoint. Local."""
+        try:
+            self._process.wait(limit_of(None))
+        except subprocess.TimeoutExpired as error:
+            raise CollectiveTimeoutError(
+                "the block's deadline is over: XLA's replicas have returned, but their process "
+                "still had threads or exit handlers"
+            ) from error
+        if self._process.returncode != 0:
+            job.stop(self._died())
+
+    def end(self, job: Job[Any]) -> None:
+        """End the fresh process and those that it forked. Local."""
+        del job
+        self._end_process()
+        self._tail.has_ended(1.0)
+
+    def _take(self, job: Job[Any], kind: str, rank: int, body: Any) -> None:
+        if kind == "thread":
+            self._threads[body] = rank
+        elif kind == "result":
+            job.succeed(rank, body)
+        elif rank < 0:
+            job.stop(body.error(rank, job.world_size, "XLA's runtime"))
+        else:
+            job.fail(rank, body)
+
+    def _died(self) -> WorkerFailedError:
+        code, printed = self._process.returncode, self._tail.read()
+        name = signal.Signals(-code).name if code < 0 else None
+        how = f" by {name}" if name else f" with exit code {code}" if code != FORK_DIED else ""
+        words = with_ranks(printed, self._threads)[-_SHOWN_CHARS:]
+        words = words or "(none; the kernel kills without a word where memory is short)"
+        why = explain(printed, self._threads)
+        return WorkerFailedError(
+            f"the process of XLA's replicas ended{how} before they were done"
+            f"{'. ' if why else ''}{why}; its last words:\n{words}",
+            exit_code=code if code >= 0 and code != FORK_DIED else None,
+            signal=name,
+        )
+
+    def _end_process(self) -> None:
+        """End the fresh process and those that it forked, which it reaps itself if it can."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self._process.poll() is not None:
+                return
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_TERM_S)
+                return
 
 
 def _start(link_fd: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -112,94 +182,3 @@ def _start(link_fd: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         )
     except OSError as error:
         raise LaunchError(f"a process for XLA's replicas can't be started: {error}") from error
-
-
-class _Tail:
-    """Passes on what the replicas print to stderr, and keeps the end of it."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-        self._kept = b""
-        self._thread = threading.Thread(target=self._pass_on, name="unisono-xla", daemon=True)
-        self._thread.start()
-
-    def read(self) -> str:
-        """Give the end of what was printed; processes that the user left behind aren't awaited."""
-        self._thread.join(1.0)
-        return self._kept.decode(errors="replace")
-
-    def _pass_on(self) -> None:
-        stream = self._process.stderr
-        assert isinstance(stream, io.BufferedReader)
-        with stream:
-            while chunk := stream.read1(65536):
-                self._kept = (self._kept + chunk)[-_KEPT_BYTES:]
-                with contextlib.suppress(Exception):  # sys.stderr may be closed, or a user's own
-                    sys.stderr.write(chunk.decode(errors="replace"))
-                    sys.stderr.flush()
-
-
-def _collect(
-    link: Connection,
-    process: subprocess.Popen[bytes],
-    n_replicas: int,
-    threads: dict[int, int],
-) -> dict[int, bytes] | None:
-    """Take in the results and which thread each rank is; None where not all results came."""
-    results: dict[int, bytes] = {}
-    while len(results) < n_replicas:
-        require_time([rank for rank in range(n_replicas) if rank not in results], n_replicas)
-        # Also asked of the process: one that the user forked may hold the other end open.
-        has_ended = process.poll() is not None
-        try:
-            if not link.poll(0.0 if has_ended else _POLL_S):
-                if has_ended:
-                    return None
-                continue
-            kind, rank, body = pickle.loads(link.recv_bytes())
-        except (EOFError, OSError):
-            return None
-        if kind == "failure":
-            raise raised(rank, n_replicas, body, "XLA's runtime" if rank < 0 else "")
-        if kind == "thread":
-            threads[body] = rank
-        else:
-            results[rank] = body
-    return results
-
-
-def _died(code: int, printed: str, threads: Mapping[int, int]) -> WorkerFailedError:
-    name = signal.Signals(-code).name if code < 0 else None
-    how = f" by {name}" if name else f" with exit code {code}" if code != FORK_DIED else ""
-    words = with_ranks(printed, threads)[-_SHOWN_CHARS:]
-    words = words or "(none; the kernel kills without a word where memory is short)"
-    why = explain(printed, threads)
-    return WorkerFailedError(
-        f"the process of XLA's replicas ended{how} before they were done"
-        f"{'. ' if why else ''}{why}; its last words:\n{words}",
-        exit_code=code if code >= 0 and code != FORK_DIED else None,
-        signal=name,
-    )
-
-
-def _wait(process: subprocess.Popen[bytes]) -> None:
-    """Wait until the fresh process has ended, after its threads and exit handlers. Local."""
-    try:
-        process.wait(limit_of(None))
-    except subprocess.TimeoutExpired as error:
-        raise CollectiveTimeoutError(
-            "the block's deadline is over: XLA's replicas have returned, but their process still "
-            "had threads or exit handlers"
-        ) from error
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the fresh process and those that it forked, which it buries itself if it can."""
-    for number, wait_s in ((signal.SIGTERM, _TERM_S), (signal.SIGKILL, _TERM_S)):
-        if process.poll() is not None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(wait_s)
-            return

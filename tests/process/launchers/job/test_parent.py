@@ -19,6 +19,7 @@ import unisono
 from tests.support.processes import SOURCES, Pipe, say
 from tests.support.requirements import require_backend
 from unisono.errors import CollectiveTimeoutError, WorkerFailedError
+from unisono.launchers.job.workers import Workers
 
 STOPPED_LATE_S = 12.0
 
@@ -89,7 +90,8 @@ def test_ranks_are_ended_though_their_maker_stays_stopped(helper: int, tmp_path:
         pids = [int(pid) for pid in pipe.read(2)]
     stop(helper)
     start = time.monotonic()
-    job.maker = None  # nobody wakes it
+    assert isinstance(job.ranks, Workers)
+    job.ranks.maker = None  # nobody wakes it
     job.terminate()
     assert time.monotonic() - start < STOPPED_LATE_S
     assert all(

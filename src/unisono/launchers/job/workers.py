@@ -1,0 +1,376 @@
+"""Ranks that are processes with a channel to their inside, and a status socket to their maker."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import re
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import starmap
+from typing import Any, Protocol
+
+from unisono.errors import LaunchError, WorkerFailedError
+from unisono.launchers.job import channel as messages
+from unisono.launchers.job.job import Job, Ranks
+from unisono.launchers.job.process_state import why_aborted
+from unisono.tracebacks import hides
+
+__all__ = ("Maker", "Worker", "Workers")
+
+__tracebackhide__ = hides
+
+_log = logging.getLogger(__name__)
+_FLUSH_S = 0.3  # after END, before SIGTERM
+_TERM_S = 1.2  # after SIGTERM, before SIGKILL
+_KILL_S = 5.0  # after SIGKILL, before the process that makes ranks is ended, too
+_NEWS = re.compile(rb"([0-9]+)([psecx])")
+_EXIT_S = 5.0  # for exit handlers, after all results have come
+_FD = struct.Struct("i")
+_TICK_S = 1.0  # between two looks at what no descriptor tells
+_SAY_S = 2.0  # from a rank's end until the process that made it says how it ended
+_MAKE_S = 300.0  # until the ranks are there, which includes importing torch for the first ones
+_STOP_GRACE_S = 1.0  # ranks that wait for one that is stopped know more: their error comes first
+_TakeIn = Callable[[], None]
+
+
+class Maker(Protocol):
+    """The child of this process that makes ranks; a ``Popen`` is one."""
+
+    pid: int
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end and reap it. Local.
+
+        Raises:
+            TimeoutExpired: it goes on.
+        """
+
+    def send_signal(self, sig: int) -> None:
+        """Signal it unless it has ended. Local."""
+
+    def kill(self) -> None:
+        """End it. Local."""
+
+
+@dataclass(slots=True)
+class Worker:
+    """One worker process: its channel, its status socket, and what came of it.
+
+    Args:
+        rank: its global rank.
+        channel: to and from its inside.
+        status: to and from the process that makes it.
+        task: what it hasn't been sent yet.
+    """
+
+    rank: int
+    channel: socket.socket
+    status: socket.socket
+    task: memoryview = field(default_factory=lambda: memoryview(b""))
+    inbox: messages.Inbox = field(init=False)
+    heard: list[Any] = field(default_factory=list)
+    said: bytes = b""
+    pid: int | None = None
+    pidfd: int | None = None
+    refusal: int | None = None
+    wait_status: int | None = None
+    ended_at: float | None = None
+    has_ended: bool = False
+    is_silent: bool = False
+    stopped_by: int | None = None
+    stopped_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.inbox = messages.Inbox(self.channel)
+
+    def signal(self, number: int) -> None:
+        """Signal it, whatever state the process is in that made it. Local."""
+        with contextlib.suppress(OSError):
+            if self.pidfd is not None:
+                signal.pidfd_send_signal(self.pidfd, number)
+            elif not self.has_ended:
+                self.status.send(bytes([number]), socket.MSG_DONTWAIT)
+
+    def listen(self) -> bytes:
+        """Take in what the process that makes it says, a descriptor of its process among it. Local.
+
+        Returns:
+            What came; nothing once nobody is there to say anything.
+        """
+        how = (4096, socket.CMSG_LEN(_FD.size), socket.MSG_DONTWAIT)
+        with contextlib.suppress(OSError):
+            # In one call of C: an interrupt can't come between having a descriptor and keeping it.
+            self.heard.extend(starmap(self.status.recvmsg, (how,)))
+        come = b""
+        while self.heard:
+            data, ancillary = self.heard[0][:2]
+            for _, _, number in ancillary:
+                self.pidfd = int.from_bytes(number[: _FD.size], sys.byteorder)
+            come += data
+            self.said += data
+            del self.heard[0]
+        return come
+
+    def close(self) -> None:
+        """Close what leads to it. Local; harmless the second time."""
+        self.listen()
+        self.channel.close()
+        self.status.close()
+        pidfd, self.pidfd = self.pidfd, None  # before it is closed: Ctrl-C may lead here again
+        if pidfd is not None:
+            os.close(pidfd)
+
+
+class Workers(Ranks):
+    """Processes of one node, or of all, that run one function.
+
+    Args:
+        world_size: ranks in the whole job.
+        held: closed when the last worker has ended; holds the rendezvous.
+        stop_limit_s: seconds for which a worker may be stopped by a signal.
+    """
+
+    def __init__(self, world_size: int, held: ExitStack, stop_limit_s: float) -> None:
+        self.workers: list[Worker] = []
+        self.world_size = world_size
+        self.maker: Maker | None = None
+        self.is_idle = False  # whether the last look brought no news
+        self._held = held
+        self._stop_limit_s = stop_limit_s + _STOP_GRACE_S
+        self._begin = self._looked_at = self._roused_at = time.monotonic()
+
+    def are_starting(self) -> bool:
+        """Tell whether a worker hasn't its task yet. Local."""
+        return any(worker.task for worker in self.workers)
+
+    def poll(self, job: Job[Any], until: float) -> None:
+        """Wait a little for news of any worker, and take it in. Local."""
+        left = min(_TICK_S, until - time.monotonic())
+        with selectors.DefaultSelector() as selector:
+            self._register(job, selector)
+            ready = [key.data for key, _ in selector.select(max(0.0, left))]
+        self.is_idle = not ready
+        for take_in in ready:
+            take_in()
+        self._look_after(job)
+
+    def see_out(self, job: Job[Any]) -> None:
+        """Wait for the workers' exit handlers. Local."""
+        self._run(job, _EXIT_S)
+
+    def end(self, job: Job[Any]) -> None:
+        """End all workers that still run, within seconds. Local."""
+        self._roused_at = 0.0  # in case the workers hear of it from their maker alone
+        for worker in self.workers:
+            if not worker.has_ended:
+                with contextlib.suppress(OSError):
+                    worker.channel.setblocking(False)
+                    messages.send(worker.channel, messages.END)
+        self._run(job, _FLUSH_S)
+        for worker in self.workers:  # one that isn't there yet ends when its sockets are closed
+            worker.has_ended = worker.has_ended or worker.pid is None
+        self._signal(signal.SIGTERM)
+        self._signal(signal.SIGCONT)  # a stopped process hears SIGTERM once it goes on
+        self._run(job, _TERM_S)
+        self._signal(signal.SIGKILL)
+        self._run(job, _KILL_S)
+        self._give_up(job)
+        for worker in self.workers:
+            worker.close()
+        self._held.close()
+
+    def lost(self, job: Job[Any], rank: int) -> LaunchError:
+        """Say how a worker ended, which its maker is about to tell. Local."""
+        worker = next(worker for worker in self.workers if worker.rank == rank)
+        limit = time.monotonic() + _SAY_S
+        while not worker.has_ended and time.monotonic() < limit:
+            self.poll(job, limit)
+        who = f"rank {rank} of {self.world_size}"
+        if worker.refusal is not None:
+            return LaunchError(f"{who} can't be made: {os.strerror(worker.refusal)}; see ulimit -a")
+        if worker.wait_status is None:
+            why = "died" if self._is_alone() else "doesn't say how it ended"
+            return WorkerFailedError(f"{who} is lost: the process that made it {why}", rank)
+        code = os.waitstatus_to_exitcode(worker.wait_status)
+        if code < 0:
+            name = _name(-code)
+            why = why_aborted() if name == "SIGABRT" else ""
+            return WorkerFailedError(f"{who} was ended by {name}{why}", rank, signal=name)
+        return WorkerFailedError(
+            f"{who} ended with exit code {code} before its work was done", rank, code
+        )
+
+    def why_late(self) -> str:
+        """Say which workers are stopped. Local."""
+        stopped = [worker for worker in self.workers if worker.stopped_by is not None]
+        return "".join(f"; rank {w.rank} was stopped by {_name(w.stopped_by)}" for w in stopped)
+
+    def _give_up(self, job: Job[Any]) -> None:
+        """Leave workers that no signal ends, or that their maker can't reap."""
+        left = [worker for worker in self.workers if not worker.has_ended]
+        if not left:
+            return
+        if self.maker is not None:
+            self.maker.kill()  # the kernel ends its children with it
+        self._run(job, _SAY_S)
+        left = [worker for worker in left if not worker.has_ended]
+        for worker in left:
+            worker.has_ended = True
+        if left:
+            _log.warning(
+                "ranks %s of %d (processes %s) don't end, though they were killed",
+                [worker.rank for worker in left], self.world_size, [w.pid for w in left],
+            )  # fmt: skip
+
+    def _run(self, job: Job[Any], limit_s: float) -> None:
+        limit = time.monotonic() + limit_s
+        while any(not worker.has_ended for worker in self.workers) and time.monotonic() < limit:
+            self.poll(job, limit)
+
+    def _signal(self, number: int) -> None:
+        for worker in self.workers:
+            if not worker.has_ended:
+                worker.signal(number)
+
+    def _register(self, job: Job[Any], selector: selectors.BaseSelector) -> None:
+        """Register whatever may have news, with what takes it in."""
+        for worker in self.workers:
+            if not worker.has_ended:
+                look: _TakeIn = partial(self._look_at, job, worker)
+                selector.register(worker.status, selectors.EVENT_READ, look)
+                if worker.pidfd is not None and worker.ended_at is None:
+                    note: _TakeIn = partial(self._note_end, worker)
+                    selector.register(worker.pidfd, selectors.EVENT_READ, note)
+            if not worker.is_silent:
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.task else 0)
+                selector.register(worker.channel, events, partial(self._talk, job, worker))
+
+    def _look_after(self, job: Job[Any]) -> None:
+        """See to what no descriptor tells: a maker that is stopped, and times that have passed."""
+        now = time.monotonic()
+        # If this process was stopped too, the time counts for nobody.
+        passed = min(now - self._looked_at, 2 * _TICK_S)
+        self._looked_at = now
+        for worker in self.workers:
+            if worker.stopped_by is not None:
+                worker.stopped_s += passed
+                if worker.stopped_s > self._stop_limit_s and worker.rank not in job.results:
+                    job.stop(self._stopped(worker))
+            if worker.ended_at is not None and now > worker.ended_at + _SAY_S:
+                self._bury(job, worker, None)
+        unmade = [w.rank for w in self.workers if w.pid is None and not w.has_ended]
+        if unmade and now > self._begin + _MAKE_S:
+            job.stop(
+                LaunchError(
+                    f"ranks {unmade} of {self.world_size} weren't there after {_MAKE_S:g} s"
+                )
+            )
+        if self.maker is not None and now > self._roused_at + _TICK_S:
+            self._roused_at = now
+            with contextlib.suppress(OSError):
+                self.maker.send_signal(signal.SIGCONT)  # nobody but us has a use for its stop
+
+    def _talk(self, job: Job[Any], worker: Worker) -> None:
+        with contextlib.suppress(OSError):  # its end is seen when it is listened to
+            if worker.task:
+                sent = worker.channel.send(worker.task, socket.MSG_DONTWAIT)
+                worker.task = worker.task[sent:]
+        self._hear(job, worker)
+
+    def _hear(self, job: Job[Any], worker: Worker) -> bool:
+        """Take in one message, and tell whether there was one, and the whole of it."""
+        try:
+            message = worker.inbox.take()
+        except EOFError:
+            self._silence(job, worker)
+            return False
+        if message is None:
+            return False
+        if message[0] == messages.RESULT:
+            job.succeed(worker.rank, message[1])
+        else:
+            job.fail(worker.rank, pickle.loads(message[1]))
+        return True
+
+    def _silence(self, job: Job[Any], worker: Worker) -> None:
+        """Take note that nothing more comes from a worker's inside."""
+        worker.is_silent = True
+        if worker.rank not in job.results:
+            job.fail(worker.rank, None)
+
+    def _look_at(self, job: Job[Any], worker: Worker) -> None:
+        """Take in what became of a worker's process: it is there, stopped, goes on, has ended."""
+        come = worker.listen()
+        news = [(int(number), kind) for number, kind in _NEWS.findall(worker.said)]
+        worker.said = _NEWS.sub(b"", worker.said)
+        for number, kind in news:
+            self._take_news(job, worker, number, kind)
+        if not come and not worker.has_ended:
+            self._bury(job, worker, None)
+
+    def _take_news(self, job: Job[Any], worker: Worker, number: int, kind: bytes) -> None:
+        if kind == b"p":
+            worker.pid = number
+        elif kind == b"s":
+            worker.stopped_by, worker.stopped_s = number, 0.0
+            _log.warning(
+                "rank %d of %d was stopped by %s, and goes on after SIGCONT",
+                worker.rank, self.world_size, _name(number),
+            )  # fmt: skip
+        elif kind == b"c":
+            worker.stopped_by = None
+        elif kind == b"x":
+            worker.refusal = number
+            self._bury(job, worker, None)
+        else:
+            self._bury(job, worker, number)
+
+    def _note_end(self, worker: Worker) -> None:
+        """Take note that a process has ended; how is said by the one that made it."""
+        worker.ended_at = time.monotonic()
+        self._roused_at = 0.0
+
+    def _bury(self, job: Job[Any], worker: Worker, wait_status: int | None) -> None:
+        # All that it sent is there; a child that it left behind may hold the channel open forever.
+        while not worker.is_silent and self._hear(job, worker):
+            pass
+        worker.wait_status = wait_status
+        worker.has_ended = True
+        self._silence(job, worker)
+
+    def _is_alone(self) -> bool:
+        """Tell whether the maker is dead, whose connections close a moment before, and reap it."""
+        if self.maker is None:
+            return False
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.maker.wait(_SAY_S)
+            return True
+        return False
+
+    def _stopped(self, worker: Worker) -> WorkerFailedError:
+        name = _name(worker.stopped_by)
+        return WorkerFailedError(
+            f"rank {worker.rank} of {self.world_size} was stopped by {name}, and hasn't gone on "
+            f"for {worker.stopped_s:.3g} s",
+            worker.rank,
+            signal=name,
+        )
+
+
+def _name(number: int | None) -> str:
+    try:
+        return signal.Signals(number or 0).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
