@@ -28,7 +28,7 @@ from unisono.launchers.job.process_state import streams_filled
 from unisono.launchers.job.title import name_thread
 from unisono.model.contract import ComputationModel
 from unisono.options import InitializeOptions, SpawnOptions
-from unisono.plugins import seats_nodes
+from unisono.plugins import OF_MODELS, load, seats_nodes
 from unisono.registry import find_launcher, find_model
 from unisono.topology import PREFIXED, LaunchPlan, RankInfo
 from unisono.tracebacks import hides, raised_here, say_instead
@@ -82,9 +82,11 @@ class Replica:
         this error before any that it causes elsewhere. Threads that the function leaves behind
         have the context until they end, as an asynchronous checkpoint needs it.
         """
+        cls = find_model(self.backend)
+        if cls.is_thread_bound:
+            return self.run(cls.initialize(self.backend, info, **self.options))
         if self.prefix_output and info.world_size > 1:
             begin_lines_with_rank(info.rank)
-        cls = find_model(self.backend)
         with within(self.limit):
             made = context.activate(lambda: cls.initialize(self.backend, info, **self.options))
             with Lifetime.function():
@@ -95,7 +97,7 @@ class Replica:
         return result
 
     def run(self, model: ComputationModel) -> Any:
-        """Run where the model says: in a thread of its own, or in a process that it launched.
+        """Run in a thread of its own, or in the one replica that there is.
 
         Collective over all ranks of `model`.
         """
@@ -506,11 +508,27 @@ def _launch(
     cls: type[ComputationModel], replica: Replica, plan: LaunchPlan, options: Mapping[str, Any]
 ) -> Any:
     """Let the model, or a launcher, make the replicas."""
-    if "launch" in cls.capabilities and options.get("launcher") is None:
+    plan = replace(plan, backend=replica.backend)
+    if options.get("launcher") is None and "launch" in cls.capabilities:
         _check_own_launch(cls.name, options)
-        return cls.launch(replica.run, replace(plan, backend=replica.backend), **replica.options)
-    launch, extra = _launcher(replica.backend, cls, options)
+        return cls.launch(replica.run, plan, **replica.options)
+    if options.get("launcher") is None and cls.launcher in OF_MODELS:
+        _check_own_launch(cls.name, options)
+        launch = load(OF_MODELS[cls.launcher])
+        replica, extra = _split(replica, launch)
+    else:
+        launch, extra = _launcher(replica.backend, cls, options)
     return launch(replica, plan, environ=cls.worker_environ(plan), **extra)
+
+
+def _split(replica: Replica, launch: Callable[..., Any]) -> tuple[Replica, dict[str, Any]]:
+    """Take out of a replica's options those that are for the launcher of its model."""
+    known = inspect.signature(launch).parameters
+    extra = {key: value for key, value in replica.options.items() if key in known}
+    own = {key: value for key, value in replica.options.items() if key not in known}
+    if own.get("timeout") is not None and "stop_limit_s" in known:
+        extra["stop_limit_s"] = own["timeout"].total_seconds()
+    return replace(replica, options=own), extra
 
 
 def _is_of_the_block(error: WorkerFailedError, limit: Limit | None) -> bool:
@@ -554,8 +572,8 @@ def check_job(
 def _launcher(
     backend: str, cls: type[ComputationModel], options: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Find who makes the replicas, and the keywords that are for it alone."""
-    name = options.get("launcher") or _DEFAULT_LAUNCHER
+    """Find what makes the replicas, and the keywords that are for it alone."""
+    name = options.get("launcher") or cls.launcher
     launch = find_launcher(name)
     extra = dict(options.get("launcher_options") or {})
     if cls.replicas_are_threads:

@@ -19,6 +19,7 @@ from unisono.topology import RankInfo
 __all__ = (
     "LAUNCHERS",
     "MODELS",
+    "OF_MODELS",
     "PluginRegistry",
     "Row",
     "by_name",
@@ -117,6 +118,12 @@ LAUNCHERS = (
         seats_nodes=True,
     ),
 )
+# What makes the replicas of a model that names it, and of no other.
+OF_MODELS = {
+    "mpi": "unisono.launchers.mpi.functions:launch",
+    "horovod": "unisono.launchers.horovod.functions:launch",
+    "xla": "unisono.launchers.xla.functions:launch",
+}
 
 
 def by_name(rows: Iterable[Row]) -> dict[str, Row]:

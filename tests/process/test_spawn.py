@@ -26,6 +26,7 @@ import unisono
 from tests.support import functions
 from tests.support.processes import Pipe, gone, run_python, say
 from unisono import WorkerPool
+from unisono.launchers.job.workers import Workers
 
 PROGRAM = """
 import unisono
@@ -189,9 +190,9 @@ def test_a_deadline_holds_while_a_worker_is_stopped_within_its_result(tmp_path: 
     with Pipe(tmp_path) as pipe:
         job = unisono.spawn("gloo", fn, (pipe.path,), join=False)
         pid = int(pipe.read(1)[0])
-        job.ranks.workers[0].channel.recv(
-            1, socket.MSG_PEEK
-        )  # the kernel doesn't keep the whole of it
+        assert isinstance(job.ranks, Workers)
+        channel = job.ranks.workers[0].channel
+        channel.recv(1, socket.MSG_PEEK)  # the kernel doesn't keep the whole of it
         os.kill(pid, signal.SIGSTOP)
         start = time.monotonic()
         with pytest.raises(unisono.errors.LaunchError, match=r"ranks \[0\] haven't finished"):

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import pytest
 import torch
 
 import unisono
+from tests.support.launched import with_model
 from unisono.errors import (
     ArgumentError,
     CollectiveMismatchError,
@@ -194,9 +196,19 @@ def test_alone_where_there_should_be_peers() -> None:
 
 def launch(entry: Callable[[Any], Any], size: int = 2, **options: Any) -> list[Any]:
     """Launch with a model in each replica."""
+    return launch_as(entry, LaunchPlan(size), **options)
+
+
+def launch_as(entry: Callable[[Any], Any], plan: LaunchPlan, **options: Any) -> list[Any]:
+    from unisono.launchers.horovod import functions
+    from unisono.models.horovod import context
     from unisono.models.horovod.model import HorovodModel
 
-    return HorovodModel.launch(entry, LaunchPlan(size), **options)
+    timeout = options.pop("timeout", None)
+    limit_s = context.seconds(timeout)
+    of_model = {} if timeout is None else {"timeout": timeout}
+    run = partial(with_model, HorovodModel, "horovod", entry, of_model)
+    return functions.launch(run, plan, stop_limit_s=limit_s, **options)
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -374,11 +386,9 @@ def test_launch_refuses_what_cannot_be_pickled() -> None:
 def test_misuse_is_refused_before_anything_starts(
     plan: LaunchPlan, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from unisono.models.horovod.model import HorovodModel
-
     monkeypatch.setattr(subprocess, "Popen", None)
     with pytest.raises(ArgumentError):
-        HorovodModel.launch(lambda _: None, plan, **options)
+        launch_as(lambda _: None, plan, **options)
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -441,15 +451,17 @@ def test_launch_on_two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 PARENT = """
+from unisono.launchers.horovod.functions import launch
 from unisono.models.horovod.model import HorovodModel
 from unisono.topology import LaunchPlan
-def entry(model):
+def entry(info):
+    model = HorovodModel.initialize("horovod", info)
     model.barrier()
     print("up", flush=True)
     while True:
         model.barrier()
 if __name__ == "__main__":
-    HorovodModel.launch(entry, LaunchPlan(2))
+    launch(entry, LaunchPlan(2))
 """
 
 
@@ -542,7 +554,7 @@ def _adds(local_rank: int) -> int:
 def test_what_it_lacks_is_undeclared() -> None:
     from unisono.models.horovod.model import HorovodModel
 
-    assert HorovodModel.capabilities == {"groups", "launch"}
+    assert HorovodModel.capabilities == {"groups"}
     assert HorovodModel.why_unavailable("horovod") is None
 
     def entry(model: Any) -> None:

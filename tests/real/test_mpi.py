@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import unisono as idist
+from tests.support.launched import with_model
 from unisono.errors import (
     ArgumentError,
     BackendUnavailableError,
@@ -305,8 +306,9 @@ class TestLauncher:
         base = 40
         assert launcher.launch(lambda info: base + info.rank, LaunchPlan(2)) == [40, 41]
 
-    def test_the_model_launches_replicas_that_have_it(self) -> None:
-        results = MpiModel.launch(partial(ask, 2.0), LaunchPlan(2))
+    def test_replicas_that_have_a_model_know_each_other(self) -> None:
+        entry = partial(with_model, MpiModel, "mpi4py", partial(ask, 2.0), {})
+        results = launcher.launch(entry, LaunchPlan(2))
         for rank, (topology, total) in enumerate(results):
             assert topology == Topology(rank, 2, rank, 2, 0, 1)
             assert total.item() == 4.0

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor
 
 import unisono as idist
 from unisono.context import ContextState
+from tests.support.launched import with_model
 from unisono.errors import (
     ArgumentError,
     CollectiveMismatchError,
@@ -62,7 +64,9 @@ def _torch_xla() -> None:
 
 
 def launch(entry: Callable[[XlaModel], Any], n: int, **options: Any) -> list[Any]:
-    return XlaModel.launch(entry, LaunchPlan(n, backend="xla-cpu"), **options)
+    plan = LaunchPlan(n, backend="xla-cpu")
+    run = partial(with_model, XlaModel, "xla-cpu", entry, options)
+    return launcher.launch(run, plan, environ=XlaModel.worker_environ(plan))
 
 
 def sample(dtype: torch.dtype, rank: int, shape: tuple[int, ...]) -> Tensor:
@@ -650,9 +654,9 @@ def test_the_replicas_die_with_the_parent(tmp_path: Path) -> None:
 
 def test_bad_requests_are_refused_before_anything_starts() -> None:
     with pytest.raises(UnsupportedOperation, match="2 nodes"):
-        XlaModel.launch(facts, LaunchPlan(2, nnodes=2, backend="xla-cpu"))
+        XlaModel.worker_environ(LaunchPlan(2, nnodes=2, backend="xla-cpu"))
     with pytest.raises(ArgumentError, match="start_method"):
-        launcher.launch(str, LaunchPlan(1, start_method="spawn"), env={})
+        launcher.launch(str, LaunchPlan(1, start_method="spawn"), environ={})
 
 
 def ask_for_too_many(info: RankInfo) -> None:
@@ -662,7 +666,7 @@ def ask_for_too_many(info: RankInfo) -> None:
 def test_a_number_of_replicas_that_the_runtime_lacks_is_named() -> None:
     env = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
     with pytest.raises(WorkerFailedError, match="has 2 devices on this node: ask for 2"):
-        launcher.launch(ask_for_too_many, LaunchPlan(3), env=env)
+        launcher.launch(ask_for_too_many, LaunchPlan(3), environ=env)
 
 
 def test_the_reason_says_what_is_missing_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

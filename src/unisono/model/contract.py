@@ -53,9 +53,11 @@ class ComputationModel(ABC):
     dtypes: frozenset[torch.dtype]
     """What its collectives carry; every other dtype is emulated by one of these."""
     options: ClassVar[frozenset[str]] = frozenset({"timeout"})
-    """Keywords that `initialize` and `launch` take; any other is refused before anything starts."""
+    """Keywords that `initialize` and its launcher take; any other is refused at once."""
     replicas_are_threads: ClassVar[bool] = False
     """Whether its replicas are threads, which no launcher of processes makes."""
+    launcher: ClassVar[str] = "processes"
+    """Name of what makes its replicas, unless the user names a launcher or it can ``"launch"``."""
     is_thread_bound: ClassVar[bool] = False
     """Whether an adopted context belongs to one thread instead of the process (XLA replicas)."""
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -65,8 +65,10 @@ def launch(
     entry: Callable[[RankInfo], Any],
     plan: LaunchPlan,
     *,
+    environ: Mapping[str, str] | None = None,
     hosts: str | None = None,
     verbose: int | bool | None = None,
+    use_gloo: bool | None = None,
     stop_limit_s: float = DEFAULT_TIMEOUT_S,
 ) -> list[Any]:
     """Run `entry` in ranks of a Horovod job.
@@ -76,10 +78,12 @@ def launch(
     Args:
         entry: called once in each rank, with who it is; Horovod isn't initialised yet.
         plan: how many ranks on this host, or at most on each of `hosts`.
+        environ: variables that the ranks have besides this process's.
         hosts: ``"name:ranks,name:ranks"``, this host among them or not; ssh reaches the others
             without a password, and each has the same programs at the same paths. Who may list the
             processes of these hosts can join the job, as with Horovod itself.
         verbose: whether horovodrun says on stderr what it does, as in ``horovod.run``.
+        use_gloo: True or None, as in ``horovod.run``: there is nothing else here.
         stop_limit_s: seconds for which a rank of this host may be stopped by a signal.
 
     Returns:
@@ -92,6 +96,8 @@ def launch(
         WorkerFailedError: a rank failed; all others have been ended.
         CollectiveTimeoutError: the block's deadline is over; all ranks have been ended.
     """
+    if use_gloo is False:
+        raise ArgumentError("use_gloo=False: ranks are started over gloo; start others by mpirun")
     slots = _slots(plan, hosts)
     _resolve(list(slots))
     pickled = pickle_for_worker(entry)
@@ -101,7 +107,7 @@ def launch(
     with ExitStack() as held:
         listener, where = _listen(is_local, len(infos), held)
         link = link_to(where, token, _VARIABLES, _HOST_VARIABLE)
-        driver = _start(slots, link, is_verbose=bool(verbose))
+        driver = _start(slots, link, environ or {}, is_verbose=bool(verbose))
         ranks = _Ranks(driver, bool(verbose), infos, pickled, listener, held, stop_limit_s, token)
         job: Job[Any] = Job(ranks, len(infos))
         try:
@@ -236,17 +242,20 @@ def _listen(is_local: bool, n_ranks: int, held: ExitStack) -> tuple[socket.socke
     return listener, listener.getsockname()[1]
 
 
-def _start(slots: dict[str, int], link: str, is_verbose: bool) -> subprocess.Popen[bytes]:
+def _start(
+    slots: dict[str, int], link: str, environ: Mapping[str, str], *, is_verbose: bool
+) -> subprocess.Popen[bytes]:
     path = search_path()
     hosts = ",".join(f"{name}:{count}" for name, count in slots.items())
     words = ["--gloo", "--disable-cache", "-np", str(sum(slots.values())), "-H", hosts]
     words += ["--verbose"] if is_verbose else []
     command = [sys.executable, "-c", boot(path, link)]
-    environ = {name: value for name, value in os.environ.items() if not _FOREIGN.match(name)}
-    environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+    kept = {name: value for name, value in os.environ.items() if not _FOREIGN.match(name)}
+    variables = {**environ, **kept}
+    variables.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     return subprocess.Popen(
         [sys.executable, "-c", _DRIVER.format(path=path), *words, *command],
-        env=environ,
+        env=variables,
         stdin=subprocess.PIPE,  # its end tells horovodrun that this process has ended
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

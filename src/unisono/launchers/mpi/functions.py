@@ -117,6 +117,7 @@ def launch(
     entry: Callable[[RankInfo], Any],
     plan: LaunchPlan,
     *,
+    environ: Mapping[str, str] | None = None,
     command: Sequence[str] | None = None,
     timeout_s: float | None = None,
     stop_limit_s: float = DEFAULT_TIMEOUT_S,
@@ -128,6 +129,7 @@ def launch(
     Args:
         entry: called once in each rank, with who it is; MPI isn't initialised yet.
         plan: how many.
+        environ: variables that the ranks have besides this process's.
         command: the launcher, with options of the user's own; None finds one.
         timeout_s: seconds for the whole job; None for no limit but that of the block.
         stop_limit_s: seconds for which a rank may be stopped by a signal.
@@ -157,7 +159,7 @@ def launch(
     infos = [RankInfo(r, n_ranks, r, n_ranks, 0, 1, source="spawn") for r in range(n_ranks)]
     with ExitStack() as held:
         listener, path = listen_privately(n_ranks, held)
-        process = _start(words, link_to(path, "", _VARIABLES))
+        process = _start(words, link_to(path, "", _VARIABLES), environ or {})
         ranks = _Ranks(process, timeout_s, infos, pickled, listener, held, stop_limit_s)
         job: Job[Any] = Job(ranks, n_ranks)
         try:
@@ -242,10 +244,10 @@ def _version(program: str) -> str:
     return said.stdout + said.stderr
 
 
-def _start(words: list[str], link: str) -> subprocess.Popen[bytes]:
+def _start(words: list[str], link: str, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [*words, sys.executable, "-c", boot(search_path(), link)],
-        env={**_AT_ONCE, **environment(os.environ, is_root=os.geteuid() == 0)},
+        env={**_AT_ONCE, **environ, **environment(os.environ, is_root=os.geteuid() == 0)},
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         start_new_session=True,

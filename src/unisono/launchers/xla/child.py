@@ -106,7 +106,9 @@ def _replica(_rank: int) -> None:
     child.send("thread", rank, threading.get_ident())
     try:
         entry = load_from_parent(child.entry)
-        result = entry(_info(runtime, child.plan))
+        # Autograd's own threads would run hooks outside of the replica.
+        with torch.autograd.set_multithreading_enabled(False):
+            result = entry(_info(runtime, child.plan))
         buffer = io.BytesIO()
         _ResultPickler(buffer).dump(result)
     except BaseException as error:  # SystemExit and KeyboardInterrupt are failures too

@@ -51,7 +51,7 @@ _TERM_S = 3.0  # after SIGTERM, before SIGKILL
 
 
 def launch(
-    entry: Callable[[RankInfo], Any], plan: LaunchPlan, *, env: Mapping[str, str]
+    entry: Callable[[RankInfo], Any], plan: LaunchPlan, *, environ: Mapping[str, str]
 ) -> list[Any]:
     """Run `entry` in the replicas that XLA's runtime makes.
 
@@ -60,7 +60,7 @@ def launch(
     Args:
         entry: called once in each replica with who it is.
         plan: how many replicas to start on this node; the runtime may start another number.
-        env: variables that the runtime needs, besides this process's own.
+        environ: variables that the runtime needs, besides this process's own.
 
     Returns:
         What `entry` returned, by rank of this node; tensors of XLA devices come on the CPU.
@@ -80,7 +80,7 @@ def launch(
     link, theirs = multiprocessing.Pipe()
     with link:
         with theirs:
-            process = _start(theirs.fileno(), env)
+            process = _start(theirs.fileno(), environ)
         job: Job[Any] = Job(_Replicas(process, link), plan.nproc_per_node)
         try:
             with contextlib.suppress(OSError):  # it has died, which is seen when it is listened to

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
-from collections.abc import Callable
-from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import horovod.torch as hvd  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -31,7 +27,7 @@ from unisono.model.training import TrainingHooks
 from unisono.models.horovod import context
 from unisono.models.horovod import context as setup
 from unisono.models.horovod.operations import NARROW, Calls, Start, guise
-from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
+from unisono.topology import ContextHint, Group, RankInfo, Topology
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -71,7 +67,8 @@ class HorovodModel(ComputationModel, TrainingHooks):
 
     name: ClassVar[str] = "horovod-dist"
     backends: ClassVar[tuple[str, ...]] = ("horovod",)
-    capabilities: ClassVar[frozenset[str]] = frozenset({"groups", "launch"})
+    capabilities: ClassVar[frozenset[str]] = frozenset({"groups"})
+    launcher: ClassVar[str] = "horovod"
     options: ClassVar[frozenset[str]] = frozenset({"timeout", "hosts", "use_gloo", "verbose"})
     dtypes: frozenset[torch.dtype] = NARROW | frozenset(
         {torch.int32, torch.int64, torch.float32, torch.float64}
@@ -263,32 +260,9 @@ class HorovodModel(ComputationModel, TrainingHooks):
         name = f"set{handle.process_set_id}"
         return Group(tuple(handle.ranks), handle, name)
 
-    @classmethod
-    def launch(cls, entry: Callable[[Self], T], plan: LaunchPlan, **options: Any) -> list[T]:
-        timeout = options.pop("timeout", None)
-        limit_s = setup.seconds(timeout)
-        if options.pop("use_gloo", None) is False:
-            raise ArgumentError(
-                "use_gloo=False: ranks are started over gloo; start others by mpirun"
-            )
-        launcher: Any = importlib.import_module("unisono.launchers.horovod.functions")
-        run = partial(_replica, cls, entry, timeout)
-        results: list[T] = launcher.launch(run, plan, stop_limit_s=limit_s, **options)
-        return results
-
 
 def _reduction(tensor: Tensor, op: ReduceOp) -> Start:
     native = _OPS[op]
     return lambda name, members: hvd.allreduce_async_(
         tensor, name=name, op=native, process_set=members
     )
-
-
-def _replica(
-    cls: type[HorovodModel], entry: Callable[[Any], T], timeout: timedelta | None, info: RankInfo
-) -> T:
-    """Be one replica of a launched job: make the model, run `entry` with it, end it."""
-    model = cls.initialize(cls.backends[0], info, timeout=timeout)
-    result = entry(model)
-    model.finalize()
-    return result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from unisono.arguments import check_names
 from unisono.control.plane import ControlPlane
-from unisono.deadlines import DEFAULT_TIMEOUT_S
 from unisono.model import fallback
 from unisono.model.contract import ComputationModel
 from unisono.model.handle import Handle
@@ -23,7 +21,7 @@ from unisono.models.mpi import world as setup
 from unisono.models.mpi.availability import why_unavailable
 from unisono.models.mpi.liveness import LivenessProbe
 from unisono.models.mpi.operations import DATATYPES, Calls, is_folded_by_torch
-from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
+from unisono.topology import ContextHint, Group, RankInfo, Topology
 from unisono.tracebacks import hides
 
 if TYPE_CHECKING:
@@ -88,7 +86,8 @@ class MpiModel(ComputationModel):
 
     name: ClassVar[str] = "mpi-dist"
     backends: ClassVar[tuple[str, ...]] = ("mpi4py",)
-    capabilities: ClassVar[frozenset[str]] = frozenset({"groups", "launch", "send_recv"})
+    capabilities: ClassVar[frozenset[str]] = frozenset({"groups", "send_recv"})
+    launcher: ClassVar[str] = "mpi"
     options: ClassVar[frozenset[str]] = frozenset({"timeout", "device"})
     dtypes: frozenset[torch.dtype] = frozenset(DATATYPES)
     largest_count: ClassVar[int] = 2**31 - 1
@@ -329,25 +328,6 @@ class MpiModel(ComputationModel):
         ranks = setup.ranks_of(self._mpi, handle)
         return Group(ranks, handle, _name(handle))
 
-    @classmethod
-    def launch(cls, entry: Callable[[Self], T], plan: LaunchPlan, **options: Any) -> list[T]:
-        launcher: Any = importlib.import_module("unisono.launchers.mpi.functions")
-        timeout = options.get("timeout")
-        limit_s = DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
-        run = partial(_replica, cls, entry, options)
-        results: list[T] = launcher.launch(run, plan, stop_limit_s=limit_s)
-        return results
-
 
 def _name(comm: Any) -> str:
     return f"communicator {comm.py2f()}"
-
-
-def _replica(
-    cls: type[MpiModel], entry: Callable[[Any], T], options: dict[str, Any], info: RankInfo
-) -> T:
-    """Be one rank of a launched job. Collective over all ranks of `info`."""
-    model = cls.initialize(cls.backends[0], info, **options)
-    result = entry(model)
-    model.finalize()
-    return result

@@ -5,7 +5,6 @@ This file imports no torch_xla, so that it can answer where there is none; `_xla
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 __all__ = ("REPLICAS", "XlaModel")
 
 T = TypeVar("T")
-M = TypeVar("M", bound="XlaModel")
 _DEFAULT_TIMEOUT_S = 1800.0
 _ERRORS = (ErrorRow((RuntimeError, ValueError), "", CollectiveError),)
 REPLICAS = ThreadExchange()
@@ -105,7 +103,8 @@ class XlaModel(ComputationModel, TrainingHooks):
 
     name: ClassVar[str] = "xla-dist"
     backends: ClassVar[tuple[str, ...]] = ("xla-tpu", "xla-cuda", "xla-cpu")
-    capabilities: ClassVar[frozenset[str]] = frozenset({"groups", "launch"})
+    capabilities: ClassVar[frozenset[str]] = frozenset({"groups"})
+    launcher: ClassVar[str] = "xla"
     options: ClassVar[frozenset[str]] = frozenset({"timeout"})
     replicas_are_threads: ClassVar[bool] = True
     is_thread_bound: ClassVar[bool] = True
@@ -197,12 +196,7 @@ class XlaModel(ComputationModel, TrainingHooks):
         return self._transport
 
     @classmethod
-    def launch(
-        cls,
-        entry: Callable[[Self], T],
-        plan: LaunchPlan,
-        **options: Any,
-    ) -> list[T]:
+    def worker_environ(cls, plan: LaunchPlan) -> dict[str, str]:
         backend = plan.backend
         if backend == "xla-cpu" and plan.nnodes > 1:
             raise UnsupportedOperation(
@@ -210,10 +204,7 @@ class XlaModel(ComputationModel, TrainingHooks):
                 f"{backend} on {plan.nnodes} nodes",
                 "its replicas are threads of one process; use nnodes=1, or backend 'gloo'",
             )
-        launcher = importlib.import_module("unisono.launchers.xla.functions")
-        run = partial(_run_replica, cls, backend, entry, options)
-        results: list[T] = launcher.launch(run, plan, env=setup.environment(backend, plan))
-        return results
+        return setup.environment(backend, plan)
 
     def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
         if self._topology.size(group) == 1:
@@ -324,21 +315,6 @@ class XlaModel(ComputationModel, TrainingHooks):
 def _bucket(size_bytes: int) -> int:
     """Round up to a power of two, for XLA compiles a graph for each size."""
     return max(FRAME_BYTES, 1 << (size_bytes - 1).bit_length())
-
-
-def _run_replica(
-    cls: type[M],
-    backend: str,
-    entry: Callable[[M], T],
-    options: dict[str, Any],
-    info: RankInfo,
-) -> T:
-    model = cls.initialize(backend, info, **options)
-    # Autograd's own threads would run hooks outside of the replica.
-    with torch.autograd.set_multithreading_enabled(False):
-        result = entry(model)
-    model.finalize()
-    return result
 
 
 def _describe(call: str, tensor: Tensor) -> str:
