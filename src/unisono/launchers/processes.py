@@ -34,6 +34,7 @@ from unisono.launchers.job.worker import Task, work
 from unisono.launchers.job.workers import Maker, Worker, Workers
 from unisono.launchers.script.script import Script, env_for, without_job
 from unisono.launchers.script.supervisor import Outcome, Supervisor, start
+from unisono.launchers.variables import rank_variables
 from unisono.topology import PREFIXED, PRIVATE_STORE, LaunchPlan, RankInfo
 from unisono.tracebacks import hides
 
@@ -280,20 +281,13 @@ def task(
         folder: its working directory.
         surroundings: what else it has from this process; None for nothing.
     """
-    own = {
-        "RANK": info.rank,
-        "LOCAL_RANK": info.local_rank,
-        "WORLD_SIZE": info.world_size,
-        "LOCAL_WORLD_SIZE": info.local_world_size,
-        "MASTER_ADDR": info.master_addr,
-        "MASTER_PORT": info.master_port,
-        PRIVATE_STORE: info.private_store,
-    }
     share = {} if info.local_world_size == 1 else {"OMP_NUM_THREADS": str(info.core_share())}
     variables = {**share, **environ}
     for name in (PRIVATE_STORE, PREFIXED):  # of a job that this process may itself belong to
         variables.pop(name, None)
-    variables |= {name: str(value) for name, value in own.items() if value is not None}
+    variables |= rank_variables(info)
+    if info.private_store is not None:
+        variables[PRIVATE_STORE] = info.private_store
     return Task(pickled, info, variables, path, list(sys.argv), folder, surroundings)
 
 

@@ -13,17 +13,13 @@ from typing import Any
 
 from unisono.errors import ArgumentError
 from unisono.launchers.script.function_job import run_function
-from unisono.launchers.script.script import Script, without_job
+from unisono.launchers.script.script import Script
 from unisono.launchers.script.supervisor import Outcome, run_launcher
+from unisono.launchers.variables import OF_SLURM_STEP, OF_TORCH, without
 from unisono.topology import LaunchPlan, RankInfo
 
 __all__ = ("argv", "batch_script", "environment", "launch", "run")
 
-# They would place the tasks of a step that this process isn't in; what an allocation says stays.
-_OF_STEP = (
-    *("SLURM_STEP", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_TASK_PID"),
-    *("SLURM_DISTRIBUTION", "SLURM_LAUNCH_", "SLURM_SRUN_", "SLURM_GTIDS", "SLURM_UMASK"),
-)
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 _OURS = {
     "nodes": "nnodes",
@@ -100,9 +96,7 @@ def environment(script: Script, environ: Mapping[str, str]) -> dict[str, str]:
         `environ` without those of a job or step around this process; where hosts or an address
         were named, the address.
     """
-    found = {
-        name: value for name, value in without_job(environ).items() if not name.startswith(_OF_STEP)
-    }
+    found = without(environ, OF_TORCH, OF_SLURM_STEP)
     if script.hosts:  # task 0 of an arbitrary distribution is on the first host of the list
         found["MASTER_ADDR"] = script.hosts[0][0]
     if script.master_addr is not None:

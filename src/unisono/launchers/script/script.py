@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unisono.errors import ArgumentError
-from unisono.topology import PREFIXED, PRIVATE_STORE, LaunchPlan, RankInfo
+from unisono.launchers.variables import OF_TORCH, node_variables, rank_variables, without
+from unisono.topology import PRIVATE_STORE, LaunchPlan, RankInfo
 
 __all__ = ("RANK", "Script", "dying_with", "env_for", "without_job")
 
@@ -135,14 +136,7 @@ def without_job(environ: Mapping[str, str]) -> dict[str, str]:
 
     Local, and pure. Ranks of a new job must not take them for their own.
     """
-    own = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"}
-    own |= {"GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", PRIVATE_STORE, PREFIXED}
-    foreign = ("TORCHELASTIC_", "ROLE_")
-    return {
-        name: value
-        for name, value in environ.items()
-        if name not in own and not name.startswith(foreign)
-    }
+    return without(environ, OF_TORCH)
 
 
 def env_for(info: RankInfo, restarts: int = 0, max_restarts: int = 0) -> dict[str, str]:
@@ -158,19 +152,12 @@ def env_for(info: RankInfo, restarts: int = 0, max_restarts: int = 0) -> dict[st
     Returns:
         The variables; `unisono.environments.detection.detect` reads `info` out of them.
     """
-    said = {
-        "RANK": info.rank,
-        "WORLD_SIZE": info.world_size,
-        "LOCAL_RANK": info.local_rank,
-        "LOCAL_WORLD_SIZE": info.local_world_size,
-        "GROUP_RANK": info.node_rank,
-        "GROUP_WORLD_SIZE": info.nnodes,
-        "MASTER_ADDR": info.master_addr,
-        "MASTER_PORT": info.master_port,
+    job = {
         "TORCHELASTIC_RESTART_COUNT": restarts,
         "TORCHELASTIC_MAX_RESTARTS": max_restarts,
         "TORCHELASTIC_USE_AGENT_STORE": info.store_is_hosted,
         "TORCHELASTIC_RUN_ID": info.job_id,
         PRIVATE_STORE: info.private_store,
     }
-    return {name: str(value) for name, value in said.items() if value is not None}
+    of_job = {name: str(value) for name, value in job.items() if value is not None}
+    return {**rank_variables(info), **node_variables(info), **of_job}

@@ -32,6 +32,7 @@ from unisono.launchers.job.job import Job, Ranks
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import search_path
 from unisono.launchers.job.tail import Tail
+from unisono.launchers.variables import OF_XLA, without
 from unisono.launchers.xla.child import FORK_DIED
 from unisono.launchers.xla.crash_report import explain, with_ranks
 from unisono.topology import LaunchPlan, RankInfo
@@ -43,8 +44,6 @@ _BOOT = (
     "link = Connection(int(sys.argv.pop(1))); sys.path[:] = pickle.loads(link.recv_bytes()); "
     "from unisono.launchers.xla.child import serve; serve(link)"
 )
-# Variables of the job that this process may itself belong to.
-_FOREIGN = ("TORCHELASTIC_RUN_ID", "PJRT_LOCAL_PROCESS_RANK", "PJRT_LOCAL_PROCESS_COUNT")
 _SHOWN_CHARS = 8192
 _POLL_S = 0.5
 _TERM_S = 3.0  # after SIGTERM, before SIGKILL
@@ -170,13 +169,12 @@ class _Replicas(Ranks):
 
 
 def _start(link_fd: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    variables = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
     try:
         return subprocess.Popen(
             [sys.executable, "-c", _BOOT, str(link_fd)],
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            env={**variables, **env},
+            env={**without(os.environ, OF_XLA), **env},
             pass_fds=[link_fd],
             start_new_session=True,
         )

@@ -9,24 +9,11 @@ no torch, so that it starts in some 50 ms and holds little memory.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import importlib.util
 import os
-import resource
 import signal
 import sys
 from pathlib import Path
-
-_PR_SET_PDEATHSIG = 1
-
-
-def _die_with(parent: int, number: int) -> None:
-    """Send this process a signal when the one that made it ends; Linux alone can. Local."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-    if parent and os.getppid() != parent:
-        os.kill(os.getpid(), number)
 
 
 def _load_package() -> None:
@@ -58,21 +45,19 @@ def main() -> None:
     """Do what the command line says, and end as the program does. Local."""
     options = _options()
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
-    if options.exec:  # a launcher, which ends with the process that asked for it
-        _die_with(options.parent, options.exec)
-        os.execvp(program[0], program)
-    _die_with(options.parent, signal.SIGTERM)
     _load_package()
+    from unisono.launchers.job.forkserver import die_with
+
+    if options.exec:  # a launcher, which ends with the process that asked for it
+        die_with(options.parent, options.exec)
+        os.execvp(program[0], program)
+    die_with(options.parent, signal.SIGTERM)
+    from unisono.launchers.job.wrapper import end_like
     from unisono.launchers.script.rank.program import OutputOptions, run
 
     style = "plain" if options.plain else "coloured" if options.colour else "prefixed"
     code = run(program, OutputOptions(options.log_dir, options.token, style, options.terminal))
-    if code < 0:  # so that the launcher sees the signal
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with contextlib.suppress(OSError, ValueError):
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code if code >= 0 else 128 - code)
+    end_like(code)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from unisono.errors import UnisonoError
+from unisono.launchers.job.forkserver import die_with
 from unisono.launchers.job.title import name_process
-from unisono.launchers.script.rank.__main__ import _die_with
 from unisono.launchers.script.rank.report import Held, Report, encode, is_of_the_end
+from unisono.launchers.variables import node_variables, rank_variables
 from unisono.plugins import read_environment
 from unisono.topology import PREFIXED, RankInfo
 from unisono.tracebacks import fold_text, newest
@@ -87,17 +88,7 @@ def variables(
     """
     new = {"PYTHONUNBUFFERED": "1"}
     if info is not None:
-        said = {
-            "RANK": info.rank,
-            "WORLD_SIZE": info.world_size,
-            "LOCAL_RANK": info.local_rank,
-            "LOCAL_WORLD_SIZE": info.local_world_size,
-            "GROUP_RANK": info.node_rank,
-            "GROUP_WORLD_SIZE": info.nnodes,
-            "MASTER_ADDR": info.master_addr,
-            "MASTER_PORT": info.master_port,
-        }
-        new |= {name: str(value) for name, value in said.items() if value is not None}
+        new |= {**rank_variables(info), **node_variables(info)}
         if info.local_world_size is not None and info.local_world_size > 1:
             new["OMP_NUM_THREADS"] = str(info.core_share())
     found = {**new, **environ}
@@ -181,7 +172,7 @@ class _Running:
 
         def in_child() -> None:  # this process has one thread
             os.setpgid(0, 0)
-            _die_with(parent, signal.SIGKILL)
+            die_with(parent, signal.SIGKILL)
 
         self._wake, wake = os.pipe()
         os.set_blocking(self._wake, False)

@@ -1,0 +1,83 @@
+"""Environment variables of ranks: those that say who one is, and those that a job around leaves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from unisono.topology import PREFIXED, PRIVATE_STORE, RankInfo
+
+__all__ = (
+    "OF_HOROVOD",
+    "OF_MPI",
+    "OF_SLURM_STEP",
+    "OF_TORCH",
+    "OF_XLA",
+    "RANKS_OF_HOROVOD",
+    "RANKS_OF_MPI",
+    "node_variables",
+    "rank_variables",
+    "without",
+)
+
+# What a job around this process has set for its own ranks, by the library that sets it.
+OF_TORCH = re.compile(
+    r"((LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_|GROUP_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
+    rf"|{PRIVATE_STORE}|{PREFIXED})$|TORCHELASTIC_|ROLE_"
+)
+OF_MPI = re.compile(
+    r"OMPI_(?!MCA_|ALLOW_)|OMPI_MCA_(ess|orte|pmix|orted)(_|$)|PMIX?_|PMI2_|PRTE_(?!MCA_|ALLOW_)"
+    r"|HYDI_|MPI_LOCAL"
+)
+OF_HOROVOD = re.compile(r"HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|HOSTNAME)$")
+OF_XLA = re.compile(r"(TORCHELASTIC_RUN_ID|PJRT_LOCAL_PROCESS_(RANK|COUNT))$")
+# They would place the tasks of a step that this process isn't in; what an allocation says stays.
+OF_SLURM_STEP = re.compile(
+    r"SLURM_(STEP|PROCID|LOCALID|NODEID|TASK_PID|DISTRIBUTION|LAUNCH_|SRUN_|GTIDS|UMASK)"
+)
+# Where a rank of these finds its rank, and how many there are.
+RANKS_OF_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("PMIX_RANK", "PMIX_SIZE"),
+)
+RANKS_OF_HOROVOD = (("HOROVOD_RANK", "HOROVOD_SIZE"),)
+
+
+def without(environ: Mapping[str, str], *families: re.Pattern[str]) -> dict[str, str]:
+    """Copy variables without those of a job that this process may itself belong to.
+
+    Local, and pure. Ranks of a new job must not take them for their own.
+
+    Args:
+        environ: this process's variables.
+        families: which of them, as named above.
+    """
+    return {
+        name: value
+        for name, value in environ.items()
+        if not any(family.match(name) for family in families)
+    }
+
+
+def rank_variables(info: RankInfo) -> dict[str, str]:
+    """Write torch's variables for one rank. Local, and pure."""
+    return _texts(
+        {
+            "RANK": info.rank,
+            "WORLD_SIZE": info.world_size,
+            "LOCAL_RANK": info.local_rank,
+            "LOCAL_WORLD_SIZE": info.local_world_size,
+            "MASTER_ADDR": info.master_addr,
+            "MASTER_PORT": info.master_port,
+        }
+    )
+
+
+def node_variables(info: RankInfo) -> dict[str, str]:
+    """Write the names that torch's agent gives to a rank's node. Local, and pure."""
+    return _texts({"GROUP_RANK": info.node_rank, "GROUP_WORLD_SIZE": info.nnodes})
+
+
+def _texts(facts: Mapping[str, object]) -> dict[str, str]:
+    return {name: str(value) for name, value in facts.items() if value is not None}
