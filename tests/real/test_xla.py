@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 import unisono as idist
-from unisono.context import ContextState
 from tests.support.launched import with_model
+from unisono.context import ContextState
 from unisono.errors import (
     ArgumentError,
     CollectiveMismatchError,
