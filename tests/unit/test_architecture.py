@@ -35,11 +35,7 @@ SPEAKS = re.compile(r"(^|\n\n|\. )(Local|Collective (over|at creation))\b")
 Key = TypeVar("Key", str, tuple[str, str])
 
 # A module that may use a room above or beside it, until when.
-GOES_UP = {
-    ("models.horovod.model", "launchers.horovod"): "until a model's launcher is a name",
-    ("models.mpi.model", "launchers.mpi"): "until a model's launcher is a name",
-    ("models.xla.model", "launchers.xla"): "until a model's launcher is a name",
-}
+GOES_UP: dict[tuple[str, str], str] = {}
 
 
 def uses(source: Source) -> Iterator[tuple[int, str]]:
@@ -103,9 +99,6 @@ def test_every_room_that_is_drawn_is_there() -> None:
 
 # A module that loads another by name where no table can: it would be loaded for nothing.
 LOADED_LATE = {
-    ("models.horovod.model", "launchers.horovod.functions"): "until a model's launcher is a name",
-    ("models.mpi.model", "launchers.mpi.functions"): "until a model's launcher is a name",
-    ("models.xla.model", "launchers.xla.functions"): "until a model's launcher is a name",
     ("models.xla.setup", "models.xla.graph"): "the one door to torch_xla",
     ("payload.codec", "payload.pickling"): "cloudpickle, where a value needs it",
     ("training.checkpoints", "training.shards"): "torch's distributed checkpoints",
@@ -196,14 +189,12 @@ SPELLS_VARIABLES = {
     "launchers.horovod.functions": "horovodrun's own",
     "launchers.job.lifetime": "torchrun's ranks, in a worker's title",
     "launchers.mpi.functions": "Open MPI refuses root without",
-    "launchers.mpi.job": "how a program under mpiexec says who it is",
     "launchers.mpi.script": "what each rank is told",
-    "launchers.processes": "what each rank is told",
     "launchers.script.function_job": "the attempt of torchrun that this is",
     "launchers.script.rank.program": "what each rank is told",
     "launchers.script.script": "what each rank is told",
     "launchers.slurm": "what each rank is told",
-    "launchers.xla.functions": "what its children don't inherit",
+    "launchers.variables": "what each rank is told, and what a job around leaves",
     "lifecycle": "where rank and world size are given and the address isn't",
     "models.horovod.context": "Horovod is told by variables",
     "models.horovod.rendezvous": "horovodrun's rendezvous server",
