@@ -337,7 +337,7 @@ def _adopt() -> ContextState | None:
     _hand_over(context)
     if _forked is not None and type(model) is type(_forked.model):
         context.inherit(_forked)
-    if model.is_thread_bound:
+    if context.control.is_thread_bound:
         _thread.context = context
     else:
         _process = context
@@ -424,7 +424,7 @@ def activate(
                 refuse_fork(live)
             live = None
         if live is not None and live is not _serial:
-            joins = live.model.is_thread_bound and type(live.model) is cls
+            joins = live.control.is_thread_bound and type(live.model) is cls
             if is_ours(live) or not joins:
                 topology = live.model.topology
                 raise AlreadyInitializedError(
@@ -432,7 +432,7 @@ def activate(
                     f"{topology.world_size}): call finalize() first"
                 )
         context = ContextState(make())
-        if context.model.is_thread_bound:
+        if context.control.is_thread_bound:
             _thread.context = _thread.ours = context
         else:
             _process = _ours = context
@@ -459,7 +459,7 @@ def forget() -> None:
             _before.part()
             _before = None
         _process = _ours = None
-        if _thread.context is not None and _thread.context.model.is_thread_bound:
+        if _thread.context is not None and _thread.context.control.is_thread_bound:
             _thread.context = _thread.ours = None
 
 

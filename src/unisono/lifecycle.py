@@ -27,6 +27,7 @@ from unisono.launchers.job.output import begin_lines_with_rank
 from unisono.launchers.job.process_state import streams_filled
 from unisono.launchers.job.title import name_thread
 from unisono.model.contract import ComputationModel
+from unisono.model.launching import launch_hooks_of
 from unisono.options import InitializeOptions, SpawnOptions
 from unisono.plugins import OF_MODELS, load, seats_nodes
 from unisono.registry import find_launcher, find_model
@@ -83,7 +84,7 @@ class Replica:
         have the context until they end, as an asynchronous checkpoint needs it.
         """
         cls = find_model(self.backend)
-        if cls.is_thread_bound:
+        if cls.replicas_are_threads:
             return self.run(cls.initialize(self.backend, info, **self.options))
         if self.prefix_output and info.world_size > 1:
             begin_lines_with_rank(info.rank)
@@ -508,17 +509,17 @@ def _launch(
     cls: type[ComputationModel], replica: Replica, plan: LaunchPlan, options: Mapping[str, Any]
 ) -> Any:
     """Let the model, or a launcher, make the replicas."""
-    plan = replace(plan, backend=replica.backend)
+    plan, hooks = replace(plan, backend=replica.backend), launch_hooks_of(cls)
     if options.get("launcher") is None and "launch" in cls.capabilities:
         _check_own_launch(cls.name, options)
-        return cls.launch(replica.run, plan, **replica.options)
+        return hooks.launch(replica.run, plan, **replica.options)
     if options.get("launcher") is None and cls.launcher in OF_MODELS:
         _check_own_launch(cls.name, options)
         launch = load(OF_MODELS[cls.launcher])
         replica, extra = _split(replica, launch)
     else:
         launch, extra = _launcher(replica.backend, cls, options)
-    return launch(replica, plan, environ=cls.worker_environ(plan), **extra)
+    return launch(replica, plan, environ=hooks.worker_environ(plan), **extra)
 
 
 def _split(replica: Replica, launch: Callable[..., Any]) -> tuple[Replica, dict[str, Any]]:

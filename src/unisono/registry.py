@@ -113,11 +113,17 @@ class _Models(PluginRegistry[type[ComputationModel]]):
     def native(self) -> type[ComputationModel]:
         return self.load(_NATIVE)
 
+    def is_of_torch(self, name: str) -> bool:
+        """Tell whether torch knows a backend, or each of ``cpu:one,cuda:other``. Local."""
+        parts = name.split(",") if ":" in name else [name]
+        known = self.native.backends
+        return all(part.rpartition(":")[2] in known for part in parts)
+
     def is_built_in(self, name: str) -> bool:
-        return super().is_built_in(name) or self.native.claims(name)
+        return super().is_built_in(name) or self.is_of_torch(name)
 
     def entry(self, name: Any) -> Row | type[ComputationModel] | None:
-        if name not in self.registered and name not in self.built_in and self.native.claims(name):
+        if name not in self.registered and name not in self.built_in and self.is_of_torch(name):
             return _NATIVE
         return super().entry(name)
 
@@ -332,7 +338,7 @@ def availability() -> dict[str, str | None]:
     """
     native = _models.native
     table = _models.availability()
-    table.update({name: native.why_unavailable(name) for name in native.known_backends()})
+    table.update({name: native.why_unavailable(name) for name in native.backends})
     table.update({name: cls.why_unavailable(name) for name, cls in _models.registered.items()})
     return table
 

@@ -39,7 +39,7 @@ from unisono.topology import EVERYBODY, LaunchPlan, RankInfo
 
 SOURCES = Path(__file__).parents[2] / "src"
 JOB = Path(__file__).with_name("horovod_job.py")
-FAST = "extremes,exchange,asynchronous,mismatch,late,large,adopt,again,gone"
+FAST = "exchange,asynchronous,mismatch,late,large,adopt,again,gone"
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 

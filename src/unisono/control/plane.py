@@ -51,6 +51,8 @@ class ControlPlane:
         model: the model that holds it.
     """
 
+    is_thread_bound: bool = False
+    """Whether the context belongs to one thread instead of the process (XLA replicas)."""
     is_lazy: bool = False
     """Whether the device computes only when asked to: `settle` comes before each collective."""
 

@@ -7,7 +7,6 @@ one is compared with it, for every operation, dtype, root and group, by the conf
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -17,7 +16,7 @@ from unisono.errors import UnsupportedOperation
 from unisono.model import fallback
 from unisono.model.handle import Handle
 from unisono.model.reduction import ReduceOp, fold_tensors
-from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
+from unisono.topology import ContextHint, Group, RankInfo, Topology
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -47,7 +46,7 @@ class ComputationModel(ABC):
     name: ClassVar[str]
     """The model's name, such as ``"native-dist"``."""
     backends: ClassVar[tuple[str, ...]]
-    """The backends that belong to it, best first."""
+    """The backends that belong to it, best first; asked again at every use."""
     capabilities: ClassVar[frozenset[str]] = frozenset()
     """What it can beyond the derived members: ``"groups"``, ``"send_recv"``, ``"launch"``."""
     dtypes: frozenset[torch.dtype]
@@ -58,8 +57,6 @@ class ComputationModel(ABC):
     """Whether its replicas are threads, which no launcher of processes makes."""
     launcher: ClassVar[str] = "processes"
     """Name of what makes its replicas, unless the user names a launcher or it can ``"launch"``."""
-    is_thread_bound: ClassVar[bool] = False
-    """Whether an adopted context belongs to one thread instead of the process (XLA replicas)."""
 
     @classmethod
     @abstractmethod
@@ -132,16 +129,6 @@ class ComputationModel(ABC):
     # What a model may say of itself
 
     @classmethod
-    def known_backends(cls) -> tuple[str, ...]:
-        """List the backends that belong to this model now. Local."""
-        return cls.backends
-
-    @classmethod
-    def claims(cls, backend: str) -> bool:
-        """Tell whether `backend` belongs to this model. Local."""
-        return backend in cls.known_backends()
-
-    @classmethod
     def why_unavailable(cls, backend: str) -> str | None:
         """Say why `backend` can't be used here and what to do, or None if it can. Local."""
         return None
@@ -158,30 +145,6 @@ class ComputationModel(ABC):
     def is_alive(self) -> bool:
         """Tell whether this is still the context that it was. Local; called before each use."""
         return True
-
-    @classmethod
-    def worker_environ(cls, plan: LaunchPlan) -> dict[str, str]:
-        """List variables that worker processes get unless the user has set them. Local."""
-        return {}
-
-    @classmethod
-    def launch(cls, entry: Callable[[Self], T], plan: LaunchPlan, **options: Any) -> list[T]:
-        """Create replicas in the model's own way and run `entry` in each.
-
-        Local. Only for models that declare ``"launch"``; others get the launcher of the plan.
-
-        Args:
-            entry: called once in each replica with its model.
-            plan: how many replicas.
-            options: those named in the class's `options`.
-
-        Returns:
-            What `entry` returned, by rank.
-
-        Raises:
-            WorkerFailedError: a replica failed.
-        """
-        raise UnsupportedOperation(cls.name, "launch of its own", "use a launcher")
 
     # Derived collectives
 
@@ -203,9 +166,10 @@ class ComputationModel(ABC):
         return fallback.exchange(self, blob, group)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
-        """Reduce [*shape] of all ranks to one [*shape] on every rank; op is never AVERAGE.
+        """Reduce [*shape] of all ranks to one [*shape] on every rank.
 
-        Collective over `group`.
+        Collective over `group`. `op` is never AVERAGE, and for floats SUM or PRODUCT: the facade
+        makes the others of these and of integers.
         """
         return fold_tensors(op, self.all_gather(tensor, group))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from unisono.arguments import check_names
 from unisono.errors import ArgumentError, WorkerFailedError
 from unisono.model.contract import COMMON_DTYPES, ComputationModel
+from unisono.model.launching import LaunchHooks
 from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _GROUP_OPTIONS = ("timeout", "backend", "pg_options", "group_desc", "use_local_s
 _ALONE = Topology(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, nnodes=1)
 
 
-class SerialModel(ComputationModel):
+class SerialModel(ComputationModel, LaunchHooks):
     """What is active when no context is."""
 
     name: ClassVar[str] = "serial"

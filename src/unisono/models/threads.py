@@ -21,6 +21,7 @@ from unisono.control.sideband import stack_of
 from unisono.deadlines import DEFAULT_TIMEOUT_S, end_of_block, overdue
 from unisono.errors import CollectiveTimeoutError, PeerFailedError, WorkerFailedError
 from unisono.model.contract import COMMON_DTYPES, ComputationModel
+from unisono.model.launching import LaunchHooks
 from unisono.model.reduction import ReduceOp, fold_tensors
 from unisono.models.thread_exchange import ThreadExchange
 from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
@@ -158,7 +159,7 @@ class _ControlPlane(ControlPlane):
         self._world.fail(self.model.topology.rank, how)
 
 
-class ThreadsModel(ComputationModel):
+class ThreadsModel(ComputationModel, LaunchHooks):
     """One replica of a job whose replicas are threads of this process."""
 
     name: ClassVar[str] = "threads"

@@ -26,7 +26,7 @@ from unisono.model.reduction import ReduceOp
 from unisono.model.training import TrainingHooks
 from unisono.models.horovod import context
 from unisono.models.horovod import context as setup
-from unisono.models.horovod.operations import NARROW, Calls, Start, guise
+from unisono.models.horovod.operations import NARROW, Calls, Start, widened
 from unisono.topology import ContextHint, Group, RankInfo, Topology
 
 if TYPE_CHECKING:
@@ -57,12 +57,10 @@ class HorovodModel(ComputationModel, TrainingHooks):
     stay equal on all ranks.
 
     Horovod's own: all_gather, broadcast, all_to_all, all_reduce by SUM, PRODUCT, MIN and MAX,
-    reduce_scatter by SUM, asynchronous all_reduce, groups (its process sets), uneven allgather (one
-    of bytes is `exchange`). Derived: reduce, gather, scatter, all_reduce by AND, OR and XOR,
-    reduce_scatter by all but SUM. The barrier is an all_reduce, for Horovod's has no deadline.
-    In a guise: narrow integers are reduced as int32, MIN and MAX of floats as integers, since
-    Horovod loses NaN. It moves no bfloat16; float16 isn't in `dtypes` either: as float32 its sums
-    are rounded once, where Horovod would round them at each rank.
+    reduce_scatter by SUM, asynchronous all_reduce, groups (its process sets). Derived: reduce,
+    scatter, all_reduce by AND, OR and XOR, reduce_scatter by all but SUM. Narrow integers are
+    reduced as int32. Horovod moves no bfloat16; float16 isn't in `dtypes` either: as float32 its
+    sums are rounded once, where Horovod would round them at each rank.
     """
 
     name: ClassVar[str] = "horovod-dist"
@@ -176,7 +174,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
     def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
         if op not in _OPS:
             return super().all_reduce(tensor, op, group)
-        carrier, restore = guise(tensor, op)
+        carrier, restore = widened(tensor)
         start = _reduction(carrier, op)
         return restore(self._calls.run("all_reduce", group, tensor.numel(), start))
 
@@ -185,7 +183,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
     ) -> Handle[Tensor] | None:
         if op not in _OPS:
             return None
-        carrier, restore = guise(tensor, op)
+        carrier, restore = widened(tensor)
         start = _reduction(carrier, op)
         return self._calls.start("all_reduce", group, tensor.numel(), start).then(restore)
 
@@ -201,7 +199,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
     def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
         if op is not ReduceOp.SUM:
             return super().reduce_scatter(rows, op, group)
-        carrier, restore = guise(rows, op)
+        carrier, restore = widened(rows)
         row: Tensor = self._calls.run(
             "reduce_scatter",
             group,

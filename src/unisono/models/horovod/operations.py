@@ -20,10 +20,9 @@ from unisono.errors import (
 )
 from unisono.model.edge import ErrorRow, mapped
 from unisono.model.handle import Handle
-from unisono.model.reduction import ReduceOp, as_ordered_ints, is_order_of_floats
 from unisono.topology import Group, name_of
 
-__all__ = ("NARROW", "Calls", "Start", "guise")
+__all__ = ("NARROW", "Calls", "Start", "widened")
 
 Start = Callable[[str, Any], int]
 """Starts an operation under a name in a process set; gives Horovod's handle."""
@@ -161,14 +160,13 @@ class Calls:
             return True
 
 
-def guise(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def widened(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Give what Horovod reduces exactly instead of a tensor, and the way back.
 
     Local.
 
     Args:
         tensor: [*shape], a dtype that Horovod moves.
-        op: the reduction.
 
     Returns:
         [*shape] in a dtype that Horovod reduces, and what turns its total into `tensor`'s dtype.
@@ -176,6 +174,4 @@ def guise(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, Callable[[Tensor], Tens
     dtype = tensor.dtype
     if dtype in NARROW:
         return tensor.to(torch.int32), lambda total: total.to(dtype)
-    if is_order_of_floats(tensor, op):  # Horovod's own loses NaN
-        return as_ordered_ints(tensor, op)
     return tensor, lambda total: total

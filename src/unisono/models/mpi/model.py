@@ -73,9 +73,9 @@ class MpiModel(ComputationModel):
     messages between two ranks use the adopted world itself, with a tag of their own. MPI stays up
     until the process exits, since it can't be initialised twice.
 
-    Integers, and SUM and PRODUCT of float32 and float64, are MPI's own. The 16-bit floats, and MIN
-    and MAX of all floats (NaN wins), are torch's, within an MPI operation of ours. With two ranks
-    every result is bit for bit that of `fold_tensors`.
+    Reductions of integers, float32 and float64 are MPI's own; those of 16-bit floats are torch's,
+    within an MPI operation of ours. With two ranks every result is bit for bit that of
+    `fold_tensors`.
 
     Set-up waits for all ranks within ``timeout``, else for 60 s; no call of MPI that all must make
     is begun before. Any other call has the ``timeout``, else 30 minutes: it is made in its
@@ -207,9 +207,9 @@ class MpiModel(ComputationModel):
         return row.numel() * self._topology.size(group) > self.largest_count
 
     @staticmethod
-    def _is_derived(op: ReduceOp, tensor: Tensor) -> bool:
+    def _is_derived(tensor: Tensor) -> bool:
         """Whether torch folds, but MPI would hand it memory that the host can't read."""
-        return not tensor.is_cpu and is_folded_by_torch(op, tensor.dtype)
+        return not tensor.is_cpu and is_folded_by_torch(tensor.dtype)
 
     def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
         size, most = self._topology.size(group), self.largest_count
@@ -228,7 +228,7 @@ class MpiModel(ComputationModel):
         return rows
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
-        if self._is_derived(op, tensor):
+        if self._is_derived(tensor):
             return super().all_reduce(tensor, op, group)
         calls, comm = self._calls, self._over(group)
         rule = calls.rule(op, tensor.dtype)
@@ -255,7 +255,7 @@ class MpiModel(ComputationModel):
     def reduce(
         self, tensor: Tensor, dst: int, op: ReduceOp, group: Group | None = None
     ) -> Tensor | None:
-        if self._is_derived(op, tensor):
+        if self._is_derived(tensor):
             return super().reduce(tensor, dst, op, group)
         calls, comm, rule = self._calls, self._over(group), self._calls.rule(op, tensor.dtype)
         is_root, root = self._topology.rank == dst, self._topology.position(group, dst)
@@ -276,7 +276,7 @@ class MpiModel(ComputationModel):
         return into
 
     def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
-        if rows.numel() > self.largest_count or self._is_derived(op, rows):
+        if rows.numel() > self.largest_count or self._is_derived(rows):
             return super().reduce_scatter(rows, op, group)
         calls, rule = self._calls, self._calls.rule(op, rows.dtype)
         row = rows.new_empty(rows.shape[1:])

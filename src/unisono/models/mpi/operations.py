@@ -62,8 +62,6 @@ _OPS = {
 _STEPS: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.PRODUCT: torch.mul,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
 }
 _log = logging.getLogger(__name__)
 # By the names of MPI's error classes, of which this MPI may lack some.
@@ -82,13 +80,9 @@ _held: dict[int, list[Any]] = {}
 _numbers = itertools.count()
 
 
-def is_folded_by_torch(op: ReduceOp, dtype: torch.dtype) -> bool:
-    """Tell whether MPI has no exact operation for this. Local.
-
-    It has none for 16-bit floats, and its MIN and MAX of floats lose NaN.
-    """
-    is_extreme = op in (ReduceOp.MIN, ReduceOp.MAX)
-    return dtype.is_floating_point and (is_extreme or dtype.itemsize < torch.float32.itemsize)
+def is_folded_by_torch(dtype: torch.dtype) -> bool:
+    """Tell whether MPI has no operation for this: it has none for 16-bit floats. Local."""
+    return dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
 
 
 class _Buffer(list[Any]):
@@ -148,7 +142,7 @@ class Calls:
         if rule is None:
             if op.is_bitwise and dtype.is_floating_point:
                 raise PayloadError(f"{op.name} works on integer tensors, not on {dtype}")
-            if is_folded_by_torch(op, dtype):
+            if is_folded_by_torch(dtype):
                 rule = self._mpi.Op.Create(_fold(_STEPS[op], dtype), commute=True)
                 self._folds.append(rule)
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from unisono.errors import (
 )
 from unisono.model.contract import COMMON_DTYPES, ComputationModel
 from unisono.model.handle import Handle
+from unisono.model.launching import LaunchHooks
 from unisono.model.reduction import ReduceOp
 from unisono.model.training import TrainingHooks
 from unisono.models.native import process_group
@@ -54,11 +55,18 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class NativeModel(ComputationModel, TrainingHooks):
+class _KnownBackends:
+    """Those that torch knows now: others may still be registered with it."""
+
+    def __get__(self, _instance: object, _owner: type) -> tuple[str, ...]:
+        return setup.known_backends()
+
+
+class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
     """The default process group of ``torch.distributed``, ours or one that the user made."""
 
     name: ClassVar[str] = "native-dist"
-    backends: ClassVar[tuple[str, ...]] = setup.known_backends()
+    backends: ClassVar[tuple[str, ...]] = cast("Any", _KnownBackends())
     capabilities: ClassVar[frozenset[str]] = frozenset({"groups", "send_recv"})
     options: ClassVar[frozenset[str]] = frozenset(
         {"timeout", "init_method", "store", "device", "device_id", "pg_options", "group_name"}
@@ -92,16 +100,6 @@ class NativeModel(ComputationModel, TrainingHooks):
         self.control = SocketControlPlane(self, timeout_s)
         self._calls = Calls(self, self._transport.type == "cpu" and topology.world_size > 1)
         self._ops = {**_EVERYWHERE, **_BITWISE} if is_gloo else _EVERYWHERE
-
-    @classmethod
-    def known_backends(cls) -> tuple[str, ...]:
-        return setup.known_backends()
-
-    @classmethod
-    def claims(cls, backend: str) -> bool:
-        if ":" in backend:
-            return all(name in setup.known_backends() for name in _parts(backend))
-        return backend in setup.known_backends()
 
     @classmethod
     def why_unavailable(cls, backend: str) -> str | None:

@@ -26,6 +26,7 @@ from unisono.model import fallback
 from unisono.model.contract import ComputationModel
 from unisono.model.edge import ErrorRow, map_errors
 from unisono.model.fallback import FRAME_BYTES
+from unisono.model.launching import LaunchHooks
 from unisono.model.reduction import ReduceOp, fold_tensors
 from unisono.model.training import TrainingHooks
 from unisono.models.thread_exchange import ThreadExchange
@@ -65,6 +66,7 @@ _ON_CPU = _EVERYWHERE | {
 
 class _ControlPlane(ControlPlane):
     is_lazy = True
+    is_thread_bound = True
 
     def __init__(self, model: XlaModel, are_threads: bool, cut: Callable[[], object]) -> None:
         super().__init__(model)
@@ -85,7 +87,7 @@ class _ControlPlane(ControlPlane):
         self._cut()
 
 
-class XlaModel(ComputationModel, TrainingHooks):
+class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     """One replica of XLA's runtime, as the thread or process that it is.
 
     An instance belongs to one replica; in a process with several each of their threads has its
@@ -107,7 +109,6 @@ class XlaModel(ComputationModel, TrainingHooks):
     launcher: ClassVar[str] = "xla"
     options: ClassVar[frozenset[str]] = frozenset({"timeout"})
     replicas_are_threads: ClassVar[bool] = True
-    is_thread_bound: ClassVar[bool] = True
     dtypes: frozenset[torch.dtype] = _EVERYWHERE
 
     def __init__(
@@ -240,7 +241,6 @@ class XlaModel(ComputationModel, TrainingHooks):
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
         if not self._is_native(tensor, op, group):
-            # On the host: XLA's own minimum and maximum lose NaN on a CPU.
             return fold_tensors(op, self.all_gather(tensor, group).cpu()).to(self._transport)
         build = partial(self._step.all_reduce, kind=_REDUCTIONS[op])
         return self._run(f"all_reduce {op.name}", tensor, build)
@@ -282,11 +282,9 @@ class XlaModel(ComputationModel, TrainingHooks):
         return self._topology.size(group) == self._topology.world_size
 
     def _is_native(self, tensor: Tensor, op: ReduceOp, group: Group | None) -> bool:
-        """Tell whether XLA computes this, and as `fold_tensors` does."""
-        loses_nan = tensor.dtype.is_floating_point and op in (ReduceOp.MIN, ReduceOp.MAX)
+        """Tell whether XLA computes this."""
         return (
             op in _REDUCTIONS
-            and not loses_nan
             and tensor.numel() > 0
             and self._topology.world_size > 1
             and self._is_everybody(group)

@@ -1,0 +1,47 @@
+"""Optional hooks of ``spawn``: how the replicas of a model come to exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from unisono.errors import UnsupportedOperation
+from unisono.model.contract import ComputationModel
+from unisono.topology import LaunchPlan
+
+__all__ = ("LaunchHooks", "launch_hooks_of")
+
+T = TypeVar("T")
+
+
+class LaunchHooks:
+    """What ``spawn`` asks of a model's class that inherits it, beside the contract."""
+
+    @classmethod
+    def worker_environ(cls, plan: LaunchPlan) -> dict[str, str]:
+        """List variables that worker processes get unless the user has set them. Local."""
+        return {}
+
+    @classmethod
+    def launch(cls, entry: Callable[[Any], T], plan: LaunchPlan, **options: Any) -> list[T]:
+        """Create replicas in the model's own way and run `entry` in each.
+
+        Local. Only for models that declare ``"launch"``; others name a `launcher`.
+
+        Args:
+            entry: called once in each replica with its model.
+            plan: how many replicas.
+            options: those named in the class's `options`.
+
+        Returns:
+            What `entry` returned, by rank.
+
+        Raises:
+            WorkerFailedError: a replica failed.
+        """
+        raise UnsupportedOperation(cls.__name__, "launch of its own", "use a launcher")
+
+
+def launch_hooks_of(cls: type[ComputationModel]) -> type[LaunchHooks]:
+    """Give the hooks of a model's class, or the defaults where it brings none. Local."""
+    return cls if issubclass(cls, LaunchHooks) else LaunchHooks
