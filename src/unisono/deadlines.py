@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ __all__ = (
     "allowed_s",
     "deadline",
     "end_of_block",
+    "end_of_call",
     "limit_of",
     "overdue",
     "require_time",
@@ -167,6 +169,19 @@ def limit_of(timeout_s: float | None, until: float | None = None) -> float | Non
         return timeout_s
     left = max(0.0, min(end for end in (here, until) if end is not None) - time.monotonic())
     return left if timeout_s is None else min(left, timeout_s)
+
+
+def end_of_call(timeout_s: float | None) -> float:
+    """Give until when a collective may take that starts now, by ``time.monotonic()``.
+
+    Local. As `limit_of`; infinity where nothing limits it.
+    """
+    until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    block = _until.get()
+    if block is None:
+        return until
+    at = block.at if isinstance(block, Recall) else block
+    return until if at is None else min(at, until)
 
 
 def overdue(late: Sequence[int], world_size: int, name: str = "the function") -> str:

@@ -11,6 +11,7 @@ import re
 import socket
 import struct
 import threading
+import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from unisono.arguments import number_in
-from unisono.control import plane, signatures
+from unisono.control import envelopes, signatures
 from unisono.control.connection import (
     ALL,
     FAIL,
@@ -48,7 +49,6 @@ from unisono.topology import RankInfo
 
 LIMIT_BYTES = 4096
 HEAD = struct.Struct("<BQQ")
-ENTRY = struct.Struct("<IQ")
 FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 frames = st.builds(
     lambda kind, seq, size, body: HEAD.pack(kind, seq, size) + body,
@@ -58,13 +58,12 @@ frames = st.builds(
     st.binary(max_size=64),
 )
 streams = st.binary(max_size=200) | st.lists(frames, max_size=4).map(b"".join)
-entries = st.builds(
-    lambda place, size, body: ENTRY.pack(place, size) + body,
-    st.integers(0, 3) | st.integers(0, 2**32 - 1),
-    st.integers(0, 8) | st.integers(0, 2**64 - 1),
-    st.binary(max_size=8),
+bodies = st.builds(
+    lambda sizes, blobs: struct.pack(f"<{len(sizes)}Q", *sizes) + blobs,
+    st.lists(st.integers(0, 8) | st.integers(0, 2**64 - 1), max_size=3),
+    st.binary(max_size=24),
 )
-bundles = st.binary(max_size=64) | st.lists(entries, max_size=4).map(b"".join)
+bundles = st.binary(max_size=64) | bodies
 
 reports = st.recursive(
     st.none() | st.text(max_size=5) | st.floats() | st.integers(),
@@ -120,7 +119,7 @@ def test_a_frame_that_says_it_is_huge_takes_no_memory(size: int) -> None:
 @given(st.lists(st.binary(max_size=80), min_size=1, max_size=4))
 def test_what_ranks_say_of_their_calls_is_blobs_or_a_mismatch(said: list[bytes]) -> None:
     try:
-        blobs = signatures.unpack(said, range(len(said)))
+        blobs = signatures.unpack(said, lambda: range(len(said)))
     except CollectiveMismatchError as error:
         assert "rank 0: " in str(error)
     else:
@@ -132,7 +131,7 @@ def test_what_ranks_say_of_their_calls_is_blobs_or_a_mismatch(said: list[bytes])
 def test_what_is_packed_is_unpacked(call: str, blobs: list[bytes]) -> None:
     if len(call.encode("utf-8", "replace")) < 100 and call.isprintable():
         packed = [signatures.pack(call, blob) for blob in blobs]
-        assert signatures.unpack(packed, range(len(blobs))) == blobs
+        assert signatures.unpack(packed, lambda: range(len(blobs))) == blobs
 
 
 @FUZZ
@@ -176,7 +175,7 @@ def test_any_bundle_ends_a_round_with_blobs_or_names_the_peer(bundle: bytes, pla
         kind = GIVE if place == 0 else ALL
         main.sendall(HEAD.pack(kind, 1, len(bundle)) + bundle)
         try:
-            blobs = made.exchange(b"mine", b"", 10.0)
+            blobs, _ = made.exchange(b"mine", time.monotonic() + 10)
         except PeerFailedError as error:
             assert error.rank == 1 - place
         else:
@@ -191,7 +190,7 @@ def test_any_bytes_on_its_lines_end_a_round_in_time(stream: bytes, beside: bytes
         main.sendall(stream)
         main.shutdown(socket.SHUT_WR)
         try:
-            blobs = made.exchange(b"mine", b"", 10.0)
+            blobs, _ = made.exchange(b"mine", time.monotonic() + 10)
         except CollectiveError:
             return
         assert blobs[0] == b"mine"
@@ -201,24 +200,28 @@ def test_a_damaged_report_of_a_failure_names_who_sent_it() -> None:
     with hub(0) as (made, main, _):
         main.sendall(HEAD.pack(FAIL, 1, 4) + b"null")
         with pytest.raises(PeerFailedError, match="can't be read") as caught:
-            made.exchange(b"mine", b"", 10.0)
+            made.exchange(b"mine", time.monotonic() + 10)
         assert caught.value.rank == 1
 
 
 def test_a_damaged_report_beside_leaves_no_dead_thread() -> None:
     with hub(0) as (made, main, aside):
         aside.sendall(HEAD.pack(FAIL, 0, 2) + b"[]")
-        blob = ENTRY.pack(1, 2) + b"ab"
+        blob = envelopes.join_blobs([b"ab"], [2])
         main.sendall(HEAD.pack(GIVE, 1, len(blob)) + blob)
-        assert made.exchange(b"mine", b"", 10.0) == [b"mine", b"ab"]
+        assert made.exchange(b"mine", time.monotonic() + 10)[0] == [b"mine", b"ab"]
         assert any(thread.name == "unisono-sideband" for thread in threading.enumerate())
 
 
 @FUZZ
-@given(st.binary(max_size=30))
-def test_the_size_of_what_follows_is_a_number_or_an_error(said: bytes) -> None:
-    with suppress(CollectiveError):
-        assert plane._size(said) >= 0
+@given(bundles, st.integers(0, 3), st.integers(0, 300))
+def test_a_body_is_as_many_blobs_as_ranks_or_an_error(
+    body: bytes, count: int, inline_bytes: int
+) -> None:
+    with suppress(ValueError):
+        blobs, sizes = envelopes.split_blobs(body, count, inline_bytes)
+        assert len(blobs) == len(sizes) == count
+        assert envelopes.join_blobs(blobs, sizes) == body
 
 
 @FUZZ

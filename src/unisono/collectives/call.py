@@ -6,6 +6,7 @@ import functools
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from types import FunctionType
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -50,7 +51,7 @@ def swap(context: ContextState, call: str, blob: bytes, group: Group | None) -> 
     history = None
     if context.is_checked is not False:
         history = context.control.steps.histories[name_of(group)]
-    return unpack(frames, context.model.topology.members(group), history)
+    return unpack(frames, partial(context.model.topology.members, group), history)
 
 
 def introduce(context: ContextState, call: str) -> None:
@@ -68,9 +69,8 @@ def introduce(context: ContextState, call: str) -> None:
     """
     if context.must_introduce:
         frames = context.model.exchange(pack(call, socket.gethostname().encode()), None)
-        context.hosts = tuple(
-            bytes(host) for host in unpack(frames, context.model.topology.members(None), None)
-        )
+        hosts = unpack(frames, partial(context.model.topology.members, None))
+        context.hosts = tuple(bytes(host) for host in hosts)
         context.must_introduce = False
 
 

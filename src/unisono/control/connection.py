@@ -1,8 +1,7 @@
-"""Framed messages between two ranks over a stream socket, with a lane beside it on one host.
+"""Messages between two ranks over a stream socket, with a mailbox beside it on one host.
 
-A frame: kind as one byte, sequence number and length of the body as uint64, all little-endian,
-then the body. A body over the line's limit ends the line, so a peer can't make this process
-allocate more than that.
+`envelopes` has their format. A body over the connection's limit ends it, so a peer can't make this
+process allocate more than that.
 """
 
 from __future__ import annotations
@@ -11,17 +10,16 @@ import contextlib
 import json
 import select
 import socket
-import struct
 import time
-from typing import Any
+from collections.abc import Callable
 
+from unisono.control.envelopes import HEADER
 from unisono.host.mailbox import LANE_BYTES, Mailbox
 
 __all__ = (
     "ALL",
     "ANSWER",
     "ASK",
-    "COPIED_BYTES",
     "FAIL",
     "GIVE",
     "LATE",
@@ -30,18 +28,12 @@ __all__ = (
     "WAKE",
     "Connection",
     "ConnectionClosed",
-    "entry",
-    "read_entries",
     "read_failure",
 )
 
 GIVE, ALL, FAIL, NOTICE, ASK, ANSWER, LATE, LEAVE, WAKE = range(9)
-_HEAD = struct.Struct("<BQQ")
-_ENTRY = struct.Struct("<IQ")
 _CHUNK = 1 << 16
 _LONGEST_WAIT_S = 3600.0  # `poll` takes no infinity
-COPIED_BYTES = 1 << 14
-"""What is longer is only viewed, where a part of it would do."""
 
 
 class ConnectionClosed(Exception):
@@ -54,7 +46,7 @@ def read_failure(body: bytes) -> dict[str, object]:
     Local.
 
     Raises:
-        LineClosed: it is none.
+        ConnectionClosed: it is none.
     """
     try:
         said = json.loads(body)
@@ -64,34 +56,8 @@ def read_failure(body: bytes) -> dict[str, object]:
         raise ConnectionClosed("it sent a report of a failure that can't be read") from None
 
 
-def entry(place: int, blob: bytes, tail: bytes = b"") -> bytes:
-    """Make an entry of a bundle: place as uint32, length as uint64, blob and tail. Local."""
-    return b"".join((_ENTRY.pack(place, len(blob) + len(tail)), blob, tail))
-
-
-def read_entries(bundle: bytes) -> dict[int, bytes]:
-    """Take a bundle of entries apart, by place.
-
-    Local.
-
-    Returns:
-        What each has, as bytes; one that is long as a view of `bundle`.
-
-    Raises:
-        LineClosed: it is none.
-    """
-    blobs: dict[int, bytes] = {}
-    at, end = 0, len(bundle)
-    view: Any = memoryview(bundle)
-    while at < end:
-        if end - at < _ENTRY.size:
-            raise ConnectionClosed("it sent half an entry")
-        place, size = _ENTRY.unpack_from(bundle, at)
-        at += _ENTRY.size + size
-        if at > end:
-            raise ConnectionClosed(f"it sent an entry that says it has {size} bytes")
-        blobs[place] = (bundle if size < COPIED_BYTES else view)[at - size : at]
-    return blobs
+def _always() -> bool:
+    return True
 
 
 class Connection:
@@ -107,6 +73,8 @@ class Connection:
         sock.setblocking(False)
         self._lane = lane
         self.has_lane: bool = lane is not None
+        self.may_hold: Callable[[], bool] = _always if lane is None else lane.has_come
+        """Tells whether `take` may have a frame; without a mailbox only asking the socket does."""
         self._last_kind = WAKE if self.has_lane else LEAVE
         self._sock = sock
         self._limit = limit_bytes
@@ -126,7 +94,7 @@ class Connection:
             until: when to give up, by ``time.monotonic()``.
 
         Raises:
-            LineClosed: the peer is gone.
+            ConnectionClosed: the peer is gone.
             TimeoutError: it doesn't read.
         """
         lane = self._lane
@@ -144,7 +112,7 @@ class Connection:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
             raise ConnectionClosed("this rank left a message half-way")
-        data = memoryview(_HEAD.pack(kind, seq, len(body)) + body)
+        data = memoryview(HEADER.pack(kind, seq, len(body)) + body)
         self._is_within = True
         data = data[self._put(data) :]
         while data:
@@ -174,7 +142,7 @@ class Connection:
             Kind, sequence number and body; None if no whole frame is there yet.
 
         Raises:
-            LineClosed: the peer is gone and all that it sent has been taken, or it sent nonsense.
+            ConnectionClosed: the peer is gone and all that it sent was taken, or it sent nonsense.
         """
         while True:
             lane = self._lane
@@ -196,14 +164,9 @@ class Connection:
         except OSError as error:
             data, how = b"", str(error)
         self._held += data
-        if not data and not self.may_hold(False):
+        if not data and not (self.has_lane and self.may_hold()):
             raise ConnectionClosed(how)
         return True
-
-    def may_hold(self, otherwise: bool = True) -> bool:
-        """Tell whether a frame waits in the lane; `otherwise` where there is none. Local."""
-        lane = self._lane
-        return otherwise if lane is None else lane.has_come
 
     def is_closed(self) -> bool:
         """Tell whether the peer is gone, reading ahead what it sent. Local; never waits."""
@@ -226,25 +189,25 @@ class Connection:
             lane.sleep(does_sleep)
 
     def _missing(self) -> int:
-        if len(self._held) < _HEAD.size:
+        if len(self._held) < HEADER.size:
             return 0
-        return int(_HEAD.unpack_from(self._held)[2]) + _HEAD.size - len(self._held)
+        return int(HEADER.unpack_from(self._held)[2]) + HEADER.size - len(self._held)
 
     def _parse(self) -> tuple[int, int, bytes] | None:
         held = self._held
-        if len(held) < _HEAD.size:
+        if len(held) < HEADER.size:
             return None
-        kind, seq, size = _HEAD.unpack_from(held)
+        kind, seq, size = HEADER.unpack_from(held)
         if size > self._limit or kind > self._last_kind:
             raise ConnectionClosed(f"it sent a frame of kind {kind} with {size} bytes")
-        end = _HEAD.size + size
+        end = HEADER.size + size
         if len(held) < end:
             return None
-        body = bytes(memoryview(held)[_HEAD.size : end])
+        body = bytes(memoryview(held)[HEADER.size : end])
         del held[:end]
         return kind, seq, body
 
     def close(self) -> None:
         """Close the connection. Local."""
         self._sock.close()
-        self._lane = None  # with it goes the memory, once nobody looks at it
+        self._lane, self.may_hold = None, _always  # the memory goes once nobody looks at it

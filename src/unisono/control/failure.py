@@ -18,9 +18,9 @@ from unisono.control.connection import (
     NOTICE,
     Connection,
     ConnectionClosed,
-    read_entries,
     read_failure,
 )
+from unisono.control.envelopes import Blobs
 from unisono.control.missing import (
     Absent,
     Farewell,
@@ -83,7 +83,7 @@ class FailureDetector:
         """For each place of this host, what becomes readable when its process ends."""
         self.failure: CollectiveError | None = None
         self.gone: Absent | None = None
-        self.waits: tuple[tuple[int, ...], Mapping[int, bytes]] | None = None
+        self.waits: tuple[tuple[int, ...], Mapping[int, Blobs]] | None = None
         """The places that this rank waits for in its round, and what came; None outside a wait."""
         self._seq, self._blob, self._is_in_round = 0, b"", False
         self._thread_id = threading.get_ident()
@@ -240,7 +240,7 @@ class FailureDetector:
         _log.warning("%s", body.decode("utf-8", "replace"))
         self._notify([place for place in self._links.downs if place != source], body)
 
-    def warn(self, places: tuple[int, ...], got: Mapping[int, bytes]) -> None:
+    def warn(self, places: tuple[int, ...], got: Mapping[int, Blobs]) -> None:
         """Warn which of `places` are missing, unless a neighbour did. Local; once a round."""
         if self._has_warned:
             return
@@ -325,7 +325,7 @@ class FailureDetector:
             text = f"{who} {farewell.how}"
         self.fail({"kind": "peer", "rank": rank, "text": text})
 
-    def ask(self, places: tuple[int, ...], got: Mapping[int, bytes]) -> dict[int, State]:
+    def ask(self, places: tuple[int, ...], got: Mapping[int, Blobs]) -> dict[int, State]:
         """Ask the ranks of `places` that haven't come for their state. Local; 0.4 s at most."""
         return self._ask([place for place in places if place not in got])
 
@@ -335,7 +335,7 @@ class FailureDetector:
         return state is not None and state.seq < self._seq
 
     def time_out(
-        self, places: tuple[int, ...], got: Mapping[int, bytes], states: dict[int, State]
+        self, places: tuple[int, ...], got: Mapping[int, Blobs], states: dict[int, State]
     ) -> NoReturn:
         """Fail because some of `places` didn't come, given what `ask` found. Local."""
         text = self._report(places, got, states)
@@ -378,14 +378,13 @@ class FailureDetector:
         return Missing(rank, [self._ranks[far] for far in behind], pid, state.stack, state.last)
 
     def _report(
-        self, places: tuple[int, ...], got: Mapping[int, bytes], states: dict[int, State]
+        self, places: tuple[int, ...], got: Mapping[int, Blobs], states: dict[int, State]
     ) -> str:
         """Say which ranks have come with which call, and where the others are."""
         absent = [place for place in places if place not in got]
         came = {self._place: self._blob}
-        for bundle in got.values():
-            with contextlib.suppress(ConnectionClosed):
-                came |= read_entries(bundle)
+        for source, (blobs, _) in got.items():
+            came |= zip(sorted(self._links.below.get(source, ())), blobs, strict=False)
         by_rank = {self._ranks[place]: signatures.describe(blob) for place, blob in came.items()}
         missing = []
         for place in absent:

@@ -1,7 +1,9 @@
 """One rank's part of a group's control plane: rounds, in which every rank gives and gets all.
 
-In a round every rank gives its blob to whom it is connected upwards, together with what came from
-below; the root sends all of it down again.
+A round has three states. GIVE: a rank waits for the blobs of all ranks below it, and passes them up
+with its own. ALL: it waits for the blobs of all ranks from above, which the root has sent once it
+has them. Then it passes these down, and the round is over. A rank without a rank below it begins
+with ALL, the root ends with GIVE. A failure, or the deadline, ends every later round as well.
 """
 
 from __future__ import annotations
@@ -19,10 +21,9 @@ from unisono.control.connection import (
     GIVE,
     NOTICE,
     ConnectionClosed,
-    entry,
-    read_entries,
     read_failure,
 )
+from unisono.control.envelopes import START_BYTES, Blobs, join_blobs, split_blobs
 from unisono.control.failure import FailureDetector
 from unisono.control.missing import Absent
 from unisono.control.signatures import SequenceNumbers, describe
@@ -98,6 +99,8 @@ class Hub:
         self._size = len(ranks)
         self._place = place
         self._links = neighbours.links
+        self._below = {down: sorted(places) for down, places in neighbours.links.below.items()}
+        self._subtree = sorted((place, *(far for each in self._below.values() for far in each)))
         self._lines = neighbours.lines
         self._alarm = FailureDetector(ranks, place, neighbours, steps)
         self._seq = 0
@@ -180,33 +183,44 @@ class Hub:
     def _places(self, ranks: Collection[int]) -> list[int]:
         return [place for place, rank in enumerate(self._ranks) if rank in ranks]
 
-    def exchange(self, blob: bytes, tail: bytes, limit_s: float) -> list[bytes]:
+    def exchange(self, blob: bytes, until: float) -> Blobs:
         """Give every rank the blobs of all, in order of places.
 
         Collective over the group.
 
         Args:
             blob: this rank's.
-            tail: what comes after it, in the same blob.
-            limit_s: seconds to wait for the others.
+            until: when to give up, by ``time.monotonic()``.
 
         Returns:
-            The blobs with their tails; long ones are views.
+            The blobs, long ones as views, and their sizes; of one over `inline_bytes` the start.
 
         Raises:
             PeerFailedError: a rank is gone.
             CollectiveTimeoutError: ranks didn't come in time; names them.
             CollectiveError: an earlier round was interrupted, or another thread is in one.
         """
-        until = time.monotonic() + limit_s
+        alarm = self._alarm
         try:  # an interrupt may come just after the lock was taken: it knows whose it is
             if not self._lock.acquire(blocking=False):
-                self._alarm.clash(self._caller, blob)
-                if not self._lock.acquire(timeout=min(limit_s, threading.TIMEOUT_MAX)):
-                    self._alarm.refuse_late(blob)
+                self._wait_for_turn(blob, until)
             if self._caller:
-                self._alarm.refuse_nested(blob)
-            return self._exchange(blob, tail, until)
+                alarm.refuse_nested(blob)
+            size = len(blob)
+            given = blob if size <= self.inline_bytes else blob[:START_BYTES]
+            alarm.enter(self._seq + 1, given)
+            self._caller = threading.get_ident()
+            self._seq += 1
+            try:
+                return self._round(given, size, until)
+            except CollectiveError:
+                raise
+            except BaseException as error:  # Ctrl-C above all: half a round can't be taken back
+                alarm.interrupt(f"{type(error).__name__} interrupted {describe(blob)}", True)
+                raise
+            finally:
+                self._caller = 0
+                alarm.leave()
         finally:
             # A call in Python could be interrupted before it begins, as `suppress` is.
             try:  # noqa: SIM105
@@ -214,20 +228,11 @@ class Hub:
             except RuntimeError:  # it isn't this thread's
                 pass
 
-    def _exchange(self, blob: bytes, tail: bytes, until: float) -> list[bytes]:
-        self._alarm.enter(self._seq + 1, blob)
-        self._caller = threading.get_ident()
-        self._seq += 1
-        try:
-            return self._round(blob, tail, until)
-        except CollectiveError:
-            raise
-        except BaseException as error:  # Ctrl-C above all: half a round can't be taken back
-            self._alarm.interrupt(f"{type(error).__name__} interrupted {describe(blob)}", True)
-            raise
-        finally:
-            self._caller = 0
-            self._alarm.leave()
+    def _wait_for_turn(self, blob: bytes, until: float) -> None:
+        self._alarm.clash(self._caller, blob)
+        left_s = max(0.0, until - time.monotonic())
+        if not self._lock.acquire(timeout=min(left_s, threading.TIMEOUT_MAX)):
+            self._alarm.refuse_late(blob)
 
     def interrupt(self, how: str) -> None:
         """Take note that this rank comes no more, and tell the others. Local."""
@@ -240,54 +245,56 @@ class Hub:
             except RuntimeError:  # it isn't this thread's
                 pass
 
-    def _round(self, blob: bytes, tail: bytes, until: float) -> list[bytes]:
+    def _round(self, blob: bytes, size: int, until: float) -> Blobs:
         up, downs = self._links.up, self._links.downs
-        bundle = entry(self._place, blob, tail)
+        gathered: Blobs = (blob,), (size,)
         if downs:
-            given = self._hear(GIVE, downs, until)
-            blobs = read_entries(bundle)
-            for down in downs:
-                blobs |= self._read(given[down], down, self._links.below[down])
-            bundle = b"".join((bundle, *given.values()))
+            gathered = self._gather(blob, size, until)
         if up is not None:
-            self._say(GIVE, up, bundle, until)
-            bundle = self._hear(ALL, (up,), until)[up]
-            blobs = self._read(bundle, up, range(self._size))
-        for down in downs:
-            self._say(ALL, down, bundle, until)
-        return [blobs[place] for place in range(self._size)]
+            self._say(GIVE, up, join_blobs(*gathered), until)
+            gathered = self._hear(ALL, (up,), until)[up]
+        if downs:
+            body = join_blobs(*gathered)
+            for down in downs:
+                self._say(ALL, down, body, until)
+        return gathered
 
-    def _hear(self, kind: int, places: tuple[int, ...], until: float) -> dict[int, bytes]:
-        """Wait for one frame of `kind` from each of `places`; give their bodies."""
-        got: dict[int, bytes] = {}
-        self._look_for_a_while(kind, places, got)
+    def _gather(self, blob: bytes, size: int, until: float) -> Blobs:
+        """Wait for the blobs of all below; give them with this rank's own, in order of places."""
+        blobs, sizes = [b""] * self._size, [0] * self._size
+        blobs[self._place], sizes[self._place] = blob, size
+        for down, given in self._hear(GIVE, self._links.downs, until).items():
+            for place, each, each_size in zip(self._below[down], *given, strict=True):
+                blobs[place], sizes[place] = each, each_size
+        if len(self._subtree) == self._size:
+            return blobs, sizes
+        return [blobs[at] for at in self._subtree], [sizes[at] for at in self._subtree]
+
+    def _hear(self, kind: int, places: tuple[int, ...], until: float) -> dict[int, Blobs]:
+        """Wait for one message of `kind` from each of `places`; give what is in them."""
+        got: dict[int, Blobs] = {}
+        end = self._patience.until()
+        if end:  # look without sleeping, as long as that has been worth it
+            while len(got) < len(places):
+                for place in places:
+                    if place not in got and self._lines[place].may_hold():
+                        self._take(place, kind, places, got)
+                if time.monotonic() > end:
+                    break
+                if self._yields:
+                    os.sched_yield()
+            self._patience.learn(len(got) == len(places))
         if len(got) < len(places):
             later_s = _WARN_LATER_S if kind == ALL else 0.0
             warn_at = time.monotonic() + self.warn_after_s + later_s
             self._sleep(kind, places, got, until, warn_at)
         return got
 
-    def _look_for_a_while(self, kind: int, places: tuple[int, ...], got: dict[int, bytes]) -> None:
-        """Look without sleeping, as long as that has been worth it."""
-        end = self._patience.until()
-        if not end:
-            return
-        while len(got) < len(places):
-            for place in places:
-                line = self._lines[place]
-                if place not in got and line.may_hold():
-                    self._on_event(line.fd, kind, places, got)
-            if time.monotonic() > end:
-                break
-            if self._yields:
-                os.sched_yield()
-        self._patience.learn(len(got) == len(places))
-
     def _sleep(
         self,
         kind: int,
         places: tuple[int, ...],
-        got: dict[int, bytes],
+        got: dict[int, Blobs],
         until: float,
         warn_at: float,
     ) -> None:
@@ -326,55 +333,55 @@ class Hub:
         for place in places:
             self._lines[place].sleep(False)
 
-    def _look_at(self, kind: int, places: tuple[int, ...], got: dict[int, bytes]) -> None:
+    def _look_at(self, kind: int, places: tuple[int, ...], got: dict[int, Blobs]) -> None:
         """Take what came while this rank was elsewhere, or was falling asleep."""
         for place in places:
             if place not in got:
-                self._on_event(self._lines[place].fd, kind, places, got)
+                self._take(place, kind, places, got)
 
-    def _on_event(self, fd: int, kind: int, places: tuple[int, ...], got: dict[int, bytes]) -> None:
+    def _on_event(self, fd: int, kind: int, places: tuple[int, ...], got: dict[int, Blobs]) -> None:
         place = self._place_of[fd]
-        if place not in self._lines:
+        if place in self._lines:
+            self._take(place, kind, places, got, is_gone=fd != self._lines[place].fd)
+        else:
             self._poll.unregister(fd)
             self._ended.append(place)
-            return
-        line = self._lines[place]
+
+    def _take(
+        self,
+        place: int,
+        kind: int,
+        places: tuple[int, ...],
+        got: dict[int, Blobs],
+        is_gone: bool = False,
+    ) -> None:
+        """Take what a neighbour has sent; fail where it is gone, or sent what it shouldn't."""
         how = ""
-        is_gone = fd != line.fd
         try:
-            while (frame := line.take()) is not None:
+            while (frame := self._lines[place].take()) is not None:
                 if frame[0] == NOTICE:
                     self._alarm.hand_on(frame[2], place)
                 elif frame[0] == FAIL:
                     self._alarm.fail(read_failure(frame[2]), place)
                 elif frame[:2] == (kind, self._seq) and place in places and place not in got:
-                    got[place] = frame[2]
+                    count = self._size if kind == ALL else len(self._below[place])
+                    got[place] = split_blobs(frame[2], count, self.inline_bytes)
                     if not is_gone:
                         return
                 else:
                     raise ConnectionClosed(f"it sent frame {frame[0]} of round {frame[1]}")
-        except ConnectionClosed as closed:
+        except (ConnectionClosed, ValueError) as closed:
             is_gone, how = True, str(closed)
-        # Whoever gave waits for the answer and can't be done; whoever answered may be.
+        # A peer that sent GIVE still waits for ALL, so its exit is a failure; one that sent ALL
+        # may exit.
         if is_gone and not (kind == ALL and place in got):
             self._alarm.lose(place, how)
-
-    def _read(self, bundle: bytes, source: int, expected: Collection[int]) -> dict[int, bytes]:
-        """Take a bundle apart; whoever sends one that is damaged is lost."""
-        try:
-            blobs = read_entries(bundle)
-            if blobs.keys() == set(expected):
-                return blobs
-            how = f"it sent blobs of places {sorted(blobs)}"
-        except ConnectionClosed as damage:
-            how = str(damage)
-        self._alarm.lose(source, how)
 
     def _say(self, kind: int, place: int, body: bytes, until: float) -> None:
         try:
             self._lines[place].send(kind, self._seq, body, until)
         except ConnectionClosed as closed:
-            self._on_event(self._lines[place].fd, NOTICE, (), {})  # it may have said why
+            self._take(place, NOTICE, (), {})  # it may have said why
             self._alarm.lose(place, str(closed))
         except TimeoutError:
             self._alarm.jam(place)

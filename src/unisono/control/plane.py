@@ -6,7 +6,6 @@ A model without one gets the default, which adds nothing to the model's own `exc
 from __future__ import annotations
 
 import math
-import struct
 import weakref
 from typing import TYPE_CHECKING
 
@@ -16,8 +15,7 @@ from unisono.control.hub import Hub
 from unisono.control.missing import Absent
 from unisono.control.rendezvous import connect_group
 from unisono.control.signatures import SequenceNumbers
-from unisono.deadlines import allowed_s, limit_of
-from unisono.errors import CollectiveError
+from unisono.deadlines import end_of_call
 from unisono.model import fallback
 from unisono.topology import EVERYBODY, Group, name_of
 from unisono.tracebacks import hides
@@ -39,9 +37,6 @@ Where all ranks share memory it is what fits into their lanes.
 _TENSOR_PART = 4
 """A CPU tensor travels in a round up to this part of the longest blob, measured on 2 and 4 ranks:
 16 KiB over sockets, 1 MiB over the number of ranks where they share memory."""
-_SHORT, _LONG = b"\0", b"\1"
-_HEAD_BYTES = 256  # enough to tell of which call a long blob is
-_LENGTH = struct.Struct("<Q")
 
 
 class ControlPlane:
@@ -167,18 +162,15 @@ class SocketControlPlane(ControlPlane):
         """
         if self._is_alone or (group is not None and len(group.ranks) == 1):
             return [blob]
-        hub = self._hub(group)
+        hub = self.hubs.get(EVERYBODY if group is None else group.name) or self._hub(group)
         if hub is None:
             return fallback.exchange(self.model, blob, group)
-        head, tail = blob, _SHORT
-        if len(blob) > hub.inline_bytes:
-            head, tail = blob[:_HEAD_BYTES], _LENGTH.pack(len(blob)) + _LONG
-        limit_s = limit_of(allowed_s(self, group))
-        limit_s = math.inf if limit_s is None else limit_s
-        heads = hub.exchange(head, tail, limit_s)
-        if all([each[-1:] == _SHORT for each in heads]):  # noqa: C419 - a third of the time
-            return [each[:-1] for each in heads]
-        return fallback.exchange_bodies(self.model, blob, [_size(each) for each in heads], group)
+        timeout_s = None if group is None else group.timeout_s
+        until = end_of_call(self.timeout_s if timeout_s is None else timeout_s)
+        blobs, sizes = hub.exchange(blob, until)
+        if max(sizes) <= hub.inline_bytes:
+            return list(blobs)
+        return fallback.exchange_bodies(self.model, blob, list(sizes), group)
 
     def inline_bytes(self, group: Group | None) -> int:
         """Give the size of the longest CPU tensor that travels in an exchange. Local."""
@@ -281,11 +273,3 @@ class SocketControlPlane(ControlPlane):
         """Give the seconds after which a wait on the data plane says whom it waits for. Local."""
         hub = next(iter(self._connected()), None)
         return math.inf if hub is None else hub.warn_after_s
-
-
-def _size(head: bytes) -> int:
-    if head[-1:] == _SHORT:
-        return len(head) - 1
-    if head[-1:] != _LONG or len(head) <= _LENGTH.size:
-        raise CollectiveError("a damaged message came over the control plane")
-    return int(_LENGTH.unpack_from(head, len(head) - 1 - _LENGTH.size)[0])

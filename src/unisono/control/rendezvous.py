@@ -216,7 +216,8 @@ def connect_group(
     hub, is_one_host = _connect_all(control, group, inline_bytes, host)
     if hub is not None and is_one_host and control.secret is None:
         # The kernel has said of each that it is this user's: what they agree on there is a secret.
-        secret = hashlib.sha256(b"".join(hub.exchange(secrets.token_bytes(32), b"", _SET_UP_S)))
+        shares, _ = hub.exchange(secrets.token_bytes(32), time.monotonic() + _SET_UP_S)
+        secret = hashlib.sha256(b"".join(shares))
         try:
             authenticate(control.model, group, secret.digest(), name)
         except BaseException:  # Ctrl-C too: nobody else has the hub yet

@@ -3,27 +3,22 @@
 Ranks may make the same call on different lines, so lines that differ say nothing. But where they
 begin to differ in one round, and in the next one rank is on the line that all others were on
 before, while those are on a third, that rank has made a call more, or one less, than they.
-
-A frame: 2 bytes of magic, the lengths of call and site as uint16 little-endian, the call, the site,
-then the blob. Calls are compared between ranks; sites are for people.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
-import struct
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import Context, ContextVar, copy_context
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from unisono.control.connection import COPIED_BYTES
+from unisono.control.envelopes import COPIED_BYTES, pack_call, read_call
 from unisono.errors import CollectiveMismatchError
 from unisono.tracebacks import hides, place_of
 
@@ -108,12 +103,7 @@ def _shifted(
 
 UNKNOWN = "a call of the library's own"
 """What `describe` says of a frame that isn't one."""
-_MAGIC = b"\xf5C"
-_HEAD = struct.Struct("<2sHH")
-_LONGEST_SITE = (
-    60  # bytes; with its call a short value still fits into the derived exchange's frame
-)
-_LONGEST_CALL = 1000  # bytes; the rest of a longer one is compared by its hash
+_LONGEST_SITE = 60  # bytes: with its call a short value still fits into the fallback's frame
 _PASSED = (str(Path(__file__).parents[1]), contextlib.__file__)  # who enters and leaves sections
 
 
@@ -158,74 +148,58 @@ def _named(file: str, line: int) -> bytes:
     return f"{file}:{line}".encode()[-_LONGEST_SITE:]
 
 
-def pack(call: str, blob: bytes) -> bytes:
-    """Put the call and the line that it was made on before a blob.
-
-    Local.
-
-    Args:
-        call: the operation with all that must agree between ranks: ``"broadcast from 0"``.
-        blob: any bytes.
-
-    Returns:
-        A frame for an exchange.
-    """
-    text, place = call.encode(), site()
-    if len(text) > _LONGEST_CALL:
-        text = text[:_LONGEST_CALL] + hashlib.sha256(text).hexdigest().encode()
-    return b"".join((_HEAD.pack(_MAGIC, len(text), len(place)), text, place, blob))
+def pack(call: str, value: bytes) -> bytes:
+    """Put a call and the line that it was made on before a value. Local."""
+    return pack_call(call, site(), value)
 
 
 def unpack(
-    frames: Sequence[bytes], ranks: Sequence[int], history: CallHistory | None = None
+    blobs: Sequence[bytes], ranks: Callable[[], Sequence[int]], history: CallHistory | None = None
 ) -> list[bytes]:
-    """Take the blobs out of frames, if all ranks made the same call.
+    """Take the values out of blobs, if all ranks made the same call.
 
     Local.
 
     Args:
-        frames: one for each rank, in order of ranks; bytes of any kind.
-        ranks: their global ranks.
+        blobs: one for each rank, in order of ranks; bytes of any kind.
+        ranks: gives their global ranks.
         history: what the lines of the rounds before were.
 
     Returns:
-        The blobs, in the same order; long ones are views.
+        The values, in the same order; long ones are views.
 
     Raises:
         CollectiveMismatchError: the calls differ; says what each rank called, and where. Or one
             rank is a call behind the others.
     """
-    first = frames[0]
-    if len(first) < _HEAD.size or first[:2] != _MAGIC:
-        raise _mismatch(frames, ranks)
-    _, width, room = _HEAD.unpack_from(first)
-    start, end = _HEAD.size, _HEAD.size + width
-    call, body = first[start:end], end + room
-    head = first[:body]  # mostly the same everywhere
-    blobs, is_aligned = [], True
-    for frame in frames:
-        whole: Any = frame if len(frame) < COPIED_BYTES else memoryview(frame)
-        if frame[:body] == head:
-            blobs.append(whole[body:])
+    first = read_call(blobs[0])
+    if first is None:
+        raise _mismatch(blobs, ranks())
+    call, _, start = first
+    head = blobs[0][:start]  # mostly the same everywhere
+    values, is_aligned = [], True
+    for blob in blobs:
+        whole: Any = blob if len(blob) < COPIED_BYTES else memoryview(blob)
+        if blob[:start] == head:
+            values.append(whole[start:])
             continue
-        if len(frame) < _HEAD.size:
-            raise _mismatch(frames, ranks)
-        magic, width, room = _HEAD.unpack_from(frame)
-        if magic != _MAGIC or frame[start : start + width] != call:
-            raise _mismatch(frames, ranks)
-        blobs.append(whole[start + width + room :])
+        other = read_call(blob)
+        if other is None or other[0] != call:
+            raise _mismatch(blobs, ranks())
+        values.append(whole[other[2] :])
         is_aligned = False
     if history is not None:
         if is_aligned:
             history.sites = None
         else:
-            history.compare([_split(frame)[1] for frame in frames], call.decode(), ranks)
-    return blobs
+            sites = [_split(blob)[1] for blob in blobs]
+            history.compare(sites, str(call, "utf-8", "replace"), ranks())
+    return values
 
 
 def describe(frame: bytes) -> str:
     """Say what a frame is of, and the line of it, for a person. Local."""
-    if len(frame) < _HEAD.size or frame[:2] != _MAGIC:
+    if read_call(frame) is None:
         return UNKNOWN
     call, line = _split(frame)
     return f"{call} at {_short(line)}"
@@ -249,15 +223,15 @@ def _short(line: str) -> str:
 
 def name(frame: bytes) -> str:
     """Say what a frame is of; empty where it is of none of the user's calls. Local."""
-    return "" if describe(frame) == UNKNOWN else _split(frame)[0]
+    return _split(frame)[0]
 
 
 def _split(frame: bytes) -> tuple[str, str]:
-    """Give the call and the line of it."""
-    _, width, room = _HEAD.unpack_from(frame)
-    end = _HEAD.size + width
-    parts = bytes(frame[_HEAD.size : end]), bytes(frame[end : end + room])
-    return parts[0].decode("utf-8", "replace"), parts[1].decode("utf-8", "replace")
+    """Give the call and the line of it; empty for what is no call's."""
+    found = read_call(frame)
+    if found is None:
+        return "", ""
+    return str(found[0], "utf-8", "replace"), str(found[1], "utf-8", "replace")
 
 
 def _mismatch(frames: Sequence[bytes], ranks: Sequence[int]) -> CollectiveMismatchError:

@@ -63,9 +63,8 @@ class Mailbox:
         words[at] = seq << _KIND_BITS | kind
         return words[at + _SLEEPS] != 0
 
-    @property
     def has_come(self) -> bool:
-        """Whether `take` has a frame."""
+        """Tell whether `take` has a frame. Local."""
         return self._words[self._in] != self._taken
 
     def take(self) -> tuple[int, int, bytes] | None:

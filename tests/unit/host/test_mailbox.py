@@ -16,9 +16,8 @@ from unisono.control.connection import (
     GIVE,
     Connection,
     ConnectionClosed,
-    entry,
-    read_entries,
 )
+from unisono.control.envelopes import START_BYTES, join_blobs, split_blobs
 from unisono.host import mailbox
 from unisono.host.mailbox import LANE_BYTES, Mailbox
 
@@ -170,8 +169,10 @@ def test_who_took_a_frame_and_left_before_being_woken_is_no_error(
         source.take()
 
 
-def test_short_entries_of_a_long_bundle_are_bytes_and_long_ones_views() -> None:
-    bundle = entry(0, b"short") + entry(1, b"x" * 20_000) + entry(2, b"", b"tail")
-    blobs = read_entries(bundle)
-    assert [type(blobs[place]) for place in range(3)] == [bytes, memoryview, bytes]
-    assert [bytes(blobs[place]) for place in range(3)] == [b"short", b"x" * 20_000, b"tail"]
+def test_short_blobs_of_a_long_body_are_bytes_and_long_ones_views() -> None:
+    given = [b"short", b"x" * 20_000, b"", b"y" * START_BYTES]
+    sizes = [5, 20_000, 0, 50_000]
+    blobs, read = split_blobs(join_blobs(given, sizes), 4, 30_000)
+    assert [type(blob) for blob in blobs] == [bytes, memoryview, bytes, bytes]
+    assert [bytes(blob) for blob in blobs] == given
+    assert list(read) == sizes

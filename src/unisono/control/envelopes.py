@@ -1,0 +1,106 @@
+"""The two envelopes around what a rank gives to a round, and their parsers.
+
+    message    kind B   sequence number Q   length of the body Q   body
+    body       of GIVE and ALL: the size of each blob Q..., then the blobs, both in the order of
+               places, which both ends know; of all other kinds: JSON or text
+    blob       magic 2s   length of the call H   length of the site H   call   site   value
+
+All integers are little-endian. In a mailbox of shared memory, kind and sequence number are the
+stamp, and the length is the word after it. A blob over the group's inline limit has its first bytes
+alone in the body, though its size says the whole: the ranks then move it on the data plane. Calls
+are compared between ranks; sites, the lines of the calls, are for people. The value is what
+`payload.codec` wrote.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = (
+    "COPIED_BYTES",
+    "HEADER",
+    "START_BYTES",
+    "Blobs",
+    "join_blobs",
+    "pack_call",
+    "read_call",
+    "split_blobs",
+)
+
+HEADER = struct.Struct("<BQQ")
+START_BYTES = 256
+"""How much of a long blob is in the body: enough to tell of which call it is."""
+COPIED_BYTES = 1 << 14
+"""What is longer is only viewed, where a part of it would do."""
+Blobs = tuple[Sequence[bytes], Sequence[int]]
+"""Blobs by place, and their sizes; a long one's start alone."""
+
+_SIZE_BYTES = 8
+_CALL = struct.Struct("<2sHH")
+_MAGIC = b"\xf5C"
+_LONGEST_CALL = 1000  # bytes; the rest of a longer one is compared by its hash
+
+
+def join_blobs(blobs: Sequence[bytes], sizes: Sequence[int]) -> bytes:
+    """Make the body of a round's message. Local."""
+    return b"".join((struct.pack(f"<{len(sizes)}Q", *sizes), *blobs))
+
+
+def split_blobs(body: bytes, count: int, inline_bytes: int) -> Blobs:
+    """Take the body of a round's message apart.
+
+    Local.
+
+    Args:
+        body: what a peer sent.
+        count: how many blobs it has.
+        inline_bytes: the longest blob that is there as a whole.
+
+    Returns:
+        The blobs, as bytes, long ones as views of `body`; and their sizes.
+
+    Raises:
+        ValueError: it hasn't so many, or they aren't as long as it says.
+    """
+    at = count * _SIZE_BYTES
+    if len(body) < at:
+        raise ValueError(f"it sent {len(body)} bytes for the blobs of {count} ranks")
+    sizes = struct.unpack_from(f"<{count}Q", body)
+    view: Any = memoryview(body)
+    blobs: list[bytes] = []
+    for size in sizes:
+        start = at
+        at += size if size <= inline_bytes else min(size, START_BYTES)
+        blobs.append((body if at - start < COPIED_BYTES else view)[start:at])
+    if at != len(body):
+        raise ValueError(f"it sent {len(body)} bytes for blobs of {sizes} bytes")
+    return blobs, sizes
+
+
+def pack_call(call: str, site: bytes, value: bytes) -> bytes:
+    """Make the blob of a call.
+
+    Local.
+
+    Args:
+        call: the operation with all that must agree between ranks: ``"broadcast from 0"``.
+        site: the line that it was made on.
+        value: any bytes.
+    """
+    text = call.encode()
+    if len(text) > _LONGEST_CALL:
+        text = text[:_LONGEST_CALL] + hashlib.sha256(text).hexdigest().encode()
+    return b"".join((_CALL.pack(_MAGIC, len(text), len(site)), text, site, value))
+
+
+def read_call(blob: bytes) -> tuple[bytes, bytes, int] | None:
+    """Read the call and the site of a blob, and where its value begins. Local; None for others."""
+    if len(blob) < _CALL.size or blob[:2] != _MAGIC:
+        return None
+    _, width, site_width = _CALL.unpack_from(blob)
+    end = _CALL.size + width
+    start = end + site_width
+    return blob[_CALL.size : end], blob[end:start], start
