@@ -250,7 +250,13 @@ def communicator() -> ContextState:
         ContextError: this process is a fork of the one that made the context.
         NoReplicaError: as in `current_model`.
     """
-    context = own_context()
+    context = _thread.context or _process  # as `own_context`, a call less
+    if context is None or not context.model.is_alive():
+        context = _look_around()
+    if _forked is not None:
+        refuse_fork(context)
+    if context.interrupted is not None:
+        context.check_whole()
     if context.background is not None or context.control.is_lazy:
         context.settle()
     return context

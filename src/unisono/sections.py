@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 from typing_extensions import ParamSpec
 
 from unisono.collectives.broadcasts import broadcast
-from unisono.collectives.call import collective, swap
-from unisono.collectives.groups import check_rank, local_group
+from unisono.collectives.call import guarded, swap
+from unisono.collectives.groups import local_group
+from unisono.collectives.membership import check_rank
 from unisono.context import ContextState, communicator, current
 from unisono.errors import ArgumentError, PeerFailedError
 from unisono.payload.codec import decode, encode
@@ -143,7 +144,7 @@ def _outcome_for_all(
         raise error
 
 
-@collective
+@guarded
 def _tell(context: ContextState, call: str, report: bytes, group: Group | None) -> list[bytes]:
     return swap(context, call, report, group)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from unisono import Group, ReduceOp, context, registry
-from unisono.collectives import _dtype_emulation, _scalars, broadcasts, gathers, p2p, reductions
+from unisono.collectives import _dtype_emulation, _scalars, broadcasts, call, gathers, p2p
 from unisono.errors import NotInitializedError, PayloadError
 from unisono.models.threads import ThreadsModel
 from unisono.payload import codec, pickling
@@ -154,11 +154,11 @@ def _makes_tensors_dense(value: Any, out: Any) -> None:
     _object_written(value, out)
 
 
-def _counts_sizes_beside_a_zero(self: Any) -> Any:
-    head = _header_read(self)
+def _counts_sizes_beside_a_zero(data: memoryview, at: int, device: torch.device) -> Any:
+    head, end = _header_read(data, at, device)
     if math.prod(max(size, 1) for size in head.shape) > 2**40:
         raise PayloadError("a damaged frame came")
-    return head
+    return head, end
 
 
 def _knows_no_fork(model: Any) -> None:
@@ -166,7 +166,7 @@ def _knows_no_fork(model: Any) -> None:
 
 
 _written, _object_written = codec._write_tensor, codec._write_object
-_header_read = codec._Reader.header
+_header_read = codec._header_at
 # Above the models: what breaks the law, wherever its name is used.
 BREAKS: dict[str, list[tuple[Any, str, Any]]] = {
     "a_fork_of_a_rank_is_told_so_in_every_call": [(context, "refuse_fork", _knows_no_fork)],
@@ -177,9 +177,7 @@ BREAKS: dict[str, list[tuple[Any, str, Any]]] = {
     "tensors_without_memory_of_their_own_are_refused_by_name": [
         (_dtype_emulation, "check_dense", _takes_every_tensor)
     ],
-    "a_tensor_that_one_rank_refuses_is_an_error_on_every_rank": [
-        (module, "refuse", _tells_nobody) for module in (gathers, reductions, broadcasts)
-    ],
+    "a_tensor_that_one_rank_refuses_is_an_error_on_every_rank": [(call, "refuse", _tells_nobody)],
     "what_is_several_times_in_memory_isnt_overwritten": [
         (_dtype_emulation, "check_writable", _dtype_emulation.check_dense)
     ],
@@ -188,13 +186,13 @@ BREAKS: dict[str, list[tuple[Any, str, Any]]] = {
         for module in (gathers, p2p, codec, broadcasts)
     ],
     "classes_of_tensors_arrive_as_they_are_where_a_value_is_carried": [
-        (codec, "_is_exact", codec.is_dense)
+        (codec, "is_exact", codec.is_dense)
     ],
     "tensors_of_other_kinds_travel_as_objects": [(codec, "_write_object", _makes_tensors_dense)],
     "conjugate_and_negative_views_are_what_they_show": [
         (codec, "_write_tensor", _writes_what_lies_in_memory)
     ],
-    "empty_tensors_of_any_shape_arrive": [(codec._Reader, "header", _counts_sizes_beside_a_zero)],
+    "empty_tensors_of_any_shape_arrive": [(codec, "_header_at", _counts_sizes_beside_a_zero)],
     "what_pickle_would_turn_into_something_else_doesnt": [
         (pickling._Pickler, "reducer_override", cloudpickle.Pickler.reducer_override)
     ],

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from unisono.collectives.call import check, compares, fold
+from unisono.collectives.call import Plane, check, compares, fold, route
 from unisono.context import ContextState
 from unisono.errors import PayloadError
 from unisono.model.handle import Handle, joined
@@ -89,7 +89,10 @@ def check_reducible(tensor: Tensor, op: ReduceOp) -> None:
     Raises:
         PayloadError: bits of floats, an order of complex numbers, a fraction in an integer.
     """
-    check_dense(tensor, f"all_reduce {op.name}")
+    if not is_dense(tensor):
+        check_dense(tensor, f"all_reduce {op.name}")
+    if op is ReduceOp.SUM:
+        return
     dtype = tensor.dtype
     is_inexact = dtype.is_floating_point or dtype.is_complex
     if op.is_bitwise and is_inexact:
@@ -196,10 +199,13 @@ def _guise_bool(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp, Restore
 
 
 def _carrier(
-    context: ContextState, tensor: Tensor, op: ReduceOp, size: int
+    context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None
 ) -> tuple[Tensor, ReduceOp, Restore]:
     """As `_guise`, and only where the model needs one. Overwrites `tensor`, once."""
     is_known = tensor.dtype in context.model.dtypes
+    if is_known and op is ReduceOp.SUM:
+        return tensor, op, _same
+    size = context.model.topology.size(group)
     if op is ReduceOp.AVERAGE:
         is_wide = tensor.is_floating_point() and tensor.dtype is not torch.float16
         return _scaled(tensor, size) if is_known and is_wide else _guise(tensor, op, size)
@@ -220,8 +226,8 @@ def _fold(context: ContextState, carrier: Tensor, op: ReduceOp, group: Group | N
 
 def all_reduce(context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None) -> Tensor:
     """Reduce a tensor of ours, [*shape]. Collective over `group`."""
-    carrier, step, restore = _carrier(context, tensor, op, context.model.topology.size(group))
-    if context.control.prefers_exchange(carrier, group):
+    carrier, step, restore = _carrier(context, tensor, op, group)
+    if route(context, carrier, group, folds=True) is Plane.INLINE:
         return restore(fold(context, carrier.contiguous(), step, group))
     check(context, f"all_reduce {op.name}", tensor, group)
     if carrier.dtype in context.model.dtypes:
@@ -245,8 +251,8 @@ def start_all_reduce(
     context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None
 ) -> Handle[Tensor]:
     """Start `all_reduce` on a tensor of ours. Collective over `group`."""
-    carrier, step, restore = _carrier(context, tensor, op, context.model.topology.size(group))
-    if context.control.prefers_exchange(carrier, group):
+    carrier, step, restore = _carrier(context, tensor, op, group)
+    if route(context, carrier, group, folds=True) is Plane.INLINE:
         return context.start(lambda: fold(context, carrier.contiguous(), step, group)).then(restore)
     if carrier.dtype not in context.model.dtypes:
         folded = partial(_reduce_folded, context, tensor, carrier, op, step, group)
@@ -266,7 +272,7 @@ def reduce(
 ) -> Tensor | None:
     """Reduce a tensor of ours to global rank `dst`. Collective over `group`."""
     check(context, f"reduce {op.name} to {dst}", tensor, group)
-    carrier, step, restore = _carrier(context, tensor, op, context.model.topology.size(group))
+    carrier, step, restore = _carrier(context, tensor, op, group)
     if carrier.dtype in context.model.dtypes:
         total = context.model.reduce(carrier, dst, step, group)
         return None if total is None else restore(total)
@@ -279,7 +285,7 @@ def reduce_scatter(
 ) -> Tensor:
     """Reduce [n, *shape] and give each rank its row. Collective over `group`."""
     check(context, f"reduce_scatter {op.name}", rows, group)
-    carrier, step, restore = _carrier(context, rows, op, context.model.topology.size(group))
+    carrier, step, restore = _carrier(context, rows, op, group)
     if carrier.dtype in context.model.dtypes:
         return restore(context.model.reduce_scatter(carrier.contiguous(), step, group))
     return restore(_fold(context, carrier, step, group)[context.model.topology.position(group)])

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import numbers
 import struct
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from unisono.collectives import _dtype_emulation as carriers
-from unisono.collectives.call import swap
+from unisono.collectives.call import ranks_of, swap
 from unisono.context import ContextState
 from unisono.errors import CollectiveMismatchError, PayloadError
 from unisono.model.reduction import Number, ReduceOp, fold_numbers
@@ -56,11 +58,11 @@ def reduce_values(
     """Reduce a number or a container. Collective over `group`."""
     frame, leaves, tensors = _describe(value, op)
     frames = swap(context, call, frame, group)
-    ranks = context.model.topology.members(group)
+    ranks = partial(ranks_of, context, group)
     raise_failures(frames, ranks, call)
-    said = [_read(other) for other in frames]
-    _check_alike([structure for structure, _ in said], ranks, call)
-    columns = zip(*(values for _, values in said), strict=True)
+    structures, values = zip(*map(_read, frames), strict=True)
+    _check_alike(structures, ranks, call)
+    columns = zip(*values, strict=True)
     results: list[Any] = [fold_numbers(op, column) for column in columns]
     if tensors:
         numbers_, totals = iter(results), iter(_reduce_fused(context, tensors, op, group))
@@ -134,12 +136,14 @@ def _read(frame: bytes) -> tuple[bytes, list[Number]]:
     return bytes(frame[start:end]), values
 
 
-def _check_alike(structures: list[bytes], ranks: Any, call: str) -> None:
+def _check_alike(
+    structures: Sequence[bytes], ranks: Callable[[], Sequence[int]], call: str
+) -> None:
     if structures.count(structures[0]) == len(structures):
         return
     listed = [structure.decode("utf-8", "surrogatepass").split("\n") for structure in structures]
     said = []
-    for rank, structure in zip(ranks, listed, strict=True):
+    for rank, structure in zip(ranks(), listed, strict=True):
         other = listed[0] if structure != listed[0] else listed[-1]
         extra = [leaf for leaf in structure if leaf not in other] or structure
         said.append(f"rank {rank} has {', '.join(extra[:3]) or 'a number'}")

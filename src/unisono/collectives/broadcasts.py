@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import _dtype_emulation as carriers
-from unisono.collectives.call import check, collective, refuse, swap
-from unisono.collectives.groups import GroupLike, check_rank, outcome, team
+from unisono.collectives.call import Plane, check, collective, frame_of, route, swap
+from unisono.collectives.membership import GroupLike
 from unisono.collectives.value_types import T, TensorT
 from unisono.context import ContextState
 from unisono.errors import PayloadError
@@ -21,10 +21,9 @@ from unisono.payload.codec import (
     encode,
     frame_or_reason,
     header,
-    offer,
+    is_exact,
     plain,
     raise_failures,
-    rides_data_plane,
 )
 from unisono.payload.memory import from_bytes, to_bytes
 from unisono.topology import Group
@@ -90,7 +89,7 @@ def broadcast(
 ) -> Any: ...
 
 
-@collective
+@collective(root="src")
 def broadcast(
     tensor: Any = None,
     src: int = 0,
@@ -127,20 +126,17 @@ def broadcast(
         >>> idist.broadcast({"seed": 2**60}, src=0)
         {'seed': 1152921504606846976}
     """
-    context, found, is_member = team(group, async_op)
-    check_rank(context, found, src, "src")
-    if not is_member:
-        return Handle(lambda: tensor, lambda: True) if async_op else tensor
-    return outcome(context, lambda: _broadcast(context, tensor, src, found), async_op)
+    context, members = group
+    return lambda: _broadcast(context, tensor, src, members)
 
 
 def _broadcast(context: ContextState, value: Any, src: int, group: Group | None) -> Any:
     is_src = context.model.topology.rank == src
-    frame = frame_or_reason(offer, value, context.control.inline_bytes(group)) if is_src else b""
+    frame = frame_or_reason(frame_of, context, value, group) if is_src else b""
     said = swap(context, f"broadcast from {src}", frame, group)[
         context.model.topology.position(group, src)
     ]
-    raise_failures([said], [src], "broadcast")
+    raise_failures([said], lambda: [src], "broadcast")
     head = decode(said, context.model.device)
     if not isinstance(head, TensorHeader):
         return head
@@ -178,7 +174,7 @@ def broadcast_(
 ) -> TensorT | Handle[TensorT]: ...
 
 
-@collective
+@collective(root="src")
 def broadcast_(
     tensor: Tensor, src: int = 0, group: GroupLike = None, *, async_op: bool = False
 ) -> Any:
@@ -206,27 +202,20 @@ def broadcast_(
         >>> idist.broadcast_(torch.zeros(1))
         tensor([0.])
     """
-    context, found, is_member = team(group, async_op)
-    check_rank(context, found, src, "src")
-    if not is_member:
-        return Handle(lambda: tensor, lambda: True) if async_op else tensor
-    name = f"broadcast_ from {src}"
-    try:
-        if not isinstance(tensor, Tensor):
-            raise PayloadError(f"broadcast_ takes a tensor, not a {type(tensor).__name__}")
-        carriers.check_writable(tensor, "broadcast_")
-    except PayloadError as error:
-        refuse(context, name, None, found, error)
+    context, members = group
+    if not isinstance(tensor, Tensor):
+        raise PayloadError(f"broadcast_ takes a tensor, not a {type(tensor).__name__}")
+    carriers.check_writable(tensor, "broadcast_")
 
     def call() -> Tensor:
-        check(context, name, tensor, found)
+        check(context, f"broadcast_ from {src}", tensor, members)
         carrier, restore = carriers.movement(context, carriers.own(context, tensor))
-        got = restore(context.model.broadcast(carrier, src, found))
+        got = restore(context.model.broadcast(carrier, src, members))
         if context.model.topology.rank != src:
             carriers.fill(tensor, got)
         return tensor
 
-    return outcome(context, call, async_op)
+    return call
 
 
 @overload
@@ -315,7 +304,7 @@ def scatter(
 ) -> Any: ...
 
 
-@collective
+@collective(root="src")
 def scatter(
     values: Sequence[Any] | Tensor | None = None,
     src: int = 0,
@@ -349,11 +338,8 @@ def scatter(
         >>> idist.scatter(["mine"], src=0)
         'mine'
     """
-    context, found, is_member = team(group, async_op)
-    check_rank(context, found, src, "src")
-    if not is_member:
-        return Handle(lambda: values, lambda: True) if async_op else values
-    return outcome(context, lambda: _scatter(context, values, src, found), async_op)
+    context, members = group
+    return lambda: _scatter(context, values, src, members)
 
 
 def _scatter(context: ContextState, values: Any, src: int, group: Group | None) -> Any:
@@ -361,7 +347,7 @@ def _scatter(context: ContextState, values: Any, src: int, group: Group | None) 
     frame = frame_or_reason(_scatter_frame, context, values, group) if is_src else b""
     said = swap(context, f"scatter from {src}", frame, group)
     frame = said[context.model.topology.position(group, src)]
-    raise_failures([frame], [src], "scatter")
+    raise_failures([frame], lambda: [src], "scatter")
     head = decode(frame, context.model.device)
     if not isinstance(head, TensorHeader):
         return head[context.model.topology.position(group)]
@@ -375,7 +361,7 @@ def _scatter(context: ContextState, values: Any, src: int, group: Group | None) 
 
 
 def _scatter_frame(context: ContextState, values: Any, group: Group | None) -> bytes:
-    size, most = context.model.topology.size(group), context.control.inline_bytes(group)
+    size = context.model.topology.size(group)
     if isinstance(values, Tensor):
         carriers.check_dense(values, "scatter")
         if values.dim() == 0 or values.shape[0] != size:
@@ -385,7 +371,10 @@ def _scatter_frame(context: ContextState, values: Any, group: Group | None) -> b
     if not isinstance(values, (list, tuple)) or len(values) != size:
         count = len(values) if isinstance(values, (list, tuple)) else type(values).__name__
         raise PayloadError(f"scatter takes a list of {size} values, one for each rank, not {count}")
-    heads = {header(value) if rides_data_plane(value, most) else None for value in values}
+    heads = {
+        header(value) if is_exact(value) and route(context, value, group) is Plane.DATA else None
+        for value in values
+    }
     if len(heads) == 1 and None not in heads:
         return heads.pop() or b""
     return encode(list(values))
@@ -445,7 +434,7 @@ def all_to_all(
 ) -> Any: ...
 
 
-@collective
+@collective()
 def all_to_all(value: Any, group: GroupLike = None, *, async_op: bool = False) -> Any:
     """Send every rank its own part and get one part from each.
 
@@ -474,31 +463,28 @@ def all_to_all(value: Any, group: GroupLike = None, *, async_op: bool = False) -
         >>> idist.all_to_all(["to myself"])
         ['to myself']
     """
-    context, found, is_member = team(group, async_op)
-    if not is_member:
-        return Handle(lambda: value, lambda: True) if async_op else value
-    size = context.model.topology.size(found)
+    context, members = group
+    size = context.model.topology.size(members)
     if not isinstance(value, Tensor):
-        return outcome(context, lambda: _swap_values(context, value, found), async_op)
-    try:
-        carriers.check_dense(value, "all_to_all")
-        if value.dim() == 0 or value.shape[0] % size:
-            raise PayloadError(
-                f"all_to_all takes a tensor whose dim 0 is a multiple of {size}, not one of shape "
-                f"{list(value.shape)}"
-            )
-    except PayloadError as error:
-        refuse(context, "all_to_all", None, found, error)
+        return lambda: _swap_values(context, value, members)
+    carriers.check_dense(value, "all_to_all")
+    if value.dim() == 0 or value.shape[0] % size:
+        raise PayloadError(
+            f"all_to_all takes a tensor whose dim 0 is a multiple of {size}, not one of shape "
+            f"{list(value.shape)}"
+        )
 
     def call() -> Tensor:
-        check(context, "all_to_all", value, found)
+        check(context, "all_to_all", value, members)
         rows = carriers.own(context, value).view(size, value.shape[0] // size, *value.shape[1:])
         carrier, restore = carriers.movement(context, rows)
         return (
-            restore(context.model.all_to_all(carrier, found)).reshape(value.shape).to(value.device)
+            restore(context.model.all_to_all(carrier, members))
+            .reshape(value.shape)
+            .to(value.device)
         )
 
-    return outcome(context, call, async_op)
+    return call
 
 
 def _swap_values(context: ContextState, values: Any, group: Group | None) -> list[Any]:
@@ -513,7 +499,7 @@ def _swap_values(context: ContextState, values: Any, group: Group | None) -> lis
 
     said = frame_or_reason(lengths)
     heard = swap(context, "all_to_all of values", said, group)
-    raise_failures(heard, ranks, "all_to_all")
+    raise_failures(heard, lambda: ranks, "all_to_all")
     sizes = [decode(frame, context.model.device) for frame in heard]
     width = context.control.bucket(max(max(row) for row in sizes))
     mine = b"".join(frame.ljust(width, b"\0") for frame in frames)

@@ -1,10 +1,11 @@
-"""What collectives have in common: how they end, and the round in which calls are compared."""
+"""How a collective begins, which plane carries its tensors, and how calls are compared."""
 
 from __future__ import annotations
 
+import enum
 import functools
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FunctionType
@@ -12,22 +13,79 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from torch import Tensor
 
-from unisono.context import ContextState, left_half_way
+from unisono.collectives.membership import check_rank, resolve
+from unisono.context import ContextState, communicator, left_half_way, own_context
+from unisono.control.envelopes import pack_call
 from unisono.control.signatures import pack, unpack
-from unisono.errors import CollectiveMismatchError, UnisonoError
+from unisono.control.signatures import site as find_site
+from unisono.errors import CollectiveMismatchError, PayloadError, UnisonoError
+from unisono.model.handle import Handle
 from unisono.model.reduction import ReduceOp, fold_tensors
+from unisono.payload.codec import encode, header, is_exact
 from unisono.payload.memory import from_bytes, to_bytes
-from unisono.topology import Group, name_of
+from unisono.topology import EVERYBODY, Group
 from unisono.tracebacks import hides
 
-__all__ = ("check", "collective", "compares", "fold", "introduce", "refuse", "signature", "swap")
+__all__ = (
+    "Plane",
+    "check",
+    "collective",
+    "compares",
+    "fold",
+    "frame_of",
+    "guarded",
+    "introduce",
+    "ranks_of",
+    "refuse",
+    "route",
+    "signature",
+    "swap",
+)
 
 __tracebackhide__ = hides
 
 _LONGEST_CALL = 500
+T = TypeVar("T")
 
 
-def swap(context: ContextState, call: str, blob: bytes, group: Group | None) -> list[bytes]:
+class Plane(enum.Enum):
+    """What carries a tensor between the ranks."""
+
+    INLINE = "inline"
+    """An exchange of the control plane, in which the ranks also compare their calls."""
+    DATA = "data"
+    """The model's own collectives."""
+
+
+def route(
+    context: ContextState, tensor: Tensor, group: Group | None, *, folds: bool = False
+) -> Plane:
+    """Decide which plane carries a tensor; nobody else does.
+
+    Local, and the same on every rank for tensors of the same dtype, shape and device.
+
+    Args:
+        context: the active context.
+        tensor: a dense one, of any device.
+        group: the ranks that take part.
+        folds: whether it is reduced, which the model may do better than we from everybody's bytes.
+    """
+    if not tensor.is_cpu:
+        return Plane.DATA
+    most = context.control.inline_bytes(group, folds)
+    return Plane.INLINE if tensor.numel() * tensor.itemsize <= most else Plane.DATA
+
+
+def frame_of(context: ContextState, value: object, group: Group | None) -> bytes:
+    """Encode a value, or its header alone where it travels on the data plane. Local."""
+    if isinstance(value, Tensor) and is_exact(value) and route(context, value, group) is Plane.DATA:
+        return header(value)
+    return encode(value)
+
+
+def swap(
+    context: ContextState, call: str, blob: bytes, group: Group | None, site: bytes = b""
+) -> list[bytes]:
     """Give every rank the blob of every rank, if all made the same call.
 
     Collective over `group`.
@@ -37,6 +95,7 @@ def swap(context: ContextState, call: str, blob: bytes, group: Group | None) -> 
         call: the operation and all that must agree: ``"broadcast from 0"``.
         blob: any bytes.
         group: the ranks that take part.
+        site: the line of the call, where it is known already.
 
     Returns:
         The blobs in the order of ranks.
@@ -47,11 +106,17 @@ def swap(context: ContextState, call: str, blob: bytes, group: Group | None) -> 
     """
     if context.must_introduce and group is None:
         introduce(context, call)
-    frames = context.model.exchange(pack(call, blob), group)
+    frames = context.model.exchange(pack_call(call, site or find_site(), blob), group)
     history = None
     if context.is_checked is not False:
-        history = context.control.steps.histories[name_of(group)]
-    return unpack(frames, partial(context.model.topology.members, group), history)
+        name = EVERYBODY if group is None else group.name
+        history = context.control.steps.histories[name]
+    return unpack(frames, partial(ranks_of, context, group), history)
+
+
+def ranks_of(context: ContextState, group: Group | None) -> Sequence[int]:
+    """List the global ranks that take part. Local."""
+    return context.model.topology.members(group)
 
 
 def introduce(context: ContextState, call: str) -> None:
@@ -69,7 +134,7 @@ def introduce(context: ContextState, call: str) -> None:
     """
     if context.must_introduce:
         frames = context.model.exchange(pack(call, socket.gethostname().encode()), None)
-        hosts = unpack(frames, partial(context.model.topology.members, None))
+        hosts = unpack(frames, partial(ranks_of, context, None))
         context.hosts = tuple(bytes(host) for host in hosts)
         context.must_introduce = False
 
@@ -98,7 +163,8 @@ def check(context: ContextState, call: str, tensor: Tensor, group: Group | None)
         CollectiveMismatchError: as in `swap`.
     """
     if compares(context, group):
-        swap(context, signature(call, tensor), b"", group)
+        site = context.control.steps.site = find_site()
+        swap(context, signature(call, tensor), b"", group, site)
 
 
 def refuse(
@@ -109,8 +175,11 @@ def refuse(
     Collective over `group` where the ranks would have compared this call, else local.
     """
     context.settle()
-    is_small = isinstance(tensor, Tensor) and context.control.prefers_exchange(tensor, group)
-    if is_small or compares(context, group):
+    is_inline = False
+    if isinstance(tensor, Tensor):
+        with suppress(Exception):  # a subclass's own code may raise
+            is_inline = route(context, tensor, group, folds=True) is Plane.INLINE
+    if is_inline or compares(context, group):
         with suppress(CollectiveMismatchError):
             swap(context, f"{call}, which it refuses: {error}"[:_LONGEST_CALL], b"", group)
     raise error
@@ -123,19 +192,23 @@ def fold(context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | Non
     """
     call = signature(f"all_reduce {op.name}", tensor)
     parts = swap(context, call, to_bytes(tensor), group)
-    shape = tuple(tensor.shape)
-    return fold_tensors(op, [from_bytes(part, tensor.dtype, shape) for part in parts])
+    rows = from_bytes(b"".join(parts), tensor.dtype, (len(parts), *tensor.shape))
+    return fold_tensors(op, rows)
 
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def collective(fn: F) -> F:
-    """Decorate a collective of the facade: one that is left half-way ends the context.
+def guarded(fn: F, depth: int = 1) -> F:
+    """Decorate what calls collectives: one that is left half-way ends the context.
 
     Local. Ctrl-C leaves it so, and what an alarm's handler raises. The other ranks have called it,
     or will; whatever this rank called next would meet that. The errors of the collective itself
     leave all ranks in step, or are known to the model.
+
+    Args:
+        fn: what is decorated.
+        depth: how many of our frames an error has passed that `fn` raised before its first line.
     """
     note, own = left_half_way, UnisonoError
 
@@ -146,11 +219,78 @@ def collective(fn: F) -> F:
             raise
         except BaseException as error:
             trace = error.__traceback__
-            has_begun = trace is None or trace.tb_next is not None
-            if has_begun or not isinstance(error, TypeError):  # as of an argument too many
+            for _ in range(depth):
+                trace = trace and trace.tb_next
+            if trace is not None or not isinstance(error, TypeError):  # as of an argument too many
                 note(fn.__name__, error)
             raise
 
+    return _placed(call, fn)
+
+
+def collective(
+    *,
+    root: str = "",
+    folds: bool = False,
+    refuses: tuple[type[UnisonoError], ...] = (PayloadError,),
+    outside: Callable[[Any], Any] | None = None,
+) -> Callable[[F], F]:
+    """Decorate a collective of the facade with the prologue that all have in common.
+
+    Local. It finds the context and the group, looks whether root and this rank are members, and
+    gives the function ``(context, group)`` for its `group`. The function checks its arguments and
+    returns what is to be called then, here or in the background; or a handle of what it started.
+    Where it raises, the other ranks learn it. One that is left half-way ends the context.
+
+    Args:
+        root: the argument that names one rank of the group.
+        folds: whether a small tensor would have been reduced in an exchange.
+        refuses: errors that concern this rank's value alone.
+        outside: makes of the first argument what a rank gets that isn't a member.
+    """
+    return lambda fn: guarded(_begun(fn, root, folds, refuses, outside), 2)
+
+
+def _begun(
+    fn: F,
+    root: str,
+    folds: bool,
+    refuses: tuple[type[UnisonoError], ...],
+    outside: Callable[[Any], Any] | None,
+) -> F:
+    """Put the prologue before a collective."""
+    names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
+    at, root_at = names.index("group"), names.index(root) if root else 0
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        async_op = kwargs.get("async_op", False)
+        group = args[at] if len(args) > at else kwargs.get("group")
+        context = own_context() if async_op and group is None else communicator()
+        if group is not None:
+            group = resolve(context, group)
+        if root:
+            rank = args[root_at] if len(args) > root_at else kwargs.get(root, 0)
+            check_rank(context, group, rank, root)
+        first = (args[0] if args else kwargs.get(names[0])) if at else None
+        if group is not None and context.model.topology.rank not in group.ranks:
+            value = first if outside is None else outside(first)
+            return Handle(lambda: value, lambda: True) if async_op else value
+        if len(args) > at:
+            args = (*args[:at], (context, group), *args[at + 1 :])
+        else:
+            kwargs["group"] = context, group
+        try:
+            run = fn(*args, **kwargs)
+        except refuses as error:
+            refuse(context, fn.__name__, first if folds else None, group, error)
+        if async_op:
+            return run if isinstance(run, Handle) else context.start(run)
+        return run()
+
+    return cast("F", functools.update_wrapper(call, fn))
+
+
+def _placed(call: Callable[..., Any], fn: F) -> F:
     # doctest passes over functions whose globals are another module's
     made = FunctionType(
         call.__code__, fn.__globals__, fn.__name__, call.__defaults__, call.__closure__

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from unisono.collectives import _dtype_emulation as carriers
-from unisono.collectives.call import check, collective, refuse, swap
-from unisono.collectives.groups import GroupLike, check_rank, outcome, team
+from unisono.collectives.call import check, collective, frame_of, ranks_of, swap
+from unisono.collectives.membership import GroupLike
 from unisono.collectives.value_types import T
 from unisono.context import ContextState
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
@@ -20,7 +21,6 @@ from unisono.payload.codec import (
     decode,
     frame_or_reason,
     head_of,
-    offer,
     plain,
     raise_failures,
 )
@@ -106,7 +106,7 @@ def all_gather(
 ) -> Any: ...
 
 
-@collective
+@collective()
 def all_gather(
     tensor: Any, group: GroupLike = None, *, uneven: bool = False, async_op: bool = False
 ) -> Any:
@@ -141,28 +141,27 @@ def all_gather(
         >>> idist.all_gather("é")
         ['é']
     """
-    context, found, is_member = team(group, async_op)
-    if not is_member:
-        return Handle(lambda: tensor, lambda: True) if async_op else tensor
+    context, members = group
 
     def call() -> Any:
-        parts = _gather(context, tensor, found, "all_gather")
+        parts = _gather(context, tensor, members, "all_gather")
         if uneven or not isinstance(tensor, Tensor):
             return parts
-        return _joined(parts, context, found, tensor)
+        return _joined(parts, context, members, tensor)
 
-    return outcome(context, call, async_op)
+    return call
 
 
 def _gather(context: ContextState, value: Any, group: Group | None, call: str) -> list[Any]:
     """Give every rank's value in a list: one exchange, and tensors that are large in one gather."""
-    frame = frame_or_reason(_frame, value, call, context.control.inline_bytes(group))
+    frame = frame_or_reason(_frame, context, value, call, group)
     frames = swap(context, call, frame, group)
-    ranks = context.model.topology.members(group)
-    raise_failures(frames, ranks, call)
-    said = [decode(frame, context.model.device) for frame in frames]
-    if not any(isinstance(item, TensorHeader) for item in said):
+    raise_failures(frames, partial(ranks_of, context, group), call)
+    device = context.model.device
+    said = [decode(frame, device) for frame in frames]
+    if TensorHeader not in map(type, said):
         return said
+    ranks = context.model.topology.members(group)
     if not all(isinstance(item, (TensorHeader, Tensor)) for item in said):
         kinds = ", ".join(f"rank {r}: {_name(item)}" for r, item in zip(ranks, said, strict=True))
         raise CollectiveMismatchError(f"{call} of tensors and of other values at once: {kinds}")
@@ -180,11 +179,11 @@ def _gather(context: ContextState, value: Any, group: Group | None, call: str) -
     ]
 
 
-def _frame(value: Any, call: str, inline_bytes: int) -> bytes:
+def _frame(context: ContextState, value: Any, call: str, group: Group | None) -> bytes:
     if isinstance(value, Tensor):
         carriers.check_dense(value, call)
         value = plain(value)  # tensors are joined to one, whatever their classes are
-    return offer(value, inline_bytes)
+    return frame_of(context, value, group)
 
 
 def _name(item: object) -> str:
@@ -241,7 +240,7 @@ def all_gather_tensors_with_shapes(
 ) -> list[Tensor] | Handle[list[Tensor]]: ...
 
 
-@collective
+@collective(refuses=(ArgumentError, PayloadError), outside=lambda tensor: [tensor])
 def all_gather_tensors_with_shapes(
     tensor: Tensor,
     shapes: Sequence[Sequence[int]],
@@ -273,32 +272,26 @@ def all_gather_tensors_with_shapes(
         >>> idist.all_gather_tensors_with_shapes(torch.ones(2), [[2]])
         [tensor([1., 1.])]
     """
-    context, found, is_member = team(group, async_op)
-    if not is_member:
-        return Handle(lambda: [tensor], lambda: True) if async_op else [tensor]
+    context, members = group
     name = "all_gather_tensors_with_shapes"
     try:
         wanted = [tuple(shape) for shape in shapes]
-        name += f" {wanted}"
-        _check_shapes(context, tensor, wanted, found)
-    except (ArgumentError, PayloadError) as error:
-        refuse(context, name, None, found, error)
+        _check_shapes(context, tensor, wanted, members)
     except TypeError as error:
-        wrong = ArgumentError(f"{name}: `shapes` should be a list of shapes: {error}")
-        refuse(context, name, None, found, wrong)
+        raise ArgumentError(f"{name}: `shapes` should be a list of shapes: {error}") from error
 
     def call() -> list[Tensor]:
-        check(context, name, tensor.new_empty(0), found)
+        check(context, f"{name} {wanted}", tensor.new_empty(0), members)
         sizes = [_numel(shape) for shape in wanted]
         mine = carriers.own(context, tensor).reshape(-1)
         if mine.numel() < max(sizes):
             mine = torch.cat([mine, mine.new_zeros(max(sizes) - mine.numel())])
-        rows = carriers.all_gather(context, mine, found).to(tensor.device)
+        rows = carriers.all_gather(context, mine, members).to(tensor.device)
         return [
             row[:size].reshape(shape) for row, size, shape in zip(rows, sizes, wanted, strict=True)
         ]
 
-    return outcome(context, call, async_op)
+    return call
 
 
 def _check_shapes(
@@ -357,7 +350,7 @@ def gather(
 def gather(value: T, dst: int = 0, group: GroupLike = None, *, async_op: bool) -> Any: ...
 
 
-@collective
+@collective(root="dst")
 def gather(value: Any, dst: int = 0, group: GroupLike = None, *, async_op: bool = False) -> Any:
     """Gather a value of every rank on one rank.
 
@@ -385,14 +378,11 @@ def gather(value: Any, dst: int = 0, group: GroupLike = None, *, async_op: bool 
         >>> idist.gather(3, dst=0)
         [3]
     """
-    context, found, is_member = team(group, async_op)
-    check_rank(context, found, dst, "dst")
-    if not is_member:
-        return Handle(lambda: value, lambda: True) if async_op else value
+    context, members = group
 
     def call() -> Any:
-        parts = _gather(context, value, found, f"gather to {dst}")
-        whole = _joined(parts, context, found, value) if isinstance(value, Tensor) else parts
+        parts = _gather(context, value, members, f"gather to {dst}")
+        whole = _joined(parts, context, members, value) if isinstance(value, Tensor) else parts
         return whole if context.model.topology.rank == dst else None
 
-    return outcome(context, call, async_op)
+    return call

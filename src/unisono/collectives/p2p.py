@@ -9,8 +9,8 @@ from torch import Tensor
 
 from unisono.collectives import _dtype_emulation as carriers
 from unisono.collectives.broadcasts import home, memory_for
-from unisono.collectives.call import collective
-from unisono.collectives.groups import GroupLike, check_rank, team
+from unisono.collectives.call import frame_of, guarded
+from unisono.collectives.membership import GroupLike, check_rank, team
 from unisono.context import ContextState
 from unisono.errors import ArgumentError, GroupMembershipError
 from unisono.model.fallback import FRAME_BYTES, as_frame, inline_part, length_of
@@ -18,7 +18,6 @@ from unisono.payload.codec import (
     TensorHeader,
     decode,
     frame_or_reason,
-    offer,
     raise_failures,
 )
 from unisono.payload.memory import from_bytes, to_bytes
@@ -30,7 +29,7 @@ __all__ = ("recv", "send")
 __tracebackhide__ = hides
 
 
-@collective
+@guarded
 def send(value: Any, dst: int, group: GroupLike = None) -> None:
     """Send a value to one rank, which calls `recv`.
 
@@ -56,18 +55,18 @@ def send(value: Any, dst: int, group: GroupLike = None) -> None:
         unisono.errors.ArgumentError: dst=0 is this rank itself
     """
     context, found = _pair(group, dst, "dst")
-    frame = frame_or_reason(offer, value, context.control.inline_bytes(found))
+    frame = frame_or_reason(frame_of, context, value, found)
     head = as_frame(frame)
     context.model.send(_as_row(context, head), dst, found)
     if inline_part(head) is None:
         context.model.send(_as_row(context, frame), dst, found)
-    raise_failures([frame], [context.model.topology.rank], "send")
+    raise_failures([frame], lambda: [context.model.topology.rank], "send")
     if frame[:1] == b"h":  # the tensor follows its header
         carrier, _ = carriers.movement(context, carriers.own(context, value))
         context.model.send(carrier, dst, found)
 
 
-@collective
+@guarded
 def recv(src: int, group: GroupLike = None) -> Any:
     """Receive the value that one rank sends.
 
@@ -101,7 +100,7 @@ def recv(src: int, group: GroupLike = None) -> Any:
     if frame is None:
         room = _as_row(context, bytes(length_of(head)))
         frame = to_bytes(context.model.recv(room, src, found).cpu())
-    raise_failures([frame], [src], "recv")
+    raise_failures([frame], lambda: [src], "recv")
     value = decode(frame, context.model.device)
     if not isinstance(value, TensorHeader):
         return value

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from unisono.collectives import _dtype_emulation as carriers
 from unisono.collectives._scalars import reduce_values
-from unisono.collectives.call import check, collective, refuse
-from unisono.collectives.groups import GroupLike, check_rank, outcome, team
+from unisono.collectives.call import Plane, check, collective, route
+from unisono.collectives.membership import GroupLike
 from unisono.collectives.value_types import (
     Container,
     ContainerT,
@@ -20,12 +20,10 @@ from unisono.collectives.value_types import (
     Reducible,
     TensorT,
 )
-from unisono.context import ContextState, communicator
 from unisono.errors import PayloadError
 from unisono.model.handle import Handle
 from unisono.model.reduction import FoldLike, OpLike, ReduceOp, parse_op
 from unisono.payload.codec import is_dense, plain, reason
-from unisono.topology import Group
 from unisono.tracebacks import hides
 
 __all__ = ("all_reduce", "all_reduce_", "reduce", "reduce_scatter")
@@ -139,7 +137,7 @@ def all_reduce(
 ) -> Any: ...
 
 
-@collective
+@collective(folds=True)
 def all_reduce(
     tensor: Any, op: OpLike = "SUM", group: GroupLike = None, *, async_op: bool = False
 ) -> Any:
@@ -174,28 +172,18 @@ def all_reduce(
         >>> idist.all_reduce({"loss": 0.5, "seen": 3})
         {'loss': 0.5, 'seen': 3}
     """
+    context, members = group
     operation = parse_op(op)
-    context, found, is_member = team(group, async_op)
-    if not is_member:
-        return _unchanged(tensor, async_op)
-    if isinstance(tensor, Tensor):
-        _check_reducible(context, f"all_reduce {operation.name}", tensor, operation, found)
     if not isinstance(tensor, Tensor):
         call = f"all_reduce {operation.name}"
-        reduced = lambda: reduce_values(context, call, tensor, operation, found)  # noqa: E731
-        return outcome(context, reduced, async_op)
+        return lambda: reduce_values(context, call, tensor, operation, members)
+    _check_reducible(tensor, operation)
+    mine = carriers.own(context, tensor)
     if async_op:
         context.settle()
-        started = carriers.start_all_reduce(
-            context, carriers.own(context, tensor), operation, found
-        )
+        started = carriers.start_all_reduce(context, mine, operation, members)
         return started.then(lambda total: total.to(tensor.device))
-    total = carriers.all_reduce(context, carriers.own(context, tensor), operation, found)
-    return total.to(tensor.device)
-
-
-def _unchanged(value: Any, async_op: bool) -> Any:
-    return Handle(lambda: value, lambda: True) if async_op else value
+    return lambda: carriers.all_reduce(context, mine, operation, members).to(tensor.device)
 
 
 @overload
@@ -220,7 +208,7 @@ def all_reduce_(
 ) -> TensorT | Handle[TensorT]: ...
 
 
-@collective
+@collective(folds=True)
 def all_reduce_(
     tensor: Tensor, op: OpLike = "SUM", group: GroupLike = None, *, async_op: bool = False
 ) -> Any:
@@ -248,15 +236,10 @@ def all_reduce_(
         >>> idist.all_reduce_(torch.ones(2))
         tensor([1., 1.])
     """
+    context, members = group
     operation = parse_op(op)
     if not isinstance(tensor, Tensor):
         raise PayloadError(f"all_reduce_ works in place on a tensor, not on {_kind(tensor)}")
-    if group is None:
-        context, found = communicator(), None
-    else:
-        context, found, is_member = team(group)
-        if not is_member:
-            return _unchanged(tensor, async_op)
     is_ready = (
         operation is not ReduceOp.AVERAGE
         and tensor.dtype in context.model.dtypes
@@ -265,27 +248,30 @@ def all_reduce_(
         and tensor.is_contiguous()
         and not tensor.is_neg()
         and not (operation is not ReduceOp.SUM and tensor.is_floating_point())
-        and not context.control.prefers_exchange(tensor, found)
+        and route(context, tensor, members, folds=True) is Plane.DATA
     )
-    if is_ready and not async_op:
-        check(context, f"all_reduce {operation.name}", tensor, found)
-        mine = plain(tensor)
-        total = context.model.all_reduce(mine, operation, found)
-        return tensor if total is mine else carriers.fill(tensor, total)
-    name = f"all_reduce {operation.name}"
-    _check_reducible(context, name, tensor, operation, found)
-    try:
+    if not is_ready:
+        _check_reducible(tensor, operation)
         carriers.check_writable(tensor, "all_reduce_")
-    except PayloadError as error:
-        refuse(context, name, tensor, found, error)
-    if not async_op:
-        total = carriers.all_reduce(context, carriers.own(context, tensor), operation, found)
-        return carriers.fill(tensor, total)
-    mine = plain(tensor) if is_ready else carriers.own(context, tensor)
-    started = carriers.start_all_reduce(context, mine, operation, found)
-    return started.then(
-        lambda total: tensor if total is mine and is_ready else carriers.fill(tensor, total)
-    )
+    if async_op:
+        context.settle()
+        mine = plain(tensor) if is_ready else carriers.own(context, tensor)
+        started = carriers.start_all_reduce(context, mine, operation, members)
+        return started.then(
+            lambda total: tensor if total is mine and is_ready else carriers.fill(tensor, total)
+        )
+
+    def call() -> Tensor:
+        if not is_ready:
+            mine = carriers.own(context, tensor)
+            total = carriers.all_reduce(context, mine, operation, members)
+            return carriers.fill(tensor, total)
+        check(context, f"all_reduce {operation.name}", tensor, members)
+        mine = plain(tensor)
+        total = context.model.all_reduce(mine, operation, members)
+        return tensor if total is mine else carriers.fill(tensor, total)
+
+    return call
 
 
 @overload
@@ -426,7 +412,7 @@ def reduce(
 ) -> Any: ...
 
 
-@collective
+@collective(root="dst")
 def reduce(
     value: Any, dst: int = 0, op: OpLike = "SUM", group: GroupLike = None, *, async_op: bool = False
 ) -> Any:
@@ -456,23 +442,21 @@ def reduce(
         >>> idist.reduce(2, dst=0, op="MAX")
         2
     """
+    context, members = group
     operation = parse_op(op)
-    context, found, is_member = team(group, async_op)
-    check_rank(context, found, dst, "dst")
-    if not is_member:
-        return _unchanged(value, async_op)
     name = f"reduce {operation.name} to {dst}"
     if isinstance(value, Tensor):
-        _check_reducible(context, name, value, operation, found)
+        _check_reducible(value, operation)
 
     def call() -> Any:
         if isinstance(value, Tensor):
-            total = carriers.reduce(context, carriers.own(context, value), dst, operation, found)
+            mine = carriers.own(context, value)
+            total = carriers.reduce(context, mine, dst, operation, members)
             return None if total is None else total.to(value.device)
-        total = reduce_values(context, name, value, operation, found)
+        total = reduce_values(context, name, value, operation, members)
         return total if context.model.topology.rank == dst else None
 
-    return outcome(context, call, async_op)
+    return call
 
 
 @overload
@@ -493,7 +477,7 @@ def reduce_scatter(
 ) -> Tensor | Handle[Tensor]: ...
 
 
-@collective
+@collective()
 def reduce_scatter(
     tensor: Tensor, op: OpLike = "SUM", group: GroupLike = None, *, async_op: bool = False
 ) -> Any:
@@ -522,34 +506,31 @@ def reduce_scatter(
         >>> idist.reduce_scatter(torch.ones(2))
         tensor([1., 1.])
     """
-    operation = parse_op(op)
-    context, found, is_member = team(group, async_op)
-    if not is_member:
-        return _unchanged(tensor, async_op)
-    size, name = context.model.topology.size(found), f"reduce_scatter {operation.name}"
+    context, members = group
+    operation, size = parse_op(op), context.model.topology.size(members)
     if isinstance(tensor, Tensor):
-        _check_reducible(context, name, tensor, operation, found)
+        _check_reducible(tensor, operation)
     if not isinstance(tensor, Tensor) or tensor.dim() == 0 or tensor.shape[0] % size:
-        what = f"a tensor whose dim 0 is a multiple of {size}, not {_kind(tensor)}"
-        refuse(context, name, None, found, PayloadError(f"reduce_scatter takes {what}"))
+        raise PayloadError(
+            f"reduce_scatter takes a tensor whose dim 0 is a multiple of {size}, not "
+            f"{_kind(tensor)}"
+        )
 
     def call() -> Tensor:
         mine = carriers.own(context, tensor)
         rows = mine.view(size, tensor.shape[0] // size, *tensor.shape[1:])
-        return carriers.reduce_scatter(context, rows, operation, found).to(tensor.device)
+        return carriers.reduce_scatter(context, rows, operation, members).to(tensor.device)
 
-    return outcome(context, call, async_op)
+    return call
 
 
-def _check_reducible(
-    context: ContextState, call: str, tensor: Tensor, op: ReduceOp, group: Group | None
-) -> None:
+def _check_reducible(tensor: Tensor, op: ReduceOp) -> None:
     try:
         carriers.check_reducible(tensor, op)
-    except PayloadError as error:
-        refuse(context, call, tensor, group, error)
+    except PayloadError:
+        raise
     except Exception as error:  # a subclass's own code
-        refuse(context, call, None, group, PayloadError(f"{call} of this tensor: {reason(error)}"))
+        raise PayloadError(f"{op.name} of this tensor: {reason(error)}") from error
 
 
 def _kind(value: object) -> str:

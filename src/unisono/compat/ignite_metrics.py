@@ -14,7 +14,7 @@ from ignite.distributed import utils
 from ignite.distributed.comp_models.base import ComputationModel
 
 from unisono import facts
-from unisono.collectives import broadcasts, gathers, groups, reductions
+from unisono.collectives import broadcasts, gathers, groups, membership, reductions
 from unisono.context import current
 from unisono.lifecycle import finalize
 
@@ -77,7 +77,7 @@ class _FacadeModel(ComputationModel):  # type: ignore[misc]  # ignite has no typ
 
     def _rank_not_in_group(self, group: Any) -> bool:
         context = current()
-        members = context.model.topology.members(groups.resolve(context, group))
+        members = context.model.topology.members(membership.resolve(context, group))
         return facts.get_rank() not in members
 
     @staticmethod

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unisono import facts
-from unisono.collectives import broadcasts, gathers, groups, reductions
+from unisono.collectives import broadcasts, gathers, groups, membership, reductions
 from unisono.compat import mmcv
 from unisono.compat.groups import library_group
 from unisono.compat.mmcv import infer_launcher
@@ -300,7 +300,7 @@ def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:
                 f"init_local_group: node {node} has ranks {ranks}, but num_gpus_per_node is "
                 f"{sorted(counts)} there: pass the number of its ranks"
             )
-        made = groups.resolve(context, ranks)
+        made = membership.resolve(context, ranks)
         if node == node_rank and made is not None:
             context.groups[()] = made
 
@@ -328,13 +328,13 @@ def get_default_group() -> Group:
 
 def _members(group: Group) -> tuple[int, ...] | range:
     context = current()
-    return context.model.topology.members(groups.resolve(context, group))
+    return context.model.topology.members(membership.resolve(context, group))
 
 
 def get_backend(group: Group = None) -> str | None:
     """Name the backend of a group, None where nothing is distributed. Local."""
     context = current()
-    handle = None if group is None else getattr(groups.resolve(context, group), "handle", None)
+    handle = None if group is None else getattr(membership.resolve(context, group), "handle", None)
     if isinstance(handle, torch.distributed.ProcessGroup):
         return str(torch.distributed.get_backend(handle))
     return facts.backend()

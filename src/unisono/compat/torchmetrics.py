@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from unisono import facts
-from unisono.collectives import gathers, groups
+from unisono.collectives import gathers, membership
 from unisono.context import current
 
 __all__ = ("OPTIONS", "gather_all_tensors")
@@ -37,7 +37,7 @@ def gather_all_tensors(result: Tensor, group: Any = None) -> list[Tensor]:
         [tensor([1., 2.])]
     """
     context = current()
-    members = context.model.topology.members(groups.resolve(context, group))
+    members = context.model.topology.members(membership.resolve(context, group))
     rank = facts.get_rank()
     if rank not in members:
         return [result]

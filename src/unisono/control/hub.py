@@ -92,6 +92,8 @@ class Hub:
     ) -> None:
         self.all_share_memory = False
         """Whether every round goes through memory; set once the ranks know what all of them can."""
+        self.compares_calls = False
+        """Whether comparing calls costs little beside the data plane; set likewise."""
         self.inline_bytes = 0
         """Longest blob that a round takes; set likewise."""
         self.warn_after_s: float = warn_after_s
@@ -274,21 +276,25 @@ class Hub:
         """Wait for one message of `kind` from each of `places`; give what is in them."""
         got: dict[int, Blobs] = {}
         end = self._patience.until()
-        if end:  # look without sleeping, as long as that has been worth it
-            while len(got) < len(places):
-                for place in places:
-                    if place not in got and self._lines[place].may_hold():
-                        self._take(place, kind, places, got)
-                if time.monotonic() > end:
-                    break
-                if self._yields:
-                    os.sched_yield()
-            self._patience.learn(len(got) == len(places))
+        if end:
+            self._look(kind, places, got, end)
         if len(got) < len(places):
             later_s = _WARN_LATER_S if kind == ALL else 0.0
             warn_at = time.monotonic() + self.warn_after_s + later_s
             self._sleep(kind, places, got, until, warn_at)
         return got
+
+    def _look(self, kind: int, places: tuple[int, ...], got: dict[int, Blobs], end: float) -> None:
+        """Look without sleeping, as long as that has been worth it."""
+        while len(got) < len(places):
+            for place in places:
+                if place not in got and self._lines[place].may_hold():
+                    self._take(place, kind, places, got)
+            if time.monotonic() > end:
+                break
+            if self._yields:
+                os.sched_yield()
+        self._patience.learn(len(got) == len(places))
 
     def _sleep(
         self,

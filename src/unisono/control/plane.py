@@ -9,8 +9,6 @@ import math
 import weakref
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from unisono.control.hub import Hub
 from unisono.control.missing import Absent
 from unisono.control.rendezvous import connect_group
@@ -68,9 +66,17 @@ class ControlPlane:
         """Whether another thread than the user's may make the model's calls. Local."""
         return True
 
-    def inline_bytes(self, group: Group | None) -> int:
-        """Give the size of the longest CPU tensor that travels in an exchange of `group`. Local."""
-        return fallback.INLINE_TENSOR_BYTES
+    def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
+        """Give the size of the longest CPU tensor that travels in an exchange of `group`.
+
+        Local, and the same on every rank.
+
+        Args:
+            group: the ranks that take part.
+            folds: for a tensor that everybody reduces from the bytes of all; less than 0 where the
+                model's `all_reduce` is better for any.
+        """
+        return -1 if folds else fallback.INLINE_TENSOR_BYTES
 
     def compares_calls(self, group: Group | None) -> bool:
         """Tell whether comparing the ranks' calls costs little beside a collective of `group`.
@@ -80,13 +86,6 @@ class ControlPlane:
         """
         model = self.model
         return model.transport_device.type == "cpu" and model.topology.size(group) > 1
-
-    def prefers_exchange(self, tensor: Tensor, group: Group | None) -> bool:
-        """Tell whether a tensor is better reduced from everybody's bytes than by `all_reduce`.
-
-        Local, and the same on every rank for tensors of the same dtype, shape and device.
-        """
-        return False
 
     def bucket(self, size_bytes: int) -> int:
         """Round a size up to one that the model likes to see. Local; XLA compiles per size."""
@@ -172,35 +171,33 @@ class SocketControlPlane(ControlPlane):
             return list(blobs)
         return fallback.exchange_bodies(self.model, blob, list(sizes), group)
 
-    def inline_bytes(self, group: Group | None) -> int:
-        """Give the size of the longest CPU tensor that travels in an exchange. Local."""
-        hub = self.hubs.get(name_of(group))
-        return fallback.INLINE_TENSOR_BYTES if hub is None else hub.inline_bytes // _TENSOR_PART
-
-    def prefers_exchange(self, tensor: Tensor, group: Group | None) -> bool:
-        """Tell whether a tensor is small, on the CPU, and its group connected. Local."""
-        if not self.hubs or tensor.device.type != "cpu":
-            return False
-        hub = self.hubs.get(name_of(group))
+    def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
+        """Give what a connected group's rounds take. Local, as in the class above."""
+        hub = self.hubs.get(EVERYBODY if group is None else group.name)
         if hub is None:
-            return False
-        return tensor.numel() * tensor.itemsize <= hub.inline_bytes // _TENSOR_PART
+            return -1 if folds else fallback.INLINE_TENSOR_BYTES
+        return hub.inline_bytes // _TENSOR_PART
 
     def compares_calls(self, group: Group | None) -> bool:
         """Tell whether all ranks share memory, and their tensors are there: it costs 20 us then.
 
         Collective at creation: the first call of a group connects it.
         """
-        model = self.model
-        if model.transport_device.type != "cpu" or model.topology.size(group) == 1:
-            return False
-        hub = self._hub(group)
-        return hub is not None and hub.all_share_memory
+        hub = self.hubs.get(EVERYBODY if group is None else group.name)
+        if hub is None:
+            model = self.model
+            if model.transport_device.type != "cpu" or model.topology.size(group) == 1:
+                return False
+            hub = self._hub(group)
+        return hub is not None and hub.compares_calls
 
     def _hub(self, group: Group | None) -> Hub | None:
         key = name_of(group)
         if key not in self.hubs:
-            self.hubs[key] = connect_group(self, group, INLINE_BYTES)
+            self.hubs[key] = hub = connect_group(self, group, INLINE_BYTES)
+            if hub is not None:
+                is_near = self.model.transport_device.type == "cpu"
+                hub.compares_calls = hub.all_share_memory and is_near
         return self.hubs[key]
 
     def _connected(self) -> list[Hub]:

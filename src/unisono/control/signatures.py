@@ -255,6 +255,8 @@ class SequenceNumbers:
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
         """Operations of the data plane that this rank began: equal counts are the same one."""
+        self.site = b""
+        """The line of the call that was compared and comes next; empty where none was."""
         self.last: str = ""
         """The last of them and its line; empty once something else came after it."""
         self.histories: defaultdict[str, CallHistory] = defaultdict(CallHistory)
@@ -263,5 +265,6 @@ class SequenceNumbers:
     def begin(self, group: str, call: str) -> int:
         """Take note of an operation that this rank begins; give its number. Local."""
         self.counts[group] = count = self.counts.get(group, 0) + 1
-        self.last = f"{call} at {site().decode('utf-8', 'replace')}"
+        line, self.site = self.site or site(), b""
+        self.last = f"{call} at {line.decode('utf-8', 'replace')}"
         return count

@@ -16,7 +16,7 @@ A frame is one value: a tag of one byte, then its body; integers are little-endi
 The header of a tensor is ``<BBB`` (dtype, flags, number of dimensions), then ``<q`` for each
 dimension. The flags: 1 it is on an accelerator, 2 it is an ``nn.Parameter``, 4 that requires grad.
 
-With `_frames`, which has the wire format and its reader, the only file that knows payload types.
+The only file that knows payload types.
 """
 
 from __future__ import annotations
@@ -52,13 +52,12 @@ __all__ = (
     "head_of",
     "header",
     "is_dense",
+    "is_exact",
     "is_number",
-    "offer",
     "plain",
     "raise_failures",
     "reason",
     "refuse_pickle",
-    "rides_data_plane",
     "why_not_dense",
 )
 
@@ -74,6 +73,7 @@ CODE_OF = {dtype: code for code, dtype in _DTYPE_OF.items()}
 HEAD = struct.Struct("<BBB")
 SIZE = struct.Struct("<Q")
 COUNT = struct.Struct("<I")
+_TWO_COUNTS = struct.Struct("<II")
 _INT = struct.Struct("<q")
 _FLOAT = struct.Struct("<d")
 _COMPLEX = struct.Struct("<2d")
@@ -137,111 +137,156 @@ def decode(blob: bytes, device: torch.device) -> Any:
     Raises:
         PayloadError: the frame says that the sender failed, or it is damaged.
     """
-    reader = _Reader(memoryview(blob), device)
+    data = memoryview(blob)
     try:
-        value = reader.value()
+        value, end = _READERS[data[0]](data, 1, device)
     except PayloadError:
         raise
     except (IndexError, struct.error):
         raise PayloadError("a damaged frame came: it ends too early") from None
     except _DAMAGE as error:
         raise PayloadError(f"a damaged frame came: {type(error).__name__}: {error}") from error
-    if reader.at != len(blob):
-        raise PayloadError(f"a damaged frame came: {len(blob) - reader.at} bytes are left over")
+    if end != len(blob):
+        raise PayloadError(f"a damaged frame came: {len(blob) - end} bytes are left over")
     return value
 
 
-class _Reader:
-    """A place in a frame."""
-
-    def __init__(self, data: memoryview, device: torch.device) -> None:
-        self._data = data
-        self._device = device
-        self.at = 0
-
-    def value(self) -> Any:
-        tag = self._data[self.at]
-        self.at += 1
-        return _READERS[tag](self)
-
-    def _take(self, size: int) -> memoryview:
-        start, self.at = self.at, self.at + size
-        if self.at > len(self._data):
-            raise IndexError
-        return self._data[start : self.at]
-
-    def unpack(self, shape: struct.Struct) -> tuple[Any, ...]:
-        start, self.at = self.at, self.at + shape.size
-        return shape.unpack_from(self._data, start)
-
-    def view(self) -> memoryview:
-        return self._take(self.unpack(SIZE)[0])
-
-    def block(self) -> bytes:
-        return bytes(self.view())
-
-    def text(self) -> str:
-        return str(self.view(), "utf-8", "surrogatepass")
-
-    def long_int(self) -> int:
-        return int.from_bytes(self._take(self.unpack(COUNT)[0]), "little", signed=True)
-
-    def items(self) -> list[Any]:
-        return [self.value() for _ in range(self.unpack(COUNT)[0])]
-
-    def pairs(self) -> dict[Any, Any]:
-        return {self.value(): self.value() for _ in range(self.unpack(COUNT)[0])}
-
-    def header(self) -> TensorHeader:
-        code, flags, dims = self.unpack(HEAD)
-        shape = self.unpack(struct.Struct(f"<{dims}q"))
-        dtype = _DTYPE_OF[code]
-        # Not the product of all: a size of 0 would hide others whose strides torch can't count.
-        extent = math.prod(max(size, 1) for size in shape)
-        most = _LARGEST_BYTES // dtype.itemsize if 0 not in shape else 2**62
-        requires_grad = flags & 4 and not (dtype.is_floating_point or dtype.is_complex)
-        if extent > most or any(size < 0 for size in shape) or requires_grad:
-            raise PayloadError(f"a damaged frame came: {dtype} of shape {shape}")
-        return TensorHeader(dtype, shape, bool(flags & 1), bool(flags & 4) if flags & 2 else None)
-
-    def tensor(self) -> Tensor:
-        head = self.header()
-        data = self._take(math.prod(head.shape) * head.dtype.itemsize)
-        tensor = from_bytes(data, head.dtype, head.shape)
-        return head.finish(tensor.to(self._device) if head.on_accelerator else tensor)
-
-    def object(self) -> Any:
-        refuse_pickle("an object that came")
-        (checksum,) = self.unpack(COUNT)
-        # Not bytes: an array that was writable stays writable.
-        blocks = [bytearray(self.view()) for _ in range(self.unpack(COUNT)[0])]
-        if not blocks or zlib.crc32(blocks[0]) != checksum:
-            raise PayloadError("a damaged frame came: a pickle with a wrong checksum")
-        return importlib.import_module("unisono.payload.pickling").load(blocks, self._device)
-
-    def sender_failed(self) -> Any:
-        raise PayloadError(self.text())
+# A reader takes a frame, where the body begins, and the device; it gives the value and the end.
 
 
-_READERS: dict[int, Callable[[_Reader], Any]] = {
-    ord("N"): lambda _: None,
-    ord("T"): lambda _: True,
-    ord("F"): lambda _: False,
-    ord("i"): lambda reader: reader.unpack(_INT)[0],
-    ord("I"): _Reader.long_int,
-    ord("d"): lambda reader: reader.unpack(_FLOAT)[0],
-    ord("c"): lambda reader: complex(*reader.unpack(_COMPLEX)),
-    ord("s"): _Reader.text,
-    ord("p"): lambda reader: Path(reader.text()),
-    ord("b"): _Reader.block,
-    ord("y"): lambda reader: bytearray(reader.view()),
-    ord("l"): _Reader.items,
-    ord("t"): lambda reader: tuple(reader.items()),
-    ord("m"): _Reader.pairs,
-    ord("x"): _Reader.tensor,
-    ord("h"): _Reader.header,
-    ord("o"): _Reader.object,
-    ord("e"): _Reader.sender_failed,
+def _block_at(data: memoryview, at: int) -> tuple[memoryview, int]:
+    start = at + SIZE.size
+    end = start + SIZE.unpack_from(data, at)[0]
+    if end > len(data):
+        raise IndexError
+    return data[start:end], end
+
+
+def _text_at(data: memoryview, at: int, _: torch.device) -> tuple[str, int]:
+    block, end = _block_at(data, at)
+    return str(block, "utf-8", "surrogatepass"), end
+
+
+def _path_at(data: memoryview, at: int, device: torch.device) -> tuple[Path, int]:
+    text, end = _text_at(data, at, device)
+    return Path(text), end
+
+
+def _bytes_at(data: memoryview, at: int, _: torch.device) -> tuple[bytes, int]:
+    block, end = _block_at(data, at)
+    return bytes(block), end
+
+
+def _bytearray_at(data: memoryview, at: int, _: torch.device) -> tuple[bytearray, int]:
+    block, end = _block_at(data, at)
+    return bytearray(block), end
+
+
+def _int_at(data: memoryview, at: int, _: torch.device) -> tuple[int, int]:
+    return _INT.unpack_from(data, at)[0], at + _INT.size
+
+
+def _long_int_at(data: memoryview, at: int, _: torch.device) -> tuple[int, int]:
+    start = at + COUNT.size
+    end = start + COUNT.unpack_from(data, at)[0]
+    if end > len(data):
+        raise IndexError
+    return int.from_bytes(data[start:end], "little", signed=True), end
+
+
+def _float_at(data: memoryview, at: int, _: torch.device) -> tuple[float, int]:
+    return _FLOAT.unpack_from(data, at)[0], at + _FLOAT.size
+
+
+def _complex_at(data: memoryview, at: int, _: torch.device) -> tuple[complex, int]:
+    return complex(*_COMPLEX.unpack_from(data, at)), at + _COMPLEX.size
+
+
+def _list_at(data: memoryview, at: int, device: torch.device) -> tuple[list[Any], int]:
+    items: list[Any] = []
+    count = COUNT.unpack_from(data, at)[0]
+    at += COUNT.size
+    for _ in range(count):
+        item, at = _READERS[data[at]](data, at + 1, device)
+        items.append(item)
+    return items, at
+
+
+def _tuple_at(data: memoryview, at: int, device: torch.device) -> tuple[tuple[Any, ...], int]:
+    items, end = _list_at(data, at, device)
+    return tuple(items), end
+
+
+def _dict_at(data: memoryview, at: int, device: torch.device) -> tuple[dict[Any, Any], int]:
+    pairs: dict[Any, Any] = {}
+    count = COUNT.unpack_from(data, at)[0]
+    at += COUNT.size
+    for _ in range(count):
+        key, at = _READERS[data[at]](data, at + 1, device)
+        pairs[key], at = _READERS[data[at]](data, at + 1, device)
+    return pairs, at
+
+
+def _header_at(data: memoryview, at: int, _: torch.device) -> tuple[TensorHeader, int]:
+    code, flags, dims = HEAD.unpack_from(data, at)
+    sizes = struct.Struct(f"<{dims}q")
+    shape = sizes.unpack_from(data, at + HEAD.size)
+    dtype = _DTYPE_OF[code]
+    # Not the product of all: a size of 0 would hide others whose strides torch can't count.
+    extent = math.prod(max(size, 1) for size in shape)
+    most = _LARGEST_BYTES // dtype.itemsize if 0 not in shape else 2**62
+    requires_grad = flags & 4 and not (dtype.is_floating_point or dtype.is_complex)
+    if extent > most or any(size < 0 for size in shape) or requires_grad:
+        raise PayloadError(f"a damaged frame came: {dtype} of shape {shape}")
+    parameter = bool(flags & 4) if flags & 2 else None
+    return TensorHeader(dtype, shape, bool(flags & 1), parameter), at + HEAD.size + sizes.size
+
+
+def _tensor_at(data: memoryview, at: int, device: torch.device) -> tuple[Tensor, int]:
+    head, start = _header_at(data, at, device)
+    end = start + math.prod(head.shape) * head.dtype.itemsize
+    if end > len(data):
+        raise IndexError
+    tensor = from_bytes(data[start:end], head.dtype, head.shape)
+    return head.finish(tensor.to(device) if head.on_accelerator else tensor), end
+
+
+def _object_at(data: memoryview, at: int, device: torch.device) -> tuple[Any, int]:
+    refuse_pickle("an object that came")
+    checksum, count = _TWO_COUNTS.unpack_from(data, at)
+    at += _TWO_COUNTS.size
+    blocks: list[bytearray] = []  # not bytes: an array that could be written to stays so
+    for _ in range(count):
+        block, at = _bytearray_at(data, at, device)
+        blocks.append(block)
+    if not blocks or zlib.crc32(blocks[0]) != checksum:
+        raise PayloadError("a damaged frame came: a pickle with a wrong checksum")
+    return importlib.import_module("unisono.payload.pickling").load(blocks, device), at
+
+
+def _failure_at(data: memoryview, at: int, device: torch.device) -> tuple[Any, int]:
+    raise PayloadError(_text_at(data, at, device)[0])
+
+
+_READERS: dict[int, Callable[[memoryview, int, torch.device], tuple[Any, int]]] = {
+    ord("N"): lambda _, at, __: (None, at),
+    ord("T"): lambda _, at, __: (True, at),
+    ord("F"): lambda _, at, __: (False, at),
+    ord("i"): _int_at,
+    ord("I"): _long_int_at,
+    ord("d"): _float_at,
+    ord("c"): _complex_at,
+    ord("s"): _text_at,
+    ord("p"): _path_at,
+    ord("b"): _bytes_at,
+    ord("y"): _bytearray_at,
+    ord("l"): _list_at,
+    ord("t"): _tuple_at,
+    ord("m"): _dict_at,
+    ord("x"): _tensor_at,
+    ord("h"): _header_at,
+    ord("o"): _object_at,
+    ord("e"): _failure_at,
 }
 
 
@@ -326,22 +371,8 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def rides_data_plane(value: object, inline_bytes: int) -> bool:
-    """Tell whether a value travels by the model's own collectives instead of as a frame.
-
-    Local.
-
-    Args:
-        value: anything.
-        inline_bytes: the longest CPU tensor that travels within a frame.
-    """
-    if not (isinstance(value, Tensor) and _is_exact(value)):
-        return False
-    return value.device.type != "cpu" or value.numel() * value.itemsize > inline_bytes
-
-
-def _is_exact(value: object) -> bool:
-    """Tell whether a dense tensor is all that `value` is: other subclasses go as objects."""
+def is_exact(value: object) -> bool:
+    """Tell whether `value` is nothing but a dense tensor; others go as objects. Local."""
     return type(value) in (Tensor, Parameter) and is_dense(value)
 
 
@@ -354,11 +385,6 @@ def head_of(tensor: Tensor) -> TensorHeader:
 def header(tensor: Tensor) -> bytes:
     """Encode what peers must know to receive `tensor`. Local."""
     return b"h" + _tensor_head(tensor)
-
-
-def offer(value: object, inline_bytes: int) -> bytes:
-    """Encode a value, or its header alone where it travels on the data plane. Local."""
-    return header(value) if rides_data_plane(value, inline_bytes) else encode(value)  # type: ignore[arg-type]
 
 
 def failure(reason: str) -> bytes:
@@ -387,7 +413,7 @@ def encode(value: object) -> bytes:
         raise PayloadError(f"{what} doesn't fit into 64 bits: send it in a list")
     chunks = _Chunks()
     try:
-        _write(value, chunks)
+        _WRITERS.get(type(value), _write_other)(value, chunks)
     except RecursionError:  # nested deeply, or a container that holds itself: pickle knows how
         chunks = _Chunks()
         _write_object(value, chunks)
@@ -420,11 +446,8 @@ def reason(error: Exception) -> str:
     return text if isinstance(error, PayloadError) else f"{type(error).__name__}: {text}"
 
 
-def _write(value: Any, out: _Chunks) -> None:
-    writer = _WRITERS.get(type(value))
-    if writer is not None:
-        writer(value, out)
-    elif _is_exact(value):
+def _write_other(value: Any, out: _Chunks) -> None:
+    if is_exact(value):
         _write_tensor(value, out)
     else:
         _write_object(value, out)
@@ -438,8 +461,9 @@ def _write_int(value: int, out: _Chunks) -> None:
         out += (b"I", COUNT.pack(len(data)), data)
 
 
-def _write_text(tag: bytes, value: str, out: _Chunks) -> None:
-    _write_block(tag, value.encode("utf-8", "surrogatepass"), out)
+def _write_text(value: str, out: _Chunks, tag: bytes = b"s") -> None:
+    data = value.encode("utf-8", "surrogatepass")
+    out += (tag, SIZE.pack(len(data)), data)
 
 
 def _write_block(tag: bytes, data: Any, out: _Chunks) -> None:
@@ -450,7 +474,7 @@ def _write_items(tag: bytes, items: Sequence[Any], out: _Chunks) -> None:
     out.go_down()
     out += (tag, COUNT.pack(len(items)))
     for item in items:
-        _write(item, out)
+        _WRITERS.get(type(item), _write_other)(item, out)
     out.depth -= 1
 
 
@@ -458,8 +482,8 @@ def _write_dict(value: dict[Any, Any], out: _Chunks) -> None:
     out.go_down()
     out += (b"m", COUNT.pack(len(value)))
     for key, item in value.items():
-        _write(key, out)
-        _write(item, out)
+        _WRITERS.get(type(key), _write_other)(key, out)
+        _WRITERS.get(type(item), _write_other)(item, out)
     out.depth -= 1
 
 
@@ -488,35 +512,37 @@ _WRITERS: dict[type, Callable[[Any, _Chunks], None]] = {
     int: _write_int,
     float: lambda value, out: out.append(struct.pack("<cd", b"d", value)),
     complex: lambda value, out: out.append(struct.pack("<c2d", b"c", value.real, value.imag)),
-    str: lambda value, out: _write_text(b"s", value, out),
+    str: _write_text,
     bytes: lambda value, out: _write_block(b"b", value, out),
     bytearray: lambda value, out: _write_block(b"y", bytes(value), out),
     list: lambda value, out: _write_items(b"l", value, out),
     tuple: lambda value, out: _write_items(b"t", value, out),
     dict: _write_dict,
-    type(Path()): lambda value, out: _write_text(b"p", str(value), out),
+    type(Path()): lambda value, out: _write_text(str(value), out, b"p"),
 }
 
 
-def raise_failures(frames: Sequence[bytes], ranks: Sequence[int], call: str) -> None:
+def raise_failures(frames: Sequence[bytes], ranks: Callable[[], Sequence[int]], call: str) -> None:
     """Raise the same error on every rank if some rank had no value to send.
 
     Local.
 
     Args:
         frames: one for each rank that takes part.
-        ranks: their global ranks.
+        ranks: gives their global ranks.
         call: name of the collective.
 
     Raises:
         PayloadError: some frame is a failure; names rank and reason.
     """
-    if b"e" not in [frame[:1] for frame in frames]:
+    for first in frames:
+        if first[:1] == b"e":
+            break
+    else:
         return
     reasons = [
         f"rank {rank}: {bytes(frame[1 + SIZE.size :]).decode('utf-8', 'replace')}"
-        for rank, frame in zip(ranks, frames, strict=True)
+        for rank, frame in zip(ranks(), frames, strict=True)
         if frame[:1] == b"e"
     ]
-    if reasons:
-        raise PayloadError(f"{call} got a value that can't be sent ({'; '.join(reasons)})")
+    raise PayloadError(f"{call} got a value that can't be sent ({'; '.join(reasons)})")

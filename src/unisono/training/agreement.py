@@ -300,7 +300,7 @@ def agree(
     if found.error is not None:
         raise found.error
     ranks = list(context.model.topology.members(group))
-    raise_failures(frames, ranks, call)
+    raise_failures(frames, lambda: ranks, call)
     if any(frame[:_START] != blob[:_START] for frame in frames):
         blobs = swap(context, f"{call}: the lists differ", encode(lines), group)
         said = [decode(blob, context.model.device) for blob in blobs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 
 from unisono.collectives.broadcasts import broadcast
 from unisono.collectives.call import swap
-from unisono.collectives.groups import GroupLike, check_rank, team
+from unisono.collectives.membership import GroupLike, check_rank, team
 from unisono.collectives.reductions import all_reduce
 from unisono.context import ContextState
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
@@ -295,7 +296,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLi
     state = optimizer.state_dict()
     call = f"broadcast_optimizer_state from {src}"
     frames = swap(context, call, _described(state, is_src), found)
-    raise_failures(frames, context.model.topology.members(found), call)
+    raise_failures(frames, partial(context.model.topology.members, found), call)
     said = [decode(frame, context.model.device) for frame in frames]
     counts, apart = said[context.model.topology.position(found, src)]
     _check_groups(dict(zip(context.model.topology.members(found), said, strict=True)), counts, src)

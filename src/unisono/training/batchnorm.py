@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono.collectives.gathers import all_gather_tensors_with_shapes
-from unisono.collectives.groups import GroupLike, team
+from unisono.collectives.membership import GroupLike, team
 from unisono.collectives.reductions import all_reduce_
 from unisono.context import current_model
 from unisono.errors import ArgumentError, UnsupportedOperation

@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 
 from unisono.arguments import check_count
 from unisono.collectives.gathers import all_gather, gather
-from unisono.collectives.groups import check_rank
+from unisono.collectives.membership import check_rank
 from unisono.collectives.value_types import T
 from unisono.context import current, current_model
 from unisono.errors import ArgumentError, CollectiveMismatchError

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from unisono.collectives.broadcasts import broadcast
-from unisono.collectives.groups import GroupLike, team
+from unisono.collectives.membership import GroupLike, team
 from unisono.context import current_model
 from unisono.errors import ArgumentError
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.arguments import check_names
-from unisono.collectives.groups import resolve
+from unisono.collectives.membership import resolve
 from unisono.context import ContextState, communicator, current_model
 from unisono.control.signatures import level
 from unisono.errors import (

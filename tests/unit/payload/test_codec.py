@@ -22,6 +22,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from unisono.collectives.call import Plane, frame_of, route
+from unisono.context import current
 from unisono.errors import PayloadError
 from unisono.model.fallback import INLINE_TENSOR_BYTES
 from unisono.payload.codec import (
@@ -32,9 +34,9 @@ from unisono.payload.codec import (
     failure,
     header,
     is_dense,
+    is_exact,
     is_number,
     raise_failures,
-    rides_data_plane,
 )
 from unisono.payload.memory import from_bytes, to_bytes, view_bytes
 from unisono.testing.cases._law import same
@@ -289,19 +291,17 @@ def test_large_buffers_travel_out_of_band_once() -> None:
 
 
 def test_which_tensors_ride_the_data_plane() -> None:
+    context = current()
     small = torch.zeros(INLINE_TENSOR_BYTES, dtype=torch.uint8)
-    assert not rides_data_plane(small, INLINE_TENSOR_BYTES)
-    assert rides_data_plane(
-        torch.zeros(INLINE_TENSOR_BYTES + 1, dtype=torch.uint8), INLINE_TENSOR_BYTES
-    )
-    assert not rides_data_plane(
-        torch.zeros(INLINE_TENSOR_BYTES // 8, dtype=torch.int64), INLINE_TENSOR_BYTES
-    )
-    assert rides_data_plane(
-        torch.zeros(1).expand(INLINE_TENSOR_BYTES // 4 + 1), INLINE_TENSOR_BYTES
-    )
+    long = torch.zeros(INLINE_TENSOR_BYTES + 1, dtype=torch.uint8)
+    wide = torch.zeros(INLINE_TENSOR_BYTES // 8, dtype=torch.int64)
+    spread = torch.zeros(1).expand(INLINE_TENSOR_BYTES // 4 + 1)
+    routes = [route(context, tensor, None) for tensor in (small, long, wide, spread)]
+    assert routes == [Plane.INLINE, Plane.DATA, Plane.INLINE, Plane.DATA]
+    assert route(context, small, None, folds=True) is Plane.DATA
+    assert frame_of(context, long, None) == header(long)
     for other in (torch.eye(99).to_sparse(), torch.empty(999, device="meta"), "x" * 999, None):
-        assert not rides_data_plane(other, INLINE_TENSOR_BYTES)
+        assert not is_exact(other)
         assert not is_dense(other)
     assert is_dense(small)
     assert [is_number(v) for v in (True, 1, 1.0, 1j, Color.RED, np.float64(1), "1")] == (
@@ -322,8 +322,8 @@ def test_failures_are_raised_with_rank_and_reason() -> None:
     with pytest.raises(PayloadError, match=r"^é is stuck"):
         decode(frames[1], CPU)
     with pytest.raises(PayloadError, match=r"^f got .*rank 5: é is stuck .*; rank 7: .*64 bits"):
-        raise_failures(frames, [3, 5, 7], "f")
-    raise_failures(frames[:1], [0], "f")
+        raise_failures(frames, lambda: [3, 5, 7], "f")
+    raise_failures(frames[:1], lambda: [0], "f")
 
 
 @pytest.mark.parametrize("flag", ["0", ""])

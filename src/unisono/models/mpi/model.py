@@ -55,10 +55,9 @@ class _ControlPlane(ControlPlane):
         is_on_cpu = model.transport_device.type == "cpu"
         return self.is_one_host and is_on_cpu and model.topology.size(group) > 1
 
-    def prefers_exchange(self, tensor: Tensor, group: Group | None) -> bool:
-        """Tell whether a tensor fits into the round in which the calls are compared. Local."""
-        is_small = tensor.numel() * tensor.itemsize <= self.inline_bytes(group)
-        return is_small and tensor.is_cpu and self.compares_calls(group)
+    def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
+        """Give what fits into the round in which the calls are compared. Local."""
+        return super().inline_bytes(group, folds and not self.compares_calls(group))
 
     def interrupt(self, how: str) -> None:
         """Only the end of this process can tell the others, which it does at once then. Local."""

@@ -93,23 +93,30 @@ class Calls:
             except RuntimeError as error:
                 self.fail(call, group, error)
             return
-        self.start(call, group, start, *args).wait()
+        work, step = self._begin(call, group, start, *args)
+        self._wait(call, group, work, step)
 
     def start(
         self, call: str, group: Group | None, start: Callable[..., Any], *args: Any
     ) -> Handle[None]:
         """Start one operation. As `run` otherwise."""
-        step = 0
-        if self._is_watched:
-            step = self._control.steps.begin(name_of(group), call)
-        try:
-            work = start(*args, _handle(group), async_op=True)
-        except RuntimeError as error:
-            self.fail(call, group, error, step)
+        work, step = self._begin(call, group, start, *args)
         model = self._whole()  # which the handle keeps, also when another view takes its place
         return Handle(
             partial(self._wait, call, group, work, step, end_of_block(), model), work.is_completed
         )
+
+    def _begin(
+        self, call: str, group: Group | None, start: Callable[..., Any], *args: Any
+    ) -> tuple[Any, int]:
+        """Give torch's handle, and the number of the operation in the group; 0 for none."""
+        step = 0
+        if self._is_watched:
+            step = self._control.steps.begin(name_of(group), call)
+        try:
+            return start(*args, _handle(group), async_op=True), step
+        except RuntimeError as error:
+            self.fail(call, group, error, step)
 
     def message(
         self, call: str, group: Group | None, start: Callable[..., Any], *args: Any
@@ -134,14 +141,14 @@ class Calls:
         group: Group | None,
         work: Any,
         step: int,
-        until: float | None,
-        _keep: object,
+        until: float | None = None,
+        _keep: object = None,
     ) -> None:
         absent: Absent | None = None
         limit_s = limit_of(allowed_s(self._control, group), until)
         begun = time.monotonic()
         until = math.inf if limit_s is None else begun + limit_s
-        warn_at = math.inf if not self._is_watched else begun + self._control.warn_after_s()
+        warn_at = 0.0  # until the first slice is over
         while True:
             is_over = not self._is_watched or work.is_completed()
             try:
@@ -160,6 +167,7 @@ class Calls:
             now = time.monotonic()
             if now >= until:
                 self.fail(call, group, TimeoutError(f"not done after {limit_s or 0:.3g} s"), step)
+            warn_at = warn_at or begun + self._control.warn_after_s()
             if now >= warn_at:
                 warn_at = math.inf
                 late = self._control.late(group, step, is_over=False)
