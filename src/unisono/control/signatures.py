@@ -227,7 +227,7 @@ def name(frame: bytes) -> str:
 
 
 def _split(frame: bytes) -> tuple[str, str]:
-    """Give the call and the line of it; empty for what is no call's."""
+    """Give the call and the line of it; empty for what isn't a call's."""
     found = read_call(frame)
     if found is None:
         return "", ""

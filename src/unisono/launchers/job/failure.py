@@ -51,7 +51,7 @@ class Failure:
 class Failures:
     """The failures of one job, as they come.
 
-    A rank's failure is what it said, the error of whoever lost it, or None where it left no word.
+    A rank's failure is what it said, a peer's error about it, or None where it left no word.
 
     Args:
         doubt_of_lost: how likely it is that another rank caused the end of one that left no word:
