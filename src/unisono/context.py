@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from unisono import plugins, registry
-from unisono.control.plane import control_of
+from unisono.control.plane import ControlPlane, control_of
 from unisono.control.signatures import from_here, site
 from unisono.errors import (
     AlreadyInitializedError,
@@ -76,21 +76,22 @@ class ContextState:
     )
 
     def __init__(self, model: ComputationModel) -> None:
-        self.model = model
-        self.control = control_of(model)
+        self.model: ComputationModel = model
+        self.control: ControlPlane = control_of(model)
         """How the ranks reach each other beside their tensors."""
-        self.context_id = next(_context_ids)
+        self.context_id: int = next(_context_ids)
         """Identity of this context: never equal for two contexts of one process."""
         self.groups: dict[tuple[int, ...], Group] = {}
         """Groups that were made for lists of ranks, by the ranks in ascending order."""
-        self.is_checked = {"0": False, "1": True}.get(os.environ.get("UNISONO_DEBUG", ""))
+        setting = os.environ.get("UNISONO_DEBUG", "")
+        self.is_checked: bool | None = {"0": False, "1": True}.get(setting)
         """Whether ranks compare their calls before each collective of the data plane; None for
         where it costs little, which the control plane tells."""
         self.interrupted: CollectiveError | None = None
         """Why this rank calls nothing more in this context: it left a collective half-way."""
         self.hosts: Sequence[bytes] = ()
         """The name of each rank's host, once the ranks of an adopted context have said them."""
-        self.must_introduce = False
+        self.must_introduce: bool = False
         """Whether the first call over all ranks has these name their hosts: where we adopted it."""
         self.background: Background | None = None
         """Runs what was started and not waited for, in order."""

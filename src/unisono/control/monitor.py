@@ -21,7 +21,7 @@ class Monitor:
     """A lock with `wait` and `notify_all`; ``with monitor.lock:`` for what changes."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock: threading.Lock = threading.Lock()
         self._sleepers: list[threading.Lock] = []
 
     def notify_all(self) -> None:

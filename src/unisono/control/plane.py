@@ -51,7 +51,7 @@ class ControlPlane:
 
     def __init__(self, model: ComputationModel) -> None:
         self._model = weakref.ref(model)  # a cycle would keep torch's group and its sockets
-        self.steps = SequenceNumbers()
+        self.steps: SequenceNumbers = SequenceNumbers()
         """What this rank has begun on the data plane."""
 
     @property
@@ -140,7 +140,7 @@ class SocketControlPlane(ControlPlane):
         nothing yet."""
         self.proved: set[str] = set()
         """Names of the groups whose ranks have proved it."""
-        self.is_one_host = False
+        self.is_one_host: bool = False
         """Whether a rank that isn't a process of this user on this host can't be of the job."""
 
     def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:

@@ -255,7 +255,7 @@ class SequenceNumbers:
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
         """Operations of the data plane that this rank began: equal counts are the same one."""
-        self.site = b""
+        self.site: bytes = b""
         """The line of the call that was compared and comes next; empty where none was."""
         self.last: str = ""
         """The last of them and its line; empty once something else came after it."""

@@ -74,7 +74,7 @@ def _check_is_environment(thing: Any) -> Environment:
     return environment
 
 
-environments = PluginRegistry(
+environments: PluginRegistry[Environment] = PluginRegistry(
     "environment",
     "unisono.environments",
     {environment.NAME: environment for environment in ENVIRONMENTS},

@@ -173,7 +173,7 @@ class ThreadsModel(ComputationModel, LaunchHooks):
         self._world = world
         self._topology = Topology(rank, world.size, rank, world.size, 0, 1)
         self._groups_made: dict[tuple[int, ...], int] = {}
-        self.control = _ControlPlane(self, world)
+        self.control: ControlPlane = _ControlPlane(self, world)
 
     @classmethod
     def from_context(cls, hint: ContextHint) -> Self | None:

@@ -80,7 +80,7 @@ class Replicas:
         self._outputs_at_start = _outputs()
         self._ended, end = socket.socketpair()
         self._spawning = _Spawning(end)
-        self.is_late = False
+        self.is_late: bool = False
         """Whether replicas were still at their end when the block's deadline was over."""
         self.ending_error: BaseException | None = None
         """Why a replica that had left its last call couldn't end in good order."""
@@ -259,9 +259,9 @@ class DrainPolicy:
 
     def __init__(self, crew: Replicas, is_together: bool) -> None:
         self._crew = crew
-        self.at = time.monotonic() + _TICK_S if is_together else None
+        self.at: float | None = time.monotonic() + _TICK_S if is_together else None
         """When to look at them next; None for not before the deadline."""
-        self.is_broken = False
+        self.is_broken: bool = False
         """Whether the context is lost."""
         self._until = time.monotonic() + _PATIENCE_S
         self._strikes: dict[int, int] = {}

@@ -102,14 +102,14 @@ class Averager:
         self._size = context.model.topology.world_size
         # Backward reaches the last ones first.
         parameters = [p for p in module.parameters() if p.requires_grad][::-1]
-        self.parameter_ids = {id(parameter) for parameter in parameters}
+        self.parameter_ids: set[int] = {id(parameter) for parameter in parameters}
         runs = list(buckets(parameters, bucket_bytes))
         notes = [0] * (len(runs) - 1) + [len(runs)]
         self._buckets = [_Bucket(run, count) for run, count in zip(runs, notes, strict=False)]
         self._place = {id(p): i for i, run in enumerate(runs) for p in run}
         self._sizes = [len(run) for run in runs]
         self._hooks = _hook(self, parameters)
-        self.release = weakref.finalize(self, _remove, self._hooks)
+        self.release: weakref.finalize[..., Any] = weakref.finalize(self, _remove, self._hooks)
         self.release.atexit = False
         self.is_syncing = True
         self._touched: set[int] = set()  # since the last sum, also while not syncing

@@ -72,7 +72,7 @@ class Job(Generic[T]):
         self.ranks = ranks
         self.world_size = world_size
         self.results: dict[int, bytes] = {}
-        self.failures = Failures(ranks.doubt)
+        self.failures: Failures = Failures(ranks.doubt)
         self._own = tuple(range(world_size) if own is None else own)
         self._error: LaunchError | None = None
 

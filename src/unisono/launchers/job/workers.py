@@ -146,7 +146,7 @@ class Workers(Ranks):
         self.workers: list[Worker] = []
         self.world_size = world_size
         self.maker: Maker | None = None
-        self.is_idle = False  # whether the last look brought no news
+        self.is_idle: bool = False  # whether the last look brought no news
         self._held = held
         self._stop_limit_s = stop_limit_s + _STOP_GRACE_S
         self._begin = self._looked_at = self._roused_at = time.monotonic()

@@ -80,7 +80,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         self._device = setup.device_of(hvd)
         self._is_owner = is_owner
         self._calls = Calls(hvd, timeout_s)
-        self.control = SocketControlPlane(self, timeout_s)
+        self.control: SocketControlPlane = SocketControlPlane(self, timeout_s)
         self._made = 0
         HorovodModel._current = self
 

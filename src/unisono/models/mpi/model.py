@@ -106,7 +106,7 @@ class MpiModel(ComputationModel):
         self._in_place = mpi.IN_PLACE
         self._comms: list[Any] = []
         self._is_live = True
-        self.control = _ControlPlane(self)
+        self.control: _ControlPlane = _ControlPlane(self)
 
     @classmethod
     def from_context(cls, hint: ContextHint) -> Self | None:

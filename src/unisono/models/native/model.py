@@ -97,7 +97,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         self._timeout = timeout or setup.timeout_of(self._pg, self._transport)
         is_gloo = table.get(self._transport.type) == "gloo"
         timeout_s = None if self._timeout is None else self._timeout.total_seconds()
-        self.control = SocketControlPlane(self, timeout_s)
+        self.control: SocketControlPlane = SocketControlPlane(self, timeout_s)
         self._calls = Calls(self, self._transport.type == "cpu" and topology.world_size > 1)
         self._ops = {**_EVERYWHERE, **_BITWISE} if is_gloo else _EVERYWHERE
 

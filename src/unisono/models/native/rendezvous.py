@@ -87,7 +87,7 @@ class Rendezvous:
     def __init__(self, info: RankInfo, timeout: timedelta | None) -> None:
         limit_s = limit_of(_LIMIT_S if timeout is None else timeout.total_seconds())
         assert limit_s is not None
-        self.info = info
+        self.info: RankInfo = info
         self.secret: bytes | None = None
         """What only ranks of this job know, once they have met in a store of their user's own."""
         private = info.private_store or os.environ.get(PRIVATE_STORE, "")

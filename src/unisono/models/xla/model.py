@@ -127,7 +127,8 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         is_cpu = self._kind == "CPU"
         self.dtypes = _ON_CPU if is_cpu else _EVERYWHERE
         self._transport = torch.device("cpu") if is_cpu else self._device
-        self.control = _ControlPlane(self, self._are_threads, partial(step.cut, str(self._device)))
+        cut = partial(step.cut, str(self._device))
+        self.control: ControlPlane = _ControlPlane(self, self._are_threads, cut)
 
     @classmethod
     def why_unavailable(cls, backend: str) -> str | None:

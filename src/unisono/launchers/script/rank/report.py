@@ -31,7 +31,8 @@ class Held:
         self._lines: list[bytes] = []
         self._size = 0
         self._is_ignored = False  # whether Python says next which exception it ignored
-        self.begun_at = self._last_at = 0.0
+        self.begun_at: float = 0.0
+        self._last_at = 0.0
 
     def take(self, line: bytes) -> bool:
         """Take one line in, unless no traceback has begun; tell whether it was taken. Local."""
