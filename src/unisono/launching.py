@@ -24,7 +24,7 @@ from unisono.launchers.job.job import Job, Ranks
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import directory, search_path
 from unisono.launchers.job.worker import Task
-from unisono.launchers.job.workers import Workers
+from unisono.launchers.job.worker_processes import Workers
 from unisono.rendezvous import host_store
 from unisono.topology import LaunchPlan, RankInfo
 

@@ -26,7 +26,7 @@ import unisono
 from tests.support import functions
 from tests.support.processes import Pipe, gone, run_python, say
 from unisono import WorkerPool
-from unisono.launchers.job.workers import Workers
+from unisono.launchers.job.worker_processes import Workers
 
 PROGRAM = """
 import unisono

@@ -24,7 +24,7 @@ from unisono.control.connection import (
     read_failure,
 )
 from unisono.control.envelopes import START_BYTES, Blobs, join_blobs, split_blobs
-from unisono.control.failure import FailureDetector
+from unisono.control.failure_detection import FailureDetector
 from unisono.control.missing import Absent
 from unisono.control.signatures import SequenceNumbers, describe
 from unisono.control.tree import Peers

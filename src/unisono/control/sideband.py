@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from unisono.control.condition import Condition
 from unisono.control.connection import (
     ANSWER,
     ASK,
@@ -28,7 +29,6 @@ from unisono.control.connection import (
     read_failure,
 )
 from unisono.control.missing import Farewell
-from unisono.control.monitor import Monitor
 from unisono.control.tree import Links
 from unisono.model.handle import BACKGROUND
 from unisono.tracebacks import is_ours, place_of, where
@@ -134,7 +134,7 @@ class Sideband:
         self._answers: dict[int, State] = {}
         self._failure: bytes | None = None
         self._late: dict[str, tuple[int, str]] = {}
-        self._monitor = Monitor()
+        self._condition = Condition()
         self._wake_reader, self._wake_writer = os.pipe()
         self._is_open = True
         threading.Thread(target=self._serve, name=_OWN_THREADS[0], daemon=True).start()
@@ -156,13 +156,13 @@ class Sideband:
             The answers that came, by place.
         """
         asked = [place for place in places if place != self._place]
-        with self._monitor.lock:
+        with self._condition.lock:
             for place in asked:
                 self._answers.pop(place, None)
         for place in asked:
             self._forward(ASK, {"to": place, "of": self._place, "group": group}, place)
-        self._monitor.wait(lambda: all(place in self._answers for place in asked), _ASK_S)
-        with self._monitor.lock:
+        self._condition.wait(lambda: all(place in self._answers for place in asked), _ASK_S)
+        with self._condition.lock:
             return {place: self._answers[place] for place in asked if place in self._answers}
 
     def broadcast_failure(self, failure: bytes, source: int | None = None) -> None:
@@ -174,16 +174,16 @@ class Sideband:
             failure: the body of a FAIL frame; only the first one counts.
             source: the place that it came from, None for this rank itself.
         """
-        with self._monitor.lock:
+        with self._condition.lock:
             if self._failure is not None:
                 return
             self._failure = failure
-            self._monitor.notify_all()
+            self._condition.notify_all()
         self._flood(FAIL, failure, source)
 
     def failure(self, wait_s: float = 0.0) -> bytes | None:
         """Give the body of the first FAIL frame, None if there was none. Local."""
-        self._monitor.wait(lambda: self._failure is not None, wait_s)
+        self._condition.wait(lambda: self._failure is not None, wait_s)
         return self._failure
 
     def broadcast_late(self, group: str, step: int, text: str, source: int | None = None) -> None:
@@ -197,16 +197,16 @@ class Sideband:
             text: the report.
             source: as in `broadcast_failure`.
         """
-        with self._monitor.lock:
+        with self._condition.lock:
             if self._late.get(group, (0, ""))[0] >= step:
                 return
             self._late[group] = (step, text)
-            self._monitor.notify_all()
+            self._condition.notify_all()
         self._flood(LATE, json.dumps({"group": group, "step": step, "text": text}).encode(), source)
 
     def late(self, group: str, step: int, wait_s: float = 0.0) -> str:
         """Give the report of an operation, empty if no rank has sent one. Local."""
-        self._monitor.wait(lambda: self._late.get(group, (0, ""))[0] == step, wait_s)
+        self._condition.wait(lambda: self._late.get(group, (0, ""))[0] == step, wait_s)
         known_step, text = self._late.get(group, (0, ""))
         return text if known_step == step else ""
 
@@ -221,14 +221,14 @@ class Sideband:
 
         Local; waits for a farewell on its way, a second at most.
         """
-        self._monitor.wait(
+        self._condition.wait(
             lambda: place in self._departures or self._is_cut_off(place), _FAREWELL_S
         )
         return self._departures.get(place)
 
     def is_cut_off(self, place: int) -> bool:
         """Tell whether a rank can't be reached, because the one between has left. Local."""
-        with self._monitor.lock:
+        with self._condition.lock:
             return place not in self._departures and self._is_cut_off(place)
 
     def _is_cut_off(self, place: int) -> bool:
@@ -260,7 +260,7 @@ class Sideband:
 
     def _send(self, kind: int, body: bytes, place: int) -> None:
         if place in self._connections:
-            with contextlib.suppress(ConnectionClosed, TimeoutError), self._monitor.lock:
+            with contextlib.suppress(ConnectionClosed, TimeoutError), self._condition.lock:
                 self._connections[place].send(kind, 0, body, time.monotonic() + _SEND_S)
 
     def _serve(self) -> None:
@@ -300,11 +300,11 @@ class Sideband:
 
     def _note_departure(self, place: int, farewell: Farewell | None, source: int) -> None:
         """Take note of a rank that is gone; tell ranks of its host that aren't connected to it."""
-        with self._monitor.lock:
+        with self._condition.lock:
             if place in self._departures:
                 return
             self._departures[place] = farewell
-            self._monitor.notify_all()
+            self._condition.notify_all()
         if place in self._same_host:
             body = _encode_farewell(place, farewell)
             for other in self._connections:
@@ -323,9 +323,9 @@ class Sideband:
             asker = int(message["of"])
             self._forward(ANSWER, {"to": asker, "of": self._place, "state": answer}, asker)
         elif kind == ANSWER:
-            with self._monitor.lock:
+            with self._condition.lock:
                 self._answers[int(message["of"])] = _decode_state(message["state"])
-                self._monitor.notify_all()
+                self._condition.notify_all()
 
 
 def _encode_farewell(place: int, farewell: Farewell | None) -> bytes:

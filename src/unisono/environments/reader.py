@@ -1,4 +1,4 @@
-"""The one place that derives a rendezvous port from the id of a job."""
+"""What environments have in common: variables as numbers and addresses, checked; ports of jobs."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import Surroundings, directory, has_directory, search_path
 from unisono.launchers.job.store import hold, host, private_store
 from unisono.launchers.job.worker import Task, work
-from unisono.launchers.job.workers import Maker, Worker, Workers
+from unisono.launchers.job.worker_processes import Maker, Worker, Workers
 from unisono.launchers.script.script import Script, env_for, without_job
 from unisono.launchers.script.supervisor import Outcome, Supervisor, start
 from unisono.launchers.variables import rank_variables

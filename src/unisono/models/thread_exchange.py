@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
+from unisono.control.condition import Condition
 from unisono.control.missing import named
-from unisono.control.monitor import Monitor
 from unisono.deadlines import limit_of
 from unisono.errors import (
     CollectiveError,
@@ -39,7 +39,7 @@ class ThreadExchange:
 
     def __init__(self, warn_after_s: float = math.inf) -> None:
         self.warn_after_s: float = warn_after_s
-        self._monitor = Monitor()
+        self._condition = Condition()
         self._open: dict[Hashable, list[_Round]] = {}
         # How often each rank has joined; one that has left the n-th time may come back.
         self._joined: dict[int, int] = {}
@@ -47,17 +47,17 @@ class ThreadExchange:
 
     def join(self, rank: int) -> None:
         """Come, or come back after `leave`. Local."""
-        with self._monitor.lock:
+        with self._condition.lock:
             self._joined[rank] = self._joined.get(rank, 0) + 1
 
     def leave(self, rank: int, why: str) -> None:
         """Tell every rank that waits for `rank`, or will, that it won't come. Local."""
-        with self._monitor.lock:
+        with self._condition.lock:
             self._leave(rank, why)
 
     def _leave(self, rank: int, why: str) -> None:
         self._left[rank] = (self._joined.get(rank, 0), why)
-        self._monitor.notify_all()
+        self._condition.notify_all()
 
     def has_left(self, rank: int) -> bool:
         """Tell whether `rank` has left and not come back. Local."""
@@ -95,14 +95,14 @@ class ThreadExchange:
             CollectiveMismatchError: they came for different calls (on every rank).
             PeerFailedError: a rank that hasn't come has left.
         """
-        with self._monitor.lock:
+        with self._condition.lock:
             self._check(rank, f"came to {call}")
             entries = self._round_of(group, rank)
             entries[rank] = (call, item)
             is_last = len(entries) == len(ranks)
             if is_last:
                 self._open[group].remove(entries)
-                self._monitor.notify_all()
+                self._condition.notify_all()
         if not is_last:
             missing = lambda: [r for r in ranks if r not in entries]  # noqa: E731
             self._wait(missing, entries, rank, call, timeout_s)
@@ -134,12 +134,12 @@ class ThreadExchange:
         until = time.monotonic() + limit_s
         warn_at = time.monotonic() + self.warn_after_s
         while True:
-            self._monitor.wait(
+            self._condition.wait(
                 lambda: not missing() or self._has_failed() or self._gone(missing(), rank),
                 min(until, warn_at) - time.monotonic(),
             )
             now = time.monotonic()
-            with self._monitor.lock:
+            with self._condition.lock:
                 late = missing()
                 if not late:
                     return

@@ -56,11 +56,11 @@ class _World(ThreadExchange):
 
     def fail(self, rank: int, text: str) -> None:
         """Tell every replica that waits, or will, that `rank` is gone."""
-        with self._monitor.lock:
+        with self._condition.lock:
             self.is_lost = True
             if self.failure is None:
                 self.failure = (rank, text)
-            self._monitor.notify_all()
+            self._condition.notify_all()
 
     def join_threads(self, threads: list[threading.Thread]) -> None:
         """Wait for the replicas; once one has failed, for the others only a short while.
@@ -98,17 +98,17 @@ class _World(ThreadExchange):
 
     def post(self, key: tuple[object, int, int], tensor: Tensor) -> None:
         """Leave a message; never waits."""
-        with self._monitor.lock:
+        with self._condition.lock:
             self._letters.setdefault(key, []).append(tensor)
-            self._monitor.notify_all()
+            self._condition.notify_all()
 
     def fetch(self, key: tuple[object, int, int], rank: int, timeout_s: float) -> Tensor:
         """Take the oldest message from `key`."""
-        with self._monitor.lock:
+        with self._condition.lock:
             box = self._letters.setdefault(key, [])
         src = key[1]
         self._wait(lambda: [] if box else [src], {}, rank, f"recv from rank {src}", timeout_s)
-        with self._monitor.lock:
+        with self._condition.lock:
             return box.pop(0)
 
     def _has_failed(self) -> bool:
@@ -129,7 +129,7 @@ class _World(ThreadExchange):
         call = _precisely(call, item)
         text = f"{self._describe(late, call)}\n  rank {rank} waited {limit_s:.3g} s in {call}"
         self.failure, self.is_late = (late[0], text), True
-        self._monitor.notify_all()
+        self._condition.notify_all()
         return CollectiveTimeoutError(text)
 
     def _warn(self, rank: int, late: list[int], call: str, item: object) -> None:

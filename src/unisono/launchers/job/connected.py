@@ -22,7 +22,7 @@ from unisono.launchers.job.job import Job
 from unisono.launchers.job.process_state import directory, search_path
 from unisono.launchers.job.store import private_folder
 from unisono.launchers.job.worker import Task
-from unisono.launchers.job.workers import Worker, Workers
+from unisono.launchers.job.worker_processes import Worker, Workers
 from unisono.topology import RankInfo
 
 __all__ = ("ConnectedWorkers", "listen_privately")

@@ -18,7 +18,7 @@ from unisono.errors import (
     PayloadError,
     PeerFailedError,
 )
-from unisono.model.edge import ErrorRow, mapped
+from unisono.model.error_mapping import ErrorRow, mapped
 from unisono.model.handle import Handle
 from unisono.topology import Group, name_of
 

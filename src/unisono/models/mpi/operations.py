@@ -25,7 +25,7 @@ from unisono.errors import (
     PayloadError,
     PeerFailedError,
 )
-from unisono.model.edge import ErrorRow, mapped
+from unisono.model.error_mapping import ErrorRow, mapped
 from unisono.model.fallback import FRAME_BYTES, as_frame, inline_part, length_of
 from unisono.model.handle import BACKGROUND, Outcome
 from unisono.model.reduction import ReduceOp

@@ -17,7 +17,7 @@ from unisono.control.missing import Absent
 from unisono.control.plane import SocketControlPlane
 from unisono.deadlines import allowed_s, end_of_block, limit_of
 from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
-from unisono.model.edge import ErrorRow, mapped
+from unisono.model.error_mapping import ErrorRow, mapped
 from unisono.model.handle import Handle
 from unisono.topology import Group, name_of
 from unisono.tracebacks import hides

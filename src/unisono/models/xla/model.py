@@ -24,7 +24,7 @@ from unisono.errors import (
 )
 from unisono.model import fallback
 from unisono.model.contract import ComputationModel
-from unisono.model.edge import ErrorRow, map_errors
+from unisono.model.error_mapping import ErrorRow, map_errors
 from unisono.model.fallback import FRAME_BYTES
 from unisono.model.launching import LaunchHooks
 from unisono.model.reduction import ReduceOp, fold_tensors

@@ -1,4 +1,4 @@
-"""Monitor: a lock and a condition that an asynchronous exception leaves usable.
+"""Condition: a lock, and a wait under it, that an asynchronous exception leaves usable.
 
 Ctrl-C, an alarm's handler or a test's timeout may raise between any two bytecodes.
 `threading.Condition`, and what is made of it (Event, Future, Queue), enters and leaves in Python,
@@ -12,13 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ("Monitor",)
+__all__ = ("Condition",)
 
 _LONGEST_NAP_S = 0.2  # a thread that was interrupted may have woken only some of the others
 
 
-class Monitor:
-    """A lock with `wait` and `notify_all`; ``with monitor.lock:`` for what changes."""
+class Condition:
+    """A lock with `wait` and `notify_all`; ``with condition.lock:`` for what changes."""
 
     def __init__(self) -> None:
         self.lock: threading.Lock = threading.Lock()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
-from unisono.model.edge import ErrorRow, map_errors, mapped
+from unisono.model.error_mapping import ErrorRow, map_errors, mapped
 
 TABLE = (
     ErrorRow(TimeoutError, "", CollectiveTimeoutError),
