@@ -48,7 +48,7 @@ def test_the_error_of_a_replica_arrives_within_3_s_with_its_own_traceback(backen
     assert error.traceback in str(error)
     assert "ArithmeticError: ('at', " in str(error)
     assert "closed by peer" not in str(error)
-    assert "launchers/" not in error.traceback
+    assert "unisono/launchers/" not in error.traceback
     assert (error.exit_code, error.signal) == (None, None)
 
 
