@@ -68,7 +68,7 @@ class Fault:
 
 
 FAULTS = {
-    "raise": Fault(_raise, "raised _programs.Lost"),
+    "raise": Fault(_raise, f"raised {__name__}.Lost"),
     "exit": Fault(lambda: os._exit(3), "ended with exit code 3"),
     "kill": Fault(lambda: os.kill(os.getpid(), signal.SIGKILL), "was ended by SIGKILL"),
 }
