@@ -349,7 +349,7 @@ def test_launch_with_a_timeout() -> None:
     # The timeout is that of the set-up too, which takes seconds on a busy machine.
     def entry(model: Any) -> None:
         if model.topology.rank == 0:
-            model.barrier()
+            model.all_reduce(torch.ones(1), ReduceOp.SUM)
         time.sleep(600)
 
     with pytest.raises(WorkerFailedError, match="timed out after 10 s") as caught:
@@ -405,7 +405,7 @@ def test_a_job_of_one_host_has_no_secret_in_its_arguments() -> None:
     for words in launch(lambda _: sys.orig_argv, 2):
         link = re.search(r"join\('(.*)'\)", words[-1])
         assert link, words
-        where, token = json.loads(link[1])
+        where, token, *_ = json.loads(link[1])
         assert token == ""
         assert where.endswith("/link")  # in a folder of mode 0700
 
@@ -443,7 +443,7 @@ def test_launch_on_two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def fail(model: Any) -> None:
         if model.topology.rank == 2:
             raise ValueError("the original")
-        model.barrier()
+        model.exchange(b"")
 
     with pytest.raises(WorkerFailedError, match="the original") as caught:
         launch(fail, 2, hosts=hosts)
@@ -456,10 +456,10 @@ from unisono.models.horovod.model import HorovodModel
 from unisono.topology import LaunchPlan
 def entry(info):
     model = HorovodModel.initialize("horovod", info)
-    model.barrier()
+    model.exchange(b"")
     print("up", flush=True)
     while True:
-        model.barrier()
+        model.exchange(b"")
 if __name__ == "__main__":
     launch(entry, LaunchPlan(2))
 """
