@@ -37,7 +37,7 @@ from unisono.errors import (
     WorkerFailedError,
 )
 from unisono.launchers.xla import functions as launcher
-from unisono.model.contract import ComputationModel
+from unisono.model import fallback
 from unisono.model.reduction import ReduceOp, fold_tensors
 from unisono.models.xla.model import REPLICAS, XlaModel
 from unisono.topology import ContextHint, LaunchPlan, RankInfo, Topology
@@ -212,19 +212,22 @@ def strings(model: XlaModel) -> tuple[list[str], int, int]:
         data = metrics.metric_data("CompileTime")
         return 0 if data is None else int(data[0])
 
+    def derived(blob: bytes) -> list[bytes]:
+        return fallback.exchange(model, blob, None, model.control.bucket)
+
     rank, n = model.topology.rank, model.topology.world_size
     wrong, counts = [], []
     for sizes in (range(0, 248, 31), range(300, 500, 17), range(513, 1000, 61)):
         for size in sizes:
             blobs = [bytes([65 + r]) * (size + r % 2) for r in range(n)]
             # The derived way is that of jobs of several processes.
-            for exchange in (model.exchange, lambda blob: ComputationModel.exchange(model, blob)):
+            for exchange in (model.exchange, derived):
                 if exchange(blobs[rank]) != blobs:
                     wrong.append(f"{size} bytes on rank {rank}")
         counts.append(n_compiled())
     before = n_compiled()
     for size in (1, 77, 290, 411, 600, 999):
-        ComputationModel.exchange(model, b"x" * size)
+        derived(b"x" * size)
     return wrong, counts[0], n_compiled() - before
 
 
