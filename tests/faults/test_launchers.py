@@ -58,7 +58,7 @@ def test_leaving_waits_for_no_rank_that_is_stopped(
 
     said = "rank 0 of 2 raised ArithmeticError"
     if backend == "horovod":  # the job may end before Horovod has: at its timeout and a second
-        said += "|rank 1 of 2 was stopped by a signal"
+        said += "|rank 1 of 2 was stopped by SIGSTOP"
     start = time.monotonic()
     with pytest.raises(WorkerFailedError, match=said) as caught:
         unisono.spawn(backend, fn, nproc_per_node=2, timeout=3)
