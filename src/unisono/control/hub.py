@@ -77,8 +77,8 @@ class Hub:
     Args:
         ranks: global ranks of the group, in order of places.
         place: this rank's place.
-        neighbours: whom it can see.
-        warn_after_s: seconds after which those who wait say once whom they wait for.
+        neighbours: the ranks it is connected to, and the processes of its host.
+        warn_after_s: seconds after which a rank that waits says once which ranks are missing.
         steps: what this rank has begun on the data plane.
     """
 

@@ -267,6 +267,6 @@ class SocketControlPlane(ControlPlane):
         return "" if hub is None else hub.late(name, ranks, step, is_over)
 
     def warn_after_s(self) -> float:
-        """Give the seconds after which a wait on the data plane says whom it waits for. Local."""
+        """Give the seconds after which a wait on the data plane names the missing ranks. Local."""
         hub = next(iter(self._connected()), None)
         return math.inf if hub is None else hub.warn_after_s

@@ -111,7 +111,7 @@ def run(script: Script) -> Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class _Meeting:
+class _InStore:
     """An entry whose ranks meet at the store of the process that launched them."""
 
     entry: Callable[[RankInfo], Any]
@@ -156,4 +156,4 @@ def launch(
     with ExitStack() as held:
         hosted = hold(replace(plan, master_addr=None, master_port=None, node_rank=0), held)
         hosted = replace(hosted, private_store=private_store(held)[PRIVATE_STORE])
-        return functions.launch(_Meeting(entry, hosted, environ or {}), plan, timeout_s=timeout_s)
+        return functions.launch(_InStore(entry, hosted, environ or {}), plan, timeout_s=timeout_s)

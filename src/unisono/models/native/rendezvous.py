@@ -317,13 +317,13 @@ class Rendezvous:
             time.sleep(min(max(_LOOK_S, (now - begin) / 20), _TRY_S))
         return turn, json.loads(store.get(end))
 
-    def _remedy(self, whom: str) -> str:
+    def _remedy(self, missing: str) -> str:
         if self._private:
-            return f": see what {whom} did instead, for the job has started every rank"
+            return f": see what {missing} did instead, for the job has started every rank"
         source = self._source()
-        return f". That is where {source} say to meet: start {whom}, or correct or unset these"
+        return f". That is where {source} say to meet: start {missing}, or correct or unset these"
 
-    def _warn(self, now: float, what: str, whom: str) -> None:
+    def _warn(self, now: float, what: str, missing: str) -> None:
         if now < self._warn_at:
             return
         self._warn_at = math.inf
@@ -334,7 +334,7 @@ class Rendezvous:
             self._at(),
             what,
             self._limit_s,
-            self._remedy(whom),
+            self._remedy(missing),
         )
 
 
