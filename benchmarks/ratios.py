@@ -1,4 +1,4 @@
-"""Works that should be some times faster than the best of several peers: printed and drawn."""
+"""Works that should be some times faster than one of several peers: printed and drawn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness import Timing, quartiles, short, show, show_json
 
 __all__ = ("Work", "plot", "ratio_report")
 
-HEAD = ("work", "ours", "best of the others", "its time", "times faster", "goal", "met", "others")
+HEAD = ("work", "ours", "against", "its time", "times faster", "goal", "met", "others")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,10 @@ class Work:
     Args:
         name: what was measured.
         timings: by library, ours first; of the same rounds.
-        goal: how many times faster than the best of the others ours should be; None for no goal.
+        goal: how many times faster than the peer ours should be; None for no goal.
         limit_us: an upper bound for ours; None for no such goal.
         bound: what bounds our time: what is left to save, and what isn't ours.
+        peer: whom ours is compared with; empty for the best of the others.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Work:
     goal: float | None = None
     limit_us: float | None = None
     bound: str = ""
+    peer: str = ""
 
     @property
     def ours(self) -> Timing:
@@ -39,21 +41,21 @@ class Work:
 
     @property
     def others(self) -> dict[str, Timing]:
-        """The peers' timings, the best first."""
+        """The peers' timings: first the one that counts, then the best."""
         _, *names = self.timings
-        names.sort(key=lambda name: self.timings[name].median)
+        names.sort(key=lambda name: (name != self.peer, self.timings[name].median))
         return {name: self.timings[name] for name in names}
 
     @property
     def times(self) -> Timing:
-        """How many times faster than the best of the others ours was, round by round."""
+        """How many times faster than the peer that counts ours was, round by round."""
         best = next(iter(self.others.values()))
         pairs = zip(self.ours.rounds, best.rounds, strict=True)
         return Timing(tuple(other / mine for mine, other in pairs))
 
     @property
     def ratio(self) -> float:
-        """How many times faster than the best of the others ours is, by the medians."""
+        """How many times faster than the peer that counts ours is, by the medians."""
         return next(iter(self.others.values())).median / self.ours.median
 
     @property
@@ -107,7 +109,7 @@ class Work:
 def ratio_report(
     title: str, works: Sequence[Work], facts: Mapping[str, Any], *, how: str = "table"
 ) -> int:
-    """Print our time of each work, every peer's, and how many times faster than the best we are.
+    """Print our time of each work, every peer's, and how many times faster we are.
 
     Args:
         title: what was measured.

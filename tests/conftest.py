@@ -25,9 +25,12 @@ collect_ignore = ["compat/programs"]  # which tests run, and pytest would import
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """Fail a test that leaves a replica, a process, a context or a changed environment."""
-    environ, processes = _environ(), set(_processes())
+    if unisono.is_distributed():  # this is a rank, and others look what is left in it
+        yield
+        return
+    environ, processes, threads = _environ(), set(_processes()), set(threading.enumerate())
     yield
-    left = _threads_left() + _processes_left(processes)
+    left = _threads_left(threads) + _processes_left(processes)
     assert not left  # a thread that is left would answer for the context too
     was_distributed = unisono.is_distributed()
     unisono.finalize()
@@ -46,8 +49,9 @@ def clock(tmp_path: Path) -> Clock:
     return Clock(str(tmp_path / "clock"))
 
 
-def _threads_left() -> list[str]:
-    threads = [t for t in threading.enumerate() if t.name.startswith("unisono-rank-")]
+def _threads_left(before: set[threading.Thread]) -> list[str]:
+    new = set(threading.enumerate()) - before
+    threads = [thread for thread in new if thread.name.startswith("unisono-rank-")]
     for thread in threads:
         thread.join(_END_S)
     return [thread.name for thread in threads if thread.is_alive()]

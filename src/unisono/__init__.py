@@ -14,6 +14,8 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from unisono.models.native import registration as _registration
+
 if TYPE_CHECKING:
     from unisono import errors
     from unisono.collectives.broadcasts import all_to_all, broadcast, broadcast_, scatter
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from unisono.collectives.groups import barrier, local_group, new_group
     from unisono.collectives.p2p import recv, send
     from unisono.collectives.reductions import all_reduce, all_reduce_, reduce, reduce_scatter
+    from unisono.collectives.sharing import shared, shared_empty
     from unisono.compat.mmcv import get_dist_info, infer_launcher, init_dist
     from unisono.deadlines import deadline
     from unisono.errors import UnisonoError
@@ -189,6 +192,8 @@ __all__ = (
     "send",
     "set_local_rank",
     "set_rng_state",
+    "shared",
+    "shared_empty",
     "show_config",
     "spawn",
     "sync",
@@ -272,6 +277,10 @@ _CORE = {
     ),
 }
 _EXTRAS = {
+    "unisono.collectives.sharing": (
+        "shared",
+        "shared_empty",
+    ),
     "unisono.pool.pool": ("WorkerPool",),
     "unisono.training.averaging": (
         "all_reduce_grads",
@@ -330,6 +339,11 @@ _EXTRAS = {
     ),
 }
 _MODULE_OF = {name: module for module, names in {**_CORE, **_EXTRAS}.items() for name in names}
+# What other programs ask for; no part of the facade.
+_HOOKS = {
+    "load_ipython_extension": "unisono.notebook.magics",
+    "unload_ipython_extension": "unisono.notebook.magics",
+}
 _LIBRARY_OF = {
     "has_native_dist_support": "torch.distributed",
     "has_hvd_support": "horovod",
@@ -349,6 +363,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULE_OF:
         value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
         return value
+    if name in _HOOKS:
+        return getattr(importlib.import_module(_HOOKS[name]), name)
     if name == "errors":
         return importlib.import_module("unisono.errors")
     if name in _LIBRARY_OF:
@@ -363,3 +379,6 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """List the public names. Local."""
     return sorted((*__all__, "__version__"))
+
+
+_registration.register_with_torch()  # for ``torch.distributed.init_process_group("unisono")``

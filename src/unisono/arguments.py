@@ -13,7 +13,12 @@ from unisono.errors import ArgumentError, EnvironmentDetectionError
 
 __all__ = ("check_count", "check_names", "check_port", "check_variables", "number_in", "seconds")
 
-_NUMBERS = {"UNISONO_WARN_AFTER_S": 0.0, "UNISONO_FAN_OUT": 1.0, "UNISONO_INLINE_BYTES": 0.0}
+_NUMBERS = {
+    "UNISONO_WARN_AFTER_S": 0.0,
+    "UNISONO_FAN_OUT": 1.0,
+    "UNISONO_INLINE_BYTES": 0.0,
+    "UNISONO_SHARED_BYTES": 0.0,
+}
 
 
 def check_variables() -> None:

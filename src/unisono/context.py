@@ -8,7 +8,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
@@ -28,7 +27,7 @@ from unisono.errors import (
     NoReplicaError,
 )
 from unisono.model.contract import ComputationModel
-from unisono.model.handle import BACKGROUND, Background, Handle
+from unisono.model.handle import BACKGROUND, Background, Handle, Outcome
 from unisono.model.reduction import ReduceOp
 from unisono.models.serial import SerialModel
 from unisono.topology import ContextHint, Group, RankInfo
@@ -165,12 +164,9 @@ class ContextState:
 
     def _done(self, call: Callable[[], T]) -> Handle[T]:
         self.settle()
-        outcome: Future[T] = Future()
-        try:
-            outcome.set_result(call())
-        except Exception as error:  # belongs to the caller who waits for the handle
-            outcome.set_exception(error)
-        return Handle(outcome.result, outcome.done)
+        outcome: Outcome[T] = Outcome()  # with an error that belongs to who waits for the handle
+        outcome.of(call, is_own=lambda error: isinstance(error, Exception))
+        return Handle(outcome.wait, lambda: outcome.is_known)
 
     def start_all_reduce(
         self, tensor: Tensor, op: ReduceOp, group: Group | None = None

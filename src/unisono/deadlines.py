@@ -25,6 +25,7 @@ __all__ = (
     "deadline",
     "end_of_block",
     "end_of_call",
+    "format_s",
     "limit_of",
     "overdue",
     "require_time",
@@ -184,6 +185,11 @@ def end_of_call(timeout_s: float | None) -> float:
     return until if at is None else min(at, until)
 
 
+def format_s(seconds: float) -> str:
+    """Write seconds with their unit, to three digits. Local, and pure."""
+    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"
+
+
 def overdue(late: Sequence[int], world_size: int, name: str = "the function") -> str:
     """Write which ranks weren't done at the end of a block. Local, and pure."""
     return (
@@ -192,7 +198,7 @@ def overdue(late: Sequence[int], world_size: int, name: str = "the function") ->
     )
 
 
-def require_time(late: Sequence[int], world_size: int, grace_s: float = 0.5) -> None:
+def require_time(late: Sequence[int], world_size: int) -> None:
     """Raise if the deadline of the block has passed.
 
     Local.
@@ -200,11 +206,10 @@ def require_time(late: Sequence[int], world_size: int, grace_s: float = 0.5) -> 
     Args:
         late: ranks that aren't done.
         world_size: of the job.
-        grace_s: seconds for ranks that noticed it themselves to report what they waited for.
 
     Raises:
         CollectiveTimeoutError: it has passed; names the ranks.
     """
     until = end_of_block()
-    if until is not None and time.monotonic() >= until + grace_s:
+    if until is not None and time.monotonic() >= until:
         raise CollectiveTimeoutError(overdue(late, world_size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import socket
@@ -14,7 +15,10 @@ from typing import Any
 import torch
 
 from unisono import registry
+from unisono.arguments import number_in
 from unisono.environments.detection import environments, explain
+from unisono.errors import EnvironmentDetectionError
+from unisono.host import arena, memory
 from unisono.plugins import load
 from unisono.topology import usable_cores
 
@@ -34,7 +38,7 @@ def diagnose(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
 
     Returns:
         A dict for JSON: ``environment``, ``backends``, ``launchers``, ``devices``,
-        ``interfaces``, ``versions``, ``host``.
+        ``interfaces``, ``versions``, ``host``, ``memory``.
     """
     return {
         "host": {
@@ -42,6 +46,7 @@ def diagnose(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
             "system": platform.platform(),
             "cores": usable_cores(),
         },
+        "memory": _memory(max(2, usable_cores())),
         "environment": _environment(os.environ if environ is None else environ),
         "backends": registry.availability(),
         "launchers": registry.launcher_availability(),
@@ -49,6 +54,30 @@ def diagnose(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
         "interfaces": _interfaces(),
         "versions": _versions(),
     }
+
+
+def _memory(ranks: int) -> dict[str, Any]:
+    """Say how much memory `ranks` of this host share for tensors, what limits it, or why none."""
+    facts: dict[str, Any] = {"ranks": ranks, "bytes": 0, "most_bytes": None, "limited_by": None}
+    reason = memory.why_not()
+    try:
+        set_bytes = number_in("UNISONO_SHARED_BYTES", math.inf)
+    except EnvironmentDetectionError as error:
+        return {**facts, "reason": str(error)}
+    made = None if reason else memory.make(1)
+    if made is None:
+        return {**facts, "reason": reason or "the system refuses memory without a name here"}
+    os.close(made[0])
+    room = arena.room_bytes()
+    limits = {"UNISONO_SHARED_BYTES": set_bytes, "container": math.inf if room is None else room}
+    by = min(limits, key=lambda name: limits[name])
+    most = None if limits[by] == math.inf else int(limits[by])
+    plan, free = (arena.layout(ranks, usable_cores(), limit) for limit in (most, None))
+    assert free is not None
+    if plan is None or plan.size_bytes < free.size_bytes:
+        facts |= {"most_bytes": most, "limited_by": by}
+    reason = None if plan else f"{most} bytes are too few, which is all that {by} leaves"
+    return {**facts, "bytes": 0 if plan is None else plan.size_bytes, "reason": reason}
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -17,14 +17,14 @@ from typing import Any, Protocol
 from torch._C._distributed_c10d import TCPStore
 
 from unisono.deadlines import DEFAULT_TIMEOUT_S
-from unisono.errors import LaunchError, WorkerFailedError
+from unisono.errors import LaunchError
 from unisono.launchers import processes
 from unisono.launchers.job.failure import Failure
 from unisono.launchers.job.job import Job, Ranks
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import directory, search_path
 from unisono.launchers.job.worker import Task
-from unisono.launchers.job.worker_processes import Workers
+from unisono.launchers.job.worker_handles import Workers
 from unisono.rendezvous import host_store
 from unisono.topology import LaunchPlan, RankInfo
 
@@ -286,14 +286,6 @@ class _Tasks(Ranks):
 
     def _take(self, job: Job[Any], rank: int, future: Future) -> None:
         try:
-            outcome: bytes | Failure | LaunchError = pickle.loads(future.result())
+            job.take(rank, pickle.loads(future.result()))
         except Exception as error:  # whatever its library raises where a process is gone
-            text = f"rank {rank} of {job.world_size} is lost, its task ended with "
-            lost = WorkerFailedError(f"{text}{type(error).__name__}: {error}", rank)
-            lost.__cause__ = error
-            job.fail(rank, lost)
-            return
-        if isinstance(outcome, bytes):
-            job.succeed(rank, outcome)
-        else:
-            job.fail(rank, outcome)
+            job.lose(rank, f"its task ended with {type(error).__name__}: {error}", error)

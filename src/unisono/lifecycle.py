@@ -29,7 +29,7 @@ from unisono.launchers.job.title import name_thread
 from unisono.model.contract import ComputationModel
 from unisono.model.launching import launch_hooks_of
 from unisono.options import InitializeOptions, SpawnOptions
-from unisono.plugins import OF_MODELS, load, seats_nodes
+from unisono.plugins import OF_MODELS, by_name, load, seats_nodes
 from unisono.registry import find_launcher, find_model
 from unisono.topology import PREFIXED, LaunchPlan, RankInfo
 from unisono.tracebacks import hides, raised_here, say_instead
@@ -203,18 +203,18 @@ def _who_am_i(options: dict[str, Any]) -> RankInfo:
         world_size, rank = check_count("world_size", world_size), check_count("rank", rank, 0)
         if rank >= world_size:
             raise ArgumentError(f"rank={rank} should be below world_size={world_size}")
-        found = context.detect_environment()
-        if found is not None and (found.rank, found.world_size) == (rank, world_size):
-            return found
+        detected = context.detect_environment()
+        if detected is not None and (detected.rank, detected.world_size) == (rank, world_size):
+            return detected
         return RankInfo(
             rank,
             world_size,
             master_addr=os.environ.get("MASTER_ADDR"),
             master_port=_port_of(os.environ.get("MASTER_PORT")),
         )
-    found = context.read_environment()
-    if found is not None:
-        return found
+    detected = context.read_environment()
+    if detected is not None:
+        return detected
     if options.get("init_method") is not None and options["init_method"] != "env://":
         raise ArgumentError("init_method= needs rank= and world_size= as well")
     options.pop("init_method", None)
@@ -438,10 +438,10 @@ def spawn(
 def warn_in_a_rank(call: str, nproc_per_node: Any, options: Mapping[str, Any]) -> None:
     """Say on rank 0 of several that each of them would start replicas of its own. Local."""
     is_meant = options.get("launcher") is not None or options.get("nnodes") not in (None, 1, "1")
-    found = None if is_meant else _own_place()
-    if found is None or found[0] != 0 or found[1] == 1:
+    place = None if is_meant else _own_place()
+    if place is None or place[0] != 0 or place[1] == 1:
         return
-    _, world_size, how = found
+    _, world_size, how = place
     warnings.warn(
         f"replicas within a rank: {call} is called in rank 0 of {world_size} ({how}). If every "
         f"rank calls it, each starts {nproc_per_node} of its own. To run the function in the ranks "
@@ -513,9 +513,10 @@ def _launch(
     if options.get("launcher") is None and "launch" in cls.capabilities:
         _check_own_launch(cls.name, options)
         return hooks.launch(replica.run, plan, **replica.options)
-    if options.get("launcher") is None and cls.launcher in OF_MODELS:
+    own = by_name(OF_MODELS).get(cls.launcher)
+    if options.get("launcher") is None and own is not None:
         _check_own_launch(cls.name, options)
-        launch = load(OF_MODELS[cls.launcher])
+        launch = load(own.path)
         replica, extra = _split(replica, launch)
     else:
         launch, extra = _launcher(replica.backend, cls, options)

@@ -119,11 +119,11 @@ LAUNCHERS = (
     ),
 )
 # What makes the replicas of a model that names it, and of no other.
-OF_MODELS = {
-    "mpi": "unisono.launchers.mpi.functions:launch",
-    "horovod": "unisono.launchers.horovod.functions:launch",
-    "xla": "unisono.launchers.xla.functions:launch",
-}
+OF_MODELS = (
+    Row(("mpi",), "unisono.launchers.mpi.functions:launch"),
+    Row(("horovod",), "unisono.launchers.horovod.functions:launch"),
+    Row(("xla",), "unisono.launchers.xla.functions:launch"),
+)
 
 
 def by_name(rows: Iterable[Row]) -> dict[str, Row]:
@@ -331,15 +331,15 @@ class PluginRegistry(Generic[T]):
 
 def _scan(group: str) -> dict[str, list[Row]]:
     """Read the entry points of a group."""
-    found: dict[str, list[Row]] = {}
+    rows: dict[str, list[Row]] = {}
     for point in importlib.metadata.entry_points(group=group):
         owner = point.dist.name if point.dist else "unknown"
         name = point.name.lower()
         root = point.value.partition(":")[0].partition(".")[0]
         row = Row((name,), point.value, root, f"reinstall {owner}", distribution=owner)
-        if row not in found.setdefault(name, []):
-            found[name].append(row)
-    return found
+        if row not in rows.setdefault(name, []):
+            rows[name].append(row)
+    return rows
 
 
 def warn_left_out(what: str, error: Exception) -> None:

@@ -10,9 +10,9 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-from unisono.launchers.job.store import hold, private_store
+from unisono.launchers.job.store import hold
 from unisono.models.native.rendezvous import Rendezvous
-from unisono.topology import PRIVATE_STORE, LaunchPlan, RankInfo
+from unisono.topology import LaunchPlan, RankInfo
 
 __all__ = ("JobStore", "host_store", "join_store")
 
@@ -49,10 +49,7 @@ def host_store(plan: LaunchPlan, address: str | None = None) -> Iterator[LaunchP
             several = replace(plan, nnodes=max(2, plan.nnodes), master_addr=address)
             yield replace(hold(several, held), nnodes=plan.nnodes)
             return
-        hosted = hold(plan, held)
-        if hosted.store_is_hosted and plan.nnodes == 1:
-            hosted = replace(hosted, private_store=private_store(held)[PRIVATE_STORE])
-        yield hosted
+        yield hold(plan, held)
 
 
 @dataclass(frozen=True, slots=True)

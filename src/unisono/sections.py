@@ -13,11 +13,12 @@ from unisono.collectives.broadcasts import broadcast
 from unisono.collectives.call import guarded, swap
 from unisono.collectives.groups import local_group
 from unisono.collectives.membership import check_rank
+from unisono.collectives.outcomes import Report, failure, report
 from unisono.context import ContextState, communicator, current
-from unisono.errors import ArgumentError, PeerFailedError
+from unisono.errors import ArgumentError
 from unisono.payload.codec import decode, encode
 from unisono.topology import Group
-from unisono.tracebacks import fold, hides, summary
+from unisono.tracebacks import hides
 
 __all__ = ("master_only", "one_rank_first", "one_rank_only", "run_on_rank")
 
@@ -119,34 +120,29 @@ def _outcome_for_all(
 ) -> Iterator[None]:
     """Run the body, then tell every rank how it ended on `rank`."""
     error: BaseException | None = None
-    report: tuple[str, str] | None = None
+    reported: Report | None = None
     try:
         yield
     except GeneratorExit:
         raise
     except BaseException as raised:  # whatever it is, the others must not wait forever
         error = raised
-        report = (summary(raised), fold(raised, raised.__traceback__))
-    frames = _tell(context, f"{name} of rank {rank}", encode(report), group)
+        reported = report(raised)
+    frames = _tell(context, f"{name} of rank {rank}", encode(reported), group)
     if error is not None and not isinstance(error, Exception):
         raise error
     first_report = decode(
         frames[context.model.topology.position(group, rank)], context.model.device
     )
     if first_report is not None:
-        what, text = first_report
-        failed = PeerFailedError(
-            f"rank {rank} raised {what} in {name}\n\n{text}", rank=rank, traceback=text
-        )
-        failed.is_in_step = True
-        raise failed from error
+        raise failure(rank, name, first_report) from error
     if error is not None:
         raise error
 
 
 @guarded
-def _tell(context: ContextState, call: str, report: bytes, group: Group | None) -> list[bytes]:
-    return swap(context, call, report, group)
+def _tell(context: ContextState, call: str, frame: bytes, group: Group | None) -> list[bytes]:
+    return swap(context, call, frame, group)
 
 
 def master_only(fn: Callable[P, T]) -> Callable[P, T | None]:

@@ -82,7 +82,7 @@ class Topology:
         """
         nodes = list(dict.fromkeys(hosts))
         here = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
-        found = Topology(
+        measured = Topology(
             self.rank,
             self.world_size,
             here.index(self.rank),
@@ -90,7 +90,7 @@ class Topology:
             nodes.index(hosts[self.rank]),
             len(nodes),
         )
-        return found if self.is_guess else self.or_else(found)
+        return measured if self.is_guess else self.or_else(measured)
 
     def or_else(self, other: Topology) -> Topology:
         """Fill in unknown facts from `other`. Local."""

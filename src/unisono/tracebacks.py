@@ -28,13 +28,13 @@ __all__ = (
     "hides",
     "is_full",
     "is_ours",
+    "last_exception",
     "line_of",
     "newest",
     "place_of",
     "raised_here",
     "say_instead",
     "summary",
-    "told",
     "where",
 )
 
@@ -199,6 +199,13 @@ def _newest(text: str) -> tuple[int | None, int]:
     return begin, own
 
 
+def _newest_part(text: str) -> tuple[str, re.Match[str] | None]:
+    """Give the last traceback's own part, without its causes, and the stack in it."""
+    begin, start = _newest(text)
+    own = "" if begin is None else text[start:]
+    return own, _STACK.search(own)
+
+
 def _quotes(block: str) -> bool:
     """Whether the exception's message goes on with another traceback."""
     stack = _STACK.search(block)
@@ -209,7 +216,7 @@ def _quotes(block: str) -> bool:
     )
 
 
-def told(text: str) -> tuple[str, str]:
+def last_exception(text: str) -> tuple[str, str]:
     """Read the last exception from tracebacks that Python has printed.
 
     Local, and pure.
@@ -218,9 +225,7 @@ def told(text: str) -> tuple[str, str]:
         Type and first line of the exception, as `summary` gives them, and the line of the user's
         code that raised it; both empty if the text has no traceback.
     """
-    begin, start = _newest(text)
-    own = "" if begin is None else text[start:]
-    stack = _STACK.search(own)
+    own, stack = _newest_part(text)
     if stack is None:
         return "", ""
     raised = own[stack.end() :].partition("\n")[0].strip()
@@ -238,9 +243,7 @@ def after(text: str) -> list[str]:
 
     Local, and pure. Only indented lines and frames of C++ are known to belong to the message.
     """
-    begin, start = _newest(text)
-    own = "" if begin is None else text[start:]
-    stack = _STACK.search(own)
+    own, stack = _newest_part(text)
     if stack is None:
         return []
     rest = re.split(r"^Exception ignored ", own[stack.end() :], flags=re.MULTILINE)[0]
@@ -312,9 +315,11 @@ def _assertion(frames: TracebackType | None) -> str:
     statement = _statement(frames.tb_frame.f_code.co_filename, frames.tb_lineno)
     if statement is None:
         return ""
-    known = frames.tb_frame.f_locals
-    names = [n.id for n in ast.walk(statement.test) if isinstance(n, ast.Name) and n.id in known]
-    values = [f"{name} = {_shown(known[name])}" for name in dict.fromkeys(names)]
+    variables = frames.tb_frame.f_locals
+    names = [
+        n.id for n in ast.walk(statement.test) if isinstance(n, ast.Name) and n.id in variables
+    ]
+    values = [f"{name} = {_shown(variables[name])}" for name in dict.fromkeys(names)]
     values = [value for value in values if " = <function " not in value]
     text = ast.unparse(statement)
     return f"{text}, where {', '.join(values)}" if values else text
@@ -329,9 +334,9 @@ def _statement(file: str, line: int) -> ast.Assert | None:
     for number in range(line, line + _LONGEST_ASSERT):
         lines.append(linecache.getline(file, number))
         try:
-            found = ast.parse(textwrap.dedent("".join(lines))).body
+            body = ast.parse(textwrap.dedent("".join(lines))).body
         except (SyntaxError, ValueError):
             continue
-        first = found[0] if found else None
+        first = body[0] if body else None
         return first if isinstance(first, ast.Assert) else None
     return None

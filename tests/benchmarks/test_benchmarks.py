@@ -6,13 +6,13 @@ import importlib.util
 import itertools
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.requirements import require_backend
+from tests.support import virtual_hosts
+from tests.support.processes import python
+from tests.support.requirements import require, require_backend
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 PNG = b"\x89PNG\r\n"
@@ -20,14 +20,8 @@ PNG = b"\x89PNG\r\n"
 
 def run(name: str, *args: str, timeout: float = 200) -> str:
     """Run a benchmark; whether its goals are met doesn't count, that it comes to its end does."""
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / f"{name}.py"), *args],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        env={**os.environ, "PYTHONWARNINGS": "ignore"},
-    )
+    variables = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    done = python(str(FOLDER / f"{name}.py"), *args, limit_s=timeout, env=variables)
     assert done.returncode in (0, 1), done.stderr
     assert done.stdout, done.stderr
     return done.stdout
@@ -41,10 +35,19 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("--rounds", "1", "--nproc-per-node", "2"),
         ("first spawn", "a second spawn", "torchrun", "WorkerPool.run", "<= 2.000 ms"),
     ),
+    "sessions": (
+        ("--rounds", "1", "--tests", "3", "--few", "2"),
+        ("3 tests on threads", "3 tests on gloo", "DeepSpeed's pattern", "<= 3.000 s"),
+    ),
     "calls": (
         ("--rounds", "2"),
         ("calls of ours", "sys._getframe", "all_reduce(torch.ones(1 << 20))", "barrier()"),
     ),
+    "gradients": (
+        ("--rounds", "1", "--ranks", "2", "--models", "tiny"),
+        ("161 gradients, beside one flat gloo call", ">= 4.5 times", "DDP, our hook"),
+    ),
+    "notebook": (("--rounds", "2"), ("the first cell", "each of the next ones")),
     "tree": ((), ("ranks 2 ", "ranks 10000 ", "depth")),
 }
 
@@ -88,6 +91,15 @@ def test_payloads_are_compared_drawn_and_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
+def test_hosts_sum_beside_gloo() -> None:
+    require("netns", virtual_hosts.why_not())
+    figures = json.loads(run("hosts", "--rounds", "1", "--sizes", "64", "--json"))["figures"]
+    assert [(figure["work"], *figure["peers"]) for figure in figures] == [
+        ("all_reduce 64 KB", "gloo")
+    ]
+
+
+@pytest.mark.timeout(240)
 def test_scaling_shows_every_work_at_every_number_of_ranks(tmp_path: Path) -> None:
     path = tmp_path / "scaling.png"
     plot = ("--plot", str(path)) if importlib.util.find_spec("matplotlib") else ()
@@ -96,6 +108,18 @@ def test_scaling_shows_every_work_at_every_number_of_ranks(tmp_path: Path) -> No
     names = [row.split(" | ")[0] for row in rows[2:]]
     assert len(set(names)) == len(names) == 12
     assert {name.rpartition(", ")[2] for name in names} == {"2 ranks", "3 ranks"}
+    assert not plot or path.read_bytes().startswith(PNG)
+
+
+@pytest.mark.timeout(240)
+def test_tensors_are_judged_listed_and_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "tensors.png"
+    plot = ("--plot", str(path)) if importlib.util.find_spec("matplotlib") else ()
+    few = ("--rounds", "1", "--ranks", "2", "--sizes", "4", "1024", "--dtypes", "float32", "int64")
+    rows = [row for row in run("tensors", *few, "--markdown", *plot).splitlines() if "|" in row]
+    names = [row.split("|")[1].strip() for row in rows]
+    assert {"all_reduce of 1 MB", "broadcast of 1 MB", "scatter float32"} < set(names)
+    assert {"all_to_all int64", "reduce_scatter int64"} < set(names)
     assert not plot or path.read_bytes().startswith(PNG)
 
 

@@ -50,6 +50,11 @@ def test_a_goal_is_about_the_best_of_the_others(
     assert said.count("MISSED") == 2
 
 
+def test_a_goal_may_be_about_one_of_the_others(work: Callable[..., Any]) -> None:
+    slow = work(goal=15.1, peer="slow")
+    assert (slow.ratio, slow.is_met, list(slow.others)) == (20, True, ["slow", "fast"])
+
+
 def test_what_is_printed_for_people_and_for_programs_is_the_same(
     ratios: Any, work: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

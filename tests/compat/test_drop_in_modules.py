@@ -37,17 +37,17 @@ def test_every_name_of_ignite_is_there(name: str) -> None:
             ".".join(["ignite.distributed", *filter(None, [name])])
         )
     ours: Any = importlib.import_module(".".join(["unisono.compat.ignite", *filter(None, [name])]))
-    wanted = getattr(theirs, "__all__", None)
-    if wanted is None:
-        wanted = [each for each in dir(theirs) if not each.startswith("_")]
-        wanted = set(wanted) - {
+    names = getattr(theirs, "__all__", None)
+    if names is None:
+        names = [each for each in dir(theirs) if not each.startswith("_")]
+        names = set(names) - {
             "annotations",
             "TYPE_CHECKING",
             "setup_available_computation_models",
         }
-    missing = {each for each in wanted if not hasattr(ours, each)}
+    missing = {each for each in names if not hasattr(ours, each)}
     assert not missing
-    assert set(wanted) <= set(ours.__all__)
+    assert set(names) <= set(ours.__all__)
 
 
 def test_every_name_of_mmengine_is_there() -> None:
@@ -154,9 +154,9 @@ def objects(local_rank: int) -> None:
     assert items == ["é", {1: 2}]
     length = 4 * size + 1
     part = [None if i == 2 else i for i in range(rank, length, size)]
-    whole = [None if i == 2 else i for i in range(length)]
+    gathered = [None if i == 2 else i for i in range(length)]
     for collect in (dist.collect_results, dist.collect_results_cpu, dist.collect_results_gpu):
-        assert collect(part, length) == (whole if rank == 0 else None)
+        assert collect(part, length) == (gathered if rank == 0 else None)
     assert len(set(dist.all_gather_object(dist.sync_random_seed()))) == 1
     with pytest.raises(NotInitializedError, match="init_local_group"):
         dist.get_local_group()

@@ -189,9 +189,9 @@ def test_every_name_takes_the_same_arguments() -> None:
         if name.startswith("_") or not inspect.isfunction(call):
             continue
         mine = list(inspect.signature(getattr(ours, name)).parameters)
-        wanted = [
+        parameters = [
             parameter.name
             for parameter in inspect.signature(call).parameters.values()
             if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         ]
-        assert mine[: len(wanted)] == wanted, name
+        assert mine[: len(parameters)] == parameters, name

@@ -32,10 +32,10 @@ def ignite(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("torchmetrics")
 @pytest.mark.parametrize(("backend", "size"), BACKENDS)
 def test_metrics_of_torchmetrics(backend: str, size: int) -> None:
-    wanted = [score for row in SCORES[:size] for score in row]
-    for mean, whole in idist.spawn(backend, by_torchmetrics, nproc_per_node=size):
-        assert mean == pytest.approx(sum(wanted) / len(wanted))
-        assert whole == wanted
+    expected = [score for row in SCORES[:size] for score in row]
+    for mean, values in idist.spawn(backend, by_torchmetrics, nproc_per_node=size):
+        assert mean == pytest.approx(sum(expected) / len(expected))
+        assert values == expected
 
 
 def by_torchmetrics(_local_rank: int) -> tuple[float, list[float]]:
@@ -44,19 +44,19 @@ def by_torchmetrics(_local_rank: int) -> tuple[float, list[float]]:
 
     from unisono.compat import torchmetrics as ours
 
-    mean, whole = MeanMetric(**ours.OPTIONS), CatMetric(**ours.OPTIONS)
+    mean, values = MeanMetric(**ours.OPTIONS), CatMetric(**ours.OPTIONS)
     for score in SCORES[idist.get_rank()]:
         mean.update(score)
-        whole.update(torch.tensor(score))
-    return float(mean.compute()), whole.compute().reshape(-1).tolist()
+        values.update(torch.tensor(score))
+    return float(mean.compute()), values.compute().reshape(-1).tolist()
 
 
 @pytest.mark.usefixtures("torchmetrics")
 @pytest.mark.parametrize(("backend", "size"), BACKENDS)
 def test_a_metric_that_sees_no_other_rank_is_warned_of(backend: str, size: int) -> None:
-    said = idist.spawn(backend, has_metrics, nproc_per_node=size)
+    lone = idist.spawn(backend, has_metrics, nproc_per_node=size)
     is_lone = size > 1 and backend != "gloo"  # which torchmetrics knows
-    assert said == [["parts.lone"] if is_lone and rank == 0 else [] for rank in range(size)]
+    assert lone == [["parts.lone"] if is_lone and rank == 0 else [] for rank in range(size)]
 
 
 def has_metrics(_local_rank: int) -> list[str]:
@@ -86,8 +86,8 @@ def has_metrics(_local_rank: int) -> list[str]:
 @pytest.mark.usefixtures("ignite")
 @pytest.mark.parametrize(("backend", "size"), BACKENDS)
 def test_metrics_of_ignite(backend: str, size: int) -> None:
-    wanted = [score for row in SCORES[:size] for score in row]
-    mean = sum(wanted) / len(wanted)
+    expected = [score for row in SCORES[:size] for score in row]
+    mean = sum(expected) / len(expected)
     assert idist.spawn(backend, by_ignite, nproc_per_node=size) == [(size, mean)] * size
 
 

@@ -142,11 +142,10 @@ def test_every_name_takes_the_same_arguments() -> None:
         call = getattr(theirs, name)
         if not inspect.isfunction(call) or name == "master_only":
             continue
-        wanted = [
+        parameters = [
             parameter.name
             for parameter in inspect.signature(call).parameters.values()
             if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         ]
-        assert list(inspect.signature(getattr(ours, name)).parameters)[: len(wanted)] == wanted, (
-            name
-        )
+        mine = list(inspect.signature(getattr(ours, name)).parameters)
+        assert mine[: len(parameters)] == parameters, name

@@ -18,9 +18,10 @@ pytestmark = pytest.mark.timeout(600)  # each of these tests is all laws
 
 def without_sockets(local_rank: int, fn: Callable[..., Any], *args: Any) -> Any:
     """Run a function in a replica whose ranks can't meet. Collective over all ranks."""
-    vars(plane)["connect_group"] = lambda *given: None
-    hubs = vars(communicator().control)["hubs"]
-    hubs.clear()  # a hub of the default group, if `initialize` made one
+    vars(plane)["connect_group"] = lambda *_: None
+    control = communicator().control
+    control.close("")  # the connections of the default group, if `initialize` made them
+    hubs = vars(control)["hubs"]
     result = fn(local_rank, *args)
     assert set(hubs.values()) == {None}, "every exchange should have been the derived one"
     return result
@@ -52,6 +53,18 @@ class TestGlooWithShortRounds(Conformance):
     @pytest.fixture(autouse=True)
     def short_rounds(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("UNISONO_INLINE_BYTES", "0")
+
+
+class TestGlooWithoutSharedMemory(Conformance):
+    """Without memory that ranks share gloo itself moves every tensor, as between hosts."""
+
+    backend = "gloo"
+    sizes = (3,)
+
+    @pytest.fixture(autouse=True)
+    def nothing_is_shared(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("UNISONO_INLINE_BYTES", "0")
+        monkeypatch.setenv("UNISONO_SHARED_BYTES", "0")
 
 
 class TestGlooWithoutSockets(Conformance):

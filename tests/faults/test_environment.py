@@ -101,10 +101,11 @@ def test_the_limit_begins_anew_while_ranks_come(monkeypatch: pytest.MonkeyPatch)
     port = int(free_port())
     info = RankInfo(0, 3, nnodes=1, master_addr="127.0.0.1", master_port=port, source="torchrun")
     begin, came = time.monotonic(), []
+    stores = []  # rank 0's serves the others until all of them know that all have come
 
     def come(rank: int) -> None:
         threading.Event().wait(begin + rank - time.monotonic())  # each a second after the other
-        rendezvous.Rendezvous(replace(info, rank=rank), None).store()
+        stores.append(rendezvous.Rendezvous(replace(info, rank=rank), None).store())
         came.append(time.monotonic() - begin)
 
     with ThreadPoolExecutor(3) as ranks:

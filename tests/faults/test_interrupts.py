@@ -357,6 +357,18 @@ def test_a_pool_that_is_interrupted_while_it_is_made_or_closed_leaves_nothing() 
         assert time.monotonic() - begin < slack() * _END_S, told
 
 
+@_ENDED_LATE
+def test_an_interrupt_anywhere_within_close_is_all_that_is_raised() -> None:
+    for place in itertools.count(1):
+        pool = idist.WorkerPool("threads", nproc_per_node=2)
+        assert pool.run(_square, 3) == [9, 9]
+        with contextlib.suppress(KeyboardInterrupt), interrupted_at(place) as places:
+            pool.close()
+        if not places.where:
+            return
+        pool.close()
+
+
 def test_a_message_that_an_interrupt_tore_is_never_taken_for_another() -> None:
     for place in itertools.count(1):
         ours, theirs = socket.socketpair()

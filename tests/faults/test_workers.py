@@ -225,6 +225,7 @@ def test_a_rank_that_hangs_under_mpi_ends_the_job_at_the_deadline(
 def test_a_rank_that_never_comes_to_the_data_plane_is_named(
     hang: str, clock: Clock, table: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("UNISONO_SHARED_BYTES", "0")
     monkeypatch.setenv("UNISONO_DEBUG", "0")  # else it is missed before, where calls are compared
 
     def fn(local_rank: int) -> None:

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ import pytest
 from unisono.cli import main
 from unisono.environments import detection
 from unisono.errors import ArgumentError
-from unisono.launchers import processes, slurm, torchrun
+from unisono.host import memory
+from unisono.launchers import slurm, torchrun
 from unisono.launchers.mpi import script as mpi_script
 from unisono.launchers.ray.actor import seats
 from unisono.launchers.script.rank.program import OutputOptions, variables
@@ -48,7 +50,14 @@ def test_what_ranks_read_is_what_was_planned(counts: tuple[int, ...]) -> None:
 
 
 def test_local_ranks_read_what_was_planned() -> None:
-    for info in processes.infos(script(nproc_per_node=3), "127.0.0.1", 4000):
+    plan = replace(
+        script(nproc_per_node=3).plan(),
+        master_addr="127.0.0.1",
+        master_port=4000,
+        store_is_hosted=True,
+    )
+    for local_rank in range(3):
+        info = replace(plan.info(local_rank), source="torchrun")
         assert detection.detect(env_for(info, 1, 2)) == info
         assert (info.world_size, info.local_world_size, info.nnodes) == (3, 3, 1)
 
@@ -222,7 +231,7 @@ def test_a_report_survives_being_torn_and_labelled() -> None:
 )
 def test_reports_of_others_failures_are_known(last: str, is_secondary: bool) -> None:
     words = f"Traceback (most recent call last):\n  File\n{last}\n"
-    assert Report(0, 2, "h", 1, 1, words=words).is_secondary is is_secondary
+    assert Report(0, 2, "h", 1, 1, output=words).is_secondary is is_secondary
 
 
 def command(*words: str) -> int:
@@ -272,10 +281,12 @@ def test_wrong_use_is_refused(
 
 @pytest.mark.parametrize("name", ["mpi", "slurm"])
 def test_a_launcher_that_isnt_installed_is_named_with_its_remedy(name: str, tmp_path: Path) -> None:
-    (tmp_path / "python").symlink_to(sys.executable)
+    """The interpreter is seen outside of its environment, which may have an mpiexec of its own."""
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
     done = subprocess.run(
-        [sys.executable, "-m", "unisono", "run", "--launcher", name, HERE],
-        env={**os.environ, "PATH": str(tmp_path)},
+        [str(python), "-m", "unisono", "run", "--launcher", name, HERE],
+        env={**os.environ, "PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
     )
@@ -308,6 +319,20 @@ def test_doctor_says_which_variable_decided_what() -> None:
     assert {"gloo", "threads", "nccl"} <= set(found["backends"])  # type: ignore[call-overload]
     assert {"processes", "ray"} <= set(found["launchers"])  # type: ignore[call-overload]
     assert "lo" in found["interfaces"]  # type: ignore[operator]
+
+
+@pytest.mark.skipif(not memory.is_supported(), reason="there is no such memory here")
+def test_doctor_says_how_much_memory_for_tensors_ranks_share() -> None:
+    found = [
+        doctor(UNISONO_SHARED_BYTES=text)[1]["memory"] for text in ("", "5000000", "0", "much")
+    ]
+    free, limited, nothing, wrong = (dict(each) for each in found)  # type: ignore[call-overload]
+    assert free["reason"] is None
+    assert 0 < limited["bytes"] <= 5_000_000
+    assert limited["limited_by"] == nothing["limited_by"] == "UNISONO_SHARED_BYTES"
+    assert (nothing["bytes"], wrong["bytes"]) == (0, 0)
+    assert "UNISONO_SHARED_BYTES" in nothing["reason"]
+    assert "UNISONO_SHARED_BYTES='much' should be a number" in wrong["reason"]
 
 
 @pytest.mark.parametrize(

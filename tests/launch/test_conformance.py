@@ -139,7 +139,7 @@ def test_a_law_whose_ranks_never_come_is_not_counted_as_passed(
 ) -> None:
     def starts_nothing(entry: Any, plan: Any, *, environ: Any = None) -> Any:
         while True:
-            require_time(range(plan.world_size), plan.world_size, 0.0)
+            require_time(range(plan.world_size), plan.world_size)
             signal.sigtimedwait([], 0.05)
 
     launches(monkeypatch, starts_nothing)

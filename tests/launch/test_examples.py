@@ -237,6 +237,7 @@ sys.exit(max(map(abs, codes)))
 
 STRANGER = """
 import sys, zmq
+from zmq.utils.monitor import recv_monitor_message
 context = zmq.Context()
 for keys in (None, zmq.curve_keypair()):
     peer = context.socket(zmq.PUSH)
@@ -244,10 +245,9 @@ for keys in (None, zmq.curve_keypair()):
     if keys is not None:
         peer.curve_publickey, peer.curve_secretkey = keys
         peer.curve_serverkey = zmq.curve_keypair()[0]
+    monitor = peer.get_monitor_socket()  # before it connects, else it may miss the refusal
     peer.connect(sys.argv[1])
     peer.send_multipart([(1 << 20).to_bytes(8, "little") + bytes(4), b"evil"])
-    monitor = peer.get_monitor_socket()
-    from zmq.utils.monitor import recv_monitor_message
     refused = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
                zmq.EVENT_DISCONNECTED, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
     while monitor.poll(20000):
@@ -258,6 +258,9 @@ for keys in (None, zmq.curve_keypair()):
     else:
         sys.exit("nobody refused")
     peer.disable_monitor()
+    monitor.close(0)
+    peer.close(0)
+context.destroy(0)
 print("refused twice")
 """
 VICTIM = """
@@ -268,7 +271,8 @@ from unisono.context import current_model
 idist.initialize("zmq")
 if idist.get_rank() == 0:
     where = current_model().inbox.last_endpoint.decode()
-    subprocess.run([sys.executable, "-c", open(sys.argv[1]).read(), where], check=True)
+    words = [sys.executable, "-c", open(sys.argv[1]).read(), where]
+    subprocess.run(words, check=True, timeout=100)
 print("total", idist.all_reduce(idist.get_rank() + 1), len(current_model().early))
 idist.finalize()
 """

@@ -148,6 +148,9 @@ def test_ray_seats_nodes_of_different_size(ray: None, monkeypatch: pytest.Monkey
         cluster.add_node(num_cpus=1, object_store_memory=memory)
         library.init(address=cluster.address)
         options: dict[str, Any] = {"launcher": "ray", "launcher_options": {"counts": (3, 1)}}
+        with pytest.raises(ArgumentError, match="of 2 nodes: pass nnodes=2"):
+            unisono.spawn("gloo", facts, (3,), **options)
+        options["nnodes"] = 2
         found = unisono.spawn("gloo", facts, (3,), **options)
         assert found == [*((r, r, 0, 2, 3, 12) for r in range(3)), (3, 0, 1, 2, 1, 12)]
         options["launcher_options"] = {"counts": (3, 3), "timeout_s": 1.0}

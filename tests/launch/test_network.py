@@ -38,6 +38,22 @@ for step in range(int(sys.argv[2])):
 unisono.finalize()
 print("DONE", flush=True)
 """
+LEVELS = """
+import torch, unisono
+from unisono.context import communicator
+
+unisono.initialize("gloo", timeout=60)
+rank = unisono.get_rank()
+for count in (50_000, 1_200_000):  # by the first rank of each host, and in slices
+    total = unisono.all_reduce(torch.full((count,), rank + 1.0))
+    assert total.eq(10).all(), total
+    mean = unisono.all_reduce(torch.full((count,), rank + 1.0), "AVERAGE")
+    assert mean.eq(2.5).all(), mean
+    assert unisono.all_gather(torch.full((count,), rank)).view(4, -1).sum(0).eq(6).all()
+print(type(communicator().control.memory(None)).__name__, flush=True)
+while True:
+    unisono.all_reduce_(torch.ones(50_000))
+"""
 Job = list["subprocess.Popen[str]"]
 
 
@@ -74,21 +90,23 @@ def job(place: tuple[Hosts, Wire], wire: Wire, request: pytest.FixtureRequest) -
 
 
 @contextmanager
-def started(hosts: Hosts, steps: int, timeout_s: float) -> Iterator[Job]:
+def started(
+    hosts: Hosts, steps: int, timeout_s: float, program: str = JOB, local_size: int = 1
+) -> Iterator[Job]:
     processes: Job = []
-    for rank in range(2):
+    for rank in range(2 * local_size):
         environ = {
             **os.environ,
             "RANK": str(rank),
-            "WORLD_SIZE": "2",
+            "WORLD_SIZE": str(2 * local_size),
             "MASTER_ADDR": hosts.addresses[0],
             "MASTER_PORT": "29500",  # of a namespace that nobody else uses
             "GLOO_SOCKET_IFNAME": "eth0",
         }
-        words = [sys.executable, "-c", JOB, str(timeout_s), str(steps)]
+        words = [sys.executable, "-c", program, str(timeout_s), str(steps)]
         processes.append(
             subprocess.Popen(
-                hosts.on(rank, words),
+                hosts.on(rank // local_size, words),
                 env=environ,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -192,6 +210,26 @@ def test_a_host_that_cannot_be_reached_is_named(place: tuple[Hosts, Wire], wire:
     where = f"{place[0].addresses[0]}:29500"
     assert f"rank 1 of 2 did not come to {where} within 3 s" in errors[0].splitlines()[-1]
     assert f"rank 1 of 2 can't reach the rendezvous at {where}" in errors[1].splitlines()[-1]
+
+
+def test_hosts_of_two_ranks_sum_in_two_levels(
+    place: tuple[Hosts, Wire], wire: Wire, table: Table
+) -> None:
+    """And all learn who died on the other host."""
+    with started(place[0], 0, 60.0, LEVELS, 2) as job:
+        for process in job:
+            assert process.stdout is not None
+            word = process.stdout.readline()
+            assert word == "TwoLevels\n", process.communicate()[1]
+        os.killpg(job[3].pid, signal.SIGKILL)
+        start = time.monotonic()
+        errors = [process.communicate(timeout=100)[1] for process in job[:3]]
+        seconds = time.monotonic() - start
+    for error in errors:
+        assert "PeerFailedError" in error
+        assert "rank 3" in error.rpartition("PeerFailedError: ")[2], error
+    named = errors[0].splitlines()[-1]
+    table.add("two hosts of two: a rank dies", seconds, WHOLE_S, named)
 
 
 NODE = """

@@ -26,7 +26,7 @@ import unisono
 from tests.support import functions
 from tests.support.processes import Pipe, gone, run_python, say
 from unisono import WorkerPool
-from unisono.launchers.job.worker_processes import Workers
+from unisono.launchers.job.worker_handles import Workers
 
 PROGRAM = """
 import unisono
@@ -387,7 +387,7 @@ def test_lines_that_several_ranks_print_begin_with_the_rank(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     def speak(local_rank: int) -> None:
-        print("one", "two", sep="\n")  # noqa: T201
+        sys.stdout.write("one\ntwo\n")  # in one piece, as other ranks write to the same place
         unisono.print("three", all=True)
         print("without an end", end="", file=sys.stderr)  # noqa: T201
 

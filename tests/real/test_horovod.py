@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,8 @@ import torch
 
 import unisono
 from tests.support.launched import with_model
+from tests.support.processes import MARK, SOURCES, marked
+from tests.support.requirements import require, require_backend
 from unisono.errors import (
     ArgumentError,
     CollectiveMismatchError,
@@ -37,69 +39,35 @@ from unisono.errors import (
 from unisono.model.reduction import ReduceOp
 from unisono.topology import EVERYBODY, LaunchPlan, RankInfo
 
-SOURCES = Path(__file__).parents[2] / "src"
 JOB = Path(__file__).with_name("horovod_job.py")
+GONE_WITHIN_S = 2.0
 FAST = "exchange,asynchronous,mismatch,late,large,adopt,again,gone"
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 
-def skip(reason: str) -> None:
-    if "horovod" in os.environ.get("UNISONO_REQUIRE", ""):
-        pytest.fail(f"{reason}, but UNISONO_REQUIRE names horovod")
-    pytest.skip(reason)
-
-
 @pytest.fixture(autouse=True)
 def _installed() -> None:
-    if importlib.util.find_spec("horovod") is None:
-        skip("horovod isn't installed")
+    require_backend("horovod")
 
 
 @pytest.fixture
 def mpirun() -> list[str]:
-    found = shutil.which("mpirun")
-    if found is None:
-        skip("there is no mpirun")
-    said = subprocess.run([str(found), "--version"], capture_output=True, text=True, check=True)
-    is_open_mpi = "Open MPI" in said.stdout or "OpenRTE" in said.stdout
-    return [str(found), *(["--allow-run-as-root", "--oversubscribe"] if is_open_mpi else [])]
+    path = shutil.which("mpirun")
+    require("horovod", None if path else "there is no mpirun")
+    shown = subprocess.run([str(path), "--version"], capture_output=True, text=True, check=True)
+    is_open_mpi = "Open MPI" in shown.stdout or "OpenRTE" in shown.stdout
+    return [str(path), *(["--allow-run-as-root", "--oversubscribe"] if is_open_mpi else [])]
 
 
 @pytest.fixture
-def nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Check that no process, file or signal handler stays behind."""
-    mark, folder = uuid.uuid4().hex, tmp_path / "tmp"
-    folder.mkdir()
-    monkeypatch.setenv("UNISONO_TEST_MARK", mark)
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    yield
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
-    assert not list(folder.iterdir())
-    assert not processes_with(mark, limit_s=2)
-
-
-def processes_with(mark: str, limit_s: float) -> list[str]:
-    """List the processes that have `mark` among their variables, once they had time to end."""
-    limit = time.monotonic() + limit_s
-    while True:
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                has_mark = mark.encode() in (entry / "environ").read_bytes()
-            except OSError:
-                continue
-            if has_mark and entry.name != str(os.getpid()):
-                found.append((entry / "cmdline").read_bytes().decode(errors="replace"))
-        if not found or time.monotonic() > limit:
-            return found
-        time.sleep(0.05)
+def nothing_left(nothing_left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check this of the programs, too, that Horovod starts."""
+    monkeypatch.setenv("TMPDIR", str(nothing_left))
 
 
 def run_job(command: list[str], parts: str, size: int, limit_s: float = 240) -> None:
     """Run parts of the job under a launcher, and see them pass on every rank."""
-    environ = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    environ = {**os.environ, "PYTHONPATH": SOURCES}
     environ.pop("HOROVOD_DYNAMIC_PROCESS_SETS", None)
     process = subprocess.Popen(
         [*command, sys.executable, str(JOB), parts],
@@ -139,6 +107,7 @@ def test_contexts_and_errors_under_horovodrun(size: int) -> None:
 def test_names_do_not_depend_on_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timeline = tmp_path / "timeline.json"
     monkeypatch.setitem(os.environ, "HOROVOD_TIMELINE", str(timeline))
+    monkeypatch.setitem(os.environ, "UNISONO_SHARED_BYTES", "0")  # so that Horovod has tensors
     run_job(horovodrun(2), "names", 2)
     names = set(re.findall(r'"name": "([^"]*unisono[^"]*)"', timeline.read_text()))
     # The barrier is the last one before the end, which Horovod doesn't always write down.
@@ -159,7 +128,7 @@ def test_a_rank_that_raises_ends_the_job(launcher: str, request: pytest.FixtureR
     mark = uuid.uuid4().hex
     ended = subprocess.run(
         [*command, sys.executable, str(JOB), "fail"],
-        env={**os.environ, "PYTHONPATH": str(SOURCES), "UNISONO_TEST_MARK": mark},
+        env={**os.environ, "PYTHONPATH": SOURCES, MARK: mark},
         capture_output=True,
         text=True,
         timeout=120,
@@ -171,7 +140,7 @@ def test_a_rank_that_raises_ends_the_job(launcher: str, request: pytest.FixtureR
     raised = re.search(r"ValueError: the original at ([\d.]+)", said)
     assert raised is not None, said
     assert end - float(raised[1]) < 30, said  # seconds; 2 on a machine that is idle
-    assert not processes_with(mark, limit_s=5)
+    assert not marked(mark, 5)
 
 
 def test_nodes_of_different_size() -> None:
@@ -472,7 +441,7 @@ def test_no_replica_outlives_its_parent(
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     mark = uuid.uuid4().hex
-    environ = {**os.environ, "PYTHONPATH": str(SOURCES), "UNISONO_TEST_MARK": mark}
+    environ = {**os.environ, "PYTHONPATH": SOURCES, MARK: mark}
     environ["TMPDIR"] = str(tmp_path)
     parent = subprocess.Popen(
         [sys.executable, str(script)],
@@ -486,7 +455,7 @@ def test_no_replica_outlives_its_parent(
         assert parent.stdout.readline() == "up\n"
         parent.send_signal(number)
         parent.wait(15)
-    assert not processes_with(mark, limit_s=5)
+    assert not marked(mark, 5)
     assert [path.name for path in tmp_path.iterdir()] == ["parent.py"]
 
 
@@ -575,7 +544,7 @@ def train(command: list[str], path: Path) -> dict[str, Any]:
         [*command, "--json", str(path)],
         env={
             **os.environ,
-            "PYTHONPATH": str(SOURCES),
+            "PYTHONPATH": SOURCES,
             "TORCHINDUCTOR_CACHE_DIR": str(path.parent),  # torch makes it as soon as an SGD is made
         },
         capture_output=True,

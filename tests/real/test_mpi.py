@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -10,19 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
 import unisono as idist
 from tests.support.launched import with_model
+from tests.support.processes import MARK, SOURCES, python
+from tests.support.requirements import require
 from unisono.errors import (
     ArgumentError,
     BackendUnavailableError,
@@ -39,7 +38,6 @@ from unisono.models.mpi import availability as probe
 from unisono.models.mpi.model import MpiModel
 from unisono.topology import LaunchPlan, RankInfo, Topology
 
-SOURCES = Path(idist.__file__).parents[1]
 JOB = Path(__file__).with_name("mpi_job.py")
 OPEN_MPI_4, OPEN_MPI_5 = "mpirun (Open MPI) 4.1.4", "mpiexec (Open MPI) 5.0.11"
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
@@ -58,33 +56,7 @@ def missing() -> str | None:
 @pytest.fixture
 def runtime() -> None:
     """Skip what needs mpi4py and mpiexec; or fail, where they are required."""
-    reason = missing()
-    if reason is not None and "mpi" in os.environ.get("UNISONO_REQUIRE", "").split(","):
-        pytest.fail(f"{reason}, but UNISONO_REQUIRE names mpi")
-    if reason is not None:
-        pytest.skip(reason)
-
-
-@pytest.fixture
-def nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Check that no process and no file stays behind."""
-    mark, folder = uuid.uuid4().hex, tmp_path / "tmp"
-    folder.mkdir()
-    monkeypatch.setenv("UNISONO_TEST_MARK", mark)
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
-    yield
-    assert not wait_for_end(lambda: processes_with(mark))
-    assert not list(folder.iterdir())
-
-
-def processes_with(mark: str) -> list[str]:
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            has_mark = process.environ().get("UNISONO_TEST_MARK") == mark
-            if has_mark and process.pid != os.getpid():
-                found.append(f"{process.pid} {process.cmdline()}")
-    return found
+    require("mpi", missing())
 
 
 def wait_for_end(living: Callable[[], list[Any]], limit_s: float = 10.0) -> list[Any]:
@@ -101,7 +73,7 @@ def version() -> str:
 
 def variables() -> dict[str, str]:
     clean = launcher.environment(os.environ, is_root=os.geteuid() == 0)
-    return {**clean, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
+    return {**clean, "PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"}
 
 
 def mpiexec(n_ranks: int, part: str) -> subprocess.Popen[str]:
@@ -207,9 +179,7 @@ class TestProbing:
             "model.why_unavailable('mpi4py'); assert model.from_context(ContextHint()) is None\n"
             "print([name for name in sys.modules if name.startswith('mpi4py')])"
         )
-        got = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, env=variables()
-        )
+        got = python("-c", code, env=variables())
         assert got.stdout.strip() == "[]", got.stderr
 
     def test_a_world_of_one_that_no_mpiexec_made_is_not_adopted(self, runtime: None) -> None:
@@ -218,9 +188,7 @@ class TestProbing:
             "from unisono.topology import ContextHint; assert MPI.Is_initialized()\n"
             "print(MpiModel.from_context(ContextHint()))"
         )
-        got = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, env=variables()
-        )
+        got = python("-c", code, env=variables())
         assert got.stdout.strip() == "None", got.stderr
 
     def test_it_says_what_is_missing(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -256,18 +224,13 @@ class TestProbing:
             "try: MpiModel.initialize('mpi4py', RankInfo(0, 1))\n"
             "except BackendUnavailableError as error: print(error.__cause__ is not None, error)"
         )
-        got = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            env={**variables(), "MPI4PY_LIBMPI": str(broken)},
-        )
+        got = python("-c", code, env={**variables(), "MPI4PY_LIBMPI": str(broken)})
         assert got.stdout.startswith("True mpi4py can't load"), got.stderr
         assert "pip install" in got.stdout
 
 
 def report(info: RankInfo) -> tuple[int, RankInfo, str]:
-    return os.getpid(), info, os.environ["UNISONO_TEST_MARK"]
+    return os.getpid(), info, os.environ[MARK]
 
 
 def ask(base: float, model: MpiModel) -> tuple[Topology, torch.Tensor]:
@@ -300,7 +263,7 @@ class TestLauncher:
         assert len({pid for pid, _, _ in results}) == n_ranks
         said = [(info.rank, info.world_size, info.local_rank) for _, info, _ in results]
         assert said == [(rank, n_ranks, rank) for rank in range(n_ranks)]
-        assert {mark for _, _, mark in results} == {os.environ["UNISONO_TEST_MARK"]}
+        assert {mark for _, _, mark in results} == {os.environ[MARK]}
 
     def test_the_entry_may_be_a_closure(self) -> None:
         base = 40

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,22 +18,40 @@ import cloudpickle
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, TCPStore
 
-__all__ = ("TIMEOUT", "by_hand", "join", "join_by_tcp", "leave", "prepare")
+__all__ = (
+    "TIMEOUT",
+    "Check",
+    "by_hand",
+    "dismiss",
+    "join",
+    "join_by_tcp",
+    "leave",
+    "outcomes",
+    "prepare",
+)
 
 TIMEOUT = timedelta(seconds=30)
+Check = Callable[[int, int, Path], None]
+"""Takes rank, number of ranks, and a folder that all of them see."""
 _processes = multiprocessing.get_context("forkserver")
 
 
-def prepare() -> None:
-    """Start the process that the others are forks of."""
-    _processes.set_forkserver_preload(["tests.support.by_hand", "pytest", "unisono"])
+def prepare(*modules: str) -> None:
+    """Start the process that the others are forks of, which loads `modules` for all of them."""
+    _processes.set_forkserver_preload(["tests.support.by_hand", "pytest", "unisono", *modules])
     multiprocessing.forkserver.ensure_running()
 
 
-def join(folder: Path, rank: int, size: int, name: str = "store") -> None:
+def dismiss() -> None:
+    """End that process, and the one that cleans up after it."""
+    vars(multiprocessing.forkserver)["_forkserver"]._stop()
+    vars(multiprocessing.resource_tracker)["_resource_tracker"]._stop()
+
+
+def join(folder: Path, rank: int, size: int, name: str = "store", backend: str = "gloo") -> None:
     """Make the default group through a file."""
     store = FileStore(str(folder / name), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
 
 
 def join_by_tcp(folder: Path, rank: int, host: str) -> None:
@@ -73,6 +92,59 @@ def by_hand(fn: Callable[[int], Any], size: int = 2, killed: int = -1) -> list[A
     failed = [f"rank {rank}:\n{text}" for rank, (_, text) in enumerate(told) if text]
     assert not failed, "\n".join(failed)
     return [result for result, _ in told]
+
+
+def outcomes(
+    checks: Sequence[Check],
+    size: int,
+    folder: Path,
+    backend: str,
+    ignored: str = "",
+    set_up: Callable[[int], None] | None = None,
+) -> dict[str, str]:
+    """Run checks one after the other in one job, until one fails.
+
+    Args:
+        checks: functions with names of their own.
+        size: number of ranks.
+        folder: an empty one.
+        backend: of the default group.
+        ignored: regular expression of warnings that other libraries give of themselves.
+        set_up: called with the rank first.
+
+    Returns:
+        By the name of each check what failed, empty where nothing did.
+    """
+
+    def fn(rank: int) -> tuple[str, str]:
+        warnings.filterwarnings("ignore", ignored)
+        if set_up is not None:
+            set_up(rank)
+        join(folder, rank, size, backend=backend)
+        for check in checks:
+            failed = _failed(check, rank, size, folder)
+            if failed:
+                return check.__name__, failed
+        leave()
+        return "", ""
+
+    failed = by_hand(fn, size)
+    names = [check.__name__ for check in checks]
+    first = min((names.index(name) for name, _ in failed if name), default=len(names))
+    table = dict.fromkeys(names[:first], "")
+    table |= dict.fromkeys(names[first:], "it wasn't run, as a check before it failed")
+    for name in names[first : first + 1]:
+        table[name] = "\n".join(text for _, text in failed)
+    return table
+
+
+def _failed(check: Check, rank: int, size: int, folder: Path) -> str:
+    try:
+        check(rank, size, folder)
+        dist.barrier()
+    except BaseException:
+        return f"rank {rank}:\n{traceback.format_exc()}"
+    return ""
 
 
 def _hear(end: Connection) -> tuple[Any, str]:

@@ -56,7 +56,7 @@ class Block:
     @property
     def runs(self) -> bool:
         """Whether it is for this place: not all libraries are everywhere."""
-        if not self.is_python or self.mark("file") or self.mark("not-run"):
+        if not self.is_python or any(map(self.mark, ("file", "not-run", "pytest"))):
             return False
         return all(importlib.util.find_spec(name) is not None for name in self.needs)
 

@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import psutil
 
 import unisono
 
-__all__ = ("SOURCES", "Pipe", "gone", "run_python", "say")
+__all__ = (
+    "MARK",
+    "SOURCES",
+    "Pipe",
+    "gone",
+    "in_fork",
+    "marked",
+    "python",
+    "read_terminal",
+    "run_python",
+    "say",
+)
+
+_FORK_S = 20.0
 
 SOURCES = str(Path(unisono.__file__).parents[1])
 """The folder that this unisono is imported from."""
+MARK = "UNISONO_TEST_MARK"
+"""A variable by which a test knows the processes that come of it."""
 
 
 class Pipe:
@@ -67,16 +84,85 @@ def _is_alive(process: psutil.Process) -> bool:
     return False
 
 
-def run_python(*args: str, text: str = "", cwd: Path | None = None) -> str:
-    """Run an interpreter that finds this unisono, and give what it printed."""
-    done = subprocess.run(
+def marked(mark: str, within_s: float) -> list[str]:
+    """Wait until no other process has the mark; list those that still do."""
+    until = time.monotonic() + within_s
+    while (commands := _marked(mark)) and time.monotonic() < until:
+        threading.Event().wait(0.05)
+    return commands
+
+
+def _marked(mark: str) -> list[str]:
+    commands = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == mark and process.pid != os.getpid():
+                commands.append(f"{process.pid} {process.cmdline()}")
+    return commands
+
+
+def python(
+    *args: str,
+    text: str = "",
+    cwd: Path | None = None,
+    limit_s: float = 110.0,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run an interpreter that finds this unisono, with other variables if they are given."""
+    return subprocess.run(
         [sys.executable, *args],
         input=text,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=limit_s,
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": SOURCES},
+        env={**(os.environ if env is None else env), "PYTHONPATH": SOURCES},
     )
+
+
+def run_python(*args: str, text: str = "", cwd: Path | None = None) -> str:
+    """Run it to its end, and give what it printed."""
+    done = python(*args, text=text, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def in_fork(call: Callable[[], object]) -> int:
+    """Make a call in a fork of this process; give 0, or 1 where it raised."""
+    while (code := _in_one_fork(call)) is None:
+        pass
+    return code
+
+
+def _in_one_fork(call: Callable[[], object]) -> int | None:
+    """Give None where the fork never came to Python: os.fork of CPython 3.11 may wait for ever.
+
+    Its child takes the lock of the list of threads, which a thread that was about to end may hold.
+    """
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.write(theirs, b".")
+            call()
+            code = 0
+        finally:
+            os._exit(code)
+    has_begun = bool(select.select([ours], [], [], _FORK_S)[0])
+    os.close(ours)
+    os.close(theirs)
+    if not has_begun:
+        os.kill(child, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return status if has_begun else None
+
+
+def read_terminal(leader: int) -> bytes:
+    """Read what is written to a terminal until nobody has its other end, and close it."""
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO: nobody has the other end any more
+        while more := os.read(leader, 1 << 16):
+            shown += more
+    os.close(leader)
+    return shown

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -23,6 +23,33 @@ REAL = [
     pytest.param("mpi4py", 2, id="mpi4py-2", marks=real),
     pytest.param("horovod", 2, id="horovod-2", marks=real),
 ]
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def with_marks(*marks: pytest.MarkDecorator) -> Callable[[F], F]:
+    """Let one decorator give a test several marks."""
+
+    def decorate(test: F) -> F:
+        for mark in reversed(marks):
+            test = mark(test)
+        return test
+
+    return decorate
+
+
+on_libraries = pytest.mark.ranks(2, on=("mpi4py", "horovod"), timeout=200)
+"""Where the library isn't installed, the test is skipped."""
+several = with_marks(
+    pytest.mark.ranks(3, on="threads"), pytest.mark.ranks(2, on="gloo"), on_libraries
+)
+alone_and_several = with_marks(
+    pytest.mark.ranks(1, on="serial"),
+    pytest.mark.ranks(2, 3, on="threads"),
+    pytest.mark.ranks(2, on="gloo"),
+    on_libraries,
+)
 
 
 def run(backend: str, size: int, fn: Callable[..., Any], *args: Any, timeout: float = 90) -> Any:

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import unisono as idist
-from tests.support.worlds import QUICK, REAL, run, run_all
+from tests.support.worlds import alone_and_several, run, several
 from unisono.compat import mmengine
 from unisono.errors import CollectiveMismatchError, PayloadError
 from unisono.training.agreement import OVERLAPS, aliases
-
-BOTH = [pytest.param("threads", 2, id="threads-2"), pytest.param("gloo", 2, id="gloo-2")]
 
 
 def matrix() -> Tensor:
@@ -56,22 +54,18 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-@pytest.mark.parametrize(("backend", "size"), QUICK)
+@alone_and_several
 @pytest.mark.parametrize("words", [100, 4096])
-def test_tied_weights_are_reduced_once(backend: str, size: int, words: int) -> None:
-    run(backend, size, ties, words)
-
-
-def ties(local_rank: int, words: int) -> None:
+def test_tied_weights_are_reduced_once(words: int) -> None:
     rank, size = idist.get_rank(), idist.get_world_size()
     total = sum(range(1, size + 1))
     net = Tied(words)
     weight = net.embedding.weight
     op: Any
-    for op, wanted in (("mean", total / size), ("sum", float(total)), ("max", float(size))):
+    for op, expected in (("mean", total / size), ("sum", float(total)), ("max", float(size))):
         nn.init.constant_(weight, rank + 1.0)
         idist.all_reduce_params(net.state_dict(), op=op)
-        assert torch.unique(weight).tolist() == [wanted], op
+        assert torch.unique(weight).tolist() == [expected], op
     nn.init.constant_(weight, rank + 1.0)
     mmengine.all_reduce_params(net.state_dict().values())
     assert torch.unique(weight).tolist() == [float(total)]
@@ -80,22 +74,18 @@ def ties(local_rank: int, words: int) -> None:
     assert torch.unique(weight).tolist() == [float(size)]
     named = dict(net.named_parameters(remove_duplicate=False))
     assert len(named) == 2
-    for givers, wanted in ((size, float(total)), (1, 1.0)):  # who has a gradient at all
+    for givers, expected in ((size, float(total)), (1, 1.0)):  # who has a gradient at all
         weight.grad = torch.full_like(weight, rank + 1.0) if rank < givers else None
         idist.all_reduce_grads(named, op="sum")
         assert weight.grad is not None
-        assert torch.unique(weight.grad).tolist() == [wanted]
+        assert torch.unique(weight.grad).tolist() == [expected]
 
 
-@pytest.mark.parametrize(("backend", "size"), BOTH)
-def test_memory_that_overlaps_in_part_is_refused_on_every_rank(backend: str, size: int) -> None:
-    run(backend, size, overlaps)
-
-
-def overlaps(local_rank: int) -> None:
-    rank = idist.get_rank()
-    whole = torch.zeros(4, 6)
-    parts = [whole[:2], whole[2:] if rank == 0 else whole[1:3]]
+@several
+def test_memory_that_overlaps_in_part_is_refused_on_every_rank() -> None:
+    rank, size = idist.get_rank(), idist.get_world_size()
+    matrix = torch.zeros(4, 6)
+    parts = [matrix[:2], matrix[1:3] if rank == 1 else matrix[2:]]
     with pytest.raises(PayloadError, match=r"tensor \d of 2 .* shares a part .* on ranks \[1\]"):
         idist.all_reduce_params(parts)
     with pytest.raises(PayloadError, match="shares a part of its memory"):
@@ -105,8 +95,8 @@ def overlaps(local_rank: int) -> None:
         idist.all_reduce_params([same, same if rank == 0 else torch.zeros(3)])
     columns = torch.full((3, 4), rank + 1.0)
     idist.all_reduce_params([columns[:, :1], columns[:, 1:]], op="sum")
-    assert torch.unique(columns).tolist() == [3.0]
-    assert idist.all_reduce(1) == idist.get_world_size()  # the ranks are in step
+    assert torch.unique(columns).tolist() == [size * (size + 1) / 2]
+    assert idist.all_reduce(1) == size  # the ranks are in step
 
 
 def test_threads_with_groups_of_their_own_have_buffers_of_their_own() -> None:
@@ -138,8 +128,3 @@ def averages_in_threads(local_rank: int) -> dict[int, Any]:
     else:
         average(local_rank)
     return wrong
-
-
-@pytest.mark.parametrize(("backend", "size"), REAL)
-def test_on_real_libraries(backend: str, size: int) -> None:
-    run_all(backend, size, (ties, 100), (ties, 4096), (overlaps,))

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import unisono as idist
-from tests.support.worlds import QUICK, REAL, run, run_all
+from tests.support.worlds import alone_and_several, run, several
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError, WorkerFailedError
-
-BOTH = [pytest.param("threads", 3, id="threads-3"), pytest.param("gloo", 2, id="gloo-2")]
 
 
 def tensors_of(rank: int) -> list[Tensor]:
@@ -33,15 +31,9 @@ def tensors_of(rank: int) -> list[Tensor]:
     return made
 
 
-@pytest.mark.parametrize(("backend", "size"), QUICK)
+@alone_and_several
 @pytest.mark.parametrize(("coalesce", "bucket_mb"), [(True, -1), (True, 0.01), (False, -1)])
-def test_params_have_the_mean_of_all_ranks(
-    backend: str, size: int, coalesce: bool, bucket_mb: float
-) -> None:
-    run(backend, size, averages, coalesce, bucket_mb)
-
-
-def averages(local_rank: int, coalesce: bool, bucket_mb: float) -> None:
+def test_params_have_the_mean_of_all_ranks(coalesce: bool, bucket_mb: float) -> None:
     rank, size = idist.get_rank(), idist.get_world_size()
     for _ in range(2):  # again with the buffers of before
         tensors = tensors_of(rank)
@@ -60,18 +52,14 @@ def averages(local_rank: int, coalesce: bool, bucket_mb: float) -> None:
     assert tensors[0].requires_grad
 
 
-@pytest.mark.parametrize(("backend", "size"), BOTH)
-def test_other_operations(backend: str, size: int) -> None:
-    run(backend, size, operations)
-
-
-def operations(local_rank: int) -> None:
+@several
+def test_other_operations() -> None:
     rank, size = idist.get_rank(), idist.get_world_size()
     op: Any
-    for op, wanted in (("sum", sum(range(size))), ("MAX", size - 1), ("min", 0)):
+    for op, expected in (("sum", sum(range(size))), ("MAX", size - 1), ("min", 0)):
         tensors = [torch.full((4,), rank), torch.full((300_000,), float(rank))]
         idist.all_reduce_params(tensors, op=op)
-        assert [set(tensor.tolist()) for tensor in tensors] == [{wanted}, {wanted}]
+        assert [set(tensor.tolist()) for tensor in tensors] == [{expected}, {expected}]
     if size > 1:
         with pytest.raises(PayloadError, match="isn.t whole"):
             idist.all_reduce_params([torch.tensor([int(rank == 0)])])
@@ -90,12 +78,8 @@ class Net(nn.Module):
         return y + self.sometimes(x) if rank == 0 else y
 
 
-@pytest.mark.parametrize(("backend", "size"), QUICK)
-def test_gradients_are_averaged_and_skipped_alike(backend: str, size: int) -> None:
-    run(backend, size, gradients)
-
-
-def gradients(local_rank: int) -> None:
+@alone_and_several
+def test_gradients_are_averaged_and_skipped_alike() -> None:
     rank, size = idist.get_rank(), idist.get_world_size()
     net = Net()
     net(torch.full((1, 3), float(rank + 1)), rank).sum().backward()
@@ -110,45 +94,31 @@ def gradients(local_rank: int) -> None:
     assert net.frozen.weight.grad.tolist() == [[float(rank)] * 3] * 2
 
 
-@pytest.mark.parametrize(("backend", "size"), BOTH)
-def test_lists_that_differ_are_named(backend: str, size: int) -> None:
-    for error in run(backend, size, differs):
-        assert "from tensor 1 on" in error
-        assert "rank 0 has torch.float32[2]" in error
-        assert "rank 1 has torch.float32[3]" in error
-
-
-def differs(local_rank: int) -> str:
+@several
+def test_lists_that_differ_are_named() -> None:
     rank = idist.get_rank()
     with pytest.raises(CollectiveMismatchError) as caught:
         idist.all_reduce_params([torch.ones(1), torch.ones(2 + rank)])
+    for words in ("from tensor 1 on", "rank 0 has torch.float32[2]", "rank 1 has torch.float32[3]"):
+        assert words in str(caught.value)
     with pytest.raises(CollectiveMismatchError, match="nothing there"):
         idist.broadcast_params([torch.ones(1)] * (1 + rank))
     with pytest.raises(CollectiveMismatchError, match=r"torch\.float64"):
         kind = torch.float64 if rank else torch.float32
         idist.all_reduce_grads([torch.ones(1, dtype=kind)])
     assert idist.all_reduce(1) == idist.get_world_size()  # nothing is broken
-    return str(caught.value)
 
 
-@pytest.mark.parametrize(("backend", "size"), BOTH)
-def test_sparse_gradients_are_refused_on_every_rank(backend: str, size: int) -> None:
-    run(backend, size, sparse)
-
-
-def sparse(local_rank: int) -> None:
+@several
+def test_sparse_gradients_are_refused_on_every_rank() -> None:
     table = nn.Embedding(4, 2, sparse=idist.get_rank() == 1)
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(PayloadError, match=r"tensor 0 of 1 .* is sparse on ranks \[1\]"):
         idist.all_reduce_grads(table)
 
 
-@pytest.mark.parametrize(("backend", "size"), QUICK)
-def test_means_neither_wrap_nor_overflow(backend: str, size: int) -> None:
-    run(backend, size, large_means)
-
-
-def large_means(local_rank: int) -> None:
+@alone_and_several
+def test_means_neither_wrap_nor_overflow() -> None:
     rank, size = idist.get_rank(), idist.get_world_size()
     equal = [2**62 + 8, -(2**63), 2**63 - 1, 1_760_000_000_000_000_000 * 3]
     for _ in range(2):
@@ -159,11 +129,11 @@ def large_means(local_rank: int) -> None:
             torch.tensor([200, 255], dtype=torch.uint8),
             torch.tensor([True, False]),
         ]
-        wanted = [tensor.clone() for tensor in tensors]
+        expected = [tensor.clone() for tensor in tensors]
         if size == 2:
-            wanted[1] = torch.tensor([2**63 - 2, -(2**63) + 1])
+            expected[1] = torch.tensor([2**63 - 2, -(2**63) + 1])
         idist.all_reduce_params(tensors)
-        for tensor, other in zip(tensors, wanted, strict=True):
+        for tensor, other in zip(tensors, expected, strict=True):
             assert torch.equal(tensor, other), (tensor, other)
     largest = {torch.float16: 40000.0, torch.bfloat16: 2e38, torch.float32: 2e38}
     for dtype, value in {**largest, torch.float64: 1.5e308}.items():
@@ -182,14 +152,8 @@ def matrix() -> Tensor:
     return torch.arange(6).view(2, 3)
 
 
-@pytest.mark.parametrize(("backend", "size"), BOTH)
-def test_another_call_is_told_on_every_rank_and_the_ranks_stay_in_step(
-    backend: str, size: int
-) -> None:
-    run(backend, size, calls_differ)
-
-
-def calls_differ(local_rank: int) -> None:
+@several
+def test_another_call_is_told_on_every_rank_and_the_ranks_stay_in_step() -> None:
     rank = idist.get_rank()
     net = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -211,23 +175,21 @@ def calls_differ(local_rank: int) -> None:
     assert idist.all_gather(rank) == list(range(idist.get_world_size()))
 
 
+@pytest.mark.ranks(2, on="gloo")
 def test_sharded_tensors_are_refused_or_put_together() -> None:
-    run("gloo", 2, sharded)
-
-
-def sharded(local_rank: int) -> None:
+    local_rank = idist.get_local_rank()
     torch.manual_seed(0)
     net = idist.auto_model(nn.Linear(64, 64), wrapper="fsdp")
     net(torch.ones(4, 64) * (local_rank + 1)).sum().backward()
     norm: Any = nn.utils.clip_grad_norm_(net.parameters(), 1.0)
     assert hasattr(norm, "device_mesh")
-    whole = float(norm.full_tensor())
-    assert idist.reduce_dict({"loss": 0.5, "norm": norm}, "max") == {"loss": 0.5, "norm": whole}
-    assert idist.reduce_dict({"norm": norm})["norm"] == whole
-    assert float(idist.reduce_mean(norm)) == whole
-    assert float(idist.reduce_sum(norm)) == 2 * whole
+    full_norm = float(norm.full_tensor())
+    assert idist.reduce_dict({"loss": 0.5, "norm": norm}, "max") == {"loss": 0.5, "norm": full_norm}
+    assert idist.reduce_dict({"norm": norm})["norm"] == full_norm
+    assert float(idist.reduce_mean(norm)) == full_norm
+    assert float(idist.reduce_sum(norm)) == 2 * full_norm
     with pytest.raises(CollectiveMismatchError):
-        idist.reduce_dict({"norm": norm if local_rank else whole})
+        idist.reduce_dict({"norm": norm if local_rank else full_norm})
     optimizer = torch.optim.Adam(net.parameters())
     optimizer.step()
     before = [item.to_local().clone() for item in net.parameters()]  # type: ignore[attr-defined]
@@ -240,12 +202,8 @@ def sharded(local_rank: int) -> None:
     assert all(map(torch.equal, before, after))
 
 
-@pytest.mark.parametrize(("backend", "size"), QUICK)
-def test_broadcast_of_a_module_and_of_a_state(backend: str, size: int) -> None:
-    run(backend, size, broadcasts)
-
-
-def broadcasts(local_rank: int) -> None:
+@alone_and_several
+def test_broadcast_of_a_module_and_of_a_state() -> None:
     rank, size = idist.get_rank(), idist.get_world_size()
     src = size - 1
     net = nn.Sequential(nn.Linear(2, 600_000), nn.BatchNorm1d(3))
@@ -261,13 +219,9 @@ def broadcasts(local_rank: int) -> None:
     assert state["epoch"] == f"e{src}"
 
 
-@pytest.mark.parametrize(("backend", "size"), QUICK)
+@alone_and_several
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
-def test_broadcast_of_an_optimizer(backend: str, size: int, kind: Any) -> None:
-    run(backend, size, optimizers, kind)
-
-
-def optimizers(local_rank: int, kind: Any) -> None:
+def test_broadcast_of_an_optimizer(kind: Any) -> None:
     rank = idist.get_rank()
     generator = torch.Generator().manual_seed(rank)
     net = nn.Linear(3, 2)
@@ -284,12 +238,8 @@ def optimizers(local_rank: int, kind: Any) -> None:
     assert len(optimizer.state) == 2
 
 
-@pytest.mark.parametrize(("backend", "size"), BOTH)
-def test_optimizers_over_other_groups_are_refused(backend: str, size: int) -> None:
-    run(backend, size, other_groups)
-
-
-def other_groups(local_rank: int) -> None:
+@several
+def test_optimizers_over_other_groups_are_refused() -> None:
     net = nn.Linear(3, 2, bias=idist.get_rank() == 0)
     with pytest.raises(CollectiveMismatchError, match="rank 1 has groups of"):
         idist.broadcast_optimizer_state(torch.optim.SGD(net.parameters(), lr=0.1))
@@ -309,11 +259,8 @@ def test_bad_arguments_are_refused_at_size_1_too() -> None:
         idist.all_reduce_params([torch.ones(2, 2).to_sparse()])
 
 
+@pytest.mark.ranks(3, on="threads")
 def test_groups_and_those_who_are_no_members() -> None:
-    run("threads", 3, in_a_group)
-
-
-def in_a_group(local_rank: int) -> None:
     rank = idist.get_rank()
     tensor = torch.tensor([float(rank)])
     idist.all_reduce_params([tensor], group=[0, 2])
@@ -329,33 +276,11 @@ def one_is_short(local_rank: int) -> None:
     idist.all_reduce_params([torch.ones(3)] * (2 - idist.get_rank()))
 
 
+@pytest.mark.ranks(2, on="threads")
 def test_extra_memory_is_one_bucket() -> None:
-    run("threads", 2, keeps_one_bucket)
-
-
-def keeps_one_bucket(local_rank: int) -> None:
     from unisono.context import current
 
     tensors = [torch.ones(100_000) for _ in range(200)]  # 80 MB
     idist.all_reduce_params(tensors)
     kept = sum(buffer.nbytes for buffer in current().flat_buffers.values())
     assert 0 < kept <= 16 * 2**20
-
-
-@pytest.mark.parametrize(("backend", "size"), REAL)
-def test_on_real_libraries(backend: str, size: int) -> None:
-    run_all(
-        backend,
-        size,
-        (averages, True, -1),
-        (averages, False, -1),
-        (operations,),
-        (gradients,),
-        (differs,),
-        (large_means,),
-        (calls_differ,),
-        (sparse,),
-        (broadcasts,),
-        (optimizers, torch.optim.Adam),
-        (other_groups,),
-    )

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 import unisono as idist
+from tests.support.processes import python
 from tests.support.worlds import QUICK, REAL, run, run_all
 from unisono.errors import ArgumentError, PayloadError, PeerFailedError, UnsupportedOperation
 
@@ -41,9 +42,9 @@ def writes(local_rank: int, folder: str) -> None:
     for value in range(2):
         state = {"w": torch.full((3,), float(rank + value)), "epoch": value}
         idist.save_checkpoint(state, path, rank=size - 1)
-        found = idist.load_checkpoint(path)
-        assert found["w"].tolist() == [size - 1.0 + value] * 3
-        assert found["w"].device == idist.device()
+        loaded = idist.load_checkpoint(path)
+        assert loaded["w"].tolist() == [size - 1.0 + value] * 3
+        assert loaded["w"].device == idist.device()
         idist.barrier()
     assert os.listdir(folder) == ["é model.pt"]
 
@@ -132,11 +133,7 @@ def test_another_user_without_permission_leaves_the_old_file(tmp_path: Path) -> 
         "idist.save_checkpoint({'w': torch.ones(10)}, '/dev/shm/unisono-test.pt')\n"
         "os.remove('/dev/shm/unisono-test.pt')\nos.setuid(65534)\n" + code
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(path)],
-        capture_output=True,
-        text=True,
-    )
+    done = python("-c", script, str(path))
     assert "PermissionError" in done.stdout, done.stdout + done.stderr
     assert idist.load_checkpoint(path)["w"].tolist() == [0.0] * 10
 
@@ -164,10 +161,10 @@ def test_a_killed_writer_leaves_a_whole_file(tmp_path: Path) -> None:
         last = max([last, *(int(line) for line in writer.stdout.read().split())])
         writer.wait()
         writer.stdout.close()
-        found = idist.load_checkpoint(path)["w"]
-        assert found.unique().numel() == 1
-        assert found.numel() == 500_000
-        assert found[0].item() in (last, last + 1)
+        loaded = idist.load_checkpoint(path)["w"]
+        assert loaded.unique().numel() == 1
+        assert loaded.numel() == 500_000
+        assert loaded[0].item() in (last, last + 1)
     assert all(name.endswith(".tmp") for name in os.listdir(tmp_path) if name != "model.pt")
 
 
@@ -233,18 +230,18 @@ def test_no_damaged_file_is_loaded_with_other_content(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     idist.save_checkpoint({"w": torch.arange(1000.0), "s": "x", "l": [1, 2, {"a": 3}]}, path)
     data = path.read_bytes()
-    wanted = idist.load_checkpoint(path)
+    expected = idist.load_checkpoint(path)
     draw = random.Random(1)
     refused = 0
     for _ in range(1500):
         path.write_bytes(damaged(data, draw))
         try:
-            found = idist.load_checkpoint(path)
+            loaded = idist.load_checkpoint(path)
         except PayloadError:
             refused += 1
             continue
-        assert torch.equal(found["w"], wanted["w"])  # dates and the like aren't content
-        assert (found["s"], found["l"]) == (wanted["s"], wanted["l"])
+        assert torch.equal(loaded["w"], expected["w"])  # dates and the like aren't content
+        assert (loaded["s"], loaded["l"]) == (expected["s"], expected["l"])
     assert refused > 1000
 
 
@@ -289,14 +286,14 @@ def test_shards_run_no_code(tmp_path: Path) -> None:
     idist.save_checkpoint({"w": torch.ones(4), "o": 1}, path, sharded=True)
     (folder,) = path.glob("shards-*")
     (folder / "metadata.sha256").unlink()
-    whole = (folder / ".metadata").read_bytes()
+    metadata = (folder / ".metadata").read_bytes()
     into: dict[str, Any] = {"w": torch.zeros(4), "o": 0}
     for data in (pickle.dumps(Touches(evil)), CHANGES_A_CLASS, pickle.dumps({"w": 1})):
         (folder / ".metadata").write_bytes(data)
         with pytest.raises(PayloadError, match="can't be read"):
             idist.load_checkpoint(path, into=into)
         assert not evil.exists()
-    (folder / ".metadata").write_bytes(whole)
+    (folder / ".metadata").write_bytes(metadata)
     idist.load_checkpoint(path, into=into)
     assert (into["w"].tolist(), into["o"]) == ([1.0] * 4, 1)
     for name in ("../../../../etc", "shards-x/../../evil", ""):
@@ -363,9 +360,9 @@ def test_shards_are_saved_and_loaded_by_other_numbers_of_ranks(tmp_path: Path) -
     path = str(tmp_path / "shards")
     run("gloo", 2, saves_shards, path)
     run("gloo", 2, loads_shards, path)
-    whole = network(0.0).state_dict()
-    idist.load_checkpoint(path, into=whole)
-    assert all(bool((item == 2.0).all()) for item in whole.values())
+    state = network(0.0).state_dict()
+    idist.load_checkpoint(path, into=state)
+    assert all(bool((item == 2.0).all()) for item in state.values())
     assert len(list(Path(path).glob("shards-*"))) == 1  # the first one's are gone
 
 

@@ -133,9 +133,9 @@ def reference(kind: str, sync_bn: bool, accumulate: int, size: int) -> dict[str,
         loaders = [DataLoader(data, share, sampler=sampler) for sampler in samplers]
         for parts in zip(*loaders, strict=True):
             step += 1
-            whole = [torch.cat(column) for column in zip(*parts, strict=True)]
+            batches = [torch.cat(column) for column in zip(*parts, strict=True)]
             if sync_bn:
-                backward(model, whole[0], whole[1], accumulate)
+                backward(model, batches[0], batches[1], accumulate)
             else:
                 for images, labels in parts:
                     backward(model, images, labels, accumulate * size)
@@ -149,20 +149,20 @@ def reference(kind: str, sync_bn: bool, accumulate: int, size: int) -> dict[str,
 @pytest.mark.parametrize(("backend", "size"), JOBS)
 def test_workers_train_as_one_process_does(backend: str, size: int) -> None:
     cases = CASES if backend in ("threads", "gloo") else FEW
-    found = run(backend, size, train, cases, timeout=300)
+    states = run(backend, size, train, cases, timeout=300)
     for i, case in enumerate(cases):
-        wanted = reference(*case, size)
+        expected = reference(*case, size)
         start = resnet(channels_of(dataset(case[0])), seed=0).state_dict()
-        for state in (by_rank[i] for by_rank in found):
-            check_states(state, wanted, start, has_all_buffers=case[1])
+        for state in (by_rank[i] for by_rank in states):
+            check_states(state, expected, start, has_all_buffers=case[1])
 
 
 def check_states(
-    state: dict[str, Tensor], wanted: dict[str, Tensor], start: Any, has_all_buffers: bool
+    state: dict[str, Tensor], expected: dict[str, Tensor], start: Any, has_all_buffers: bool
 ) -> None:
-    assert list(state) == list(wanted)
-    for name, item in wanted.items():
+    assert list(state) == list(expected)
+    for name, item in expected.items():
         if ("running" in name or "num_batches" in name) and not has_all_buffers:
             continue  # without sync_bn they are those of a part of the batch
         torch.testing.assert_close(state[name], item, rtol=1e-5, atol=1e-9)
-    assert any(not torch.equal(start[name], item) for name, item in wanted.items())
+    assert any(not torch.equal(start[name], item) for name, item in expected.items())

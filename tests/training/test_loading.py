@@ -15,18 +15,12 @@ from torch.utils.data import (
 )
 
 import unisono as idist
-from tests.support.worlds import REAL, run, run_all
+from tests.support.worlds import several
 from unisono.errors import ArgumentError
 
-BOTH = [pytest.param("threads", 3, id="threads-3"), pytest.param("gloo", 2, id="gloo-2")]
 
-
-@pytest.mark.parametrize(("backend", "size"), BOTH)
-def test_loaders_share_the_dataset(backend: str, size: int) -> None:
-    run(backend, size, loaders)
-
-
-def loaders(local_rank: int) -> None:
+@several
+def test_loaders_share_the_dataset() -> None:
     rank, size = idist.get_rank(), idist.get_world_size()
     data: Any = list(range(6 * size + 1))
     loader = idist.auto_dataloader(data, batch_size=2 * size, shuffle=False)
@@ -81,12 +75,8 @@ def epochs(_local_rank: int, data: list[int]) -> list[list[int]]:
     return orders
 
 
-@pytest.mark.parametrize(("backend", "size"), BOTH)
-def test_the_proxy_deals_out_any_sampler(backend: str, size: int) -> None:
-    run(backend, size, proxies)
-
-
-def proxies(local_rank: int) -> None:
+@several
+def test_the_proxy_deals_out_any_sampler() -> None:
     data: Any = list(range(11))
     weighted = WeightedRandomSampler([1.0] * 9 + [0.0, 0.0], 20)
     for sampler in (RandomSampler(data), weighted):
@@ -113,15 +103,10 @@ def test_the_proxy_leaves_the_generator_alone() -> None:
 
 def test_bad_samplers_and_sizes_are_refused_alone_too() -> None:
     data: Any = [1, 2]
-    given: list[Any] = [data, DistributedSampler(data, 1, 0)]
-    for wrong in given:
+    samplers: list[Any] = [data, DistributedSampler(data, 1, 0)]
+    for wrong in samplers:
         with pytest.raises(ArgumentError):
             idist.DistributedProxySampler(wrong)
     for size in (0, -1, "4", True):
         with pytest.raises(ArgumentError, match="batch_size"):
             idist.auto_dataloader(data, batch_size=size)
-
-
-@pytest.mark.parametrize(("backend", "size"), REAL)
-def test_on_real_libraries(backend: str, size: int) -> None:
-    run_all(backend, size, (loaders,), (proxies,))

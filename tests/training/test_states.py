@@ -84,20 +84,20 @@ def test_a_checkpoint_loads_under_any_number_of_ranks(
     path = str(tmp_path / "x.pt")
     run(backend, size, saves, path)
     _by_torch_alone(path)
-    wanted = loads(0, path)
+    expected = loads(0, path)
     reader, readers = ("gloo", 2) if backend == "serial" else ("threads", 3)
-    assert run(reader, readers, loads, path) == [wanted] * readers
+    assert run(reader, readers, loads, path) == [expected] * readers
 
 
 def _by_torch_alone(path: str) -> None:
-    found = torch.load(path, weights_only=True)
-    assert list(found["model"]) == KEYS
+    loaded = torch.load(path, weights_only=True)
+    assert list(loaded["model"]) == KEYS
     assert list(torch.load(f"{path}.model", weights_only=True)) == KEYS
     assert list(torch.load(f"{path}.plain", weights_only=True)[0]) == KEYS
     net = plain_net(0.0)
-    net.load_state_dict(found["model"])
-    assert found["model"]._metadata.keys() == net.state_dict()._metadata.keys()  # type: ignore[attr-defined]
-    momentum(net).load_state_dict(found["optimizer"])
+    net.load_state_dict(loaded["model"])
+    assert loaded["model"]._metadata.keys() == net.state_dict()._metadata.keys()  # type: ignore[attr-defined]
+    momentum(net).load_state_dict(loaded["optimizer"])
 
 
 @pytest.mark.parametrize(("backend", "size"), REAL)
@@ -111,9 +111,9 @@ def test_on_real_libraries(backend: str, size: int, tmp_path: Path) -> None:
 def test_shards_have_the_same_keys_and_fill_a_model_alone(tmp_path: Path) -> None:
     path = str(tmp_path / "shards")
     run("gloo", 2, saves_shards, path)
-    whole = plain_net(0.0)
-    idist.load_checkpoint(path, into={"model": whole})
-    assert all(bool((item == 0.25).all()) for item in whole.parameters())
+    target = plain_net(0.0)
+    idist.load_checkpoint(path, into={"model": target})
+    assert all(bool((item == 0.25).all()) for item in target.parameters())
 
 
 def saves_shards(local_rank: int, path: str) -> None:
@@ -213,17 +213,17 @@ def test_lists_and_tuples_are_loaded_in_place(tmp_path: Path) -> None:
     assert stages == [[nets[0], 1], ("two", nets[1])]
     assert into["end"] == (nets[3], 5)
     idist.save_checkpoint([one, 5], path)
-    whole = [nets[3], 0]
-    assert idist.load_checkpoint(path, into=whole) is whole
-    assert whole == [nets[3], 5]
+    target = [nets[3], 0]
+    assert idist.load_checkpoint(path, into=target) is target
+    assert target == [nets[3], 5]
     assert idist.load_checkpoint(path, into=(nets[3], 0)) == (nets[3], 5)
 
 
 def test_an_ordered_dict_stays_one(tmp_path: Path) -> None:
     idist.save_checkpoint(OrderedDict(net=plain_net(1.0)), tmp_path / "x.pt")
-    found = idist.load_checkpoint(tmp_path / "x.pt")
-    assert type(found) is OrderedDict
-    assert list(found["net"]) == KEYS
+    loaded = idist.load_checkpoint(tmp_path / "x.pt")
+    assert type(loaded) is OrderedDict
+    assert list(loaded["net"]) == KEYS
 
 
 def test_tensors_are_filled_only_by_their_like(tmp_path: Path) -> None:
@@ -396,9 +396,9 @@ def nests(local_rank: int, folder: str) -> None:
     assert idist.unwrap_model(mine) is mine.net
     assert idist.unwrap_model(nn.DataParallel(parts)) is parts
     idist.save_checkpoint({"parts": parts, "mine": [mine]}, Path(folder, "x.pt"))
-    found = idist.load_checkpoint(Path(folder, "x.pt"))
-    assert list(found["parts"]) == [f"{part}.{key}" for part in "gd" for key in KEYS]
-    assert list(found["mine"][0]) == KEYS
+    loaded = idist.load_checkpoint(Path(folder, "x.pt"))
+    assert list(loaded["parts"]) == [f"{part}.{key}" for part in "gd" for key in KEYS]
+    assert list(loaded["mine"][0]) == KEYS
     into = nn.ModuleDict({"g": plain_net(0.0), "d": idist.auto_model(plain_net(0.0))})
     idist.load_checkpoint(Path(folder, "x.pt"), into={"parts": into})
     assert _numbers(into["g"]) == _numbers(plain_net(1.0))

@@ -66,6 +66,6 @@ def reference() -> list[Tensor]:
 
 
 def test_two_replicas_train_as_one_process_does() -> None:
-    for found in idist.spawn("xla-cpu", train, nproc_per_node=2):
-        for mine, wanted in zip(found, reference(), strict=True):
-            torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)
+    for trained in idist.spawn("xla-cpu", train, nproc_per_node=2):
+        for mine, expected in zip(trained, reference(), strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)

@@ -64,6 +64,7 @@ TABLES = {
     "plugins": "the built-in models and launchers",
     "registry": "the model of every backend that torch knows",
     "__init__": "the facade: where each name is loaded from",
+    "testing": "its own names, since pytest's plug-in is in it and doesn't wait for torch",
 }
 
 
@@ -99,7 +100,13 @@ def test_every_room_that_is_drawn_is_there() -> None:
 
 # A module that loads another by name where no table can: it would be loaded for nothing.
 LOADED_LATE = {
+    (
+        "models.native.registration",
+        "models.native.torch_backend",
+    ): "once a group is made",
     ("models.xla.setup", "models.xla.graph"): "the one door to torch_xla",
+    ("testing.ranks.plugin", "testing.ranks.pools"): "at the first test that wants ranks",
+    ("testing.ranks.plugin", "testing.ranks.world"): "in the ranks",
     ("payload.codec", "payload.pickling"): "cloudpickle, where a value needs it",
     ("training.checkpoints", "training.shards"): "torch's distributed checkpoints",
 }
@@ -146,6 +153,7 @@ WRITES_ENVIRON = {
     "launchers.script.function_job": "a rank's function sees the variables of its launcher",
     "models.horovod.context": "hvd.init leaves a variable behind",
     "models.native.rendezvous": "gloo is told its address by a variable alone, which goes again",
+    "testing.ranks.leaks": "what a test left in a process that stays is set back",
     "testing.environments": "a law gives an environment certain variables, and takes them back",
 }
 
@@ -247,7 +255,11 @@ STATE = {
     "models.mpi.model:cls._adopted": "MPI is initialised once in a process",
     "models.mpi.operations:_held": "what MPI may still read",
     "models.mpi.operations:_numbers": "what MPI may still read",
+    "models.native.torch_backend:_alive": "groups that a fork lets go of, and that an exit leaves",
     "models.xla.graph:_compiling": "one thread compiles at a time",
+    "notebook.cell:_lock": "which cells run in ranks that are threads",
+    "notebook.cell:_names": "what cells have defined in this rank",
+    "notebook.cell:_running": "which cells run in ranks that are threads",
     "payload.pickling:_device": "where tensors of a message go, as pickle has no argument for it",
     "registry:_launchers": "what plug-ins bring",
     "registry:_models": "models that programs register, libraries watched for contexts",
@@ -255,6 +267,8 @@ STATE = {
     "testing.cases._law:_quiet": "which threads are quiet",
     "testing.environments:ENVIRONMENT_LAWS": "laws register themselves",
     "testing.launchers:LAUNCHER_LAWS": "laws register themselves",
+    "testing.ranks.body:_here": "the session of pytest within a rank, which may be a thread",
+    "testing.ranks.body:_lock": "ranks that are threads import one after the other",
     "training.batchnorm:_converters": "what plug-ins and programs bring",
     "training.data_parallel:_alive": "wrapped modules whose gradients are averaged",
     "training.loading:_drawing": "the sampler that draws in this thread",
@@ -386,9 +400,7 @@ def test_private_names_stay_in_their_folder() -> None:
 MOST_LINES, DEEPEST = 40, 3
 BRANCHES = (ast.If, ast.For, ast.While, ast.AsyncFor, ast.Match)
 # Functions that are longer than MOST_LINES: "module:name".
-LONG = {
-    "pool.pool:_collect": "until the pool shares the class of all jobs",
-}
+LONG: dict[str, str] = {}
 
 
 def lines_of(function: Function) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import inspect
-import subprocess
 import sys
 
 import pytest
 
 import unisono
+from tests.support.processes import run_python
 
 # `ignite.distributed` 0.5.
 IDIST = (
@@ -107,8 +107,7 @@ HEAVY = frozenset(
 )
 def test_nothing_heavy_is_loaded(code: str, not_loaded: frozenset[str]) -> None:
     code = f"import sys; {code}; print(*{{n.partition('.')[0] for n in set(sys.modules) - before}})"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = set(run.stdout.split())
+    loaded = set(run_python("-c", code).split())
     assert "unisono" in loaded
     assert not loaded & not_loaded
 

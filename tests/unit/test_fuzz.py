@@ -119,7 +119,7 @@ def test_a_frame_that_says_it_is_huge_takes_no_memory(size: int) -> None:
 @given(st.lists(st.binary(max_size=80), min_size=1, max_size=4))
 def test_what_ranks_say_of_their_calls_is_blobs_or_a_mismatch(said: list[bytes]) -> None:
     try:
-        blobs = signatures.unpack(said, lambda: range(len(said)))
+        blobs = signatures.unpack(said, said[0], lambda: range(len(said)))
     except CollectiveMismatchError as error:
         assert "rank 0: " in str(error)
     else:
@@ -130,20 +130,22 @@ def test_what_ranks_say_of_their_calls_is_blobs_or_a_mismatch(said: list[bytes])
 @given(st.text(max_size=40), st.lists(st.binary(max_size=40), min_size=1, max_size=4))
 def test_what_is_packed_is_unpacked(call: str, blobs: list[bytes]) -> None:
     if len(call.encode("utf-8", "replace")) < 100 and call.isprintable():
-        packed = [signatures.pack(call, blob) for blob in blobs]
-        assert signatures.unpack(packed, lambda: range(len(blobs))) == blobs
+        head = envelopes.call_head(call, signatures.site())
+        packed = [head + blob for blob in blobs]
+        assert signatures.unpack(packed, head, lambda: range(len(blobs))) == blobs
 
 
 @FUZZ
 @given(st.binary(max_size=60) | reports.map(lambda value: json.dumps(value).encode()))
 def test_a_report_of_a_failure_is_read_or_closes_the_line(body: bytes) -> None:
     try:
-        said = read_failure(body)
+        failure = read_failure(body)
     except ConnectionClosed:
         return
-    assert isinstance(said["kind"], str)
-    assert isinstance(said["text"], str)
-    assert isinstance(said["rank"], int)
+    assert isinstance(failure.kind, str)
+    assert isinstance(failure.text, str)
+    assert isinstance(failure.rank, int)
+    assert read_failure(failure.encode()) == failure
 
 
 def test_a_report_nested_without_end_closes_the_line() -> None:

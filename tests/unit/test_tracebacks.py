@@ -99,7 +99,7 @@ def test_a_traceback_that_was_printed_is_read_and_folded(mode: str, tmp_path: An
     words_of_it = [sys.executable, str(script)]
     done = subprocess.run(words_of_it, capture_output=True, text=True, timeout=100)
     words = done.stderr
-    said, line = tracebacks.told(words)
+    said, line = tracebacks.last_exception(words)
     folded = tracebacks.fold_text(words)
     if mode == "inner":
         assert (said, line) == ("AssertionError: assert total == 5", f"{script}:6, in inner")
@@ -113,7 +113,7 @@ def test_a_traceback_that_was_printed_is_read_and_folded(mode: str, tmp_path: An
 def test_what_is_no_traceback_is_left_alone() -> None:
     for text in ("", "no\n", "Traceback (most recent call last):\nValueError: x\n"):
         assert tracebacks.fold_text(text) == text
-        assert tracebacks.told(text) == ("", "")
+        assert tracebacks.last_exception(text) == ("", "")
 
 
 def test_an_assert_without_source_says_no_more_than_it_knows() -> None:
@@ -156,17 +156,17 @@ def test_a_chain_within_a_message_is_no_chain_of_the_exception() -> None:
     remote = f"{HEAD}{FRAME.format(1)}KeyError: 1\n{DURING}{HEAD}{FRAME.format(2)}ValueError: 2\n"
     failed = "unisono.errors.PeerFailedError: rank 1 raised ValueError: 2 in guarded"
     whole = f"{HEAD}{FRAME.format(3)}{failed}\n\n{remote}"
-    assert tracebacks.told(whole) == (failed, "/u/train.py:3, in <module>")
+    assert tracebacks.last_exception(whole) == (failed, "/u/train.py:3, in <module>")
     assert tracebacks.newest(f"before\n{whole}") == whole
     assert tracebacks.after(whole) == []
     chained = f"{HEAD}{FRAME.format(3)}unisono.errors.LaunchError: no\n{DURING}{remote}"
-    assert tracebacks.told(chained)[0] == "ValueError: 2"
+    assert tracebacks.last_exception(chained)[0] == "ValueError: 2"
     assert tracebacks.newest(chained) == chained
 
 
 def test_a_traceback_of_our_frames_alone_is_read() -> None:
     text = f'{HEAD}  File "{tracebacks.__file__}", line 1, in told\n    x\nValueError: x\n'
-    assert tracebacks.told(text) == ("ValueError: x", "")
+    assert tracebacks.last_exception(text) == ("ValueError: x", "")
 
 
 def test_an_assert_on_what_cannot_be_shown_is_summed_up() -> None:

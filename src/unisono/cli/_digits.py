@@ -56,7 +56,7 @@ class Settings:
 class Outcome:
     """What one worker has at the end: all of it is of the whole job but `parameters`, its own."""
 
-    who: list[dict[str, Any]]
+    workers: list[dict[str, Any]]
     metrics: dict[str, float]
     predictions: Tensor
     parameters: Tensor
@@ -76,9 +76,9 @@ def load() -> Digits:
     """
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    images = torch.tensor(found.data, dtype=torch.float64) / 16
-    labels = torch.tensor(found.target, dtype=torch.int64)
+    digits = load_digits()
+    images = torch.tensor(digits.data, dtype=torch.float64) / 16
+    labels = torch.tensor(digits.target, dtype=torch.int64)
     is_held_out = torch.arange(len(labels)) % _HELD_OUT == 0
     return Digits(
         images[~is_held_out], labels[~is_held_out], images[is_held_out], labels[is_held_out]
@@ -147,11 +147,9 @@ def _epoch(
     labels: Tensor,
     batches: list[Tensor],
 ) -> dict[str, float]:
-    """Learn from each batch once. Collective over all ranks.
-
-    Shares may differ in size, so that a mean of means would be wrong: each worker divides the sum
-    of its losses by the size of the whole batch, and the gradients are added.
-    """
+    """Learn from each batch once. Collective over all ranks."""
+    # Shares may differ in size, so that a mean of means would be wrong: each worker divides the sum
+    # of its losses by the size of the whole batch, and the gradients are added.
     parameters = list(model.parameters())
     total = torch.zeros((), dtype=images.dtype, device=images.device)
     correct = torch.zeros((), dtype=torch.int64, device=images.device)
@@ -177,7 +175,7 @@ def _predict(model: nn.Module, images: Tensor) -> Tensor:
 
 def _who() -> list[dict[str, Any]]:
     """Learn who ran where. Collective over all ranks."""
-    who: list[dict[str, Any]] = idist.all_gather(
+    workers: list[dict[str, Any]] = idist.all_gather(
         {
             "rank": idist.get_rank(),
             "local rank": idist.get_local_rank(),
@@ -189,4 +187,4 @@ def _who() -> list[dict[str, Any]]:
             "backend": idist.backend() or "-",
         }
     )
-    return who
+    return workers

@@ -88,15 +88,15 @@ def _tensors(sizes: list[int]) -> list[tuple[tuple[str, str, int], Callable[[], 
     n, works = idist.get_world_size(), []
     for size in sizes:
         count = max(n, size // 4 // n * n)
-        whole = torch.zeros(count, device=idist.device())
-        part = whole[: count // n].clone()
+        tensor = torch.zeros(count, device=idist.device())
+        part = tensor[: count // n].clone()
         shapes = [[count // n]] * n
         calls: dict[str, Callable[[], object]] = {
-            "all_reduce": partial(idist.all_reduce_, whole),
-            "broadcast": partial(idist.broadcast_, whole),
+            "all_reduce": partial(idist.all_reduce_, tensor),
+            "broadcast": partial(idist.broadcast_, tensor),
             "all_gather": partial(idist.all_gather_tensors_with_shapes, part, shapes),
-            "reduce_scatter": partial(idist.reduce_scatter, whole),
-            "all_to_all": partial(idist.all_to_all, whole),
+            "reduce_scatter": partial(idist.reduce_scatter, tensor),
+            "all_to_all": partial(idist.all_to_all, tensor),
         }
         works += [((name, "tensor", count * 4), call) for name, call in calls.items()]
     return works

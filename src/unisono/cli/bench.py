@@ -55,10 +55,12 @@ def bench(
     from unisono.cli._measure import measure
     from unisono.lifecycle import best_backend, spawn
 
-    wanted = [_bytes(text) for text in sizes.replace(",", " ").split()]
+    sizes_bytes = [_bytes(text) for text in sizes.replace(",", " ").split()]
     draw = None if plot is None else _drawing()
     name = best_backend() if backend is None else backend
-    rows = spawn(name, measure, (wanted, rounds, not as_json), nproc_per_node=nproc_per_node)[0]
+    rows = spawn(name, measure, (sizes_bytes, rounds, not as_json), nproc_per_node=nproc_per_node)[
+        0
+    ]
     facts = {"backend": name, "ranks": nproc_per_node, "rounds": rounds, **_machine()}
     if as_json:
         typer.echo(json.dumps({**facts, "figures": rows}, indent=1))

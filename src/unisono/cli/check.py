@@ -96,15 +96,15 @@ def check(
     outcomes: list[Outcome] = []
     for size in nproc_per_node or subject.sizes:
         try:
-            found = subject.check(size, laws=names, **limit)
+            outcomes_here = subject.check(size, laws=names, **limit)
         except ArgumentError as error:
             if nproc_per_node or not outcomes:
                 raise
             typer.echo(f"not checked with {size} replicas: {error}", err=True)
             break
         if not as_json:
-            _show(subject.name, size, found)
-        outcomes += found
+            _show(subject.name, size, outcomes_here)
+        outcomes += outcomes_here
     text = json.dumps(_facts(subject, outcomes), indent=1)
     if save is not None:
         save.write_text(f"{text}\n")
@@ -117,20 +117,12 @@ def check(
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """What is checked: a backend, a launcher or an environment.
-
-    Args:
-        name: for people.
-        facts: what the JSON says of it.
-        laws: its laws, and the group of each.
-        sizes: numbers of replicas, where none is given.
-        check: checks it with a number of replicas.
-    """
+    """What is checked: a backend, a launcher or an environment."""
 
     name: str
-    facts: Mapping[str, Any]
-    laws: Mapping[str, str]
-    sizes: Sequence[int]
+    facts: Mapping[str, Any]  # of it, in the JSON
+    laws: Mapping[str, str]  # and the group of each
+    sizes: Sequence[int]  # numbers of replicas, where none is given
     check: Callable[..., list[Outcome]]
 
 

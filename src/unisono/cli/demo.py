@@ -155,14 +155,14 @@ def _table(title: str) -> Table:
 def _show_who(console: Console, outcome: Outcome, digits: Digits) -> None:
     table = _table("Who ran where")
     numbers = ("rank", "local rank", "node", "pid")
-    for name in outcome.who[0]:
+    for name in outcome.workers[0]:
         table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
-    for row in outcome.who:
+    for row in outcome.workers:
         table.add_row(*(str(value) for value in row.values()))
     console.print()
     console.print(table)
     console.print(
-        f"\n{_count(len(outcome.who))} learnt {len(digits.labels):,} handwritten digits: "
+        f"\n{_count(len(outcome.workers))} learnt {len(digits.labels):,} handwritten digits: "
         f"loss {outcome.metrics['loss']:.4f}, accuracy {outcome.metrics['correct']:.4f}.\n"
     )
 

@@ -44,13 +44,13 @@ def doctor(
     """
     from unisono import diagnosis
 
-    found = diagnosis.diagnose()
-    found = {"recommended": _recommended(found), **found}
-    problems = diagnosis.problems(found, backend, launcher)
+    report = diagnosis.diagnose()
+    report = {"recommended": _recommended(report), **report}
+    problems = diagnosis.problems(report, backend, launcher)
     if as_json:
-        typer.echo(json.dumps({**found, "problems": problems}, indent=2))
+        typer.echo(json.dumps({**report, "problems": problems}, indent=2))
         return 1 if problems else 0
-    for title, lines in _sections(found):
+    for title, lines in _sections(report):
         typer.echo("\n".join([title, *(folded(line, 2) for line in lines)]) + "\n")
     if problems:
         typer.echo("\n".join(["problems", *(folded(line, 2) for line in problems)]), err=True)
@@ -59,40 +59,58 @@ def doctor(
     return 0
 
 
-def _recommended(found: Mapping[str, Any]) -> dict[str, Any]:
+def _recommended(report: Mapping[str, Any]) -> dict[str, Any]:
     """Choose what a program here should use, if nothing speaks for anything else. Local."""
     from unisono.lifecycle import best_backend
 
-    devices = found["devices"]["count"]
+    devices = report["devices"]["count"]
     return {
         "backend": best_backend(),
         "launcher": "processes",
-        "nproc_per_node": devices or found["host"]["cores"],
+        "nproc_per_node": devices or report["host"]["cores"],
     }
 
 
-def _sections(found: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    host, devices = found["host"], found["devices"]
-    what = f"{devices['count']} x {devices['type']}" if devices["count"] else "no accelerator"
-    use = found["recommended"]
+def _sections(report: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    host, devices = report["host"], report["devices"]
+    accelerators = (
+        f"{devices['count']} x {devices['type']}" if devices["count"] else "no accelerator"
+    )
+    use = report["recommended"]
     count = use["nproc_per_node"]
     return [
         (
             "recommended here",
             [
-                f"backend {use['backend']}, as there is {what}; ranks: {count}",
+                f"backend {use['backend']}, as there is {accelerators}; ranks: {count}",
                 f"unisono run -n {count} script.py",
                 f'or in a program: idist.spawn("{use["backend"]}", fn, nproc_per_node={count})',
             ],
         ),
-        ("environment", _environment(found["environment"])),
+        ("environment", _environment(report["environment"])),
         ("host", [f"{host['name']}: {host['system']}, {host['cores']} cores"]),
-        ("devices", [what, *devices["names"]]),
-        ("backends", _table(found["backends"])),
-        ("launchers", _table(found["launchers"])),
-        ("network interfaces", _interfaces(found["interfaces"])),
-        ("versions", [f"{name}: {text or '-'}" for name, text in found["versions"].items()]),
+        ("memory for CPU tensors, shared by the ranks of this host", [_memory(report["memory"])]),
+        ("devices", [accelerators, *devices["names"]]),
+        ("backends", _table(report["backends"])),
+        ("launchers", _table(report["launchers"])),
+        ("network interfaces", _interfaces(report["interfaces"])),
+        ("versions", [f"{name}: {text or '-'}" for name, text in report["versions"].items()]),
     ]
+
+
+def _memory(memory: Mapping[str, Any]) -> str:
+    if memory["reason"] is not None:
+        return f"none, so the backend carries them: {memory['reason']}"
+    line = f"up to {_mib(memory['bytes'])} for {memory['ranks']} ranks"
+    if memory["limited_by"] == "container":
+        return f"{line}, because this container has little left"
+    if memory["limited_by"] is not None:
+        return f"{line}, because of {memory['limited_by']}={memory['most_bytes']}"
+    return line
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 20):.3g} MiB"
 
 
 def _environment(environment: Mapping[str, Any]) -> list[str]:

@@ -113,7 +113,7 @@ def run(
         _check_backend(backend)
         os.environ["UNISONO_BACKEND"] = backend  # this process is the command's own
     least, most = _nodes(nnodes)
-    asked = Script(
+    job = Script(
         _program(script, args or [], module, no_python),
         _count(nproc_per_node),
         least,
@@ -129,32 +129,30 @@ def run(
         options=_options(option or (), name),
         stdin_rank=stdin,
     )
-    _check(asked)
+    _check(job)
     if stdin is not None and name != _default_launcher(None, "1"):
         raise ArgumentError(
             f"launcher {name!r} takes no --stdin: its ranks have no terminal; run them on this "
             "host, with launcher 'processes'"
         )
     if print_only:
-        return _print(name, asked)
-    return _say(_run(name, asked), asked)
+        return _print(name, job)
+    return _say(_run(name, job), job)
 
 
-def _check(asked: Script) -> None:
-    check_count("--max-restarts", asked.max_restarts, 0)
-    if asked.master_port is not None:
-        check_port("--master-port", asked.master_port)
-    if asked.stdin_rank is not None:
-        check_count("--stdin", asked.stdin_rank, 0)
-        if asked.stdin_rank >= asked.world_size:
-            raise ArgumentError(
-                f"--stdin {asked.stdin_rank} should be a rank below {asked.world_size}"
-            )
-    most = asked.max_nnodes
-    if asked.node_rank is not None and check_count("--node-rank", asked.node_rank, 0) >= most:
-        raise ArgumentError(f"--node-rank {asked.node_rank} should be below --nnodes {most}")
-    if asked.timeout_s is not None and asked.timeout_s <= 0:
-        raise ArgumentError(f"--timeout {asked.timeout_s:g} should be over 0 seconds")
+def _check(job: Script) -> None:
+    check_count("--max-restarts", job.max_restarts, 0)
+    if job.master_port is not None:
+        check_port("--master-port", job.master_port)
+    if job.stdin_rank is not None:
+        check_count("--stdin", job.stdin_rank, 0)
+        if job.stdin_rank >= job.world_size:
+            raise ArgumentError(f"--stdin {job.stdin_rank} should be a rank below {job.world_size}")
+    most = job.max_nnodes
+    if job.node_rank is not None and check_count("--node-rank", job.node_rank, 0) >= most:
+        raise ArgumentError(f"--node-rank {job.node_rank} should be below --nnodes {most}")
+    if job.timeout_s is not None and job.timeout_s <= 0:
+        raise ArgumentError(f"--timeout {job.timeout_s:g} should be over 0 seconds")
 
 
 def _default_launcher(backend: str | None, nnodes: str) -> str:
@@ -210,8 +208,8 @@ def _count(text: str) -> int:
 
 
 def _nodes(text: str) -> tuple[int, int]:
-    found = _NODES.fullmatch(text)
-    least, most = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+    match = _NODES.fullmatch(text)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if least > most:
         raise ArgumentError(f"--nnodes {text} should be a number of at least 1, or MIN:MAX")
     return least, most
@@ -220,19 +218,19 @@ def _nodes(text: str) -> tuple[int, int]:
 def _hosts(text: str | None) -> tuple[tuple[str, int], ...]:
     if text is None:
         return ()
-    found = [_HOST.fullmatch(item.strip()) for item in text.split(",")]
-    named = tuple((match[1], int(match[2] or 1)) for match in found if match)
-    if len(dict(named)) != len(found):
+    matches = [_HOST.fullmatch(item.strip()) for item in text.split(",")]
+    named = tuple((match[1], int(match[2] or 1)) for match in matches if match)
+    if len(dict(named)) != len(matches):
         raise ArgumentError(
             f"--hosts {text} should be NAME:RANKS,NAME:RANKS, each name once, at least 1 rank each"
         )
     return named
 
 
-def _options(words: Sequence[str], launcher: str) -> tuple[tuple[str, str], ...]:
-    if words and launcher != "slurm":
+def _options(texts: Sequence[str], launcher: str) -> tuple[tuple[str, str], ...]:
+    if texts and launcher != "slurm":
         raise ArgumentError(f"launcher {launcher!r} takes no --option: it is for launcher 'slurm'")
-    pairs = [word.partition("=") for word in words]
+    pairs = [word.partition("=") for word in texts]
     return tuple((name, value) for name, _, value in pairs)
 
 
@@ -240,32 +238,32 @@ def _is_coloured() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
-def _run(name: str, asked: Script) -> Outcome:
+def _run(name: str, job: Script) -> Outcome:
     from unisono import registry
 
-    outcome: Outcome = registry.find_script_runner(name)(asked)
+    outcome: Outcome = registry.find_script_runner(name)(job)
     return outcome
 
 
-def _print(name: str, asked: Script) -> int:
+def _print(name: str, job: Script) -> int:
     row = next((row for row in LAUNCHERS if name in row.names), None)
     module: Any = None if row is None else load(row.module)
     if name == "slurm":
-        text = module.batch_script(asked, Path(asked.program[1]).stem)
+        text = module.batch_script(job, Path(job.program[1]).stem)
     elif hasattr(module, "command"):
-        text = shlex.join(module.command(asked))
+        text = shlex.join(module.command(job))
     else:
         raise ArgumentError(f"--print: launcher {name!r} runs no command that could be printed")
     typer.echo(text, nl=not text.endswith("\n"))
     return 0
 
 
-def _say(outcome: Outcome, asked: Script) -> int:
+def _say(outcome: Outcome, job: Script) -> int:
     """Say last how the first failing rank failed, and where the logs are."""
     for line in held_back(outcome):
         typer.echo(line, err=True)
     if outcome.failed is not None:
-        where = f"logs of all ranks are in {asked.log_dir}\n" if asked.log_dir else ""
+        where = f"logs of all ranks are in {job.log_dir}\n" if job.log_dir else ""
         typer.echo(f"{where}error: {outcome.failed.text()}", err=True)
         for line in _also(outcome.failed, outcome.others):
             typer.echo(f"also: {line}", err=True)

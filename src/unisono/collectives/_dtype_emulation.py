@@ -13,12 +13,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from unisono.collectives.call import Plane, check, compares, fold, route
+from unisono.collectives.call import check, compares, fold
+from unisono.collectives.routing import Carrier, Reducer, carry, is_direct, route
 from unisono.context import ContextState
 from unisono.errors import PayloadError
+from unisono.host.collectives import HostCollectives
 from unisono.model.handle import Handle, joined
-from unisono.model.reduction import ReduceOp, as_ordered_ints, fold_tensors, is_order_of_floats
-from unisono.payload.codec import is_dense, plain, why_not_dense
+from unisono.model.reduction import (
+    ReduceOp,
+    as_ordered_ints,
+    fold_tensors,
+    is_order_of_floats,
+    mean_factors,
+)
+from unisono.payload.codec import is_dense, plain, reason, why_not_dense
 from unisono.payload.memory import as_bytes_tensor
 from unisono.topology import Group
 from unisono.tracebacks import hides
@@ -30,6 +38,7 @@ __all__ = (
     "check_reducible",
     "check_writable",
     "fill",
+    "lend",
     "movement",
     "own",
     "reduce",
@@ -87,13 +96,19 @@ def check_reducible(tensor: Tensor, op: ReduceOp) -> None:
     """Refuse what has no meaning, before anything is sent. Local.
 
     Raises:
-        PayloadError: bits of floats, an order of complex numbers, a fraction in an integer.
+        PayloadError: bits of floats, an order of complex numbers, a fraction in an integer; or a
+            subclass's own code raised.
     """
-    if not is_dense(tensor):
-        check_dense(tensor, f"all_reduce {op.name}")
-    if op is ReduceOp.SUM:
-        return
-    dtype = tensor.dtype
+    try:
+        if not is_dense(tensor):
+            check_dense(tensor, f"all_reduce {op.name}")
+        if op is ReduceOp.SUM:
+            return
+        dtype = tensor.dtype
+    except PayloadError:
+        raise
+    except Exception as error:
+        raise PayloadError(f"{op.name} of this tensor: {reason(error)}") from error
     is_inexact = dtype.is_floating_point or dtype.is_complex
     if op.is_bitwise and is_inexact:
         raise PayloadError(f"{op.name} works on integer and bool tensors, not on {dtype}")
@@ -116,6 +131,13 @@ def own(context: ContextState, tensor: Tensor) -> Tensor:
     return moved.clone(memory_format=torch.contiguous_format)
 
 
+def lend(context: ContextState, tensor: Tensor, carrier: Carrier) -> Tensor:
+    """As `own`; the user's memory where `carrier`, what carries it, only reads that. Local."""
+    if type(carrier) is not HostCollectives or not tensor.is_cpu:
+        return own(context, tensor)
+    return plain(tensor).resolve_conj().resolve_neg().contiguous()
+
+
 def fill(tensor: Tensor, total: Tensor) -> Tensor:
     """Overwrite a user's tensor, unseen by autograd; give it back. Local."""
     # A tensor made in inference mode may be written to in inference mode alone.
@@ -124,13 +146,13 @@ def fill(tensor: Tensor, total: Tensor) -> Tensor:
     return tensor
 
 
-def movement(context: ContextState, tensor: Tensor) -> tuple[Tensor, Restore]:
+def movement(tensors: Carrier, tensor: Tensor) -> tuple[Tensor, Restore]:
     """Give the carrier of a tensor [*shape] that only moves, and the way back. Local.
 
     Returns:
         The carrier [*shape] or [*shape, itemsize], and what turns [..., *carrier] back.
     """
-    if tensor.dtype in context.model.dtypes:
+    if tensor.dtype in tensors.dtypes:
         return tensor, _same
     dtype = tensor.dtype
     return as_bytes_tensor(tensor), lambda rows: rows.contiguous().view(dtype).squeeze(-1)
@@ -182,10 +204,10 @@ def _guise_average(tensor: Tensor, size: int) -> tuple[Tensor, ReduceOp, Restore
 
 
 def _scaled(tensor: Tensor, size: int) -> tuple[Tensor, ReduceOp, Restore]:
-    scale = 0.5 ** (size - 1).bit_length()
-    if scale != 1.0:
-        tensor.mul_(scale)  # ours
-    return tensor, ReduceOp.SUM, lambda total: total / (size * scale)
+    before, after = mean_factors(size)
+    if size > 1:
+        tensor.mul_(before)  # ours
+    return tensor, ReduceOp.SUM, lambda total: total / after
 
 
 def _guise_bool(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp, Restore]:
@@ -199,40 +221,82 @@ def _guise_bool(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp, Restore
 
 
 def _carrier(
-    context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None
+    context: ContextState,
+    tensors: Reducer,
+    tensor: Tensor,
+    op: ReduceOp,
+    group: Group | None,
 ) -> tuple[Tensor, ReduceOp, Restore]:
-    """As `_guise`, and only where the model needs one. Overwrites `tensor`, once."""
-    is_known = tensor.dtype in context.model.dtypes
-    if is_known and op is ReduceOp.SUM:
+    """As `_guise`, and only where `tensors` need one. Overwrites `tensor`, once."""
+    if is_direct(tensors, tensor, op):
         return tensor, op, _same
     size = context.model.topology.size(group)
-    if op is ReduceOp.AVERAGE:
+    if op is ReduceOp.AVERAGE and tensor.dtype in tensors.dtypes:
         is_wide = tensor.is_floating_point() and tensor.dtype is not torch.float16
-        return _scaled(tensor, size) if is_known and is_wide else _guise(tensor, op, size)
-    if is_known and not is_order_of_floats(tensor, op):
-        return tensor, op, _same
+        return _scaled(tensor, size) if is_wide else _guise(tensor, op, size)
     return _guise(tensor, op, size)
 
 
 def all_gather(context: ContextState, tensor: Tensor, group: Group | None) -> Tensor:
     """Gather [*shape] to [n, *shape]. Collective over `group`."""
-    carrier, restore = movement(context, tensor)
-    return restore(context.model.all_gather(carrier, group))
+    return _gathered(carry(context, tensor, group), tensor, group)
 
 
-def _fold(context: ContextState, carrier: Tensor, op: ReduceOp, group: Group | None) -> Tensor:
-    return fold_tensors(op, all_gather(context, carrier.contiguous(), group))
+def _gathered(tensors: Carrier, tensor: Tensor, group: Group | None) -> Tensor:
+    carrier, restore = movement(tensors, tensor)
+    return restore(tensors.all_gather(carrier, group))
 
 
-def all_reduce(context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None) -> Tensor:
-    """Reduce a tensor of ours, [*shape]. Collective over `group`."""
-    carrier, step, restore = _carrier(context, tensor, op, group)
-    if route(context, carrier, group, folds=True) is Plane.INLINE:
-        return restore(fold(context, carrier.contiguous(), step, group))
-    check(context, f"all_reduce {op.name}", tensor, group)
-    if carrier.dtype in context.model.dtypes:
-        return restore(context.model.all_reduce(carrier, step, group))
-    return restore(_fold(context, carrier, step, group))
+def _fold(
+    tensors: Carrier,
+    carrier: Tensor,
+    op: ReduceOp,
+    group: Group | None,
+) -> Tensor:
+    return fold_tensors(op, _gathered(tensors, carrier.contiguous(), group))
+
+
+def all_reduce(
+    context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None, device: torch.device
+) -> Tensor:
+    """Reduce a tensor of ours, [*shape], and give the result on `device`.
+
+    Collective over `group`.
+    """
+    tensors = route(context, tensor, group)
+    carrier, step, restore = _carrier(context, tensors or context.model, tensor, op, group)
+    if tensors is None:
+        total = fold(context, carrier.contiguous(), step, group)
+    else:
+        check(context, f"all_reduce {op.name}", tensor, group, tensors)
+        if carrier.dtype in tensors.dtypes:
+            total = tensors.all_reduce(carrier, step, group)
+        else:
+            total = _fold(carry(context, carrier, group), carrier, step, group)
+    return restore(total).to(device)
+
+
+def start_all_reduce(
+    context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None
+) -> Handle[Tensor]:
+    """Start `all_reduce` on a tensor of ours. Collective over `group`."""
+    if route(context, tensor, group) is not context.model:
+        with torch.inference_mode(False):  # the thread isn't in that mode
+            tensor = tensor.clone() if tensor.is_inference() else tensor
+        return context.start(partial(all_reduce, context, tensor, op, group, tensor.device))
+    carrier, step, restore = _carrier(context, context.model, tensor, op, group)
+    if carrier.dtype not in context.model.dtypes:
+        return context.start(
+            partial(_reduce_folded, context, tensor, carrier, op, step, group)
+        ).then(restore)
+
+    def begin() -> Handle[Tensor]:
+        check(context, f"all_reduce {op.name}", tensor, group)
+        return context.start_all_reduce(carrier, step, group)
+
+    # Comparing calls waits for the other ranks; starting an operation must not.
+    started = joined(context.start(begin)) if compares(context, group) else begin()
+    return started.then(restore)
 
 
 def _reduce_folded(
@@ -244,39 +308,20 @@ def _reduce_folded(
     group: Group | None,
 ) -> Tensor:
     check(context, f"all_reduce {op.name}", tensor, group)
-    return _fold(context, carrier, step, group)
-
-
-def start_all_reduce(
-    context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None
-) -> Handle[Tensor]:
-    """Start `all_reduce` on a tensor of ours. Collective over `group`."""
-    carrier, step, restore = _carrier(context, tensor, op, group)
-    if route(context, carrier, group, folds=True) is Plane.INLINE:
-        return context.start(lambda: fold(context, carrier.contiguous(), step, group)).then(restore)
-    if carrier.dtype not in context.model.dtypes:
-        folded = partial(_reduce_folded, context, tensor, carrier, op, step, group)
-        return context.start(folded).then(restore)
-
-    def begin() -> Handle[Tensor]:
-        check(context, f"all_reduce {op.name}", tensor, group)
-        return context.start_all_reduce(carrier, step, group)
-
-    # Comparing calls waits for the other ranks; starting an operation must not.
-    started = joined(context.start(begin)) if compares(context, group) else begin()
-    return started.then(restore)
+    return _fold(context.model, carrier, step, group)
 
 
 def reduce(
     context: ContextState, tensor: Tensor, dst: int, op: ReduceOp, group: Group | None
 ) -> Tensor | None:
     """Reduce a tensor of ours to global rank `dst`. Collective over `group`."""
-    check(context, f"reduce {op.name} to {dst}", tensor, group)
-    carrier, step, restore = _carrier(context, tensor, op, group)
-    if carrier.dtype in context.model.dtypes:
-        total = context.model.reduce(carrier, dst, step, group)
+    tensors = carry(context, tensor, group)
+    check(context, f"reduce {op.name} to {dst}", tensor, group, tensors)
+    carrier, step, restore = _carrier(context, tensors, tensor, op, group)
+    if carrier.dtype in tensors.dtypes:
+        total = tensors.reduce(carrier.contiguous(), dst, step, group)
         return None if total is None else restore(total)
-    total = _fold(context, carrier, step, group)
+    total = _fold(tensors, carrier, step, group)
     return restore(total) if context.model.topology.rank == dst else None
 
 
@@ -284,8 +329,9 @@ def reduce_scatter(
     context: ContextState, rows: Tensor, op: ReduceOp, group: Group | None
 ) -> Tensor:
     """Reduce [n, *shape] and give each rank its row. Collective over `group`."""
-    check(context, f"reduce_scatter {op.name}", rows, group)
-    carrier, step, restore = _carrier(context, rows, op, group)
-    if carrier.dtype in context.model.dtypes:
-        return restore(context.model.reduce_scatter(carrier.contiguous(), step, group))
-    return restore(_fold(context, carrier, step, group)[context.model.topology.position(group)])
+    tensors = carry(context, rows, group)
+    check(context, f"reduce_scatter {op.name}", rows, group, tensors)
+    carrier, step, restore = _carrier(context, tensors, rows, op, group)
+    if carrier.dtype in tensors.dtypes:
+        return restore(tensors.reduce_scatter(carrier.contiguous(), step, group))
+    return restore(_fold(tensors, carrier, step, group)[context.model.topology.position(group)])

@@ -42,14 +42,14 @@ def _number(value: object) -> Number | None:
         return int(value)
     if isinstance(value, numbers.Rational) or not isinstance(value, numbers.Complex):
         return None
-    found = float(value) if isinstance(value, numbers.Real) else complex(value)
+    number = float(value) if isinstance(value, numbers.Real) else complex(value)
     # What is wider than a double, such as np.longdouble, may lose digits. NaN is never equal.
-    if found != value and value == value:
+    if number != value and value == value:
         raise PayloadError(
-            f"a {type(value).__qualname__} of {value!r} doesn't fit into a {type(found).__name__}: "
-            "round it yourself"
+            f"a {type(value).__qualname__} of {value!r} doesn't fit into a "
+            f"{type(number).__name__}: round it yourself"
         )
-    return found
+    return number
 
 
 def reduce_values(
@@ -142,12 +142,14 @@ def _check_alike(
     if structures.count(structures[0]) == len(structures):
         return
     listed = [structure.decode("utf-8", "surrogatepass").split("\n") for structure in structures]
-    said = []
+    differences = []
     for rank, structure in zip(ranks(), listed, strict=True):
         other = listed[0] if structure != listed[0] else listed[-1]
         extra = [leaf for leaf in structure if leaf not in other] or structure
-        said.append(f"rank {rank} has {', '.join(extra[:3]) or 'a number'}")
-    raise CollectiveMismatchError(f"{call} of values of different structure: {'; '.join(said)}")
+        differences.append(f"rank {rank} has {', '.join(extra[:3]) or 'a number'}")
+    raise CollectiveMismatchError(
+        f"{call} of values of different structure: {'; '.join(differences)}"
+    )
 
 
 def _reduce_fused(
@@ -157,7 +159,7 @@ def _reduce_fused(
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         places = [i for i, tensor in enumerate(tensors) if tensor.dtype is dtype]
         flat = torch.cat([carriers.own(context, tensors[i]).reshape(-1) for i in places])
-        total = carriers.all_reduce(context, flat, op, group)
+        total = carriers.all_reduce(context, flat, op, group, flat.device)
         parts = torch.split(total, [tensors[i].numel() for i in places])
         for i, part in zip(places, parts, strict=True):
             results[i] = part.reshape(tensors[i].shape).to(tensors[i].device, copy=True)

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import _dtype_emulation as carriers
-from unisono.collectives.call import Plane, check, collective, frame_of, route, swap
+from unisono.collectives.call import check, collective, frame_of, swap
 from unisono.collectives.membership import GroupLike
+from unisono.collectives.routing import carry, fits_round
 from unisono.collectives.value_types import T, TensorT
 from unisono.context import ContextState
 from unisono.errors import PayloadError
+from unisono.host.collectives import HostCollectives
 from unisono.model.handle import Handle
 from unisono.payload.codec import (
     TensorHeader,
@@ -133,16 +135,16 @@ def broadcast(
 def _broadcast(context: ContextState, value: Any, src: int, group: Group | None) -> Any:
     is_src = context.model.topology.rank == src
     frame = frame_or_reason(frame_of, context, value, group) if is_src else b""
-    said = swap(context, f"broadcast from {src}", frame, group)[
-        context.model.topology.position(group, src)
-    ]
-    raise_failures([said], lambda: [src], "broadcast")
-    head = decode(said, context.model.device)
+    frames = swap(context, f"broadcast from {src}", frame, group)
+    frame = frames[context.model.topology.position(group, src)]
+    raise_failures([frame], lambda: [src], "broadcast")
+    head = decode(frame, context.model.device)
     if not isinstance(head, TensorHeader):
         return head
     tensor = carriers.own(context, value) if is_src else memory_for(context, head)
-    carrier, restore = carriers.movement(context, tensor)
-    got = restore(context.model.broadcast(carrier, src, group))
+    tensors = carry(context, tensor, group)
+    carrier, restore = carriers.movement(tensors, tensor)
+    got = restore(tensors.broadcast(carrier, src, group))
     return head.finish(got.to(value.device if is_src else home(context, head)))
 
 
@@ -209,8 +211,16 @@ def broadcast_(
 
     def call() -> Tensor:
         check(context, f"broadcast_ from {src}", tensor, members)
-        carrier, restore = carriers.movement(context, carriers.own(context, tensor))
-        got = restore(context.model.broadcast(carrier, src, members))
+        tensors = carry(context, tensor, members)
+        is_direct = type(tensors) is HostCollectives and tensor.is_contiguous()
+        if is_direct and not (tensor.is_neg() or tensor.is_conj()):
+            carrier, _ = carriers.movement(tensors, plain(tensor))
+            tensors.broadcast(carrier, src, members)
+            return tensor
+        mine = carriers.own(context, tensor)
+        tensors = carry(context, mine, members)
+        carrier, restore = carriers.movement(tensors, mine)
+        got = restore(tensors.broadcast(carrier, src, members))
         if context.model.topology.rank != src:
             carriers.fill(tensor, got)
         return tensor
@@ -345,19 +355,22 @@ def scatter(
 def _scatter(context: ContextState, values: Any, src: int, group: Group | None) -> Any:
     is_src = context.model.topology.rank == src
     frame = frame_or_reason(_scatter_frame, context, values, group) if is_src else b""
-    said = swap(context, f"scatter from {src}", frame, group)
-    frame = said[context.model.topology.position(group, src)]
+    frames = swap(context, f"scatter from {src}", frame, group)
+    frame = frames[context.model.topology.position(group, src)]
     raise_failures([frame], lambda: [src], "scatter")
     head = decode(frame, context.model.device)
     if not isinstance(head, TensorHeader):
         return head[context.model.topology.position(group)]
-    into, restore = carriers.movement(context, memory_for(context, head))
+    memory = memory_for(context, head)
+    tensors = carry(context, memory, group)
+    into, restore = carriers.movement(tensors, memory)
     rows = None
     if is_src:
         stacked = values if isinstance(values, Tensor) else torch.stack(list(values))
-        rows, _ = carriers.movement(context, carriers.own(context, stacked))
-    got = restore(context.model.scatter(rows, into, src, group))
-    return head.finish(got.to(home(context, head)).clone())
+        rows, _ = carriers.movement(tensors, carriers.lend(context, stacked, tensors))
+    got = restore(tensors.scatter(rows, into, src, group))
+    value = got.to(home(context, head))
+    return head.finish(value if got is memory else value.clone())  # it may be a part of more
 
 
 def _scatter_frame(context: ContextState, values: Any, group: Group | None) -> bytes:
@@ -372,7 +385,7 @@ def _scatter_frame(context: ContextState, values: Any, group: Group | None) -> b
         count = len(values) if isinstance(values, (list, tuple)) else type(values).__name__
         raise PayloadError(f"scatter takes a list of {size} values, one for each rank, not {count}")
     heads = {
-        header(value) if is_exact(value) and route(context, value, group) is Plane.DATA else None
+        header(value) if is_exact(value) and not fits_round(context, value, group) else None
         for value in values
     }
     if len(heads) == 1 and None not in heads:
@@ -476,13 +489,11 @@ def all_to_all(value: Any, group: GroupLike = None, *, async_op: bool = False) -
 
     def call() -> Tensor:
         check(context, "all_to_all", value, members)
-        rows = carriers.own(context, value).view(size, value.shape[0] // size, *value.shape[1:])
-        carrier, restore = carriers.movement(context, rows)
-        return (
-            restore(context.model.all_to_all(carrier, members))
-            .reshape(value.shape)
-            .to(value.device)
-        )
+        mine = carriers.lend(context, value, carry(context, value, members))
+        rows = mine.view(size, value.shape[0] // size, *value.shape[1:])
+        tensors = carry(context, rows, members)
+        carrier, restore = carriers.movement(tensors, rows)
+        return restore(tensors.all_to_all(carrier, members)).reshape(value.shape).to(value.device)
 
     return call
 
@@ -497,14 +508,14 @@ def _swap_values(context: ContextState, values: Any, group: Group | None) -> lis
         frames[:] = [encode(item) for item in values]
         return encode([len(frame) for frame in frames])
 
-    said = frame_or_reason(lengths)
-    heard = swap(context, "all_to_all of values", said, group)
-    raise_failures(heard, lambda: ranks, "all_to_all")
-    sizes = [decode(frame, context.model.device) for frame in heard]
+    own_lengths = frame_or_reason(lengths)
+    lengths_of_all = swap(context, "all_to_all of values", own_lengths, group)
+    raise_failures(lengths_of_all, lambda: ranks, "all_to_all")
+    sizes = [decode(frame, context.model.device) for frame in lengths_of_all]
     width = context.control.bucket(max(max(row) for row in sizes))
     mine = b"".join(frame.ljust(width, b"\0") for frame in frames)
     rows = from_bytes(mine, torch.uint8, (size, width)).to(context.model.transport_device)
-    got = context.model.all_to_all(rows, group).cpu().contiguous()
+    got = carry(context, rows, group).all_to_all(rows, group).cpu().contiguous()
     place = context.model.topology.position(group)
     return [
         decode(to_bytes(row[: sizes[i][place]]), context.model.device) for i, row in enumerate(got)

@@ -1,33 +1,33 @@
-"""How a collective begins, which plane carries its tensors, and how calls are compared."""
+"""How a collective begins, and how calls are compared."""
 
 from __future__ import annotations
 
-import enum
 import functools
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from types import FunctionType
 from typing import Any, NoReturn, TypeVar, cast
 
 from torch import Tensor
 
 from unisono.collectives.membership import check_rank, resolve
+from unisono.collectives.routing import Reducer, fits_round
 from unisono.context import ContextState, communicator, left_half_way, own_context
-from unisono.control.envelopes import pack_call
-from unisono.control.signatures import pack, unpack
+from unisono.control.envelopes import call_head
 from unisono.control.signatures import site as find_site
+from unisono.control.signatures import unpack
 from unisono.errors import CollectiveMismatchError, PayloadError, UnisonoError
+from unisono.host.collectives import HostCollectives
+from unisono.host.levels import TwoLevels
 from unisono.model.handle import Handle
 from unisono.model.reduction import ReduceOp, fold_tensors
 from unisono.payload.codec import encode, header, is_exact
-from unisono.payload.memory import from_bytes, to_bytes
+from unisono.payload.memory import stack_bytes, to_bytes
 from unisono.topology import EVERYBODY, Group
 from unisono.tracebacks import hides
 
 __all__ = (
-    "Plane",
     "check",
     "collective",
     "compares",
@@ -37,7 +37,7 @@ __all__ = (
     "introduce",
     "ranks_of",
     "refuse",
-    "route",
+    "refuse_compared",
     "signature",
     "swap",
 )
@@ -48,37 +48,9 @@ _LONGEST_CALL = 500
 T = TypeVar("T")
 
 
-class Plane(enum.Enum):
-    """What carries a tensor between the ranks."""
-
-    INLINE = "inline"
-    """An exchange of the control plane, in which the ranks also compare their calls."""
-    DATA = "data"
-    """The model's own collectives."""
-
-
-def route(
-    context: ContextState, tensor: Tensor, group: Group | None, *, folds: bool = False
-) -> Plane:
-    """Decide which plane carries a tensor; nobody else does.
-
-    Local, and the same on every rank for tensors of the same dtype, shape and device.
-
-    Args:
-        context: the active context.
-        tensor: a dense one, of any device.
-        group: the ranks that take part.
-        folds: whether it is reduced, which the model may do better than we from everybody's bytes.
-    """
-    if not tensor.is_cpu:
-        return Plane.DATA
-    most = context.control.inline_bytes(group, folds)
-    return Plane.INLINE if tensor.numel() * tensor.itemsize <= most else Plane.DATA
-
-
 def frame_of(context: ContextState, value: object, group: Group | None) -> bytes:
     """Encode a value, or its header alone where it travels on the data plane. Local."""
-    if isinstance(value, Tensor) and is_exact(value) and route(context, value, group) is Plane.DATA:
+    if isinstance(value, Tensor) and is_exact(value) and not fits_round(context, value, group):
         return header(value)
     return encode(value)
 
@@ -106,12 +78,13 @@ def swap(
     """
     if context.must_introduce and group is None:
         introduce(context, call)
-    frames = context.model.exchange(pack_call(call, site or find_site(), blob), group)
+    head = call_head(call, site or find_site())
+    blobs = context.model.exchange(head + blob, group)
     history = None
     if context.is_checked is not False:
         name = EVERYBODY if group is None else group.name
         history = context.control.steps.histories[name]
-    return unpack(frames, partial(ranks_of, context, group), history)
+    return unpack(blobs, head, partial(ranks_of, context, group), history)
 
 
 def ranks_of(context: ContextState, group: Group | None) -> Sequence[int]:
@@ -133,8 +106,9 @@ def introduce(context: ContextState, call: str) -> None:
         CollectiveError: a peer failed or didn't come in time.
     """
     if context.must_introduce:
-        frames = context.model.exchange(pack(call, socket.gethostname().encode()), None)
-        hosts = unpack(frames, partial(ranks_of, context, None))
+        head = call_head(call, find_site())
+        blobs = context.model.exchange(head + socket.gethostname().encode(), None)
+        hosts = unpack(blobs, head, partial(ranks_of, context, None))
         context.hosts = tuple(bytes(host) for host in hosts)
         context.must_introduce = False
 
@@ -144,25 +118,46 @@ def signature(call: str, tensor: Tensor) -> str:
     return f"{call} of {str(tensor.dtype)[6:]}{list(tensor.shape)}"
 
 
-def compares(context: ContextState, group: Group | None) -> bool:
+def compares(context: ContextState, group: Group | None, *, sums: bool = False) -> bool:
     """Tell whether ranks compare their calls before each operation of the data plane.
 
-    Local, or collective at creation of what they compare them over.
+    Local, or collective at creation of what they compare them over. Where all share memory for
+    tensors they always do: different calls would take each other's memory for their own.
+
+    Args:
+        context: the active context.
+        group: the ranks that take part.
+        sums: whether it is one that memory carries between hosts, too.
     """
-    return (
-        context.control.compares_calls(group) if context.is_checked is None else context.is_checked
-    )
+    control = context.control
+    if context.is_checked is None:
+        return control.compares_calls(group) or (sums and control.memory(group) is not None)
+    return context.is_checked or control.host(group) is not None
 
 
-def check(context: ContextState, call: str, tensor: Tensor, group: Group | None) -> None:
-    """Compare what the ranks are about to call on the data plane, where they do that.
+def check(
+    context: ContextState,
+    call: str,
+    tensor: Tensor,
+    group: Group | None,
+    carrier: Reducer | None = None,
+) -> None:
+    """Compare what the ranks are about to call, where they do that.
 
     Collective over `group` there, else local.
+
+    Args:
+        context: the active context.
+        call: the operation and all that must agree.
+        tensor: whose dtype and shape must agree.
+        group: the ranks that take part.
+        carrier: what will carry it, where that is known.
 
     Raises:
         CollectiveMismatchError: as in `swap`.
     """
-    if compares(context, group):
+    is_shared = type(carrier) is HostCollectives
+    if is_shared or compares(context, group, sums=type(carrier) is TwoLevels):
         site = context.control.steps.site = find_site()
         swap(context, signature(call, tensor), b"", group, site)
 
@@ -178,10 +173,18 @@ def refuse(
     is_inline = False
     if isinstance(tensor, Tensor):
         with suppress(Exception):  # a subclass's own code may raise
-            is_inline = route(context, tensor, group, folds=True) is Plane.INLINE
-    if is_inline or compares(context, group):
-        with suppress(CollectiveMismatchError):
-            swap(context, f"{call}, which it refuses: {error}"[:_LONGEST_CALL], b"", group)
+            is_inline = fits_round(context, tensor, group, folds=True)
+    if is_inline or compares(context, group, sums=tensor is not None):
+        refuse_compared(context, call, group, error)
+    raise error
+
+
+def refuse_compared(
+    context: ContextState, call: str, group: Group | None, error: UnisonoError
+) -> NoReturn:
+    """Raise as `refuse` does in a call that is always compared. Collective over `group`."""
+    with suppress(CollectiveMismatchError):
+        swap(context, f"{call}, which it refuses: {error}"[:_LONGEST_CALL], b"", group)
     raise error
 
 
@@ -192,40 +195,36 @@ def fold(context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | Non
     """
     call = signature(f"all_reduce {op.name}", tensor)
     parts = swap(context, call, to_bytes(tensor), group)
-    rows = from_bytes(b"".join(parts), tensor.dtype, (len(parts), *tensor.shape))
-    return fold_tensors(op, rows)
+    return fold_tensors(op, stack_bytes(parts, tensor.dtype, tensor.shape))
 
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def guarded(fn: F, depth: int = 1) -> F:
+def guarded(fn: F) -> F:
     """Decorate what calls collectives: one that is left half-way ends the context.
 
     Local. Ctrl-C leaves it so, and what an alarm's handler raises. The other ranks have called it,
     or will; whatever this rank called next would meet that. The errors of the collective itself
     leave all ranks in step, or are known to the model.
-
-    Args:
-        fn: what is decorated.
-        depth: how many of our frames an error has passed that `fn` raised before its first line.
     """
-    note, own = left_half_way, UnisonoError
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return fn(*args, **kwargs)
-        except own:
+        except UnisonoError:
             raise
         except BaseException as error:
-            trace = error.__traceback__
-            for _ in range(depth):
-                trace = trace and trace.tb_next
-            if trace is not None or not isinstance(error, TypeError):  # as of an argument too many
-                note(fn.__name__, error)
+            _note_half_way(fn.__name__, error)
             raise
 
-    return _placed(call, fn)
+    return cast("F", functools.update_wrapper(call, fn))
+
+
+def _note_half_way(name: str, error: BaseException) -> None:
+    trace = error.__traceback__  # begins in the wrapper, which a wrong argument doesn't get beyond
+    if (trace and trace.tb_next) or not isinstance(error, TypeError):
+        left_half_way(name, error)
 
 
 def collective(
@@ -240,7 +239,7 @@ def collective(
     Local. It finds the context and the group, looks whether root and this rank are members, and
     gives the function ``(context, group)`` for its `group`. The function checks its arguments and
     returns what is to be called then, here or in the background; or a handle of what it started.
-    Where it raises, the other ranks learn it. One that is left half-way ends the context.
+    Where it raises, the other ranks learn it. As `guarded` otherwise.
 
     Args:
         root: the argument that names one rank of the group.
@@ -248,51 +247,48 @@ def collective(
         refuses: errors that concern this rank's value alone.
         outside: makes of the first argument what a rank gets that isn't a member.
     """
-    return lambda fn: guarded(_begun(fn, root, folds, refuses, outside), 2)
+    return lambda fn: _with_prologue(fn, root, folds, refuses, outside)
 
 
-def _begun(
+def _with_prologue(
     fn: F,
     root: str,
     folds: bool,
     refuses: tuple[type[UnisonoError], ...],
     outside: Callable[[Any], Any] | None,
 ) -> F:
-    """Put the prologue before a collective."""
     names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
     at, root_at = names.index("group"), names.index(root) if root else 0
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        async_op = kwargs.get("async_op", False)
-        group = args[at] if len(args) > at else kwargs.get("group")
-        context = own_context() if async_op and group is None else communicator()
-        if group is not None:
-            group = resolve(context, group)
-        if root:
-            rank = args[root_at] if len(args) > root_at else kwargs.get(root, 0)
-            check_rank(context, group, rank, root)
-        first = (args[0] if args else kwargs.get(names[0])) if at else None
-        if group is not None and context.model.topology.rank not in group.ranks:
-            value = first if outside is None else outside(first)
-            return Handle(lambda: value, lambda: True) if async_op else value
-        if len(args) > at:
-            args = (*args[:at], (context, group), *args[at + 1 :])
-        else:
-            kwargs["group"] = context, group
         try:
-            run = fn(*args, **kwargs)
-        except refuses as error:
-            refuse(context, fn.__name__, first if folds else None, group, error)
-        if async_op:
-            return run if isinstance(run, Handle) else context.start(run)
-        return run()
+            async_op = kwargs.get("async_op", False)
+            group = args[at] if len(args) > at else kwargs.get("group")
+            context = own_context() if async_op and group is None else communicator()
+            if group is not None:
+                group = resolve(context, group)
+            if root:
+                rank = args[root_at] if len(args) > root_at else kwargs.get(root, 0)
+                check_rank(context, group, rank, root)
+            first = (args[0] if args else kwargs.get(names[0])) if at else None
+            if group is not None and context.model.topology.rank not in group.ranks:
+                value = first if outside is None else outside(first)
+                return Handle(lambda: value, lambda: True) if async_op else value
+            if len(args) > at:
+                args = (*args[:at], (context, group), *args[at + 1 :])
+            else:
+                kwargs["group"] = context, group
+            try:
+                run = fn(*args, **kwargs)
+            except refuses as error:
+                refuse(context, fn.__name__, first if folds else None, group, error)
+            if async_op:
+                return run if isinstance(run, Handle) else context.start(run)
+            return run()
+        except UnisonoError:
+            raise
+        except BaseException as error:
+            _note_half_way(fn.__name__, error)
+            raise
 
     return cast("F", functools.update_wrapper(call, fn))
-
-
-def _placed(call: Callable[..., Any], fn: F) -> F:
-    # doctest passes over functions whose globals are another module's
-    made = FunctionType(
-        call.__code__, fn.__globals__, fn.__name__, call.__defaults__, call.__closure__
-    )
-    return cast("F", functools.update_wrapper(made, fn))

@@ -12,6 +12,7 @@ from torch import Tensor
 from unisono.collectives import _dtype_emulation as carriers
 from unisono.collectives.call import check, collective, frame_of, ranks_of, swap
 from unisono.collectives.membership import GroupLike
+from unisono.collectives.routing import carry
 from unisono.collectives.value_types import T
 from unisono.context import ContextState
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
@@ -146,34 +147,41 @@ def all_gather(
     def call() -> Any:
         parts = _gather(context, tensor, members, "all_gather")
         if uneven or not isinstance(tensor, Tensor):
-            return parts
+            return list(parts)
         return _joined(parts, context, members, tensor)
 
     return call
 
 
-def _gather(context: ContextState, value: Any, group: Group | None, call: str) -> list[Any]:
-    """Give every rank's value in a list: one exchange, and tensors that are large in one gather."""
+def _gather(
+    context: ContextState, value: Any, group: Group | None, call: str
+) -> list[Any] | Tensor:
+    """Give every rank's value: one exchange, and tensors that are large in one gather.
+
+    Large ones that are alike come as [n, *shape], which is as good as a list.
+    """
     frame = frame_or_reason(_frame, context, value, call, group)
     frames = swap(context, call, frame, group)
     raise_failures(frames, partial(ranks_of, context, group), call)
     device = context.model.device
-    said = [decode(frame, device) for frame in frames]
-    if TensorHeader not in map(type, said):
-        return said
+    values = [decode(frame, device) for frame in frames]
+    if TensorHeader not in map(type, values):
+        return values
     ranks = context.model.topology.members(group)
-    if not all(isinstance(item, (TensorHeader, Tensor)) for item in said):
-        kinds = ", ".join(f"rank {r}: {_name(item)}" for r, item in zip(ranks, said, strict=True))
+    if not all(isinstance(item, (TensorHeader, Tensor)) for item in values):
+        kinds = ", ".join(f"rank {r}: {_name(item)}" for r, item in zip(ranks, values, strict=True))
         raise CollectiveMismatchError(f"{call} of tensors and of other values at once: {kinds}")
-    heads = [item if isinstance(item, TensorHeader) else head_of(item) for item in said]
+    heads = [item if isinstance(item, TensorHeader) else head_of(item) for item in values]
     dtypes = {head.dtype for head in heads}
     if len(dtypes) > 1:
         raise CollectiveMismatchError(f"{call} of different dtypes: {_listed(heads, ranks)}")
     sizes = [_numel(head.shape) for head in heads]
-    mine = carriers.own(context, value).reshape(-1)
+    mine = carriers.lend(context, value, carry(context, value, group)).reshape(-1)
     if mine.numel() < max(sizes):
         mine = torch.cat([mine, mine.new_zeros(max(sizes) - mine.numel())])
     rows = carriers.all_gather(context, mine, group).to(value.device)
+    if len({head.shape for head in heads}) == 1:
+        return rows.reshape(len(heads), *heads[0].shape)
     return [
         row[:size].reshape(head.shape) for row, size, head in zip(rows, sizes, heads, strict=True)
     ]
@@ -200,7 +208,11 @@ def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _joined(parts: list[Any], context: ContextState, group: Group | None, value: Tensor) -> Any:
+def _joined(
+    parts: list[Any] | Tensor, context: ContextState, group: Group | None, value: Tensor
+) -> Any:
+    if isinstance(parts, Tensor):
+        return parts.flatten(0, 1) if parts.dim() > 1 else parts
     if not all(isinstance(part, Tensor) for part in parts):
         return parts  # ranks passed different kinds, all of which arrived whole
     heads = [head_of(part) for part in parts]
@@ -275,38 +287,39 @@ def all_gather_tensors_with_shapes(
     context, members = group
     name = "all_gather_tensors_with_shapes"
     try:
-        wanted = [tuple(shape) for shape in shapes]
-        _check_shapes(context, tensor, wanted, members)
+        expected = [tuple(shape) for shape in shapes]
+        _check_shapes(context, tensor, expected, members)
     except TypeError as error:
         raise ArgumentError(f"{name}: `shapes` should be a list of shapes: {error}") from error
 
     def call() -> list[Tensor]:
-        check(context, f"{name} {wanted}", tensor.new_empty(0), members)
-        sizes = [_numel(shape) for shape in wanted]
-        mine = carriers.own(context, tensor).reshape(-1)
+        check(context, f"{name} {expected}", tensor.new_empty(0), members)
+        sizes = [_numel(shape) for shape in expected]
+        mine = carriers.lend(context, tensor, carry(context, tensor, members)).reshape(-1)
         if mine.numel() < max(sizes):
             mine = torch.cat([mine, mine.new_zeros(max(sizes) - mine.numel())])
         rows = carriers.all_gather(context, mine, members).to(tensor.device)
         return [
-            row[:size].reshape(shape) for row, size, shape in zip(rows, sizes, wanted, strict=True)
+            row[:size].reshape(shape)
+            for row, size, shape in zip(rows, sizes, expected, strict=True)
         ]
 
     return call
 
 
 def _check_shapes(
-    context: ContextState, tensor: Any, wanted: list[tuple[int, ...]], group: Group | None
+    context: ContextState, tensor: Any, expected: list[tuple[int, ...]], group: Group | None
 ) -> None:
     if not isinstance(tensor, Tensor):
         raise PayloadError(f"a tensor is needed, not a {type(tensor).__qualname__}")
     carriers.check_dense(tensor, "all_gather_tensors_with_shapes")
     topology = context.model.topology
-    if len(wanted) != topology.size(group):
-        raise ArgumentError(f"{len(wanted)} shapes were given for {topology.size(group)} ranks")
-    if tuple(tensor.shape) != wanted[topology.position(group)]:
+    if len(expected) != topology.size(group):
+        raise ArgumentError(f"{len(expected)} shapes were given for {topology.size(group)} ranks")
+    if tuple(tensor.shape) != expected[topology.position(group)]:
         raise ArgumentError(
             f"rank {topology.rank} has a tensor of shape {list(tensor.shape)}, but `shapes` "
-            f"says {list(wanted[topology.position(group)])}"
+            f"says {list(expected[topology.position(group)])}"
         )
 
 
@@ -382,7 +395,8 @@ def gather(value: Any, dst: int = 0, group: GroupLike = None, *, async_op: bool 
 
     def call() -> Any:
         parts = _gather(context, value, members, f"gather to {dst}")
-        whole = _joined(parts, context, members, value) if isinstance(value, Tensor) else parts
+        is_one = isinstance(value, Tensor)
+        whole = _joined(parts, context, members, value) if is_one else list(parts)
         return whole if context.model.topology.rank == dst else None
 
     return call

@@ -81,8 +81,8 @@ def local_group() -> Group:
         1
     """
     context = communicator()
-    found = context.groups.get(())
-    if found is None:
+    own_group = context.groups.get(())
+    if own_group is None:
         node = (socket.gethostname(), context.model.topology.node_rank)
         frames = swap(context, "local_group", encode(node), None)
         nodes = [decode(frame, context.model.device) for frame in frames]
@@ -90,9 +90,9 @@ def local_group() -> Group:
             ranks = [rank for rank, place in enumerate(nodes) if place == other]
             made = resolve(context, ranks)
             if other == node and made is not None:
-                found = context.groups[()] = made
-        assert found is not None
-    return found
+                own_group = context.groups[()] = made
+        assert own_group is not None
+    return own_group
 
 
 @overload

@@ -62,13 +62,13 @@ def resolve(context: ContextState, group: GroupLike) -> Group | None:
         return group
     if isinstance(group, (list, tuple, range)):
         ranks = tuple(group)
-        found = context.groups.get(ranks) if ranks else make(context, ())
+        made = context.groups.get(ranks) if ranks else make(context, ())
         # True and 1.0 are equal to 1 as keys, and no ranks.
-        if found is None or any(type(rank) is not int for rank in ranks):
+        if made is None or any(type(rank) is not int for rank in ranks):
             ordered = checked(context, ranks)
-            found = context.groups.get(ordered) or make(context, ordered)
-            context.groups[ordered] = context.groups[ranks] = found
-        return found
+            made = context.groups.get(ordered) or make(context, ordered)
+            context.groups[ordered] = context.groups[ranks] = made
+        return made
     adopted = context.model.adopt_group(group)
     if adopted is None:
         raise ArgumentError(
@@ -88,8 +88,9 @@ def team(group: GroupLike, async_op: bool = False) -> tuple[ContextState, Group 
         return context, None, True
     if async_op:
         context = communicator()
-    found = resolve(context, group)
-    return context, found, found is None or context.model.topology.rank in found.ranks
+    resolved = resolve(context, group)
+    is_member = resolved is None or context.model.topology.rank in resolved.ranks
+    return context, resolved, is_member
 
 
 def check_rank(context: ContextState, group: Group | None, rank: int, role: str) -> None:

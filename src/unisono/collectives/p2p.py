@@ -54,16 +54,16 @@ def send(value: Any, dst: int, group: GroupLike = None) -> None:
         ...
         unisono.errors.ArgumentError: dst=0 is this rank itself
     """
-    context, found = _pair(group, dst, "dst")
-    frame = frame_or_reason(frame_of, context, value, found)
+    context, members = _pair(group, dst, "dst")
+    frame = frame_or_reason(frame_of, context, value, members)
     head = as_frame(frame)
-    context.model.send(_as_row(context, head), dst, found)
+    context.model.send(_as_row(context, head), dst, members)
     if inline_part(head) is None:
-        context.model.send(_as_row(context, frame), dst, found)
+        context.model.send(_as_row(context, frame), dst, members)
     raise_failures([frame], lambda: [context.model.topology.rank], "send")
     if frame[:1] == b"h":  # the tensor follows its header
-        carrier, _ = carriers.movement(context, carriers.own(context, value))
-        context.model.send(carrier, dst, found)
+        carrier, _ = carriers.movement(context.model, carriers.own(context, value))
+        context.model.send(carrier, dst, members)
 
 
 @guarded
@@ -94,31 +94,31 @@ def recv(src: int, group: GroupLike = None) -> Any:
         ...
         unisono.errors.ArgumentError: src=0 is this rank itself
     """
-    context, found = _pair(group, src, "src")
-    head = to_bytes(context.model.recv(_as_row(context, bytes(FRAME_BYTES)), src, found).cpu())
+    context, members = _pair(group, src, "src")
+    head = to_bytes(context.model.recv(_as_row(context, bytes(FRAME_BYTES)), src, members).cpu())
     frame = inline_part(head)
     if frame is None:
         room = _as_row(context, bytes(length_of(head)))
-        frame = to_bytes(context.model.recv(room, src, found).cpu())
+        frame = to_bytes(context.model.recv(room, src, members).cpu())
     raise_failures([frame], lambda: [src], "recv")
     value = decode(frame, context.model.device)
     if not isinstance(value, TensorHeader):
         return value
-    carrier, restore = carriers.movement(context, memory_for(context, value))
-    got = restore(context.model.recv(carrier, src, found))
+    carrier, restore = carriers.movement(context.model, memory_for(context, value))
+    got = restore(context.model.recv(carrier, src, members))
     return value.finish(got.to(home(context, value)))
 
 
 def _pair(group: GroupLike, peer: int, role: str) -> tuple[ContextState, Group | None]:
-    context, found, is_member = team(group)
-    check_rank(context, found, peer, role)
+    context, members, is_member = team(group)
+    check_rank(context, members, peer, role)
     if not is_member:
         raise GroupMembershipError(
             f"rank {context.model.topology.rank} isn't a member of {group!r}"
         )
     if peer == context.model.topology.rank:
         raise ArgumentError(f"{role}={peer} is this rank itself")
-    return context, found
+    return context, members
 
 
 def _as_row(context: ContextState, data: bytes) -> Tensor:

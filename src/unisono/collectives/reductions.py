@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, overload
 
 from torch import Tensor
 
 from unisono.collectives import _dtype_emulation as carriers
 from unisono.collectives._scalars import reduce_values
-from unisono.collectives.call import Plane, check, collective, route
+from unisono.collectives.call import check, collective
 from unisono.collectives.membership import GroupLike
+from unisono.collectives.routing import carry, is_direct, route
 from unisono.collectives.value_types import (
     Container,
     ContainerT,
@@ -20,10 +22,14 @@ from unisono.collectives.value_types import (
     Reducible,
     TensorT,
 )
+from unisono.context import ContextState
 from unisono.errors import PayloadError
+from unisono.host import memory
+from unisono.host.collectives import HostCollectives
 from unisono.model.handle import Handle
 from unisono.model.reduction import FoldLike, OpLike, ReduceOp, parse_op
-from unisono.payload.codec import is_dense, plain, reason
+from unisono.payload.codec import plain
+from unisono.topology import Group
 from unisono.tracebacks import hides
 
 __all__ = ("all_reduce", "all_reduce_", "reduce", "reduce_scatter")
@@ -177,13 +183,24 @@ def all_reduce(
     if not isinstance(tensor, Tensor):
         call = f"all_reduce {operation.name}"
         return lambda: reduce_values(context, call, tensor, operation, members)
-    _check_reducible(tensor, operation)
-    mine = carriers.own(context, tensor)
+    carriers.check_reducible(tensor, operation)
     if async_op:
+        mine = carriers.own(context, tensor)
         context.settle()
         started = carriers.start_all_reduce(context, mine, operation, members)
         return started.then(lambda total: total.to(tensor.device))
-    return lambda: carriers.all_reduce(context, mine, operation, members).to(tensor.device)
+    return partial(_all_reduce, context, tensor, operation, members)
+
+
+def _all_reduce(context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None) -> Tensor:
+    """Reduce a tensor to a new one."""
+    host = carry(context, tensor, group)
+    if not isinstance(host, HostCollectives) or not is_direct(host, tensor, op):
+        mine = carriers.own(context, tensor)
+        return carriers.all_reduce(context, mine, op, group, tensor.device)
+    check(context, f"all_reduce {op.name}", tensor, group, host)
+    mine = carriers.lend(context, tensor, host)
+    return host.all_reduce(mine, op, group, memory.new(mine, mine.shape))
 
 
 @overload
@@ -240,21 +257,21 @@ def all_reduce_(
     operation = parse_op(op)
     if not isinstance(tensor, Tensor):
         raise PayloadError(f"all_reduce_ works in place on a tensor, not on {_kind(tensor)}")
-    is_ready = (
-        operation is not ReduceOp.AVERAGE
-        and tensor.dtype in context.model.dtypes
-        and tensor.device == context.model.transport_device
-        and is_dense(tensor)
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-        and not (operation is not ReduceOp.SUM and tensor.is_floating_point())
-        and route(context, tensor, members, folds=True) is Plane.DATA
-    )
-    if not is_ready:
-        _check_reducible(tensor, operation)
-        carriers.check_writable(tensor, "all_reduce_")
+    carriers.check_reducible(tensor, operation)
     if async_op:
         context.settle()
+    tensors = route(context, tensor, members)
+    is_ready = (
+        tensors is not None
+        and is_direct(tensors, tensor, operation)
+        and tensor.device == context.model.transport_device
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor.is_conj())
+    )
+    if not is_ready:
+        carriers.check_writable(tensor, "all_reduce_")
+    if async_op:
+        is_ready = is_ready and tensors is context.model
         mine = plain(tensor) if is_ready else carriers.own(context, tensor)
         started = carriers.start_all_reduce(context, mine, operation, members)
         return started.then(
@@ -262,13 +279,13 @@ def all_reduce_(
         )
 
     def call() -> Tensor:
-        if not is_ready:
+        if tensors is None or not is_ready:
             mine = carriers.own(context, tensor)
-            total = carriers.all_reduce(context, mine, operation, members)
+            total = carriers.all_reduce(context, mine, operation, members, mine.device)
             return carriers.fill(tensor, total)
-        check(context, f"all_reduce {operation.name}", tensor, members)
+        check(context, f"all_reduce {operation.name}", tensor, members, tensors)
         mine = plain(tensor)
-        total = context.model.all_reduce(mine, operation, members)
+        total = tensors.all_reduce(mine, operation, members)
         return tensor if total is mine else carriers.fill(tensor, total)
 
     return call
@@ -446,11 +463,14 @@ def reduce(
     operation = parse_op(op)
     name = f"reduce {operation.name} to {dst}"
     if isinstance(value, Tensor):
-        _check_reducible(value, operation)
+        carriers.check_reducible(value, operation)
 
     def call() -> Any:
         if isinstance(value, Tensor):
-            mine = carriers.own(context, value)
+            if context.model.topology.rank == dst:  # it becomes the result
+                mine = carriers.own(context, value)
+            else:
+                mine = _lend(context, value, operation, members)
             total = carriers.reduce(context, mine, dst, operation, members)
             return None if total is None else total.to(value.device)
         total = reduce_values(context, name, value, operation, members)
@@ -509,7 +529,7 @@ def reduce_scatter(
     context, members = group
     operation, size = parse_op(op), context.model.topology.size(members)
     if isinstance(tensor, Tensor):
-        _check_reducible(tensor, operation)
+        carriers.check_reducible(tensor, operation)
     if not isinstance(tensor, Tensor) or tensor.dim() == 0 or tensor.shape[0] % size:
         raise PayloadError(
             f"reduce_scatter takes a tensor whose dim 0 is a multiple of {size}, not "
@@ -517,20 +537,18 @@ def reduce_scatter(
         )
 
     def call() -> Tensor:
-        mine = carriers.own(context, tensor)
+        mine = _lend(context, tensor, operation, members)
         rows = mine.view(size, tensor.shape[0] // size, *tensor.shape[1:])
         return carriers.reduce_scatter(context, rows, operation, members).to(tensor.device)
 
     return call
 
 
-def _check_reducible(tensor: Tensor, op: ReduceOp) -> None:
-    try:
-        carriers.check_reducible(tensor, op)
-    except PayloadError:
-        raise
-    except Exception as error:  # a subclass's own code
-        raise PayloadError(f"{op.name} of this tensor: {reason(error)}") from error
+def _lend(context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None) -> Tensor:
+    carrier = carry(context, tensor, group)
+    if is_direct(carrier, tensor, op):
+        return carriers.lend(context, tensor, carrier)
+    return carriers.own(context, tensor)  # it is overwritten
 
 
 def _kind(value: object) -> str:

@@ -99,15 +99,15 @@ def init_dist(
         >>> idist.finalize()
     """
     name = infer_launcher() if launcher is None else launcher
-    given: dict[str, Any] = {key: value for key, value in kwargs.items() if value is not None}
+    options: dict[str, Any] = {key: value for key, value in kwargs.items() if value is not None}
     if name not in (*_LAUNCHERS, "none"):
         known = ", ".join(sorted((*_LAUNCHERS, "none")))
         raise ArgumentError(f"unknown launcher {launcher!r}. Known: {known}; or None to infer it")
-    if "rank" in given or "world_size" in given:
-        initialize(backend, **given)
+    if "rank" in options or "world_size" in options:
+        initialize(backend, **options)
         return
     if name == "none":
-        initialize(backend, rank=0, world_size=1, **given)
+        initialize(backend, rank=0, world_size=1, **options)
         return
     info = _found(name)
     if info is None:
@@ -116,4 +116,4 @@ def init_dist(
             f"there, they look like {infer_launcher()!r}: start the job with that launcher",
             source=name,
         )
-    initialize(backend, rank=info.rank, world_size=info.world_size, **given)
+    initialize(backend, rank=info.rank, world_size=info.world_size, **options)

@@ -66,12 +66,12 @@ def get_data_device(data: Any) -> torch.device:
         return data.device
     if isinstance(data, str) or not isinstance(data, Iterable):
         raise ArgumentError(f"a tensor, or a list or dict of tensors is needed: {data!r}")
-    found = {get_data_device(v) for v in (data.values() if isinstance(data, Mapping) else data)}
-    if len(found) != 1:
+    devices = {get_data_device(v) for v in (data.values() if isinstance(data, Mapping) else data)}
+    if len(devices) != 1:
         raise ArgumentError(
-            f"the tensors should be on one device, not on {sorted(map(str, found))}"
+            f"the tensors should be on one device, not on {sorted(map(str, devices))}"
         )
-    return found.pop()
+    return devices.pop()
 
 
 def cast_data_device(data: Any, device: torch.device, out: Any = None) -> Any:
@@ -95,8 +95,8 @@ def cast_data_device(data: Any, device: torch.device, out: Any = None) -> Any:
         into = out if out is not None else dict.fromkeys(data)
         return {key: cast_data_device(item, device, into[key]) for key, item in data.items()}
     items = list(data)
-    places = list(out) if out is not None else [None] * len(items)
-    cast = [cast_data_device(i, device, o) for i, o in zip(items, places, strict=True)]
+    targets = list(out) if out is not None else [None] * len(items)
+    cast = [cast_data_device(i, device, o) for i, o in zip(items, targets, strict=True)]
     return tuple(cast) if isinstance(data, tuple) else cast
 
 
@@ -292,8 +292,8 @@ def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:
     """
     context = current()
     nodes = gathers.all_gather([int(node_rank), int(num_gpus_per_node)])
-    for node in sorted({place for place, _ in nodes}):
-        ranks = [rank for rank, (place, _) in enumerate(nodes) if place == node]
+    for node in sorted({host for host, _ in nodes}):
+        ranks = [rank for rank, (host, _) in enumerate(nodes) if host == node]
         counts = {nodes[rank][1] for rank in ranks}
         if counts != {len(ranks)}:
             raise ArgumentError(
@@ -309,10 +309,10 @@ def get_local_group() -> Group:
     """Give the group of this node's ranks, None where nothing is distributed. Local."""
     if not is_distributed():
         return None
-    found = current().groups.get(())
-    if found is None:
+    local = current().groups.get(())
+    if local is None:
         raise NotInitializedError("there is no local group: call init_local_group first")
-    return library_group(found)
+    return library_group(local)
 
 
 def get_default_group() -> Group:
@@ -353,14 +353,14 @@ def get_rank(group: Group = None) -> int:
 
 def get_local_size() -> int:
     """Count the ranks on this node. Local; needs no `init_local_group` if that is known."""
-    found = current().groups.get(())
-    return facts.get_nproc_per_node() if found is None else found.size
+    local = current().groups.get(())
+    return facts.get_nproc_per_node() if local is None else local.size
 
 
 def get_local_rank() -> int:
     """Give the rank within this node. Local; needs no `init_local_group` if that is known."""
-    found = current().groups.get(())
-    return facts.get_local_rank() if found is None else found.position(facts.get_rank())
+    local = current().groups.get(())
+    return facts.get_local_rank() if local is None else local.position(facts.get_rank())
 
 
 def get_dist_info(group: Group = None) -> tuple[int, int]:

@@ -27,6 +27,7 @@ __all__ = (
     "local_address",
     "own_address",
     "peer",
+    "why_unreachable",
 )
 
 BACKLOG = 4096
@@ -216,6 +217,15 @@ def listen_everywhere(port: int) -> socket.socket:
             ("::", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
         )
     return socket.create_server(("", port), backlog=1024)
+
+
+def why_unreachable(addr: str, port: int, limit_s: float) -> OSError | None:
+    """Tell why nobody answers at an address, None if somebody does. Local."""
+    try:
+        socket.create_connection((addr, port), limit_s).close()
+    except OSError as error:
+        return error
+    return None
 
 
 def listen_at(addr: str, port: int) -> socket.socket:

@@ -11,10 +11,10 @@ import json
 import select
 import socket
 import time
-from collections.abc import Callable
+from dataclasses import asdict, dataclass
 
 from unisono.control.envelopes import HEADER
-from unisono.host.mailbox import LANE_BYTES, Mailbox
+from unisono.host.mailbox import MAILBOX_BYTES, Mailbox
 
 __all__ = (
     "ALL",
@@ -28,6 +28,8 @@ __all__ = (
     "WAKE",
     "Connection",
     "ConnectionClosed",
+    "FailureReport",
+    "Frame",
     "read_failure",
 )
 
@@ -36,12 +38,35 @@ _CHUNK = 1 << 16
 _LONGEST_WAIT_S = 3600.0  # `poll` takes no infinity
 
 
+Frame = tuple[int, int, bytes]
+"""Kind, sequence number and body."""
+
+
 class ConnectionClosed(Exception):
     """The peer is gone, or sent what isn't a frame. Never leaves this package."""
 
 
-def read_failure(body: bytes) -> dict[str, object]:
-    """Read what a FAIL frame says: ``kind``, ``text``, and ``rank`` where a rank is gone.
+@dataclass(frozen=True, slots=True)
+class FailureReport:
+    """What a FAIL frame says.
+
+    Args:
+        kind: "peer" where a rank is gone or was interrupted, "timeout" or "threads".
+        text: what happened, for a person.
+        rank: the global rank that is gone, if one is.
+    """
+
+    kind: str
+    text: str
+    rank: int = -1
+
+    def encode(self) -> bytes:
+        """Make the body of the frame. Local."""
+        return json.dumps(asdict(self)).encode()
+
+
+def read_failure(body: bytes) -> FailureReport:
+    """Read the body of a FAIL frame.
 
     Local.
 
@@ -49,33 +74,26 @@ def read_failure(body: bytes) -> dict[str, object]:
         ConnectionClosed: it is none.
     """
     try:
-        said = json.loads(body)
-        rank = int(said.get("rank", -1))
-        return {"kind": str(said["kind"]), "text": str(said["text"]), "rank": rank}
+        fields = json.loads(body)
+        return FailureReport(str(fields["kind"]), str(fields["text"]), int(fields.get("rank", -1)))
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise ConnectionClosed("it sent a report of a failure that can't be read") from None
-
-
-def _always() -> bool:
-    return True
 
 
 class Connection:
     """One connection to one rank.
 
     Args:
-        sock: connected stream socket; the line owns it.
-        lane: memory that both ends share, if any; rounds go through it as far as they fit.
+        sock: connected stream socket, which the connection owns.
+        mailbox: memory that both ends share, if any; rounds go through it as far as they fit.
         limit_bytes: longest body that the peer may send.
     """
 
-    def __init__(self, sock: socket.socket, lane: Mailbox | None, limit_bytes: int) -> None:
+    def __init__(self, sock: socket.socket, mailbox: Mailbox | None, limit_bytes: int) -> None:
         sock.setblocking(False)
-        self._lane = lane
-        self.has_lane: bool = lane is not None
-        self.may_hold: Callable[[], bool] = _always if lane is None else lane.has_come
-        """Tells whether `take` may have a frame; without a mailbox only asking the socket does."""
-        self._last_kind = WAKE if self.has_lane else LEAVE
+        self.mailbox: Mailbox | None = mailbox
+        """What rounds go through, as far as they fit; None where only the socket leads there."""
+        self._last_kind = LEAVE if mailbox is None else WAKE
         self._sock = sock
         self._limit = limit_bytes
         self._held = bytearray()
@@ -97,9 +115,9 @@ class Connection:
             ConnectionClosed: the peer is gone.
             TimeoutError: it doesn't read.
         """
-        lane = self._lane
-        if lane is not None and kind <= ALL and len(body) <= LANE_BYTES:
-            if lane.put(kind, seq, body):
+        mailbox = self.mailbox
+        if mailbox is not None and kind <= ALL and len(body) <= MAILBOX_BYTES:
+            if mailbox.put(kind, seq, body):
                 with contextlib.suppress(
                     ConnectionClosed, TimeoutError
                 ):  # it took the frame and left
@@ -133,7 +151,7 @@ class Connection:
         except OSError as error:
             raise ConnectionClosed(str(error)) from None
 
-    def take(self) -> tuple[int, int, bytes] | None:
+    def take(self) -> Frame | None:
         """Take what has come.
 
         Local; never waits.
@@ -145,8 +163,8 @@ class Connection:
             ConnectionClosed: the peer is gone and all that it sent was taken, or it sent nonsense.
         """
         while True:
-            lane = self._lane
-            frame = None if lane is None else lane.take()
+            mailbox = self.mailbox
+            frame = None if mailbox is None else mailbox.take()
             if frame is None:
                 frame = self._parse()
             if frame is not None and frame[0] != WAKE:
@@ -164,7 +182,7 @@ class Connection:
         except OSError as error:
             data, how = b"", str(error)
         self._held += data
-        if not data and not (self.has_lane and self.may_hold()):
+        if not data and not (self.mailbox is not None and self.mailbox.has_come()):
             raise ConnectionClosed(how)
         return True
 
@@ -182,18 +200,18 @@ class Connection:
             return True
         return False
 
-    def sleep(self, does_sleep: bool) -> None:
+    def sleep(self, is_asleep: bool) -> None:
         """Say whether the next frame must wake this rank. Local."""
-        lane = self._lane
-        if lane is not None:
-            lane.sleep(does_sleep)
+        mailbox = self.mailbox
+        if mailbox is not None:
+            mailbox.sleep(is_asleep)
 
     def _missing(self) -> int:
         if len(self._held) < HEADER.size:
             return 0
         return int(HEADER.unpack_from(self._held)[2]) + HEADER.size - len(self._held)
 
-    def _parse(self) -> tuple[int, int, bytes] | None:
+    def _parse(self) -> Frame | None:
         held = self._held
         if len(held) < HEADER.size:
             return None
@@ -210,4 +228,4 @@ class Connection:
     def close(self) -> None:
         """Close the connection. Local."""
         self._sock.close()
-        self._lane, self.may_hold = None, _always  # the memory goes once nobody looks at it
+        self.mailbox = None  # the memory goes once nobody looks at it

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 __all__ = (
@@ -24,8 +25,8 @@ __all__ = (
     "HEADER",
     "START_BYTES",
     "Blobs",
+    "call_head",
     "join_blobs",
-    "pack_call",
     "read_call",
     "split_blobs",
 )
@@ -80,20 +81,20 @@ def split_blobs(body: bytes, count: int, inline_bytes: int) -> Blobs:
     return blobs, sizes
 
 
-def pack_call(call: str, site: bytes, value: bytes) -> bytes:
-    """Make the blob of a call.
+@lru_cache(maxsize=256)
+def call_head(call: str, site: bytes) -> bytes:
+    """Make what precedes the value in the blob of a call.
 
-    Local.
+    Local, and pure.
 
     Args:
         call: the operation with all that must agree between ranks: ``"broadcast from 0"``.
         site: the line that it was made on.
-        value: any bytes.
     """
     text = call.encode()
     if len(text) > _LONGEST_CALL:
         text = text[:_LONGEST_CALL] + hashlib.sha256(text).hexdigest().encode()
-    return b"".join((_CALL.pack(_MAGIC, len(text), len(site)), text, site, value))
+    return _CALL.pack(_MAGIC, len(text), len(site)) + text + site
 
 
 def read_call(blob: bytes) -> tuple[bytes, bytes, int] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import threading
@@ -18,6 +17,7 @@ from unisono.control.connection import (
     NOTICE,
     Connection,
     ConnectionClosed,
+    FailureReport,
     read_failure,
 )
 from unisono.control.envelopes import Blobs
@@ -76,7 +76,7 @@ class FailureDetector:
         self._ranks = ranks
         self._place = place
         self._links = peers.links
-        self._connections = peers.lines
+        self._connections = peers.connections
         self._pids = peers.pids
         self._steps = steps
         self.pidfds: Mapping[int, int] = open_pidfds(peers.pids)
@@ -92,7 +92,7 @@ class FailureDetector:
         self._unsent_failure = b""  # an interrupt's, while another thread may be sending
         state = _state_reader(weakref.ref(self))
         same_host = peers.pids.keys()
-        self._sideband = Sideband(place, peers.links, peers.asides, same_host, state)
+        self._sideband = Sideband(place, peers.links, peers.sidebands, same_host, state)
         self._close = weakref.finalize(
             self,
             _close,
@@ -155,7 +155,7 @@ class FailureDetector:
         if self._unsent_failure:
             self._send_failure(self._unsent_failure)
         if self._concurrent_calls and self.failure is None:
-            self.fail({"kind": "threads", "text": self._concurrent_calls})
+            self.raise_failure(FailureReport("threads", self._concurrent_calls))
 
     def state(self, group: str) -> State:
         """Say where this rank is, and how far in the group of that name. Local."""
@@ -168,7 +168,7 @@ class FailureDetector:
         step = self._steps.counts.get(group, 0)
         return State(stack_of(self._thread_id), last, self._seq, waits_for, step)
 
-    def look_around(
+    def raise_if_gone(
         self, among: Collection[int] | None = None, group: str = "", step: int = 0
     ) -> None:
         """Raise if a rank is gone; frames of rounds stay where they are.
@@ -189,14 +189,14 @@ class FailureDetector:
         body = self._sideband.failure(_LAST_WORD_S if len(ended) > 1 else 0.0)
         if body is not None:
             failure = read_failure(body)
-            if among is None or ended or failure["rank"] in [self._ranks[at] for at in among]:
-                self.fail(failure)
+            if among is None or ended or failure.rank in [self._ranks[at] for at in among]:
+                self.raise_failure(failure)
         if ended:
-            self.lose(ended[0])
+            self.raise_gone(ended[0])
         for place, connection in self._connections.items():
             is_closed = (among is None or place in among) and connection.is_closed()
             if is_closed and not self._is_done(place, group, step):
-                self.lose(place, "it closed the connection")
+                self.raise_gone(place, "it closed the connection")
 
     def _is_done(self, place: int, group: str, step: int) -> bool:
         """Tell whether a rank that is gone isn't needed, as far as it can be known."""
@@ -234,7 +234,7 @@ class FailureDetector:
             self._sideband.broadcast_late(group, step, text)
         return text
 
-    def hand_on(self, body: bytes, source: int) -> None:
+    def forward_warning(self, body: bytes, source: int) -> None:
         """Log a neighbour's warning of a long wait, and pass it down the tree. Local."""
         self._has_warned = True
         _log.warning("%s", body.decode("utf-8", "replace"))
@@ -265,14 +265,28 @@ class FailureDetector:
             is_alone: whether no other thread may be sending.
         """
         rank = self._ranks[self._place]
-        text = f"rank {rank} was interrupted: {how}"
-        body = json.dumps({"kind": "peer", "rank": rank, "text": text}).encode()
+        report = FailureReport("peer", f"rank {rank} was interrupted: {how}", rank)
+        error = CollectiveError(
+            f"{self._me()}: {how}, so the ranks are out of step: end the job, or finalize() "
+            "and initialize again"
+        )
+        self._fail(error, report, is_alone)
+
+    def give_up(self, text: str, is_alone: bool) -> None:
+        """Take note that the time of an operation of the data plane is over, and tell all others.
+
+        Local.
+
+        Args:
+            text: which ranks didn't come to which operation.
+            is_alone: whether no other thread may be sending.
+        """
+        self._fail(CollectiveTimeoutError(text), FailureReport("timeout", text), is_alone)
+
+    def _fail(self, error: CollectiveError, report: FailureReport, is_alone: bool) -> None:
+        body = report.encode()
         if self.failure is None:
-            self.failure = CollectiveError(
-                f"{self._me()}: {how}, so the ranks are out of step: end the job, or finalize() "
-                "and initialize again"
-            )
-            self._unsent_failure = body
+            self.failure, self._unsent_failure = error, body
         self._sideband.broadcast_failure(body)
         if is_alone and self._unsent_failure:
             self._send_failure(self._unsent_failure)
@@ -284,14 +298,14 @@ class FailureDetector:
                 with contextlib.suppress(ConnectionClosed, TimeoutError):
                     connection.send(FAIL, self._seq, body, time.monotonic() + 1)
 
-    def refuse_late(self, blob: bytes) -> NoReturn:
+    def raise_not_begun(self, blob: bytes) -> NoReturn:
         """Raise because the group's lock wasn't free before the deadline. Local."""
         raise CollectiveTimeoutError(
             f"{self._me()}: {signatures.describe(blob)} wasn't begun before its deadline: another "
             "thread is looking for ranks that are gone"
         )
 
-    def refuse_nested(self, blob: bytes) -> NoReturn:
+    def raise_nested(self, blob: bytes) -> NoReturn:
         """Raise because the round is within another one of the same thread. Local."""
         raise CollectiveError(
             f"{self._me()}: {signatures.describe(blob)} was called within "
@@ -299,7 +313,7 @@ class FailureDetector:
             "finalizer: let those call no collective"
         )
 
-    def clash(self, thread_id: int, blob: bytes) -> None:
+    def raise_if_concurrent(self, thread_id: int, blob: bytes) -> None:
         """Raise if another thread is inside a round. Local.
 
         Raises:
@@ -314,7 +328,7 @@ class FailureDetector:
         )
         raise CollectiveError(f"{self._me()}: {self._concurrent_calls}")
 
-    def lose(self, place: int, how: str = "") -> NoReturn:
+    def raise_gone(self, place: int, how: str = "") -> NoReturn:
         """Fail because of a rank that is gone. Local."""
         rank, pid = self._ranks[place], self._pids.get(place)
         who = f"rank {rank}" if pid is None else f"rank {rank} (pid {pid} on this host)"
@@ -323,7 +337,7 @@ class FailureDetector:
         farewell = self._sideband.farewell(place)
         if farewell is not None:
             text = f"{who} {farewell.how}"
-        self.fail({"kind": "peer", "rank": rank, "text": text})
+        self.raise_failure(FailureReport("peer", text, rank))
 
     def ask(self, places: tuple[int, ...], got: Mapping[int, Blobs]) -> dict[int, State]:
         """Ask the ranks of `places` that haven't come for their state. Local; 0.4 s at most."""
@@ -334,33 +348,32 @@ class FailureDetector:
         state = self._ask([place]).get(place)
         return state is not None and state.seq < self._seq
 
-    def time_out(
+    def raise_timeout(
         self, places: tuple[int, ...], got: Mapping[int, Blobs], states: dict[int, State]
     ) -> NoReturn:
         """Fail because some of `places` didn't come, given what `ask` found. Local."""
-        text = self._report(places, got, states)
-        self.fail({"kind": "timeout", "text": text})
+        self.raise_failure(FailureReport("timeout", self._report(places, got, states)))
 
-    def jam(self, place: int) -> NoReturn:
+    def raise_blocked(self, place: int) -> NoReturn:
         """Fail because a neighbour doesn't read what it is sent. Local."""
         late = Missing(self._ranks[place], pid=self._pids.get(place))
         text = f"{late}\n  it hasn't read what it was sent"
-        self.fail({"kind": "timeout", "text": text})
+        self.raise_failure(FailureReport("timeout", text))
 
-    def fail(self, said: dict[str, object], source: int | None = None) -> NoReturn:
+    def raise_failure(self, failure: FailureReport, source: int | None = None) -> NoReturn:
         """Tell all neighbours but the one that it came from, then raise. Local."""
-        body = json.dumps(said).encode()
+        body = failure.encode()
         self._sideband.broadcast_failure(body)
         self._send_failure(body, source)
         where = f", in {signatures.describe(self._blob)}" if self._is_in_round else ""
-        text = f"{self._me()}{where}: {said['text']}"
-        if said["kind"] == "timeout":
-            text = f"{said['text']}\n  the deadline was over on {self._me()}{where}"
-        if said["kind"] == "peer":
-            self.gone = Absent(int(str(said["rank"])), str(said["text"]))
-            self.failure = PeerFailedError(text, self.gone.rank)
+        text = f"{self._me()}{where}: {failure.text}"
+        if failure.kind == "timeout":
+            text = f"{failure.text}\n  the deadline was over on {self._me()}{where}"
+        if failure.kind == "peer":
+            self.gone = Absent(failure.rank, failure.text)
+            self.failure = PeerFailedError(text, failure.rank)
         else:
-            kind = CollectiveTimeoutError if said["kind"] == "timeout" else CollectiveError
+            kind = CollectiveTimeoutError if failure.kind == "timeout" else CollectiveError
             self.failure = kind(text)
         raise self.failure
 

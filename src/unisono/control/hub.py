@@ -13,7 +13,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from unisono.control.connection import (
     ALL,
@@ -21,6 +21,7 @@ from unisono.control.connection import (
     GIVE,
     NOTICE,
     ConnectionClosed,
+    Frame,
     read_failure,
 )
 from unisono.control.envelopes import START_BYTES, Blobs, join_blobs, split_blobs
@@ -29,6 +30,7 @@ from unisono.control.missing import Absent
 from unisono.control.signatures import SequenceNumbers, describe
 from unisono.control.tree import Peers
 from unisono.errors import CollectiveError
+from unisono.host.arena import Arena
 from unisono.topology import usable_cores
 from unisono.tracebacks import hides
 
@@ -36,29 +38,24 @@ __all__ = ("Hub", "SpinPolicy")
 
 __tracebackhide__ = hides
 
-_LOOK_S = 200e-6  # longer than a wake-up takes, or one slow round would make the next one slow
+_SPIN_S = 200e-6  # longer than a wake-up takes, or one slow round would make the next one slow
 _MOST_NAPS = 64
 
 
 class SpinPolicy:
     """What one rank has learnt of its waits.
 
-    Where a look was in vain, the next rounds sleep at once: twice as many each time, up to 64.
+    Where spinning was in vain, the next waits sleep at once: twice as many each time, up to 64.
     """
 
     def __init__(self) -> None:
-        self._naps, self._next_naps = 0, 1
-
-    def until(self) -> float:
-        """Give until when to look, by ``time.monotonic()``; 0 for not at all. Local."""
-        if self._naps > 0:
-            self._naps -= 1
-            return 0.0
-        return time.monotonic() + _LOOK_S
+        self.naps: int = 0
+        """How many of the next waits sleep at once."""
+        self._next_naps = 1
 
     def learn(self, has_come: bool) -> None:
-        """Take note of how a look ended. Local."""
-        self._naps = 0 if has_come else self._next_naps
+        """Take note of how spinning ended. Local."""
+        self.naps = 0 if has_come else self._next_naps
         self._next_naps = 1 if has_come else min(2 * self._next_naps, _MOST_NAPS)
 
 
@@ -77,7 +74,7 @@ class Hub:
     Args:
         ranks: global ranks of the group, in order of places.
         place: this rank's place.
-        neighbours: the ranks it is connected to, and the processes of its host.
+        peers: the ranks it is connected to, and the processes of its host.
         warn_after_s: seconds after which a rank that waits says once which ranks are missing.
         steps: what this rank has begun on the data plane.
     """
@@ -86,7 +83,7 @@ class Hub:
         self,
         ranks: tuple[int, ...] | range,
         place: int,
-        neighbours: Peers,
+        peers: Peers,
         warn_after_s: float,
         steps: SequenceNumbers,
     ) -> None:
@@ -94,33 +91,37 @@ class Hub:
         """Whether every round goes through memory; set once the ranks know what all of them can."""
         self.compares_calls = False
         """Whether comparing calls costs little beside the data plane; set likewise."""
+        self.arena: Arena | None = peers.arena
+        """Memory for tensors that the ranks of this host share, if they do."""
+        self.hosts: list[list[int]] = []
+        """Ranks by host, where those of every host share memory for tensors; set likewise."""
         self.inline_bytes = 0
         """Longest blob that a round takes; set likewise."""
         self.warn_after_s: float = warn_after_s
         self._ranks = ranks
         self._size = len(ranks)
         self._place = place
-        self._links = neighbours.links
-        self._below = {down: sorted(places) for down, places in neighbours.links.below.items()}
+        self._links = peers.links
+        self._below = {down: sorted(places) for down, places in peers.links.below.items()}
         self._subtree = sorted((place, *(far for each in self._below.values() for far in each)))
-        self._lines = neighbours.lines
-        self._alarm = FailureDetector(ranks, place, neighbours, steps)
+        self._connections = peers.connections
+        self._detector = FailureDetector(ranks, place, peers, steps)
         self._seq = 0
         self._lock = threading.RLock()
         self._poll = select.poll()
-        self._place_of = {line.fd: other for other, line in self._lines.items()}
-        self._place_of |= {fd: other for other, fd in self._alarm.pidfds.items()}
-        self._ended: list[int] = []  # places of this host that no line leads to
+        self._place_of = {connection.fd: other for other, connection in self._connections.items()}
+        self._place_of |= {fd: other for other, fd in self._detector.pidfds.items()}
+        self._ended: list[int] = []  # places of this host that no connection leads to
         self._caller = 0  # the thread that is in a round
         for fd in self._place_of:
             self._poll.register(fd, select.POLLIN)
-        self._patience = SpinPolicy()
-        self._yields = len(neighbours.pids) >= usable_cores()  # ranks share cores
+        self._spins = SpinPolicy()
+        self._yields = len(peers.pids) >= usable_cores()  # ranks share cores
 
     @property
     def shares_memory(self) -> bool:
         """Whether rounds go through memory shared with each neighbour."""
-        return all(line.has_lane for line in self._lines.values())
+        return all(connection.mailbox is not None for connection in self._connections.values())
 
     def close(self, farewell: str = "") -> None:
         """Leave the group. Local; harmless the second time.
@@ -130,16 +131,16 @@ class Hub:
                 one that failed.
         """
         if farewell:
-            self._alarm.say_farewell(farewell)
-        self._alarm.close()
+            self._detector.say_farewell(farewell)
+        self._detector.close()
 
     def say_farewell(self, how: str) -> None:
         """Let the others know that this rank calls nothing more. Local."""
-        self._alarm.say_farewell(how)
+        self._detector.say_farewell(how)
 
     def disown(self) -> None:
         """Close what a forked child has inherited of its parent's. Local."""
-        self._alarm.disown()
+        self._detector.disown()
 
     def gone(
         self, ranks: Collection[int] | None = None, group: str = "", step: int = 0
@@ -153,20 +154,20 @@ class Hub:
             group: the name of the group whose operation waits.
             step: its number there: ranks that had done it before they left don't count.
         """
-        alarm = self._alarm
-        if alarm.gone is None:
+        detector = self._detector
+        if detector.gone is None:
             try:
-                if self._lock.acquire(blocking=False) and alarm.failure is None:
+                if self._lock.acquire(blocking=False) and detector.failure is None:
                     with contextlib.suppress(CollectiveError):
                         among = None if ranks is None else self._places(ranks)
-                        alarm.look_around(among, group, step)
+                        detector.raise_if_gone(among, group, step)
             finally:
                 # A call in Python could be interrupted before it begins, as `suppress` is.
                 try:  # noqa: SIM105
                     self._lock.release()
                 except RuntimeError:  # it isn't this thread's
                     pass
-        absent = alarm.gone
+        absent = detector.gone
         return absent if absent is None or ranks is None or absent.rank in ranks else None
 
     def late(self, group: str, ranks: tuple[int, ...], step: int, is_over: bool) -> str:
@@ -180,7 +181,7 @@ class Hub:
             step: its number there.
             is_over: whether its time is over, which all ranks then learn.
         """
-        return self._alarm.late(self._places(ranks or self._ranks), group, step, is_over)
+        return self._detector.late(self._places(ranks or self._ranks), group, step, is_over)
 
     def _places(self, ranks: Collection[int]) -> list[int]:
         return [place for place, rank in enumerate(self._ranks) if rank in ranks]
@@ -202,15 +203,15 @@ class Hub:
             CollectiveTimeoutError: ranks didn't come in time; names them.
             CollectiveError: an earlier round was interrupted, or another thread is in one.
         """
-        alarm = self._alarm
+        detector = self._detector
         try:  # an interrupt may come just after the lock was taken: it knows whose it is
             if not self._lock.acquire(blocking=False):
                 self._wait_for_turn(blob, until)
             if self._caller:
-                alarm.refuse_nested(blob)
+                detector.raise_nested(blob)
             size = len(blob)
             given = blob if size <= self.inline_bytes else blob[:START_BYTES]
-            alarm.enter(self._seq + 1, given)
+            detector.enter(self._seq + 1, given)
             self._caller = threading.get_ident()
             self._seq += 1
             try:
@@ -218,11 +219,11 @@ class Hub:
             except CollectiveError:
                 raise
             except BaseException as error:  # Ctrl-C above all: half a round can't be taken back
-                alarm.interrupt(f"{type(error).__name__} interrupted {describe(blob)}", True)
+                detector.interrupt(f"{type(error).__name__} interrupted {describe(blob)}", True)
                 raise
             finally:
                 self._caller = 0
-                alarm.leave()
+                detector.leave()
         finally:
             # A call in Python could be interrupted before it begins, as `suppress` is.
             try:  # noqa: SIM105
@@ -231,15 +232,27 @@ class Hub:
                 pass
 
     def _wait_for_turn(self, blob: bytes, until: float) -> None:
-        self._alarm.clash(self._caller, blob)
+        self._detector.raise_if_concurrent(self._caller, blob)
         left_s = max(0.0, until - time.monotonic())
         if not self._lock.acquire(timeout=min(left_s, threading.TIMEOUT_MAX)):
-            self._alarm.refuse_late(blob)
+            self._detector.raise_not_begun(blob)
+
+    @property
+    def failure(self) -> CollectiveError | None:
+        """What every later round raises; None while nothing has failed."""
+        return self._detector.failure
 
     def interrupt(self, how: str) -> None:
         """Take note that this rank comes no more, and tell the others. Local."""
+        self._tell(self._detector.interrupt, how)
+
+    def give_up(self, text: str) -> None:
+        """Take note that the time of an operation is over for all ranks, and tell them. Local."""
+        self._tell(self._detector.give_up, text)
+
+    def _tell(self, tell: Callable[[str, bool], None], text: str) -> None:
         try:  # another thread may be sending
-            self._alarm.interrupt(how, is_alone=self._lock.acquire(blocking=False))
+            tell(text, self._lock.acquire(blocking=False))
         finally:
             # A call in Python could be interrupted before it begins, as `suppress` is.
             try:  # noqa: SIM105
@@ -251,50 +264,58 @@ class Hub:
         up, downs = self._links.up, self._links.downs
         gathered: Blobs = (blob,), (size,)
         if downs:
-            gathered = self._gather(blob, size, until)
+            blobs, sizes = [b""] * self._size, [0] * self._size
+            blobs[self._place], sizes[self._place] = blob, size
+            for down, given in self._receive(GIVE, downs, until).items():
+                for place, each, each_size in zip(self._below[down], *given, strict=True):
+                    blobs[place], sizes[place] = each, each_size
+            gathered = blobs, sizes
+            if len(self._subtree) < self._size:
+                gathered = [blobs[at] for at in self._subtree], [sizes[at] for at in self._subtree]
         if up is not None:
-            self._say(GIVE, up, join_blobs(*gathered), until)
-            gathered = self._hear(ALL, (up,), until)[up]
+            self._send(GIVE, up, join_blobs(*gathered), until)
+            gathered = self._receive(ALL, (up,), until)[up]
         if downs:
             body = join_blobs(*gathered)
             for down in downs:
-                self._say(ALL, down, body, until)
+                self._send(ALL, down, body, until)
         return gathered
 
-    def _gather(self, blob: bytes, size: int, until: float) -> Blobs:
-        """Wait for the blobs of all below; give them with this rank's own, in order of places."""
-        blobs, sizes = [b""] * self._size, [0] * self._size
-        blobs[self._place], sizes[self._place] = blob, size
-        for down, given in self._hear(GIVE, self._links.downs, until).items():
-            for place, each, each_size in zip(self._below[down], *given, strict=True):
-                blobs[place], sizes[place] = each, each_size
-        if len(self._subtree) == self._size:
-            return blobs, sizes
-        return [blobs[at] for at in self._subtree], [sizes[at] for at in self._subtree]
-
-    def _hear(self, kind: int, places: tuple[int, ...], until: float) -> dict[int, Blobs]:
+    def _receive(self, kind: int, places: tuple[int, ...], until: float) -> dict[int, Blobs]:
         """Wait for one message of `kind` from each of `places`; give what is in them."""
         got: dict[int, Blobs] = {}
-        end = self._patience.until()
-        if end:
-            self._look(kind, places, got, end)
+        spins = self._spins
+        if spins.naps:
+            spins.naps -= 1
+        else:
+            spin_until = time.monotonic() + _SPIN_S
+            for place in places:
+                self._spin(place, kind, places, got, spin_until)
+            spins.learn(len(got) == len(places))
         if len(got) < len(places):
             later_s = _WARN_LATER_S if kind == ALL else 0.0
             warn_at = time.monotonic() + self.warn_after_s + later_s
             self._sleep(kind, places, got, until, warn_at)
         return got
 
-    def _look(self, kind: int, places: tuple[int, ...], got: dict[int, Blobs], end: float) -> None:
-        """Look without sleeping, as long as that has been worth it."""
-        while len(got) < len(places):
-            for place in places:
-                if place not in got and self._lines[place].may_hold():
-                    self._take(place, kind, places, got)
-            if time.monotonic() > end:
-                break
-            if self._yields:
-                os.sched_yield()
-        self._patience.learn(len(got) == len(places))
+    def _spin(
+        self, place: int, kind: int, places: tuple[int, ...], got: dict[int, Blobs], until: float
+    ) -> None:
+        """Look for the message of one neighbour without sleeping."""
+        connection = self._connections[place]
+        mailbox = connection.mailbox  # where there is one, the socket is read only before sleeping
+        take = connection.take if mailbox is None else mailbox.take
+        try:
+            while place not in got:
+                frame = take()
+                if frame is not None:
+                    self._accept(frame, place, kind, places, got)
+                elif time.monotonic() > until:
+                    break
+                elif self._yields:
+                    os.sched_yield()
+        except (ConnectionClosed, ValueError) as closed:
+            self._detector.raise_gone(place, str(closed))
 
     def _sleep(
         self,
@@ -306,40 +327,40 @@ class Hub:
     ) -> None:
         """Sleep until all have come, and say so to those that could go unnoticed."""
         wait_s = _FIRST_SLEEP_S
-        look_at, has_grace = time.monotonic() + _SUSPECT_S, kind == ALL
-        self._alarm.waits = (places, got)
+        suspect_at, has_grace = time.monotonic() + _SUSPECT_S, kind == ALL
+        self._detector.waits = (places, got)
         for place in places:
-            self._lines[place].sleep(True)
-        self._look_at(kind, places, got)
+            self._connections[place].sleep(True)
+        self._take_all(kind, places, got)
         while len(got) < len(places):
             now = time.monotonic()
             if now >= until:
-                states = self._alarm.ask(places, got)
-                self._look_at(kind, places, got)  # who answered may have been the first to give up
+                states = self._detector.ask(places, got)
+                self._take_all(kind, places, got)  # who answered may have been the first to give up
                 if len(got) == len(places):
                     break
                 is_there = bool(states) and all(s.seq >= self._seq for s in states.values())
                 if not (has_grace and is_there):
-                    self._alarm.time_out(places, got, states)
+                    self._detector.raise_timeout(places, got, states)
                 has_grace, until = False, time.monotonic() + _GRACE_S
-            if kind == ALL and self._ended and now >= look_at:
-                look_at = now + _SUSPECT_S
-                if self._alarm.is_behind(places[0]):  # so it can't have left with the answer
-                    self._alarm.lose(self._ended[0])
+            if kind == ALL and self._ended and now >= suspect_at:
+                suspect_at = now + _SUSPECT_S
+                if self._detector.is_behind(places[0]):  # so it can't have left with the answer
+                    self._detector.raise_gone(self._ended[0])
             if now >= warn_at:
                 warn_at = _NEVER
-                self._alarm.warn(places, got)
-            ends = (until, warn_at, look_at if self._ended else _NEVER)
+                self._detector.warn(places, got)
+            ends = (until, warn_at, suspect_at if self._ended else _NEVER)
             events = self._poll.poll(max(0.0, min(min(ends) - now, wait_s)) * 1000)
             for fd, _ in events:
                 self._on_event(fd, kind, places, got)
             if not events:
                 wait_s = _LONGEST_SLEEP_S
-                self._look_at(kind, places, got)
+                self._take_all(kind, places, got)
         for place in places:
-            self._lines[place].sleep(False)
+            self._connections[place].sleep(False)
 
-    def _look_at(self, kind: int, places: tuple[int, ...], got: dict[int, Blobs]) -> None:
+    def _take_all(self, kind: int, places: tuple[int, ...], got: dict[int, Blobs]) -> None:
         """Take what came while this rank was elsewhere, or was falling asleep."""
         for place in places:
             if place not in got:
@@ -347,8 +368,8 @@ class Hub:
 
     def _on_event(self, fd: int, kind: int, places: tuple[int, ...], got: dict[int, Blobs]) -> None:
         place = self._place_of[fd]
-        if place in self._lines:
-            self._take(place, kind, places, got, is_gone=fd != self._lines[place].fd)
+        if place in self._connections:
+            self._take(place, kind, places, got, is_gone=fd != self._connections[place].fd)
         else:
             self._poll.unregister(fd)
             self._ended.append(place)
@@ -364,30 +385,41 @@ class Hub:
         """Take what a neighbour has sent; fail where it is gone, or sent what it shouldn't."""
         how = ""
         try:
-            while (frame := self._lines[place].take()) is not None:
-                if frame[0] == NOTICE:
-                    self._alarm.hand_on(frame[2], place)
-                elif frame[0] == FAIL:
-                    self._alarm.fail(read_failure(frame[2]), place)
-                elif frame[:2] == (kind, self._seq) and place in places and place not in got:
-                    count = self._size if kind == ALL else len(self._below[place])
-                    got[place] = split_blobs(frame[2], count, self.inline_bytes)
-                    if not is_gone:
-                        return
-                else:
-                    raise ConnectionClosed(f"it sent frame {frame[0]} of round {frame[1]}")
+            while (frame := self._connections[place].take()) is not None:
+                if self._accept(frame, place, kind, places, got) and not is_gone:
+                    return
         except (ConnectionClosed, ValueError) as closed:
             is_gone, how = True, str(closed)
         # A peer that sent GIVE still waits for ALL, so its exit is a failure; one that sent ALL
         # may exit.
         if is_gone and not (kind == ALL and place in got):
-            self._alarm.lose(place, how)
+            self._detector.raise_gone(place, how)
 
-    def _say(self, kind: int, place: int, body: bytes, until: float) -> None:
+    def _accept(
+        self,
+        frame: Frame,
+        place: int,
+        kind: int,
+        places: tuple[int, ...],
+        got: dict[int, Blobs],
+    ) -> bool:
+        """Handle one frame of a neighbour; tell whether it is the one that is waited for."""
+        if frame[0] == NOTICE:
+            self._detector.forward_warning(frame[2], place)
+            return False
+        if frame[0] == FAIL:
+            self._detector.raise_failure(read_failure(frame[2]), place)
+        if frame[:2] != (kind, self._seq) or place not in places or place in got:
+            raise ConnectionClosed(f"it sent frame {frame[0]} of round {frame[1]}")
+        count = self._size if kind == ALL else len(self._below[place])
+        got[place] = split_blobs(frame[2], count, self.inline_bytes)
+        return True
+
+    def _send(self, kind: int, place: int, body: bytes, until: float) -> None:
         try:
-            self._lines[place].send(kind, self._seq, body, until)
+            self._connections[place].send(kind, self._seq, body, until)
         except ConnectionClosed as closed:
             self._take(place, NOTICE, (), {})  # it may have said why
-            self._alarm.lose(place, str(closed))
+            self._detector.raise_gone(place, str(closed))
         except TimeoutError:
-            self._alarm.jam(place)
+            self._detector.raise_blocked(place)

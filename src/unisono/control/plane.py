@@ -6,6 +6,7 @@ A model without one gets the default, which adds nothing to the model's own `exc
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,11 @@ from unisono.control.hub import Hub
 from unisono.control.missing import Absent
 from unisono.control.rendezvous import connect_group
 from unisono.control.signatures import SequenceNumbers
+from unisono.control.watch import Watch
 from unisono.deadlines import end_of_call
+from unisono.errors import CollectiveError, ContextError
+from unisono.host.collectives import HostCollectives
+from unisono.host.levels import MemoryCollectives, TwoLevels
 from unisono.model import fallback
 from unisono.topology import EVERYBODY, Group, name_of
 from unisono.tracebacks import hides
@@ -30,7 +35,7 @@ __tracebackhide__ = hides
 INLINE_BYTES = 1 << 16
 """Longest blob that travels through the hub; longer ones follow on the data plane.
 
-Where all ranks share memory it is what fits into their lanes.
+Where all ranks share memory it is what fits into their mailboxes.
 """
 _TENSOR_PART = 4
 """A CPU tensor travels in a round up to this part of the longest blob, measured on 2 and 4 ranks:
@@ -45,7 +50,11 @@ class ControlPlane:
     """
 
     is_thread_bound: bool = False
-    """Whether the context belongs to one thread instead of the process (XLA replicas)."""
+    """Whether `initialize`, or finding a context, binds it to one thread instead of the process.
+
+    This is so on XLA alone. The contract's `replicas_are_threads` is about ``spawn``: a context of
+    `threads` that is made by `initialize` belongs to the process.
+    """
     is_lazy: bool = False
     """Whether the device computes only when asked to: `settle` comes before each collective."""
 
@@ -77,6 +86,21 @@ class ControlPlane:
                 model's `all_reduce` is better for any.
         """
         return -1 if folds else fallback.INLINE_TENSOR_BYTES
+
+    def memory(self, group: Group | None) -> MemoryCollectives | None:
+        """Give what sums CPU tensors of `group` through memory that the ranks of a host share.
+
+        Local, or collective at creation of that memory.
+        """
+        return None
+
+    def host(self, group: Group | None) -> HostCollectives | None:
+        """Give it where all ranks of `group` are on one host; it has all collectives.
+
+        Local, as `memory`.
+        """
+        memory = self.memory(group)
+        return memory if isinstance(memory, HostCollectives) else None
 
     def compares_calls(self, group: Group | None) -> bool:
         """Tell whether comparing the ranks' calls costs little beside a collective of `group`.
@@ -135,11 +159,18 @@ class SocketControlPlane(ControlPlane):
         self._is_alone = model.topology.world_size == 1
         self.hubs: dict[str, Hub | None] = {}
         """By the name of the group; None for one whose ranks can't be connected."""
+        self._memories: dict[str, MemoryCollectives] = {}
+        self._parts: set[str] = set()
+        """Names of groups whose operations are parts of those of all ranks."""
+        self._connects: dict[str, threading.RLock] = {}
+        """Held while a group connects: what runs in the background may be first, too."""
         self.secret: bytes | None = None
         """What ranks prove to each other before their data plane is trusted; None where they share
         nothing yet."""
         self.proved: set[str] = set()
         """Names of the groups whose ranks have proved it."""
+        self.has_levels: bool = False
+        """Whether the model's collectives may be taken for the way between hosts alone."""
         self.is_one_host: bool = False
         """Whether a rank that isn't a process of this user on this host can't be of the job."""
 
@@ -169,6 +200,9 @@ class SocketControlPlane(ControlPlane):
         blobs, sizes = hub.exchange(blob, until)
         if max(sizes) <= hub.inline_bytes:
             return list(blobs)
+        host = self.host(group)
+        if host is not None:
+            return host.exchange(blob, sizes)
         return fallback.exchange_bodies(self.model, blob, list(sizes), group)
 
     def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
@@ -191,17 +225,56 @@ class SocketControlPlane(ControlPlane):
             hub = self._hub(group)
         return hub is not None and hub.compares_calls
 
+    def memory(self, group: Group | None) -> MemoryCollectives | None:
+        """Give what sums CPU tensors of `group`. Collective at creation, as in the class above."""
+        key = EVERYBODY if group is None else group.name
+        if key not in self.hubs:
+            model = self.model
+            if model.transport_device.type != "cpu" or model.topology.size(group) == 1:
+                return None
+            self._hub(group)
+        return self._memories.get(key)
+
     def _hub(self, group: Group | None) -> Hub | None:
         key = name_of(group)
-        if key not in self.hubs:
-            self.hubs[key] = hub = connect_group(self, group, INLINE_BYTES)
-            if hub is not None:
-                is_near = self.model.transport_device.type == "cpu"
-                hub.compares_calls = hub.all_share_memory and is_near
+        with self._connects.setdefault(key, threading.RLock()):
+            if key not in self.hubs:
+                hub = connect_group(self, group, INLINE_BYTES)
+                if hub is not None and self.model.transport_device.type == "cpu":
+                    self._share_tensors(hub, key, group)
+                    is_shared = type(self._memories.get(key)) is HostCollectives
+                    hub.compares_calls = hub.all_share_memory or is_shared
+                self.hubs[key] = hub  # at last: other threads of the group look for it alone
         return self.hubs[key]
 
+    def _share_tensors(self, hub: Hub, key: str, group: Group | None) -> None:
+        hosts, watch = hub.hosts, Watch(self, group, key)
+        if len(hosts) == 1 and hub.arena is not None:
+            self._memories[key] = HostCollectives(hub.arena, hosts[0], watch)
+        elif len(hosts) < self.model.topology.size(group) and len(hosts) > 1:
+            rank = self.model.topology.rank
+            self._memories[key] = TwoLevels(hub.arena, hosts, rank, watch, self)
+
+    def make_part(self, ranks: tuple[int, ...]) -> Group:
+        """Make a group whose operations are parts of those of all ranks. Collective over all."""
+        group = self.model.new_group(ranks)
+        if self.model.topology.rank in ranks:
+            self._parts.add(group.name)
+        return group
+
+    @property
+    def shared_bytes(self) -> int:
+        """What this rank's groups share for tensors."""
+        arenas = [hub.arena for hub in self._connected()]
+        return sum(arena.layout.size_bytes for arena in arenas if arena is not None)
+
+    def _let_go_of_memory(self) -> None:
+        for memory in self._memories.values():
+            memory.close()
+        self._memories.clear()
+
     def _connected(self) -> list[Hub]:
-        return [hub for hub in self.hubs.values() if hub is not None]
+        return [hub for hub in list(self.hubs.values()) if hub is not None]  # threads add to them
 
     def interrupt(self, how: str) -> None:
         """Tell the other ranks that this one left a collective half-way. Local."""
@@ -217,6 +290,7 @@ class SocketControlPlane(ControlPlane):
         """Close the connections. Local, as in the class above."""
         hubs = self._connected()
         self.hubs.clear()
+        self._let_go_of_memory()
         for hub in hubs:
             hub.close(farewell)
 
@@ -224,14 +298,17 @@ class SocketControlPlane(ControlPlane):
         """Close what a forked child has inherited, without a word to the others. Local."""
         hubs = self._connected()
         self.hubs.clear()
+        self._let_go_of_memory()
         for hub in hubs:
             hub.disown()
 
     def take_over(self, other: Self) -> None:
         """Share the connections of another view of this context, and what they proved. Local."""
         super().take_over(other)
-        self.hubs, self.secret = other.hubs, other.secret
-        self.proved, self.is_one_host = other.proved, other.is_one_host
+        self.hubs, self.secret, self._memories = other.hubs, other.secret, other._memories
+        self.proved, self._parts, self.is_one_host = other.proved, other._parts, other.is_one_host
+        for memory in self._memories.values():
+            memory.belong_to(self)
 
     def gone(self, group: Group | None, step: int = 0) -> Absent | None:
         """Tell which rank of a group is known to be gone, if any.
@@ -243,13 +320,37 @@ class SocketControlPlane(ControlPlane):
             step: the number of the operation in the group: a rank that had done it and left isn't
                 gone.
         """
-        ranks = () if group is None else group.ranks
-        for key in dict.fromkeys((name_of(group), EVERYBODY)):
+        group, step = self._whole(group, step)
+        name = name_of(group)
+        for key in dict.fromkeys((name, EVERYBODY)):
             hub = self.hubs.get(key)
-            absent = None if hub is None else hub.gone(ranks or None, name_of(group), step)
+            ranks = None if group is None or key == name else group.ranks
+            absent = None if hub is None else hub.gone(ranks, name, step)
             if absent is not None:
                 return absent
         return None
+
+    def failure(self, group: Group | None) -> CollectiveError | None:
+        """Give what every later round of a group raises, None while nothing has failed. Local.
+
+        Raises:
+            ContextError: the context has ended.
+        """
+        hub = self.hubs.get(name_of(group))
+        if hub is None:
+            raise ContextError("finalize() was called meanwhile, by another thread")
+        return hub.failure
+
+    def give_up(self, group: Group | None, text: str) -> None:
+        """Tell the ranks of a group that the time of an operation is over. Local.
+
+        Args:
+            group: the ranks that take part.
+            text: which of them didn't come to which operation.
+        """
+        hub = self.hubs.get(name_of(group))
+        if hub is not None:
+            hub.give_up(text)
 
     def late(self, group: Group | None, step: int, is_over: bool = True) -> str:
         """Say which ranks haven't come to an operation of the data plane, if it can be found out.
@@ -261,10 +362,17 @@ class SocketControlPlane(ControlPlane):
             step: its number in the group.
             is_over: whether its time is over, which all ranks then learn.
         """
+        group, step = self._whole(group, step)
         ranks = () if group is None else group.ranks
         name = name_of(group)
         hub = self.hubs.get(name) or self.hubs.get(EVERYBODY)
         return "" if hub is None else hub.late(name, ranks, step, is_over)
+
+    def _whole(self, group: Group | None, step: int) -> tuple[Group | None, int]:
+        """Give group and number of the operation that this one is a part of, if it is one."""
+        if group is None or group.name not in self._parts:
+            return group, step
+        return None, self.steps.counts.get(EVERYBODY, 0)
 
     def warn_after_s(self) -> float:
         """Give the seconds after which a wait on the data plane names the missing ranks. Local."""

@@ -12,6 +12,7 @@ Ranks of one host meet at an abstract Unix-domain socket (Linux; elsewhere in a 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import json
@@ -37,9 +38,11 @@ from unisono.control.signatures import SequenceNumbers
 from unisono.control.tree import FAN_OUT, Links, Peers, links
 from unisono.deadlines import limit_of
 from unisono.errors import CollectiveError, EnvironmentDetectionError, PeerRefusedError
-from unisono.host.mailbox import LANE_BYTES, Mailbox, receive, send
+from unisono.host import arena, memory
+from unisono.host.arena import Arena
+from unisono.host.mailbox import MAILBOX_BYTES, Mailbox, receive, send
 from unisono.model import fallback
-from unisono.topology import Group, name_of
+from unisono.topology import Group, name_of, usable_cores
 
 __all__ = ("Connectable", "connect_group", "host_of_this_process")
 
@@ -56,6 +59,8 @@ _REMEDY_BETWEEN = (
 _UNPROVED = "; nothing proves there who belongs to the job"
 _ROUNDS, _SIDEBAND = 0, 1  # the two connections to each neighbour
 Endpoint = tuple[socket.socket, Mailbox | None]
+_SHARED_BYTES = 32 << 20  # of memory for tensors, by default, for each rank of a host
+_PART_OF_REST = 4
 _ENTRY_BYTES = 64  # upper bound of what an entry of a round takes besides its blob
 T = TypeVar("T")
 
@@ -76,6 +81,7 @@ class _Advertisement:
         warn_after_s: its user's setting.
         fan_out: likewise.
         most_bytes: likewise.
+        shared_bytes: likewise.
         wrong_setting: what `EnvironmentDetectionError` takes, where a setting isn't a number.
     """
 
@@ -90,6 +96,7 @@ class _Advertisement:
     warn_after_s: float = 0.0
     fan_out: int = 0
     most_bytes: int = 0
+    shared_bytes: int = 0
     wrong_setting: dict[str, Any] | None = None
 
 
@@ -102,12 +109,14 @@ class _Vote:
         refused: which stranger answered it in place of a rank; empty if none did.
         instead: that rank.
         shares_memory: whether it shares memory with each neighbour.
+        has_arena: whether it has memory for tensors that all ranks of its host share, or is alone.
     """
 
     reason: str = ""
     refused: str = ""
     instead: int = -1
     shares_memory: bool = False
+    has_arena: bool = False
 
 
 def host_of_this_process() -> str:
@@ -118,7 +127,7 @@ def host_of_this_process() -> str:
     return f"{socket.gethostname()} {os.getuid() if hasattr(os, 'getuid') else ''}"
 
 
-def _advertise(host: str | None) -> _Advertisement:
+def _advertise(control: Connectable, host: str | None) -> _Advertisement:
     """Describe this process and its user's settings; a wrong one, so that all ranks refuse it."""
     own = _Advertisement(
         host=host_of_this_process() if host is None else host,
@@ -130,7 +139,8 @@ def _advertise(host: str | None) -> _Advertisement:
     try:
         own.warn_after_s = warn_after_s()
         own.fan_out = int(number_in("UNISONO_FAN_OUT", FAN_OUT, least=1))
-        own.most_bytes = int(number_in("UNISONO_INLINE_BYTES", LANE_BYTES))
+        own.most_bytes = int(number_in("UNISONO_INLINE_BYTES", MAILBOX_BYTES))
+        own.shared_bytes = _most_shared_bytes(control)
     except EnvironmentDetectionError as error:
         own.wrong_setting = {
             "message": str(error),
@@ -139,6 +149,16 @@ def _advertise(host: str | None) -> _Advertisement:
             "value": error.value,
         }
     return own
+
+
+def _most_shared_bytes(control: Connectable) -> int:
+    """Give what one more group may share for tensors: the first all, others a part of the rest."""
+    model, held_bytes = control.model, control.shared_bytes
+    if model.transport_device.type != "cpu":
+        return 0
+    ranks = model.topology.local_world_size or model.topology.world_size
+    limit_bytes = int(number_in("UNISONO_SHARED_BYTES", ranks * _SHARED_BYTES))
+    return max(0, limit_bytes - held_bytes) // (_PART_OF_REST if held_bytes else 1)
 
 
 def _refuse_wrong_settings(adverts: Iterable[_Advertisement], ranks: Sequence[int]) -> None:
@@ -181,12 +201,17 @@ class Connectable(Protocol):
     steps: SequenceNumbers
     secret: bytes | None
     is_one_host: bool
+    has_levels: bool
     proved: set[str]
     timeout_s: float | None
 
     @property
     def model(self) -> Provable:
         """What carries the advertisements."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """What this rank's groups share for tensors so far."""
 
 
 def connect_group(
@@ -237,18 +262,25 @@ def _connect_all(
     ranks, place = model.topology.members(group), model.topology.position(group)
     hub, votes = None, [_Vote()]
     with contextlib.ExitStack() as stack:
-        adverts, listeners = _exchange_adverts(model, group, host, stack)
+        adverts, listeners = _exchange_adverts(control, group, host, stack)
         _refuse_wrong_settings(adverts, ranks)
         is_one_host = len({advert.host for advert in adverts}) == 1
         if control.is_one_host and not is_one_host and host is None:
             raise _foreign_host_error(adverts, ranks, place)
         reasons = [advert.reason for advert in adverts]
         if not any(reasons):
-            hub, vote = _try_to_connect(control, adverts, ranks, listeners, inline_bytes)
+            has_arena = is_one_host or (control.has_levels and group is None)
+            hub, vote = _try_to_connect(
+                control, adverts, ranks, listeners, inline_bytes, has_arena=has_arena
+            )
             votes = _vote(model, vote, group, hub)
             reasons = [each.reason for each in votes]
     if hub is not None and not any(reasons):
         hub.all_share_memory = all(each.shares_memory for each in votes)
+        if all(each.has_arena for each in votes):
+            hub.hosts = _ranks_by_host(adverts, ranks)
+        else:
+            hub.arena = None
         hub.inline_bytes = min(
             _inline_bytes(hub, len(ranks), inline_bytes),
             min(advert.most_bytes for advert in adverts),
@@ -269,24 +301,33 @@ def _try_to_connect(
     ranks: tuple[int, ...] | range,
     listeners: list[socket.socket],
     inline_bytes: int,
+    *,
+    has_arena: bool,
 ) -> tuple[Hub | None, _Vote]:
     place = ranks.index(control.model.topology.rank)
-    until = _until(control)
+    until, tensors = _until(control), _Memory(adverts, place, has_arena)
     try:
-        peers = _connect(adverts, place, listeners, inline_bytes, until, control.secret)
+        peers = _connect(adverts, place, listeners, inline_bytes, until, control.secret, tensors)
         hub = Hub(ranks, place, peers, adverts[place].warn_after_s, control.steps)
     except _RefusedError as error:
         return None, _Vote(refused=str(error), instead=ranks[error.place])
     except OSError as error:
         return None, _Vote(reason=_text_of(error))
-    return hub, _Vote(shares_memory=hub.shares_memory)
+    return hub, _Vote(shares_memory=hub.shares_memory, has_arena=tensors.is_had)
+
+
+def _ranks_by_host(adverts: list[_Advertisement], ranks: Sequence[int]) -> list[list[int]]:
+    hosts: dict[str, list[int]] = {}
+    for rank, advert in zip(ranks, adverts, strict=True):
+        hosts.setdefault(advert.host, []).append(rank)
+    return list(hosts.values())
 
 
 def _inline_bytes(hub: Hub, size: int, inline_bytes: int) -> int:
     """Give the longest blob of a round: every rank gets the blobs of all."""
     if hub.all_share_memory:
-        return max(inline_bytes, LANE_BYTES // size - _ENTRY_BYTES)
-    return min(inline_bytes, LANE_BYTES // size)
+        return max(inline_bytes, MAILBOX_BYTES // size - _ENTRY_BYTES)
+    return min(inline_bytes, MAILBOX_BYTES // size)
 
 
 def _until(control: Connectable) -> float:
@@ -324,7 +365,7 @@ def _vote(model: Provable, vote: _Vote, group: Group | None, hub: Hub | None) ->
 
 
 def _exchange_adverts(
-    model: fallback.CollectiveTransport,
+    control: Connectable,
     group: Group | None,
     host: str | None,
     stack: contextlib.ExitStack,
@@ -334,7 +375,7 @@ def _exchange_adverts(
     The leader of a host takes a port only where there is another host, and after that is known.
     """
     listeners: list[socket.socket] = []
-    advert = _advertise(host)
+    model, advert = control.model, _advertise(control, host)
     try:
         listener, advert.unix = listen_locally(stack)
         listeners.append(listener)
@@ -386,7 +427,8 @@ def _warn_once(reasons: str, remedy: str, unproved: str) -> None:
 #   HELLO: place, channel, nonce       ------>   is that place expected? no: closed
 #   proof right? no: refused           <------   proof for that nonce, own nonce
 #   proof for that nonce               ------>   right? no: closed, and its sender is reported
-#   connected                          <------   mailbox of the rounds on one host, else ACCEPTED
+#   connected                          <------   on one host the mailbox of the rounds, and memory
+#                                                for tensors; else ACCEPTED
 #                                                connected
 #
 # A rank connects upwards first and then accepts: a rank below waits until its listener answers.
@@ -397,6 +439,7 @@ def _connect(
     inline_bytes: int,
     until: float,
     job_secret: bytes | None,
+    tensors: _Memory,
 ) -> Peers:
     """Connect upwards first, so that the tree is made from its root down."""
     hosts = [advert.host for advert in adverts]
@@ -412,13 +455,17 @@ def _connect(
                 made[part.up, channel] = _connect_to_parent(
                     adverts, place, part.up, channel, secret, until
                 )
-        made.update(_accept_children(hosts, place, part, listeners, secret, until))
+            tensors.receive(made[part.up, _ROUNDS][0])
+        tensors.make()
+        made.update(_accept_children(hosts, place, part, listeners, secret, until, tensors))
     except BaseException:  # Ctrl-C too: no descriptor is left open
         for sock, _ in made.values():
             sock.close()
         raise
+    finally:
+        tensors.close()
     pids = _pids_of_host(adverts, place)
-    limit_bytes = max(LANE_BYTES, len(adverts) * (inline_bytes + _ENTRY_BYTES))
+    limit_bytes = max(MAILBOX_BYTES, len(adverts) * (inline_bytes + _ENTRY_BYTES))
     return Peers(
         part,
         {
@@ -432,7 +479,60 @@ def _connect(
             if channel == _SIDEBAND
         },
         pids,
+        tensors.arena,
     )
+
+
+class _Memory:
+    """What the ranks of this host share for tensors: made by the first, sent to the others.
+
+    Args:
+        adverts: of all ranks.
+        place: of this rank.
+        is_used: whether there is a use for it.
+    """
+
+    def __init__(self, adverts: list[_Advertisement], place: int, is_used: bool) -> None:
+        host = adverts[place].host
+        places = [at for at, advert in enumerate(adverts) if advert.host == host]
+        self._size, self._position = len(places), places.index(place)
+        self._is_used = is_used
+        self._most_bytes = min(adverts[at].shared_bytes for at in places)
+        self._fd: int | None = None
+        self.arena: Arena | None = None
+
+    @property
+    def is_had(self) -> bool:
+        """Whether the ranks of this host have it, or this one is alone there."""
+        return self.arena is not None or self._size == 1
+
+    def make(self) -> None:
+        """Make it, where this rank is the first of several. Local."""
+        if self._is_used and self._position == 0 and self._size > 1:
+            made = arena.make(self._size, usable_cores(), self._most_bytes)
+            if made is not None:
+                self._fd, self.arena = made
+
+    def send(self, sock: socket.socket) -> None:
+        """Send it to a rank of this host. Local."""
+        memory.send(sock, self._fd)
+
+    def receive(self, sock: socket.socket) -> None:
+        """Receive it from the first rank, where this one isn't it. Local."""
+        if self._position > 0:  # on every host: its first rank says at least that there is none
+            try:
+                shared = memory.receive(sock)
+            except OSError as error:
+                if error.errno != errno.ENOMEM:
+                    raise
+                shared = None  # it came, and there is no room to map it
+            if shared is not None:
+                self.arena = arena.read(shared, self._size, self._position)
+
+    def close(self) -> None:
+        """Close the descriptor; the memory lives as long as somebody maps it. Local."""
+        if self._fd is not None:
+            os.close(self._fd)
 
 
 def _pids_of_host(adverts: list[_Advertisement], place: int) -> dict[int, int]:
@@ -520,6 +620,7 @@ def _accept_children(
     listeners: list[socket.socket],
     secret: bytes,
     until: float,
+    tensors: _Memory,
 ) -> Iterator[tuple[tuple[int, int], Endpoint]]:
     """Accept the connections of the ranks below; strangers are dropped."""
     for is_local in (True, False):
@@ -538,6 +639,7 @@ def _accept_children(
             secret=secret,
             is_local=is_local,
             refused=strangers.add,
+            tensors=tensors,
         )
         listener = listeners[0] if is_local else listeners[1]
         accepted = accept_authenticated(listener, check, until, refused=strangers.add)
@@ -562,6 +664,7 @@ def _authenticate_child(
     secret: bytes,
     is_local: bool,
     refused: Callable[[str], None],
+    tensors: _Memory,
 ) -> Generator[int, bytes, tuple[tuple[int, int], Mailbox | None] | None]:
     if not is_local:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -575,6 +678,8 @@ def _authenticate_child(
         refused(f"{who} without the job's secret")
         return None
     if is_local and channel == _ROUNDS:
-        return (place, channel), send(sock)
+        mailbox = send(sock)
+        tensors.send(sock)
+        return (place, channel), mailbox
     sock.sendall(_ACCEPTED)
     return (place, channel), None

@@ -296,7 +296,7 @@ class Sideband:
                 try:
                     self._handle(kind, json.loads(body), source)
                 except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                    raise ConnectionClosed("it sent what can't be read on its side line") from None
+                    raise ConnectionClosed("it sent what can't be read on its sideband") from None
 
     def _note_departure(self, place: int, farewell: Farewell | None, source: int) -> None:
         """Take note of a rank that is gone; tell ranks of its host that aren't connected to it."""

@@ -18,11 +18,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from unisono.control.envelopes import COPIED_BYTES, pack_call, read_call
+from unisono.control.envelopes import COPIED_BYTES, read_call
 from unisono.errors import CollectiveMismatchError
 from unisono.tracebacks import hides, place_of
 
 __all__ = (
+    "OUR_FRAMES",
     "UNKNOWN",
     "CallHistory",
     "SequenceNumbers",
@@ -31,7 +32,6 @@ __all__ = (
     "level",
     "line_of_call",
     "name",
-    "pack",
     "site",
     "unpack",
 )
@@ -104,7 +104,8 @@ def _shifted(
 UNKNOWN = "a call of the library's own"
 """What `describe` says of a frame that isn't one."""
 _LONGEST_SITE = 60  # bytes: with its call a short value still fits into the fallback's frame
-_PASSED = (str(Path(__file__).parents[1]), contextlib.__file__)  # who enters and leaves sections
+OUR_FRAMES = (str(Path(__file__).parents[1]), contextlib.__file__)
+"""Starts of the files whose frames are ours, or of who enters and leaves our sections."""
 
 
 # The line of the call that a background thread carries: its own frames say nothing of it.
@@ -118,13 +119,19 @@ def from_here() -> Context:
     return context
 
 
-def site() -> bytes:
-    """Give file and line of the innermost frame that isn't ours. Local."""
+def site(passed: tuple[str, ...] = OUR_FRAMES) -> bytes:
+    """Give file and line of the innermost frame that isn't ours.
+
+    Local.
+
+    Args:
+        passed: starts of the files whose frames are passed over.
+    """
     carried = _carried.get()
     if carried:
         return carried
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PASSED):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(passed):
         frame = frame.f_back
     return _named(frame.f_code.co_filename, frame.f_lineno)
 
@@ -138,7 +145,7 @@ def line_of_call() -> str:
 def level() -> int:
     """Give the ``stacklevel`` of a warning here that names the line `site` would give. Local."""
     frame, depth = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PASSED):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(OUR_FRAMES):
         frame, depth = frame.f_back, depth + 1
     return depth
 
@@ -148,13 +155,11 @@ def _named(file: str, line: int) -> bytes:
     return f"{file}:{line}".encode()[-_LONGEST_SITE:]
 
 
-def pack(call: str, value: bytes) -> bytes:
-    """Put a call and the line that it was made on before a value. Local."""
-    return pack_call(call, site(), value)
-
-
 def unpack(
-    blobs: Sequence[bytes], ranks: Callable[[], Sequence[int]], history: CallHistory | None = None
+    blobs: Sequence[bytes],
+    head: bytes,
+    ranks: Callable[[], Sequence[int]],
+    history: CallHistory | None = None,
 ) -> list[bytes]:
     """Take the values out of blobs, if all ranks made the same call.
 
@@ -162,6 +167,7 @@ def unpack(
 
     Args:
         blobs: one for each rank, in order of ranks; bytes of any kind.
+        head: what precedes the value in this rank's; mostly the same everywhere.
         ranks: gives their global ranks.
         history: what the lines of the rounds before were.
 
@@ -172,19 +178,15 @@ def unpack(
         CollectiveMismatchError: the calls differ; says what each rank called, and where. Or one
             rank is a call behind the others.
     """
-    first = read_call(blobs[0])
-    if first is None:
-        raise _mismatch(blobs, ranks())
-    call, _, start = first
-    head = blobs[0][:start]  # mostly the same everywhere
+    start = len(head)
     values, is_aligned = [], True
     for blob in blobs:
         whole: Any = blob if len(blob) < COPIED_BYTES else memoryview(blob)
         if blob[:start] == head:
             values.append(whole[start:])
             continue
-        other = read_call(blob)
-        if other is None or other[0] != call:
+        own, other = read_call(head), read_call(blob)
+        if own is None or other is None or other[0] != own[0]:
             raise _mismatch(blobs, ranks())
         values.append(whole[other[2] :])
         is_aligned = False
@@ -193,7 +195,7 @@ def unpack(
             history.sites = None
         else:
             sites = [_split(blob)[1] for blob in blobs]
-            history.compare(sites, str(call, "utf-8", "replace"), ranks())
+            history.compare(sites, name(head), ranks())
     return values
 
 
@@ -228,22 +230,22 @@ def name(frame: bytes) -> str:
 
 def _split(frame: bytes) -> tuple[str, str]:
     """Give the call and the line of it; empty for what isn't a call's."""
-    found = read_call(frame)
-    if found is None:
+    parts = read_call(frame)
+    if parts is None:
         return "", ""
-    return str(found[0], "utf-8", "replace"), str(found[1], "utf-8", "replace")
+    return str(parts[0], "utf-8", "replace"), str(parts[1], "utf-8", "replace")
 
 
 def _mismatch(frames: Sequence[bytes], ranks: Sequence[int]) -> CollectiveMismatchError:
     """Say who called what; first the one that called something else than all others, if one did."""
-    said = {rank: describe(frame) for rank, frame in zip(ranks, frames, strict=True)}
+    calls = {rank: describe(frame) for rank, frame in zip(ranks, frames, strict=True)}
     kinds = [name(frame) for frame in frames]
     odd = [rank for rank, kind in zip(ranks, kinds, strict=True) if kinds.count(kind) == 1]
     head = "the ranks called different things at the same time:"
     if len(odd) == 1 and len(set(kinds)) == 2:
         other = next(rank for rank in ranks if rank != odd[0])
-        head = f"rank {odd[0]} called {said[odd[0]]}, the others {said[other]}:"
-    lines = "\n".join(f"  rank {rank}: {call}" for rank, call in said.items())
+        head = f"rank {odd[0]} called {calls[odd[0]]}, the others {calls[other]}:"
+    lines = "\n".join(f"  rank {rank}: {call}" for rank, call in calls.items())
     return CollectiveMismatchError(
         f"{head}\n{lines}\nmake every rank of the group call the same collectives in the same order"
     )

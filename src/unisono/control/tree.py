@@ -9,6 +9,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.control.connection import Connection
+from unisono.host.arena import Arena
 
 __all__ = ("FAN_OUT", "Links", "Peers", "links")
 
@@ -78,12 +79,14 @@ class Peers:
 
     Args:
         links: the places that it is connected to.
-        lines: the connection of the rounds to each of them.
-        asides: the connection of the sideband to each of them.
+        connections: the connection of the rounds to each of them.
+        sidebands: the connection of the sideband to each of them.
         pids: process ids, as this process sees them, of the places on this host.
+        arena: memory for tensors that the places of this host share, if they do.
     """
 
     links: Links
-    lines: Mapping[int, Connection]
-    asides: Mapping[int, Connection]
+    connections: Mapping[int, Connection]
+    sidebands: Mapping[int, Connection]
     pids: Mapping[int, int]
+    arena: Arena | None = None

@@ -189,9 +189,9 @@ def explain(env: Mapping[str, str], extra: Iterable[Environment] = ()) -> list[F
         >>> finding.source, finding.verdict, finding.variables
         ('torchrun', 'won', (('RANK', '0'), ('WORLD_SIZE', '1')))
     """
-    asked = (*ENVIRONMENTS, *extra)
-    views = [_Recorder(env) for _ in asked]
-    answers = [_ask(each, view) for each, view in zip(asked, views, strict=True)]
+    environments = (*ENVIRONMENTS, *extra)
+    views = [_Recorder(env) for _ in environments]
+    answers = [_ask(each, view) for each, view in zip(environments, views, strict=True)]
     try:
         winner = _choose(answers, env)
     except EnvironmentDetectionError:
@@ -246,12 +246,12 @@ def _choose(answers: Iterable[_Answer], env: Mapping[str, str]) -> _Answer | Non
     return None
 
 
-def _gives_way(partial: _Answer, whole: RankInfo, env: Mapping[str, str]) -> bool:
-    """Say whether a half-set environment, once completed from `whole`, says the same."""
+def _gives_way(partial: _Answer, winner: RankInfo, env: Mapping[str, str]) -> bool:
+    """Say whether a half-set environment, once completed from the winner, says the same."""
     missing = "" if partial.error is None else partial.error.variable
-    for value in (whole.rank, whole.world_size):
+    for value in (winner.rank, winner.world_size):
         info = _ask(partial.environment, {**env, missing: str(value)}).info
-        if info is not None and _is_same(info, whole):
+        if info is not None and _is_same(info, winner):
             return True
     return False
 

@@ -132,7 +132,7 @@ def parse_hostlist(text: str) -> Hostlist:
 
 
 def _ranges(text: str) -> tuple[_Range, ...]:
-    found = []
+    ranges = []
     for piece in text.split(","):
         match = _RANGE.fullmatch(piece)
         if match is None:
@@ -140,8 +140,8 @@ def _ranges(text: str) -> tuple[_Range, ...]:
         low, high = match["low"], match["high"] or match["low"]
         if int(high) < int(low):
             raise ValueError(f"range {piece!r} ends before it begins")
-        found.append(_Range(int(low), int(high), len(low)))
-    return tuple(found)
+        ranges.append(_Range(int(low), int(high), len(low)))
+    return tuple(ranges)
 
 
 def _size_of(item: tuple[_Part, ...]) -> int:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from unisono.environments.reader import Reader, Said, make_info, port_of
+from unisono.environments.reader import Reader, UncheckedInfo, make_info, port_of
 from unisono.topology import RankInfo
 
 __all__ = ("CRAY", "LSF", "MPICH", "MVAPICH", "OPENMPI", "PALS", "MpiEnvironment")
@@ -72,15 +72,15 @@ class MpiEnvironment:
         reader = Reader(env, self.NAME, self.remedy)
         if not reader.has(*self.marks):
             return None
-        return make_info(reader, self._said(reader, first_host))
+        return make_info(reader, self._unchecked(reader, first_host))
 
-    def _said(self, reader: Reader, first_host: str | None) -> Said:
+    def _unchecked(self, reader: Reader, first_host: str | None) -> UncheckedInfo:
         rank = reader.needed(*self.rank)
         world_size = reader.needed(*self.world_size, least=1)
         local_world_size = reader.number(*self.local_world_size, least=1)
         is_one_node = local_world_size is not None and local_world_size.value == world_size.value
         address, port = self._rendezvous(reader, "127.0.0.1" if is_one_node else first_host)
-        return Said(
+        return UncheckedInfo(
             rank,
             world_size,
             local_rank=reader.number(*self.local_rank),

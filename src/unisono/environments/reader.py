@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from unisono.errors import EnvironmentDetectionError
 from unisono.topology import RankInfo
 
-__all__ = ("Number", "Reader", "Said", "make_info", "port_of", "shown")
+__all__ = ("Number", "Reader", "UncheckedInfo", "make_info", "port_of", "shown")
 
 _DIGITS = re.compile(r"[0-9]{1,20}")
 _MOST = 2**31 - 1  # MPI and torch keep ranks and sizes in a C int
@@ -123,10 +123,10 @@ class Reader:
         Raises:
             EnvironmentDetectionError: it is not a number in ASCII digits, or out of range.
         """
-        found = self.text(*names)
-        if found is None:
+        variable = self.text(*names)
+        if variable is None:
             return None
-        name, value = found
+        name, value = variable
         if not _DIGITS.fullmatch(value):
             what = (
                 "is negative"
@@ -155,12 +155,12 @@ class Reader:
         Raises:
             EnvironmentDetectionError: none is set (its ``value`` is None), or as for `number`.
         """
-        found = self.number(*names, least=least, most=most)
-        if found is None:
+        number = self.number(*names, least=least, most=most)
+        if number is None:
             others = f" (or {', '.join(names[1:])})" if names[1:] else ""
             message = f"{names[0]}{others} is not set, though others of its variables are"
             raise self.error(message, names[0], None)
-        return found
+        return number
 
     def address(self) -> str | None:
         """Read the host of the rendezvous, MASTER_ADDR.
@@ -173,10 +173,10 @@ class Reader:
         Raises:
             EnvironmentDetectionError: no host can be named so.
         """
-        found = self.text("MASTER_ADDR")
-        if found is None:
+        variable = self.text("MASTER_ADDR")
+        if variable is None:
             return None
-        name, value = found
+        name, value = variable
         if len(value) > 255 or not value.isprintable() or any(map(str.isspace, value)):
             raise self.error(f"{name}={shown(value)} is not the name of a host", name, value)
         return value
@@ -192,12 +192,12 @@ class Reader:
         Raises:
             EnvironmentDetectionError: it is not a number from 1 to 65535.
         """
-        found = self.number("MASTER_PORT", least=1, most=65535)
-        return None if found is None else found.value
+        number = self.number("MASTER_PORT", least=1, most=65535)
+        return None if number is None else number.value
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class UncheckedInfo:
     """What the variables say, before it is known whether that fits together.
 
     Args:
@@ -225,14 +225,14 @@ class Said:
     job_id: str | None = None
 
 
-def make_info(reader: Reader, said: Said) -> RankInfo:
+def make_info(reader: Reader, unchecked: UncheckedInfo) -> RankInfo:
     """Check that the numbers fit together and make the facts of them.
 
     Local. What follows from them is added: a job whose node holds all its replicas has one node.
 
     Args:
         reader: whose variables they are.
-        said: what they say.
+        unchecked: what they say.
 
     Returns:
         The facts.
@@ -240,10 +240,10 @@ def make_info(reader: Reader, said: Said) -> RankInfo:
     Raises:
         EnvironmentDetectionError: two of the numbers contradict each other.
     """
-    world_size, local_world_size = said.world_size, said.local_world_size
-    node_rank, nnodes = said.node_rank, said.nnodes
-    _require_below(reader, said.rank, world_size)
-    _require_below(reader, said.local_rank, local_world_size or world_size)
+    world_size, local_world_size = unchecked.world_size, unchecked.local_world_size
+    node_rank, nnodes = unchecked.node_rank, unchecked.nnodes
+    _require_below(reader, unchecked.rank, world_size)
+    _require_below(reader, unchecked.local_rank, local_world_size or world_size)
     if local_world_size is not None and local_world_size.value == world_size.value:
         nnodes = nnodes or Number(local_world_size.variable, 1)
         node_rank = node_rank or Number(local_world_size.variable, 0)
@@ -252,17 +252,17 @@ def make_info(reader: Reader, said: Said) -> RankInfo:
     if nnodes is not None and nnodes.value == 1:
         local_world_size, node_rank = world_size, Number(nnodes.variable, 0)
     return RankInfo(
-        said.rank.value,
+        unchecked.rank.value,
         world_size.value,
-        _value(said.local_rank),
+        _value(unchecked.local_rank),
         _value(local_world_size),
         _value(node_rank),
         _value(nnodes),
-        said.master_addr,
-        said.master_port,
+        unchecked.master_addr,
+        unchecked.master_port,
         reader.source,
-        said.store_is_hosted,
-        job_id=said.job_id,
+        unchecked.store_is_hosted,
+        job_id=unchecked.job_id,
     )
 
 

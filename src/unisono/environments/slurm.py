@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 
 from unisono.environments.hostlist import Hostlist, parse_hostlist
-from unisono.environments.reader import Number, Reader, Said, make_info, port_of, shown
+from unisono.environments.reader import Number, Reader, UncheckedInfo, make_info, port_of, shown
 from unisono.topology import RankInfo
 
 __all__ = ("EXAMPLES", "NAME", "detect")
@@ -74,15 +74,15 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
         return None
     if any(all(map(reader.has, names)) for names in _INNER_LAUNCHERS):
         return None
-    return make_info(reader, _said(reader, step))
+    return make_info(reader, _unchecked(reader, step))
 
 
-def _said(reader: Reader, step: Number) -> Said:
+def _unchecked(reader: Reader, step: Number) -> UncheckedInfo:
     job = reader.needed("SLURM_JOB_ID", "SLURM_JOBID", most=_ANY_ID)
     world_size = reader.needed("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", least=1)
     node_rank = reader.needed("SLURM_NODEID")
     nnodes = reader.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", least=1)
-    return Said(
+    return UncheckedInfo(
         reader.needed("SLURM_PROCID"),
         world_size,
         local_rank=reader.needed("SLURM_LOCALID"),
@@ -100,11 +100,11 @@ def _first_host(reader: Reader, nnodes: Number | None) -> str | None:
         nnodes and nnodes.value == 1
     ):
         return None
-    found = reader.text(*_NODELISTS)
-    if found is None:
+    nodelist = reader.text(*_NODELISTS)
+    if nodelist is None:
         message = f"{_NODELISTS[0]} is not set, and neither is MASTER_ADDR"
         raise reader.error(message, _NODELISTS[0], None)
-    name, value = found
+    name, value = nodelist
     hosts = _hosts(reader, name, value)
     if nnodes is not None and hosts.count() != nnodes.value:
         message = f"{name}={shown(value)} names {hosts.count()} hosts, but {nnodes}"
@@ -124,10 +124,10 @@ def _local_world_size(
     reader: Reader, world_size: Number, node_rank: Number, nnodes: Number | None
 ) -> Number | None:
     """Count the tasks on this node; nodes may hold different numbers of them."""
-    found = reader.text(*_TASKS_PER_NODE)
-    if found is None:
+    variable = reader.text(*_TASKS_PER_NODE)
+    if variable is None:
         return None
-    name, value = found
+    name, value = variable
     here, nodes, tasks = None, 0, 0
     for run in value.split(","):
         match = _RUN.fullmatch(run)
@@ -140,7 +140,7 @@ def _local_world_size(
         nodes, tasks = nodes + times, tasks + each * times
     agrees = tasks == world_size.value and (nnodes is None or nodes == nnodes.value)
     if here is None or not agrees:
-        said = f"{world_size}, {node_rank}" + (f", {nnodes}" if nnodes else "")
-        message = f"{name}={shown(value)}, {tasks} tasks on {nodes} nodes, contradicts {said}"
+        others = f"{world_size}, {node_rank}" + (f", {nnodes}" if nnodes else "")
+        message = f"{name}={shown(value)}, {tasks} tasks on {nodes} nodes, contradicts {others}"
         raise reader.error(message, name, value)
     return Number(name, here)

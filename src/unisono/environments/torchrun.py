@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unisono.environments.reader import Reader, Said, make_info
+from unisono.environments.reader import Reader, UncheckedInfo, make_info
 from unisono.topology import RankInfo
 
 __all__ = ("EXAMPLES", "NAME", "detect")
@@ -63,7 +63,7 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
         return None
     return make_info(
         reader,
-        Said(
+        UncheckedInfo(
             reader.needed("RANK"),
             reader.needed("WORLD_SIZE", least=1),
             local_rank=reader.number("LOCAL_RANK"),
@@ -79,8 +79,8 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
 
 
 def _job_id(reader: Reader) -> str | None:
-    found = reader.text("TORCHELASTIC_RUN_ID")
-    return None if found is None or found[1] in _NO_IDS else found[1]
+    variable = reader.text("TORCHELASTIC_RUN_ID")
+    return None if variable is None or variable[1] in _NO_IDS else variable[1]
 
 
 def _store_is_hosted(reader: Reader) -> bool:

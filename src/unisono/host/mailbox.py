@@ -11,26 +11,26 @@ from __future__ import annotations
 
 import mmap
 import os
-import platform
 import socket
 
-__all__ = ("LANE_BYTES", "Mailbox", "is_supported", "receive", "send")
+from unisono.host import memory
 
-LANE_BYTES = 1 << 22
+__all__ = ("MAILBOX_BYTES", "Mailbox", "receive", "send")
+
+MAILBOX_BYTES = 1 << 22
 """Longest body that a mailbox carries; pages that no frame has reached take no memory."""
 _HEAD_BYTES = 64
-_HALF_BYTES = _HEAD_BYTES + LANE_BYTES
+_HALF_BYTES = _HEAD_BYTES + MAILBOX_BYTES
 _WORD_BYTES = 8
 _SIZE, _SLEEPS = 1, 4  # words of a half's head after the stamp; the reader writes the last one
 _KIND_BITS = 3
-_MEMORY, _NONE = b"+", b"-"  # sent with and without a descriptor
 
 
 class Mailbox:
     """One end of a mailbox.
 
     Args:
-        memory: what both share, of `send` or `receive`; it ends with the mailbox.
+        shared: what both share, of `send` or `receive`; it ends with the mailbox.
         is_first: whether this end made it.
     """
 
@@ -41,9 +41,9 @@ class Mailbox:
     #   awake --sleep(True), then one more look--> asleep --sleep(False)--> awake
     # `put` tells the writer whether the reader sleeps; if so, it sends WAKE over the socket.
 
-    def __init__(self, memory: mmap.mmap, is_first: bool) -> None:
+    def __init__(self, shared: mmap.mmap, is_first: bool) -> None:
         mine, theirs = (0, _HALF_BYTES) if is_first else (_HALF_BYTES, 0)
-        self._bytes = memoryview(memory)
+        self._bytes = memoryview(shared)
         self._words = self._bytes.cast("Q")
         self._out, self._in = mine // _WORD_BYTES, theirs // _WORD_BYTES
         self._out_body, self._in_body = mine + _HEAD_BYTES, theirs + _HEAD_BYTES
@@ -75,7 +75,7 @@ class Mailbox:
             return None
         self._taken = stamp
         start = self._in_body
-        body = bytes(self._bytes[start : start + min(words[at + _SIZE], LANE_BYTES)])
+        body = bytes(self._bytes[start : start + min(words[at + _SIZE], MAILBOX_BYTES)])
         return stamp & ((1 << _KIND_BITS) - 1), stamp >> _KIND_BITS, body
 
     def sleep(self, is_asleep: bool) -> None:
@@ -94,33 +94,16 @@ def send(sock: socket.socket) -> Mailbox | None:
     Raises:
         OSError: the other side is gone.
     """
-    made = _make() if is_supported() else None
+    made = memory.make(2 * _HALF_BYTES)
     if made is None:
-        sock.sendall(_NONE)
+        memory.send(sock, None)
         return None
-    fd, memory = made
+    fd, shared = made
     try:
-        socket.send_fds(sock, [_MEMORY], [fd])
+        memory.send(sock, fd)
     finally:
         os.close(fd)
-    return Mailbox(memory, True)
-
-
-def is_supported() -> bool:
-    """Tell whether this machine has such memory, and keeps the order of what is written. Local."""
-    return hasattr(os, "memfd_create") and platform.machine() in ("x86_64", "AMD64")
-
-
-def _make() -> tuple[int, mmap.mmap] | None:
-    fd = -1
-    try:
-        fd = os.memfd_create("unisono")
-        os.ftruncate(fd, 2 * _HALF_BYTES)
-        return fd, mmap.mmap(fd, 2 * _HALF_BYTES)
-    except OSError:  # not allowed, too large for a file here, or no room for it
-        if fd >= 0:
-            os.close(fd)
-        return None
+    return Mailbox(shared, True)
 
 
 def receive(sock: socket.socket) -> Mailbox | None:
@@ -134,17 +117,5 @@ def receive(sock: socket.socket) -> Mailbox | None:
     Raises:
         OSError: something else came, or memory that can't be mapped here.
     """
-    tag, fds, flags, _ = socket.recv_fds(sock, 1, 1)
-    try:
-        if tag == _NONE and not fds:
-            return None
-        if tag != _MEMORY:
-            raise OSError("refused")
-        if not fds or flags & socket.MSG_CTRUNC:
-            raise OSError("shared memory was sent, but this process may have no more descriptors")
-        if os.fstat(fds[0]).st_size != 2 * _HALF_BYTES:
-            raise OSError("who listens here shares memory of another size")
-        return Mailbox(mmap.mmap(fds[0], 2 * _HALF_BYTES), False)
-    finally:
-        for fd in fds:
-            os.close(fd)
+    shared = memory.receive(sock, 2 * _HALF_BYTES)
+    return None if shared is None else Mailbox(shared, False)

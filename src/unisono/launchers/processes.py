@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +29,16 @@ from unisono.launchers.job import forkserver
 from unisono.launchers.job.job import Job
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import Surroundings, directory, has_directory, search_path
-from unisono.launchers.job.store import hold, host, private_store
+from unisono.launchers.job.store import hold
 from unisono.launchers.job.worker import Task, work
-from unisono.launchers.job.worker_processes import Maker, Worker, Workers
+from unisono.launchers.job.worker_handles import Maker, Worker, Workers
 from unisono.launchers.script.script import Script, env_for, without_job
 from unisono.launchers.script.supervisor import Outcome, Supervisor, start
 from unisono.launchers.variables import rank_variables
 from unisono.topology import PREFIXED, PRIVATE_STORE, LaunchPlan, RankInfo
 from unisono.tracebacks import hides
 
-__all__ = ("START_METHODS", "begin", "infos", "launch", "run", "task")
+__all__ = ("START_METHODS", "begin", "launch", "run", "task")
 
 __tracebackhide__ = hides
 
@@ -46,26 +46,6 @@ _log = logging.getLogger(__name__)
 # Else gloo listens at the address of the host's name; ours does so without, a plain script doesn't.
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
 _SEVERAL = "use launcher 'torchrun' for several nodes, or 'slurm', 'mpi' or 'ray'"
-
-
-def infos(script: Script, master_addr: str, master_port: int) -> list[RankInfo]:
-    """Say who the ranks of this host are.
-
-    Local, and pure.
-
-    Args:
-        script: what was asked for.
-        master_addr: host of the store that listens already.
-        master_port: its port.
-
-    Returns:
-        The facts of each, as its environment will say them.
-    """
-    plan = replace(script.plan(), master_addr=master_addr, master_port=master_port)
-    return [
-        replace(plan.info(local_rank), source="torchrun", store_is_hosted=True)
-        for local_rank in range(script.nproc_per_node)
-    ]
 
 
 def run(script: Script, environ: Mapping[str, str] | None = None) -> Outcome:
@@ -98,31 +78,23 @@ def run(script: Script, environ: Mapping[str, str] | None = None) -> Outcome:
 
 
 def _attempt(script: Script, base: Mapping[str, str], attempt: int) -> Outcome:
-    with ExitStack() as held:
-        return _run_once(script, {**base, **private_store(held)}, attempt)
-
-
-def _run_once(script: Script, base: Mapping[str, str], attempt: int) -> Outcome:
-    store, plan = host(script.plan())
-    assert plan.master_addr is not None
-    assert plan.master_port is not None
-    ranks = infos(script, plan.master_addr, plan.master_port)
-    front = Supervisor(script.token, infos=ranks)
-    with _terminal(script.stdin_rank) as lent:
+    """Run the script once, with a store of its own that outlives every rank."""
+    with ExitStack() as held, _terminal(script.stdin_rank) as lent:
+        plan = hold(script.plan(), held)
+        ranks = [plan.info(local_rank) for local_rank in range(script.nproc_per_node)]
+        front = Supervisor(script.token, infos=ranks)
         try:
             for info in ranks:
                 own = env_for(info, attempt, script.max_restarts)
                 if script.stdin_rank not in (None, info.rank):
                     own["PYTHONBREAKPOINT"] = "0"  # nobody could answer there
                 terminal = lent if script.stdin_rank == info.rank else ()
-                words = script.rank_argv(os.getpid(), terminal)
-                front.processes.append(start(words, {**base, **own}, terminal))
+                arguments = script.rank_argv(os.getpid(), terminal)
+                front.processes.append(start(arguments, {**base, **own}, terminal))
         except LaunchError:
-            front.end()
+            front.kill()
             raise
-        outcome = front.run()
-    del store  # it outlives every rank
-    return outcome
+        return front.run()
 
 
 @contextlib.contextmanager
@@ -210,8 +182,6 @@ def launch(
     job: Job[Any] = Job(workers, plan.world_size, own)
     try:
         plan = hold(plan, held)
-        if plan.store_is_hosted and plan.nnodes == 1:
-            plan = replace(plan, private_store=private_store(held)[PRIVATE_STORE])
         infos = [plan.info(local_rank) for local_rank in range(plan.nproc_per_node)]
         begin(workers, infos, task_of, held, method)
         if join:

@@ -44,10 +44,16 @@ def argv(script: Script) -> list[str]:
     Returns:
         The arguments. A task that fails ends the step.
     """
-    words = ["srun", "--kill-on-bad-exit=1", "--input=none", *_places(script), *_options(script)]
+    arguments = [
+        "srun",
+        "--kill-on-bad-exit=1",
+        "--input=none",
+        *_places(script),
+        *_options(script),
+    ]
     if script.timeout_s is not None:
-        words.append(f"--immediate={max(1, round(script.timeout_s))}")
-    return [*words, *script.rank_argv()]
+        arguments.append(f"--immediate={max(1, round(script.timeout_s))}")
+    return [*arguments, *script.rank_argv()]
 
 
 def _places(script: Script) -> list[str]:
@@ -69,7 +75,7 @@ def _places(script: Script) -> list[str]:
 
 def _options(script: Script) -> list[str]:
     """Write the user's own options, each known to srun and sbatch alike."""
-    words = []
+    arguments = []
     for name, value in script.options:
         option = name.strip("-").replace("_", "-")
         if not _OPTION.fullmatch(option) or "\n" in value:
@@ -79,8 +85,8 @@ def _options(script: Script) -> list[str]:
                 f"option {option!r} of Slurm follows from how many ranks there are on which nodes: "
                 f"leave it out, and use {_OURS[option]}"
             )
-        words.append(f"--{option}={value}" if value else f"--{option}")
-    return words
+        arguments.append(f"--{option}={value}" if value else f"--{option}")
+    return arguments
 
 
 def environment(script: Script, environ: Mapping[str, str]) -> dict[str, str]:
@@ -96,14 +102,10 @@ def environment(script: Script, environ: Mapping[str, str]) -> dict[str, str]:
         `environ` without those of a job or step around this process; where hosts or an address
         were named, the address.
     """
-    found = without(environ, OF_TORCH, OF_SLURM_STEP)
+    variables = without(environ, OF_TORCH, OF_SLURM_STEP)
     if script.hosts:  # task 0 of an arbitrary distribution is on the first host of the list
-        found["MASTER_ADDR"] = script.hosts[0][0]
-    if script.master_addr is not None:
-        found["MASTER_ADDR"] = script.master_addr
-    if script.master_port is not None:
-        found["MASTER_PORT"] = str(script.master_port)
-    return found
+        variables["MASTER_ADDR"] = script.hosts[0][0]
+    return variables | script.address()
 
 
 def batch_script(script: Script, name: str) -> str:
@@ -145,9 +147,9 @@ def run(script: Script) -> Outcome:
     Raises:
         LaunchError: there is no srun.
     """
-    words = argv(script)
+    arguments = argv(script)
     # On SIGINT srun would only say how the tasks are.
-    return run_launcher(script, words, environment(script, os.environ), signal.SIGTERM)
+    return run_launcher(script, arguments, environment(script, os.environ), signal.SIGTERM)
 
 
 def _texts(options: Mapping[str, str | int | bool]) -> Iterator[tuple[str, str]]:
@@ -187,16 +189,7 @@ def launch(
         LaunchError: there is no srun, or it failed.
         WorkerFailedError: a task failed; all others have been ended.
     """
-    script = Script(
-        (),
-        plan.nproc_per_node,
-        plan.nnodes,
-        plan.nnodes,
-        None,
-        plan.master_addr,
-        plan.master_port,
-        timeout_s=timeout_s,
-        options=tuple(_texts(options or {})),
-    )
+    options_given = tuple(_texts(options or {}))
+    script = replace(Script.of(plan), timeout_s=timeout_s, options=options_given)
     _options(script)  # before anything is written
     return run_function(entry, script, run, environ or {}, Path(folder or Path.cwd()))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from unisono.control.addresses import why_unreachable
 from unisono.errors import ArgumentError, LaunchError
 from unisono.launchers.job.store import private_store
 from unisono.launchers.script.function_job import run_function
@@ -42,11 +43,11 @@ def argv(script: Script) -> list[str]:
     nodes = str(script.nnodes)
     if script.max_nnodes > script.nnodes:
         nodes = f"{script.nnodes}:{script.max_nnodes}"
-    words = [sys.executable, "-m", "torch.distributed.run"]
-    words += ["--nnodes", nodes, "--nproc-per-node", str(script.nproc_per_node)]
-    words += ["--max-restarts", str(script.max_restarts), "--monitor-interval", "0.1"]
-    words += _rendezvous(script)
-    return [*words, "--no-python", *script.rank_argv()]
+    arguments = [sys.executable, "-m", "torch.distributed.run"]
+    arguments += ["--nnodes", nodes, "--nproc-per-node", str(script.nproc_per_node)]
+    arguments += ["--max-restarts", str(script.max_restarts), "--monitor-interval", "0.1"]
+    arguments += _rendezvous(script)
+    return [*arguments, "--no-python", *script.rank_argv()]
 
 
 def _rendezvous(script: Script) -> list[str]:
@@ -86,12 +87,12 @@ def environment(script: Script, environ: Mapping[str, str]) -> dict[str, str]:
     Returns:
         `environ` without those of a job around this process, and what a restart needs.
     """
-    found = without_job(environ)
-    found.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, but for its warning
-    if script.max_restarts > 0 or script.max_nnodes > script.nnodes:
+    variables = without_job(environ)
+    variables.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, but for its warning
+    if script.may_restart:
         # https://github.com/pytorch/pytorch/issues/135712: stale keys of the attempt before
-        found.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    return found
+        variables.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    return variables
 
 
 def run(script: Script) -> Outcome:
@@ -109,45 +110,36 @@ def run(script: Script) -> Outcome:
         ArgumentError: several nodes without an address.
         LaunchError: the address of node 0 doesn't resolve, or nobody answers there in time.
     """
-    words = argv(script)
+    arguments = argv(script)
     if script.master_addr is not None and script.master_port is not None:
         _reach(script, script.master_addr, script.master_port)
     variables = environment(script, os.environ)
     with contextlib.ExitStack() as held:
         if script.max_nnodes == 1:
             variables |= private_store(held)
-        return run_launcher(script, words, variables)
+        return run_launcher(script, arguments, variables)
 
 
 def _reach(script: Script, addr: str, port: int) -> None:
     """Wait until somebody listens on node 0, unless that is this node."""
     who = f"node {script.node_rank}" if script.node_rank is not None else "this node"
     try:
-        found = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise LaunchError(f"{who}: --master-addr {addr!r} doesn't resolve: {error}") from error
-    if script.node_rank == 0 or (script.node_rank is None and _is_here(found[0][4][0])):
+    if script.node_rank == 0 or (script.node_rank is None and _is_here(addresses[0][4][0])):
         return
     timeout_s = script.timeout_s or _TIMEOUT_S
     deadline = time.monotonic() + timeout_s
-    reason = _knock(addr, port, timeout_s)
+    reason = why_unreachable(addr, port, timeout_s)
     while reason is not None and (left := deadline - time.monotonic()) > 0:
         time.sleep(min(_TRY_S, left))
-        reason = _knock(addr, port, max(_TRY_S, deadline - time.monotonic()))
+        reason = why_unreachable(addr, port, max(_TRY_S, deadline - time.monotonic()))
     if reason is not None:
         raise LaunchError(
             f"{who} of {script.nnodes} couldn't reach node 0 at {addr}:{port} in {timeout_s:g} s "
             f"({reason}): is it started there, is --master-addr right, is the port open?"
         ) from reason
-
-
-def _knock(addr: str, port: int, timeout_s: float) -> OSError | None:
-    """Tell why nobody answers at an address, None if somebody does. Local."""
-    try:
-        socket.create_connection((addr, port), timeout_s).close()
-    except OSError as error:
-        return error
-    return None
 
 
 def _is_here(address: Any) -> bool:
@@ -190,14 +182,10 @@ def launch(
         WorkerFailedError: a rank failed, more often than it may.
     """
     is_elastic = max_nnodes is not None and max_nnodes > plan.nnodes
-    script = Script(
-        (),
-        plan.nproc_per_node,
-        plan.nnodes,
-        max_nnodes or plan.nnodes,
-        None if is_elastic or plan.nnodes == 1 else plan.node_rank,
-        plan.master_addr,
-        plan.master_port,
+    script = replace(
+        Script.of(plan),
+        max_nnodes=max_nnodes or plan.nnodes,
+        node_rank=None if is_elastic or plan.nnodes == 1 else plan.node_rank,
         max_restarts=max_restarts,
         timeout_s=timeout_s,
     )

@@ -55,6 +55,14 @@ class Outcome(Generic[T]):
         self.is_known = True
         self._gate.release()
 
+    @classmethod
+    def in_thread(cls, call: Callable[[], T], name: str) -> tuple[Outcome[T], threading.Thread]:
+        """Run a call in a daemon thread; give what will come of it, and the thread. Local."""
+        outcome: Outcome[T] = Outcome()
+        thread = threading.Thread(target=outcome.of, args=(call,), name=name, daemon=True)
+        thread.start()
+        return outcome, thread
+
     def wait(self) -> T:
         """Wait, and give the value or raise the error. Local."""
         if not self.is_known:

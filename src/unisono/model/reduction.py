@@ -16,6 +16,7 @@ from torch import Tensor
 from unisono.errors import ArgumentError, PayloadError
 
 __all__ = (
+    "TENSOR_STEPS",
     "FoldLike",
     "Number",
     "OpLike",
@@ -24,6 +25,7 @@ __all__ = (
     "fold_numbers",
     "fold_tensors",
     "is_order_of_floats",
+    "mean_factors",
     "parse_op",
 )
 
@@ -111,7 +113,7 @@ def _name_in_torch(op: object) -> str:
     return next((name for name, value in known.items() if op == value), "")
 
 
-_TENSOR_STEPS: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
+TENSOR_STEPS: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.PRODUCT: torch.mul,
     ReduceOp.MIN: torch.minimum,
@@ -120,6 +122,18 @@ _TENSOR_STEPS: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
     ReduceOp.OR: torch.bitwise_or,
     ReduceOp.XOR: torch.bitwise_xor,
 }
+"""How two tensors become one; each takes ``out=``. AVERAGE isn't there: see `mean_factors`."""
+
+
+def mean_factors(size: int) -> tuple[float, float]:
+    """Give what to multiply by before a sum of `size`, and to divide by after it, for the mean.
+
+    Local. A sum of floats that is divided last overflows where their mean doesn't. The first factor
+    is a power of two, so that nothing is rounded but what is smaller than the dtype's normal
+    numbers.
+    """
+    before = 2.0 ** -(size - 1).bit_length()
+    return before, size * before
 
 
 def fold_tensors(op: ReduceOp, parts: Sequence[Tensor] | Tensor) -> Tensor:
@@ -134,7 +148,7 @@ def fold_tensors(op: ReduceOp, parts: Sequence[Tensor] | Tensor) -> Tensor:
     Returns:
         [*shape], same dtype and device, new memory.
     """
-    step = _TENSOR_STEPS[op]
+    step = TENSOR_STEPS[op]
     first, *rest = parts
     total = first.clone()
     for part in rest:

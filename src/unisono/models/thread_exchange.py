@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from unisono.control.condition import Condition
 from unisono.control.missing import named
-from unisono.deadlines import limit_of
+from unisono.deadlines import format_s, limit_of
 from unisono.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -176,7 +176,7 @@ class ThreadExchange:
         self, rank: int, late: list[int], call: str, limit_s: float, item: object
     ) -> CollectiveTimeoutError:
         """Give the error of a rank whose time is over; the lock is held."""
-        waited = f"waited {limit_s:.3g} s in {call}"
+        waited = f"waited {format_s(limit_s)} in {call}"
         self._leave(rank, f"{waited}, to which {named(late)} never came")
         return CollectiveTimeoutError(f"{named(late)} never came: rank {rank} {waited}")
 

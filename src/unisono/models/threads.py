@@ -18,7 +18,7 @@ from unisono.control import signatures
 from unisono.control.missing import Missing, report, warn_after_s
 from unisono.control.plane import ControlPlane
 from unisono.control.sideband import stack_of
-from unisono.deadlines import DEFAULT_TIMEOUT_S, end_of_block, overdue
+from unisono.deadlines import DEFAULT_TIMEOUT_S, end_of_block, format_s, overdue
 from unisono.errors import CollectiveTimeoutError, PeerFailedError, WorkerFailedError
 from unisono.model.contract import COMMON_DTYPES, ComputationModel
 from unisono.model.launching import LaunchHooks
@@ -63,14 +63,8 @@ class _World(ThreadExchange):
             self._condition.notify_all()
 
     def join_threads(self, threads: list[threading.Thread]) -> None:
-        """Wait for the replicas; once one has failed, for the others only a short while.
-
-        A thread can't be ended from outside, so one that computes on stays behind as a daemon.
-
-        Raises:
-            CollectiveTimeoutError: the block's deadline is over; names the replicas that aren't
-                done, and where they are.
-        """
+        """Wait for the replicas; once one has failed, for the others only a short while."""
+        # A thread can't be ended from outside: one that computes on stays behind as a daemon.
         late = ""
         for thread in threads:
             while thread.is_alive() and not self.is_lost:
@@ -127,7 +121,7 @@ class _World(ThreadExchange):
     ) -> CollectiveTimeoutError:
         """End the rounds of all ranks, whose errors have the same text."""
         call = _precisely(call, item)
-        text = f"{self._describe(late, call)}\n  rank {rank} waited {limit_s:.3g} s in {call}"
+        text = f"{self._describe(late, call)}\n  rank {rank} waited {format_s(limit_s)} in {call}"
         self.failure, self.is_late = (late[0], text), True
         self._condition.notify_all()
         return CollectiveTimeoutError(text)

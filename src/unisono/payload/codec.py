@@ -319,20 +319,17 @@ def is_dense(value: object) -> bool:
     Local. Not those without memory of their own: a subclass whose operations are its own (DTensor,
     masked, fake, jagged), or what torch.func wraps, has none that could be read.
     """
-    return (
+    if not (
         isinstance(value, Tensor)
         and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
         and value.layout is torch.strided
         and value.dtype in CODE_OF
         and not value.is_meta
         and not value.is_nested
-        and (not value.is_cpu or _has_memory(value))
-    )
-
-
-def _has_memory(tensor: Tensor) -> bool:
+    ):
+        return False
     try:
-        return tensor.data_ptr() != 0 or tensor.numel() == 0
+        return not value.is_cpu or value.data_ptr() != 0 or value.numel() == 0
     except RuntimeError:  # what torch.func wraps has no storage
         return False
 

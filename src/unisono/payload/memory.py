@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from unisono.errors import PayloadError
 
-__all__ = ("as_bytes_tensor", "from_bytes", "to_bytes", "view_bytes")
+__all__ = ("as_bytes_tensor", "from_bytes", "stack_bytes", "to_bytes", "view_bytes")
 
 
 def view_bytes(tensor: Tensor) -> memoryview:
@@ -81,6 +82,32 @@ def from_bytes(
     if len(data):
         view_bytes(tensor)[:] = data
     return tensor
+
+
+def stack_bytes(rows: Sequence[bytes], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Make one tensor of the bytes of several, to compute with; its memory can't be resized.
+
+    Local.
+
+    Args:
+        rows: the bytes of each.
+        dtype: their dtype.
+        shape: the shape of each.
+
+    Returns:
+        [n, *shape], on the CPU.
+
+    Raises:
+        PayloadError: the shape and dtype take another number of bytes.
+    """
+    data = bytearray().join(rows)
+    if len(data) != len(rows) * math.prod(shape) * dtype.itemsize:
+        raise PayloadError(
+            f"{len(data)} bytes aren't {len(rows)} tensors of {dtype} and shape {shape}"
+        )
+    if not data:
+        return torch.empty((len(rows), *shape), dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).view(len(rows), *shape)
 
 
 def as_bytes_tensor(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -22,6 +23,17 @@ _device: ContextVar[torch.device] = ContextVar("_device")
 
 def _restore(data: Any, dtype: torch.dtype, shape: tuple[int, ...], on_accelerator: bool) -> Tensor:
     tensor = from_bytes(memoryview(data), dtype, shape)
+    return tensor.to(_device.get()) if on_accelerator else tensor
+
+
+@torch.inference_mode(False)
+def _lay_over(
+    data: Any, dtype: torch.dtype, shape: tuple[int, ...], on_accelerator: bool
+) -> Tensor:
+    """As `_restore`, over the memory itself."""
+    if not len(data):
+        return _restore(data, dtype, shape, on_accelerator)
+    tensor = torch.frombuffer(data, dtype=dtype).view(shape)
     return tensor.to(_device.get()) if on_accelerator else tensor
 
 
@@ -56,13 +68,40 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
 
-def dump(value: object) -> list[bytes | memoryview]:
+def _is_array(value: Any) -> bool:
+    """Whether it is one of numpy's arrays, and lies in memory as a whole."""
+    numpy: Any = sys.modules.get("numpy")  # which nobody needs to have
+    if numpy is None or type(value) is not numpy.ndarray:
+        return False
+    return not value.dtype.hasobject
+
+
+class _LentPickler(_Pickler):
+    """Pickles what is to be read in place: tensors over its buffers, arrays that can't be written.
+
+    What lies in memory in another way is copied first.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if _is_array(obj):
+            view = obj.view() if obj.flags.forc else obj.copy()
+            view.flags.writeable = False
+            return view.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        reduced = super().reducer_override(obj)
+        if isinstance(reduced, tuple) and reduced[0] is _restore:
+            return _lay_over, reduced[1]
+        return reduced
+
+
+def dump(value: object, *, is_lent: bool = False) -> list[bytes | memoryview]:
     """Pickle an object.
 
     Local.
 
     Args:
         value: anything that pickle or cloudpickle knows.
+        is_lent: whether what `load` makes lies in the buffers that it is given, and numpy's
+            arrays can't be written to.
 
     Returns:
         The pickle, then the buffers that it refers to.
@@ -73,7 +112,8 @@ def dump(value: object) -> list[bytes | memoryview]:
     buffers: list[pickle.PickleBuffer] = []
     out = io.BytesIO()
     try:
-        _Pickler(out, protocol=5, buffer_callback=buffers.append).dump(value)
+        kind = _LentPickler if is_lent else _Pickler
+        kind(out, protocol=5, buffer_callback=buffers.append).dump(value)
         return [out.getvalue(), *(buffer.raw() for buffer in buffers)]
     except Exception as error:  # an object's own __reduce__ may raise anything
         raise PayloadError(
@@ -81,7 +121,7 @@ def dump(value: object) -> list[bytes | memoryview]:
         ) from error
 
 
-def load(blocks: Sequence[bytes | bytearray], device: torch.device) -> Any:
+def load(blocks: Sequence[bytes | bytearray | memoryview], device: torch.device) -> Any:
     """Unpickle what `dump` gave.
 
     Local.

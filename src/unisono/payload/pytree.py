@@ -13,11 +13,7 @@ _LEAVES = frozenset({bool, int, float, complex, str, bytes, type(None)})  # know
 
 
 def _children(node: Tree) -> list[tuple[str, Tree]] | None:
-    """Name the direct children of a container, or None where `node` is a leaf.
-
-    The brackets tell what holds them: ``{'a'}`` a dict, ``[0]`` a list, ``(0)`` a tuple, ``(x)`` a
-    namedtuple, ``.x`` a dataclass.
-    """
+    """Name the direct children of a container by its brackets; None where `node` is a leaf."""
     if isinstance(node, dict):
         return [(f"{{{key!r}}}", child) for key, child in node.items()]
     if isinstance(node, list):

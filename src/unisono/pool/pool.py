@@ -7,6 +7,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, TypeVar
 
@@ -20,15 +21,14 @@ from unisono.errors import (
     ContextError,
     NotInitializedError,
 )
-from unisono.launchers.job import channel
-from unisono.launchers.job.failure import Failures
+from unisono.launchers.job.job import Job
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import streams_filled
 from unisono.lifecycle import check_job, interrupted, warn_in_a_rank
 from unisono.options import PoolOptions
 from unisono.plugins import seats_nodes
-from unisono.pool.replicas import Answer, DrainPolicy, Replicas
-from unisono.pool.worker import BROKEN
+from unisono.pool.call import Call, once
+from unisono.pool.replicas import Replicas
 from unisono.tracebacks import hides, say_instead
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class WorkerPool:
         self._backend = backend
         self._spawning = (backend, prefix_output, given)
         self._owner = os.getpid()
-        self._crew: Replicas | None = None
+        self._replicas: Replicas | None = None
         self._is_closed = False
         self._lock = threading.Lock()
 
@@ -106,11 +106,22 @@ class WorkerPool:
         state = "closed" if self._is_closed else "warm" if self._is_warm() else "not started yet"
         limit = "" if self._deadline_s is None else f", deadline_s={self._deadline_s:g}"
         arguments = f"{self._backend!r}, nproc_per_node={self._size}{limit}"
-        return f"<WorkerPool({arguments}): {state}>"
+        others = sorted(pid for pid in self.pids if pid not in (None, os.getpid()))
+        processes = f", processes {', '.join(map(str, others))}" if others else ""
+        return f"<WorkerPool({arguments}): {state}{processes}>"
+
+    @property
+    def pids(self) -> list[int | None]:
+        """Process of each replica, by rank; this process where they are threads of it.
+
+        Empty while the pool isn't warm.
+        """
+        replicas = self._replicas
+        return replicas.pids if replicas is not None and self._is_warm() else []
 
     def _is_warm(self) -> bool:
-        crew = self._crew
-        return crew is not None and not (self._owner == os.getpid() and crew.has_ended())
+        replicas = self._replicas
+        return replicas is not None and not (self._owner == os.getpid() and replicas.has_ended())
 
     def run(
         self, fn: Callable[Concatenate[int, P], T], *args: P.args, **kwargs: P.kwargs
@@ -138,16 +149,8 @@ class WorkerPool:
         self._check_owner()
         body = _pickled(fn, args, kwargs, True)
         with self._lock:
-            waiting = set(range(self._size))
-
-            def give(rank: int) -> bytes | None:
-                if rank not in waiting:
-                    return None
-                waiting.remove(rank)
-                return body
-
-            answers = self._collect(give, _name(fn), is_together=True)
-            return [pickle.loads(answers[rank][0][1]) for rank in range(self._size)]
+            answers = self._collect(once(body, self._size), _name(fn), is_together=True)
+            return [pickle.loads(answers[rank][0]) for rank in range(self._size)]
 
     def map(self, fn: Callable[[U], T], items: Iterable[U]) -> list[T]:
         """Run ``fn(item)`` for every item, each in whichever replica is free.
@@ -183,7 +186,7 @@ class WorkerPool:
             answers = self._collect(give, _name(fn), is_together=False)
             results: list[Any] = [None] * len(bodies)
             for rank, indices in turns.items():
-                for index, (_, body) in zip(indices, answers.get(rank, ()), strict=True):
+                for index, body in zip(indices, answers.get(rank, ()), strict=True):
                     results[index] = pickle.loads(body)
             return results
 
@@ -202,20 +205,20 @@ class WorkerPool:
             return
         with self._lock:
             self._is_closed = True
-            crew, self._crew = self._crew, None
-        if crew is None:
+            replicas, self._replicas = self._replicas, None
+        if replicas is None:
             return
         try:
-            crew.stop(is_orderly=True)
+            replicas.stop(is_orderly=True)
         except BaseException:  # Ctrl-C: they aren't waited for any longer
-            crew.stop(is_orderly=False)
+            replicas.stop(is_orderly=False)
             raise
-        if crew.is_late:
+        if replicas.is_late:
             raise CollectiveTimeoutError(
                 "the block's deadline is over, but replicas still had threads or exit handlers"
             )
-        if crew.ending_error is not None:
-            raise crew.ending_error
+        if replicas.ending_error is not None:
+            raise replicas.ending_error
 
     def __enter__(self) -> Self:
         return self
@@ -238,72 +241,40 @@ class WorkerPool:
     def _ready(self, limit: float | None) -> Replicas:
         if self._is_closed:
             raise NotInitializedError("this pool is closed: make another one")
-        if self._crew is not None and self._crew.has_ended():
+        if self._replicas is not None and self._replicas.has_ended():
             self._drop()
-        if self._crew is None:
+        if self._replicas is None:
             with streams_filled():
-                self._crew = Replicas(self._size, *self._spawning, limit)
-        return self._crew
+                self._replicas = Replicas(self._size, *self._spawning, limit)
+        return self._replicas
 
     def _drop(self) -> bool:
-        crew, self._crew = self._crew, None
-        return crew is None or crew.stop(is_orderly=False)
+        replicas, self._replicas = self._replicas, None
+        return replicas is None or replicas.stop(is_orderly=False)
 
     def _collect(
         self, give: Callable[[int], bytes | None], name: str, *, is_together: bool
-    ) -> dict[int, list[Answer]]:
-        """Give each replica calls until nothing is left, and take the answers in."""
-        answers: dict[int, list[Answer]] = {}
-        failures = Failures()
-        busy: set[int] = set()
+    ) -> dict[int, list[bytes]]:
+        """Give each replica calls until nothing is left; give what each has answered."""
         limit_s = limit_of(self._deadline_s)
         if limit_s == 0:
             raise CollectiveTimeoutError(f"{name} wasn't begun: the block's deadline is over")
         limit = None if limit_s is None else time.monotonic() + limit_s
-        crew = self._ready(limit)
-        ending: DrainPolicy | None = None
-
-        def go_on(rank: int) -> None:
-            body = None if failures else give(rank)
-            if body is None:
-                busy.discard(rank)
-            else:
-                busy.add(rank)
-                crew.send(rank, body, limit)
-
+        too_late = partial(self._give_up, name, limit_s)
+        call = Call(self._ready(limit), give, too_late, limit, is_together=is_together)
+        job: Job[Any] = Job(call, self._size)
         try:
-            for rank in range(self._size):
-                go_on(rank)
-            while busy:
-                heard = crew.hear(busy, _sooner(limit, ending.at if ending else None))
-                if heard is None:
-                    if ending is None:
-                        self._give_up(busy, name, limit_s)
-                    if _is_past(limit) or ending.is_over(busy):
-                        break
-                    continue
-                rank, answer = heard
-                if answer[0] == channel.RESULT:
-                    answers.setdefault(rank, []).append(answer)
-                else:
-                    ending = ending or DrainPolicy(crew, is_together)
-                    failures.add(rank, pickle.loads(answer[1]))
-                    if answer[0] == BROKEN:
-                        ending.hurry()
-                go_on(rank)
-        except BaseException as error:  # Ctrl-C, or a replica that died: nothing is left half done
-            self._drop()
+            call.begin(job)
+            job.finish()
+        except BaseException as error:
+            if not call.replicas_stay:  # nothing is left half done
+                self._drop()
             if isinstance(error, KeyboardInterrupt):
                 say_instead(error, interrupted("the call of a pool"))
             raise
-        if failures:
-            if busy or (ending and ending.is_broken):
-                self._drop()
-            raise failures.error(self._size)
-        return answers
+        return call.answers
 
-    def _give_up(self, busy: Iterable[int], name: str, limit_s: float | None) -> NoReturn:
-        late = sorted(busy)
+    def _give_up(self, name: str, limit_s: float | None, late: list[int]) -> NoReturn:
         is_over = self._drop()
         spent_s = round(limit_s or 0, 2)
         what = "ended" if is_over else "told to end, which they haven't yet"
@@ -315,24 +286,16 @@ class WorkerPool:
 
 def _check_host(options: Mapping[str, Any]) -> None:
     """Refuse what would put replicas on other hosts, which the pool's own socket doesn't reach."""
-    found = {name: options[name] for name in ("nnodes", "hosts") if options.get(name) is not None}
-    if found.get("nnodes") == 1:
-        del found["nnodes"]
+    refused = {name: options[name] for name in ("nnodes", "hosts") if options.get(name) is not None}
+    if refused.get("nnodes") == 1:
+        del refused["nnodes"]
     if seats_nodes(options.get("launcher")):
-        found["launcher"] = options["launcher"]
-    for name, value in found.items():
+        refused["launcher"] = options["launcher"]
+    for name, value in refused.items():
         raise ArgumentError(
             f"{name}={value!r}: all replicas of a pool are on this host; leave {name} out, or run "
             "a function on several hosts with spawn()"
         )
-
-
-def _sooner(one: float | None, other: float | None) -> float | None:
-    return min((at for at in (one, other) if at is not None), default=None)
-
-
-def _is_past(limit: float | None) -> bool:
-    return limit is not None and time.monotonic() >= limit
 
 
 def _name(fn: Any) -> str:

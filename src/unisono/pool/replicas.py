@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import pickle
 import secrets
 import select
 import selectors
@@ -12,7 +13,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Collection, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import ExitStack, closing, suppress
 from typing import Any
 
@@ -22,23 +23,20 @@ from unisono.deadlines import Recall, limit_of, until_recalled
 from unisono.errors import CollectiveTimeoutError, LaunchError
 from unisono.launchers.job import channel
 from unisono.lifecycle import start
-from unisono.pool.worker import CALL, OUTPUT, SECRET_BYTES, WHERE, serve
+from unisono.pool.worker import CALL, OUTPUT, SECRET_BYTES, STACK, WHERE, serve
 
-__all__ = ("Answer", "Replicas", "DrainPolicy")
+__all__ = ("Frame", "Replicas")
 
 _LEAST_S = 0.001
 _LEAVE_S = 1.0  # for an idle replica to take its leave, before it is killed
 _QUIT_S = 0.3  # for a replica told to abandon its call
 _END_S = 10.0  # for the end of those that were told to drop what they do
-_TICK_S = 0.1  # between two looks at replicas that are busy when another one has failed
-_STRIKES = 2  # looks in a row at which one says nothing, or that it waits
-_PATIENCE_S = 5.0  # with those that say that they compute
-_GRACE_S = 0.2  # for those whose context is lost anyway
-Answer = tuple[bytes, bytes]
+_Answer = tuple[bytes, bytes]
+Frame = tuple[str, int, str, str]
 
 
 class _Spawning:
-    """A spawn within a thread of its own, which knows no Crew: that may be dropped meanwhile."""
+    """A spawn within a thread of its own, without a reference to its `Replicas`."""
 
     def __init__(self, end: socket.socket) -> None:
         self.error: BaseException | None = None
@@ -73,7 +71,7 @@ class Replicas:
         limit: float | None = None,
     ) -> None:
         self._size = size
-        self._lines: dict[int, socket.socket] = {}
+        self._sockets: dict[int, socket.socket] = {}
         self._inboxes: dict[int, channel.Inbox] = {}
         self._computing: set[int] = set()
         self._outputs: dict[int, list[tuple[int, int]]] = {}
@@ -103,58 +101,63 @@ class Replicas:
                 if self._thread.is_alive():  # else it begins with the recall, if ever
                     self.stop(is_orderly=False)
                 raise
-        weakref.finalize(self, _hang_up_at_home, self._sockets(), os.getpid())
+        weakref.finalize(self, _hang_up_at_home, self._all_sockets(), os.getpid())
 
     def _welcome(self, listener: socket.socket, size: int, limit: float | None) -> None:
         """Let the replicas in, which know the secret, until the limit."""
 
         def check(_: socket.socket) -> Generator[int, bytes, int | None]:
-            said = yield SECRET_BYTES + 4
-            rank = int.from_bytes(said[SECRET_BYTES:], "little")
-            is_ours = hmac.compare_digest(said[:SECRET_BYTES], self._secret)
-            return rank if is_ours and rank < size and rank not in self._lines else None
+            hello = yield SECRET_BYTES + 4
+            rank = int.from_bytes(hello[SECRET_BYTES:], "little")
+            is_ours = hmac.compare_digest(hello[:SECRET_BYTES], self._secret)
+            return rank if is_ours and rank < size and rank not in self._sockets else None
 
         with closing(accept_authenticated(listener, check, limit, self._ended)) as replicas:
             for sock, rank in replicas:
                 sock.setblocking(True)
-                self._lines[rank] = sock
+                self._sockets[rank] = sock
                 self._inboxes[rank] = channel.Inbox(sock)
-                if len(self._lines) == size:
+                if len(self._sockets) == size:
                     return
         if limit is not None and time.monotonic() >= limit and self._thread.is_alive():
-            late = [rank for rank in range(size) if rank not in self._lines]
+            late = [rank for rank in range(size) if rank not in self._sockets]
             raise CollectiveTimeoutError(
                 f"the replicas of ranks {late} of {size} weren't there when the deadline was over"
             )
         raise self._why()
 
-    def _sockets(self) -> list[socket.socket]:
-        return [*self._lines.values(), self._ended]
+    def _all_sockets(self) -> list[socket.socket]:
+        return [*self._sockets.values(), self._ended]
 
     def _why(self) -> BaseException:
         self._thread.join(_END_S)
         error, self._spawning.error = self._spawning.error, None
         return error or LaunchError("the replicas of the pool have ended")
 
+    @property
+    def pids(self) -> list[int | None]:
+        """Process of each replica, by rank; the pool's own where it is a thread of that."""
+        return [peer(self._sockets[rank]).pid for rank in range(self._size)]
+
     def has_ended(self) -> bool:
         """Tell whether a replica is gone. Local."""
-        return not self._thread.is_alive() or any(map(_is_closed, self._lines.values()))
+        return not self._thread.is_alive() or any(map(_is_closed, self._sockets.values()))
 
     def send(self, rank: int, body: bytes, limit: float | None) -> None:
         """Give a replica its next call; nothing more once the limit has passed. Local."""
-        line = self._lines[rank]
+        sock = self._sockets[rank]
         with suppress(OSError):  # `hear` says why it is gone, or late
-            line.settimeout(None if limit is None else max(_LEAST_S, limit - time.monotonic()))
+            sock.settimeout(None if limit is None else max(_LEAST_S, limit - time.monotonic()))
             self._send_output(rank)
-            channel.send(line, CALL, body)
-        line.setblocking(True)
+            channel.send(sock, CALL, body)
+        sock.setblocking(True)
 
     def _send_output(self, rank: int) -> None:
         """Let a replica print where this process does by now, if that isn't where it did before."""
         now = _outputs()
         if now is not None and now != self._outputs.get(rank, self._outputs_at_start):
-            channel.send(self._lines[rank], OUTPUT)
-            socket.send_fds(self._lines[rank], [b"o"], [1, 2])
+            channel.send(self._sockets[rank], OUTPUT)
+            socket.send_fds(self._sockets[rank], [b"o"], [1, 2])
             self._outputs[rank] = now
 
     def ask(self, ranks: Iterable[int]) -> set[int]:
@@ -166,13 +169,40 @@ class Replicas:
             Those that, since they were asked before, have said that they compute, or began to
             answer their call.
         """
-        said, self._computing = self._computing, set()
+        computing, self._computing = self._computing, set()
         for rank in ranks:
             with suppress(OSError):  # it doesn't even read: then it says nothing
-                self._lines[rank].send(channel.head(WHERE), socket.MSG_DONTWAIT)
-        return said | {rank for rank in ranks if self._inboxes[rank].is_within}
+                self._sockets[rank].send(channel.head(WHERE), socket.MSG_DONTWAIT)
+        return computing | {rank for rank in ranks if self._inboxes[rank].is_within}
 
-    def hear(self, busy: Iterable[int], limit: float | None) -> tuple[int, Answer] | None:
+    def stacks(self, ranks: Iterable[int], within_s: float) -> dict[int, list[Frame]]:
+        """Ask replicas at work where they are.
+
+        Local. Their answers to the call that they run are lost.
+
+        Args:
+            ranks: those that are asked.
+            within_s: seconds that they have to answer.
+
+        Returns:
+            File, line, function and source of each frame, outermost first, by rank; a replica is
+            missing that is stopped, or in code that holds Python's lock.
+        """
+        stacks: dict[int, list[Frame]] = {}
+        waiting = set(ranks)
+        for rank in waiting:
+            with suppress(OSError):
+                self._sockets[rank].send(channel.head(STACK), socket.MSG_DONTWAIT)
+        limit = time.monotonic() + within_s
+        with suppress(Exception):  # they may end meanwhile
+            while waiting and (heard := self.hear(waiting, limit)) is not None:
+                rank, (kind, body) = heard
+                waiting.discard(rank)
+                if kind == STACK:
+                    stacks[rank] = pickle.loads(body)
+        return stacks
+
+    def hear(self, busy: Iterable[int], limit: float | None) -> tuple[int, _Answer] | None:
         """Wait for the next answer; None once the limit has passed. Local.
 
         Raises:
@@ -180,7 +210,7 @@ class Replicas:
         """
         with selectors.DefaultSelector() as selector:
             for rank in busy:
-                selector.register(self._lines[rank], selectors.EVENT_READ, rank)
+                selector.register(self._sockets[rank], selectors.EVENT_READ, rank)
             selector.register(self._ended, selectors.EVENT_READ)
             while limit is None or time.monotonic() < limit:
                 left = None if limit is None else max(0.0, limit - time.monotonic())
@@ -189,7 +219,7 @@ class Replicas:
                     try:
                         answer = self._inboxes[rank].take()
                     except EOFError:  # its end is seen, and told, by those who made it
-                        selector.unregister(self._lines[rank])
+                        selector.unregister(self._sockets[rank])
                         continue
                     if answer is not None and answer[0] != WHERE:
                         return rank, answer
@@ -202,96 +232,63 @@ class Replicas:
     def stop(self, is_orderly: bool) -> bool:
         """End the replicas: in their own time, or at once; processes that don't go are killed.
 
-        Local. What they still do in their own time is waited for as long as the block's deadline
-        allows: threads that aren't daemons, exit handlers.
+        Local; harmless the second time. What they still do in their own time is waited for as long
+        as the block's deadline allows: threads that aren't daemons, exit handlers.
 
         Returns:
             Whether they have ended; threads that are stuck can't be ended.
         """
-        is_recalled = len(self._lines) < self._size
+        if any(sock.fileno() < 0 for sock in self._all_sockets()):
+            _hang_up(self._all_sockets())  # it is what Ctrl-C left undone the first time
+            return not self._thread.is_alive()
+        is_recalled = len(self._sockets) < self._size
         if is_recalled:
             self._spawning.recall.now()  # those that aren't there yet can't be told
         was_whole = is_orderly and not self.has_ended()
-        for line in self._lines.values():
+        for sock in self._sockets.values():
             with suppress(OSError):
                 if is_orderly:
-                    line.setblocking(False)
-                    channel.send(line, channel.END)
+                    sock.setblocking(False)
+                    channel.send(sock, channel.END)
                 else:
-                    line.shutdown(socket.SHUT_WR)
+                    sock.shutdown(socket.SHUT_WR)
         has_killed = self._see_off(_LEAVE_S if is_orderly else _QUIT_S)
-        pids = {peer(line).pid for line in self._lines.values()} - {os.getpid()}
+        pids = {peer(sock).pid for sock in self._sockets.values()} - {os.getpid()}
         if is_orderly and pids:  # threads and exit handlers end in their own time, as spawn's do
             self._thread.join(limit_of(None))
             self.is_late = self._thread.is_alive()
             _kill(pids if self.is_late else ())
         self._thread.join(_END_S if pids or is_orderly or is_recalled else _QUIT_S)
-        _hang_up(self._sockets())
+        _hang_up(self._all_sockets())
         if was_whole and not has_killed:
             self.ending_error = self._spawning.error
         return not self._thread.is_alive()
 
     def _see_off(self, patience_s: float) -> bool:
-        """Wait until the replicas have closed their lines; kill those that don't, and tell so."""
+        """Wait until replicas close their connections; kill those that don't, and tell so."""
         until = time.monotonic() + patience_s
         waiting = select.poll()
-        lines = {line.fileno(): line for line in self._lines.values()}
-        for line in lines.values():
-            waiting.register(line, 0)  # an end alone is reported
+        sockets = {sock.fileno(): sock for sock in self._sockets.values()}
+        for sock in sockets.values():
+            waiting.register(sock, 0)  # an end alone is reported
         waiting.register(self._ended, select.POLLIN)
-        while lines and (left := until - time.monotonic()) > 0:
+        while sockets and (left := until - time.monotonic()) > 0:
             for fd, _ in waiting.poll(left * 1000):
                 if fd == self._ended.fileno():
                     return False
                 waiting.unregister(fd)
-                del lines[fd]
-        _kill({peer(line).pid for line in lines.values()} - {os.getpid()})
-        return bool(lines)
-
-
-class DrainPolicy:
-    """The end of a call in which a replica failed: how long the others are waited for.
-
-    Args:
-        crew: the replicas.
-        is_together: whether they may wait for the one that failed.
-    """
-
-    def __init__(self, crew: Replicas, is_together: bool) -> None:
-        self._crew = crew
-        self.at: float | None = time.monotonic() + _TICK_S if is_together else None
-        """When to look at them next; None for not before the deadline."""
-        self.is_broken: bool = False
-        """Whether the context is lost."""
-        self._until = time.monotonic() + _PATIENCE_S
-        self._strikes: dict[int, int] = {}
-
-    def hurry(self) -> None:
-        """Take note that the context is lost. Local."""
-        if not self.is_broken:
-            self.is_broken, self.at = True, time.monotonic() + _GRACE_S
-
-    def is_over(self, busy: Collection[int]) -> bool:
-        """Look whether all those that are busy compute; if not, they wait forever. Local."""
-        now = time.monotonic()
-        if self.at is None or now < self.at:
-            return False
-        if self.is_broken or now > self._until:
-            return True
-        said = self._crew.ask(busy)
-        for rank in busy:  # at the first look nobody has been asked yet
-            self._strikes[rank] = 0 if rank in said else self._strikes.get(rank, -1) + 1
-        self.at = now + _TICK_S
-        return any(self._strikes[rank] >= _STRIKES for rank in busy)
+                del sockets[fd]
+        _kill({peer(sock).pid for sock in sockets.values()} - {os.getpid()})
+        return bool(sockets)
 
 
 def _outputs() -> list[tuple[int, int]] | None:
     """Tell which files stdout and stderr are; None where one is closed. Local."""
     try:
-        found = [os.fstat(fd) for fd in (1, 2)]
+        stats = [os.fstat(fd) for fd in (1, 2)]
     except OSError:
         return None
-    return [(stat.st_dev, stat.st_ino) for stat in found]
+    return [(stat.st_dev, stat.st_ino) for stat in stats]
 
 
 def _listener(stack: ExitStack) -> tuple[socket.socket, str]:
@@ -309,17 +306,17 @@ def _listener(stack: ExitStack) -> tuple[socket.socket, str]:
     return listener, address
 
 
-def _hang_up(lines: list[socket.socket]) -> None:
-    for line in lines:
+def _hang_up(sockets: list[socket.socket]) -> None:
+    for sock in sockets:
         with suppress(OSError):
-            line.shutdown(socket.SHUT_RDWR)
-        line.close()
+            sock.shutdown(socket.SHUT_RDWR)
+        sock.close()
 
 
-def _hang_up_at_home(lines: list[socket.socket], owner: int) -> None:
+def _hang_up_at_home(sockets: list[socket.socket], owner: int) -> None:
     """Hang up, but in a fork of the owner: what that shuts down is shut down for both."""
     if os.getpid() == owner:
-        _hang_up(lines)
+        _hang_up(sockets)
 
 
 def _kill(pids: Iterable[int | None]) -> None:
@@ -329,10 +326,10 @@ def _kill(pids: Iterable[int | None]) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _is_closed(line: socket.socket) -> bool:
+def _is_closed(sock: socket.socket) -> bool:
     """Tell whether the other side is gone; between calls it has nothing to say. Local."""
     try:
-        return line.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b""
+        return sock.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b""
     except BlockingIOError:
         return False
     except OSError:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import linecache
 import os
+import pickle
 import queue
 import socket
 import sys
 import threading
+import traceback
 from contextlib import suppress
 
 import cloudpickle
@@ -22,13 +25,23 @@ from unisono.launchers.job.worker import describe
 from unisono.model.contract import ComputationModel
 from unisono.tracebacks import hides
 
-__all__ = ("BROKEN", "CALL", "OUTPUT", "SECRET_BYTES", "WHERE", "serve")
+__all__ = (
+    "BROKEN",
+    "CALL",
+    "OUTPUT",
+    "SECRET_BYTES",
+    "STACK",
+    "WHERE",
+    "leaves_out_of_step",
+    "serve",
+)
 
 __tracebackhide__ = hides
 
 CALL = b"c"
 BROKEN = b"b"  # an error that leaves the context unusable
 WHERE = b"w"  # asks, and says, whether the replica is where it may wait for another one
+STACK = b"s"  # asks for, and gives, the frames of what the replica runs, outermost first
 OUTPUT = b"o"  # then one byte, with descriptors for stdout and stderr from the next call on
 SECRET_BYTES = 32
 _END = None
@@ -90,9 +103,12 @@ class _Pool:
 
     def hear(self) -> tuple[bytes, bytes] | None:
         """Receive one message, but answer those that ask where this replica is. Local."""
-        while (message := channel.receive(self._sock)) is not None and message[0] == WHERE:
+        while (message := channel.receive(self._sock)) is not None and message[0] in (WHERE, STACK):
             with suppress(OSError):
-                self.tell(WHERE, b"w" if _may_wait(self._server) else b"")
+                if message[0] == STACK:
+                    self.tell(STACK, pickle.dumps(_stack(self._server)))
+                else:
+                    self.tell(WHERE, b"w" if _may_wait(self._server) else b"")
         return message
 
     def descriptors(self) -> list[int]:
@@ -109,6 +125,18 @@ def _may_wait(thread_id: int) -> bool:
     return may_wait and frame is not None
 
 
+def _stack(thread_id: int) -> list[tuple[str, int, str, str]]:
+    """Give file, line, function and source of each frame of a call, outermost first. Local."""
+    frames = []
+    for frame, line in traceback.walk_stack(sys._current_frames().get(thread_id)):
+        if frame.f_code is _outcome.__code__:
+            break
+        code = frame.f_code
+        source = linecache.getline(code.co_filename, line, frame.f_globals).strip()
+        frames.append((code.co_filename, line, code.co_name, source))
+    return frames[::-1]
+
+
 def _outcome(local_rank: int, body: bytes, is_process: bool) -> tuple[bytes, bytes]:
     """Run one call; give the kind and the body of its answer."""
     try:
@@ -121,14 +149,14 @@ def _outcome(local_rank: int, body: bytes, is_process: bool) -> tuple[bytes, byt
             kind = type(result).__qualname__
             raise PayloadError(f"the result, a {kind}, can't be pickled: {error}") from error
     except BaseException as error:  # SystemExit too: the pool decides what it means
-        is_lost = _is_broken(error) or context.current().interrupted is not None
+        is_lost = leaves_out_of_step(error) or context.current().interrupted is not None
         return BROKEN if is_lost else channel.ERROR, cloudpickle.dumps(describe(error))
     finally:
         flush()
 
 
-def _is_broken(error: BaseException | None) -> bool:
-    """Tell whether an error, or one that led to it, left the ranks out of step."""
+def leaves_out_of_step(error: BaseException | None) -> bool:
+    """Tell whether an error, or one that led to it, left the ranks out of step. Local."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, CollectiveError) and not error.is_in_step:

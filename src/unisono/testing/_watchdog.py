@@ -39,13 +39,7 @@ class _Entry:
 
 
 def _answer_in(folder: str) -> int | None:
-    """Let this process show its stacks in a file of the folder when it is asked.
-
-    Local.
-
-    Returns:
-        The file's descriptor, to be open as long; None where a thread has done so already.
-    """
+    """Open a file for this process's stacks, shown on demand; None if a thread has done so."""
     if _ASK is None:
         return None
     try:
@@ -128,12 +122,12 @@ class Watch:
         return next((entry.law for entry in self._entries() if entry.rank == rank), "")
 
     def _entries(self) -> list[_Entry]:
-        found = []
+        entries = []
         for path in Path(self.folder).glob("*.rank"):
             with contextlib.suppress(OSError, ValueError):  # it is being replaced
                 law, since, pid, thread = path.read_text().split(" ")
-                found.append(_Entry(int(path.stem), law, float(since), int(pid), int(thread)))
-        return sorted(found, key=lambda entry: entry.rank)
+                entries.append(_Entry(int(path.stem), law, float(since), int(pid), int(thread)))
+        return sorted(entries, key=lambda entry: entry.rank)
 
     def _look(self) -> None:
         while not self._is_over.wait(_POLL_S):

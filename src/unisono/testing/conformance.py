@@ -78,7 +78,7 @@ class EnvironmentConformance:
         _all_hold(check_environment(self.environment, examples=self.examples))
 
 
-def _all_hold(found: Iterable[Outcome]) -> None:
-    outcomes = list(found)
+def _all_hold(checked: Iterable[Outcome]) -> None:
+    outcomes = list(checked)
     failed = [f"{o.law} at {o.nproc}: {o.reason}" for o in outcomes if o.status == "failed"]
     assert outcomes and not failed, "\n".join(failed)

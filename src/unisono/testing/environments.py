@@ -45,10 +45,10 @@ class _Reads(Mapping[str, str]):
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._env = env
-        self.asked: dict[str, None] = {}
+        self.names: dict[str, None] = {}
 
     def __getitem__(self, name: str) -> str:
-        self.asked[name] = None
+        self.names[name] = None
         return self._env[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -84,7 +84,7 @@ class EnvironmentTrial:
         except EnvironmentDetectionError as error:
             name = self.environment.NAME
             assert error.source == name, f"source={error.source!r}, not {name!r}: {error}"
-            assert error.variable in reads.asked, f"{error.variable!r} is none that it read"
+            assert error.variable in reads.names, f"{error.variable!r} is none that it read"
             assert error.variable in str(error), f"{error.variable} isn't in the text: {error}"
             value = env.get(error.variable)
             is_unset = error.value is None and (value is None or not value.strip())
@@ -99,7 +99,7 @@ class EnvironmentTrial:
             check_info(info)
         return info
 
-    def whole(self, env: Mapping[str, str]) -> RankInfo:
+    def facts(self, env: Mapping[str, str]) -> RankInfo:
         """Ask it about variables of a rank; demand facts. Local."""
         try:
             info = self.detect(env)
@@ -112,7 +112,7 @@ class EnvironmentTrial:
         """List the variables of an example that it reads. Local."""
         reads = _Reads(env)
         self.environment.detect(reads)
-        return [name for name in reads.asked if name in env]
+        return [name for name in reads.names if name in env]
 
     def needs_examples(self) -> None:
         """Skip the law where nothing is known of the launcher's variables. Local."""
@@ -175,11 +175,11 @@ def variables_of_others_are_no_job(trial: EnvironmentTrial) -> None:
             continue
         for env in getattr(other, "EXAMPLES", ()):
             try:
-                found = trial.detect(env)
+                info = trial.detect(env)
             except EnvironmentDetectionError as error:
                 raise AssertionError(f"it refuses what {other.NAME} sets: {error}") from error
-            same = _identity(found) in (None, _identity(other.detect(env)))
-            assert same, f"it takes what {other.NAME} sets for {found}"
+            same = _identity(info) in (None, _identity(other.detect(env)))
+            assert same, f"it takes what {other.NAME} sets for {info}"
 
 
 @_law
@@ -187,10 +187,10 @@ def a_whole_example_gives_every_fact_in_its_range(trial: EnvironmentTrial) -> No
     """Rank and size, and what else is said, are of their type and range, and fit together."""
     trial.needs_examples()
     for example in trial.examples:
-        info = trial.whole(example)
+        info = trial.facts(example)
         name = trial.environment.NAME
         assert info.source == name, f"source={info.source!r}, not {name!r}"
-        assert trial.whole({**_FOREIGN, **example}) == info, "variables of others change the facts"
+        assert trial.facts({**_FOREIGN, **example}) == info, "variables of others change the facts"
 
 
 @_law
@@ -198,15 +198,15 @@ def a_partial_example_is_refused_by_name(trial: EnvironmentTrial) -> None:
     """Without one it says the same, no job (for one alone), or which one is missing."""
     trial.needs_examples()
     for example in trial.examples:
-        whole, marks = _identity(trial.whole(example)), []
+        facts, marks = _identity(trial.facts(example)), []
         for name in trial.variables(example):
             answers = [_asked_about(trial, env) for env in _without(example, name)]
-            given = [found for found, is_refused in answers if not is_refused]
-            if None in given:
+            identities = [identity for identity, is_refused in answers if not is_refused]
+            if None in identities:
                 marks.append(name)
-            for found in given:
-                fits = found in (None, whole)
-                assert fits, f"without {name} it says rank, size {found}, not {whole}"
+            for identity in identities:
+                fits = identity in (None, facts)
+                assert fits, f"without {name} it says rank, size {identity}, not {facts}"
         assert len(marks) <= 1, (
             f"without any of {marks} there is no job, and nobody learns that one is missing: raise "
             "EnvironmentDetectionError where others are set"
@@ -218,14 +218,14 @@ def a_malformed_variable_is_refused_by_name(trial: EnvironmentTrial) -> None:
     """Text that isn't a number, or none in its range, is refused, and never taken for a rank."""
     trial.needs_examples()
     for example in trial.examples:
-        whole = _identity(trial.whole(example))
+        facts = _identity(trial.facts(example))
         for name in trial.variables(example):
             is_mark = _asked_about(trial, {**example, name: ""}) == (None, False)
             for value in _MALFORMED:
-                found, is_refused = _asked_about(trial, {**example, name: value})
-                is_harmless = is_refused or found == whole
-                assert is_harmless or found is None, (
-                    f"{name}={value!r} is taken for rank, size {found}"
+                identity, is_refused = _asked_about(trial, {**example, name: value})
+                is_harmless = is_refused or identity == facts
+                assert is_harmless or identity is None, (
+                    f"{name}={value!r} is taken for rank, size {identity}"
                 )
                 assert is_harmless or is_mark, f"{name}={value!r} is taken for no job: refuse it"
 
@@ -320,9 +320,9 @@ def check_environment(
         >>> {outcome.status for outcome in check_environment("slurm")}
         {'passed'}
     """
-    found = find_environment(environment)
-    known: Any = getattr(found, "EXAMPLES", ()) if examples is None else examples
-    trial = EnvironmentTrial(environment, found, tuple(known))
+    module = find_environment(environment)
+    own_examples: Any = getattr(module, "EXAMPLES", ()) if examples is None else examples
+    trial = EnvironmentTrial(environment, module, tuple(own_examples))
     done = []
     for name in ENVIRONMENT_LAWS if laws is None else laws:
         begin = time.perf_counter()

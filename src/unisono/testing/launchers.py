@@ -85,33 +85,33 @@ class LauncherTrial:
             "launcher": self.launcher,
             "launcher_options": dict(self.options),
         }
-        found: list[Any] = spawn(self.backend, fn, args, kwargs, self.nproc, **given)
-        return found
+        results: list[Any] = spawn(self.backend, fn, args, kwargs, self.nproc, **given)
+        return results
 
     def launch(self, entry: Callable[[RankInfo], Any], environ: Mapping[str, str]) -> list[Any]:
         """Call the launcher itself. Local."""
         plan = LaunchPlan(self.nproc)
-        found: list[Any] = find_launcher(self.launcher)(
+        results: list[Any] = find_launcher(self.launcher)(
             entry, plan, environ=environ, **self.options
         )
-        return found
+        return results
 
     def fails(self, fn: Callable[..., Any], *args: Any) -> WorkerFailedError:
         """Spawn ranks of which the last one fails; demand that the error names it. Local."""
         try:
-            found = self.spawn(fn, self.last, self.folder, *args)
+            results = self.spawn(fn, self.last, self.folder, *args)
         except WorkerFailedError as error:
             assert error.rank == self.last, f"rank {error.rank} is named, not {self.last}: {error}"
             assert f"rank {self.last}" in str(error), f"its text names no rank: {error}"
             return error
         except LaunchError as error:
             raise AssertionError(f"a WorkerFailedError was due, not {_text(error)}") from error
-        raise AssertionError(f"a WorkerFailedError was due, but spawn returned {found!r}")
+        raise AssertionError(f"a WorkerFailedError was due, but spawn returned {results!r}")
 
     def processes(self) -> list[int]:
         """Give the processes of ranks of this host that have said who they are. Local."""
-        said = [file.read_text().split() for file in Path(self.folder).glob("rank-*")]
-        return [int(pid) for host, pid in said if host == socket.gethostname()]
+        signed = [file.read_text().split() for file in Path(self.folder).glob("rank-*")]
+        return [int(pid) for host, pid in signed if host == socket.gethostname()]
 
     def nobody_is_left(self) -> None:
         """Demand that all ranks that have said who they are end within seconds. Local."""
@@ -184,28 +184,16 @@ def _who(info: RankInfo) -> tuple[RankInfo, str | None, str | None]:
     return info, os.environ.get(_MARK), os.environ.get("HOME")
 
 
-def _raise(local_rank: int, who: int, folder: str) -> None:
+def _end(local_rank: int, who: int, folder: str, end: Callable[..., object], *args: Any) -> None:
     _sign(folder)
     barrier()
     if facts.get_rank() == who:
-        raise KeyError(f"of rank {who}")
+        end(*args)
     barrier()
 
 
-def _leave(local_rank: int, who: int, folder: str, code: int) -> None:
-    _sign(folder)
-    barrier()
-    if facts.get_rank() == who:
-        os._exit(code)
-    barrier()
-
-
-def _die(local_rank: int, who: int, folder: str) -> None:
-    _sign(folder)
-    barrier()
-    if facts.get_rank() == who:
-        os.kill(os.getpid(), signal.SIGKILL)
-    barrier()
+def _raise() -> NoReturn:
+    raise KeyError(f"of rank {facts.get_rank()}")
 
 
 def _return_a_lock(local_rank: int, who: int, folder: str) -> Any:
@@ -238,16 +226,18 @@ def _touch(local_rank: int, folder: str, *args: Any) -> None:
 @_law
 def results_come_in_the_order_of_ranks(trial: LauncherTrial) -> None:
     """Each rank is a process of its own that knows its place and the others; results are a list."""
-    found = trial.spawn(_facts)
+    results = trial.spawn(_facts)
     ranks = list(range(trial.nproc))
-    assert [each[0] for each in found] == ranks, f"ranks {[each[0] for each in found]}"
-    assert [each[5] for each in found] == [ranks] * trial.nproc, "all_gather of the ranks differs"
-    assert {each[3] for each in found} == {trial.nproc}, "world sizes differ"
-    for rank, local_rank, said, _, nproc, _, _ in found:
-        assert local_rank == said, f"rank {rank} is given {local_rank}, and knows {said}"
+    assert [each[0] for each in results] == ranks, f"ranks {[each[0] for each in results]}"
+    assert [each[5] for each in results] == [ranks] * trial.nproc, "all_gather of the ranks differs"
+    assert {each[3] for each in results} == {trial.nproc}, "world sizes differ"
+    for rank, local_rank, known_rank, _, nproc, _, _ in results:
+        assert local_rank == known_rank, (
+            f"rank {rank} is given {local_rank}, and knows {known_rank}"
+        )
         assert 0 <= local_rank < nproc, f"rank {rank} has local rank {local_rank} of {nproc}"
     own = (socket.gethostname(), os.getpid())
-    processes = {each[6] for each in found}
+    processes = {each[6] for each in results}
     assert len(processes) == trial.nproc, "two ranks share a process"
     assert own not in processes, "a rank is the process that launched the job"
 
@@ -262,9 +252,9 @@ def arguments_and_closures_arrive(trial: LauncherTrial) -> None:
 
     factor = 3
     data = bytes(1 << 20) + b"end"
-    found = trial.spawn(_given, data, lambda rank: Local(rank * factor).value, word="é")
-    wanted = [((1 << 20) + 3, b"end", rank * factor, "é") for rank in range(trial.nproc)]
-    assert found == wanted, f"got {found!r}, wanted {wanted!r}"
+    results = trial.spawn(_given, data, lambda rank: Local(rank * factor).value, word="é")
+    expected = [((1 << 20) + 3, b"end", rank * factor, "é") for rank in range(trial.nproc)]
+    assert results == expected, f"got {results!r}, wanted {expected!r}"
     captured = object
     assert trial.spawn(lambda local_rank: captured.__name__) == ["object"] * trial.nproc
 
@@ -272,7 +262,7 @@ def arguments_and_closures_arrive(trial: LauncherTrial) -> None:
 @_law
 def every_rank_is_told_who_it_is(trial: LauncherTrial) -> None:
     """`entry` is called once in each rank with a whole RankInfo, and its results come back."""
-    infos = [found[0] for found in trial.launch(_who, {})]
+    infos = [result[0] for result in trial.launch(_who, {})]
     assert [info.rank for info in infos] == list(range(trial.nproc)), infos
     for info in infos:
         check_info(info)
@@ -285,8 +275,8 @@ def every_rank_is_told_who_it_is(trial: LauncherTrial) -> None:
 @_law
 def variables_are_handed_over(trial: LauncherTrial) -> None:
     """Ranks have the variables of `environ`; what is set there already stays."""
-    found = trial.launch(_who, {_MARK: "yes", "HOME": "/nowhere"})
-    for info, mark, home in found:
+    results = trial.launch(_who, {_MARK: "yes", "HOME": "/nowhere"})
+    for info, mark, home in results:
         assert mark == "yes", f"rank {info.rank} has {_MARK}={mark}"
         assert home != "/nowhere" or "HOME" not in os.environ, "a variable was overwritten"
 
@@ -294,7 +284,7 @@ def variables_are_handed_over(trial: LauncherTrial) -> None:
 @_law
 def the_first_failure_is_named_with_its_traceback(trial: LauncherTrial) -> None:
     """The error has rank, traceback and exception of who failed, not of one that waits."""
-    error = trial.fails(_raise)
+    error = trial.fails(_end, _raise)
     assert "in _raise" in error.traceback, f"its traceback isn't the rank's: {error.traceback!r}"
     assert "of rank" in error.traceback, f"its traceback isn't the rank's: {error.traceback!r}"
     assert isinstance(error.__cause__, KeyError), f"its cause is {error.__cause__!r}, not KeyError"
@@ -303,21 +293,21 @@ def the_first_failure_is_named_with_its_traceback(trial: LauncherTrial) -> None:
 @_law
 def an_exit_code_is_named(trial: LauncherTrial) -> None:
     """A rank that leaves by ``os._exit`` is named, and so is its exit code where it is known."""
-    error = trial.fails(_leave, _EXIT_CODE)
+    error = trial.fails(_end, os._exit, _EXIT_CODE)
     assert error.exit_code in (_EXIT_CODE, None), f"exit code {error.exit_code}: {error}"
 
 
 @_law
 def an_exit_without_a_result_is_a_failure(trial: LauncherTrial) -> None:
     """Success is a result, never an exit code of 0."""
-    error = trial.fails(_leave, 0)
+    error = trial.fails(_end, os._exit, 0)
     assert error.exit_code in (0, None), f"exit code {error.exit_code}: {error}"
 
 
 @_law
 def a_signal_is_named(trial: LauncherTrial) -> None:
     """A rank that a signal ended is named, and so is the signal where it is known."""
-    error = trial.fails(_die)
+    error = trial.fails(_end, signal.raise_signal, signal.SIGKILL)
     assert error.signal in ("SIGKILL", None), f"signal {error.signal}: {error}"
 
 
@@ -341,7 +331,7 @@ def the_parent_is_left_as_it_was(trial: LauncherTrial) -> None:
     before = _parent()
     trial.spawn(_facts)
     assert _parent() == before, _change(before, _parent())
-    trial.fails(_raise)
+    trial.fails(_end, _raise)
     assert _parent() == before, _change(before, _parent())
 
 
@@ -370,12 +360,14 @@ def a_deadline_is_kept(trial: LauncherTrial) -> None:
         begin = time.monotonic()
         try:
             with deadline(block_s):
-                found = trial.spawn(_sleep, trial.folder)
+                results = trial.spawn(_sleep, trial.folder)
         except CollectiveTimeoutError:
             took = time.monotonic() - begin
             assert took < block_s + _GRACE_S, f"a deadline of {block_s:g} s took {took:.1f} s"
         else:
-            raise AssertionError(f"a CollectiveTimeoutError was due, but spawn returned {found!r}")
+            raise AssertionError(
+                f"a CollectiveTimeoutError was due, but spawn returned {results!r}"
+            )
         n_there = len(trial.processes())
         if n_there:
             trial.nobody_is_left()
@@ -395,16 +387,16 @@ def an_interrupt_ends_all_ranks(trial: LauncherTrial) -> None:
     interrupter = threading.Thread(target=_interrupt, args=(trial, is_over), daemon=True)
     try:
         interrupter.start()
-        found = trial.spawn(_sleep, trial.folder)
+        results = trial.spawn(_sleep, trial.folder)
     except KeyboardInterrupt:
         n_there = len(trial.processes())
         if n_there:
             trial.nobody_is_left()
         if n_there < trial.nproc:
-            said = f"{n_there} of {trial.nproc} ranks of this host were there after {_COME_S:g} s"
-            raise _UntestableError(said) from None
+            reason = f"{n_there} of {trial.nproc} ranks of this host were there after {_COME_S:g} s"
+            raise _UntestableError(reason) from None
     else:
-        raise AssertionError(f"a KeyboardInterrupt was due, but spawn returned {found!r}")
+        raise AssertionError(f"a KeyboardInterrupt was due, but spawn returned {results!r}")
     finally:
         is_over.set()
         interrupter.join()
@@ -450,13 +442,13 @@ def _refused(
 ) -> None:
     args = (trial.folder, *more)
     try:
-        found = spawn(backend, _touch, args, None, trial.nproc, **given)
+        results = spawn(backend, _touch, args, None, trial.nproc, **given)
     except kind:
         pass
     except Exception as error:
         raise AssertionError(f"{kind.__name__} was due for {given}, not {_text(error)}") from error
     else:
-        raise AssertionError(f"{kind.__name__} was due for {given}, but it returned {found!r}")
+        raise AssertionError(f"{kind.__name__} was due for {given}, but it returned {results!r}")
     assert not Path(trial.folder, "begun").exists(), f"{given}: refused after a rank had begun"
 
 

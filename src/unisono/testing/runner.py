@@ -172,8 +172,8 @@ def check(
         names = [law.name for law in waiting if law.needs <= model.capabilities]
 
         def start(folder: str, names: Sequence[str] = names) -> list[list[Kept]]:
-            given = {"args": (names, folder), "nproc_per_node": nproc, **options}
-            rows: list[list[Kept]] = launch(backend, keep_laws, **given)
+            arguments = {"args": (names, folder), "nproc_per_node": nproc, **options}
+            rows: list[list[Kept]] = launch(backend, keep_laws, **arguments)
             return rows
 
         batch = _run(start, names, timeout_s) if names else _Batch()

@@ -34,7 +34,7 @@ OVERLAPS = -1
 class _Extent:
     """The first and last byte of a tensor in the device's memory."""
 
-    place: int
+    index: int
     tensor: Tensor
     device: str
     start: int
@@ -57,14 +57,14 @@ def aliases(names: Sequence[object], tensors: Sequence[Tensor | None]) -> list[i
     Returns:
         For each its own place, or that of the tensor whose memory has all of it, or `OVERLAPS`.
     """
-    known: dict[int, int] = {}
-    owners = [known.setdefault(id(name), place) for place, name in enumerate(names)]
+    first_with: dict[int, int] = {}
+    owners = [first_with.setdefault(id(name), index) for index, name in enumerate(names)]
     extents = []
-    for place, tensor in enumerate(tensors):
-        if tensor is not None and owners[place] == place and tensor.numel():
-            extent = _extent(place, tensor)
+    for index, tensor in enumerate(tensors):
+        if tensor is not None and owners[index] == index and tensor.numel():
+            extent = _extent(index, tensor)
             if extent is None:
-                owners[place] = OVERLAPS
+                owners[index] = OVERLAPS
             elif extent.start:  # what has no address is known by its identity alone
                 extents.append(extent)
     for cluster in _clusters(extents):
@@ -72,7 +72,7 @@ def aliases(names: Sequence[object], tensors: Sequence[Tensor | None]) -> list[i
     return [owner if owner == OVERLAPS else owners[owner] for owner in owners]
 
 
-def _extent(place: int, tensor: Tensor) -> _Extent | None:
+def _extent(index: int, tensor: Tensor) -> _Extent | None:
     """Give where a tensor lies, None if one of its elements is there more than once. Local."""
     steps = list(zip(tensor.shape, tensor.stride(), strict=True))
     if any(stride == 0 and size > 1 for size, stride in steps):
@@ -82,12 +82,12 @@ def _extent(place: int, tensor: Tensor) -> _Extent | None:
     end = start + (last + 1) * tensor.itemsize
     if end - start < tensor.nbytes:
         return None
-    return _Extent(place, tensor, str(tensor.device), start, end)
+    return _Extent(index, tensor, str(tensor.device), start, end)
 
 
 def _clusters(extents: list[_Extent]) -> Iterator[list[_Extent]]:
     """Yield the extents that reach into each other, where these are several. Local."""
-    extents.sort(key=lambda each: (each.device, each.start, -each.end, each.place))
+    extents.sort(key=lambda each: (each.device, each.start, -each.end, each.index))
     cluster: list[_Extent] = []
     end = 0
     for each in extents:
@@ -107,7 +107,7 @@ def _share(cluster: list[_Extent], owners: list[int]) -> None:
     is_covered = all(each.end <= first.end for each in cluster)
     if is_covered and first.is_dense and len({each.tensor.dtype for each in cluster}) == 1:
         for each in cluster[1:]:
-            owners[each.place] = first.place
+            owners[each.index] = first.index
         return
     _share_by_elements(cluster, owners)
 
@@ -117,26 +117,26 @@ def _share_by_elements(cluster: list[_Extent], owners: list[int]) -> None:
     unit = min(each.tensor.itemsize for each in cluster)
     start = cluster[0].start
     marks = torch.full(((max(each.end for each in cluster) - start) // unit,), -1)
-    for each in sorted(cluster, key=lambda each: (-each.tensor.nbytes, each.place)):
+    for each in sorted(cluster, key=lambda each: (-each.tensor.nbytes, each.index)):
         width = each.tensor.itemsize // unit
         mine = marks.as_strided(
             (*each.tensor.shape, width),
             (*(stride * width for stride in each.tensor.stride()), 1),
             (each.start - start) // unit,
         )
-        there = torch.unique(mine).tolist()
-        if there == [-1]:
-            mine.fill_(each.place)
-        elif len(there) == 1 and _is_part(each, cluster, there[0]):
-            owners[each.place] = there[0]
+        owners_there = torch.unique(mine).tolist()
+        if owners_there == [-1]:
+            mine.fill_(each.index)
+        elif len(owners_there) == 1 and _is_part(each, cluster, owners_there[0]):
+            owners[each.index] = owners_there[0]
         else:
-            owners[each.place] = OVERLAPS
+            owners[each.index] = OVERLAPS
 
 
 def _is_part(extent: _Extent, cluster: list[_Extent], owner: int) -> bool:
-    whole = next(each for each in cluster if each.place == owner)
-    is_aligned = (extent.start - whole.start) % extent.tensor.itemsize == 0
-    return is_aligned and extent.tensor.dtype is whole.tensor.dtype
+    larger = next(each for each in cluster if each.index == owner)
+    is_aligned = (extent.start - larger.start) % extent.tensor.itemsize == 0
+    return is_aligned and extent.tensor.dtype is larger.tensor.dtype
 
 
 _NONE = b"n"
@@ -261,15 +261,15 @@ def _state(tensor: Tensor | None, owner: int) -> bytes:
     return _OVERLAPPING if owner == OVERLAPS else _layout(tensor)
 
 
-def _line(place: int, like: Tensor, owner: int) -> str:
+def _line(index: int, like: Tensor, owner: int) -> str:
     text = f"{like.dtype}{'[nested]' if like.is_nested else list(like.shape)}"
-    return text if owner in (place, OVERLAPS) else f"{text}, the memory of tensor {owner}"
+    return text if owner in (index, OVERLAPS) else f"{text}, the memory of tensor {owner}"
 
 
 def agree(
     context: ContextState,
     call: str,
-    found: Listed,
+    listed: Listed,
     group: Group | None = None,
 ) -> Described:
     """Check that every rank has the same list, and find out which of its tensors are there.
@@ -279,7 +279,7 @@ def agree(
     Args:
         context: the active model.
         call: what is done, with all that must agree between ranks: ``"broadcast_params from 0"``.
-        found: the tensors of this rank, or why it has none.
+        listed: the tensors of this rank, or why it has none.
         group: the ranks that take part.
 
     Returns:
@@ -292,27 +292,27 @@ def agree(
         PayloadError: a tensor can't be worked on in place somewhere, or another rank has something
             that isn't a tensor; names it by rank (on every rank).
     """
-    owners = aliases(found.likes, [item if is_dense(item) else None for item in found.tensors])
-    lines = [_line(i, *each) for i, each in enumerate(zip(found.likes, owners, strict=True))]
-    states = b"".join(map(_state, found.tensors, owners))
-    blob = _LIST + _digest(lines) + states if found.error is None else failure(str(found.error))
+    owners = aliases(listed.likes, [item if is_dense(item) else None for item in listed.tensors])
+    lines = [_line(i, *each) for i, each in enumerate(zip(listed.likes, owners, strict=True))]
+    states = b"".join(map(_state, listed.tensors, owners))
+    blob = _LIST + _digest(lines) + states if listed.error is None else failure(str(listed.error))
     frames = swap(context, call, blob, group)
-    if found.error is not None:
-        raise found.error
+    if listed.error is not None:
+        raise listed.error
     ranks = list(context.model.topology.members(group))
     raise_failures(frames, lambda: ranks, call)
     if any(frame[:_START] != blob[:_START] for frame in frames):
         blobs = swap(context, f"{call}: the lists differ", encode(lines), group)
-        said = [decode(blob, context.model.device) for blob in blobs]
-        raise CollectiveMismatchError(_difference(call, said, ranks))
+        lists = [decode(blob, context.model.device) for blob in blobs]
+        raise CollectiveMismatchError(_difference(call, lists, ranks))
     columns = list(zip(*(frame[_START:] for frame in frames), strict=True))
-    for place, column in enumerate(columns):
-        _check(column, f"tensor {place} of {len(lines)} ({lines[place]})", call, ranks)
+    for index, column in enumerate(columns):
+        _check(column, f"tensor {index} of {len(lines)} ({lines[index]})", call, ranks)
     table = {code[0]: layout for code, layout in _LAYOUTS}
     return Described(
         [any(code != _NONE[0] for code in column) for column in columns],
         [table.get(column[0]) if len(set(column)) == 1 else None for column in columns],
-        [owner == place for place, owner in enumerate(owners)],
+        [owner == index for index, owner in enumerate(owners)],
     )
 
 
@@ -332,15 +332,15 @@ def _check(column: Sequence[int], name: str, call: str, ranks: Sequence[int]) ->
 
 def _difference(call: str, lists: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
     longest = max(len(lines) for lines in lists)
-    place = next(
+    index = next(
         i for i in range(longest + 1) if len({tuple(lines[i : i + 1]) for lines in lists}) > 1
     )
-    said = [
-        f"rank {rank} has {lines[place] if place < len(lines) else 'nothing'} there "
+    shown = [
+        f"rank {rank} has {lines[index] if index < len(lines) else 'nothing'} there "
         f"({len(lines)} in all)"
         for rank, lines in zip(ranks, lists, strict=True)
     ]
     return (
-        f"{call}: the lists differ between ranks from tensor {place} on: {'; '.join(said)}: give "
+        f"{call}: the lists differ between ranks from tensor {index} on: {'; '.join(shown)}: give "
         "every rank the same tensors in the same order"
     )

@@ -121,11 +121,7 @@ def _lock(number: int) -> bool:
 
 
 def _remove_leftovers(target: Path, prefix: str, own: Path) -> None:
-    """Remove what killed writers of `target` left. Local.
-
-    Of this host those that nobody has locked, for a writer's lock goes with it; of others what is
-    a day old.
-    """
+    """Remove what killed writers of `target` left: unlocked on this host, a day old on others."""
     names: list[str] = []
     with suppress(OSError):  # a folder may be writable and not readable
         names = [name for name in os.listdir(target.parent) if name.endswith(".tmp")]

@@ -82,13 +82,13 @@ def reduce_params(
     """
     limit = _limit(coalesce, bucket_size_mb)
     operation = parse_op(op)
-    context, found, is_member = team(group)
+    context, group, is_member = team(group)
     if not is_member:
         return
     mine = listed(params)
     call = f"all_reduce_params {operation.name} in {_buckets(limit)}"
-    said = agree(context, call, mine, found)
-    _reduce(context, _works(mine.likes, said), operation, limit, found, cuts_means)
+    described = agree(context, call, mine, group)
+    _reduce(context, _works(mine.likes, described), operation, limit, group, cuts_means)
 
 
 def all_reduce_grads(
@@ -126,22 +126,22 @@ def all_reduce_grads(
     """
     limit = _limit(coalesce, bucket_size_mb)
     operation = parse_op(op)
-    context, found, is_member = team(group)
+    context, group, is_member = team(group)
     if not is_member:
         return
     mine = listed(params, of_grads=True)
     call = f"all_reduce_grads {operation.name} in {_buckets(limit)}"
-    said = agree(context, call, mine, found)
-    for like, is_present in zip(mine.likes, said.present, strict=True):
+    described = agree(context, call, mine, group)
+    for like, is_present in zip(mine.likes, described.present, strict=True):
         if is_present and like.grad is None:
             like.grad = torch.zeros_like(like)
     gradients = [like.grad for like in mine.likes]
-    _reduce(context, _works(gradients, said), operation, limit, found)
+    _reduce(context, _works(gradients, described), operation, limit, group)
 
 
-def _works(tensors: Sequence[Tensor | None], said: Described) -> list[buckets.Work]:
+def _works(tensors: Sequence[Tensor | None], described: Described) -> list[buckets.Work]:
     """List the tensors to reduce: each memory that some rank has, once. Local."""
-    rows = zip(tensors, said.present, said.layouts, said.alone, strict=True)
+    rows = zip(tensors, described.present, described.layouts, described.alone, strict=True)
     return [
         (tensor, layout)
         for tensor, is_present, layout, is_alone in rows
@@ -174,9 +174,9 @@ def _reduce(
 ) -> None:
     with torch.no_grad():
         if op is ReduceOp.AVERAGE:
-            whole = [t for t, _ in works if not (t.is_floating_point() or t.is_complex())]
-            if whole:
-                _average_integers(context, whole, group, cuts_means)
+            integers = [t for t, _ in works if not (t.is_floating_point() or t.is_complex())]
+            if integers:
+                _average_integers(context, integers, group, cuts_means)
             works = [work for work in works if work[0].is_floating_point() or work[0].is_complex()]
         buckets.reduce_all(context, works, op, context.model.topology.size(group), limit, group)
 
@@ -184,13 +184,9 @@ def _reduce(
 def _average_integers(
     context: ContextState, tensors: Sequence[Tensor], group: Group | None, is_cut: bool
 ) -> None:
-    """Give integers their mean; cut it towards 0, or refuse one that isn't whole.
-
-    Collective over `group`.
-
-    Quotients and remainders travel apart, for the sum itself may not fit into 64 bits. What wraps
-    in the sum of quotients comes back when that of the remainders is added.
-    """
+    """Give integers their mean; cut it towards 0, or refuse one that isn't whole."""
+    # Quotients and remainders travel apart, for the sum itself may not fit into 64 bits. What wraps
+    # in the sum of quotients comes back when that of the remainders is added.
     size = context.model.topology.size(group)
     signed = [_signed(tensor) for tensor in tensors]
     quotients = [torch.div(item, size, rounding_mode="floor") for item in signed]
@@ -247,8 +243,8 @@ def broadcast_params(params: Params, src: int = 0, group: GroupLike = None) -> N
         >>> import torch, unisono as idist
         >>> idist.broadcast_params(torch.nn.BatchNorm1d(2), src=0)
     """
-    context, found, is_member = team(group)
-    check_rank(context, found, src, "src")
+    context, group, is_member = team(group)
+    check_rank(context, group, src, "src")
     if not is_member:
         return
     if isinstance(params, nn.Module):
@@ -259,9 +255,9 @@ def broadcast_params(params: Params, src: int = 0, group: GroupLike = None) -> N
         mine = listed([item for item in params.values() if isinstance(item, Tensor)])
     else:
         mine = listed(params)
-    said = agree(context, f"broadcast_params from {src}", mine, found)
+    described = agree(context, f"broadcast_params from {src}", mine, group)
     with torch.no_grad():
-        buckets.broadcast_all(context, _works(mine.likes, said), src, found)
+        buckets.broadcast_all(context, _works(mine.likes, described), src, group)
     if isinstance(params, MutableMapping) and others:
         # Last, for one that can't be read raises on the ranks alone that read it.
         params.update(broadcast(others, src, group))
@@ -288,18 +284,20 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLi
         >>> model = torch.nn.Linear(2, 2)
         >>> idist.broadcast_optimizer_state(torch.optim.Adam(model.parameters()))
     """
-    context, found, is_member = team(group)
-    check_rank(context, found, src, "src")
+    context, group, is_member = team(group)
+    check_rank(context, group, src, "src")
     if not is_member:
         return
     is_src = context.model.topology.rank == src
     state = optimizer.state_dict()
     call = f"broadcast_optimizer_state from {src}"
-    frames = swap(context, call, _described(state, is_src), found)
-    raise_failures(frames, partial(context.model.topology.members, found), call)
-    said = [decode(frame, context.model.device) for frame in frames]
-    counts, apart = said[context.model.topology.position(found, src)]
-    _check_groups(dict(zip(context.model.topology.members(found), said, strict=True)), counts, src)
+    frames = swap(context, call, _described(state, is_src), group)
+    raise_failures(frames, partial(context.model.topology.members, group), call)
+    descriptions = [decode(frame, context.model.device) for frame in frames]
+    counts, apart = descriptions[context.model.topology.position(group, src)]
+    _check_groups(
+        dict(zip(context.model.topology.members(group), descriptions, strict=True)), counts, src
+    )
     if not is_src:
         state = _put_together(context, *apart)
     tensors = [leaf for leaf in flatten(state)[0] if isinstance(leaf, Tensor)]
@@ -307,7 +305,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLi
         (tensor.contiguous(), torch.contiguous_format) for tensor in tensors
     ]
     with torch.no_grad():
-        buckets.broadcast_all(context, works, src, found)
+        buckets.broadcast_all(context, works, src, group)
     if not is_src:
         optimizer.load_state_dict(state)
 
@@ -350,11 +348,11 @@ def _put_together(context: ContextState, plain: dict[str, Any], heads: _Heads) -
     return state
 
 
-def _check_groups(said: dict[int, Any], wanted: list[int], src: int) -> None:
+def _check_groups(descriptions: dict[int, Any], expected: list[int], src: int) -> None:
     """Refuse on every rank an optimizer that is over other groups somewhere. Local."""
-    for rank, (sizes, _) in said.items():
-        if sizes != wanted:
+    for rank, (sizes, _) in descriptions.items():
+        if sizes != expected:
             raise CollectiveMismatchError(
                 f"broadcast_optimizer_state: rank {rank} has groups of {sizes} parameters, but "
-                f"rank {src} of {wanted}: make the same optimizer on every rank"
+                f"rank {src} of {expected}: make the same optimizer on every rank"
             )

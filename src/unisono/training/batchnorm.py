@@ -42,11 +42,10 @@ def _total(mine: Tensor, group: GroupLike) -> Tensor:
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalise with mean and variance over all ranks; both directions are collective.
+    """Normalise with mean and variance over all ranks; both directions are collective."""
 
-    Where the gradient itself will be differentiated (``create_graph=True``, on every rank alike),
-    the statistics, too, are computed again from `x`, so that autograd knows what depends on it.
-    """
+    # Where the gradient itself will be differentiated (``create_graph=True``, on every rank alike),
+    # the statistics, too, are computed again from `x`, so that autograd knows what depends on it.
 
     @staticmethod
     def forward(
@@ -80,18 +79,15 @@ def _channels(x: Tensor) -> Tensor:
 
 
 def _statistics(x: Tensor, group: GroupLike) -> tuple[Tensor, Tensor, Tensor]:
-    """Give mean and biased variance [channels] and the count over all ranks.
-
-    Collective over `group`. Ranks may have batches of different size, or none.
-    """
+    """Give mean and biased variance [channels] and the count; batches may differ in size."""
     channels = x.shape[1]
     count = x.new_tensor([x.numel() // channels if channels else 0])
     mean = _channels(x) / count.clamp(min=1)
     squares = _channels((x - _wide(mean, x)) ** 2)
     mine = torch.cat([mean, squares, count])
     size = len(group.ranks) if group is not None else current_model().topology.world_size
-    said = torch.stack(all_gather_tensors_with_shapes(mine, [mine.shape] * size, group))
-    means, parts, counts = torch.split(said, [channels, channels, 1], dim=1)
+    rows = torch.stack(all_gather_tensors_with_shapes(mine, [mine.shape] * size, group))
+    means, parts, counts = torch.split(rows, [channels, channels, 1], dim=1)
     total = counts.sum(0)
     mean = (means * counts).sum(0) / total
     # Not of sums of squares, which would lose what is small beside a large mean.

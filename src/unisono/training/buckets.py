@@ -10,9 +10,11 @@ from torch import Tensor
 
 from unisono.collectives.broadcasts import broadcast_
 from unisono.collectives.reductions import all_reduce_
+from unisono.collectives.routing import is_direct, memory_of
 from unisono.context import ContextState
+from unisono.host.collectives import HostCollectives
 from unisono.model.handle import Handle
-from unisono.model.reduction import ReduceOp
+from unisono.model.reduction import ReduceOp, mean_factors
 from unisono.topology import Group
 
 __all__ = (
@@ -20,7 +22,6 @@ __all__ = (
     "as_memory",
     "broadcast_all",
     "buckets",
-    "mean_factors",
     "packed",
     "reduce_all",
     "unpack",
@@ -114,6 +115,45 @@ def _split(
     return alone, together
 
 
+def _reduce_on_host(
+    context: ContextState,
+    works: Sequence[Work],
+    op: ReduceOp,
+    bucket_bytes: int,
+    group: Group | None,
+) -> list[Work]:
+    """Reduce what the ranks' shared memory takes, straight from where it lies; give the others.
+
+    Collective over `group`.
+    """
+    large: list[Tensor] = []
+    small: list[Tensor] = []
+    others: list[Work] = []
+    host = None
+    if context.model.device.type != "cpu":  # else some ranks' might be elsewhere
+        return list(works)
+    for tensor, layout in works:
+        carrier, memory = memory_of(context, tensor, group), as_memory(tensor, layout)
+        is_taken = carrier is not None and tensor.numel() and is_direct(carrier, tensor, op)
+        if carrier is None or memory is None or not is_taken:
+            others.append((tensor, layout))
+            continue
+        host = carrier
+        is_large = memory.nbytes >= min(host.large_bytes, bucket_bytes)
+        (large if is_large else small).append(memory)
+    if host is not None:
+        for memory in large:
+            host.all_reduce(memory, op)
+        for run in buckets(small, min(host.block_bytes, max(bucket_bytes, 1))):
+            if isinstance(host, HostCollectives):
+                host.all_reduce_packed(run, op)
+                continue
+            with packed(context, run) as flat:
+                host.all_reduce(flat, op)
+                unpack(flat, run)
+    return others
+
+
 def reduce_all(
     context: ContextState,
     works: Sequence[Work],
@@ -135,6 +175,7 @@ def reduce_all(
         group: the ranks that take part.
     """
     limit = _BUCKET_BYTES if bucket_bytes is None else bucket_bytes
+    works = _reduce_on_host(context, works, op, limit, group)
     is_mean = op is ReduceOp.AVERAGE
     step = ReduceOp.SUM if is_mean else op
     before, after = mean_factors(size) if is_mean else (1.0, 1.0)
@@ -161,16 +202,6 @@ def reduce_all(
             finish(0)
             unpack(flat, run)
     finish(0)
-
-
-def mean_factors(size: int) -> tuple[float, float]:
-    """Give what to multiply by before a sum, and to divide by after it, for the mean. Local.
-
-    A sum of floats that is divided last overflows where their mean doesn't. The first factor is a
-    power of two, so that nothing is rounded but what is smaller than the dtype's normal numbers.
-    """
-    before = 2.0 ** -(size - 1).bit_length()
-    return before, size * before
 
 
 def broadcast_all(

@@ -115,22 +115,19 @@ def _look(obj: Any, sharded: bool | None) -> tuple[dict[int, Any], bool]:
 
 
 def _agreed(context: ContextState, call: Callable[[], T]) -> T:
-    """Call something on every rank, and fail on every rank where it fails on one.
-
-    Collective over all ranks.
-    """
+    """Call something on every rank, and fail on every rank where it fails on one."""
     error: Exception | None = None
     value: Any = None
-    said: tuple[bool, str] | None = None
+    problem: tuple[bool, str] | None = None
     try:
         value = call()
     except Exception as raised:  # what the classes of the user raise
         error = raised
         is_refused = isinstance(raised, PayloadError)
-        said = (is_refused, str(raised) if is_refused else summary(raised))
-    for rank, heard in enumerate(_told(context, "save_checkpoint", said)):
-        if heard is not None:
-            is_refused, text = heard
+        problem = (is_refused, str(raised) if is_refused else summary(raised))
+    for rank, reply in enumerate(_told(context, "save_checkpoint", problem)):
+        if reply is not None:
+            is_refused, text = reply
             if is_refused:
                 raise PayloadError(f"rank {rank} can't save its checkpoint: {text}") from error
             failed = PeerFailedError(f"rank {rank} raised {text} in save_checkpoint", rank=rank)
@@ -186,10 +183,10 @@ def _state_of_shards(obj: Any, states: dict[int, Any]) -> Any:
     return state
 
 
-def _told(context: ContextState, call: str, said: Any) -> list[Any]:
+def _told(context: ContextState, call: str, value: Any) -> list[Any]:
     """Tell every rank what each has to say. Collective over all ranks."""
     return [
-        decode(frame, context.model.device) for frame in swap(context, call, encode(said), None)
+        decode(frame, context.model.device) for frame in swap(context, call, encode(value), None)
     ]
 
 
@@ -260,8 +257,8 @@ def load_checkpoint(
             refuse_pickle("load_checkpoint with weights_only=False")
         with target.open("rb") as file:
             check_archive(file, "it")
-            found = torch.load(file, map_location=device, weights_only=weights_only)
-        return found if into is None else restore(into, found)
+            state = torch.load(file, map_location=device, weights_only=weights_only)
+        return state if into is None else restore(into, state)
     except FileNotFoundError as error:
         raise ArgumentError(
             f"there is no checkpoint {target} ({where}): save one with save_checkpoint, on a disk "
@@ -289,11 +286,11 @@ def _load_shards(target: Path, into: Any, weights_only: bool, where: str) -> Any
         failed = _unreadable(target, where, error)
         failed.__cause__ = error
     context = communicator()
-    said = _told(context, "load_checkpoint of shards", None if failed is None else str(failed))
+    problems = _told(context, "load_checkpoint of shards", None if failed is None else str(failed))
     if failed is not None:
         raise failed
-    if any(said):
-        raise PayloadError(next(text for text in said if text))
+    if any(problems):
+        raise PayloadError(next(text for text in problems if text))
     return made
 
 
@@ -312,13 +309,13 @@ def _fill(library: Any, target: Path, into: Any, weights_only: bool) -> Any:
         raise PayloadError(f"{target / _POINTER} names no shards, but {name!r}")
     if not weights_only:
         refuse_pickle("load_checkpoint with weights_only=False")
-    found = library.metadata_of(target / name, weights_only)
-    states |= states_to_fill(into, found.state_dict_metadata)
+    metadata = library.metadata_of(target / name, weights_only)
+    states |= states_to_fill(into, metadata.state_dict_metadata)
     state = plain(into, states)
     refuse_lost_shards(into, state)
-    refuse_lost_states(into, library.flat(state), found.state_dict_metadata)
+    refuse_lost_states(into, library.flat(state), metadata.state_dict_metadata)
     with _without_warning():
-        library.load(state, target / name, found, weights_only)
+        library.load(state, target / name, metadata, weights_only)
     return state
 
 

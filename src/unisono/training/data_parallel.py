@@ -29,15 +29,10 @@ __all__ = ("Averager", "Replicated", "owners")
 
 
 class _Bucket:
-    """Gradients that are reduced together, and how many ranks have each of them.
+    """Gradients that are reduced together, how many ranks have each, and some further counts."""
 
-    The counts make it right, without another collective, that a parameter has a gradient on some
-    ranks only: it counts as zero on the others; and that one which has none anywhere keeps none.
-
-    Args:
-        parameters: whose gradients travel.
-        notes: how many further counts travel behind them.
-    """
+    # The counts make it right, without another collective, that a parameter has a gradient on some
+    # ranks only: it counts as zero on the others; and that one which has none anywhere keeps none.
 
     def __init__(self, parameters: Sequence[Tensor], notes: int) -> None:
         first = parameters[0]
@@ -106,7 +101,7 @@ class Averager:
         runs = list(buckets(parameters, bucket_bytes))
         notes = [0] * (len(runs) - 1) + [len(runs)]
         self._buckets = [_Bucket(run, count) for run, count in zip(runs, notes, strict=False)]
-        self._place = {id(p): i for i, run in enumerate(runs) for p in run}
+        self._bucket_of = {id(p): i for i, run in enumerate(runs) for p in run}
         self._sizes = [len(run) for run in runs]
         self._hooks = _hook(self, parameters)
         self.release: weakref.finalize[..., Any] = weakref.finalize(self, _remove, self._hooks)
@@ -157,12 +152,12 @@ class Averager:
             return
         if not self._is_running:
             self._begin()
-        place = self._place[key]
+        index = self._bucket_of[key]
         if key not in self._fired:
             self._fired.add(key)
-            self._missing[place] -= 1
-        elif place < self._next:
-            self._late.add(place)
+            self._missing[index] -= 1
+        elif index < self._next:
+            self._late.add(index)
         with torch.no_grad():
             while self._next < len(self._buckets) - 1 and self._missing[self._next] == 0:
                 self._start_next()
@@ -177,7 +172,7 @@ class Averager:
 
     def _start_next(self) -> None:
         bucket = self._buckets[self._next]
-        late = [place in self._late for place in range(bucket.notes.numel())]
+        late = [index in self._late for index in range(bucket.notes.numel())]
         bucket.start(self._touched, self._size, late)
         self._next += 1
 
@@ -211,12 +206,12 @@ class Averager:
 
 def _hook(averager: Averager, parameters: Sequence[Tensor]) -> list[RemovableHandle]:
     """Let the parameters tell of their gradients, without keeping the averager alive. Local."""
-    known = weakref.ref(averager)
+    reference = weakref.ref(averager)
 
     def on_gradient(parameter: Tensor) -> None:
-        found = known()
-        if found is not None:
-            found.on_gradient(id(parameter), parameter)
+        alive = reference()
+        if alive is not None:
+            alive.on_gradient(id(parameter), parameter)
 
     return [
         parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
@@ -301,9 +296,9 @@ class Replicated(nn.Module):
                 self._broadcast_buffers(src)
         return self.module(*args, **kwargs)
 
-    def _first_active(self, said: list[bytes]) -> int:
+    def _first_active(self, marks: list[bytes]) -> int:
         """Note which rank is the first that goes on, whose values all have in the end. Local."""
-        self._leader = next(rank for rank, word in enumerate(said) if word != _HAS_ENDED)
+        self._leader = next(rank for rank, mark in enumerate(marks) if mark != _HAS_ENDED)
         return self._leader
 
     def _broadcast_buffers(self, src: int) -> None:
@@ -338,11 +333,11 @@ class Replicated(nn.Module):
         finally:
             self._is_joining = False
         while True:
-            said = swap(communicator(), _JOIN, _HAS_ENDED, None)
-            if all(word == _HAS_ENDED for word in said):
+            marks = swap(communicator(), _JOIN, _HAS_ENDED, None)
+            if all(mark == _HAS_ENDED for mark in marks):
                 break
-            src = self._first_active(said)
-            if said[src] == _SYNCS:
+            src = self._first_active(marks)
+            if marks[src] == _SYNCS:
                 self._broadcast_buffers(src)
                 self._averager.shadow()
         broadcast_params(self.module, self._leader)
@@ -362,4 +357,8 @@ def owners(parameters: Iterable[nn.Parameter]) -> list[Replicated]:
     """List the wrappers of the active context that average one of these parameters. Local."""
     keys = {id(parameter) for parameter in parameters}
     averagers = [(each, each._averager) for each in list(_alive)]
-    return [each for each, it in averagers if it.parameter_ids & keys and it.is_current]
+    return [
+        each
+        for each, averager in averagers
+        if averager.parameter_ids & keys and averager.is_current
+    ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
-import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
@@ -39,9 +38,9 @@ class EvaluationSampler(Sampler[int]):
     ) -> None:
         topology = current_model().topology
         size = topology.world_size
-        count, place = size if num_replicas is None else num_replicas, rank
+        count = size if num_replicas is None else num_replicas
         self.num_replicas: int = check_count("num_replicas", count)
-        self.rank: int = check_count("rank", topology.rank if place is None else place, 0)
+        self.rank: int = check_count("rank", topology.rank if rank is None else rank, 0)
         if self.rank >= self.num_replicas:
             raise ArgumentError(f"rank={self.rank} should be below {self.num_replicas}")
         self._indices = range(self.rank, len(dataset), self.num_replicas)
@@ -90,7 +89,8 @@ def gather_results(part: Sequence[Any] | Tensor, size: int, dst: int | None = No
 
     Raises:
         ArgumentError: `part` isn't a list, tuple or tensor, or `dst` isn't there.
-        CollectiveMismatchError: a rank has fewer results than it had samples (on every rank).
+        CollectiveMismatchError: a rank has fewer results than it had samples, or tensors whose
+            samples have different shapes (on every rank that gets them).
         CollectiveError: a peer failed or didn't come in time.
 
     Example:
@@ -121,8 +121,17 @@ def gather_results(part: Sequence[Any] | Tensor, size: int, dst: int | None = No
     if parts is None:
         return None
     if isinstance(part, Tensor):
-        order = torch.cat([torch.arange(len(item)) * n + rank for rank, item in enumerate(parts)])
-        whole = torch.cat(list(parts))
-        keep = order.argsort()[:size].to(whole.device)
-        return whole[keep]
+        return _interleaved(parts, size)
     return [parts[i % n][i // n] for i in range(size)]
+
+
+def _interleaved(parts: Sequence[Tensor], size: int) -> Tensor:
+    """Put [k, ...] of each of n ranks, whose rank r has the samples r, r + n, ..., in order."""
+    shapes = {tuple(item.shape[1:]) for item in parts}
+    if len(shapes) > 1:
+        raise CollectiveMismatchError(f"gather_results of different shapes: {sorted(shapes)}")
+    joined = parts[0].new_empty((size, *parts[0].shape[1:]))
+    for rank, item in enumerate(parts):
+        target = joined[rank :: len(parts)]
+        target.copy_(item[: len(target)])
+    return joined

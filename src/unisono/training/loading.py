@@ -118,17 +118,17 @@ def _check_batch_sampler(batch_sampler: Any, world_size: int) -> None:
 
 def _sampler(dataset: Any, kwargs: dict[str, Any]) -> Sampler[Any]:
     topology = current_model().topology
-    place: dict[str, Any] = {"num_replicas": topology.world_size, "rank": topology.rank}
+    share: dict[str, Any] = {"num_replicas": topology.world_size, "rank": topology.rank}
     sampler = kwargs.get("sampler")
     if sampler is None:
-        return DistributedSampler(dataset, shuffle=kwargs.pop("shuffle", True), **place)
-    found = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
-    if found == (None, None):
-        return DistributedProxySampler(sampler, **place)
-    if found != (topology.world_size, topology.rank):
+        return DistributedSampler(dataset, shuffle=kwargs.pop("shuffle", True), **share)
+    sampler_share = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
+    if sampler_share == (None, None):
+        return DistributedProxySampler(sampler, **share)
+    if sampler_share != (topology.world_size, topology.rank):
         warnings.warn(
-            f"the sampler is for rank {found[1]} of {found[0]}, but this is rank {topology.rank} "
-            f"of {topology.world_size}",
+            f"the sampler is for rank {sampler_share[1]} of {sampler_share[0]}, but this is rank "
+            f"{topology.rank} of {topology.world_size}",
             UserWarning,
             stacklevel=3,
         )

@@ -49,8 +49,8 @@ def sync_random_seed(seed: int | None = None, group: GroupLike = None) -> int:
     drawn = int.from_bytes(os.urandom(4), "little") if seed is None else _checked(seed)
     _, members, is_member = team(group)
     src = 0 if members is None or not is_member else members.ranks[0]
-    found: int = broadcast(drawn, src, group) if is_member else drawn
-    return found
+    agreed: int = broadcast(drawn, src, group) if is_member else drawn
+    return agreed
 
 
 def _checked(seed: Any) -> int:
@@ -82,14 +82,14 @@ def seed_everything(seed: int | None = None, per_rank: bool = False) -> int:
         >>> idist.seed_everything(7)
         7
     """
-    found = sync_random_seed(seed)
-    mine = (found + (current_model().topology.rank if per_rank else 0)) % _LIMIT
+    shared = sync_random_seed(seed)
+    mine = (shared + (current_model().topology.rank if per_rank else 0)) % _LIMIT
     random.seed(mine)
     torch.manual_seed(mine)
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(mine)
-    return found
+    return shared
 
 
 def rank_generator(seed: int | None = None, device: torch.device | str = "cpu") -> torch.Generator:
@@ -142,9 +142,9 @@ def get_rng_state() -> dict[str, Any]:
         >>> bool(torch.rand(1) == first)
         True
     """
-    version, words, gauss = random.getstate()
+    version, internal, gauss = random.getstate()
     state: dict[str, Any] = {
-        "python": [version, list(words), gauss],
+        "python": [version, list(internal), gauss],
         "torch": torch.get_rng_state(),
     }
     numpy: Any = sys.modules.get("numpy")
@@ -176,8 +176,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
     """
     if not isinstance(state, dict) or not {"python", "torch"} <= set(state):
         raise ArgumentError("a state that get_rng_state gave is needed")
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(state["torch"].cpu())
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:

@@ -74,13 +74,13 @@ def metadata_of(folder: Path, weights_only: bool) -> metadata.Metadata:
     if sealed.exists() and hashlib.sha256(data).hexdigest().encode() != sealed.read_bytes():
         raise PayloadError(f"{folder / _METADATA} is damaged: its checksum is another")
     kind: Any = _MetadataUnpickler if weights_only else pickle.Unpickler
-    found = kind(io.BytesIO(data)).load()
-    if not isinstance(found, metadata.Metadata):
-        raise PayloadError(f"{folder / _METADATA} has a {type(found).__qualname__} and no metadata")
-    return found
+    read = kind(io.BytesIO(data)).load()
+    if not isinstance(read, metadata.Metadata):
+        raise PayloadError(f"{folder / _METADATA} has a {type(read).__qualname__} and no metadata")
+    return read
 
 
-def load(into: dict[str, Any], folder: Path, found: metadata.Metadata, weights_only: bool) -> None:
+def load(into: dict[str, Any], folder: Path, shards: metadata.Metadata, weights_only: bool) -> None:
     """Fill a state dict with this rank's part of it.
 
     Local: each rank reads what it needs, so that nothing needs to be pickled between them.
@@ -90,27 +90,26 @@ def load(into: dict[str, Any], folder: Path, found: metadata.Metadata, weights_o
         CheckpointException: it doesn't fit `into`.
     """
     planner = _WeightsPlanner() if weights_only else DefaultLoadPlanner()
-    load_shards(into, storage_reader=_CheckingReader(folder, found), planner=planner, no_dist=True)
+    load_shards(into, storage_reader=_CheckingReader(folder, shards), planner=planner, no_dist=True)
 
 
 class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
-    """Unpickles only the classes that torch's metadata consist of.
+    """Unpickles only the classes that torch's metadata consist of."""
 
-    It is Python's own one in Python, where BUILD can be kept from changing classes.
-    """
+    # Python's own one in Python, where BUILD can be kept from changing classes.
 
     dispatch = dict(_Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         """Give the class of a name, if it is one of the allowed ones. Local."""
-        found = _CLASSES.get((module, name))
-        if found is not None:
-            return found
+        allowed = _CLASSES.get((module, name))
+        if allowed is not None:
+            return allowed
         if module.partition(".")[0] == "pathlib" and name in _PATHS:
             return lambda *parts: Path(*parts)
-        found = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(found, torch.dtype) or found is torch.Size:
-            return found
+        allowed = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(allowed, torch.dtype) or allowed is torch.Size:
+            return allowed
         if (module, name) == ("torch.serialization", "_get_layout"):
             return _layout
         raise pickle.UnpicklingError(f"{module}.{name} has no place in the metadata of shards")
@@ -125,25 +124,25 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
 
 
 def _layout(name: str) -> torch.layout:
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, torch.layout):
+    layout = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(layout, torch.layout):
         raise pickle.UnpicklingError(f"{name} isn't a layout of a tensor")
-    return found
+    return layout
 
 
 class _CheckingReader(FileSystemReader):
     """Reads shards whose checksums are right, as metadata that were read already say."""
 
-    def __init__(self, folder: Path, found: metadata.Metadata) -> None:
+    def __init__(self, folder: Path, shards: metadata.Metadata) -> None:
         super().__init__(folder)
-        self._found = found
+        self._metadata = shards
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """Give the metadata. Local."""
-        if self._found.storage_meta is None:
-            self._found.storage_meta = metadata.StorageMeta()
-        self._found.storage_meta.load_id = self.load_id
-        return self._found
+        if self._metadata.storage_meta is None:
+            self._metadata.storage_meta = metadata.StorageMeta()
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
 
     def read_data(self, plan: Any, planner: Any) -> Any:
         """Read what the plan says, once all of it has proved to be whole. Local."""

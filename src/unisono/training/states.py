@@ -37,9 +37,9 @@ _custom: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # where others
 def remember_wrapper(wrapper: nn.Module, module: nn.Module) -> None:
     """Note where somebody else's wrapper keeps the module, if it is one of its own. Local."""
     if wrapper is not module:
-        found = [name for name, part in wrapper.named_children() if part is module]
-        if found:
-            _custom[wrapper] = found[0]
+        names = [name for name, part in wrapper.named_children() if part is module]
+        if names:
+            _custom[wrapper] = names[0]
 
 
 def _inner_name(module: nn.Module) -> str | None:
@@ -77,13 +77,13 @@ def _hidden_name(module: nn.Module) -> str | None:
 
 def _shown(module: nn.Module) -> list[tuple[str, str]]:
     """List prefixes that wrappers give to keys, the longest first, with what they stand for."""
-    found = []
+    prefixes = []
     for name, part in module.named_modules(remove_duplicate=False):
         inner = _hidden_name(part)
         if inner is not None:
             own = f"{name}." if name else ""
-            found.append((f"{own}{inner}.", own))
-    return sorted(found, key=lambda pair: len(pair[0]), reverse=True)
+            prefixes.append((f"{own}{inner}.", own))
+    return sorted(prefixes, key=lambda pair: len(pair[0]), reverse=True)
 
 
 def _without(key: str, shown: list[tuple[str, str]]) -> str:
@@ -129,11 +129,11 @@ def module_states(obj: Any) -> dict[int, Any]:
     Raises:
         PayloadError: `obj` contains itself.
     """
-    found: dict[int, Any] = {}
+    states: dict[int, Any] = {}
     for _, leaf in _leaves(obj):
-        if isinstance(leaf, nn.Module) and id(leaf) not in found:
-            found[id(leaf)] = _state_of(_within(leaf, _hidden_name))
-    return found
+        if isinstance(leaf, nn.Module) and id(leaf) not in states:
+            states[id(leaf)] = _state_of(_within(leaf, _hidden_name))
+    return states
 
 
 def _leaves(obj: Any) -> list[tuple[tuple[str, ...], Any]]:
@@ -204,12 +204,12 @@ def _like(obj: Any, made: Any) -> Any:
     if isinstance(obj, tuple):
         make: Any = getattr(obj, "_make", type(obj))  # of a namedtuple
         return make(made)
-    found = copy.copy(obj)
+    copied = copy.copy(obj)
     if isinstance(obj, dict):
-        found.update(made)
+        copied.update(made)
     else:
-        found[:] = made
-    return found
+        copied[:] = made
+    return copied
 
 
 def refuse_lost_shards(obj: Any, state: Any) -> None:
@@ -246,7 +246,7 @@ def states_to_fill(into: Any, saved: Mapping[str, Any]) -> dict[int, Any]:
         into: what is to be filled.
         saved: has the keys of the shards.
     """
-    found = {}
+    states = {}
     for path, leaf in _leaves(into):
         if isinstance(leaf, torch.optim.Optimizer):
             start = "".join(f"{key}." for key in (*path, "state"))
@@ -255,8 +255,8 @@ def states_to_fill(into: Any, saved: Mapping[str, Any]) -> dict[int, Any]:
                 _begin(leaf)
             state = leaf.state_dict()
             kept = {key: item for key, item in state["state"].items() if str(key) in names}
-            found[id(leaf)] = {**state, "state": kept}
-    return found
+            states[id(leaf)] = {**state, "state": kept}
+    return states
 
 
 def _begin(optimizer: torch.optim.Optimizer) -> None:
@@ -332,11 +332,11 @@ def _all_begin(state: Mapping[Any, Any], prefix: str) -> bool:
     )
 
 
-def _first(found: Iterator[str | None]) -> str | None:
-    return next((text for text in found if text), None)
+def _first(texts: Iterator[str | None]) -> str | None:
+    return next((text for text in texts if text), None)
 
 
-def restore(into: Any, found: Any, where: str = "the checkpoint") -> Any:
+def restore(into: Any, saved: Any, where: str = "the checkpoint") -> Any:
     """Load a saved state into existing objects.
 
     Local.
@@ -344,7 +344,7 @@ def restore(into: Any, found: Any, where: str = "the checkpoint") -> Any:
     Args:
         into: what `plain` was given, or the like: what has a state is loaded, tensors are filled in
             place, other values of dicts, and of lists with something to load, are replaced.
-        found: what `plain` made of it then.
+        saved: what `plain` made of it then.
         where: what is being loaded, for messages.
 
     Returns:
@@ -354,20 +354,20 @@ def restore(into: Any, found: Any, where: str = "the checkpoint") -> Any:
         PayloadError: they don't fit together.
     """
     if isinstance(into, nn.Module):
-        _load(_within(into, _hidden_name), found, where)
+        _load(_within(into, _hidden_name), saved, where)
     elif _has_state(into):
         try:
-            into.load_state_dict(found)
+            into.load_state_dict(saved)
         except Exception as error:  # each class has its own
             raise PayloadError(f"{where} doesn't fit: {error}") from error
     elif isinstance(into, dict):
-        _restore_dict(into, found, where)
+        _restore_dict(into, saved, where)
     elif isinstance(into, (list, tuple)) and _is_kept(into):
-        return _restore_items(into, found, where)
+        return _restore_items(into, saved, where)
     elif isinstance(into, Tensor):
-        _fill_tensor(into, found, where)
+        _fill_tensor(into, saved, where)
     else:
-        return found
+        return saved
     return into
 
 
@@ -378,56 +378,56 @@ def _is_kept(item: Any) -> bool:
     return isinstance(item, (nn.Module, dict, Tensor)) or _has_state(item)
 
 
-def _restore_items(into: Any, found: Any, where: str) -> Any:
-    if not isinstance(found, (list, tuple)) or len(found) != len(into):
-        raise PayloadError(f"{where} should have {len(into)} values: {_was_saved(found)}")
-    items = [restore(item, found[i], f"{where}[{i}]") for i, item in enumerate(into)]
+def _restore_items(into: Any, saved: Any, where: str) -> Any:
+    if not isinstance(saved, (list, tuple)) or len(saved) != len(into):
+        raise PayloadError(f"{where} should have {len(into)} values: {_was_saved(saved)}")
+    items = [restore(item, saved[i], f"{where}[{i}]") for i, item in enumerate(into)]
     if isinstance(into, list):
         into[:] = items
         return into
     return into if all(map(operator.is_, items, into)) else _like(into, items)
 
 
-def _fill_tensor(into: Tensor, found: Any, where: str) -> None:
-    if not isinstance(found, Tensor):
-        raise PayloadError(f"{where} has no tensor: {_was_saved(found)}")
-    if (into.shape, into.dtype) != (found.shape, found.dtype):
+def _fill_tensor(into: Tensor, saved: Any, where: str) -> None:
+    if not isinstance(saved, Tensor):
+        raise PayloadError(f"{where} has no tensor: {_was_saved(saved)}")
+    if (into.shape, into.dtype) != (saved.shape, saved.dtype):
         raise PayloadError(
-            f"{where} doesn't fit: a tensor of shape {tuple(found.shape)} and {found.dtype} was "
+            f"{where} doesn't fit: a tensor of shape {tuple(saved.shape)} and {saved.dtype} was "
             f"saved, and is to fill one of shape {tuple(into.shape)} and {into.dtype}"
         )
-    into.detach().copy_(found)
+    into.detach().copy_(saved)
 
 
-def _restore_dict(into: dict[Any, Any], found: Any, where: str) -> None:
-    missing = list(into) if not isinstance(found, Mapping) else [k for k in into if k not in found]
+def _restore_dict(into: dict[Any, Any], saved: Any, where: str) -> None:
+    missing = list(into) if not isinstance(saved, Mapping) else [k for k in into if k not in saved]
     if missing:
         raise PayloadError(f"{where} has no {', '.join(map(repr, missing[:5]))}")
     for key, item in into.items():
-        into[key] = restore(item, found[key], f"{where}[{key!r}]")
+        into[key] = restore(item, saved[key], f"{where}[{key!r}]")
 
 
-def _load(module: nn.Module, found: Any, where: str) -> None:
-    if not isinstance(found, Mapping):
-        raise PayloadError(f"{where} has no state of a module: {_was_saved(found)}")
+def _load(module: nn.Module, saved: Any, where: str) -> None:
+    if not isinstance(saved, Mapping):
+        raise PayloadError(f"{where} has no state of a module: {_was_saved(saved)}")
     shown = _shown(module)
     names = {_without(key, shown): key for key in module.state_dict()}
-    while not names.keys() & found.keys():  # others wrote it from within their wrappers
-        prefix = next((text for text in _SHOWN if _all_begin(found, text)), None)
+    while not names.keys() & saved.keys():  # others wrote it from within their wrappers
+        prefix = next((text for text in _SHOWN if _all_begin(saved, text)), None)
         if prefix is None:
             break
-        paths = [f"{path}." for path in getattr(found, "_metadata", ()) if path]
-        found = _renamed(found, {key: key.removeprefix(prefix) for key in (*found, *paths)})
+        paths = [f"{path}." for path in getattr(saved, "_metadata", ()) if path]
+        saved = _renamed(saved, {key: key.removeprefix(prefix) for key in (*saved, *paths)})
     paths = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
     names |= {_without(f"{path}.", shown): f"{path}." for path in paths}
     try:
-        module.load_state_dict(_renamed(found, names))
+        module.load_state_dict(_renamed(saved, names))
     except Exception as error:  # modules check what they take by themselves
         raise PayloadError(f"{where} doesn't fit: {error}") from error
 
 
-def _was_saved(found: Any) -> str:
-    return f"{_kind(found)} was saved"
+def _was_saved(saved: Any) -> str:
+    return f"{_kind(saved)} was saved"
 
 
 def _kind(value: Any) -> str:

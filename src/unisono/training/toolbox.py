@@ -185,10 +185,7 @@ def reduce_dict(values: Mapping[str, Any], op: OpLike = "mean") -> dict[str, Any
 
 
 def _reduced(value: Any, op: ReduceOp) -> Any:
-    """Reduce a value; sums and means of integers and half floats in types that have room for them.
-
-    Collective over all ranks.
-    """
+    """Reduce a value; sums and means of integers and half floats in types with room for them."""
     try:
         leaves, paths = flatten(value)
     except Exception:  # the value's own, which all_reduce tells every rank of
@@ -206,14 +203,11 @@ def _reduced(value: Any, op: ReduceOp) -> Any:
 
 
 def _whole(leaves: list[Any], paths: list[str]) -> list[Any]:
-    """Put together what is sharded, as the norm of gradients is under fully_shard.
-
-    Collective over all ranks if something is; all then have it at the same places.
-    """
-    places = [path for leaf, path in zip(leaves, paths, strict=True) if is_sharded(leaf)]
-    if not places:
+    """Put together what is sharded, at the same places on all ranks, as norms of gradients are."""
+    sharded = [path for leaf, path in zip(leaves, paths, strict=True) if is_sharded(leaf)]
+    if not sharded:
         return leaves
-    swap(communicator(), f"a reduction of DTensors at {', '.join(places)}", b"", None)
+    swap(communicator(), f"a reduction of DTensors at {', '.join(sharded)}", b"", None)
     return [leaf.full_tensor() if is_sharded(leaf) else leaf for leaf in leaves]
 
 
@@ -226,10 +220,7 @@ def _is_half(value: Any) -> bool:
 
 
 def _widened(value: Any, op: ReduceOp) -> Any:
-    """Give what is sent instead of a value, for nothing to wrap or overflow. Local.
-
-    Sums of integers travel as halves of 32 bits, so that what doesn't fit is seen.
-    """
+    """Give what is sent instead of a value: integers as halves of 32 bits, so that none wraps."""
     if type(value) is bool:
         return int(value)
     if _is_half(value):
@@ -348,15 +339,15 @@ def print(*args: Any, all: bool = False, **kwargs: Unpack[_PrintOptions]) -> Non
         >>> idist.print("loss", 0.5, sep=": ")
         loss: 0.5
     """
-    given: dict[str, Any] = {**kwargs}
+    options: dict[str, Any] = {**kwargs}
     topology = current_model().topology
     local_rank = topology.rank if topology.local_rank is None else topology.local_rank
     if not all and local_rank != 0:
         return
-    file = given.pop("file", None)
-    flush = given.pop("flush", False)
+    file = options.pop("file", None)
+    flush = options.pop("flush", False)
     text = io.StringIO()
-    builtins.print(*args, file=text, **given)
+    builtins.print(*args, file=text, **options)
     out: TextIO | None = sys.stdout if file is None else file
     if out is None:
         return

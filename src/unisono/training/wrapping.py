@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from unisono.arguments import check_names
 from unisono.collectives.membership import resolve
-from unisono.context import ContextState, communicator, current_model
+from unisono.context import communicator, current_model
 from unisono.control.signatures import level
 from unisono.errors import (
     ArgumentError,
@@ -24,9 +24,11 @@ from unisono.errors import (
 from unisono.model.contract import ComputationModel
 from unisono.model.training import hooks_of
 from unisono.plugins import PluginRegistry, check_callable
+from unisono.topology import Group
 from unisono.training.averaging import broadcast_optimizer_state
 from unisono.training.batchnorm import convert_sync_batchnorm
 from unisono.training.data_parallel import Replicated, owners
+from unisono.training.ddp_hook import average_in_shared_memory
 from unisono.training.states import remember_wrapper, unwrapped
 
 __all__ = ("auto_model", "auto_optim", "join", "no_sync", "register_wrapper", "unwrap_model")
@@ -97,9 +99,12 @@ def auto_model(
         made = custom(model, **kwargs)
         remember_wrapper(made, model)
         return made
+    group = resolve(context, kwargs.get("process_group"))
     if kwargs.get("process_group") is not None:
-        kwargs["process_group"] = _library_group(context, kwargs["process_group"])
+        kwargs["process_group"] = _library_group(current, group)
     wrapped = hooks_of(current).wrap_module(model, str(wrapper), **kwargs)
+    if isinstance(wrapped, _DDP):
+        average_in_shared_memory(wrapped, context, group)
     if wrapped is not None:
         return wrapped
     if wrapper != "ddp":
@@ -134,15 +139,14 @@ def _is_lone(part: nn.Module, kind: type) -> bool:
     return callable(finds_others) and not finds_others()
 
 
-def _library_group(context: ContextState, group: Any) -> Any:
+def _library_group(current: ComputationModel, group: Group | None) -> Any:
     """Give the library's own object of a group of which this rank is a member."""
-    found, current = resolve(context, group), context.model
-    if found is not None and current.topology.rank not in found.ranks:
+    if group is not None and current.topology.rank not in group.ranks:
         raise GroupMembershipError(
             f"auto_model: rank {current.topology.rank} isn't a member of process_group "
-            f"{found.ranks}: call it on the members alone"
+            f"{group.ranks}: call it on the members alone"
         )
-    return None if found is None else found.handle or found
+    return None if group is None else group.handle or group
 
 
 def _check_module(model: nn.Module) -> None:
@@ -224,17 +228,17 @@ def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
         raise ArgumentError(f"an Optimizer is needed, not a {type(optimizer).__qualname__}")
     model = communicator().model
     members = [item for entry in optimizer.param_groups for item in entry["params"]]
-    found = owners(members)
-    made = hooks_of(model).wrap_optimizer(optimizer, is_averaged=bool(found), **kwargs)
+    wrappers = owners(members)
+    made = hooks_of(model).wrap_optimizer(optimizer, is_averaged=bool(wrappers), **kwargs)
     if made is None and kwargs:
         raise ArgumentError(
             f"auto_optim takes no options on {model.name}: {', '.join(sorted(kwargs))}"
         )
-    if found or made is not None:
+    if wrappers or made is not None:
         broadcast_optimizer_state(optimizer)
     if made is None:
         return optimizer
-    for each in found:
+    for each in wrappers:
         each.release()
     return made
 

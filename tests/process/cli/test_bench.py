@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -13,25 +12,26 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.processes import python, read_terminal
+
 OPERATIONS = {"all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"}
 
 
 def bench(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "unisono", "bench", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return python("-m", "unisono", "bench", *args)
 
 
 @pytest.mark.parametrize("backend", ["threads", "gloo"])
 def test_every_operation_is_measured_at_every_size(backend: str) -> None:
     done = bench("--backend", backend, "--sizes", "64 4K", "--rounds", "3", "--json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert (told["backend"], told["ranks"], told["rounds"]) == (backend, 2, 3)
-    tensors = [row for row in told["figures"] if row["payload"] == "tensor"]
+    report = json.loads(done.stdout)
+    assert (report["backend"], report["ranks"], report["rounds"]) == (backend, 2, 3)
+    tensors = [row for row in report["figures"] if row["payload"] == "tensor"]
     assert {(row["operation"], row["bytes"]) for row in tensors} == {
         (operation, size) for operation in OPERATIONS for size in (64, 4096)
     }
-    for row in told["figures"]:
+    for row in report["figures"]:
         assert 0 < row["us_q1"] <= row["us"] <= row["us_q3"]
     for row in tensors:
         assert row["algorithm_gb_s"] == pytest.approx(row["bytes"] / row["us"] / 1e3)
@@ -77,11 +77,7 @@ def test_progress_is_shown_on_a_terminal() -> None:
     command = [sys.executable, "-m", "unisono", "bench", "--backend", "threads", "--sizes", "4"]
     with subprocess.Popen([*command, "--rounds", "1"], stdout=subprocess.PIPE, stderr=end) as made:
         os.close(end)
-        shown = b""
-        with contextlib.suppress(OSError):  # EIO: nobody has the other end any more
-            while more := os.read(leader, 1 << 16):
-                shown += more
-        os.close(leader)
+        shown = read_terminal(leader)
         assert made.stdout is not None
         table = made.stdout.read().decode()
     assert made.returncode == 0

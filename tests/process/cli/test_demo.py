@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,7 +13,7 @@ import pytest
 import torch
 
 import unisono
-from tests.support.processes import SOURCES
+from tests.support.processes import python
 from unisono.cli import _digits, main
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "digits.py"
@@ -54,7 +52,7 @@ def test_the_data_are_real_and_held_out_images_are_not_learnt_from() -> None:
 
 def test_one_that_is_alone_learns_to_read() -> None:
     assert accuracy(alone()) >= GOAL
-    assert alone().who[0]["model"] == "serial"
+    assert alone().workers[0]["model"] == "serial"
 
 
 @pytest.mark.parametrize(("backend", "workers"), WAYS)
@@ -64,7 +62,7 @@ def test_the_number_of_workers_changes_nothing(backend: str, workers: int) -> No
     )
     assert len(outcomes) == workers
     for outcome in outcomes:
-        assert [row["rank"] for row in outcome.who] == list(range(workers))
+        assert [row["rank"] for row in outcome.workers] == list(range(workers))
         assert (outcome.parameters - alone().parameters).abs().max() <= TOLERANCE
         assert torch.equal(outcome.predictions, alone().predictions)
         assert outcome.metrics == pytest.approx(alone().metrics, abs=TOLERANCE)
@@ -132,13 +130,8 @@ def command(capfd: pytest.CaptureFixture[str]) -> Command:
 
 
 def test_the_module_runs_as_a_command_and_compares(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "unisono", "demo", "--backend", "threads", "--epochs", "10"],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        cwd=tmp_path,
-    )
+    args = ("demo", "--backend", "threads", "--epochs", "10")
+    done = python("-m", "unisono", *args, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "2 workers learnt 1,437 handwritten digits" in done.stdout
     assert "All reached the same parameters" in done.stdout
@@ -192,9 +185,7 @@ def test_without_scikit_learn_the_command_says_how_to_get_it(tmp_path: Path) -> 
         "import sys; sys.modules['sklearn.datasets'] = None; "
         "import unisono.cli; unisono.cli.main(['demo'])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path
-    )
+    done = python("-c", code, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert 'python -m pip install "unisono[demo]"' in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -202,13 +193,8 @@ def test_without_scikit_learn_the_command_says_how_to_get_it(tmp_path: Path) -> 
 
 def run_example(tmp_path: Path, *args: str) -> dict[str, Any]:
     path = tmp_path / "result.json"
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--epochs", "10", *args, "--json", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={"PATH": "", "PYTHONPATH": SOURCES},
-    )
+    words = (str(EXAMPLE), "--epochs", "10", *args, "--json", str(path))
+    done = python(*words, env={"PATH": ""})
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("held-out accuracy: 0.9") == 1
     result: dict[str, Any] = json.loads(path.read_text())

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import FileStore
 
 import unisono
 from tests.support.by_hand import by_hand, join, leave, prepare
+from tests.support.processes import in_fork
 from unisono.context import communicator
 from unisono.control import missing, rendezvous
 from unisono.errors import ContextError, PeerFailedError
@@ -58,7 +59,8 @@ def test_a_rank_that_has_done_its_part_may_leave(slow: int, tmp_path: Path) -> N
     """Rank 0 still sends to the slow one when the other has its broadcast and is gone."""
 
     def fn(rank: int) -> float:
-        os.environ["UNISONO_DEBUG"] = "0"  # else all come before anything is sent
+        # else all come before anything is sent
+        os.environ.update(UNISONO_DEBUG="0", UNISONO_SHARED_BYTES="0")
         start(tmp_path, rank, 3)
         ends = pidfds()
         tensor = torch.full((BIG,), float(rank + 7))
@@ -74,7 +76,7 @@ def test_a_rank_that_has_done_its_part_may_leave(slow: int, tmp_path: Path) -> N
 
 def test_one_that_died_is_no_such_rank(tmp_path: Path) -> None:
     def fn(rank: int) -> Any:
-        os.environ["UNISONO_DEBUG"] = "0"
+        os.environ.update(UNISONO_DEBUG="0", UNISONO_SHARED_BYTES="0")
         start(tmp_path, rank, 3)
         ends = pidfds()
         unisono.barrier()
@@ -92,7 +94,7 @@ def test_one_that_died_is_no_such_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize("leaver", [0, 1, 2])
 def test_a_rank_that_left_in_good_order_is_named_so(leaver: int, size: int, tmp_path: Path) -> None:
     def fn(rank: int) -> Any:
-        os.environ["UNISONO_DEBUG"] = "0"
+        os.environ.update(UNISONO_DEBUG="0", UNISONO_SHARED_BYTES="0")
         start(tmp_path, rank, 3)
         ends = pidfds()
         unisono.barrier()
@@ -144,9 +146,10 @@ def test_a_program_that_came_to_its_end_is_named_so(how: str, says: str, tmp_pat
         )
         for rank in range(2)
     )
-    second.communicate()
+    _, its_errors = second.communicate()
     _, errors = first.communicate()
-    assert (first.returncode, second.returncode) == (1, how == "raise")
+    assert second.returncode == (how == "raise"), its_errors
+    assert first.returncode == 1, errors
     assert "PeerFailedError" in errors
     assert re.search(rf"rank 1 \(pid {second.pid} on this host\) {says}", errors), errors
 
@@ -203,12 +206,19 @@ def test_a_forked_child_has_no_connection_of_its_parent(tmp_path: Path) -> None:
         start(tmp_path, rank, 2)
         unisono.barrier()
         hub = vars(communicator().control)["hubs"][EVERYBODY]
-        alarm = hub._alarm
+        detector = hub._detector
         fds = [
-            line.fd
-            for line in (*alarm._connections.values(), *alarm._sideband._connections.values())
+            connection.fd
+            for connection in (
+                *detector._connections.values(),
+                *detector._sideband._connections.values(),
+            )
         ]
-        fds += [*alarm.pidfds.values(), alarm._sideband._wake_writer, alarm._sideband._wake_reader]
+        fds += [
+            *detector.pidfds.values(),
+            detector._sideband._wake_writer,
+            detector._sideband._wake_reader,
+        ]
         child = os.fork()
         if child == 0:
             left = 0
@@ -246,18 +256,13 @@ def test_a_fork_is_told_so_in_every_call(call: str, has_asked: bool, tmp_path: P
         join(tmp_path, rank, 2)  # the user's own context
         if has_asked:
             unisono.barrier()
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                with pytest.raises(ContextError, match=f"fork of rank {rank}"):
-                    CALLS[call]()
-                code = 0
-            finally:
-                os._exit(code)
-        _, status = os.waitpid(child, 0)
-        total = unisono.all_reduce(1)
+
+        def look() -> None:
+            with pytest.raises(ContextError, match=f"fork of rank {rank}"):
+                CALLS[call]()
+
+        code, total = in_fork(look), unisono.all_reduce(1)
         leave()
-        return os.waitstatus_to_exitcode(status), total
+        return code, total
 
     assert by_hand(fn) == [(0, 2)] * 2

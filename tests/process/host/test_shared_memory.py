@@ -17,11 +17,21 @@ import unisono
 from tests.support.by_hand import by_hand, join, leave, prepare
 from unisono.context import communicator
 from unisono.control.plane import INLINE_BYTES
-from unisono.host import mailbox
-from unisono.host.mailbox import LANE_BYTES
+from unisono.host import memory
+from unisono.host.mailbox import MAILBOX_BYTES
 from unisono.topology import EVERYBODY
 
-SIZES = (0, 300, 16_000, 65_535, 70_000, 1_000_000, LANE_BYTES // 3, LANE_BYTES, LANE_BYTES + 1)
+SIZES = (
+    0,
+    300,
+    16_000,
+    65_535,
+    70_000,
+    1_000_000,
+    MAILBOX_BYTES // 3,
+    MAILBOX_BYTES,
+    MAILBOX_BYTES + 1,
+)
 JOB = """
 import unisono
 
@@ -59,6 +69,7 @@ def test_values_of_all_lengths_are_whole(pairs: int, world_size: int, tmp_path: 
     """Rank 0 makes the memory of each pair: for none of them, for some, for all."""
 
     def fn(rank: int) -> Any:
+        os.environ["UNISONO_SHARED_BYTES"] = "0"  # for tensors
         allow(pairs)
         join(tmp_path, rank, world_size)
         for size in SIZES:
@@ -73,7 +84,7 @@ def test_values_of_all_lengths_are_whole(pairs: int, world_size: int, tmp_path: 
         return hub.shares_memory, hub.inline_bytes
 
     found = by_hand(fn, world_size)
-    have = min(pairs, world_size - 1) if mailbox.is_supported() else 0
+    have = min(pairs, world_size - 1) if memory.is_supported() else 0
     assert sum(shares for shares, _ in found[1:]) == have
     is_everywhere = have == world_size - 1
     assert found[0][0] == is_everywhere
@@ -127,7 +138,8 @@ from unisono.topology import EVERYBODY
 
 unisono.initialize("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 found = unisono.all_gather("x" * 70_000 * unisono.get_rank())
-print([len(text) for text in found], vars(communicator().control)["hubs"][EVERYBODY]._alarm.pidfds)
+hub = vars(communicator().control)["hubs"][EVERYBODY]
+print([len(text) for text in found], hub._detector.pidfds)
 unisono.barrier()
 unisono.finalize()
 """

@@ -43,5 +43,5 @@ def test_sharded_and_fake_tensors_are_refused_on_every_rank() -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
 def test_masked_tensors_are_broadcast_as_they_are() -> None:
-    said = ("MaskedTensor", [1.0, 2.0, 3.0], [True, False, True])
-    assert unisono.spawn("gloo", carry_masked, nproc_per_node=2, timeout=60) == [said] * 2
+    parts = ("MaskedTensor", [1.0, 2.0, 3.0], [True, False, True])
+    assert unisono.spawn("gloo", carry_masked, nproc_per_node=2, timeout=60) == [parts] * 2

@@ -32,6 +32,8 @@ from unisono.errors import (
     WorkerFailedError,
 )
 
+SOON_S = 8.0  # on a busy host; all that this bounds else takes 10 s or has no end
+
 
 @pytest.fixture(params=["threads", "gloo"])
 def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
@@ -139,7 +141,7 @@ def test_a_section_that_fails_leaves_the_pool_as_it_is(pool: WorkerPool) -> None
 
 def test_ranks_out_of_step_get_a_new_context_whatever_they_raise(pool: WorkerPool) -> None:
     pool.run(facts, 1)
-    before = pool._crew
+    before = pool._replicas
 
     def hide(local_rank: int) -> None:
         if local_rank:
@@ -153,7 +155,7 @@ def test_ranks_out_of_step_get_a_new_context_whatever_they_raise(pool: WorkerPoo
     with pytest.raises(WorkerFailedError, match="rank 0 of 3 raised KeyError: 'mine'"):
         pool.run(hide)
     assert pool.run(facts, 1)[1] == (1, 3, 3)
-    assert pool._crew is not before
+    assert pool._replicas is not before
 
 
 def spin(local_rank: int) -> None:
@@ -176,11 +178,11 @@ def test_a_call_that_raises_ends_those_that_never_come_back(
         for others in (stop, hold_the_gil, wait_for_torch, spin):
             before = pool.run(ident)
             if others is spin:
-                monkeypatch.setattr("unisono.pool.replicas._PATIENCE_S", 0.5)
+                monkeypatch.setattr("unisono.pool.call._PATIENCE_S", 0.5)
             start = time.monotonic()
             with pytest.raises(WorkerFailedError, match="rank 1 of 2 raised KeyError"):
                 pool.run(fail, others)
-            assert time.monotonic() - start < 2
+            assert time.monotonic() - start < SOON_S
             assert not {*pool.run(ident)} & {*before}
 
 
@@ -262,24 +264,26 @@ def test_a_call_over_its_deadline_is_ended(backend: str, tmp_path: Path) -> None
 def test_a_call_keeps_to_the_deadline_of_its_block(method: str) -> None:
     with WorkerPool("gloo", nproc_per_node=2, deadline_s=60) as pool:
         pool.run(facts, 1)
-        with unisono.deadline(0.5):
+        with unisono.deadline(2):
             pool.run(facts, 1)
             start = time.monotonic()
-            with pytest.raises(CollectiveTimeoutError, match=r"ranks \[0, 1\] of 2 after 0\.\d+ s"):
+            with pytest.raises(
+                CollectiveTimeoutError, match=r"ranks \[0, 1\] of 2 after [012](\.\d+)? s"
+            ):
                 pool.run(spin) if method == "run" else pool.map(spin, [0, 1])
-            assert time.monotonic() - start < 1.5
+            assert time.monotonic() - start < SOON_S
             with pytest.raises(CollectiveTimeoutError, match="facts wasn't begun"):
                 pool.run(facts, 1)
-        assert pool._crew is None
+        assert pool._replicas is None
         assert pool.run(facts, 1)[1] == (1, 2, 2)
-        crew = pool._crew
+        crew = pool._replicas
         with unisono.deadline(0.001):
             while limit_of(None):
                 pass
             with pytest.raises(CollectiveTimeoutError, match="facts wasn't begun"):
                 pool.run(facts, 1)
         assert pool.run(facts, 1)[1] == (1, 2, 2)
-        assert pool._crew is crew
+        assert pool._replicas is crew
 
 
 def stop(local_rank: int) -> None:
@@ -300,7 +304,7 @@ def test_replicas_that_are_all_stuck_are_ended_at_the_deadline(stuck: Any, size:
         pool._deadline_s, start = limit, time.monotonic()
         with pytest.raises(CollectiveTimeoutError, match="their replicas are ended"):
             pool.run(stuck)
-        assert time.monotonic() - start < 1.5
+        assert time.monotonic() - start < SOON_S
         assert not any(psutil.pid_exists(pid) for pid in pids)
         assert {*threading.enumerate()} <= before
         pool._deadline_s = 60.0
@@ -315,7 +319,7 @@ def test_replicas_that_are_stuck_between_calls_are_ended_at_the_end(size: int) -
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         start = time.monotonic()
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < SOON_S
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
@@ -330,7 +334,7 @@ def test_arguments_that_a_stopped_replica_does_not_read_are_given_up(method: str
                 pool.run(lambda local_rank, text: None, bytes(1 << 24))
             else:
                 pool.map(len, [bytes(1 << 24)])
-        assert time.monotonic() - start < 1.5
+        assert time.monotonic() - start < SOON_S
         assert not psutil.pid_exists(pid)
 
 
@@ -338,7 +342,7 @@ def test_a_replica_that_is_stopped_within_its_answer_is_ended(tmp_path: Path) ->
     with WorkerPool("gloo", deadline_s=60) as pool:
         (pid,) = pool.run(lambda local_rank: os.getpid())
         pool._deadline_s = 1.0
-        crew = pool._crew
+        crew = pool._replicas
         assert crew is not None
         take = crew._inboxes[0].take
 
@@ -350,7 +354,7 @@ def test_a_replica_that_is_stopped_within_its_answer_is_ended(tmp_path: Path) ->
         start = time.monotonic()
         with pytest.raises(CollectiveTimeoutError, match=r"ranks \[0\] of 1"):
             pool.run(lambda local_rank: bytes(1 << 24))
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < SOON_S
         assert not psutil.pid_exists(pid)
 
 
@@ -381,7 +385,7 @@ def test_ctrl_c_ends_replicas_that_are_stuck() -> None:
         start = time.monotonic()
         parent.send_signal(signal.SIGINT)
         assert not gone([*pids, parent.pid], 10)
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < SOON_S
         assert "KeyboardInterrupt" in parent.communicate()[1]
 
 
@@ -392,6 +396,11 @@ def test_a_pool_says_what_it_is() -> None:
         pool.run(lambda local_rank: None)
         assert repr(pool) == shown % "warm"
     assert repr(pool) == shown % "closed"
+    with WorkerPool("gloo", nproc_per_node=2) as pool:
+        assert pool.pids == []
+        pids = pool.run(lambda local_rank: os.getpid())
+        assert pool.pids == pids
+        assert repr(pool).endswith(f": warm, processes {', '.join(map(str, sorted(pids)))}>")
     assert repr(WorkerPool()) == "<WorkerPool(None, nproc_per_node=1): not started yet>"
 
 

@@ -36,6 +36,7 @@ from tests.support.random_programs.scenes import (
 __all__ = ("FAMILIES", "LAST", "scene_programs")
 
 _LARGE = 120_000  # of float32, longer than what travels in a round of three ranks
+_LARGER = 1_200_000  # longer than a block of shared memory; of three dtypes of four
 _INT64 = range(-(2**63), 2**63)
 
 
@@ -61,12 +62,15 @@ def _turns(draw: st.DrawFn, size: int) -> tuple[tuple[int, ...], tuple[tuple[Ste
 
 @st.composite
 def _large(draw: st.DrawFn, size: int, ranks: tuple[int, ...] | None) -> Step:
-    """Make a call on a tensor that rides the data plane."""
-    numbers = draw(st.lists(st.integers(-9, 9), min_size=size, max_size=size))
-    name = draw(st.sampled_from(["all_reduce", "all_reduce_", "broadcast_", "reduce"]))
+    """Make a call on a tensor that rides the data plane, in one block or several."""
+    numbers = draw(st.lists(st.integers(0, 9), min_size=size, max_size=size))
+    reductions = ["all_reduce", "all_reduce_", "reduce", "reduce_scatter"]
+    name = draw(st.sampled_from([*reductions, "broadcast_", "all_gather", "all_to_all"]))
     root = draw(st.sampled_from(ranks or range(size)))
-    values = tuple(torch.full((_LARGE,), float(number)) for number in numbers)
-    return Step(name, values, root, "SUM", ranks)
+    numel = draw(st.sampled_from([_LARGE, _LARGE, _LARGER]))
+    dtype = getattr(torch, draw(st.sampled_from(["float32", "bfloat16", "int64", "uint8"])))
+    values = tuple(torch.full((numel,), number, dtype=dtype) for number in numbers)
+    return Step(name, values, root, draw(st.sampled_from(["SUM", "MAX"])), ranks)
 
 
 @st.composite

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import re
@@ -14,6 +13,7 @@ import termios
 import pytest
 
 import unisono
+from tests.support.processes import python, read_terminal, run_python
 from unisono.cli import COMMANDS
 from unisono.testing import law_names
 
@@ -22,13 +22,7 @@ LAWS = ("--law", "broadcast")
 
 
 def run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "unisono", *words],
-        env={**os.environ, **environ},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
+    return python("-m", "unisono", *words, env={**os.environ, **environ})
 
 
 def on_terminal(width: int, *words: str, **environ: str) -> str:
@@ -40,11 +34,7 @@ def on_terminal(width: int, *words: str, **environ: str) -> str:
     variables |= {"TERM": "xterm-256color", **environ}
     with subprocess.Popen(command, env=variables, stdin=end, stdout=end) as made:
         os.close(end)
-        shown = b""
-        with contextlib.suppress(OSError):  # EIO: nobody has the other end any more
-            while more := os.read(leader, 1 << 16):
-                shown += more
-        os.close(leader)
+        shown = read_terminal(leader)
     assert made.returncode == 0
     return shown.decode()
 
@@ -57,9 +47,7 @@ def test_help_and_version_load_neither_torch_nor_a_command() -> None:
         "print({'torch', 'psutil', 'unisono.cli.run', 'unisono.registry'} & set(sys.modules))"
     )
     for word in ("--help", "-h", "--version", "-V"):
-        command = [sys.executable, "-c", code, word]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert done.stdout.splitlines()[-1] == "set()", word
+        assert run_python("-c", code, word).splitlines()[-1] == "set()", word
 
 
 def test_the_help_of_run_loads_no_torch() -> None:
@@ -68,8 +56,7 @@ def test_the_help_of_run_loads_no_torch() -> None:
         "try: unisono.cli.main(['run', '-h'])\n"
         "except SystemExit: print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "False"
+    assert run_python("-c", code).splitlines()[-1] == "False"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -80,8 +67,8 @@ def test_every_command_takes_the_same_short_options(name: str) -> None:
     assert shown.stdout.startswith(f"Usage: unisono {name} ")
     if name != "doctor":
         assert "-n, --nproc-per-node" in shown.stdout
-    told = run(name, "-V")
-    assert (told.returncode, told.stdout) == (0, f"unisono {unisono.__version__}\n")
+    done = run(name, "-V")
+    assert (done.returncode, done.stdout) == (0, f"unisono {unisono.__version__}\n")
 
 
 def test_words_are_completed() -> None:

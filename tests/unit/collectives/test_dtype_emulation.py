@@ -188,7 +188,7 @@ def test_movement_of_every_dtype_and_back() -> None:
     for dtype in (torch.bool, *INTEGERS, *FLOATS, torch.complex64, torch.complex128):
         for shape in ((), (0,), (3,), (2, 3)):
             tensor = torch.randint(2, shape).to(dtype)
-            carrier, restore = carriers.movement(context, tensor)
+            carrier, restore = carriers.movement(context.model, tensor)
             assert carrier.dtype in context.model.dtypes
             same(restore(carrier), tensor)
             same(restore(torch.stack([carrier, carrier])), torch.stack([tensor, tensor]))

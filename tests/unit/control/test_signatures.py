@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from unisono.control import signatures
+from unisono.control.envelopes import call_head
 from unisono.control.signatures import CallHistory
 from unisono.errors import CollectiveMismatchError
 
@@ -71,8 +72,8 @@ def test_two_calls_in_another_order_are_told_once(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_call_that_is_long_is_compared_whole() -> None:
-    frames = [signatures.pack(f"all_gather {'x' * 5000}{end}", b"") for end in "ab"]
+    frames = [call_head(f"all_gather {'x' * 5000}{end}", signatures.site()) for end in "ab"]
     assert max(map(len, frames)) < 2000
     with pytest.raises(CollectiveMismatchError):
-        signatures.unpack(frames, lambda: [0, 1])
-    assert signatures.unpack([frames[0]] * 2, lambda: [0, 1]) == [b"", b""]
+        signatures.unpack(frames, frames[0], lambda: [0, 1])
+    assert signatures.unpack([frames[0]] * 2, frames[0], lambda: [0, 1]) == [b"", b""]

@@ -24,7 +24,7 @@ from unisono.topology import RankInfo
 FOLDER = Path(__file__).parents[2] / "data" / "environments"
 
 
-def told(info: RankInfo | None) -> str:
+def facts(info: RankInfo | None) -> str:
     """Write the facts as the second line of a dump does."""
     if info is None:
         return "no job"
@@ -58,7 +58,7 @@ def test_dump(name: str) -> None:
             detect(env)
         assert caught.value.variable == says.removeprefix("refused for ")
     else:
-        assert told(detect(env)) == says
+        assert facts(detect(env)) == says
 
 
 def test_ranks_of_a_job_agree() -> None:
@@ -67,9 +67,9 @@ def test_ranks_of_a_job_agree() -> None:
         if ".rank" in name and not DUMPS[name][0].startswith("refused"):
             jobs[name.partition(".")[0]].append(detect(env))
     assert len(jobs) > 20
-    for found in jobs.values():
-        infos = [info for info in found if info is not None]
-        assert len({info.rank for info in infos}) == len(found)
+    for ranks in jobs.values():
+        infos = [info for info in ranks if info is not None]
+        assert len({info.rank for info in infos}) == len(ranks)
         shared = {(i.world_size, i.master_addr, i.master_port, i.nnodes, i.source) for i in infos}
         assert len(shared) == 1
 

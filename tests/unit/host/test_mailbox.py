@@ -18,13 +18,13 @@ from unisono.control.connection import (
     ConnectionClosed,
 )
 from unisono.control.envelopes import START_BYTES, join_blobs, split_blobs
-from unisono.host import mailbox
-from unisono.host.mailbox import LANE_BYTES, Mailbox
+from unisono.host import mailbox, memory
+from unisono.host.mailbox import MAILBOX_BYTES, Mailbox
 
 FOREVER = float("inf")
 Frame = tuple[int, int, bytes]
 
-pytestmark = pytest.mark.skipif(not mailbox.is_supported(), reason="there is no such memory here")
+pytestmark = pytest.mark.skipif(not memory.is_supported(), reason="there is no such memory here")
 
 
 def shared() -> tuple[tuple[socket.socket, Mailbox], tuple[socket.socket, Mailbox]]:
@@ -39,7 +39,7 @@ def shared() -> tuple[tuple[socket.socket, Mailbox], tuple[socket.socket, Mailbo
 @pytest.fixture
 def ends() -> Iterator[tuple[Connection, Connection]]:
     first, second = shared()
-    made = Connection(*first, 2 * LANE_BYTES), Connection(*second, 2 * LANE_BYTES)
+    made = Connection(*first, 2 * MAILBOX_BYTES), Connection(*second, 2 * MAILBOX_BYTES)
     yield made
     for line in made:
         line.close()
@@ -58,7 +58,7 @@ def taken(line: Connection) -> Frame:
     return frame
 
 
-@pytest.mark.parametrize("size", [0, 1, 100, LANE_BYTES - 1, LANE_BYTES, LANE_BYTES + 1])
+@pytest.mark.parametrize("size", [0, 1, 100, MAILBOX_BYTES - 1, MAILBOX_BYTES, MAILBOX_BYTES + 1])
 def test_frames_of_any_length_come_out_whole_and_once(
     ends: tuple[Connection, Connection], size: int
 ) -> None:
@@ -66,7 +66,7 @@ def test_frames_of_any_length_come_out_whole_and_once(
     for seq, body in enumerate(bodies, 1):
         for source, target in (ends, ends[::-1]):
             sender = threading.Thread(target=source.send, args=(GIVE, seq, body, FOREVER))
-            sender.start()  # what is longer than a lane may fill the socket
+            sender.start()  # what is longer than a mailbox may fill the socket
             assert taken(target) == (GIVE, seq, body)
             assert target.take() is None
             sender.join()
@@ -75,7 +75,7 @@ def test_frames_of_any_length_come_out_whole_and_once(
 def test_who_looks_is_not_woken_and_who_sleeps_is(ends: tuple[Connection, Connection]) -> None:
     source, target = ends
     source.send(GIVE, 1, b"a", FOREVER)
-    assert target.may_hold()
+    assert target.mailbox is not None and target.mailbox.has_come()
     assert not is_readable(target)
     assert target.take() == (GIVE, 1, b"a")
     target.sleep(True)
@@ -110,14 +110,14 @@ def test_what_was_put_before_the_end_is_taken_before_it(
         target.take()
 
 
-def test_an_absurd_length_takes_no_more_than_the_lane() -> None:
+def test_an_absurd_length_takes_no_more_than_the_mailbox() -> None:
     (ours, first), (theirs, second) = shared()
     with ours, theirs:
         first._words[first._out + mailbox._SIZE] = 2**64 - 1
         first._words[first._out] = 9
         frame = second.take()
     assert frame is not None
-    assert len(frame[2]) == LANE_BYTES
+    assert len(frame[2]) == MAILBOX_BYTES
 
 
 @pytest.mark.parametrize("size", [0, 4096])
@@ -150,7 +150,7 @@ def test_with_a_line_its_memory_goes() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_without_shared_memory_there_is_no_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_shared_memory_there_is_no_mailbox(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with ours, theirs:

@@ -20,28 +20,28 @@ def members(path: str, name: str) -> dict[str, str]:
     [body] = [
         node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name
     ]
-    found: dict[str, str] = {}
+    docstrings: dict[str, str] = {}
     for node in body:
         if isinstance(node, ast.FunctionDef):
-            found[node.name] = ast.get_docstring(node) or ""
+            docstrings[node.name] = ast.get_docstring(node) or ""
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found[node.target.id] = ""
-    return {name: text for name, text in found.items() if not name.startswith("_")}
+            docstrings[node.target.id] = ""
+    return {name: text for name, text in docstrings.items() if not name.startswith("_")}
 
 
 CONTRACT = members(contract.__file__, "ComputationModel")
 
 
 def called_on_models() -> set[str]:
-    """List what the facade's collectives call as ``context.model.name(...)``."""
-    found = set()
+    """List what the facade's collectives call on a model, or on what carries tensors like one."""
+    called = set()
     for path in (*(ROOT / "collectives").glob("*.py"), ROOT / "context.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                owner = node.func.value
-                if isinstance(owner, ast.Attribute) and owner.attr == "model":
-                    found.add(node.func.attr)
-    return found
+                owner = ast.unparse(node.func.value)
+                if owner == "tensors" or owner.endswith(".model") or owner.startswith("carry("):
+                    called.add(node.func.attr)
+    return called
 
 
 def test_the_contract_has_few_members() -> None:

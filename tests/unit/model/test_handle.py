@@ -50,6 +50,15 @@ def test_an_error_is_raised_at_every_wait() -> None:
     assert calls == [1]
 
 
+def test_a_call_in_a_thread_gives_its_value_or_raises_its_error() -> None:
+    outcome, thread = Outcome.in_thread(lambda: threading.current_thread().name, "apart")
+    thread.join()
+    assert (outcome.is_known, outcome.wait()) == (True, "apart")
+    failed, _ = Outcome.in_thread(lambda: 1 // 0, "apart")
+    with pytest.raises(ZeroDivisionError):
+        failed.wait()
+
+
 def test_then_finishes_once_and_keeps_errors() -> None:
     finished: list[int] = []
 

@@ -22,7 +22,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.collectives.call import Plane, frame_of, route
+from unisono.collectives.call import frame_of
+from unisono.collectives.routing import fits_round, route
 from unisono.context import current
 from unisono.errors import PayloadError
 from unisono.model.fallback import INLINE_TENSOR_BYTES
@@ -214,8 +215,8 @@ def tensors() -> Iterator[torch.Tensor]:
         data = bits[..., : dtype.itemsize].contiguous()
         if dtype is torch.bool:
             data = data % 2
-        whole = data.view(dtype).squeeze(-1)
-        yield from (whole, whole[1, 2], whole[:, :0], whole.t(), whole[:, ::2], whole[:1, :1])
+        tensor = data.view(dtype).squeeze(-1)
+        yield from (tensor, tensor[1, 2], tensor[:, :0], tensor.t(), tensor[:, ::2], tensor[:1, :1])
     yield torch.ones(1).expand(3, 4)
     yield torch.arange(24).reshape(2, 3, 4).permute(2, 0, 1)
     yield torch.ones(1, 1, 1, 1, 1, 1, 1)
@@ -296,9 +297,9 @@ def test_which_tensors_ride_the_data_plane() -> None:
     long = torch.zeros(INLINE_TENSOR_BYTES + 1, dtype=torch.uint8)
     wide = torch.zeros(INLINE_TENSOR_BYTES // 8, dtype=torch.int64)
     spread = torch.zeros(1).expand(INLINE_TENSOR_BYTES // 4 + 1)
-    routes = [route(context, tensor, None) for tensor in (small, long, wide, spread)]
-    assert routes == [Plane.INLINE, Plane.DATA, Plane.INLINE, Plane.DATA]
-    assert route(context, small, None, folds=True) is Plane.DATA
+    fit = [fits_round(context, tensor, None) for tensor in (small, long, wide, spread)]
+    assert fit == [True, False, True, False]
+    assert route(context, small, None) is context.model
     assert frame_of(context, long, None) == header(long)
     for other in (torch.eye(99).to_sparse(), torch.empty(999, device="meta"), "x" * 999, None):
         assert not is_exact(other)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from unisono.compat.ignite import auto, comp_models, launcher, utils
 from unisono.compat.ignite.auto import (
     DistributedProxySampler,
@@ -40,6 +38,7 @@ from unisono.compat.ignite.utils import (
     spawn,
     sync,
 )
+from unisono.compat.ignite.variables import VARIABLES, Answer, answer
 
 __all__ = (
     "DistributedProxySampler",
@@ -84,9 +83,4 @@ __all__ = (
     "xla",
 )
 
-
-def __getattr__(name: str) -> Any:
-    """Answer what ignite has as variables, at the moment when it is asked. Local."""
-    if name in utils.VARIABLES:
-        return getattr(utils, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__: Answer = answer(__name__, *VARIABLES)

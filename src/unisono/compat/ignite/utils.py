@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from unisono.collectives import broadcasts, gathers, groups, reductions
 from unisono.collectives.groups import barrier
 from unisono.compat.groups import library_group
+from unisono.compat.ignite.variables import VARIABLES, Answer, answer
 from unisono.context import current_model, is_serial
 from unisono.errors import ArgumentError
 from unisono.facts import (
@@ -150,16 +150,4 @@ def _group(group: Any) -> Any:
     return None if is_list and is_serial(current_model()) else group
 
 
-VARIABLES = frozenset(
-    {
-        *("has_hvd_support", "has_native_dist_support", "has_xla_support"),
-        "registered_computation_models",
-    }
-)
-
-
-def __getattr__(name: str) -> Any:
-    """Answer what ignite has as variables, at the moment when it is asked. Local."""
-    if name in VARIABLES:
-        return getattr(importlib.import_module("unisono"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__: Answer = answer(__name__, *VARIABLES)

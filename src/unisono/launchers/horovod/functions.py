@@ -57,7 +57,7 @@ _HOST = re.compile(r"([\w.-]+):([1-9][0-9]*)")
 # Horovodrun's own address, which it made sure that every host can reach.
 _HOST_VARIABLE = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 _RESOLVE_S = 5.0
-_EXIT_S = 10.0  # for exit handlers, after all results have come
+_EXIT_S = 10.0  # for what ranks still print, after all results have come
 _KILL_S = 15.0  # horovodrun's helpers give ranks 5 s to end, twice
 _END_S = 5.0  # for horovodrun's end, after that of its output
 
@@ -132,9 +132,9 @@ class _Ranks(ConnectedWorkers):
             return None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._driver.wait(_END_S)
-        said = "\n".join(self._lines.notes)
+        notes = "\n".join(self._lines.notes)
         code = self._driver.returncode
-        return LaunchError(f"horovodrun ended with exit code {code} too early:\n{said}")
+        return LaunchError(f"horovodrun ended with exit code {code} too early:\n{notes}")
 
     def doubt(self, rank: int) -> int:
         """Doubt that a rank aborted by itself. Local."""
@@ -145,11 +145,11 @@ class _Ranks(ConnectedWorkers):
     def lost(self, job: Job[Any], rank: int) -> LaunchError:
         """Say how a rank ended, and what it said last. Local."""
         error = super().lost(job, rank)
-        said = "\n".join(self._lines.last_of(rank))
-        if not said:
+        last_lines = "\n".join(self._lines.last_of(rank))
+        if not last_lines:
             return error
         text, *facts = error.args
-        return type(error)(f"{text}; its last words:\n{said}", *facts)
+        return type(error)(f"{text}; its last words:\n{last_lines}", *facts)
 
     def see_out(self, job: Job[Any]) -> None:
         """Wait for the end of the ranks, and of what they print. Local."""
@@ -184,9 +184,9 @@ def _slots(plan: LaunchPlan, hosts: str | None) -> dict[str, int]:
         )
     if hosts is None:
         return {"localhost": plan.nproc_per_node}
-    found = [_HOST.fullmatch(item.strip()) for item in hosts.split(",")] if hosts else [None]
-    slots = {match[1]: int(match[2]) for match in found if match}
-    if len(slots) != len(found):
+    matches = [_HOST.fullmatch(item.strip()) for item in hosts.split(",")] if hosts else [None]
+    slots = {match[1]: int(match[2]) for match in matches if match}
+    if len(slots) != len(matches):
         raise ArgumentError(
             f'hosts={hosts!r} should be "name:ranks,name:ranks", each name once, 1 rank or more'
         )
@@ -248,14 +248,14 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     path = search_path()
     hosts = ",".join(f"{name}:{count}" for name, count in slots.items())
-    words = ["--gloo", "--disable-cache", "-np", str(sum(slots.values())), "-H", hosts]
-    words += ["--verbose"] if is_verbose else []
+    arguments = ["--gloo", "--disable-cache", "-np", str(sum(slots.values())), "-H", hosts]
+    arguments += ["--verbose"] if is_verbose else []
     command = [sys.executable, "-c", boot(path, link)]
     kept = without(os.environ, OF_HOROVOD, OF_MPI, OF_TORCH)  # horovodrun would let them win
     variables = {**environ, **kept}
     variables.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     return subprocess.Popen(
-        [sys.executable, "-c", _DRIVER.format(path=path), *words, *command],
+        [sys.executable, "-c", _DRIVER.format(path=path), *arguments, *command],
         env=variables,
         stdin=subprocess.PIPE,  # its end tells horovodrun that this process has ended
         stdout=subprocess.PIPE,

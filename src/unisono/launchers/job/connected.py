@@ -22,7 +22,7 @@ from unisono.launchers.job.job import Job
 from unisono.launchers.job.process_state import directory, search_path
 from unisono.launchers.job.store import private_folder
 from unisono.launchers.job.worker import Task
-from unisono.launchers.job.worker_processes import Worker, Workers
+from unisono.launchers.job.worker_handles import Worker, Workers
 from unisono.topology import RankInfo
 
 __all__ = ("ConnectedWorkers", "listen_privately")
@@ -86,7 +86,7 @@ class ConnectedWorkers(Workers):
             job.stop(error)
 
     def see_out(self, job: Job[Any]) -> None:
-        """Tell all that everybody is done, and wait for their exit handlers. Local."""
+        """Tell all that everybody is done, and wait for their last calls. Local."""
         for worker in self.workers:
             with contextlib.suppress(OSError):  # it has ended
                 messages.send(worker.channel, messages.DONE)
@@ -159,7 +159,7 @@ class ConnectedWorkers(Workers):
         info, path = self._infos[rank], search_path()
         task = Task(self._entry, info, environ, path, list(sys.argv), directory())
         body = pickle.dumps(task)
-        words = memoryview(messages.head(messages.TASK, len(body)) + body)
-        self.workers.append(Worker(rank, arrival["c"], arrival["s"], words))
+        message = memoryview(messages.head(messages.TASK, len(body)) + body)
+        self.workers.append(Worker(rank, arrival["c"], arrival["s"], message))
         if len(self.workers) == self.world_size:  # a kill of this process now leaves no file
             self._held.close()

@@ -4,16 +4,54 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from unisono.errors import LaunchError, WorkerFailedError
 
-__all__ = ("PRIMARY_WAIT_S", "Failure", "Failures")
+__all__ = (
+    "SECONDARY",
+    "Failure",
+    "Failures",
+    "Fault",
+    "exit_code_of",
+    "signal_name",
+)
 
-PRIMARY_WAIT_S = 1.0
-"""Seconds that a failure which another rank may have caused waits for that rank's own."""
+_PRIMARY_WAIT_S = 1.0  # that a failure which another rank may have caused waits for its own
+SECONDARY = 3
+"""The doubt about a rank that itself says that another one failed."""
+
+
+class Fault(Protocol):
+    """How a rank failed, as its launcher learns it."""
+
+    @property
+    def doubt(self) -> int:
+        """How likely another rank caused it: 0 if none did; the least of all counts."""
+
+    def error(self, rank: int, world_size: int) -> LaunchError:
+        """Make the parent's error of it. Local."""
+
+
+def signal_name(number: int) -> str:
+    """Name a signal, a real-time one by its number. Local, and pure."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def exit_code_of(code: int) -> int:
+    """Give what a shell calls an exit code: 128 and its number for a signal. Local, and pure.
+
+    Args:
+        code: exit code; the negative number of a signal.
+    """
+    return code if code >= 0 else 128 - code
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +74,11 @@ class Failure:
     cause: bytes | None
     line: str = ""
 
+    @property
+    def doubt(self) -> int:
+        """How likely another rank caused it."""
+        return SECONDARY if self.is_secondary else 0
+
     def error(self, rank: int, world_size: int, who: str = "") -> WorkerFailedError:
         """Make the parent's error of what a rank raised, or `who` else. Local."""
         who = who or f"rank {rank} of {world_size}"
@@ -51,7 +94,7 @@ class Failure:
 class Failures:
     """The failures of one job, as they come.
 
-    A rank's failure is what it said, a peer's error about it, or None where it left no word.
+    A rank's fault is what it said, an error about it, or None where it left no word.
 
     Args:
         doubt_of_lost: how likely it is that another rank caused the end of one that left no word:
@@ -59,52 +102,47 @@ class Failures:
     """
 
     doubt_of_lost: Callable[[int], int] = lambda _: 0
-    by_rank: dict[int, Failure | LaunchError | None] = field(default_factory=dict)
-    _began_at: float = 0.0
+    by_rank: dict[int, Fault | LaunchError | None] = field(default_factory=dict)
+    began_at: float = 0.0
 
     def __bool__(self) -> bool:
         return bool(self.by_rank)
 
-    def add(self, rank: int, failure: Failure | LaunchError | None) -> None:
+    def add(self, rank: int, fault: Fault | LaunchError | None) -> None:
         """Take a failure in; what a rank says counts more than that it is gone. Local."""
         if not self.by_rank:
-            self._began_at = time.monotonic()
+            self.began_at = time.monotonic()
         if self.by_rank.get(rank) is None:
-            self.by_rank[rank] = failure
+            self.by_rank[rank] = fault
 
     @property
     def decide_at(self) -> float:
         """When the first is known, by ``time.monotonic()``: at once, if it is nobody else's."""
         is_primary = any(self._doubt(rank) == 0 for rank in self.by_rank)
-        return self._began_at + (0.0 if is_primary else PRIMARY_WAIT_S)
+        return self.began_at + (0.0 if is_primary else _PRIMARY_WAIT_S)
 
     @property
     def first(self) -> int:
         """The rank whose failure caused the others, as far as is known."""
         return min(self.by_rank, key=self._doubt)
 
-    def error(
-        self, world_size: int, lost: Callable[[int], LaunchError] | None = None
-    ) -> LaunchError:
+    def error(self, world_size: int, lost: Callable[[int], LaunchError]) -> LaunchError:
         """Make the parent's error of the first failure.
 
         Local.
 
         Args:
             world_size: ranks of the job.
-            lost: says how a rank ended that left no word; None where each has said something.
+            lost: says how a rank ended that left no word.
         """
         rank = self.first
-        failure = self.by_rank[rank]
-        if isinstance(failure, Failure):
-            return failure.error(rank, world_size)
-        if failure is None:
-            assert lost is not None
+        fault = self.by_rank[rank]
+        if fault is None:
             return lost(rank)
-        return failure
+        return fault if isinstance(fault, LaunchError) else fault.error(rank, world_size)
 
     def _doubt(self, rank: int) -> int:
-        failure = self.by_rank[rank]
-        if isinstance(failure, Failure):
-            return 2 if failure.is_secondary else 0
-        return self.doubt_of_lost(rank) if failure is None else 0
+        fault = self.by_rank[rank]
+        if fault is None:
+            return self.doubt_of_lost(rank)
+        return 0 if isinstance(fault, LaunchError) else fault.doubt

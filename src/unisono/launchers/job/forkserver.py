@@ -157,12 +157,12 @@ def _ready(fds: list[int]) -> set[int]:
 
 def _present(status: socket.socket, pid: int) -> None:
     """Tell the parent which process its worker is; it isn't reaped before this."""
-    said, pidfd = f"{pid}p".encode(), -1
+    news, pidfd = f"{pid}p".encode(), -1
     if hasattr(os, "pidfd_open"):
         with contextlib.suppress(OSError):  # an old kernel
             pidfd = os.pidfd_open(pid)
     with contextlib.suppress(OSError):  # the parent has gone already
-        socket.send_fds(status, [said], [pidfd] if pidfd >= 0 else [], socket.MSG_DONTWAIT)
+        socket.send_fds(status, [news], [pidfd] if pidfd >= 0 else [], socket.MSG_DONTWAIT)
     if pidfd >= 0:
         os.close(pidfd)
 

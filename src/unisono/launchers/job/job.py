@@ -12,7 +12,7 @@ import cloudpickle
 
 from unisono.deadlines import end_of_block, overdue
 from unisono.errors import CollectiveTimeoutError, LaunchError, WorkerFailedError
-from unisono.launchers.job.failure import Failure, Failures
+from unisono.launchers.job.failure import Failure, Failures, Fault
 from unisono.tracebacks import hides
 
 __all__ = ("Job", "Ranks")
@@ -33,7 +33,10 @@ class Ranks(ABC):
 
     @abstractmethod
     def end(self, job: Job[Any]) -> None:
-        """End all ranks that still run, within seconds. Local; harmless the second time."""
+        """End all ranks that still run, within seconds. Local.
+
+        A job does this once, unless an exception cuts it short: then it may do it again.
+        """
 
     def see_out(self, job: Job[Any]) -> None:
         """Let ranks end that have given their results, all of them. Local."""
@@ -75,6 +78,7 @@ class Job(Generic[T]):
         self.failures: Failures = Failures(ranks.doubt)
         self._own = tuple(range(world_size) if own is None else own)
         self._error: LaunchError | None = None
+        self._is_ended = False
 
     @property
     def late(self) -> list[int]:
@@ -87,9 +91,22 @@ class Job(Generic[T]):
         """Take in the pickle of what a rank returned. Local."""
         self.results[rank] = result
 
-    def fail(self, rank: int, failure: Failure | LaunchError | None) -> None:
+    def fail(self, rank: int, fault: Fault | LaunchError | None) -> None:
         """Take in how a rank failed: what it said, who lost it, or None for no word. Local."""
-        self.failures.add(rank, failure)
+        self.failures.add(rank, fault)
+
+    def take(self, rank: int, outcome: bytes | Failure | LaunchError) -> None:
+        """Take in how a rank ended: the pickle of its result, or its failure. Local."""
+        if isinstance(outcome, bytes):
+            self.succeed(rank, outcome)
+        else:
+            self.fail(rank, outcome)
+
+    def lose(self, rank: int, how: str, error: Exception) -> None:
+        """Take in that a library lost what ran a rank. Local."""
+        lost = WorkerFailedError(f"rank {rank} of {self.world_size} is lost, {how}", rank)
+        lost.__cause__ = error
+        self.fail(rank, lost)
 
     def stop(self, error: LaunchError) -> None:
         """Let the job fail as a whole, unless it has. Local."""
@@ -129,19 +146,16 @@ class Job(Generic[T]):
         """
         limit = None if timeout is None else time.monotonic() + timeout
         try:
-            while not self._is_over():
-                if limit is not None and time.monotonic() >= limit:
-                    raise LaunchError(
-                        f"ranks {self.late} haven't finished in time: join again, or terminate()"
-                    )
-                self._poll(limit, self._require_time(_DEADLINE_GRACE_S))
-            if self._error is None:
+            is_over = self._wait(limit)
+            if is_over and self._error is None:
                 self.ranks.see_out(self)
-        except LaunchError:
-            raise
         except BaseException:  # Ctrl-C above all: nobody is left behind
             self.terminate()
             raise
+        if not is_over:
+            raise LaunchError(
+                f"ranks {self.late} haven't finished in time: join again, or terminate()"
+            )
         self.terminate()
         if self._error is not None:
             raise _copy(self._error)
@@ -170,21 +184,35 @@ class Job(Generic[T]):
             CollectiveTimeoutError: the block's deadline is over; all ranks have been ended.
             LaunchError: the ranks can't be made in time.
         """
-        while self.ranks.are_starting() and not self.failures:
-            self._poll(self._require_time(0.0))
-            if self._error is not None:
-                self.terminate()
-                raise _copy(self._error)
+        try:
+            while self.ranks.are_starting() and not self.failures:
+                self._poll(self._require_time(0.0))
+                if self._error is not None:
+                    raise _copy(self._error)
+        except BaseException:  # as in `finish`
+            self.terminate()
+            raise
 
     def terminate(self) -> None:
         """End all ranks that still run, within seconds.
 
-        Local.
+        Local; does nothing once they have been ended.
         """
+        if self._is_ended:
+            return
         late = self.late
         if late and self._error is None:
             self._error = self._first_failure() if self.failures else self._was_told_to_end(late)
         self.ranks.end(self)
+        self._is_ended = True  # not before: one that Ctrl-C cuts short is made again
+
+    def _wait(self, limit: float | None) -> bool:
+        """Wait until the job has failed or succeeded; tell whether it has by the limit."""
+        while not self._is_over():
+            if limit is not None and time.monotonic() >= limit:
+                return False
+            self._poll(limit, self._require_time(_DEADLINE_GRACE_S))
+        return True
 
     def _is_over(self) -> bool:
         """Tell whether the job has failed or succeeded; the first failure is asked for once."""
@@ -210,13 +238,11 @@ class Job(Generic[T]):
         self.ranks.poll(self, min([time.monotonic() + _POLL_S, *ends]))
 
     def _require_time(self, grace_s: float) -> float | None:
-        """Give when the time of the block is over; end all and raise once it is."""
+        """Give when the time of the block is over; raise once it is."""
         until = end_of_block()
         if until is None or time.monotonic() < until + grace_s:
             return None if until is None else until + grace_s
-        text = overdue(self.late, self.world_size) + self.ranks.why_late()
-        self.terminate()
-        raise CollectiveTimeoutError(text)
+        raise CollectiveTimeoutError(overdue(self.late, self.world_size) + self.ranks.why_late())
 
     def _value(self, rank: int) -> Any:
         try:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-__all__ = ("begin_lines_with_rank", "tells_rank")
+__all__ = ("ByThread", "begin_lines_with_rank", "tells_rank", "with_rank")
 
 _LONGEST_LINE = 64 * 1024  # in characters
 
@@ -16,7 +17,45 @@ def begin_lines_with_rank(rank: int) -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None:  # as in a program that was started without one
-            setattr(sys, name, _Prefixed(stream, f"[rank {rank}] "))
+            setattr(sys, name, with_rank(stream, rank))
+
+
+class ByThread:
+    """A text stream that is another one in certain threads.
+
+    Args:
+        stream: what all other threads write to.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream: TextIO = stream
+        """As above."""
+        self.streams: dict[int, Any] = {}
+        """Streams of threads, by their ids."""
+
+    def own(self) -> Any:
+        """Give the stream of the thread that calls this. Local."""
+        return self.streams.get(threading.get_ident(), self.stream)
+
+    def write(self, text: str) -> int:
+        """Write to the stream of the thread that calls this. Local."""
+        return int(self.own().write(text))
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """As `write`, for several lines. Local."""
+        self.own().writelines(lines)
+
+    def flush(self) -> None:
+        """Flush the stream of the thread that calls this. Local."""
+        self.own().flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def with_rank(stream: TextIO, rank: int) -> Any:
+    """Give a stream that writes whole lines to another one, behind ``[rank N]``. Local."""
+    return _Prefixed(stream, f"[rank {rank}] ")
 
 
 def tells_rank(stream: object) -> bool:

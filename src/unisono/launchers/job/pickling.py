@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import linecache
 import pickle
 import sys
 import threading
@@ -19,8 +20,11 @@ from typing import Any
 import cloudpickle
 
 from unisono.errors import PayloadError
+from unisono.tracebacks import hides
 
 __all__ = ("load_from_parent", "pickle_for_worker")
+
+__tracebackhide__ = hides
 
 _lock = threading.Lock()
 _MAIN = "__main__"
@@ -34,10 +38,13 @@ class _Definitions:
     Args:
         used: by module and name, what is part of the pickle anyway.
         others: by name, pickles of the other classes of ``__main__``; files may name them.
+        sources: by name, texts of what looks like a file and is none, as a notebook's cells are:
+            for tracebacks.
     """
 
     used: dict[str, dict[str, Any]] = field(default_factory=dict)
     others: dict[str, bytes] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
 
 
 def pickle_for_worker(value: object, *, with_main: bool = True) -> bytes:
@@ -98,6 +105,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(out)
         self.registered: list[ModuleType] = []
         self._used = definitions.used
+        self._sources = definitions.sources
         self._seen = {_MAIN, *cloudpickle.list_registry_pickle_by_value()}
         self._by_value = set(self._seen)
 
@@ -106,7 +114,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._look_at(obj.__module__)
             if obj.__module__ in self._by_value and _is_at_top(obj):
                 self._used.setdefault(obj.__module__, {})[obj.__name__] = obj
+            if obj.__module__ in self._by_value and isinstance(obj, FunctionType):
+                self._keep_source(obj.__code__.co_filename)
         return super().reducer_override(obj)
+
+    def _keep_source(self, file: str) -> None:
+        cached = linecache.cache.get(file, ())
+        if file not in self._sources and len(cached) > 2 and cached[1] is None:  # no file's
+            self._sources[file] = "".join(cached[2])
 
     def _look_at(self, name: Any) -> None:
         if not isinstance(name, str) or name in self._seen:
@@ -145,7 +160,7 @@ def _is_importable(name: str, module: ModuleType) -> bool:
 
 def _other_classes(used: dict[str, Any]) -> dict[str, bytes]:
     """Pickle the classes of ``__main__`` that aren't used; files may name them."""
-    found = {}
+    pickles = {}
     for name, obj in list(vars(sys.modules[_MAIN]).items()):
         is_own = isinstance(obj, type) and obj.__module__ == _MAIN and _is_at_top(obj)
         if not is_own or name in used:
@@ -155,16 +170,18 @@ def _other_classes(used: dict[str, Any]) -> dict[str, bytes]:
         except Exception:  # what can't be pickled can't be needed there
             continue
         if len(data) <= _LARGEST_CLASS_BYTES:
-            found[name] = data
-    return found
+            pickles[name] = data
+    return pickles
 
 
 def _define(definitions: _Definitions) -> None:
-    for name, found in definitions.used.items():
+    for file, text in definitions.sources.items():
+        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    for name, objects in definitions.used.items():
         if name not in sys.modules and not _can_be_found(name):
             sys.modules[name] = ModuleType(name)
         if name in sys.modules:
-            for key, obj in found.items():
+            for key, obj in objects.items():
                 setattr(sys.modules[name], key, obj)
     main = sys.modules[_MAIN]
     known = vars(main)
@@ -199,9 +216,9 @@ class _Others:
     def __call__(self, name: str) -> Any:
         if name not in self.pickles:
             raise AttributeError(f"module {_MAIN!r} has no attribute {name!r}")
-        found = cloudpickle.loads(self.pickles[name])
-        setattr(sys.modules[_MAIN], name, found)
-        return found
+        loaded = cloudpickle.loads(self.pickles[name])
+        setattr(sys.modules[_MAIN], name, loaded)
+        return loaded
 
 
 def _reduce_for_child(_: ForkingPickler, obj: Any) -> Any:

@@ -76,17 +76,17 @@ def why_aborted() -> str:
     if sys.platform == "win32" or os.geteuid() == 0:
         return ""
     limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    found = 0
+    n_tasks = 0
     for status in Path("/proc").glob("[0-9]*/status"):
         with contextlib.suppress(OSError):  # it has ended
             facts = dict(_FACT.findall(status.read_text()))
             if facts.get("Uid") == str(os.getuid()):
-                found += int(facts.get("Threads", 0))
-    if limit == resource.RLIM_INFINITY or found + _TASKS_OF_RANK <= limit:
+                n_tasks += int(facts.get("Threads", 0))
+    if limit == resource.RLIM_INFINITY or n_tasks + _TASKS_OF_RANK <= limit:
         return ""
     return (
-        f"; this user may have {limit} processes and threads at a time and has {found} now, where "
-        f"a rank takes about {_TASKS_OF_RANK}: raise ulimit -u"
+        f"; this user may have {limit} processes and threads at a time and has {n_tasks} now, "
+        f"where a rank takes about {_TASKS_OF_RANK}: raise ulimit -u"
     )
 
 
@@ -114,15 +114,15 @@ class Surroundings:
         """Read those of this process. Local; changes nothing, not even for a moment."""
         if sys.platform == "win32":
             return cls()
-        found: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
         with contextlib.suppress(OSError):  # without /proc it could only be read by changing it
             umask = _UMASK.search(Path("/proc/self/status").read_text())
-            found["umask"] = int(umask[1], 8) if umask else None
+            facts["umask"] = int(umask[1], 8) if umask else None
         if hasattr(os, "sched_getaffinity"):
-            found["affinity"] = frozenset(os.sched_getaffinity(0))
-        found["niceness"] = os.getpriority(os.PRIO_PROCESS, 0)
+            facts["affinity"] = frozenset(os.sched_getaffinity(0))
+        facts["niceness"] = os.getpriority(os.PRIO_PROCESS, 0)
         numbers = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
-        return cls(**found, limits={number: resource.getrlimit(number) for number in numbers})
+        return cls(**facts, limits={number: resource.getrlimit(number) for number in numbers})
 
     def enter(self) -> None:
         """Give this process what differs. Local."""

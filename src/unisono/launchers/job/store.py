@@ -13,7 +13,12 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from unisono.control.addresses import listen_at, listen_everywhere, listen_for_others
+from unisono.control.addresses import (
+    listen_at,
+    listen_everywhere,
+    listen_for_others,
+    why_unreachable,
+)
 from unisono.errors import LaunchError
 from unisono.topology import PRIVATE_STORE, LaunchPlan
 
@@ -127,28 +132,29 @@ def _listen(addr: str, port: int, *, is_one_host: bool) -> tuple[socket.socket, 
         listener = listen_at(addr, port)
         _check_that_it_answers(listener)
         return listener, addr
-    found = listen_for_others(addr, port)
-    return (listen_everywhere(port), _LOOPBACK) if found is None else (found, addr)
+    own = listen_for_others(addr, port)
+    return (listen_everywhere(port), _LOOPBACK) if own is None else (own, addr)
 
 
 def _check_that_it_answers(listener: socket.socket) -> None:
     """Fail at once where this host can't reach itself; torch would try for five minutes."""
-    where = listener.getsockname()
-    try:
-        socket.create_connection(where[:2], _ANSWER_S).close()
-    except OSError as error:
+    addr, port = listener.getsockname()[:2]
+    reason = why_unreachable(addr, port, _ANSWER_S)
+    if reason is not None:
         listener.close()
         raise LaunchError(
-            f"no process of this host can connect to {where[0]}: {error}. The interface is down, "
+            f"no process of this host can connect to {addr}: {reason}. The interface is down, "
             "as in a new network namespace: ip link set lo up"
-        ) from error
+        ) from reason
 
 
 def hold(plan: LaunchPlan, held: ExitStack) -> LaunchPlan:
-    """Host the rendezvous until `held` is closed.
+    """Host the rendezvous, and on one host the file that ranks meet in, until `held` is closed.
 
     Local. No caller's frame has the store, which an exception's traceback would keep open.
     """
     store, plan = host(plan)
     held.callback([store].clear)  # in no frame of its own, which Ctrl-C could keep alive, too
+    if plan.store_is_hosted and plan.nnodes == 1:
+        return replace(plan, private_store=private_store(held)[PRIVATE_STORE])
     return plan

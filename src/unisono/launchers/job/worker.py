@@ -151,10 +151,10 @@ def describe(error: BaseException) -> Failure:
         cause = cloudpickle.dumps(error)
     except Exception:  # the traceback says what there is to say
         cause = None
-    said, line = summary(error), WorkerFailedError.line_of(error)
+    headline, line = summary(error), WorkerFailedError.line_of(error)
     text = fold(error, skip_ours(error.__traceback__))
     is_secondary, code = _is_about_a_peer(error), WorkerFailedError.exit_code_of(error)
-    return Failure(said, text, code, is_secondary, cause, line)
+    return Failure(headline, text, code, is_secondary, cause, line)
 
 
 def _is_about_a_peer(error: BaseException | None) -> bool:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
-import site
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from unisono.deadlines import DEFAULT_TIMEOUT_S
 from unisono.errors import BackendUnavailableError, LaunchError, UnsupportedOperation
+from unisono.launchers.availability import mpiexec
 from unisono.launchers.job.connected import ConnectedWorkers, listen_privately
 from unisono.launchers.job.job import Job
 from unisono.launchers.job.pickling import pickle_for_worker
@@ -43,24 +41,20 @@ _EXIT_S = 10.0  # for MPI's own end, after all results have come
 
 
 def find_mpiexec() -> str:
-    """Find the launcher beside the MPI library that mpi4py's wheels would find.
+    """Find MPI's launcher as `mpiexec` does.
 
     Local.
 
     Returns:
-        Its path; the Python environment's own comes first.
+        Its path.
 
     Raises:
         BackendUnavailableError: there is none.
     """
-    for prefix in dict.fromkeys((sys.exec_prefix, site.getuserbase(), sys.base_exec_prefix)):
-        found = shutil.which("mpiexec", path=str(Path(prefix, "bin")))
-        if found is not None:
-            return found
-    found = shutil.which("mpiexec") or shutil.which("mpirun")
-    if found is None:
+    program = mpiexec()
+    if program is None:
         raise BackendUnavailableError(f"there is no MPI runtime (mpiexec) here: {_REMEDY}")
-    return found
+    return program
 
 
 def argv(plan: LaunchPlan, command: Sequence[str], version: str) -> list[str]:
@@ -143,13 +137,13 @@ def launch(
             "script.py and call initialize there",
         )
     pickled = pickle_for_worker(entry)
-    words = [find_mpiexec()] if command is None else list(command)
-    words = argv(plan, words, _version(words[0]))
+    arguments = [find_mpiexec()] if command is None else list(command)
+    arguments = argv(plan, arguments, _version(arguments[0]))
     n_ranks = plan.nproc_per_node
     infos = [RankInfo(r, n_ranks, r, n_ranks, 0, 1, source="spawn") for r in range(n_ranks)]
     with ExitStack() as held:
         listener, path = listen_privately(n_ranks, held)
-        process = _start(words, link_to(path, "", RANKS_OF_MPI), environ or {})
+        process = _start(arguments, link_to(path, "", RANKS_OF_MPI), environ or {})
         ranks = _Ranks(process, timeout_s, infos, pickled, listener, held, stop_limit_s)
         job: Job[Any] = Job(ranks, n_ranks)
         try:
@@ -218,7 +212,7 @@ class _Ranks(ConnectedWorkers):
 
 def _version(program: str) -> str:
     try:
-        said = subprocess.run(
+        done = subprocess.run(
             [program, "--version"],
             env=environment(os.environ, is_root=os.geteuid() == 0),
             stdin=subprocess.DEVNULL,
@@ -231,12 +225,12 @@ def _version(program: str) -> str:
         raise BackendUnavailableError(
             f"the MPI runtime's {program} can't be run: {error}; {_REMEDY}"
         ) from error
-    return said.stdout + said.stderr
+    return done.stdout + done.stderr
 
 
-def _start(words: list[str], link: str, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(arguments: list[str], link: str, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [*words, sys.executable, "-c", boot(search_path(), link)],
+        [*arguments, sys.executable, "-c", boot(search_path(), link)],
         env={**_AT_ONCE, **environ, **environment(os.environ, is_root=os.geteuid() == 0)},
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from unisono.launchers.job.store import hold, host, private_store
+from unisono.launchers.job.store import hold
 from unisono.launchers.mpi import functions
 from unisono.launchers.script.script import Script
 from unisono.launchers.script.supervisor import Outcome, run_launcher
@@ -36,23 +36,25 @@ def argv(script: Script, launcher: Sequence[str], version: str) -> list[str]:
     script.refuse("mpi", "use launcher 'torchrun'", "max_restarts")
     if not script.hosts and script.nnodes == 1:
         return [*functions.argv(script.plan(), launcher, version), *script.rank_argv()]
-    words = [*launcher, "-n", str(script.world_size)]
+    arguments = [*launcher, "-n", str(script.world_size)]
     is_open_mpi = "Open MPI" in version or "OpenRTE" in version
     if script.hosts:
         hosts = ",".join(f"{name}:{count}" for name, count in script.hosts)
-        words += ["--host" if is_open_mpi else "-hosts", hosts]
+        arguments += ["--host" if is_open_mpi else "-hosts", hosts]
     if is_open_mpi:
         where = ":OVERSUBSCRIBE" if script.hosts else f"ppr:{script.nproc_per_node}:node"
-        words += ["--map-by", where, "--bind-to", "none"]
+        arguments += ["--map-by", where, "--bind-to", "none"]
     elif not script.hosts:
-        words += ["-ppn", str(script.nproc_per_node)]
-    return [*words, *script.rank_argv()]
+        arguments += ["-ppn", str(script.nproc_per_node)]
+    return [*arguments, *script.rank_argv()]
 
 
 def command(script: Script) -> list[str]:
     """Write the command line that does the same without unisono's command. Local."""
-    words = [functions.find_mpiexec()]
-    return argv(replace(script, token="", is_coloured=False), words, functions._version(words[0]))
+    arguments = [functions.find_mpiexec()]
+    return argv(
+        replace(script, token="", is_coloured=False), arguments, functions._version(arguments[0])
+    )
 
 
 def environment(script: Script, environ: Mapping[str, str], is_root: bool) -> dict[str, str]:
@@ -68,12 +70,7 @@ def environment(script: Script, environ: Mapping[str, str], is_root: bool) -> di
     Returns:
         `environ` without those of a job around this process, and the address if one was given.
     """
-    found = functions.environment(environ, is_root)
-    if script.master_addr is not None:
-        found["MASTER_ADDR"] = script.master_addr
-    if script.master_port is not None:
-        found["MASTER_PORT"] = str(script.master_port)
-    return found
+    return functions.environment(environ, is_root) | script.address()
 
 
 def run(script: Script) -> Outcome:
@@ -92,22 +89,20 @@ def run(script: Script) -> Outcome:
         LaunchError: mpiexec can't be started.
     """
     program = functions.find_mpiexec()
-    words = argv(script, [program], functions._version(program))
+    arguments = argv(script, [program], functions._version(program))
     variables = environment(script, os.environ, is_root=os.geteuid() == 0)
     if script.hosts or script.nnodes > 1 or script.master_port is not None:
-        return run_launcher(script, words, variables, signal.SIGTERM)
-    store, plan = host(script.plan())
-    variables |= {
-        "MASTER_ADDR": str(plan.master_addr),
-        "MASTER_PORT": str(plan.master_port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
+        return run_launcher(script, arguments, variables, signal.SIGTERM)
     with ExitStack() as held:
-        variables |= private_store(held)
-        outcome = run_launcher(script, words, variables, signal.SIGTERM)
-    del store  # it outlives every rank
-    return outcome
+        plan = hold(script.plan(), held)
+        variables |= {
+            "MASTER_ADDR": str(plan.master_addr),
+            "MASTER_PORT": str(plan.master_port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            PRIVATE_STORE: str(plan.private_store),
+        }
+        return run_launcher(script, arguments, variables, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,25 +130,9 @@ def launch(
 ) -> list[Any]:
     """Run `entry` in the ranks of an MPI job on this host, whatever model it uses.
 
-    Local.
-
-    Args:
-        entry: called once in each rank with who it is; MPI isn't initialised yet.
-        plan: how many.
-        environ: variables that the ranks have besides this process's.
-        timeout_s: seconds for the whole job; None for no limit but that of the block.
-
-    Returns:
-        What `entry` returned, by rank.
-
-    Raises:
-        BackendUnavailableError: there is no MPI runtime.
-        UnsupportedOperation: several nodes.
-        PayloadError: `entry` can't be pickled.
-        LaunchError: the ranks can't be started, or weren't all done in time.
-        WorkerFailedError: a rank failed; all others have been ended.
+    Local. Arguments and errors are those of `functions.launch`, which starts the ranks; besides,
+    they meet at a store of this process, as models need it that aren't MPI's.
     """
     with ExitStack() as held:
         hosted = hold(replace(plan, master_addr=None, master_port=None, node_rank=0), held)
-        hosted = replace(hosted, private_store=private_store(held)[PRIVATE_STORE])
         return functions.launch(_InStore(entry, hosted, environ or {}), plan, timeout_s=timeout_s)

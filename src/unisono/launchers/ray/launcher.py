@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -14,15 +14,15 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from unisono.deadlines import limit_of, require_time
-from unisono.errors import LaunchError, WorkerFailedError
-from unisono.launchers.job.failure import PRIMARY_WAIT_S, Failure
+from unisono.errors import ArgumentError, LaunchError
+from unisono.launchers.job.failure import exit_code_of
 from unisono.launchers.job.job import Job, Ranks
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import search_path
 from unisono.launchers.ray.actor import RankActor, seats
-from unisono.launchers.script.rank.report import Reader, Report
+from unisono.launchers.script.rank.report import Report
 from unisono.launchers.script.script import Script, env_for
-from unisono.launchers.script.supervisor import Outcome, show, signals, verdict
+from unisono.launchers.script.supervisor import Outcome, Programs, SignalledError, signals, verdict
 from unisono.topology import LaunchPlan, RankInfo
 
 __all__ = ("launch", "run")
@@ -31,7 +31,6 @@ _TIMEOUT_S = 60.0  # until the cluster has room
 _START_S = 300.0  # until the first actor has begun, which includes importing torch there
 _END_S = 3.0  # from the first signal to the end of the actors
 _POLL_S = 0.3
-_BASE = 128
 _OF_RAY = {"PYTHONBREAKPOINT", "RAY_AUTH_MODE", "RAY_CLIENT_MODE"}
 
 
@@ -62,7 +61,7 @@ def _group(
     try:
         timeout_s = limit_of(timeout_s) or 0.0
         if not group.wait(timeout_s):
-            require_time(range(n_ranks), n_ranks, 0.0)
+            require_time(range(n_ranks), n_ranks)
             raise LaunchError(
                 f"Ray had no room in {timeout_s:g} s for ranks that need {bundles}, each of these "
                 f"on a node of its own; the cluster has {_resources()}: add nodes, or ask for less"
@@ -124,7 +123,7 @@ def _seat(first: Any, group: PlacementGroup, counts: Sequence[int]) -> list[Rank
     try:
         port = ray.get(first.hold_store.remote(addr), timeout=limit_of(_START_S))
     except ray.exceptions.GetTimeoutError as error:
-        require_time(range(len(nodes)), len(nodes), 0.0)
+        require_time(range(len(nodes)), len(nodes))
         raise LaunchError(f"Ray's actor of rank 0 hasn't begun in {_START_S:g} s") from error
     return seats(nodes, addr, port)
 
@@ -145,20 +144,25 @@ def launch(
         entry: called once in each actor with who it is.
         plan: how many ranks on each of how many nodes.
         environ: variables that the actors have besides their own.
-        counts: ranks of each node, where they differ; then the plan's numbers don't count.
+        counts: ranks of each of the plan's nodes, where they differ.
         timeout_s: seconds to wait until the cluster has room.
 
     Returns:
         What `entry` returned, by rank of the whole job.
 
     Raises:
+        ArgumentError: `counts` are of more nodes than the plan has, or of fewer.
         PayloadError: `entry` can't be pickled.
         LaunchError: the cluster has no room.
         WorkerFailedError: a rank failed, or its actor died; all others have been ended.
         CollectiveTimeoutError: the block's deadline is over; all actors have been ended.
     """
     pickled = pickle_for_worker(entry)
-    shape = tuple(counts) if counts is not None else (plan.nproc_per_node,) * plan.nnodes
+    shape = (plan.nproc_per_node,) * plan.nnodes if counts is None else tuple(counts)
+    if len(shape) != plan.nnodes:  # ranks of one node would listen on its loopback alone
+        raise ArgumentError(
+            f"counts={counts!r} are of {len(shape)} nodes: pass nnodes={len(shape)}, too"
+        )
     with _ranks(shape, (), timeout_s) as ranks:
         job: Job[Any] = Job(_Calls(ranks, pickled, environ or {}), len(ranks.infos))
         return job.join()
@@ -189,17 +193,9 @@ class _Calls(Ranks):
 
     def _take(self, job: Job[Any], ref: Any, rank: int) -> None:
         try:
-            outcome: bytes | Failure = ray.get(ref)
+            job.take(rank, ray.get(ref))
         except ray.exceptions.RayError as error:  # the actor's process, or its node, is gone
-            text = f"rank {rank} of {job.world_size} is lost, its actor has died: "
-            lost = WorkerFailedError(f"{text}{str(error).strip()}", rank)
-            lost.__cause__ = error
-            job.fail(rank, lost)
-            return
-        if isinstance(outcome, Failure):
-            job.fail(rank, outcome)
-        else:
-            job.succeed(rank, outcome)
+            job.lose(rank, f"its actor has died: {str(error).strip()}", error)
 
 
 def run(script: Script) -> Outcome:
@@ -227,70 +223,77 @@ def run(script: Script) -> Outcome:
                 for info in ranks.infos:
                     variables = {**own, **env_for(info)}
                     ranks.actors[info.rank].start.remote(script, variables, os.getcwd())
-                outcome = _Programs(ranks, Reader(script.token), seen).outcome()
+                outcome = _Programs(ranks, script.token, seen).outcome()
         except BaseException:  # Ray may make anything of the exception that a signal raises
             if not seen:
                 raise
-    return Outcome(_BASE + seen[0], interrupted=seen[0]) if seen else outcome
+    return Outcome(exit_code_of(-seen[0]), interrupted=seen[0]) if seen else outcome
 
 
-@dataclass(slots=True)
-class _Programs:
+class _Programs(Programs):
     """One program in every rank."""
 
-    ranks: _Ranks
-    reader: Reader
-    seen: list[int]
-    _reports: list[Report] = field(default_factory=list)
-    _codes: dict[int, int] = field(default_factory=dict)
-    _rests: dict[tuple[int, int], bytes] = field(default_factory=dict)
-    _is_ending: bool = False
+    def __init__(self, ranks: _Ranks, token: str, seen: Sequence[int]) -> None:
+        super().__init__(token)
+        self._actors = ranks.actors
+        self._seen = seen
+        self._polls = {actor.poll.remote(): rank for rank, actor in enumerate(self._actors)}
+        self._codes: dict[int, int] = {}
+        self._is_ending = False
 
     def outcome(self) -> Outcome:
-        """Print what they print until all have ended; end all if one fails."""
-        polls = {actor.poll.remote(): rank for rank, actor in enumerate(self.ranks.actors)}
-        deadline = float("inf")
-        while polls and not self.seen and time.monotonic() < deadline + _END_S:
-            done, _ = ray.wait(list(polls), timeout=_POLL_S)
-            for ref in done:
-                rank = polls.pop(ref)
-                if self._take(ref, rank):
-                    polls[self.ranks.actors[rank].poll.remote()] = rank
-            if self._reports or any(self._codes.values()):
-                deadline = min(deadline, time.monotonic() + PRIMARY_WAIT_S)
-            if time.monotonic() >= deadline and not self._is_ending:
-                self._is_ending = True
-                for rank in polls.values():
-                    self.ranks.actors[rank].stop.remote()
-        found = verdict(self._reports)
-        if found.failed is not None:
-            return found
-        return replace(found, code=next((code for code in self._codes.values() if code), 0))
+        """Print what they print until all have ended; end all if one fails. Local."""
+        with contextlib.suppress(LaunchError):
+            Job[None](self, len(self._actors)).finish()
+        outcome = verdict(self.reports)
+        if outcome.failed is not None:
+            return outcome
+        codes = (code for code in self._codes.values() if code)
+        return replace(outcome, code=next(codes, outcome.code))
 
-    def _note(self, report: Report) -> None:
-        """Take a failure in, unless only the rank's end was asked for."""
+    def note(self, job: Job[Any], report: Report) -> None:
+        """Take a report in, unless only the rank's end was asked for. Local."""
         if not self._is_ending or report.was_told:
-            self._reports.append(report)
+            super().note(job, report)
 
-    def _take(self, ref: Any, rank: int) -> bool:
-        """Take in what one rank has to say, and tell whether it goes on."""
+    def poll(self, job: Job[Any], until: float) -> None:
+        """Pass on what they print, and take in who has ended. Local."""
+        if self._seen:  # Ray may have swallowed the exception
+            raise SignalledError(self._seen[0])
+        if not self._polls:
+            job.stop(LaunchError("all programs of the job have ended"))
+            return
+        left_s = max(0.0, min(_POLL_S, until - time.monotonic()))
+        done, _ = ray.wait(list(self._polls), timeout=left_s)
+        for ref in done:
+            self._take(job, ref, self._polls.pop(ref))
+
+    def end(self, job: Job[Any]) -> None:
+        """Tell programs that still run to end, and wait for that. Local."""
+        self._is_ending = True
+        if self._seen:
+            return
+        for rank in self._polls.values():
+            self._actors[rank].stop.remote()
+        limit = time.monotonic() + _END_S
+        while self._polls and time.monotonic() < limit:
+            self.poll(job, limit)
+
+    def _take(self, job: Job[Any], ref: Any, rank: int) -> None:
+        """Take in what one rank has to say."""
         try:
             chunks, code = ray.get(ref)
         except ray.exceptions.RayError as error:
-            n_ranks, words = len(self.ranks.infos), f"its actor has died: {error}"
-            self._note(Report(rank, n_ranks, "unknown", -1, 1, words=words))
+            output = f"its actor has died: {error}"
+            self.note(job, Report(rank, job.world_size, "unknown", -1, 1, output=output))
             self._codes[rank] = 1
-            return False
+            return
         for target, chunk in chunks:
-            lines = (self._rests.pop((rank, target), b"") + chunk).splitlines(keepends=True)
-            if lines and not lines[-1].endswith((b"\n", b"\r")):
-                self._rests[rank, target] = lines.pop()
-            for line in lines:
-                said = self.reader.read(line)
-                if isinstance(said, Report):
-                    self._note(said)
-                elif not said:
-                    show(target, line)
-        if code is not None:
-            self._codes[rank] = code if code >= 0 else _BASE - code
-        return code is None
+            self.pass_on(job, (rank, target), target, chunk)
+        if code is None:
+            self._polls[self._actors[rank].poll.remote()] = rank
+        elif code == 0:
+            job.succeed(rank, b"")
+        else:
+            self._codes[rank] = exit_code_of(code)
+            job.fail(rank, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import signal
 import sys
 import time
 import traceback
@@ -21,7 +22,8 @@ import cloudpickle
 from unisono.at_exit import LastCalls
 from unisono.deadlines import overdue
 from unisono.errors import CollectiveTimeoutError, LaunchError, WorkerFailedError
-from unisono.launchers.job.lifetime import PEERS_S, Lifetime
+from unisono.launchers.job.failure import signal_name
+from unisono.launchers.job.lifetime import PEERS_S, Lifetime, flush
 from unisono.launchers.job.pickling import load_from_parent, pickle_for_worker
 from unisono.launchers.job.process_state import search_path
 from unisono.launchers.job.store import no_room, private_folder
@@ -62,7 +64,8 @@ def run_function(
 
     Raises:
         PayloadError: `entry` can't be pickled.
-        LaunchError: the launcher failed, or its files can't be written.
+        LaunchError: the launcher failed, or its files can't be written; or a signal came, and this
+            process's own handler, which gets it once all ranks have been ended, lets it go on.
         WorkerFailedError: a rank failed.
         CollectiveTimeoutError: the block's deadline is over; all ranks have been ended.
     """
@@ -81,15 +84,23 @@ def run_function(
         outcome = run(replace(script, program=(sys.executable, "-c", boot), is_prefixed=False))
         for line in held_back(outcome):
             show(2, f"{line}\n".encode())
-        if outcome.interrupted is not None:
-            raise KeyboardInterrupt
-        places = range(script.nproc_per_node if is_local else script.world_size)
-        if outcome.is_late:
-            first = (script.node_rank or 0) * script.nproc_per_node if is_local else 0
-            raise CollectiveTimeoutError(overdue(_late(folder, places, first), script.world_size))
-        if outcome.code != 0:
-            raise _error(folder, outcome)
-        return _results([_Leaving.read(folder, place) for place in places])
+        if outcome.interrupted is None:
+            return _collect(folder, outcome, script, is_local)
+    if outcome.interrupted == signal.SIGINT:
+        raise KeyboardInterrupt
+    signal.raise_signal(outcome.interrupted)  # for this process's own handler, which may go on
+    raise LaunchError(f"{signal_name(outcome.interrupted)} came, and all ranks have been ended")
+
+
+def _collect(folder: Path, outcome: Outcome, script: Script, is_local: bool) -> list[Any]:
+    """Give the results, or raise why there are none."""
+    places = range(script.nproc_per_node if is_local else script.world_size)
+    if outcome.is_late:
+        first = (script.node_rank or 0) * script.nproc_per_node if is_local else 0
+        raise CollectiveTimeoutError(overdue(_late(folder, places, first), script.world_size))
+    if outcome.code != 0:
+        raise _error(folder, outcome)
+    return _results([_Leaving.read(folder, place) for place in places])
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,22 +132,22 @@ class _Leaving:
     def read(cls, folder: Path, place: int) -> _Leaving | None:
         """Read it; None if no rank has begun there. Local."""
         try:
-            found: _Leaving = pickle.loads((folder / f"left-{place}").read_bytes())
+            left: _Leaving = pickle.loads((folder / f"left-{place}").read_bytes())
         except FileNotFoundError:
             return None
-        return found
+        return left
 
 
-def _results(found: Sequence[_Leaving | None]) -> list[Any]:
+def _results(left: Sequence[_Leaving | None]) -> list[Any]:
     """Take the results of the last attempt, one of each place: exit status 0 proves nothing."""
-    begun = [item for item in found if item is not None]
+    begun = [item for item in left if item is not None]
     if not begun:
         raise LaunchError("the launcher ended well, but no rank has begun")
     last = max(begun, key=lambda item: item.attempt)
-    for place, item in enumerate(found):
+    for place, item in enumerate(left):
         if item is None or (item.attempt, item.world_size) != (last.attempt, last.world_size):
             raise WorkerFailedError(
-                f"rank {place} of {len(found)} ended before its work was begun, though its "
+                f"rank {place} of {len(left)} ended before its work was begun, though its "
                 "launcher ended well",
                 place,
                 exit_code=0,
@@ -153,8 +164,8 @@ def _results(found: Sequence[_Leaving | None]) -> list[Any]:
 
 def _late(folder: Path, places: Sequence[int], first: int) -> list[int]:
     """Name the ranks that left no result, of those that leave theirs here."""
-    found = [(first + place, _Leaving.read(folder, place)) for place in places]
-    named = [(item.rank if item else rank, item) for rank, item in found]
+    left = [(first + place, _Leaving.read(folder, place)) for place in places]
+    named = [(item.rank if item else rank, item) for rank, item in left]
     return [rank for rank, item in named if item is None or item.result is None]
 
 
@@ -165,9 +176,7 @@ def _error(folder: Path, outcome: Outcome) -> LaunchError:
             f"the launcher ended with exit code {outcome.code} before the ranks were at work; "
             "what it said is above"
         )
-    text = report.text(is_whole=True)
-    exit_code = None if report.signal_name or report.traceback else report.code
-    error = WorkerFailedError(text, report.rank, exit_code, report.signal_name, report.traceback)
+    error = report.error(report.rank, report.world_size)
     with contextlib.suppress(Exception):  # there is none, or its class can't be had here
         error.__cause__ = pickle.loads(
             (folder / f"error-{report.attempt}-{report.rank}").read_bytes()
@@ -196,9 +205,10 @@ def work(folder: str) -> NoReturn:
     except BaseException as error:  # SystemExit and KeyboardInterrupt are failures too
         with contextlib.suppress(Exception):  # the traceback says what there is to say
             (where / f"error-{mine.attempt}-{info.rank}").write_bytes(cloudpickle.dumps(error))
-        sys.stderr.flush()
+        flush()
         traceback.print_exc(file=sys.__stderr__)  # without a prefix, for it is read again
-        sys.exit(error.code if isinstance(error, SystemExit) and error.code else 1)
+        code = WorkerFailedError.exit_code_of(error) or 1
+        os._exit(code & 0xFF or 1)  # the job waits for no thread of a rank that has failed
     replace(mine, result=body).write(where, place)
     LastCalls.make(lambda _: time.sleep(PEERS_S))
     sys.exit(0)

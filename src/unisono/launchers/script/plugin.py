@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import ArgumentError, UnisonoError, WorkerFailedError
+from unisono.launchers.job.failure import exit_code_of
 from unisono.launchers.job.store import private_folder
 from unisono.launchers.script.rank.report import Reader, Report
 from unisono.launchers.script.script import Script, env_for, without_job
@@ -18,8 +19,6 @@ from unisono.launchers.script.supervisor import Outcome, signals, verdict
 from unisono.topology import RankInfo
 
 __all__ = ("ScriptEndedError", "run")
-
-_BASE = 128
 
 
 class ScriptEndedError(SystemExit):
@@ -57,16 +56,16 @@ class _Rank:
         assert process.stderr is not None
         with process.stderr:
             for line in process.stderr:
-                said = reader.read(line)
-                if isinstance(said, Report):
-                    report = said
-                elif not said:
+                answer = reader.read(line)
+                if isinstance(answer, Report):
+                    report = answer
+                elif not answer:
                     os.write(2, line)
         code = process.wait()
         if report is not None and os.path.isdir(self.folder):  # it may be on another host
             Path(self.folder, f"rank-{info.rank}").write_text(json.dumps(asdict(report)))
         if code != 0:
-            raise ScriptEndedError(code if code > 0 else _BASE - code, report)
+            raise ScriptEndedError(exit_code_of(code), report)
 
 
 def run(script: Script, launch: Callable[..., Any]) -> Outcome:
@@ -99,14 +98,14 @@ def run(script: Script, launch: Callable[..., Any]) -> Outcome:
                     raise
                 failed = error
         if seen:
-            return Outcome(_BASE + seen[0], interrupted=seen[0], is_ended=False)
+            return Outcome(exit_code_of(-seen[0]), interrupted=seen[0], is_ended=False)
         if failed is not None:
-            found = _left_in(Path(folder)) or _carried_by(failed, script.world_size)
-            if not found:
+            reports = _left_in(Path(folder)) or _carried_by(failed, script.world_size)
+            if not reports:
                 raise failed
-            return verdict(found)
-        found = _left_in(Path(folder))
-    return verdict(found) if found else Outcome(0)
+            return verdict(reports)
+        reports = _left_in(Path(folder))
+    return verdict(reports) if reports else Outcome(0)
 
 
 def _left_in(folder: Path) -> list[Report]:
@@ -117,13 +116,12 @@ def _left_in(folder: Path) -> list[Report]:
 
 def _carried_by(error: BaseException, world_size: int) -> list[Report]:
     """Find the report in what the launcher raised, which has the rank's own exception as cause."""
-    said = error
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ScriptEndedError) and cause.report is not None:
             return [cause.report]
         cause = cause.__cause__
-    if isinstance(said, WorkerFailedError) and said.exit_code:
-        report = Report(said.rank, world_size, "unknown", -1, said.exit_code)
-        return [replace(report, words=said.traceback or str(said))]
+    if isinstance(error, WorkerFailedError) and error.exit_code:
+        report = Report(error.rank, world_size, "unknown", -1, error.exit_code)
+        return [replace(report, output=error.traceback or str(error))]
     return []

@@ -65,6 +65,22 @@ class Script:
             return sum(count for _, count in self.hosts)
         return self.nproc_per_node * self.nnodes
 
+    @property
+    def may_restart(self) -> bool:
+        """Whether the launcher may start the job again: after a failure, or as nodes come or go."""
+        return self.max_restarts > 0 or self.max_nnodes > self.nnodes
+
+    @classmethod
+    def of(cls, plan: LaunchPlan) -> Script:
+        """Ask for the ranks of a plan, which the launcher seats; the program is left out. Local."""
+        nodes = (plan.nnodes, plan.nnodes)
+        return cls((), plan.nproc_per_node, *nodes, None, plan.master_addr, plan.master_port)
+
+    def address(self) -> dict[str, str]:
+        """Give the variables that say where ranks meet, as far as the user said it. Local."""
+        facts = {"MASTER_ADDR": self.master_addr, "MASTER_PORT": self.master_port}
+        return {name: str(value) for name, value in facts.items() if value is not None}
+
     def plan(self) -> LaunchPlan:
         """Give the same for a launcher of functions. Local."""
         return LaunchPlan(
@@ -86,20 +102,20 @@ class Script:
                 launcher on another host, or one that looks after its ranks, starts it.
             terminal: descriptors of stdout and stderr for the rank that has the terminal.
         """
-        words = [sys.executable, RANK]
+        arguments = [sys.executable, RANK]
         if parent:
-            words += ["--parent", str(parent)]
+            arguments += ["--parent", str(parent)]
         if terminal:
-            words += ["--terminal", *map(str, terminal)]
+            arguments += ["--terminal", *map(str, terminal)]
         if not self.is_prefixed:
-            words += ["--plain"]
+            arguments += ["--plain"]
         if self.log_dir is not None:
-            words += ["--log-dir", str(Path(self.log_dir).absolute())]
+            arguments += ["--log-dir", str(Path(self.log_dir).absolute())]
         if self.token:
-            words += ["--token", self.token]
+            arguments += ["--token", self.token]
         if self.is_coloured:
-            words += ["--colour"]
-        return [*words, "--", *self.program]
+            arguments += ["--colour"]
+        return [*arguments, "--", *self.program]
 
     def require_one_node(self, launcher: str, instead: str) -> None:
         """Refuse what only launchers of several nodes can do. Local.
@@ -122,13 +138,13 @@ class Script:
                 raise ArgumentError(f"launcher {launcher!r} takes no --{option}: {instead}")
 
 
-def dying_with(parent: int, number: int, words: list[str]) -> list[str]:
+def dying_with(parent: int, number: int, arguments: list[str]) -> list[str]:
     """Write the command line of a launcher that gets a signal when `parent` ends.
 
     Local, and pure.
     """
     options = ["--exec", str(int(number)), "--parent", str(parent)]
-    return [sys.executable, RANK, *options, "--", *words]
+    return [sys.executable, RANK, *options, "--", *arguments]
 
 
 def without_job(environ: Mapping[str, str]) -> dict[str, str]:

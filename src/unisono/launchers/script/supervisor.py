@@ -11,22 +11,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import IO, Any
 
-from unisono.deadlines import limit_of
-from unisono.errors import LaunchError
-from unisono.launchers.job.failure import PRIMARY_WAIT_S
+from unisono.deadlines import limit_of, overdue
+from unisono.errors import CollectiveTimeoutError, LaunchError
+from unisono.launchers.job.failure import exit_code_of
+from unisono.launchers.job.job import Job, Ranks
 from unisono.launchers.script.rank.report import Reader, Report
 from unisono.launchers.script.script import Script, dying_with
 from unisono.topology import RankInfo
 from unisono.tracebacks import fold_text
 
 __all__ = (
-    "Supervisor",
     "Outcome",
+    "Programs",
     "SignalledError",
+    "Supervisor",
     "held_back",
     "run_launcher",
     "show",
@@ -40,7 +42,7 @@ _OWN_END_S = 2.0  # how long a launcher has to end its job by itself after a fai
 _END_S = 1.5  # from the first signal to SIGKILL; ranks give their programs 1 s
 _DRAIN_S = 2.0
 _ROUSE_S = 1.0
-_BASE = 128
+_LAUNCHER = -1  # stands for a launcher that makes the ranks itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +77,14 @@ class SignalledError(BaseException):
 
 
 def start(
-    words: Sequence[str], environ: Mapping[str, str], terminal: Sequence[int] = ()
+    arguments: Sequence[str], environ: Mapping[str, str], terminal: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
     """Start a launcher, or a rank.
 
     Local. It is in a session of its own: this process decides what Ctrl-C means.
 
     Args:
-        words: its command line.
+        arguments: its command line.
         environ: its variables.
         terminal: descriptors that it has besides; its stdin is this process's then, else empty.
 
@@ -91,7 +93,7 @@ def start(
     """
     try:
         return subprocess.Popen(
-            list(words),
+            list(arguments),
             env=dict(environ),
             stdin=None if terminal else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -101,11 +103,11 @@ def start(
             bufsize=0,
         )
     except OSError as error:
-        raise LaunchError(f"can't start {words[0]!r}: {error}") from error
+        raise LaunchError(f"can't start {arguments[0]!r}: {error}") from error
 
 
 def run_launcher(
-    script: Script, words: Sequence[str], environ: Mapping[str, str], end_signal: int = 0
+    script: Script, arguments: Sequence[str], environ: Mapping[str, str], end_signal: int = 0
 ) -> Outcome:
     """Run a launcher that makes the ranks of a script, and that ends with this process.
 
@@ -113,7 +115,7 @@ def run_launcher(
 
     Args:
         script: what was asked for.
-        words: the launcher's command line.
+        arguments: the launcher's command line.
         environ: its variables.
         end_signal: what ends it in peace; 0 for the signal that this process gets.
 
@@ -121,36 +123,86 @@ def run_launcher(
         How it went.
 
     Raises:
-        LaunchError: there is no such program.
+        LaunchError: no process can be started.
     """
-    front = Supervisor(script.token, script.max_restarts > 0, end_signal)
-    front.processes.append(start(dying_with(os.getpid(), signal.SIGTERM, list(words)), environ))
+    front = Supervisor(script.token, script.may_restart, end_signal)
+    front.processes.append(start(dying_with(os.getpid(), signal.SIGTERM, list(arguments)), environ))
     return front.run()
 
 
-@dataclass(slots=True)
-class Supervisor:
+class Programs(Ranks):
+    """Programs that tell of their failures by reports among the lines that they print.
+
+    Args:
+        token: marks the reports of the job's ranks.
+    """
+
+    def __init__(self, token: str) -> None:
+        self.reports: list[Report] = []
+        self._reader = Reader(token)
+        self._rests: dict[Hashable, bytes] = {}
+
+    def doubt(self, rank: int) -> int:
+        """Doubt that a rank failed by itself which hasn't reported that. Local."""
+        del rank
+        return 1
+
+    def note(self, job: Job[Any], report: Report) -> None:
+        """Take a report in. Local."""
+        self.reports.append(report)
+        job.fail(report.rank, report)
+
+    def pass_on(self, job: Job[Any], source: Hashable, target: int, chunk: bytes) -> None:
+        """Print the whole lines of a chunk, and note the reports among them.
+
+        Local.
+
+        Args:
+            job: its reports are of.
+            source: the stream that it came from.
+            target: where lines are printed: 1 or 2.
+            chunk: empty at the stream's end.
+        """
+        lines = (self._rests.pop(source, b"") + chunk).splitlines(keepends=True)
+        if chunk and lines and not lines[-1].endswith((b"\n", b"\r")):
+            self._rests[source] = lines.pop()
+        for line in lines:
+            report = self._reader.read(line)
+            if isinstance(report, Report):
+                self.note(job, report)
+            elif not report:
+                show(target, line)
+
+
+class Supervisor(Programs):
     """Processes of one job: a launcher, or all ranks of this host.
 
     Args:
         token: marks the reports of the job's ranks.
         restarts: whether the launcher itself starts the job again after a failure.
         end_signal: what ends them in peace; 0 for the signal that this process gets.
-        processes: what was started, outputs as pipes.
         infos: who they are, where each is a rank.
     """
 
-    token: str
-    restarts: bool = False
-    end_signal: int = 0
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    infos: Sequence[RankInfo] = ()
-    _codes: list[int | None] = field(default_factory=list)
-    _is_late: bool = False
-    _roused_at: float = 0.0
-    _reports: list[Report] = field(default_factory=list)
-    _failed_at: float | None = None
-    _rests: dict[int, bytes] = field(default_factory=dict)
+    def __init__(
+        self,
+        token: str,
+        restarts: bool = False,
+        end_signal: int = 0,
+        infos: Sequence[RankInfo] = (),
+    ) -> None:
+        super().__init__(token)
+        self.processes: list[subprocess.Popen[bytes]] = []
+        """What was started, outputs as pipes."""
+        self._restarts = restarts
+        self._end_signal = end_signal
+        self._infos = infos
+        self._ranks = [info.rank for info in infos] or [_LAUNCHER]
+        self._selector = selectors.DefaultSelector()
+        self._signals: Sequence[int] = ()
+        self._codes: list[int | None] = []
+        self._is_late = False
+        self._roused_at = 0.0
 
     def run(self) -> Outcome:
         """Pass on what they print until all have ended; end all if one fails.
@@ -160,30 +212,18 @@ class Supervisor:
         Returns:
             How it went; nothing is printed about a failure.
         """
-        reader = Reader(self.token)
-        with selectors.DefaultSelector() as selector, signals():
+        job: Job[None] = Job(self, len(self._ranks), self._ranks)
+        with self._selector, signals() as self._signals:
             for process in self.processes:
                 for stream, target in ((process.stdout, 1), (process.stderr, 2)):
                     assert stream is not None
-                    selector.register(stream, selectors.EVENT_READ, target)
-            interrupted = None
-            try:
-                while not self._is_over(selector) and not self._is_late:
-                    self._poll(selector, reader, _POLL_S)
-                    if self._should_end():
-                        break
-                    self._look_after()
-            except SignalledError as error:
-                interrupted = error.number
-            self._codes = [process.poll() for process in self.processes]
-            try:
-                self._end(selector, reader, self.end_signal or interrupted or signal.SIGTERM)
-            except SignalledError as error:  # a second Ctrl-C: at once
-                interrupted = interrupted or error.number
-        self.end()
-        return self._outcome(interrupted)
+                    self._selector.register(stream, selectors.EVENT_READ, target)
+            with contextlib.suppress(LaunchError, CollectiveTimeoutError, SignalledError):
+                job.finish()
+        self.kill()
+        return self._outcome(has_failed=bool(job.failures))
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """End all processes at once. Local."""
         self._signal(signal.SIGKILL)
         for process in self.processes:
@@ -193,74 +233,61 @@ class Supervisor:
                 if stream is not None:
                     stream.close()
 
-    def _is_over(self, selector: selectors.BaseSelector) -> bool:
-        return not selector.get_map() and all(p.poll() is not None for p in self.processes)
+    def note(self, job: Job[Any], report: Report) -> None:
+        """Take a report in; it ends the job unless the launcher starts that again. Local."""
+        if self._restarts:
+            self.reports.append(report)
+        else:
+            super().note(job, report)
 
-    def _look_after(self) -> None:
-        """See to what no stream tells: the block's deadline, and wrappers that are stopped."""
+    def poll(self, job: Job[Any], until: float) -> None:
+        """Pass on what they print, and take in who has ended. Local."""
         self._is_late = limit_of(None) == 0
-        if self.infos and time.monotonic() > self._roused_at + _ROUSE_S:
+        if self._is_late:
+            raise CollectiveTimeoutError(overdue(job.late, job.world_size))
+        if self._infos and time.monotonic() > self._roused_at + _ROUSE_S:
             self._roused_at = time.monotonic()
-            self._signal(signal.SIGCONT)  # nobody but us has a use for their stop
-
-    def _lost(self) -> list[Report]:
-        """Report the ranks whose wrapper had ended without a report before others were ended."""
-        reported = {report.rank for report in self._reports}
-        found = []
-        for process, info, code in zip(self.processes, self.infos, self._codes, strict=False):
-            if code and info.rank not in reported:
-                words = "the process that looked after it ended so, and the rank with it"
-                who = (info.rank, info.world_size, socket.gethostname(), process.pid, code, 0)
-                found.append(Report(*who, words, info.local_rank, info.node_rank))
-        return found
-
-    def _should_end(self) -> bool:
-        """Tell whether the rest must be ended because of a failure."""
+            self._signal(signal.SIGCONT)  # wrappers: nobody but us has a use for their stop
+        self._read(job, min(_POLL_S, until - time.monotonic()))
         codes = [process.poll() for process in self.processes]
-        if None not in codes:
-            return True
-        if self._reports or any(codes):
-            self._failed_at = self._failed_at or time.monotonic()
-        if self._failed_at is None or self.restarts:
-            return False
-        is_primary = any(not report.is_secondary for report in self._reports)
-        wait_s = 0.0 if is_primary else PRIMARY_WAIT_S
-        if len(self.processes) == 1 and self.processes[0].poll() is None:
-            wait_s = _OWN_END_S
-        return time.monotonic() > self._failed_at + wait_s
+        for rank, code in zip(self._ranks, codes, strict=True):
+            if code == 0:
+                job.succeed(rank, b"")
+            elif code is not None:
+                job.fail(rank, None)
+        if None not in codes and any(codes):
+            job.stop(LaunchError("all processes of the job have ended"))
 
-    def _poll(self, selector: selectors.BaseSelector, reader: Reader, timeout_s: float) -> None:
-        if not selector.get_map():
-            time.sleep(min(timeout_s, 0.02))
+    def end(self, job: Job[Any]) -> None:
+        """Let what still runs end in peace, within seconds; read what it still says. Local."""
+        if len(self.processes) == 1 and not self._signals and not self._is_late:
+            with contextlib.suppress(SignalledError):  # a launcher ends its job by itself
+                self._read_until(job, job.failures.began_at + _OWN_END_S)
+        begin = time.monotonic()
+        self._codes = [process.poll() for process in self.processes]
+        if None in self._codes:
+            self._signal(self._end_signal or next(iter(self._signals), signal.SIGTERM))
+            self._read_until(job, begin + _END_S)
+        if all(process.poll() is not None for process in self.processes):
+            self._read_until(job, begin + _DRAIN_S)
+
+    def _read_until(self, job: Job[Any], limit: float) -> None:
+        """Pass on what they print until all have ended and say no more."""
+        while time.monotonic() < limit:
+            has_ended = all(process.poll() is not None for process in self.processes)
+            if has_ended and not self._selector.get_map():
+                return
+            self._read(job, _POLL_S / 4)
+
+    def _read(self, job: Job[Any], timeout_s: float) -> None:
+        if not self._selector.get_map():
+            time.sleep(max(0.0, min(timeout_s, 0.02)))
             return
-        for key, _ in selector.select(timeout_s):
+        for key, _ in self._selector.select(max(0.0, timeout_s)):
             chunk = os.read(key.fd, 65536)
             if not chunk:
-                selector.unregister(key.fileobj)
-            lines = (self._rests.pop(key.fd, b"") + chunk).splitlines(keepends=True)
-            if chunk and lines and not lines[-1].endswith((b"\n", b"\r")):
-                self._rests[key.fd] = lines.pop()
-            for line in lines:
-                self._take(reader, line, key.data)
-
-    def _take(self, reader: Reader, line: bytes, target: int) -> None:
-        said = reader.read(line)
-        if isinstance(said, Report):
-            self._reports.append(said)
-        elif not said:
-            show(target, line)
-
-    def _end(self, selector: selectors.BaseSelector, reader: Reader, number: int) -> None:
-        """Let what still runs end in peace, within seconds; read what it still says."""
-        begin, is_told = time.monotonic(), False
-        while not self._is_over(selector):
-            now, is_running = time.monotonic(), any(p.poll() is None for p in self.processes)
-            if is_running and not is_told:
-                self._signal(number)
-                is_told = True
-            if now > begin + (_END_S if is_running else _DRAIN_S):
-                return
-            self._poll(selector, reader, _POLL_S / 4)
+                self._selector.unregister(key.fileobj)
+            self.pass_on(job, key.fd, key.data, chunk)
 
     def _signal(self, number: int) -> None:
         for process in self.processes:
@@ -268,37 +295,59 @@ class Supervisor:
                 with contextlib.suppress(OSError):
                     os.kill(process.pid, number)
 
-    def _outcome(self, interrupted: int | None) -> Outcome:
-        own = [report for report in self._reports if not report.is_secondary]
-        if interrupted is not None:
-            found = verdict([*own, *(report for report in self._reports if report.was_told)])
-            return replace(found, code=_BASE + interrupted, interrupted=interrupted)
+    def _lost(self) -> list[Report]:
+        """Report the ranks whose wrapper had ended without a report before others were ended."""
+        reported = {report.rank for report in self.reports}
+        return [
+            Report(
+                info.rank,
+                info.world_size,
+                socket.gethostname(),
+                process.pid,
+                code,
+                output="the process that looked after it ended so, and the rank with it",
+                local_rank=info.local_rank,
+                node_rank=info.node_rank,
+                is_lost=True,
+            )  # fmt: skip
+            for process, info, code in zip(self.processes, self._infos, self._codes, strict=False)
+            if code and info.rank not in reported
+        ]
+
+    def _outcome(self, has_failed: bool) -> Outcome:
+        primary = [report for report in self.reports if not report.is_secondary]
+        if self._signals:
+            number = self._signals[0]
+            told = (report for report in self.reports if report.was_told)
+            return replace(
+                verdict([*primary, *told]), code=exit_code_of(-number), interrupted=number
+            )
         if self._is_late:
             return Outcome(1, is_late=True)
         codes = [process.returncode for process in self.processes]
-        if not any(codes):
+        if not has_failed and not any(codes):
             return Outcome(0)
-        found = verdict([*(() if own else self._lost()), *self._reports])
-        if found.failed is not None:
-            return found
-        code = next(code for code in [*self._codes, *codes] if code)
-        return replace(found, code=code if code > 0 else _BASE - code)
+        outcome = verdict([*self.reports, *self._lost()])
+        if outcome.failed is not None:
+            return outcome
+        code = next((code for code in [*self._codes, *codes] if code), outcome.code)
+        return replace(outcome, code=exit_code_of(code))
 
 
 def verdict(reports: Sequence[Report]) -> Outcome:
-    """Choose among the reports the first of the last attempt that isn't secondary.
+    """Choose among the reports of the last attempt the one that caused the others.
 
     Local, and pure. A rank that has the terminal is chosen where all others are secondary.
     """
     last = max((report.attempt for report in reports), default=0)
     latest = [report for report in reports if report.attempt == last]
     told = tuple(report for report in latest if report.was_told)
-    failed = [report for report in latest if not report.was_told]
+    failed = sorted((each for each in latest if not each.was_told), key=lambda each: each.doubt)
     if not failed:
-        return Outcome(0, told=told)
-    first = min(failed, key=lambda each: (each.is_secondary, not each.has_terminal))
-    others = [each for each in failed if each is not first and not each.is_secondary]
-    return Outcome(first.exit_code or 1, first, others=tuple(others), told=told)
+        return Outcome(1 if told else 0, told=told)
+    first, *rest = failed
+    others = tuple(each for each in rest if not each.is_secondary and each.doubt <= first.doubt)
+    return Outcome(first.exit_code or 1, first, others=others, told=told)
 
 
 def held_back(outcome: Outcome) -> list[str]:
@@ -312,7 +361,7 @@ def held_back(outcome: Outcome) -> list[str]:
     for each in outcome.told:
         if each.cause[1] not in known:
             known.add(each.cause[1])
-            lines += [f"[{each.rank}] {line}" for line in fold_text(each.words).splitlines()]
+            lines += [f"[{each.rank}] {line}" for line in fold_text(each.output).splitlines()]
     return lines
 
 
@@ -320,7 +369,8 @@ def held_back(outcome: Outcome) -> list[str]:
 def signals(is_once: bool = False) -> Iterator[list[int]]:
     """Turn the signals that end a program into an exception, while it lasts.
 
-    Local.
+    Local. One that this process ignores stays ignored, as ``nohup`` and a shell's ``&`` want it,
+    and one that is handled in C is left alone.
 
     Args:
         is_once: whether only the first does, and those after it do nothing.
@@ -340,12 +390,15 @@ def signals(is_once: bool = False) -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():  # which alone gets signals
         yield seen
         return
-    before = {number: signal.signal(number, stop) for number in numbers}
+    before = {number: signal.getsignal(number) for number in numbers}
+    taken = [number for number in numbers if before[number] not in (signal.SIG_IGN, None)]
+    for number in taken:
+        signal.signal(number, stop)
     try:
         yield seen
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in taken:
+            signal.signal(number, before[number])
 
 
 def show(target: int, line: bytes) -> None:

@@ -14,13 +14,13 @@ _FRAME = re.compile(r'\s*File "(?P<file>[^\n]*)", line (?P<line>\d+) in (?P<name
 _ALONE = re.compile(r"Expected (\d+) threads to join the rendezvous, but only (\d+)")
 
 
-def explain(words: str, ranks: Mapping[int, int]) -> str:
+def explain(printed: str, ranks: Mapping[int, int]) -> str:
     """Say in one line why XLA ended the process, and where each replica was.
 
     Local.
 
     Args:
-        words: what the process printed to stderr, its end at least.
+        printed: what the process printed to stderr, its end at least.
         ranks: rank by the identity of its thread.
 
     Returns:
@@ -28,11 +28,11 @@ def explain(words: str, ranks: Mapping[int, int]) -> str:
     """
     places = {
         ranks[int(head[1], 16)]: f"{frame['name']}, {frame['file']}:{frame['line']}"
-        for head in _THREAD.finditer(words)
-        if int(head[1], 16) in ranks and (frame := _FRAME.match(words, head.end()))
+        for head in _THREAD.finditer(printed)
+        if int(head[1], 16) in ranks and (frame := _FRAME.match(printed, head.end()))
     }
     where = "; ".join(f"rank {rank} was in {places[rank]}" for rank in sorted(places))
-    alone = _ALONE.search(words)
+    alone = _ALONE.search(printed)
     if alone is None:
         return where
     return (
@@ -41,11 +41,11 @@ def explain(words: str, ranks: Mapping[int, int]) -> str:
     )
 
 
-def with_ranks(words: str, ranks: Mapping[int, int]) -> str:
+def with_ranks(printed: str, ranks: Mapping[int, int]) -> str:
     """Add to each printed thread which rank it was. Local."""
 
     def name(head: re.Match[str]) -> str:
         rank = ranks.get(int(head[1], 16))
         return head[0] if rank is None else f"rank {rank}: {head[0]}"
 
-    return _THREAD.sub(name, words)
+    return _THREAD.sub(name, printed)

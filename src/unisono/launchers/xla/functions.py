@@ -28,6 +28,7 @@ from unisono.errors import (
     LaunchError,
     WorkerFailedError,
 )
+from unisono.launchers.job.failure import signal_name
 from unisono.launchers.job.job import Job, Ranks
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import search_path
@@ -144,14 +145,14 @@ class _Replicas(Ranks):
 
     def _died(self) -> WorkerFailedError:
         code, printed = self._process.returncode, self._tail.read()
-        name = signal.Signals(-code).name if code < 0 else None
+        name = signal_name(-code) if code < 0 else None
         how = f" by {name}" if name else f" with exit code {code}" if code != FORK_DIED else ""
-        words = with_ranks(printed, self._threads)[-_SHOWN_CHARS:]
-        words = words or "(none; the kernel kills without a word where memory is short)"
+        last_words = with_ranks(printed, self._threads)[-_SHOWN_CHARS:]
+        last_words = last_words or "(none; the kernel kills without a word where memory is short)"
         why = explain(printed, self._threads)
         return WorkerFailedError(
             f"the process of XLA's replicas ended{how} before they were done"
-            f"{'. ' if why else ''}{why}; its last words:\n{words}",
+            f"{'. ' if why else ''}{why}; its last words:\n{last_words}",
             exit_code=code if code >= 0 and code != FORK_DIED else None,
             signal=name,
         )

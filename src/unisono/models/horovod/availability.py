@@ -25,16 +25,20 @@ def why_unusable() -> str | None:
         Python or another torch.
     """
     spec = importlib.util.find_spec("horovod")
-    folders = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
+    folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
     if not folders:
         return None
-    extensions = [found for place in folders for found in place.glob(f"torch/{_EXTENSION}.*")]
+    extensions = [
+        extension for folder in folders for extension in folder.glob(f"torch/{_EXTENSION}.*")
+    ]
     if not extensions:
         return (
             f"horovod in {folders[0]} was installed without its C++ part for torch "
             f"(torch/{_EXTENSION}): {_AGAIN}, so that its build says what is missing"
         )
-    if not any(found.name == f"{_EXTENSION}{EXTENSION_SUFFIXES[0]}" for found in extensions):
+    if not any(
+        extension.name == f"{_EXTENSION}{EXTENSION_SUFFIXES[0]}" for extension in extensions
+    ):
         return (
             f"horovod in {folders[0]} was built for another Python: it has {extensions[0].name}, "
             f"this Python loads {_EXTENSION}{EXTENSION_SUFFIXES[0]}: {_AGAIN}"
@@ -51,11 +55,11 @@ def why_unusable() -> str | None:
 def _torch_of(folder: Path) -> str:
     """Read the torch that Horovod's build wrote down, empty if it didn't."""
     try:
-        noted = json.loads((folder / "metadata.json").read_text())
+        metadata = json.loads((folder / "metadata.json").read_text())
     except (OSError, ValueError):
         return ""
-    said = noted.get("pytorch") if isinstance(noted, dict) else None
-    return said if isinstance(said, str) else ""
+    version = metadata.get("pytorch") if isinstance(metadata, dict) else None
+    return version if isinstance(version, str) else ""
 
 
 def _release(version: str) -> list[str]:

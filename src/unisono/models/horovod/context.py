@@ -6,9 +6,7 @@ import ctypes
 import json
 import os
 import socket
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -17,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from unisono.errors import AlreadyInitializedError, ArgumentError, ContextError
+from unisono.model.handle import Outcome
 from unisono.models.horovod.rendezvous import wait_for_all
 from unisono.topology import ContextHint, RankInfo, Topology
 
@@ -102,19 +101,10 @@ def leave(end: Callable[[], None], limit_s: float) -> None:
     Raises:
         CollectiveError: as `end` does.
     """
-    outcome: Future[None] = Future()
-
-    def work() -> None:
-        try:
-            outcome.set_result(end())  # type: ignore[func-returns-value]
-        except BaseException as error:  # raised in the thread that leaves
-            outcome.set_exception(error)
-
-    thread = threading.Thread(target=work, name="unisono-leaving", daemon=True)
-    thread.start()
+    outcome, thread = Outcome.in_thread(end, "unisono-leaving")
     thread.join(limit_s)
-    if outcome.done():
-        outcome.result()
+    if outcome.is_known:
+        outcome.wait()
 
 
 def _is_mpi_over(hvd: ModuleType) -> bool:
@@ -143,9 +133,9 @@ def topology_of(hvd: ModuleType, hint: ContextHint) -> Topology:
     nnodes: int | None = hvd.cross_size()
     if local_rank > 0 and not hvd.mpi_ops.is_homogeneous():
         # Its cross numbers count only the nodes that have this local rank.
-        said = hint.environment
-        is_same = said is not None and (said.rank, said.world_size) == (hvd.rank(), hvd.size())
-        node_rank, nnodes = (said.node_rank, said.nnodes) if said and is_same else (None, None)
+        info = hint.environment
+        is_same = info is not None and (info.rank, info.world_size) == (hvd.rank(), hvd.size())
+        node_rank, nnodes = (info.node_rank, info.nnodes) if info and is_same else (None, None)
     if hint.local_rank is not None:
         local_rank = hint.local_rank
     return Topology(hvd.rank(), hvd.size(), local_rank, hvd.local_size(), node_rank, nnodes)
@@ -169,12 +159,12 @@ def place(topology: Topology, seats: list[bytes]) -> Topology:
     Returns:
         The same with the node's rank and the number of nodes, right on every rank.
     """
-    said = [json.loads(blob) for blob in seats]
-    nodes = list(dict.fromkeys(node for node, _ in said))
-    if len(nodes) != sum(local_rank == 0 for _, local_rank in said):
+    placed = [json.loads(blob) for blob in seats]
+    nodes = list(dict.fromkeys(node for node, _ in placed))
+    if len(nodes) != sum(local_rank == 0 for _, local_rank in placed):
         return topology  # two nodes with one name: Horovod's own numbers are better
     known = (topology.local_rank, topology.local_world_size)
-    node_rank = nodes.index(said[topology.rank][0])
+    node_rank = nodes.index(placed[topology.rank][0])
     return Topology(topology.rank, topology.world_size, *known, node_rank, len(nodes))
 
 

@@ -25,7 +25,6 @@ from unisono.model.handle import Handle
 from unisono.model.reduction import ReduceOp
 from unisono.model.training import TrainingHooks
 from unisono.models.horovod import context
-from unisono.models.horovod import context as setup
 from unisono.models.horovod.operations import NARROW, Calls, Start, widened
 from unisono.topology import ContextHint, Group, RankInfo, Topology
 
@@ -77,7 +76,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         # hvd.init() makes a new one each time, and while this one is held no other can be it.
         self._identity = hvd.mpi_ops._handle_map
         self._topology = topology
-        self._device = setup.device_of(hvd)
+        self._device = context.device_of(hvd)
         self._is_owner = is_owner
         self._calls = Calls(hvd, timeout_s)
         self.control: SocketControlPlane = SocketControlPlane(self, timeout_s)
@@ -99,30 +98,30 @@ class HorovodModel(ComputationModel, TrainingHooks):
             return None
         model = cls._current
         if not isinstance(model, cls) or not model.is_alive():
-            model = cls(setup.topology_of(hvd, hint), False, setup.DEFAULT_TIMEOUT_S)
+            model = cls(context.topology_of(hvd, hint), False, context.DEFAULT_TIMEOUT_S)
         elif not model._is_owner:
-            model._topology = setup.topology_of(hvd, hint)
+            model._topology = context.topology_of(hvd, hint)
         return model
 
     @classmethod
     def initialize(cls, backend: str, info: RankInfo, **options: Any) -> Self:
-        timeout_s = setup.seconds(options.pop("timeout", None))
+        timeout_s = context.seconds(options.pop("timeout", None))
         if options:
             raise ArgumentError(
                 f"initialize({backend!r}) takes timeout; {', '.join(sorted(options))} is for spawn"
             )
-        setup.initialize(hvd, info, timeout_s)
-        model = cls(setup.topology_of(hvd, ContextHint()), True, timeout_s)
+        context.initialize(hvd, info, timeout_s)
+        model = cls(context.topology_of(hvd, ContextHint()), True, timeout_s)
         if model._device.type != "cpu":
             torch.accelerator.set_device_index(model._device.index)
-        model._topology = setup.place(model._topology, model.exchange(setup.seat(hvd)))
+        model._topology = context.place(model._topology, model.exchange(context.seat(hvd)))
         return model
 
     def finalize(self) -> None:
         self.control.close()
         if not (self._is_owner and self.is_alive()):
             return
-        setup.leave(self._end, (limit_of(self._calls.timeout_s) or 0.0) + setup.LEAVE_S)
+        context.leave(self._end, (limit_of(self._calls.timeout_s) or 0.0) + context.LEAVE_S)
 
     def _end(self) -> None:
         try:
@@ -134,7 +133,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
     def abort(self) -> None:
         self.control.close(farewell="")
         if self._is_owner and self.is_alive():
-            setup.leave(hvd.shutdown, setup.LEAVE_S)
+            context.leave(hvd.shutdown, context.LEAVE_S)
 
     def is_alive(self) -> bool:
         return bool(hvd.is_initialized()) and hvd.mpi_ops._handle_map is self._identity
@@ -221,20 +220,20 @@ class HorovodModel(ComputationModel, TrainingHooks):
         timeout = options.pop("timeout", None)
         check_names("new_group on horovod", options, {"timeout"})
         self._made += 1
-        asked = [json.loads(blob) for blob in self.exchange(json.dumps(ranks).encode())]
-        if asked != [list(ranks)] * len(asked):
+        requested = [json.loads(blob) for blob in self.exchange(json.dumps(ranks).encode())]
+        if requested != [list(ranks)] * len(requested):
             raise CollectiveMismatchError(
                 f"rank {self._topology.rank}: new_group: the ranks asked for different groups "
-                f"(by rank {asked}): make every rank of the job ask for the same"
+                f"(by rank {requested}): make every rank of the job ask for the same"
             )
         try:
             made = self._find_process_set(ranks) or hvd.add_process_set(list(ranks))
         except ValueError as error:
-            if setup.DYNAMIC in str(error):
+            if context.DYNAMIC in str(error):
                 raise UnsupportedOperation(
                     self.name,
                     f"group {ranks}",
-                    f"set {setup.DYNAMIC}=1 before hvd.init(), or give it "
+                    f"set {context.DYNAMIC}=1 before hvd.init(), or give it "
                     f"process_sets=[hvd.ProcessSet({list(ranks)})]",
                 ) from error
             self._calls.fail(f"new_group({list(ranks)})", None, error)
@@ -244,12 +243,12 @@ class HorovodModel(ComputationModel, TrainingHooks):
 
     def _find_process_set(self, ranks: tuple[int, ...]) -> Any:
         """Find the process set that exists for `ranks`, for Horovod has each only once. Local."""
-        known = hvd.mpi_ops._basics._get_process_set_ids_and_ranks()
-        for number, members in known.items():
+        process_sets = hvd.mpi_ops._basics._get_process_set_ids_and_ranks()
+        for number, members in process_sets.items():
             if tuple(members) == ranks:
-                found = hvd.ProcessSet(members)
-                found.process_set_id = number
-                return found
+                process_set = hvd.ProcessSet(members)
+                process_set.process_set_id = number
+                return process_set
         return None
 
     def adopt_group(self, handle: object) -> Group | None:

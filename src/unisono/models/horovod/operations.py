@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from unisono.deadlines import allowed_s, limit_of
+from unisono.deadlines import allowed_s, format_s, limit_of
 from unisono.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -135,7 +135,7 @@ class Calls:
                 waited_s = time.monotonic() - begin
                 if waited_s > limit_s:
                     raise CollectiveTimeoutError(
-                        f"{self._where(call, group)} timed out after {limit_s:.3g} s: some "
+                        f"{self._where(call, group)} timed out after {format_s(limit_s)}: some "
                         "rank didn't come, or called something else"
                     )
                 # hvd.synchronize would spin, on a core that Horovod's own thread may need.

@@ -83,7 +83,7 @@ def _await_all(store: Store, size: int, until: float) -> str:
             host, local_rank = json.loads(seat)
             seats.append((host, local_rank))
     if not why:
-        scopes = {f"local_{host}" for host, _ in seats} | {f"cross_{place}" for _, place in seats}
+        scopes = {f"local_{host}" for host, _ in seats} | {f"cross_{index}" for _, index in seats}
         for scope in {"global", *scopes}:
             _clear(store, scope, size)
     store.put(_VERDICT, why)

@@ -53,12 +53,12 @@ class LivenessProbe:
         Returns:
             The answers, by rank. A rank that isn't there gives none, nor one without a deadline.
         """
-        asked = {rank for rank in ranks if rank != self._comm.rank}
-        for rank in asked:
+        others = {rank for rank in ranks if rank != self._comm.rank}
+        for rank in others:
             self._send(b"?", rank, _QUESTION)
         answers: dict[int, str] = {}
         until = time.monotonic() + limit_s
-        while asked - answers.keys() and time.monotonic() < until:
+        while others - answers.keys() and time.monotonic() < until:
             self.answer(doing)
             answers |= {
                 rank: body.decode("utf-8", "replace") for rank, body in self._received(_ANSWER)

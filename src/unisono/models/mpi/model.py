@@ -46,11 +46,8 @@ class _ControlPlane(ControlPlane):
         return self.model.allows_threads
 
     def compares_calls(self, group: Group | None) -> bool:
-        """Tell whether all ranks share a host, and tensors are there: it costs 10 to 20 us then.
-
-        Local. The first collective over an adopted world finds it out; before that nothing is
-        compared in groups either.
-        """
+        """Tell whether all ranks share a host, and tensors are there: it costs 10 to 20 us then."""
+        # The first collective over an adopted world finds it out: nothing is compared before.
         model = self.model
         is_on_cpu = model.transport_device.type == "cpu"
         return self.is_one_host and is_on_cpu and model.topology.size(group) > 1
@@ -116,11 +113,11 @@ class MpiModel(ComputationModel):
         topology = setup.adopted_topology(mpi, hint, os.environ)
         if topology is None:
             return None
-        known = cls._adopted  # one rank alone may look again: what it shares with others must stay
-        if not (isinstance(known, cls) and known.is_alive()):
-            known = cls._adopted = cls(mpi, topology, setup.choose_device(None, None))
-        known._topology = topology
-        return known
+        adopted = cls._adopted  # what it shares with others stays if one rank looks again
+        if not (isinstance(adopted, cls) and adopted.is_alive()):
+            adopted = cls._adopted = cls(mpi, topology, setup.choose_device(None, None))
+        adopted._topology = topology
+        return adopted
 
     @classmethod
     def initialize(cls, backend: str, info: RankInfo, **options: Any) -> Self:
@@ -270,8 +267,8 @@ class MpiModel(ComputationModel):
         if self._is_too_large(into, group):
             return super().scatter(rows, into, src, group)
         calls, root = self._calls, self._topology.position(group, src)
-        given = None if rows is None else calls.buffer(rows)
-        calls.run("Scatter", self._over(group), given, calls.buffer(into), root)
+        source = None if rows is None else calls.buffer(rows)
+        calls.run("Scatter", self._over(group), source, calls.buffer(into), root)
         return into
 
     def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from threading import Thread
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from unisono.control.missing import named, warn_after_s
 from unisono.control.signatures import site
-from unisono.deadlines import DEFAULT_TIMEOUT_S, limit_of
+from unisono.deadlines import DEFAULT_TIMEOUT_S, format_s, limit_of
 from unisono.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -178,11 +177,8 @@ class Calls:
     def _begin(
         self, start: Callable[..., Any], args: Any, name: str, *keep: object
     ) -> tuple[int, Any]:
-        """Start a non-blocking call; an interrupt at any moment leaves its memory to MPI.
-
-        Returns:
-            Its number among what is held, and MPI's request.
-        """
+        """Start a call that doesn't block; give its number among what is held, and the request."""
+        # An interrupt at any moment leaves its memory to MPI.
         self._check_whole(name)
         number = next(_numbers)
         entry = _held[number] = [None, args, *keep]
@@ -288,14 +284,13 @@ class Calls:
         Raises:
             CollectiveTimeoutError: some didn't come.
         """
-        act = partial(self._meet_and_call, name, comm, ranks, call, limit_of(self.timeout_s))
+        act = partial(self._await_and_call, name, comm, ranks, call, limit_of(self.timeout_s))
         if self._mpi.Query_thread() < self._mpi.THREAD_MULTIPLE:
             return act()
-        made: Outcome[T] = Outcome()
-        Thread(target=made.of, args=(act,), name=f"{BACKGROUND}-{name}", daemon=True).start()
-        return made.wait()
+        outcome, _ = Outcome.in_thread(act, f"{BACKGROUND}-{name}")
+        return outcome.wait()
 
-    def _meet_and_call(
+    def _await_and_call(
         self,
         name: str,
         comm: Any,
@@ -311,7 +306,7 @@ class Calls:
                 return call()
         self.lose(f"{name} was given up")
         raise CollectiveTimeoutError(
-            f"{named(absent)} never came to {name}: {self._who} waited {limit_s:.3g} s"
+            f"{named(absent)} never came to {name}: {self._who} waited {format_s(limit_s or 0)}"
         )
 
     def finish(self) -> bool:
@@ -368,9 +363,7 @@ class Calls:
         self.lose(f"{name} was given up")
         doing = doing or self._doing(name, comm)
         late = self._late(comm, doing)
-        raise CollectiveTimeoutError(
-            f"{late}\n  {self._who} waited {round(limit_s, 3)} s in {doing}"
-        )
+        raise CollectiveTimeoutError(f"{late}\n  {self._who} waited {format_s(limit_s)} in {doing}")
 
     def _ranks(self, comm: Any) -> list[int]:
         return list(comm.group.Translate_ranks(None, self._mpi.COMM_WORLD.group))

@@ -18,7 +18,7 @@ import torch
 
 from unisono.at_exit import LastCalls
 from unisono.control.missing import named
-from unisono.deadlines import limit_of
+from unisono.deadlines import format_s, limit_of
 from unisono.errors import BackendUnavailableError, ContextError, GroupMembershipError
 from unisono.models.mpi.availability import REMEDY
 from unisono.models.mpi.liveness import LIMIT_S, bounded_barrier
@@ -90,11 +90,11 @@ def start() -> tuple[Any, bool]:
 def _import() -> Any:
     """Import ``mpi4py.MPI`` without its habit of initialising MPI at import, and only this once."""
     rc = importlib.import_module("mpi4py").rc
-    asked, rc.initialize = rc.initialize, False
+    initializes, rc.initialize = rc.initialize, False
     try:
         return importlib.import_module("mpi4py.MPI")
     finally:
-        rc.initialize = asked
+        rc.initialize = initializes
 
 
 def _finalize(mpi: Any, pid: int) -> None:
@@ -120,9 +120,9 @@ class EndOfJob:
     @classmethod
     def install(cls, mpi: Any) -> EndOfJob:
         """Put it in place, or give the one that is there. Local."""
-        found = sys.excepthook
-        if isinstance(found, EndOfJob) and found._pid == os.getpid():
-            return found
+        hook = sys.excepthook
+        if isinstance(hook, EndOfJob) and hook._pid == os.getpid():
+            return hook
         sys.excepthook = hook = cls(mpi)
         return hook
 
@@ -170,15 +170,15 @@ def adopted_topology(mpi: Any, hint: ContextHint, environ: Mapping[str, str]) ->
         None where MPI is no more than a by-product of importing mpi4py: a world of one in a
         process that mpiexec didn't start, or whose environment speaks of more ranks.
     """
-    world, found = mpi.COMM_WORLD, hint.environment
+    world, info = mpi.COMM_WORLD, hint.environment
     rank, size = world.rank, world.size
     if size == 1:
         is_started = any(name in environ for name in _SIZES)
-        if not is_started or (found is not None and found.world_size > 1):
+        if not is_started or (info is not None and info.world_size > 1):
             return None
         topology = Topology(0, 1, 0, 1, 0, 1)
-    elif found is not None and (found.rank, found.world_size) == (rank, size):
-        topology = found.topology()
+    elif info is not None and (info.rank, info.world_size) == (rank, size):
+        topology = info.topology()
     else:
         topology = Topology(rank, size)
     if topology.local_rank is None:
@@ -214,8 +214,8 @@ def gather(mpi: Any, info: RankInfo, timeout: timedelta | None) -> None:
         what = f"{named(absent)} never came to initialize"
         EndOfJob.install(mpi).end_at_exit(what)  # else MPI would wait for them there
         raise ContextError(
-            f"{what}: rank {world.rank} of {world.size} waited {limit_s:.3g} s (who is there is "
-            f"said by mpiexec and {info.source}): look for their own errors, or raise timeout="
+            f"{what}: rank {world.rank} of {world.size} waited {format_s(limit_s)} (who is there "
+            f"is said by mpiexec and {info.source}): look for their own errors, or raise timeout="
         )
 
 
@@ -234,9 +234,9 @@ def measured_topology(mpi: Any, info: RankInfo) -> Topology:
     facts = world.allgather((node.bcast(rank), info.rank, info.world_size))
     node.Free()
     wrong = [
-        f"MPI's rank {at} of {size} is rank {said} of {total} for {info.source}"
-        for at, (_, said, total) in enumerate(facts)
-        if total not in (1, size) or (total == size and said != at)
+        f"MPI's rank {at} of {size} is rank {claimed} of {total} for {info.source}"
+        for at, (_, claimed, total) in enumerate(facts)
+        if total not in (1, size) or (total == size and claimed != at)
     ]
     if wrong:
         raise ContextError(
@@ -266,17 +266,17 @@ def ranks_of(mpi: Any, comm: Any) -> tuple[int, ...]:
     return tuple(ranks)
 
 
-def choose_device(local_rank: int | None, wanted: Any) -> torch.device:
+def choose_device(local_rank: int | None, choice: Any) -> torch.device:
     """Choose the device that this rank computes on, and make it the current one.
 
     Local. Ranks share devices where there are fewer of these. Not run by tests without one.
 
     Args:
         local_rank: rank within the node; None leaves the current device as it is.
-        wanted: the user's own choice: a device or its name; None for ours.
+        choice: the user's own choice: a device or its name; None for ours.
     """
-    if wanted is not None:
-        return torch.device(wanted)
+    if choice is not None:
+        return torch.device(choice)
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     kind = torch.accelerator.current_accelerator()

@@ -26,8 +26,9 @@ from unisono.model.launching import LaunchHooks
 from unisono.model.reduction import ReduceOp
 from unisono.model.training import TrainingHooks
 from unisono.models.native import process_group
-from unisono.models.native import process_group as setup
+from unisono.models.native.gloo_threads import settle_at_exit
 from unisono.models.native.operations import LEAST_S, Calls, set_timeout
+from unisono.models.native.registration import NAME
 from unisono.models.native.rendezvous import Rendezvous, is_one_host, listening_locally
 from unisono.topology import EVERYBODY, ContextHint, Group, LaunchPlan, RankInfo, Topology
 from unisono.tracebacks import hides
@@ -59,7 +60,7 @@ class _KnownBackends:
     """Those that torch knows now: others may still be registered with it."""
 
     def __get__(self, _instance: object, _owner: type) -> tuple[str, ...]:
-        return setup.known_backends()
+        return process_group.known_backends()
 
 
 class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
@@ -72,6 +73,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         {"timeout", "init_method", "store", "device", "device_id", "pg_options", "group_name"}
     )
     dtypes: frozenset[torch.dtype] = COMMON_DTYPES
+    transport_device: torch.device = torch.device("cpu")  # an attribute: read in each collective
 
     def __init__(
         self,
@@ -87,18 +89,21 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         self._device = device
         self._is_owner = is_owner
         self._is_local = is_local
-        table = setup.backends_by_device(self._backend)
+        table = process_group.backends_by_device(self._backend)
         transport = device if device is not None else self._user_device()
-        self._transport = (
+        self.transport_device = (
             torch.device("cpu")
             if transport.type != "cpu" and table.get(transport.type, "gloo") == "gloo"
             else transport
         )
-        self._timeout = timeout or setup.timeout_of(self._pg, self._transport)
-        is_gloo = table.get(self._transport.type) == "gloo"
+        self._timeout = timeout or process_group.timeout_of(self._pg, self.transport_device)
+        is_gloo = table.get(self.transport_device.type) in ("gloo", NAME)
         timeout_s = None if self._timeout is None else self._timeout.total_seconds()
         self.control: SocketControlPlane = SocketControlPlane(self, timeout_s)
-        self._calls = Calls(self, self._transport.type == "cpu" and topology.world_size > 1)
+        self.control.has_levels = is_gloo
+        if is_gloo:
+            settle_at_exit()
+        self._calls = Calls(self, self.transport_device.type == "cpu" and topology.world_size > 1)
         self._ops = {**_EVERYWHERE, **_BITWISE} if is_gloo else _EVERYWHERE
 
     @classmethod
@@ -106,8 +111,8 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         missing = [name for name in _parts(backend) if not dist.is_backend_available(name)]
         if not missing:
             return None
-        what = "it" if missing == [backend] else ", ".join(missing)
-        return f"torch {torch.__version__} was built without {what}: install a build that has it"
+        names = "it" if missing == [backend] else ", ".join(missing)
+        return f"torch {torch.__version__} was built without {names}: install a build that has it"
 
     @classmethod
     def from_context(cls, hint: ContextHint) -> Self | None:
@@ -115,22 +120,25 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         if pg is None or dist.get_backend(pg) == "xla":  # those replicas are the XLA model's
             return None
         rank, world_size = pg.rank(), pg.size()
-        found = hint.environment
-        if found is not None and (found.rank, found.world_size) == (rank, world_size):
-            topology = found.topology()
-            seen = setup.place_by_store(rank, world_size)
-            if topology.local_rank in (None, seen.local_rank) and not seen.is_guess:
-                topology = topology.or_else(seen)
+        info = hint.environment
+        if info is not None and (info.rank, info.world_size) == (rank, world_size):
+            topology = info.topology()
+            placed = process_group.place_by_store(rank, world_size)
+            if topology.local_rank in (None, placed.local_rank) and not placed.is_guess:
+                topology = topology.or_else(placed)
         else:
-            topology = setup.place_by_store(rank, world_size)
+            topology = process_group.place_by_store(rank, world_size)
         if hint.local_rank is not None:
             topology = replace(topology, local_rank=hint.local_rank, is_guess=False)
         return cls(topology, getattr(pg, "bound_device_id", None), is_owner=False)
 
     @classmethod
     def initialize(cls, backend: str, info: RankInfo, **options: Any) -> Self:
-        device = setup.choose_device(backend, info, options.pop("device", None))
-        if device.type != "cpu" and setup.backends_by_device(backend).get(device.type) != "gloo":
+        device = process_group.choose_device(backend, info, options.pop("device", None))
+        if (
+            device.type != "cpu"
+            and process_group.backends_by_device(backend).get(device.type) != "gloo"
+        ):
             options.setdefault("device_id", device)
         timeout = options.pop("timeout", None)
         rendezvous = Rendezvous(info, timeout)
@@ -141,13 +149,13 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         is_local = is_one_host(rendezvous.info)
         try:
             with listening_locally(is_local):
-                setup.join(backend, rendezvous.info, timeout, rendezvous.left(), options)
+                process_group.join(backend, rendezvous.info, timeout, rendezvous.left(), options)
             model = cls(info.topology(), device, True, timeout, is_local)
             model.control.secret, model.control.is_one_host = rendezvous.secret, is_local
             if info.world_size > 1:
                 # Also so that a rank that is done and gone doesn't look dead to one still joining.
                 with deadline(rendezvous.left()):
-                    model._topology = setup.place_by_hosts(model)
+                    model._topology = process_group.place_by_hosts(model)
         except PeerRefusedError:
             options.clear()  # as below
             dist.destroy_process_group()
@@ -160,7 +168,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             where = url or f"{here.master_addr}:{here.master_port}"
             raise ContextError(
                 f"rank {info.rank} of {info.world_size} couldn't join the {backend} group at "
-                f"{where} (from {info.source}): {error}{setup.wrong_interface()}"
+                f"{where} (from {info.source}): {error}{process_group.wrong_interface()}"
             ) from error
         return model
 
@@ -180,7 +188,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         if not (self._is_owner and self.is_alive()):
             return
         abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
-        if self._transport.type != "cpu" and abort is not None:
+        if self.transport_device.type != "cpu" and abort is not None:
             # Destroying waits for kernels that never end: github.com/pytorch/torchtitan/issues/1342
             abort()
         else:
@@ -201,13 +209,9 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
     def device(self) -> torch.device:
         return self._device if self._device is not None else self._user_device()
 
-    @property
-    def transport_device(self) -> torch.device:
-        return self._transport
-
     def _user_device(self) -> torch.device:
-        kind = setup.accelerator()
-        if kind is None or kind.type not in setup.backends_by_device(self._backend):
+        kind = process_group.accelerator()
+        if kind is None or kind.type not in process_group.backends_by_device(self._backend):
             return torch.device("cpu")
         if dist.get_default_backend_for_device(kind) not in _parts(self._backend):
             return torch.device("cpu")
@@ -296,7 +300,11 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         secret = self.control.secret
         if secret is not None and len(ranks) > 1:  # it has connections of its own
             kinds = {device.type for device in made._device_types}
-            device = self._transport if self._transport.type in kinds else torch.device("cpu")
+            device = (
+                self.transport_device
+                if self.transport_device.type in kinds
+                else torch.device("cpu")
+            )
             authenticate(self, group, secret, group.name, device)
             self.control.proved.add(group.name)
         return group
@@ -314,7 +322,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             ) from error
         if handle is self._pg:
             return Group(ranks, handle, EVERYBODY)
-        timeout = setup.timeout_of(handle, self._transport)
+        timeout = process_group.timeout_of(handle, self.transport_device)
         timeout_s = None if timeout is None else timeout.total_seconds()
         return Group(ranks, handle, handle.group_name, timeout_s)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from unisono.control.missing import Absent
 from unisono.control.plane import SocketControlPlane
-from unisono.deadlines import allowed_s, end_of_block, limit_of
+from unisono.deadlines import allowed_s, end_of_block, format_s, limit_of
 from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
 from unisono.model.error_mapping import ErrorRow, mapped
 from unisono.model.handle import Handle
@@ -28,6 +28,7 @@ __tracebackhide__ = hides
 
 _log = logging.getLogger(__name__)
 _SLICE = timedelta(seconds=0.3)
+_LOOK_S = 0.02
 LEAST_S = 0.001
 """The shortest timeout to give to torch, which takes 0 for no limit."""
 _ERRORS = (
@@ -166,7 +167,8 @@ class Calls:
                 raise PeerFailedError(f"{self._where(call)}: {absent.how}", absent.rank)
             now = time.monotonic()
             if now >= until:
-                self.fail(call, group, TimeoutError(f"not done after {limit_s or 0:.3g} s"), step)
+                timeout = TimeoutError(f"not done after {format_s(limit_s or 0)}")
+                self.fail(call, group, timeout, step)
             warn_at = warn_at or begun + self._control.warn_after_s()
             if now >= warn_at:
                 warn_at = math.inf
@@ -188,9 +190,20 @@ class Calls:
             late = self._control.late(group, step) if step else ""
             raise ours(f"{late or 'some rank never came'}\n  {where}: {text}") from error
         if ours is PeerFailedError:
-            absent = self._control.gone(group, step) or Absent(-1, "lost a peer")
+            absent = self._find_absent(group, step)
             raise PeerFailedError(f"{where}: {absent.how}: {text}", absent.rank) from error
         raise CollectiveError(f"{where} failed: {text}") from error
+
+    def _find_absent(self, group: Group | None, step: int) -> Absent:
+        """Find out who is gone: those that know it may tell after their slice of waiting."""
+        until = time.monotonic() + 3 * _SLICE.total_seconds() if self._is_watched else 0.0
+        while True:
+            absent = self._control.gone(group, step)
+            if absent is not None:
+                return absent
+            if time.monotonic() >= until:
+                return Absent(-1, "lost a peer")
+            time.sleep(_LOOK_S)
 
     def _where(self, call: str) -> str:
         topology = self._control.model.topology

@@ -69,7 +69,7 @@ def backends_by_device(backend: str) -> dict[str, str]:
     return table
 
 
-def choose_device(backend: str, info: RankInfo, wanted: Any) -> torch.device:
+def choose_device(backend: str, info: RankInfo, choice: Any) -> torch.device:
     """Choose the device of a replica and make it the current one. Local.
 
     The accelerator serves if `backend` is what torch uses for it by default or names it; else the
@@ -78,14 +78,14 @@ def choose_device(backend: str, info: RankInfo, wanted: Any) -> torch.device:
     Args:
         backend: the job's backend.
         info: who the replica is; where its local rank isn't said, ranks take devices in turn.
-        wanted: the user's own choice: a device, its name or an index; None for ours.
+        choice: the user's own choice: a device, its name or an index; None for ours.
 
     Raises:
         BackendUnavailableError: there are fewer devices than local ranks.
     """
     kind = accelerator()
-    if wanted is not None:
-        device = _as_device(wanted, kind)
+    if choice is not None:
+        device = _as_device(choice, kind)
     elif kind is None or not _serves(backend, kind.type):
         return torch.device("cpu")
     else:
@@ -104,15 +104,15 @@ def choose_device(backend: str, info: RankInfo, wanted: Any) -> torch.device:
     return device
 
 
-def _as_device(wanted: Any, kind: torch.device | None) -> torch.device:
-    if isinstance(wanted, int) and not isinstance(wanted, bool):
+def _as_device(choice: Any, kind: torch.device | None) -> torch.device:
+    if isinstance(choice, int) and not isinstance(choice, bool):
         if kind is None:
-            raise ArgumentError(f"device={wanted}: this machine has no accelerator with an index")
-        return torch.device(kind.type, wanted)
+            raise ArgumentError(f"device={choice}: this machine has no accelerator with an index")
+        return torch.device(kind.type, choice)
     try:
-        return torch.device(wanted)
+        return torch.device(choice)
     except (RuntimeError, TypeError) as error:
-        raise ArgumentError(f"device={wanted!r} isn't a device: {error}") from error
+        raise ArgumentError(f"device={choice!r} isn't a device: {error}") from error
 
 
 def _serves(backend: str, device_type: str) -> bool:
@@ -192,9 +192,8 @@ def place_by_hosts(model: ComputationModel) -> Topology:
     Returns:
         What is known of this rank already, and for the rest what the hosts' names say.
     """
-    known = model.topology
     hosts = model.exchange(socket.gethostname().encode())
-    return known.among(hosts)
+    return model.topology.among(hosts)
 
 
 def timeout_of(group: Any, device: torch.device) -> timedelta | None:

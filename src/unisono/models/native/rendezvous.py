@@ -15,19 +15,23 @@ import os
 import secrets
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
 from urllib.parse import urlsplit
 
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from unisono.control.addresses import is_loopback, listen_at, listen_for_others
-from unisono.deadlines import end_of_block, limit_of
+from unisono.control.addresses import (
+    is_loopback,
+    listen_at,
+    listen_for_others,
+    why_unreachable,
+)
+from unisono.deadlines import end_of_block, format_s, limit_of
 from unisono.errors import ArgumentError, ContextError
+from unisono.model.handle import Outcome
 from unisono.topology import PRIVATE_STORE, RankInfo
 
 __all__ = ("Rendezvous", "is_one_host", "listening_locally")
@@ -161,29 +165,21 @@ class Rendezvous:
 
     def _in_thread(self, join: Callable[[], Store]) -> Store:
         """Call it in a thread: torch waits forever for a listener that accepts and says nothing."""
-        outcome: Future[Store] = Future()
-
-        def run() -> None:
-            try:
-                outcome.set_result(join())
-            except BaseException as error:  # raised in the thread that waits
-                outcome.set_exception(error)
-
-        thread = threading.Thread(target=run, name="unisono-rendezvous", daemon=True)
-        thread.start()
+        outcome, thread = Outcome.in_thread(join, "unisono-rendezvous")
         try:
-            while not outcome.done() and (left := self._until + _GRACE_S - time.monotonic()) > 0:
+            while not outcome.is_known and (left := self._until + _GRACE_S - time.monotonic()) > 0:
                 thread.join(left)
         except BaseException:  # Ctrl-C: the thread gives up, and its store listens no longer
             self._until, self._is_ours = time.monotonic(), False
             raise
-        if outcome.done():
-            return outcome.result()
+        if outcome.is_known:
+            return outcome.wait()
+        limit = format_s(self._limit_s)
         if self._private:
-            raise ContextError(f"{self._where()}: the file was locked for {self._limit_s:.3g} s")
+            raise ContextError(f"{self._where()}: the file was locked for {limit}")
         raise ContextError(
             f"{self._where()}: who listens there took the connection and didn't answer for "
-            f"{self._limit_s:.3g} s: another program, or rank 0 is stopped{self._remedy('rank 0')}"
+            f"{limit}: another program, or rank 0 is stopped{self._remedy('rank 0')}"
         )
 
     def _join_store(self, addr: str, port: int, is_host: bool) -> Store:
@@ -231,7 +227,7 @@ class Rendezvous:
         turn, missing = self._gather_ranks(ours)
         if not missing:
             return PrefixStore(f"turn/{turn}", ours)
-        limit = f"within {self._limit_s:.3g} s"
+        limit = f"within {format_s(self._limit_s)}"
         del store, ours  # it listens as long as it is held, and this frame by the error
         if self.info.rank in missing:
             raise ContextError(
@@ -274,12 +270,12 @@ class Rendezvous:
 
     def _wait_for_listener(self, addr: str, port: int) -> None:
         """Wait until somebody listens: torch's own attempts take up to three times as long."""
-        while (reason := _why_unreachable(addr, port, self._until - time.monotonic())) is not None:
+        while reason := why_unreachable(addr, port, max(_TRY_S, self._until - time.monotonic())):
             now = time.monotonic()
             if now + _TRY_S > self._until:
                 raise ContextError(
-                    f"{self._where()}: nobody listened there for {self._limit_s:.3g} s ({reason})"
-                    f"{self._remedy('rank 0')}"
+                    f"{self._where()}: nobody listened there for {format_s(self._limit_s)} "
+                    f"({reason}){self._remedy('rank 0')}"
                 ) from reason
             self._warn(now, f"for somebody to listen ({reason})", "rank 0")
             time.sleep(_TRY_S)
@@ -368,12 +364,3 @@ def _named(ranks: list[int]) -> str:
         return f"rank {ranks[0]}"
     shown = ", ".join(map(str, ranks[:_SHOWN]))
     return f"ranks {shown}" + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
-
-
-def _why_unreachable(addr: str, port: int, limit_s: float) -> OSError | None:
-    """Tell why nobody answers at an address, None if somebody does. Local."""
-    try:
-        socket.create_connection((addr, port), max(_TRY_S, limit_s)).close()
-    except OSError as error:
-        return error
-    return None

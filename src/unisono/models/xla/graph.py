@@ -97,8 +97,8 @@ def _is_replica_thread() -> bool:
     return False
 
 
-def begin(wanted: str) -> None:
-    """Initialise the runtime on one device of the kind `wanted`, without replicas.
+def begin(kind: str) -> None:
+    """Initialise the runtime on one device of a kind, without replicas.
 
     Local.
 
@@ -106,19 +106,19 @@ def begin(wanted: str) -> None:
         ContextError: the runtime runs on another kind of device.
     """
     if not _XLAC._xla_runtime_is_initialized():
-        xr.set_device_type(wanted)
+        xr.set_device_type(kind)
         torch_xla.device()
-    elif xr.device_type() != wanted:
+    elif xr.device_type() != kind:
         raise ContextError(
-            f"{wanted} was asked for, but XLA's runtime runs on {xr.device_type()} here and "
+            f"{kind} was asked for, but XLA's runtime runs on {xr.device_type()} here and "
             "can't change: start a new process"
         )
 
 
 def device() -> torch.device:
     """Give the device of the calling replica. Local."""
-    found: torch.device = torch_xla.device()
-    return found
+    here: torch.device = torch_xla.device()
+    return here
 
 
 def device_type() -> str:
@@ -146,38 +146,38 @@ def run(
     Returns:
         What `build` made, computed.
     """
-    place = str(tensor.device)
+    device_name = str(tensor.device)
     _compute(tensor)
     # A token that an earlier graph left would drag that graph into this one.
-    _XLAC._set_all_reduce_token(place, None)
+    _XLAC._set_all_reduce_token(device_name, None)
     wait_for_all()
     result = build(tensor)
-    token = _XLAC._get_all_reduce_token(place)
-    _XLAC._set_all_reduce_token(place, None)
+    token = _XLAC._get_all_reduce_token(device_name)
+    _XLAC._set_all_reduce_token(device_name, None)
     _compute(result)
     del token
     return result
 
 
-def cut(place: str) -> None:
+def cut(device_name: str) -> None:
     """Compute all that was recorded on the device, so that no graph grows from step to step.
 
     Local.
     """
-    _XLAC._set_all_reduce_token(place, None)
-    places = xm.xla_real_devices([place])
-    _XLAC._xla_wait_device_ops(places)
+    _XLAC._set_all_reduce_token(device_name, None)
+    devices = xm.xla_real_devices([device_name])
+    _XLAC._xla_wait_device_ops(devices)
     with _compiling:
-        _XLAC._xla_step_marker(place, [], wait=False)
-    _XLAC._xla_wait_device_ops(places)
+        _XLAC._xla_step_marker(device_name, [], wait=False)
+    _XLAC._xla_wait_device_ops(devices)
 
 
 def _compute(tensor: Tensor) -> None:
-    places = xm.xla_real_devices([tensor.device])
-    _XLAC._xla_wait_device_ops(places)
+    devices = xm.xla_real_devices([tensor.device])
+    _XLAC._xla_wait_device_ops(devices)
     with _compiling:  # not held while waiting: this only compiles, and queues the launch
         _XLAC._xla_sync_multi([tensor], [], wait=False, sync_xla_data=False)
-    _XLAC._xla_wait_device_ops(places)
+    _XLAC._xla_wait_device_ops(devices)
 
 
 def all_gather(tensor: Tensor) -> Tensor:

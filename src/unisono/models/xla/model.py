@@ -1,6 +1,6 @@
 """Replicas that XLA's runtime makes: threads and processes of torch_xla's own launcher.
 
-This file imports no torch_xla, so that it can answer where there is none; `_xla_step` does.
+This file imports no torch_xla, so that it can answer where there is none; `graph` does.
 """
 
 from __future__ import annotations

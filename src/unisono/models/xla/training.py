@@ -72,8 +72,8 @@ def _average(model: ComputationModel, parameters: list[Tensor]) -> None:
             total = model.all_reduce(flat.to(model.transport_device), ReduceOp.SUM)
             sizes = [*(grad.numel() for grad in grads), len(members)]
             *sums, counts = torch.split(total, sizes)
-            said = counts.tolist()
-            for parameter, part, count in zip(members, sums, said, strict=True):
+            holders = counts.tolist()
+            for parameter, part, count in zip(members, sums, holders, strict=True):
                 if count:
                     mean = (part / size).to(dtype).view(parameter.shape)
                     parameter.grad = mean.to(parameter.device)

@@ -15,10 +15,11 @@ from unisono.testing.cases import (
     reductions,
     refusals,
     sections,
+    sharing,
     transfers,
     values,
 )
-from unisono.testing.cases._law import LAWS, Law
+from unisono.testing.cases._law import LAWS, Law, same
 
 __all__ = (
     "LAWS",
@@ -30,7 +31,9 @@ __all__ = (
     "groups",
     "reductions",
     "refusals",
+    "same",
     "sections",
+    "sharing",
     "transfers",
     "values",
 )

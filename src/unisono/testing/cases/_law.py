@@ -57,41 +57,41 @@ def needs_ranks(count: int) -> bool:
     return current_model().topology.world_size >= count
 
 
-def same(found: Any, wanted: Any, what: object = "") -> None:
+def same(value: Any, expected: Any, what: object = "") -> None:
     """Demand the same value, type, dtype, shape and bits. Local."""
-    assert _is_same(found, wanted), f"{what}: {_difference(found, wanted)}"
+    assert _is_same(value, expected), f"{what}: {_difference(value, expected)}"
 
 
-def _difference(found: Any, wanted: Any, path: str = "") -> str:
+def _difference(value: Any, expected: Any, path: str = "") -> str:
     """Say where two values differ first, in a line. Local."""
     at = f"at {path}: " if path else ""
-    if type(found) is not type(wanted):
-        return f"{at}got {_short(found)}, wanted {_short(wanted)}"
-    if isinstance(wanted, Tensor):
-        return at + _difference_of_tensors(found, wanted)
-    if isinstance(wanted, dict) and list(found) != list(wanted):
-        return f"{at}got the keys {_short(list(found))}, wanted {_short(list(wanted))}"
-    if isinstance(wanted, (list, tuple)) and len(found) != len(wanted):
-        return f"{at}got {len(found)} items, wanted {len(wanted)}"
+    if type(value) is not type(expected):
+        return f"{at}got {_short(value)}, wanted {_short(expected)}"
+    if isinstance(expected, Tensor):
+        return at + _difference_of_tensors(value, expected)
+    if isinstance(expected, dict) and list(value) != list(expected):
+        return f"{at}got the keys {_short(list(value))}, wanted {_short(list(expected))}"
+    if isinstance(expected, (list, tuple)) and len(value) != len(expected):
+        return f"{at}got {len(value)} items, wanted {len(expected)}"
     keys: Iterable[Any] = ()
-    if isinstance(wanted, (dict, list, tuple)):
-        keys = wanted if isinstance(wanted, dict) else range(len(wanted))
+    if isinstance(expected, (dict, list, tuple)):
+        keys = expected if isinstance(expected, dict) else range(len(expected))
     for key in keys:
-        if not _is_same(found[key], wanted[key]):
-            return _difference(found[key], wanted[key], f"{path}[{key!r}]")
-    return f"{at}got {_short(found)}, wanted {_short(wanted)}"
+        if not _is_same(value[key], expected[key]):
+            return _difference(value[key], expected[key], f"{path}[{key!r}]")
+    return f"{at}got {_short(value)}, wanted {_short(expected)}"
 
 
-def _difference_of_tensors(found: Tensor, wanted: Tensor) -> str:
+def _difference_of_tensors(value: Tensor, expected: Tensor) -> str:
     for name in ("dtype", "shape", "device"):
-        got, due = getattr(found, name), getattr(wanted, name)
+        got, due = getattr(value, name), getattr(expected, name)
         if got != due:
             shown = [tuple(each) if name == "shape" else each for each in (got, due)]
             return f"got a tensor of {name} {shown[0]}, wanted {shown[1]}"
-    differs = (_bits(found) != _bits(wanted)).reshape(max(wanted.numel(), 1), -1).any(dim=1)
+    differs = (_bits(value) != _bits(expected)).reshape(max(expected.numel(), 1), -1).any(dim=1)
     count, first = int(differs.sum()), int(differs.nonzero()[0])
-    index = [int(each) for each in torch.unravel_index(torch.tensor(first), wanted.shape)]
-    values = [each.detach().cpu().reshape(-1)[first].item() for each in (found, wanted)]
+    index = [int(each) for each in torch.unravel_index(torch.tensor(first), expected.shape)]
+    values = [each.detach().cpu().reshape(-1)[first].item() for each in (value, expected)]
     others = f", and {count - 1} other elements differ" if count > 1 else ""
     return f"element {index} is {values[0]!r}, wanted {values[1]!r}{others}"
 
@@ -102,26 +102,30 @@ def _short(value: Any) -> str:
     return f"{type(value).__name__} {reprlib.repr(value)}"
 
 
-def _is_same(found: Any, wanted: Any) -> bool:
-    if type(found) is not type(wanted):
+def _is_same(value: Any, expected: Any) -> bool:
+    if type(value) is not type(expected):
         return False
-    if isinstance(wanted, Tensor):
+    if isinstance(expected, Tensor):
         return (
-            found.dtype is wanted.dtype
-            and found.shape == wanted.shape
-            and found.device == wanted.device
-            and torch.equal(_bits(found), _bits(wanted))
+            value.dtype is expected.dtype
+            and value.shape == expected.shape
+            and value.device == expected.device
+            and torch.equal(_bits(value), _bits(expected))
         )
-    if isinstance(wanted, dict):
-        return list(found) == list(wanted) and all(_is_same(found[k], wanted[k]) for k in wanted)
-    if isinstance(wanted, (list, tuple)):
-        return len(found) == len(wanted) and all(map(_is_same, found, wanted))
-    if isinstance(wanted, complex):
-        return _is_same(found.real, wanted.real) and _is_same(found.imag, wanted.imag)
-    if isinstance(wanted, float):
-        is_zero_alike = math.copysign(1, found) == math.copysign(1, wanted)
-        return bool((found == wanted and is_zero_alike) or (found != found and wanted != wanted))
-    return bool(found == wanted)
+    if isinstance(expected, dict):
+        return list(value) == list(expected) and all(
+            _is_same(value[k], expected[k]) for k in expected
+        )
+    if isinstance(expected, (list, tuple)):
+        return len(value) == len(expected) and all(map(_is_same, value, expected))
+    if isinstance(expected, complex):
+        return _is_same(value.real, expected.real) and _is_same(value.imag, expected.imag)
+    if isinstance(expected, float):
+        is_zero_alike = math.copysign(1, value) == math.copysign(1, expected)
+        return bool(
+            (value == expected and is_zero_alike) or (value != value and expected != expected)
+        )
+    return bool(value == expected)
 
 
 def _bits(tensor: Tensor) -> Tensor:

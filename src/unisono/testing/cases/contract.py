@@ -34,19 +34,19 @@ def all_gather_stacks_in_rank_order_for_every_declared_dtype() -> None:
     for dtype in sorted(model.dtypes, key=str):
         for shape in ((), (3,), (2, 3), (0, 2)):
             rows = model.all_gather(_mine(model, shape, dtype))
-            wanted = torch.stack([tensor_of(r, shape, dtype) for r in range(size)])
-            same(rows.cpu(), wanted, (dtype, shape))
+            expected = torch.stack([tensor_of(r, shape, dtype) for r in range(size)])
+            same(rows.cpu(), expected, (dtype, shape))
 
 
 def _all_reduces_agree(
     model: ComputationModel, shape: tuple[int, ...], dtype: torch.dtype, op: ReduceOp
 ) -> None:
-    wanted = ComputationModel.all_reduce(model, _mine(model, shape, dtype), op)
+    expected = ComputationModel.all_reduce(model, _mine(model, shape, dtype), op)
     got = model.all_reduce(_mine(model, shape, dtype), op)
-    same(got.cpu(), wanted.cpu(), (dtype, op, shape))
+    same(got.cpu(), expected.cpu(), (dtype, op, shape))
     handle = model.start_all_reduce(_mine(model, shape, dtype), op)
     if handle is not None:
-        same(handle.wait().cpu(), wanted.cpu(), (dtype, op, shape, "async"))
+        same(handle.wait().cpu(), expected.cpu(), (dtype, op, shape, "async"))
 
 
 @law()
@@ -59,13 +59,13 @@ def reductions_agree_with_the_derived_ones() -> None:
             for shape in ((), (5,), (0,)):
                 _all_reduces_agree(model, shape, dtype, op)
             part = model.reduce_scatter(_mine(model, (size, 3), dtype), op)
-            wanted = base.all_reduce(model, _mine(model, (size, 3), dtype), op)[rank]
-            same(part.cpu(), wanted.cpu(), (dtype, op, "reduce_scatter"))
+            expected = base.all_reduce(model, _mine(model, (size, 3), dtype), op)[rank]
+            same(part.cpu(), expected.cpu(), (dtype, op, "reduce_scatter"))
             total = model.reduce(_mine(model, (3,), dtype), size - 1, op)
-            wanted = base.all_reduce(model, _mine(model, (3,), dtype), op)
+            expected = base.all_reduce(model, _mine(model, (3,), dtype), op)
             if rank == size - 1:
                 assert total is not None
-                same(total.cpu(), wanted.cpu(), (dtype, op, "reduce"))
+                same(total.cpu(), expected.cpu(), (dtype, op, "reduce"))
             else:
                 assert total is None
 
@@ -86,8 +86,8 @@ def movements_agree_with_the_derived_ones() -> None:
             into = torch.empty(2, dtype=dtype, device=model.transport_device)
             row = model.scatter(mine if rank == root else None, into, root)
             same(row.cpu(), tensor_of(root, (size, 2), dtype)[rank], (dtype, root, "scatter"))
-        wanted = base.all_to_all(model, _mine(model, (size, 2), dtype))
-        same(model.all_to_all(_mine(model, (size, 2), dtype)).cpu(), wanted.cpu(), dtype)
+        expected = base.all_to_all(model, _mine(model, (size, 2), dtype))
+        same(model.all_to_all(_mine(model, (size, 2), dtype)).cpu(), expected.cpu(), dtype)
 
 
 @law()

@@ -24,12 +24,14 @@ def nodes_and_local_ranks_agree_with_each_other() -> None:
     _, size = worlds()
     local = idist.get_local_rank(), idist.get_nproc_per_node()
     node = idist.get_node_rank(), idist.get_nnodes()
-    places = idist.all_gather((*local, *node))
-    assert len({(local_rank, node_rank) for local_rank, _, node_rank, _ in places}) == size, places
-    for local_rank, nproc, node_rank, nnodes in places:
-        on_node = [place for place in places if place[2] == node_rank]
-        assert 0 <= local_rank < nproc == len(on_node), places
-        assert 0 <= node_rank < nnodes, places
+    topologies = idist.all_gather((*local, *node))
+    assert len({(local_rank, node_rank) for local_rank, _, node_rank, _ in topologies}) == size, (
+        topologies
+    )
+    for local_rank, nproc, node_rank, nnodes in topologies:
+        on_node = [other for other in topologies if other[2] == node_rank]
+        assert 0 <= local_rank < nproc == len(on_node), topologies
+        assert 0 <= node_rank < nnodes, topologies
 
 
 @law()

@@ -55,38 +55,38 @@ def a_fork_of_a_rank_is_told_so_in_every_call() -> None:
     if child == 0:
         _answer(writing, calls, f"fork of rank {rank}")
     os.close(writing)
-    said = _read(reading, child)
-    assert said == b"told", f"in a fork: {said.decode() or f'nothing within {_LIMIT_S:g} s'}"
+    reply = _read(reading, child)
+    assert reply == b"told", f"in a fork: {reply.decode() or f'nothing within {_LIMIT_S:g} s'}"
     same(idist.all_gather(rank), list(range(size)))
 
 
-def _answer(writing: int, calls: list[Callable[[], Any]], words: str) -> None:
+def _answer(writing: int, calls: list[Callable[[], Any]], text: str) -> None:
     """Say over a pipe what the calls came to, and end without a trace of the rank."""
-    said = "told"
+    reply = "told"
     try:
         for index, call in enumerate(calls):
             try:
-                said = f"call {index} gave {call()!r}"
+                reply = f"call {index} gave {call()!r}"
                 break
             except ContextError as error:
-                if words not in str(error):
-                    said = f"call {index}: {error}"
+                if text not in str(error):
+                    reply = f"call {index}: {error}"
                     break
     except BaseException as error:
-        said = f"call {index} raised {type(error).__name__}: {error}"
+        reply = f"call {index} raised {type(error).__name__}: {error}"
     finally:
-        os.write(writing, said.encode("utf-8", "replace")[:4000])
+        os.write(writing, reply.encode("utf-8", "replace")[:4000])
         os._exit(0)
 
 
 def _read(reading: int, child: int) -> bytes:
-    said = b""
+    reply = b""
     try:
         if select.select([reading], [], [], _LIMIT_S)[0]:
-            said = os.read(reading, 4000)
+            reply = os.read(reading, 4000)
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
     finally:
         os.close(reading)
         os.waitpid(child, 0)
-    return said
+    return reply

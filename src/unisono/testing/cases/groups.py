@@ -34,19 +34,19 @@ def collectives_of_a_group_concern_its_members_alone() -> None:
     is_member = rank in members
     value = tensor_of(rank, (4,), torch.float32)
     parts = [tensor_of(r, (4,), torch.float32) for r in members]
-    for given in (group, members, tuple(members)):
-        same(idist.all_reduce(value, group=given), sum(parts) if is_member else value)
-        same(idist.all_reduce(rank, group=given), sum(members) if is_member else rank)
-        same(idist.all_gather(rank, group=given), members if is_member else rank)
-        same(idist.all_gather(value, group=given), torch.cat(parts) if is_member else value)
+    for spelling in (group, members, tuple(members)):
+        same(idist.all_reduce(value, group=spelling), sum(parts) if is_member else value)
+        same(idist.all_reduce(rank, group=spelling), sum(members) if is_member else rank)
+        same(idist.all_gather(rank, group=spelling), members if is_member else rank)
+        same(idist.all_gather(value, group=spelling), torch.cat(parts) if is_member else value)
         same(
-            idist.broadcast(f"r{rank}", src=members[-1], group=given),
+            idist.broadcast(f"r{rank}", src=members[-1], group=spelling),
             f"r{members[-1]}" if is_member else f"r{rank}",
         )
-        idist.barrier(group=given)
+        idist.barrier(group=spelling)
     last = members[-1]
-    wanted = torch.cat(parts) if rank == last else None if is_member else value
-    same(idist.gather(value, dst=last, group=group), wanted)
+    expected = torch.cat(parts) if rank == last else None if is_member else value
+    same(idist.gather(value, dst=last, group=group), expected)
     total = idist.reduce(rank, dst=last, group=group)
     same(total, sum(members) if rank == last else None if is_member else rank)
     texts = [f"to {r}" for r in members]
@@ -55,8 +55,8 @@ def collectives_of_a_group_concern_its_members_alone() -> None:
     swapped = idist.all_to_all([f"{rank}-{r}" for r in members], group=group)
     same(swapped, [f"{r}-{rank}" if is_member else f"{rank}-{r}" for r in members])
     rows = torch.arange(float(2 * len(members)))
-    place = members.index(rank) if is_member else 0
-    part = rows[2 * place : 2 * place + 2] * len(members)
+    position = members.index(rank) if is_member else 0
+    part = rows[2 * position : 2 * position + 2] * len(members)
     same(idist.reduce_scatter(rows, group=group), part if is_member else rows)
     mine = value.clone()
     idist.all_reduce_(mine, group=group)
@@ -103,24 +103,24 @@ def two_groups_of_the_same_ranks_are_two_communicators() -> None:
         return
     one, other = idist.new_group(range(size)), idist.new_group(range(size))
     for _ in range(10):
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         if rank == 0 and not context.control.is_lazy:
-            thread = threading.Thread(target=_sum_in_a_thread, args=(context, one, found))
+            thread = threading.Thread(target=_sum_in_a_thread, args=(context, one, results))
             thread.start()
-            found["other"] = idist.all_reduce(100, group=other)
+            results["other"] = idist.all_reduce(100, group=other)
             thread.join()
         else:
-            found["other"] = idist.all_reduce(100, group=other)
-            found["one"] = idist.all_reduce(1, group=one)
-        same((found["one"], found["other"]), (size, 100 * size), "sums of the two groups")
+            results["other"] = idist.all_reduce(100, group=other)
+            results["one"] = idist.all_reduce(1, group=one)
+        same((results["one"], results["other"]), (size, 100 * size), "sums of the two groups")
 
 
-def _sum_in_a_thread(context: ContextState, group: Group, found: dict[str, Any]) -> None:
+def _sum_in_a_thread(context: ContextState, group: Group, results: dict[str, Any]) -> None:
     with replica(context):
         try:
-            found["one"] = idist.all_reduce(1, group=group)
+            results["one"] = idist.all_reduce(1, group=group)
         except Exception as error:
-            found["one"] = error
+            results["one"] = error
 
 
 @law("groups")

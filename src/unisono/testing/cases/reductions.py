@@ -83,15 +83,15 @@ def all_reduce_takes_every_shape_and_layout() -> None:
         parts = [tensor_of(r, shape, torch.float32) for r in range(size)]
         same(idist.all_reduce(parts[rank]), expected("SUM", parts), shape)
     images = [tensor_of(r, (2, 3, 4, 5), torch.float64) for r in range(size)]
-    wanted = expected("SUM", images)
+    totals = expected("SUM", images)
     mine = images[rank]
     layouts = [mine.to(memory_format=torch.channels_last), mine.clone().transpose(0, 3)]
-    same(idist.all_reduce(layouts[rank % 1]), wanted, "channels_last")
-    same(idist.all_reduce(layouts[1]), wanted.transpose(0, 3), "transposed")
+    same(idist.all_reduce(layouts[rank % 1]), totals, "channels_last")
+    same(idist.all_reduce(layouts[1]), totals.transpose(0, 3), "transposed")
     mixed = mine if rank % 2 else layouts[0]  # strides differ between ranks, values do not
-    same(idist.all_reduce(mixed), wanted, "mixed strides")
+    same(idist.all_reduce(mixed), totals, "mixed strides")
     same(idist.all_reduce(torch.ones(1).expand(4)), torch.full((4,), float(size)), "expanded")
-    same(idist.all_reduce(mine[:, 1:]), wanted[:, 1:], "sliced")
+    same(idist.all_reduce(mine[:, 1:]), totals[:, 1:], "sliced")
 
 
 @law()
@@ -109,8 +109,8 @@ def large_integers_are_summed_exactly() -> None:
     rank, size = worlds()
     for dtype in (torch.int64, torch.uint64):
         value = torch.tensor([2**53 + 1, 2**60 + rank], dtype=dtype)
-        wanted = [size * (2**53 + 1), size * 2**60 + sum(range(size))]
-        same(idist.all_reduce(value), torch.tensor(wanted, dtype=dtype), dtype)
+        totals = [size * (2**53 + 1), size * 2**60 + sum(range(size))]
+        same(idist.all_reduce(value), torch.tensor(totals, dtype=dtype), dtype)
 
 
 @law()
@@ -186,13 +186,13 @@ def containers_are_reduced_leaf_by_leaf_and_keep_their_shape() -> None:
     value = {"loss": 0.5, "n": rank, "t": torch.ones(2), "more": [torch.ones(1).int(), (True, 2)]}
     total = idist.all_reduce(value)
     ranks = sum(range(size))
-    wanted = {
+    totals = {
         "loss": 0.5 * size,
         "n": ranks,
         "t": torch.full((2,), float(size)),
         "more": [torch.tensor([size], dtype=torch.int32), (True, 2 * size)],
     }
-    same(total, wanted)
+    same(total, totals)
     got = idist.all_reduce(Metrics(1.0, 2, torch.ones(3)))
     same((got.loss, got.seen, got.hits), (1.0 * size, 2 * size, torch.full((3,), float(size))))
     same(idist.all_reduce({}), {})
@@ -278,7 +278,7 @@ def asynchronous_forms_give_what_blocking_ones_give() -> None:
         idist.barrier(async_op=True),
     ]
     total = float(sum(range(size)))
-    wanted = [
+    totals = [
         torch.full((3,), total),
         torch.full((3,), total / size),
         sum(range(size)),
@@ -287,7 +287,7 @@ def asynchronous_forms_give_what_blocking_ones_give() -> None:
         torch.arange(size, dtype=torch.float32).repeat_interleave(3),
         None,
     ]
-    for handle, value in reversed(list(zip(handles, wanted, strict=True))):
+    for handle, value in reversed(list(zip(handles, totals, strict=True))):
         same(handle.wait(), value)
         assert handle.is_completed()
         assert handle.wait() is handle.wait()

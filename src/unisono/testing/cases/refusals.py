@@ -89,9 +89,9 @@ def operations_without_a_meaning_for_the_dtype_are_refused() -> None:
         raises(PayloadError, partial(idist.all_reduce, value, op), [op])
         raises(PayloadError, partial(idist.all_reduce, 1j, op), [op, "complex"])
     for dtype in (torch.int64, torch.uint8, torch.bool):
-        whole = torch.ones(2, dtype=dtype)
-        raises(PayloadError, partial(idist.all_reduce, whole, "mean"), ["fraction"])
-        raises(PayloadError, partial(idist.all_reduce_, whole, "mean"), ["fraction"])
+        integers = torch.ones(2, dtype=dtype)
+        raises(PayloadError, partial(idist.all_reduce, integers, "mean"), ["fraction"])
+        raises(PayloadError, partial(idist.all_reduce_, integers, "mean"), ["fraction"])
     raises(PayloadError, partial(idist.all_reduce, True, "mean"), ["bool"])
 
 
@@ -146,10 +146,10 @@ def tensors_without_memory_of_their_own_are_refused_by_name() -> None:
     with FakeTensorMode():
         fake = torch.ones(4)
     masked = quietly(masked_tensor, torch.ones(4), torch.ones(4, dtype=torch.bool))
-    for tensor, words in ((fake, ["FakeTensor"]), (masked, ["MaskedTensor", "as an object"])):
+    for tensor, parts in ((fake, ["FakeTensor"]), (masked, ["MaskedTensor", "as an object"])):
         for call in _takers():
-            raises(PayloadError, partial(call, tensor), words)
-        raises(PayloadError, partial(idist.all_reduce, {"a": tensor}), words)
+            raises(PayloadError, partial(call, tensor), parts)
+        raises(PayloadError, partial(idist.all_reduce, {"a": tensor}), parts)
     spread: Any = Spread()
     for call in [*_takers(), idist.broadcast]:
         raises(PayloadError, partial(call, spread), ["Spread", "to_local()", "full_tensor()"])
@@ -173,24 +173,24 @@ def a_tensor_that_one_rank_refuses_is_an_error_on_every_rank() -> None:
 
 def _refuse_on_one_rank() -> None:
     rank, size = worlds()
-    told = (PayloadError, CollectiveMismatchError)
+    errors = (PayloadError, CollectiveMismatchError)
     is_wrong = rank == size - 1
     for count in (size, 100_000 * size):
         good = torch.ones(count)
         bad = good.to_sparse()
         for call in _takers():
-            raises(told, partial(call, bad if is_wrong else good))
+            raises(errors, partial(call, bad if is_wrong else good))
         for other in (1.0, {"a": 1}):
             value: Any = bad if is_wrong else other
-            raises(told, partial(idist.all_reduce, value))
+            raises(errors, partial(idist.all_reduce, value))
         expanded, tied = torch.ones(1).expand(count * 2), torch.ones(3).as_strided((2, 2), (1, 1))
         for call in (idist.all_reduce_, idist.broadcast_):
-            raises(told, partial(call, expanded if is_wrong else torch.ones(count * 2)))
-            raises(told, partial(call, tied if is_wrong else torch.ones(2, 2)))
+            raises(errors, partial(call, expanded if is_wrong else torch.ones(count * 2)))
+            raises(errors, partial(call, tied if is_wrong else torch.ones(2, 2)))
         wide = good.int() if is_wrong and size > 1 else good
         if size > 1:
             for call in _takers():
-                raises(told, partial(call, wide))
+                raises(errors, partial(call, wide))
     same(idist.all_gather(rank), list(range(size)))
 
 

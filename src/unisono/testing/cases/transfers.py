@@ -67,9 +67,9 @@ def scatter_gives_each_rank_its_own_value() -> None:
 def scatter_of_the_wrong_number_is_an_error_on_every_rank() -> None:
     rank, size = worlds()
     for wrong in (["x"] * (size + 1), "text", None, torch.ones(size + 1, 2)):
-        given: Any = wrong if rank == size - 1 else None
+        values: Any = wrong if rank == size - 1 else None
         parts = [f"rank {size - 1}", str(size)]
-        raises(PayloadError, partial(idist.scatter, given, src=size - 1), parts)
+        raises(PayloadError, partial(idist.scatter, values, src=size - 1), parts)
 
 
 @law()
@@ -77,8 +77,8 @@ def all_to_all_sends_part_i_to_rank_i() -> None:
     rank, size = worlds()
     for dtype in DTYPES:
         parts = [tensor_of(r, (2 * size, 3), dtype) for r in range(size)]
-        wanted = torch.cat([part[2 * rank : 2 * rank + 2] for part in parts])
-        same(idist.all_to_all(parts[rank]), wanted, dtype)
+        expected = torch.cat([part[2 * rank : 2 * rank + 2] for part in parts])
+        same(idist.all_to_all(parts[rank]), expected, dtype)
     texts = idist.all_to_all([f"{rank} to {r}" * r for r in range(size)])
     same(texts, [f"{r} to {rank}" * rank for r in range(size)])
     tensors = idist.all_to_all([torch.full((rank + r, 1 + r), float(rank)) for r in range(size)])

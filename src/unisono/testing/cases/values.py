@@ -211,9 +211,9 @@ def classes_of_tensors_arrive_as_they_are_where_a_value_is_carried() -> None:
     rank, size = worlds()
     src = size - 1
     for count in (3, 200_000):
-        whole = torch.arange(float(count))
-        frozen = torch.nn.Parameter(whole.clone(), requires_grad=False)
-        for value in (torch.nn.Parameter(whole.clone()), frozen, whole.clone().as_subclass(Mine)):
+        plain = torch.arange(float(count))
+        frozen = torch.nn.Parameter(plain.clone(), requires_grad=False)
+        for value in (torch.nn.Parameter(plain.clone()), frozen, plain.clone().as_subclass(Mine)):
             carried = [
                 idist.broadcast(value if rank == src else None, src=src),
                 idist.all_gather([value])[src][0],
@@ -228,8 +228,8 @@ def classes_of_tensors_arrive_as_they_are_where_a_value_is_carried() -> None:
             rows = value.detach().repeat(size).as_subclass(type(value))
             joined = [idist.all_gather(value), idist.all_reduce(value, "MAX")]
             joined += [idist.all_to_all(rows), idist.reduce_scatter(rows, "MAX")]
-            wanted = [whole.repeat(size), whole, whole.repeat(size), whole]
-            same(joined, wanted)
+            expected = [plain.repeat(size), plain, plain.repeat(size), plain]
+            same(joined, expected)
             assert idist.broadcast_(value, src=src) is value
             assert idist.all_reduce_(value, "MAX") is value
 

@@ -19,7 +19,7 @@ import unisono
 from tests.support.processes import SOURCES, Pipe, say
 from tests.support.requirements import require_backend
 from unisono.errors import CollectiveTimeoutError, WorkerFailedError
-from unisono.launchers.job.worker_processes import Workers
+from unisono.launchers.job.worker_handles import Workers
 
 STOPPED_LATE_S = 12.0
 

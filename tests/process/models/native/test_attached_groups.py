@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import FileStore
 
 import unisono
 from tests.support.by_hand import TIMEOUT, by_hand, join, leave, prepare
+from tests.support.processes import in_fork
 from unisono.errors import ContextError, GroupMembershipError
 
 
@@ -112,22 +113,16 @@ def test_a_fork_of_a_replica_knows_the_facts_and_is_refused_collectives(
         else:
             store = FileStore(str(tmp_path / "ours"), 2)
             unisono.initialize("gloo", rank=rank, world_size=2, store=store)
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                assert (unisono.get_rank(), unisono.get_world_size()) == (rank, 2)
-                assert unisono.is_distributed()
+
+        def look() -> None:
+            assert (unisono.get_rank(), unisono.get_world_size()) == (rank, 2)
+            assert unisono.is_distributed()
+            for call in (unisono.barrier, partial(unisono.all_reduce, torch.ones(1))):
                 with pytest.raises(ContextError, match=f"fork of rank {rank}"):
-                    unisono.barrier()
-                with pytest.raises(ContextError, match=f"fork of rank {rank}"):
-                    unisono.all_reduce(torch.ones(1))
-                code = 0
-            finally:
-                os._exit(code)
-        _, status = os.waitpid(child, 0)
-        total = unisono.all_reduce(1)
+                    call()
+
+        code, total = in_fork(look), unisono.all_reduce(1)
         leave()
-        return os.waitstatus_to_exitcode(status), total
+        return code, total
 
     assert by_hand(fn) == [(0, 2)] * 2

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from unisono.control import signatures
+from unisono.control.envelopes import call_head
 from unisono.launchers.job.output import begin_lines_with_rank
 
 
@@ -40,13 +41,14 @@ def test_a_script_may_have_any_name() -> None:
 
 
 def test_a_call_is_described_in_a_folder_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    long = compile("frame = pack('barrier', b'')", f"/{'x' * 80}/train.py", "exec")
-    names: dict[str, Any] = {"pack": signatures.pack}
+    long = compile("line = site()", f"/{'x' * 80}/train.py", "exec")
+    names: dict[str, Any] = {"site": signatures.site}
     exec(long, names)
+    head = call_head("barrier", names["line"])
 
     def gone(path: str) -> str:
         raise FileNotFoundError(path)
 
     monkeypatch.setattr("os.path.realpath", gone)
-    assert signatures.describe(names["frame"]).startswith("barrier at ...")
-    assert signatures.describe(names["frame"]).endswith("train.py:1")
+    assert signatures.describe(head).startswith("barrier at ...")
+    assert signatures.describe(head).endswith("train.py:1")

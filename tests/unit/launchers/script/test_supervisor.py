@@ -6,15 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from unisono.cli.run import _say
 from unisono.errors import ArgumentError
 from unisono.launchers.script import plugin
-from unisono.launchers.script.rank.report import Held, Reader, Report
+from unisono.launchers.script.rank.report import Held, Reader, Report, encode
 from unisono.launchers.script.script import RANK, Script
-from unisono.launchers.script.supervisor import Outcome, held_back, verdict
+from unisono.launchers.script.supervisor import Outcome, held_back, run_launcher, signals, verdict
 
 HEAD = "Traceback (most recent call last):\n"
 FRAME = '  File "/u/train.py", line 7, in <module>\n    work()\n'
@@ -92,7 +94,7 @@ def test_what_a_rank_had_printed_before_it_was_ended_is_shown_once() -> None:
     told = [report(rank, -15, FAILED, was_told=True) for rank in range(3)]
     assert held_back(verdict([report(5, 1, FAILED), *told])) == []
     assert held_back(verdict(told)) == [f"[0] {line}" for line in FAILED.splitlines()]
-    assert verdict(told).failed is None
+    assert (verdict(told).failed, verdict(told).code) == (None, 1)
 
 
 def test_a_rank_that_was_told_to_end_did_not_fail_by_itself() -> None:
@@ -131,3 +133,64 @@ def test_a_signal_is_said_without_what_nobody_checked(capsys: pytest.CaptureFixt
     said = capsys.readouterr().err
     assert said.startswith("error: rank 1 of 40 raised ValueError: no data\n")
     assert said.endswith("\ninterrupted by SIGINT: all ranks have been ended\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_ignored_signal_stays_ignored(number: int) -> None:
+    before = signal.signal(number, signal.SIG_IGN)  # nohup: SIGHUP; a shell's "&": SIGINT
+    try:
+        with signals() as seen:
+            signal.raise_signal(number)
+        assert seen == []
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_handler_of_c_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers: dict[int, Any] = dict.fromkeys((signal.SIGINT, signal.SIGTERM), signal.SIG_DFL)
+    handlers[signal.SIGHUP] = None  # as Python calls one that it didn't install
+    before = dict(handlers)
+
+    def put(number: int, handler: Any) -> Any:
+        if handler is None:
+            raise TypeError("signal handler must be signal.SIG_IGN, ...")
+        replaced, handlers[number] = handlers[number], handler
+        return replaced
+
+    monkeypatch.setattr(signal, "getsignal", handlers.get)
+    monkeypatch.setattr(signal, "signal", put)
+    with signals():
+        assert handlers[signal.SIGHUP] is None
+        assert callable(handlers[signal.SIGTERM])
+    assert handlers == before
+
+
+LAUNCHER = """
+import signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+sys.stderr.write({said!r})
+sys.stderr.flush()
+{then}
+"""
+
+
+def launcher_of(report: Report, then: str = "") -> list[str]:
+    """Write the command line of a launcher that has a rank's report, and ends well."""
+    said = encode(report, SCRIPT.token).decode()
+    return [sys.executable, "-c", LAUNCHER.format(said=said, then=then)]
+
+
+@pytest.mark.parametrize("then", ["", "signal.pause()"])
+@pytest.mark.parametrize(("is_told", "code"), [(False, 3), (True, 1)])
+def test_a_failure_is_one_whatever_the_launcher_says(then: str, is_told: bool, code: int) -> None:
+    failed = report(code=3, words=FAILED, was_told=is_told)
+    outcome = run_launcher(SCRIPT, launcher_of(failed, then), os.environ)
+    assert (outcome.code, outcome.failed or outcome.told[0]) == (code, failed)
+
+
+@pytest.mark.parametrize("more", [{"max_restarts": 1}, {"max_nnodes": 2}])
+def test_a_failure_that_the_launcher_restarts_after_is_none(more: dict[str, Any]) -> None:
+    script = replace(SCRIPT, **more)
+    outcome = run_launcher(script, launcher_of(report(words=FAILED)), os.environ)
+    assert outcome == Outcome(0)

@@ -85,7 +85,7 @@ def _cluster(n_workers: int, scheduler: str | None) -> Iterator[Client]:
         try:
             client.wait_for_workers(n_workers, timeout=limit_s)
         except distributed.TimeoutError as error:
-            require_time(range(n_workers), n_workers, 0.0)
+            require_time(range(n_workers), n_workers)
             said = f"{n_workers} ranks need as many workers, and not all came in {limit_s:.0f} s"
             raise LaunchError(said) from error
         yield client

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from unisono.compat.ignite import utils
 from unisono.compat.ignite.comp_models import base, horovod, native, xla
+from unisono.compat.ignite.variables import VARIABLES, Answer, answer
 
 __all__ = (
     "base",
@@ -18,9 +16,4 @@ __all__ = (
     "xla",
 )
 
-
-def __getattr__(name: str) -> Any:
-    """Answer what ignite has as variables, at the moment when it is asked. Local."""
-    if name in utils.VARIABLES:
-        return getattr(utils, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__: Answer = answer(__name__, *VARIABLES)

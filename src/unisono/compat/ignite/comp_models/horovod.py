@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from unisono.compat.ignite import utils
+from unisono.compat.ignite.variables import Answer, answer
 
 if TYPE_CHECKING:
     has_hvd_support: bool
@@ -13,9 +13,4 @@ __all__ = ("HOROVOD", "has_hvd_support")
 
 HOROVOD = "horovod"
 
-
-def __getattr__(name: str) -> Any:
-    """Answer what ignite has as a variable, at the moment when it is asked. Local."""
-    if name == "has_hvd_support":
-        return getattr(utils, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__: Answer = answer(__name__, "has_hvd_support")

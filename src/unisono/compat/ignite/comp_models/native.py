@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from unisono.compat.ignite import utils
+from unisono.compat.ignite.variables import Answer, answer
 
 if TYPE_CHECKING:
     has_native_dist_support: bool
@@ -15,9 +15,4 @@ NCCL = "nccl"
 GLOO = "gloo"
 MPI = "mpi"
 
-
-def __getattr__(name: str) -> Any:
-    """Answer what ignite has as a variable, at the moment when it is asked. Local."""
-    if name == "has_native_dist_support":
-        return getattr(utils, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__: Answer = answer(__name__, "has_native_dist_support")

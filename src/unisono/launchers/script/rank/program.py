@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from unisono.errors import UnisonoError
+from unisono.launchers.job.failure import signal_name
 from unisono.launchers.job.forkserver import die_with
 from unisono.launchers.job.title import name_process
 from unisono.launchers.script.rank.report import Held, Report, encode, is_of_the_end
@@ -29,7 +30,7 @@ from unisono.tracebacks import fold_text, newest
 __all__ = ("OutputOptions", "run", "variables")
 
 _END_S = 1.0  # from the first signal to SIGKILL
-_DRAIN_S = 1.0  # after the program's end, for what its children still print
+_DRAIN_S = 0.5  # after the program's end, for what its children still print
 _POLL_S = 0.5
 _BASE = 128  # of the exit code that a shell gives for a signal
 _LAST_LINES = 100
@@ -91,11 +92,11 @@ def variables(
         new |= {**rank_variables(info), **node_variables(info)}
         if info.local_world_size is not None and info.local_world_size > 1:
             new["OMP_NUM_THREADS"] = str(info.core_share())
-    found = {**new, **environ}
-    found.pop(PREFIXED, None)
+    merged = {**new, **environ}
+    merged.pop(PREFIXED, None)
     if info is not None:
-        found[PREFIXED] = str(info.rank) if is_prefixed else ""
-    return found
+        merged[PREFIXED] = str(info.rank) if is_prefixed else ""
+    return merged
 
 
 def run(program: Sequence[str], manner: OutputOptions) -> int:
@@ -127,15 +128,21 @@ def run(program: Sequence[str], manner: OutputOptions) -> int:
 
 def _script_of(program: Sequence[str]) -> str:
     """Give the word of a command line that tells people what it runs. Local, and pure."""
-    words = [word for word in program[1:] if not word.startswith("-")]
-    return words[0] if words and program[0] == sys.executable else program[0]
+    arguments = [word for word in program[1:] if not word.startswith("-")]
+    return arguments[0] if arguments and program[0] == sys.executable else program[0]
 
 
 def _refuse(text: str, token: str, info: RankInfo | None = None) -> int:
     rank, world_size = (info.rank, info.world_size) if info else (-1, -1)
-    report = Report(rank, world_size, socket.gethostname(), os.getpid(), 2, words=text)
-    os.write(2, encode(report, token) if token else f"{report.text()}\n".encode())
+    _send(Report(rank, world_size, socket.gethostname(), os.getpid(), 2, output=text), token)
     return 2
+
+
+def _send(report: Report, token: str) -> None:
+    """Write a report line by line: other ranks' can't come into a write that a pipe takes whole."""
+    data = encode(report, token) if token else f"{report.text()}\n".encode()
+    for line in data.splitlines(keepends=True):
+        _write(2, line)
 
 
 class _Running:
@@ -204,14 +211,14 @@ class _Running:
             while len(selector.get_map()) > 1 or self._process.poll() is None:
                 if self._process.poll() is not None:
                     ended_at = ended_at or time.monotonic()
-                    if time.monotonic() > ended_at + _DRAIN_S:
-                        break
                 self._obey()
                 for key, _ in selector.select(self._patience(ended_at is not None)):
                     self._read(selector, key)
                 self._look()
                 if self._held.left_s() == 0:
                     self._release()
+                if ended_at and (self._orders or time.monotonic() > ended_at + _DRAIN_S):
+                    break
         for fd in (1, 2):
             self._print(fd, self._rest[fd] + b"\n" if self._rest[fd] else b"")
         return self._bury()
@@ -222,12 +229,12 @@ class _Running:
             return
         kinds = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
         with contextlib.suppress(ChildProcessError):
-            found = os.waitid(os.P_PID, self._process.pid, kinds)
-            if found is not None and found.si_code == os.CLD_STOPPED:
+            status = os.waitid(os.P_PID, self._process.pid, kinds)
+            if status is not None and status.si_code == os.CLD_STOPPED:
                 who = f"rank {self._info.rank} of {self._info.world_size}" if self._info else "it"
-                name = signal.Signals(found.si_status).name
-                words = f"warning: {who} was stopped by {name}, and goes on after SIGCONT\n"
-                _write(2, self._prefix + words.encode())
+                name = signal_name(status.si_status)
+                warning = f"warning: {who} was stopped by {name}, and goes on after SIGCONT\n"
+                _write(2, self._prefix + warning.encode())
 
     def _patience(self, has_ended: bool) -> float:
         if has_ended:
@@ -277,6 +284,8 @@ class _Running:
     def _obey(self) -> None:
         """Hand a signal on to the program and its children, and then end them."""
         now = time.monotonic()
+        if self._process.poll() is not None:  # nobody told it to: what is left ends in `_bury`
+            return
         while self._orders:
             number = self._orders.pop(0)
             self._signal(number if self._stopped_at is None else signal.SIGKILL)
@@ -301,18 +310,18 @@ class _Running:
             report = self._report(code, held or b"".join(self._last).decode(errors="replace"))
             report = replace(report, is_shown=not held)
             self._pass_on(held.removesuffix(report.shown))
-            self._send(report)
+            _send(report, self._token)
             return code
         last = newest(held)
         if self._stopped_at is not None and is_of_the_end(last):
             held = held.removesuffix(last)
         if held and code != 0 and self._token:  # others may have raised the same
-            self._send(replace(self._report(code, held), was_told=True))
+            _send(replace(self._report(code, held), was_told=True), self._token)
         else:
             self._pass_on(held)
         return code
 
-    def _report(self, code: int, words: str) -> Report:
+    def _report(self, code: int, output: str) -> Report:
         info = self._info
         where: dict[str, Any] = {}
         if info is not None:
@@ -324,13 +333,10 @@ class _Running:
             self._process.pid,
             code,
             int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0),
-            "" if self._terminal else words,
+            "" if self._terminal else output,
             has_terminal=bool(self._terminal),
             **where,
         )
-
-    def _send(self, report: Report) -> None:
-        _write(2, encode(report, self._token) if self._token else f"{report.text()}\n".encode())
 
 
 def _write(fd: int, data: bytes) -> None:

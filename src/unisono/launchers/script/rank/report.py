@@ -9,12 +9,12 @@ from __future__ import annotations
 import base64
 import json
 import re
-import signal
 import time
 from dataclasses import asdict, dataclass
 
 from unisono.errors import WorkerFailedError
-from unisono.tracebacks import after, fold_text, newest, told
+from unisono.launchers.job.failure import SECONDARY, exit_code_of, signal_name
+from unisono.tracebacks import after, fold_text, last_exception, newest
 
 __all__ = ("Held", "Reader", "Report", "encode", "is_of_the_end")
 
@@ -66,10 +66,10 @@ class Held:
 
 _PIECE = 600
 _MARK = "\x1e"
-_BASE = 128
 _OF_TORCH = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)  # what torch puts before a traceback
 _OF_PYTHON = 1  # exit code of a program that nobody caught an exception of
 _MOST_AFTER = 10  # lines of a long message, and warnings of libraries at the program's exit
+_OF_LOST, _OF_TERMINAL = 1, 2  # doubts
 _WANTS_INPUT = re.compile(r"bdb\.BdbQuit|EOFError: EOF when reading a line")
 _SECONDARY = re.compile(
     r"PeerFailedError|Connection (closed|reset) by peer|Broken pipe|DistNetworkError"
@@ -88,13 +88,14 @@ class Report:
         pid: id of its process.
         code: exit code; the negative number of the signal that ended it.
         attempt: how often the job had been restarted.
-        words: the last lines that it printed to stderr.
+        output: the last lines that it printed to stderr.
         local_rank: its rank within the node.
         node_rank: the rank of the node.
         is_shown: whether its words have been passed on when it printed them.
         has_terminal: whether it printed them to the terminal, and nobody read them.
-        was_told: whether it was told to end and did; its words are a traceback that it had printed
+        was_told: whether it was told to end and did; its output is a traceback that it had printed
             shortly before, and that nobody has passed on.
+        is_lost: whether the process that looked after it ended, and the rank with it.
     """
 
     rank: int
@@ -103,39 +104,35 @@ class Report:
     pid: int
     code: int
     attempt: int = 0
-    words: str = ""
+    output: str = ""
     local_rank: int | None = None
     node_rank: int | None = None
     is_shown: bool = False
     has_terminal: bool = False
     was_told: bool = False
+    is_lost: bool = False
 
     @property
     def exit_code(self) -> int:
         """What a shell would call its exit code."""
-        return self.code if self.code >= 0 else _BASE - self.code
+        return exit_code_of(self.code)
 
     @property
     def signal_name(self) -> str | None:
         """Name of the signal that ended it."""
-        if self.code >= 0:
-            return None
-        try:
-            return signal.Signals(-self.code).name
-        except ValueError:
-            return f"signal {-self.code}"
+        return None if self.code >= 0 else signal_name(-self.code)
 
     @property
     def traceback(self) -> str:
         """The traceback that ends its words, with those that it names as causes; else empty."""
-        found = newest(_OF_TORCH.sub("", self.words))
+        last = newest(_OF_TORCH.sub("", self.output))
         most = _MOST_AFTER if self.code == _OF_PYTHON else 0
-        return found if len(after(found)) <= most else ""
+        return last if len(after(last)) <= most else ""
 
     @property
     def _told(self) -> tuple[str, str]:
         """What it raised and where; a signal isn't raised."""
-        return ("", "") if self.code < 0 else told(self.traceback)
+        return ("", "") if self.code < 0 else last_exception(self.traceback)
 
     @property
     def shown(self) -> str:
@@ -147,24 +144,38 @@ class Report:
         """Whether it seems to have failed because another rank had, or may have."""
         if self.has_terminal or self.was_told:
             return True
-        words = (self.traceback or self.words).rstrip()
-        last = told(self.traceback)[0] or words.rpartition("\n")[2]
+        text = (self.traceback or self.output).rstrip()
+        last = last_exception(self.traceback)[0] or text.rpartition("\n")[2]
         return _SECONDARY.search(last) is not None
+
+    @property
+    def doubt(self) -> int:
+        """How likely another rank caused its end; a rank with the terminal tells that itself."""
+        if self.is_secondary:
+            return _OF_TERMINAL if self.has_terminal else SECONDARY
+        return _OF_LOST if self.is_lost else 0
+
+    def error(self, rank: int, world_size: int) -> WorkerFailedError:
+        """Make the error of a function that the rank ran. Local."""
+        del rank, world_size
+        code = None if self.signal_name or self.traceback else self.code
+        text = self.text(is_whole=True)
+        return WorkerFailedError(text, self.rank, code, self.signal_name, self.traceback)
 
     @property
     def headline(self) -> str:
         """Who is at fault and why, in one line."""
-        said = self._told[0]
-        if said:
-            return WorkerFailedError.text(self._who, said, "", "").partition("\n")[0]
-        last = self.words.rstrip().rpartition("\n")[2]
+        raised = self._told[0]
+        if raised:
+            return WorkerFailedError.text(self._who, raised, "", "").partition("\n")[0]
+        last = self.output.rstrip().rpartition("\n")[2]
         return f"{self._end}: {last}" if last else self._end
 
     @property
     def cause(self) -> tuple[int, str]:
         """What is the same for ranks that failed the same way, whatever their numbers are."""
-        found = newest(_OF_TORCH.sub("", self.words)) if self.was_told else self.traceback
-        last = told(found)[0] or self.words.rstrip().rpartition("\n")[2]
+        traceback = newest(_OF_TORCH.sub("", self.output)) if self.was_told else self.traceback
+        last = last_exception(traceback)[0] or self.output.rstrip().rpartition("\n")[2]
         return 0 if self.was_told else self.code, re.sub(rf"\b{self.rank}\b", "R", last)
 
     def text(self, is_whole: bool = False) -> str:
@@ -175,17 +186,19 @@ class Report:
         Args:
             is_whole: whether that comes also where it has been printed already.
         """
-        said, line = self._told
-        if said:
+        raised, line = self._told
+        if raised:
             where = f"{line} ({self._where}, exit code {self.code})"
             text = fold_text(self.traceback).rstrip()
             if self.is_shown and not is_whole:
                 text = "its traceback is above"
-            return WorkerFailedError.text(self._who, said, where, text) + self._hint(said)
+            return WorkerFailedError.text(self._who, raised, where, text) + self._hint(raised)
         if self.has_terminal:
             return f"{self._end}; what it said is above"
-        words = "\n".join(self.words.splitlines()[-20:]).rstrip()
-        return self._end + (f"; it said:\n\n{words}" if words else "; it printed nothing to stderr")
+        last_lines = "\n".join(self.output.splitlines()[-20:]).rstrip()
+        return self._end + (
+            f"; it said:\n\n{last_lines}" if last_lines else "; it printed nothing to stderr"
+        )
 
     @property
     def _who(self) -> str:
@@ -203,9 +216,9 @@ class Report:
             how = f"was ended by {self.signal_name}"
         return f"{self._who} ({self._where}) {how}"
 
-    def _hint(self, said: str) -> str:
+    def _hint(self, raised: str) -> str:
         """Say what to do instead, where a rank wanted to read from the terminal."""
-        if not _WANTS_INPUT.match(said):
+        if not _WANTS_INPUT.match(raised):
             return ""
         return (
             f"\n\nthe standard input of a rank is empty: unisono run --stdin {max(0, self.rank)} "
@@ -215,8 +228,8 @@ class Report:
 
 def is_of_the_end(text: str) -> bool:
     """Tell whether a traceback of a rank that was told to end says only that. Local, and pure."""
-    said = told(text)[0] or text
-    return "KeyboardInterrupt" in said or _SECONDARY.search(said) is not None
+    raised = last_exception(text)[0] or text
+    return "KeyboardInterrupt" in raised or _SECONDARY.search(raised) is not None
 
 
 def encode(report: Report, token: str) -> bytes:
@@ -253,10 +266,10 @@ class Reader:
         Returns:
             The report that it completes; True if it is a part of one; False if it is none.
         """
-        found = self._mark.search(line)
-        if found is None:
+        piece_of = self._mark.search(line)
+        if piece_of is None:
             return False
-        name, index, count, piece = found.groups()
+        name, index, count, piece = piece_of.groups()
         pieces = self._pieces.setdefault(name, {})
         pieces[int(index)] = piece
         if len(pieces) < int(count):

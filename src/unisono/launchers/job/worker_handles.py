@@ -1,4 +1,4 @@
-"""Ranks that are processes with a channel to their inside, and a status socket to their maker."""
+"""The parent's handles of workers: processes with a channel and a status socket each."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from unisono.errors import LaunchError, WorkerFailedError
 from unisono.launchers.job import channel as messages
+from unisono.launchers.job.failure import signal_name
 from unisono.launchers.job.job import Job, Ranks
 from unisono.launchers.job.process_state import why_aborted
 from unisono.tracebacks import hides
@@ -36,7 +37,7 @@ _FLUSH_S = 0.3  # after END, before SIGTERM
 _TERM_S = 1.2  # after SIGTERM, before SIGKILL
 _KILL_S = 5.0  # after SIGKILL, before the process that makes ranks is ended, too
 _NEWS = re.compile(rb"([0-9]+)([psecx])")
-_EXIT_S = 5.0  # for exit handlers, after all results have come
+_EXIT_S = 5.0  # for `LastCalls` of ranks, after all results have come
 _FD = struct.Struct("i")
 _TICK_S = 1.0  # between two looks at what no descriptor tells
 _SAY_S = 2.0  # from a rank's end until the process that made it says how it ended
@@ -81,7 +82,7 @@ class Worker:
     task: memoryview = field(default_factory=lambda: memoryview(b""))
     inbox: messages.Inbox = field(init=False)
     heard: list[Any] = field(default_factory=list)
-    said: bytes = b""
+    unread: bytes = b""
     pid: int | None = None
     pidfd: int | None = None
     refusal: int | None = None
@@ -119,7 +120,7 @@ class Worker:
             for _, _, number in ancillary:
                 self.pidfd = int.from_bytes(number[: _FD.size], sys.byteorder)
             come += data
-            self.said += data
+            self.unread += data
             del self.heard[0]
         return come
 
@@ -167,7 +168,7 @@ class Workers(Ranks):
         self._look_after(job)
 
     def see_out(self, job: Job[Any]) -> None:
-        """Wait for the workers' exit handlers. Local."""
+        """Wait for the workers' last calls: see `LastCalls`. Local."""
         self._run(job, _EXIT_S)
 
     def end(self, job: Job[Any]) -> None:
@@ -205,7 +206,7 @@ class Workers(Ranks):
             return WorkerFailedError(f"{who} is lost: the process that made it {why}", rank)
         code = os.waitstatus_to_exitcode(worker.wait_status)
         if code < 0:
-            name = _name(-code)
+            name = signal_name(-code)
             why = why_aborted() if name == "SIGABRT" else ""
             return WorkerFailedError(f"{who} was ended by {name}{why}", rank, signal=name)
         return WorkerFailedError(
@@ -215,7 +216,9 @@ class Workers(Ranks):
     def why_late(self) -> str:
         """Say which workers are stopped. Local."""
         stopped = [worker for worker in self.workers if worker.stopped_by is not None]
-        return "".join(f"; rank {w.rank} was stopped by {_name(w.stopped_by)}" for w in stopped)
+        return "".join(
+            f"; rank {w.rank} was stopped by {signal_name(w.stopped_by or 0)}" for w in stopped
+        )
 
     def _give_up(self, job: Job[Any]) -> None:
         """Leave workers that no signal ends, or that their maker can't reap."""
@@ -313,8 +316,8 @@ class Workers(Ranks):
     def _look_at(self, job: Job[Any], worker: Worker) -> None:
         """Take in what became of a worker's process: it is there, stopped, goes on, has ended."""
         come = worker.listen()
-        news = [(int(number), kind) for number, kind in _NEWS.findall(worker.said)]
-        worker.said = _NEWS.sub(b"", worker.said)
+        news = [(int(number), kind) for number, kind in _NEWS.findall(worker.unread)]
+        worker.unread = _NEWS.sub(b"", worker.unread)
         for number, kind in news:
             self._take_news(job, worker, number, kind)
         if not come and not worker.has_ended:
@@ -327,7 +330,7 @@ class Workers(Ranks):
             worker.stopped_by, worker.stopped_s = number, 0.0
             _log.warning(
                 "rank %d of %d was stopped by %s, and goes on after SIGCONT",
-                worker.rank, self.world_size, _name(number),
+                worker.rank, self.world_size, signal_name(number),
             )  # fmt: skip
         elif kind == b"c":
             worker.stopped_by = None
@@ -360,17 +363,10 @@ class Workers(Ranks):
         return False
 
     def _stopped(self, worker: Worker) -> WorkerFailedError:
-        name = _name(worker.stopped_by)
+        name = signal_name(worker.stopped_by or 0)
         return WorkerFailedError(
             f"rank {worker.rank} of {self.world_size} was stopped by {name}, and hasn't gone on "
             f"for {worker.stopped_s:.3g} s",
             worker.rank,
             signal=name,
         )
-
-
-def _name(number: int | None) -> str:
-    try:
-        return signal.Signals(number or 0).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"

@@ -1,0 +1,82 @@
+"""Which plane carries a tensor: decided here, and nowhere else.
+
+A round of the control plane, memory that the ranks of one host share, or the model's own library.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from unisono.context import ContextState
+from unisono.host.collectives import HostCollectives
+from unisono.host.folding import folds
+from unisono.host.levels import MemoryCollectives
+from unisono.model.contract import ComputationModel
+from unisono.model.reduction import ReduceOp, is_order_of_floats
+from unisono.topology import Group
+from unisono.tracebacks import hides
+
+__all__ = ("Carrier", "Reducer", "carry", "fits_round", "is_direct", "memory_of", "route")
+
+__tracebackhide__ = hides
+
+Carrier = ComputationModel | HostCollectives
+"""What has the collectives of tensors: the data plane, or memory that the ranks of a host share."""
+Reducer = ComputationModel | MemoryCollectives
+"""What has `all_reduce`: those, or both of them in two levels."""
+
+
+def fits_round(
+    context: ContextState, tensor: Tensor, group: Group | None, *, folds: bool = False
+) -> bool:
+    """Tell whether a tensor travels in an exchange of the control plane.
+
+    Local, and the same on every rank for tensors of the same dtype, shape and device.
+
+    Args:
+        context: the active context.
+        tensor: a dense one, of any device.
+        group: the ranks that take part.
+        folds: whether it is reduced, which the model may do better than we from everybody's bytes.
+    """
+    if not tensor.is_cpu:
+        return False
+    return tensor.numel() * tensor.itemsize <= context.control.inline_bytes(group, folds)
+
+
+def memory_of(
+    context: ContextState, tensor: Tensor, group: Group | None
+) -> MemoryCollectives | None:
+    """Give the memory that carries a tensor that is summed, if there is one.
+
+    Local, as `fits_round`; collective at creation of the memory that ranks of one host share.
+    """
+    return context.control.memory(group) if tensor.is_cpu else None
+
+
+def carry(context: ContextState, tensor: Tensor, group: Group | None) -> Carrier:
+    """Give what carries a tensor that doesn't travel in an exchange. Local, as `memory_of`."""
+    memory = context.control.memory(group) if tensor.is_cpu else None
+    return memory if type(memory) is HostCollectives else context.model
+
+
+def route(context: ContextState, tensor: Tensor, group: Group | None) -> Reducer | None:
+    """Give what carries an `all_reduce`, None for an exchange. Local, as `memory_of`."""
+    if not tensor.is_cpu:
+        return context.model
+    memory = context.control.memory(group)
+    if type(memory) is HostCollectives:
+        return memory
+    # As `fits_round`, a call less.
+    if tensor.numel() * tensor.itemsize <= context.control.inline_bytes(group, True):
+        return None
+    return context.model if memory is None else memory
+
+
+def is_direct(carrier: Reducer, tensor: Tensor, op: ReduceOp) -> bool:
+    """Tell whether `carrier` reduces this dtype with this operation as it is. Local."""
+    if tensor.dtype not in carrier.dtypes or is_order_of_floats(tensor, op):
+        return False
+    if isinstance(carrier, MemoryCollectives):
+        return folds(tensor.dtype, op)
+    return op is not ReduceOp.AVERAGE

@@ -1,0 +1,356 @@
+"""Memory for tensors that all ranks of one host map, and the barrier between its intervals.
+
+Time is cut into intervals by barriers. In interval `n` a rank writes only slots of parity ``n & 1``
+and reads only slots of parity ``(n - 1) & 1``, so no slot is overwritten while somebody reads it,
+and no barrier is needed at the end of a call.
+
+The memory: a header with one line of 64 bytes for each rank and one for all, then for both parities
+one slot for each rank. A slot has two halves: what the rank gives, and what it has reduced for the
+others. The words of a rank's line:
+
+    0  stamp   how many barriers the rank has entered; only grows, written last
+    1  nap     a futex: 1 while the rank sleeps in a barrier
+    2  token   what the rank compares with the others'
+
+and of the last line: ranks, bytes of a block, longest tensor that isn't cut in slices, whether
+ranks share cores.
+
+What was written before a stamp is seen before it: x86 promises that stores become visible in
+program order, and that loads aren't reordered with loads (Intel's manual, volume 3, 9.2). It
+doesn't promise that a store comes before a later load of another word, so a nap may be missed: a
+rank that falls asleep sleeps 200 us the first time, and looks again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from unisono.host import container, memory
+
+__all__ = ("Arena", "Check", "Layout", "Slices", "layout", "make", "read", "room_bytes")
+
+_LINE_BYTES = 64
+_WORD_BYTES = 8
+_LINE_WORDS = _LINE_BYTES // _WORD_BYTES
+_NAP, _TOKEN = 1, 2
+_PAGE_BYTES = 4096
+_MIB = 1 << 20
+_SPIN_S = 300e-6  # a barrier of ranks that are all awake takes a tenth of that
+_LOOKS = 20
+_FIRST_NAP_NS = 200_000
+_NAP_NS = 20_000_000  # between two looks at who has died
+_MOST_VIEWS = 256
+_SYS_FUTEX = 202  # on x86-64
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # not the private ones: the memory is shared
+_PART_OF_FREE = 8  # the arena takes at most that part of what the container has left
+T = TypeVar("T")
+Check = Callable[[int], None]
+"""Called with the position of a rank that hasn't come; raises what is to end the wait."""
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How much memory an arena has, and from which size on a tensor goes in slices.
+
+    Args:
+        size: ranks.
+        block_bytes: the longest part of a tensor that is worked on at once; half a slot.
+        whole_bytes: the longest tensor that every rank reduces by itself.
+        is_crowded: whether there are more ranks than cores, which makes barriers slower.
+    """
+
+    size: int
+    block_bytes: int
+    whole_bytes: int
+    is_crowded: bool
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes before the first slot."""
+        used = (self.size + 1) * _LINE_BYTES
+        return -(-used // _PAGE_BYTES) * _PAGE_BYTES
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole arena; pages that no tensor has reached take no memory."""
+        return self.head_bytes + 4 * self.size * self.block_bytes
+
+
+def layout(size: int, cores: int, most_bytes: int | None = None) -> Layout | None:
+    """Choose the layout for `size` ranks on `cores` cores.
+
+    Local. Where each rank has a core the blocks stay in its cache; else every barrier is a turn of
+    the scheduler, so blocks are larger. Measured on 2 cores with 2 and 4 ranks.
+
+    Args:
+        size: ranks.
+        cores: that they may use together.
+        most_bytes: that it may take, None for no limit.
+
+    Returns:
+        The layout; None where it may take so little that it isn't worth it.
+    """
+    is_crowded = size > cores
+    block, whole = (2 * _MIB, _MIB // 2) if is_crowded else (_MIB, _MIB // 8)
+    while most_bytes is not None and 4 * size * block > most_bytes:
+        block //= 2
+        if block < whole:
+            return None
+    return Layout(size, block, whole, is_crowded)
+
+
+def room_bytes() -> int | None:
+    """Give the bytes that an arena may take in this container, None for no limit. Local."""
+    free = container.free_bytes()
+    return None if free is None else free // _PART_OF_FREE
+
+
+def make(size: int, cores: int, most_bytes: int) -> tuple[int, Arena] | None:
+    """Make an arena for `size` ranks, of which this is the first.
+
+    Local.
+
+    Args:
+        size: ranks.
+        cores: that they may use together.
+        most_bytes: that it may take; less where the container has little left.
+
+    Returns:
+        Its descriptor, which the caller closes, and this rank's end; None where there is no such
+        memory.
+    """
+    room = room_bytes()
+    plan = layout(size, cores, most_bytes if room is None else min(room, most_bytes))
+    made = None if plan is None else memory.make(plan.size_bytes)
+    if plan is None or made is None:
+        return None
+    fd, shared = made
+    words = memoryview(shared)[: plan.head_bytes].cast("Q")
+    for at, value in enumerate(astuple(plan), size * _LINE_WORDS):
+        words[at] = int(value)
+    return fd, Arena(shared, 0, plan)
+
+
+def read(shared: mmap.mmap, size: int, position: int) -> Arena:
+    """Give this rank's end of an arena that another rank made.
+
+    Local.
+
+    Raises:
+        OSError: it is none for `size` ranks.
+    """
+    if len(shared) < _PAGE_BYTES * (1 + size // (_PAGE_BYTES // _LINE_BYTES)):
+        raise OSError("memory for tensors was sent that is too small")
+    words = memoryview(shared)[: (size + 1) * _LINE_BYTES].cast("Q")[size * _LINE_WORDS :]
+    plan = Layout(words[0], words[1], words[2], bool(words[3]))
+    if plan.size != size or plan.size_bytes != len(shared):
+        raise OSError("memory for tensors was sent that isn't laid out for these ranks")
+    return Arena(shared, position, plan)
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """Views for reducing one block in slices, of which each rank owns one.
+
+    Args:
+        sizes: elements before the own slice, in it, and after it.
+        before: where this rank gives what is before its slice.
+        after: where it gives what is after its slice.
+        parts: this rank's slice as each rank gives it.
+        reduced: where it puts the result of its slice.
+        results: where the other slices are in a block, and their results.
+    """
+
+    sizes: list[int]
+    before: Tensor
+    after: Tensor
+    parts: list[Tensor]
+    reduced: Tensor
+    results: list[tuple[slice, Tensor]]
+
+
+class Arena:
+    """One rank's end of an arena.
+
+    Args:
+        shared: what all ranks map, of `Layout.size_bytes`, of zeros but for its last line.
+        position: this rank's, from 0.
+        plan: the same on all ranks.
+    """
+
+    def __init__(self, shared: mmap.mmap, position: int, plan: Layout) -> None:
+        self.layout: Layout = plan
+        self.position: int = position
+        self.size: int = plan.size
+        self.interval: int = 0
+        """How many barriers this rank has passed; its last bit is the parity of the slots that may
+        be written now, those of the other parity may be read."""
+        size = plan.size
+        self.others: list[int] = [p for p in range(size) if p != position]
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(shared))
+        self._words = memoryview(shared)[: plan.head_bytes].cast("Q")
+        self._mine = position * _LINE_WORDS
+        self._lines = [p * _LINE_WORDS for p in self.others]
+        self._naps = [line + _NAP for line in self._lines]
+        self._slots = [[self._slot(shared, parity, p) for p in range(size)] for parity in (0, 1)]
+        self._views: dict[object, object] = {}
+        self._futex = ctypes.CDLL(None).syscall
+        self._nap_time = _Timespec(0, _NAP_NS)
+
+    # Tensors that are made in inference mode can't be written to outside of it.
+    @torch.inference_mode(False)
+    def _slot(self, shared: mmap.mmap, parity: int, position: int) -> Tensor:
+        slot_bytes = 2 * self.layout.block_bytes
+        offset = self.layout.head_bytes + (parity * self.size + position) * slot_bytes
+        return torch.frombuffer(shared, dtype=torch.uint8, count=slot_bytes, offset=offset)
+
+    # Barriers
+
+    def barrier(self, check: Check) -> None:
+        """Enter the next interval when all ranks have come.
+
+        Collective over the arena.
+
+        Args:
+            check: called every 20 ms while this rank waits.
+        """
+        words = self._words
+        self.interval = interval = self.interval + 1
+        words[self._mine] = interval
+        for nap in self._naps:
+            if words[nap]:
+                words[nap] = 0
+                self._wake(nap)
+        for line in self._lines:
+            if words[line] < interval:
+                self._wait(line, interval, check)
+
+    def agree(self, token: int, check: Check) -> bool:
+        """Tell whether all ranks have come with the same token, and it isn't 0.
+
+        Collective over the arena. At least one barrier comes before the next call of this.
+
+        Args:
+            token: of 64 bits.
+            check: as for `barrier`.
+        """
+        words = self._words
+        words[self._mine + _TOKEN] = token
+        self.barrier(check)
+        return token != 0 and all(words[line + _TOKEN] == token for line in self._lines)
+
+    def _wait(self, line: int, interval: int, check: Check) -> None:
+        words, give_way = self._words, os.sched_yield
+        for _ in range(_LOOKS):
+            if words[line] >= interval:
+                return
+        end = time.monotonic() + _SPIN_S
+        while time.monotonic() < end:
+            give_way()
+            if words[line] >= interval:
+                return
+        self._sleep(line, interval, check)
+
+    def _sleep(self, line: int, interval: int, check: Check) -> None:
+        words, nap, duration = self._words, self._mine + _NAP, self._nap_time
+        duration.nanoseconds = _FIRST_NAP_NS
+        while words[line] < interval:
+            words[nap] = 1
+            if words[line] < interval:
+                where = ctypes.c_void_p(self._address + nap * _WORD_BYTES)
+                self._futex(_SYS_FUTEX, where, _FUTEX_WAIT, 1, ctypes.byref(duration), None, 0)
+            words[nap] = 0
+            if words[line] < interval and duration.nanoseconds == _NAP_NS:
+                check(line // _LINE_WORDS)
+            duration.nanoseconds = _NAP_NS
+
+    def _wake(self, nap: int) -> None:
+        where = ctypes.c_void_p(self._address + nap * _WORD_BYTES)
+        self._futex(_SYS_FUTEX, where, _FUTEX_WAKE, 1, None, None, 0)
+
+    def close(self) -> None:
+        """Let go of the memory. Local."""
+        self._words.release()
+        self._slots.clear()
+        self._views.clear()
+
+    # Views of the slots, made once for each shape that is asked for
+
+    def slots(self, parity: int) -> list[Tensor]:
+        """Give the slot of each rank, as bytes. Local."""
+        return self._slots[parity]
+
+    def given(self, dtype: torch.dtype, count: int) -> list[list[Tensor]]:
+        """Give `count` elements of what each rank gives, by parity and position. Local."""
+        views: Any = self._views.get((dtype, count))
+        return views or self._keep((dtype, count), partial(self._make_given, dtype, count))
+
+    def slices(self, dtype: torch.dtype, count: int) -> list[Slices]:
+        """Give the views that reducing a block of `count` elements needs, by parity. Local."""
+        views: Any = self._views.get((dtype, count, "slices"))
+        return views or self._keep(
+            (dtype, count, "slices"),
+            lambda: [self._cut(slots, count) for slots in self._halves(dtype)],
+        )
+
+    def cells(self, dtype: torch.dtype, room: int) -> list[list[Sequence[Tensor]]]:
+        """Cut each slot into one cell of `room` elements for each position. Local."""
+        views: Any = self._views.get((dtype, room, "cells"))
+        return views or self._keep((dtype, room, "cells"), partial(self._make_cells, dtype, room))
+
+    def _make_given(self, dtype: torch.dtype, count: int) -> list[list[Tensor]]:
+        return [[given[:count] for given, _ in slots] for slots in self._halves(dtype)]
+
+    def _make_cells(self, dtype: torch.dtype, room: int) -> list[list[Sequence[Tensor]]]:
+        used = self.size * room * dtype.itemsize
+        return [
+            [torch.split(slot[:used].view(dtype), room) for slot in slots] for slots in self._slots
+        ]
+
+    def _halves(self, dtype: torch.dtype) -> list[list[tuple[Tensor, Tensor]]]:
+        """Give both halves of each slot, by parity and position, as [block] of `dtype`."""
+        end = self.layout.block_bytes
+        return [
+            [(slot[:end].view(dtype), slot[end:].view(dtype)) for slot in slots]
+            for slots in self._slots
+        ]
+
+    @torch.inference_mode(False)
+    def _keep(self, key: object, make: Callable[[], T]) -> T:
+        """Make views and keep them for the next call, which may be in another mode."""
+        if len(self._views) > _MOST_VIEWS:
+            self._views.clear()
+        self._views[key] = views = make()
+        return views
+
+    def _cut(self, slots: list[tuple[Tensor, Tensor]], count: int) -> Slices:
+        width = -(-count // self.size)
+        ends = [(min(p * width, count), min((p + 1) * width, count)) for p in range(self.size)]
+        begin, end = ends[self.position]
+        given, reduced = slots[self.position]
+        return Slices(
+            [begin, end - begin, count - end],
+            given[:begin],
+            given[end:count],
+            [other[begin:end] for other, _ in slots],
+            reduced[: end - begin],
+            [
+                (slice(*ends[p]), slots[p][1][: ends[p][1] - ends[p][0]])
+                for p in self.others
+                if ends[p][1] > ends[p][0]
+            ],
+        )

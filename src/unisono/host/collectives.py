@@ -1,0 +1,448 @@
+"""Collectives of tensors between the ranks of one host, through an arena.
+
+A reduction adds in the order of ranks, each element once: in a long tensor by the one rank that
+owns its slice, in a short one by every rank. So all ranks get the same bits, on every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from unisono.host import memory
+from unisono.host.arena import Arena, Check
+from unisono.host.folding import DTYPES, fold
+from unisono.host.shared import LEAST_BYTES, SharedTensors
+from unisono.host.turns import Turns, Watch
+from unisono.model.reduction import ReduceOp
+from unisono.payload.memory import from_bytes
+from unisono.topology import Group
+
+__all__ = ("HostCollectives",)
+
+_COPIED_BYTES = 1 << 16
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+_AS_IT_IS = nullcontext()
+Copy = Callable[[int, int], None]
+"""Copies block i from or to the slots of a parity."""
+
+
+class HostCollectives(Turns):
+    """The collectives of a model, for the ranks of one group that share a host.
+
+    They take contiguous CPU tensors without gradient, and overwrite only those that they return;
+    what else they return is new. Those that only move take any dtype. All raise what `watch` finds.
+
+    Args:
+        arena: this rank's end.
+        ranks: global ranks of the group, in order of positions.
+        watch: what looks for deaths and deadlines.
+    """
+
+    dtypes: frozenset[torch.dtype] = DTYPES
+    large_bytes: int = 1 << 16
+    """Tensors from that size on are better reduced by themselves than packed."""
+
+    def __init__(self, arena: Arena, ranks: Sequence[int], watch: Watch) -> None:
+        super().__init__(watch)
+        self.shared: SharedTensors = SharedTensors(arena)
+        """The tensors that all ranks see."""
+        self._arena = arena
+        self._ranks = ranks
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._arena.size
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that `all_reduce_packed` takes at most."""
+        return self._arena.layout.block_bytes
+
+    @property
+    def position(self) -> int:
+        """This rank's, from 0."""
+        return self._arena.position
+
+    def close(self) -> None:
+        """Let go of the memory; nothing can be called any more. Local."""
+        super().close()
+        self.shared.close()
+        if self._turn.acquire(blocking=False):  # else somebody is still in it
+            self._arena.close()
+            self._turn.release()
+
+    def _withdraw(self) -> None:
+        self.shared.withdraw()
+
+    def _on_shared(
+        self,
+        call: str,
+        tensor: Tensor,
+        here: Callable[[list[Tensor]], None],
+        *,
+        writes: bool = False,
+    ) -> bool:
+        """Run `here` on the tensors of all ranks, [n] each, if they are one shared tensor's.
+
+        Args:
+            call: its name.
+            tensor: this rank's, contiguous, of the same dtype and size on all ranks.
+            here: the operation.
+            writes: whether it overwrites this rank's, which autograd must know.
+        """
+        if tensor.numel() * tensor.itemsize < LEAST_BYTES:
+            return False
+        parts: list[Tensor] | None = None
+
+        def work(check: Check) -> None:
+            nonlocal parts
+            try:
+                parts = self.shared.agree(tensor.view(-1), check)
+                if parts is not None:
+                    here(parts)
+                    self.shared.leave(check)
+            finally:  # the others may have written to it even where this rank left half-way
+                if writes and not tensor.is_inference():
+                    increment_version(tensor)
+
+        self._run(call, work, tensor)
+        return parts is not None
+
+    # Reductions
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: ReduceOp,
+        group: Group | None = None,
+        into: Tensor | None = None,
+    ) -> Tensor:
+        """Reduce [*shape] of all ranks to one [*shape] on every rank.
+
+        Collective over the group.
+
+        Args:
+            tensor: of a dtype in `DTYPES`; for AVERAGE of floats, but not float16.
+            op: any.
+            group: the ranks that take part; those of this object.
+            into: what is overwritten and returned, like `tensor`; None for `tensor` itself.
+        """
+        result = tensor if into is None else into
+        flat, call, here = result.view(-1), f"all_reduce {op.name}", self.shared
+        # By where the result goes: a tensor that is only read takes the ordinary way.
+        work = partial(here.all_reduce, op=op)
+        if here.count and self._on_shared(call, flat, work, writes=True):
+            return result
+        self._reduce(call, tensor.view(-1), flat, op)
+        return result
+
+    def reduce(
+        self, tensor: Tensor, dst: int, op: ReduceOp, group: Group | None = None
+    ) -> Tensor | None:
+        """Reduce [*shape] to global rank `dst`, in place; the others get None.
+
+        Collective over the group.
+        """
+        flat, is_dst = tensor.view(-1), self._ranks[self._arena.position] == dst
+        self._reduce(f"reduce {op.name} to {dst}", flat, flat if is_dst else None, op)
+        return tensor if is_dst else None
+
+    def _reduce(self, call: str, source: Tensor, target: Tensor | None, op: ReduceOp) -> None:
+        self._run(call, partial(self._reduce_blocks, source, target, op), target)
+
+    def _reduce_blocks(
+        self, source: Tensor, target: Tensor | None, op: ReduceOp, check: Check
+    ) -> None:
+        arena, count = self._arena, source.numel()
+        if count * source.itemsize <= arena.layout.whole_bytes:
+            given = arena.given(source.dtype, count)[arena.interval & 1]
+            given[arena.position].copy_(source)
+            arena.barrier(check)
+            if target is not None:
+                fold(op, given, target)
+            return
+        room = arena.layout.block_bytes // source.itemsize
+        for at in range(0, count, room):
+            result = None if target is None else target[at : at + room]
+            self._reduce_block(source[at : at + room], result, op, check)
+
+    def _reduce_block(
+        self, source: Tensor, target: Tensor | None, op: ReduceOp, check: Check
+    ) -> None:
+        arena = self._arena
+        both = arena.slices(source.dtype, source.numel())
+        now = both[arena.interval & 1]
+        before, own, after = source.split_with_sizes(now.sizes)
+        now.before.copy_(before)
+        now.after.copy_(after)
+        arena.barrier(check)
+        parts = list(now.parts)
+        parts[arena.position] = own
+        views = both[arena.interval & 1]
+        fold(op, parts, views.reduced)
+        if target is not None:
+            target.split_with_sizes(now.sizes)[1].copy_(views.reduced)
+        arena.barrier(check)
+        if target is not None:
+            for where, result in views.results:
+                target[where].copy_(result)
+
+    def all_reduce_packed(self, tensors: Sequence[Tensor], op: ReduceOp) -> None:
+        """Reduce several short tensors in place, in one go.
+
+        Collective over the group.
+
+        Args:
+            tensors: each [n], contiguous, of one dtype; together at most `block_bytes`.
+            op: as for `all_reduce`.
+        """
+        total = torch.cat(list(tensors))
+        self._run(f"all_reduce {op.name}", partial(self._reduce_whole, total, op), total)
+        parts = total.split_with_sizes([tensor.numel() for tensor in tensors])
+        is_apart = any(map(Tensor.is_inference, tensors))
+        with torch.inference_mode() if is_apart else _AS_IT_IS:
+            torch._foreach_copy_(list(tensors), list(parts))
+
+    def _reduce_whole(self, total: Tensor, op: ReduceOp, check: Check) -> None:
+        arena = self._arena
+        given = arena.given(total.dtype, total.numel())[arena.interval & 1]
+        given[arena.position].copy_(total)
+        arena.barrier(check)
+        fold(op, given, total)
+
+    def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
+        """Reduce [n, *shape] of all ranks; each gets its row, [*shape].
+
+        Collective over the group.
+        """
+        arena, here, call = self._arena, self.shared, f"reduce_scatter {op.name}"
+        target = memory.new(rows, rows.shape[1:])
+        work = partial(here.reduce_scatter, op=op, target=target.view(-1))
+        if here.count and self._on_shared(call, rows, work):
+            return target
+        room = 2 * arena.layout.block_bytes // arena.size // rows.itemsize
+        cells = arena.cells(rows.dtype, room)
+        sources = [_blocks(row, room) for row in rows.view(arena.size, -1)]
+        results, me = _blocks(target.view(-1), room), arena.position
+
+        def give(block: int, parity: int) -> None:
+            for p in arena.others:
+                part = sources[p][block]
+                cells[parity][me][p][: part.numel()].copy_(part)
+
+        def take(block: int, parity: int) -> None:
+            count = results[block].numel()
+            parts = [cells[parity][p][me][:count] for p in range(arena.size)]
+            parts[me] = sources[me][block]
+            fold(op, parts, results[block])
+
+        self._move(call, len(results), give, take)
+        return target
+
+    # A reduction in two halves, between which others may work on the slices
+
+    def reduce_slice(self, flat: Tensor, op: ReduceOp) -> Tensor:
+        """Reduce [n] of all ranks, n > 0; each gets one slice of the result, in place.
+
+        Collective over the group.
+
+        Returns:
+            The slice, a view of `flat`; the others hold nothing that counts.
+        """
+        arena, slices = self._arena, self._slices(flat)
+        me, room = arena.position, 2 * arena.layout.block_bytes // arena.size // flat.itemsize
+        cells = arena.cells(flat.dtype, room)
+
+        def give(block: int, parity: int) -> None:
+            for p in arena.others:
+                part = slices[p][block * room : (block + 1) * room]
+                cells[parity][me][p][: part.numel()].copy_(part)
+
+        def take(block: int, parity: int) -> None:
+            own = slices[me][block * room : (block + 1) * room]
+            parts = [cells[parity][p][me][: own.numel()] for p in range(arena.size)]
+            total, parts[me] = parts[me], own  # nobody else looks at that cell
+            fold(op, parts, total)
+            own.copy_(total)
+
+        blocks = -(-slices[0].numel() // room)
+        self._move(f"all_reduce {op.name}", blocks, give, take, flat)
+        return slices[me]
+
+    def gather_slices(self, flat: Tensor) -> None:
+        """Fill [n] with the slice of every rank, in place. Collective over the group."""
+        rows = [_bytes_of(each) for each in self._slices(flat)]
+        self._gather("all_reduce", rows[self._arena.position], rows)
+
+    def _slices(self, flat: Tensor) -> list[Tensor]:
+        size = self._arena.size
+        width = -(-flat.numel() // size)
+        return [flat[p * width : (p + 1) * width] for p in range(size)]
+
+    # Movement: of bytes
+
+    def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
+        """Gather [*shape] to [n, *shape] in the order of ranks.
+
+        Collective over the group.
+        """
+        arena = self._arena
+        rows = memory.new(tensor, (arena.size, *tensor.shape))
+        source, into = _bytes_of(tensor), list(_bytes_of(rows).view(arena.size, -1))
+        work = partial(self.shared.all_gather, rows=into)
+        if not (self.shared.count and self._on_shared("all_gather", source, work)):
+            self._gather("all_gather", source, into)
+        rows[arena.position].copy_(tensor)
+        return rows
+
+    def exchange(self, blob: bytes, sizes: Sequence[int]) -> list[Any]:
+        """Give every rank the bytes of every rank.
+
+        Collective over the group.
+
+        Args:
+            blob: any bytes.
+            sizes: how many each rank has, in the order of ranks.
+
+        Returns:
+            The blobs in the order of ranks, long ones as views.
+        """
+        me = self._arena.position
+        blobs: list[Any] = [b"" if p == me else bytearray(size) for p, size in enumerate(sizes)]
+        rows = [_over(buffer) for buffer in blobs]
+        rows[me] = source = from_bytes(blob, torch.uint8, (len(blob),))
+        self._gather("exchange", source, rows)
+        blobs[me] = blob
+        return [memoryview(b) if len(b) > _COPIED_BYTES else bytes(b) for b in blobs]
+
+    def _gather(self, call: str, source: Tensor, rows: Sequence[Tensor]) -> None:
+        """Fill the rows of the other ranks, whose lengths may differ, with what these give."""
+        arena, room = self._arena, 2 * self._arena.layout.block_bytes
+
+        def give(block: int, parity: int) -> None:
+            part = source[block * room : (block + 1) * room]
+            arena.slots(parity)[arena.position][: part.numel()].copy_(part)
+
+        def take(block: int, parity: int) -> None:
+            for p in arena.others:
+                part = rows[p][block * room : (block + 1) * room]
+                part.copy_(arena.slots(parity)[p][: part.numel()])
+
+        self._move(call, -(-max(row.numel() for row in rows) // room), give, take)
+
+    def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
+        """Overwrite [*shape] of every rank with that of global rank `src`.
+
+        Collective over the group.
+        """
+        arena, root = self._arena, self._ranks.index(src)
+        call, here = f"broadcast from {src}", self.shared
+        work, writes = partial(here.broadcast, root=root), arena.position != root
+        if here.count and self._on_shared(call, tensor, work, writes=writes):
+            return tensor
+        parts = _blocks(_bytes_of(tensor), 2 * arena.layout.block_bytes)
+
+        def give(block: int, parity: int) -> None:
+            if arena.position == root:
+                part = parts[block]
+                arena.slots(parity)[root][: part.numel()].copy_(part)
+
+        def take(block: int, parity: int) -> None:
+            if arena.position != root:
+                part = parts[block]
+                part.copy_(arena.slots(parity)[root][: part.numel()])
+
+        self._move(call, len(parts), give, take, tensor)
+        return tensor
+
+    def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
+        """Send row i of [n, *shape] to the i-th rank; row i comes from there.
+
+        Collective over the group.
+        """
+        arena, into = self._arena, memory.new(rows, rows.shape)
+        me, room = arena.position, 2 * arena.layout.block_bytes // arena.size
+        cells = arena.cells(torch.uint8, room)
+        sources, results = self._cut(rows, room), self._cut(into, room)
+
+        def give(block: int, parity: int) -> None:
+            for p in arena.others:
+                part = sources[p][block]
+                cells[parity][me][p][: part.numel()].copy_(part)
+
+        def take(block: int, parity: int) -> None:
+            for p in arena.others:
+                part = results[p][block]
+                part.copy_(cells[parity][p][me][: part.numel()])
+
+        into[me].copy_(rows[me])
+        self._move("all_to_all", len(results[0]), give, take)
+        return into
+
+    def scatter(
+        self, rows: Tensor | None, into: Tensor, src: int, group: Group | None = None
+    ) -> Tensor:
+        """Give each rank its row of `rows`, [n, *shape], which only `src` has.
+
+        Collective over the group.
+        """
+        arena, root = self._arena, self._ranks.index(src)
+        me, room = arena.position, 2 * arena.layout.block_bytes // arena.size
+        cells = arena.cells(torch.uint8, room)
+        sources = [] if rows is None else self._cut(rows, room)
+        results = _blocks(_bytes_of(into), room)
+
+        def give(block: int, parity: int) -> None:
+            for p in arena.others if me == root else ():
+                part = sources[p][block]
+                cells[parity][me][p][: part.numel()].copy_(part)
+
+        def take(block: int, parity: int) -> None:
+            part = results[block]
+            source = sources[me][block] if me == root else cells[parity][root][me][: part.numel()]
+            part.copy_(source)
+
+        self._move(f"scatter from {src}", len(results), give, take, into)
+        return into
+
+    def _cut(self, rows: Tensor, room: int) -> list[Sequence[Tensor]]:
+        """See each of [n, *shape] as blocks of bytes."""
+        return [_blocks(row, room) for row in _bytes_of(rows).view(self._arena.size, -1)]
+
+    def _move(
+        self, call: str, blocks: int, give: Copy, take: Copy, target: Tensor | None = None
+    ) -> None:
+        """Give block after block, and take each one interval later."""
+        arena = self._arena
+
+        def work(check: Check) -> None:
+            for block in range(blocks):
+                give(block, arena.interval & 1)
+                if block:
+                    take(block - 1, 1 - (arena.interval & 1))
+                arena.barrier(check)
+            take(blocks - 1, 1 - (arena.interval & 1))
+
+        self._run(call, work, target)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """See a contiguous tensor as [nbytes] of uint8."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _blocks(flat: Tensor, room: int) -> Sequence[Tensor]:
+    """Cut [n] into blocks of at most `room`, at least one."""
+    return (flat,) if flat.numel() <= room else torch.split(flat, room)  # which is slow
+
+
+def _over(buffer: bytearray) -> Tensor:
+    return torch.frombuffer(buffer, dtype=torch.uint8) if buffer else _NOTHING

@@ -1,0 +1,180 @@
+"""Reductions of tensors between hosts that have several ranks, in two levels.
+
+Inside of each host tensors go through the memory that its ranks share, between hosts through the
+model's own all_reduce. A sum first adds the ranks of each host in their order, then the hosts: all
+ranks get the same bits. A short tensor goes through the first rank of each host. A long one is cut
+in slices, where all hosts have equally many ranks: each rank reduces one slice for its host, then
+with its twins, the ranks at the same place of the other hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from unisono.host.arena import Arena, Check
+from unisono.host.collectives import HostCollectives
+from unisono.host.folding import DTYPES
+from unisono.host.turns import Turns, Watch
+from unisono.model.contract import ComputationModel
+from unisono.model.reduction import ReduceOp, mean_factors
+from unisono.topology import Group
+
+__all__ = ("Between", "MemoryCollectives", "TwoLevels")
+
+_MIB = 1 << 20
+_WHOLE_BYTES = 4 * _MIB  # longer tensors go in slices
+_BLOCK_BYTES = 16 * _MIB
+
+
+class Between(Protocol):
+    """What is needed of the control plane."""
+
+    @property
+    def model(self) -> ComputationModel:
+        """The model that carries tensors between hosts."""
+
+    def make_part(self, ranks: tuple[int, ...]) -> Group:
+        """Make a group whose operations are parts of those of all ranks. Collective over all."""
+
+
+class _Inside:
+    """The watch of one host's part: it looks after the operation of all ranks.
+
+    Args:
+        ranks: of this host.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.check: Check = _nothing
+        self._ranks = ranks
+
+    def begin(self, call: str) -> Check:
+        return self._look
+
+    def _look(self, position: int) -> None:
+        self.check(self._ranks[position])
+
+    def leave(self, call: str, error: BaseException) -> None:
+        """Leave it to the operation of all ranks."""
+
+    def on(self, control: Any) -> _Inside:
+        return self
+
+
+def _nothing(rank: int) -> None:
+    return
+
+
+class TwoLevels(Turns):
+    """The all_reduce of a model, for all ranks of a context on several hosts.
+
+    It takes what `HostCollectives` takes, of a dtype in `dtypes`.
+
+    Args:
+        arena: this rank's end of the memory of its host; None where it is alone there.
+        hosts: the ranks of each host, ascending; the same on every rank.
+        rank: this rank.
+        watch: what looks for deaths and deadlines.
+        control: makes groups, and knows the model.
+    """
+
+    def __init__(
+        self,
+        arena: Arena | None,
+        hosts: Sequence[Sequence[int]],
+        rank: int,
+        watch: Watch,
+        control: Between,
+    ) -> None:
+        super().__init__(watch)
+        self.size: int = sum(len(ranks) for ranks in hosts)
+        self.block_bytes: int = _BLOCK_BYTES
+        self.large_bytes: int = _WHOLE_BYTES
+        self.dtypes: frozenset[torch.dtype] = DTYPES & control.model.dtypes
+        self._control = control
+        self._hosts = hosts
+        self._ranks = next(ranks for ranks in hosts if rank in ranks)
+        self._position = self._ranks.index(rank)
+        self._is_even = len({len(ranks) for ranks in hosts}) == 1
+        self._own = _Inside(self._ranks)
+        self._host = None if arena is None else HostCollectives(arena, self._ranks, self._own)
+        self._twins: list[Group] = []
+
+    def belong_to(self, control: Any) -> None:
+        """Take note that another view of the context has it now. Local."""
+        super().belong_to(control)
+        self._control = control
+
+    def close(self) -> None:
+        """Let go of the memory; nothing can be called any more. Local."""
+        super().close()
+        self._twins.clear()
+        if self._host is not None:
+            self._host.close()
+
+    def _group(self, position: int, count: int) -> Group:
+        """Give the twins at a position; the first `count` are made at their first use."""
+        while len(self._twins) < count:
+            at = len(self._twins)
+            ranks = tuple(sorted(ranks[at] for ranks in self._hosts))
+            self._twins.append(self._control.make_part(ranks))
+        return self._twins[position]
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
+        """Reduce [*shape] of all ranks to one [*shape] on every rank, in place.
+
+        Collective over all ranks. As `HostCollectives.all_reduce`, but in the order of hosts.
+        """
+        flat = tensor.view(-1)
+        is_cut = self._is_even and flat.nbytes > _WHOLE_BYTES
+        reduce = self._reduce_slices if is_cut else self._reduce_whole
+
+        def work(check: Check) -> None:
+            self._own.check = check
+            reduce(flat, op)
+
+        self._run(f"all_reduce {op.name}", work, tensor)
+        return tensor
+
+    def _reduce_whole(self, flat: Tensor, op: ReduceOp) -> None:
+        leader, leaders = self._ranks[0], self._group(0, 1)
+        step, after = op, 1.0
+        if op is ReduceOp.AVERAGE:
+            before, after = mean_factors(self.size)
+            step = ReduceOp.SUM
+            flat.mul_(before)
+        if self._host is not None:
+            self._host.reduce(flat, leader, step)
+        if self._position == 0:
+            self._reduce_between(flat, step, leaders)
+            if after != 1.0:
+                flat.div_(after)
+        if self._host is not None:
+            self._host.broadcast(flat, leader)
+
+    def _reduce_slices(self, flat: Tensor, op: ReduceOp) -> None:
+        assert self._host is not None  # as hosts have equally many, and one has several
+        twins = self._group(self._position, len(self._ranks))
+        mine = self._host.reduce_slice(flat, op)
+        if op is ReduceOp.AVERAGE:  # of the hosts' averages
+            before, after = mean_factors(len(self._hosts))
+            self._reduce_between(mine.mul_(before), ReduceOp.SUM, twins)
+            if after != 1.0:
+                mine.div_(after)
+        else:
+            self._reduce_between(mine, op, twins)
+        self._host.gather_slices(flat)
+
+    def _reduce_between(self, flat: Tensor, op: ReduceOp, group: Group) -> None:
+        if flat.numel():
+            total = self._control.model.all_reduce(flat, op, group)
+            if total is not flat:
+                flat.copy_(total)
+
+
+MemoryCollectives = HostCollectives | TwoLevels
+"""What carries sums through memory, at least inside of each host."""

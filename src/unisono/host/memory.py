@@ -1,0 +1,178 @@
+"""Memory without a name that processes of one host share, sent over a connection between them.
+
+And memory for results that are written at once, which costs more than the writing where the kernel
+has to give it page by page.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import socket
+import struct
+
+from torch import Tensor
+
+__all__ = (
+    "address_of",
+    "is_supported",
+    "make",
+    "new",
+    "open_at",
+    "receive",
+    "send",
+    "why_not",
+)
+
+_MAPPED_BYTES = 32 << 20  # malloc keeps what is shorter, and asks the kernel for what is longer
+_PAGE_BYTES = 4096
+_HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
+_MEMORY, _NONE = b"+", b"-"  # sent with and without a descriptor
+_ADDRESS = struct.Struct("<5Q")  # process, its descriptor; device, inode and size of the memory
+
+
+def is_supported() -> bool:
+    """Tell whether this machine has such memory, and keeps the order of what is written. Local."""
+    return why_not() is None
+
+
+def why_not() -> str | None:
+    """Say why ranks of this machine can't work in the same memory; None where they can. Local."""
+    if not hasattr(os, "memfd_create"):
+        return f"{platform.system()} has no memory without a name (memfd_create)"
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return f"{platform.machine()} doesn't keep the order of what is written, as x86 does"
+    return None
+
+
+def make(size_bytes: int) -> tuple[int, mmap.mmap] | None:
+    """Make memory of zeros; what nobody has written to takes no room.
+
+    Local.
+
+    Returns:
+        Its descriptor, which the caller closes, and the memory; None where there is none.
+    """
+    if not is_supported():
+        return None
+    fd = -1
+    try:
+        fd = os.memfd_create("unisono")  # closed by exec
+        os.ftruncate(fd, size_bytes)
+        return fd, mmap.mmap(fd, size_bytes)
+    except OSError:  # not allowed, too large for a file here, or no room for it
+        if fd >= 0:
+            os.close(fd)
+        return None
+
+
+def send(sock: socket.socket, fd: int | None) -> None:
+    """Send memory over a Unix-domain socket, or that there is none.
+
+    Local.
+
+    Raises:
+        OSError: the other side is gone.
+    """
+    if fd is None:
+        sock.sendall(_NONE)
+    else:
+        socket.send_fds(sock, [_MEMORY], [fd])
+
+
+def receive(sock: socket.socket, size_bytes: int | None = None) -> mmap.mmap | None:
+    """Receive what `send` sent.
+
+    Local.
+
+    Args:
+        sock: the connection.
+        size_bytes: the size that it must have; None for any.
+
+    Returns:
+        The memory; None where the sender has none.
+
+    Raises:
+        OSError: something else came, or memory that can't be mapped here.
+    """
+    tag, fds, flags, _ = socket.recv_fds(sock, 1, 1)
+    try:
+        if tag == _NONE and not fds:
+            return None
+        if tag != _MEMORY:
+            raise OSError("refused")
+        if not fds or flags & socket.MSG_CTRUNC:
+            raise OSError("shared memory was sent, but this process may have no more descriptors")
+        sent_bytes = os.fstat(fds[0]).st_size
+        if sent_bytes != (size_bytes or sent_bytes):
+            raise OSError("who listens here shares memory of another size")
+        return mmap.mmap(fds[0], sent_bytes)
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def new(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Make memory for a CPU tensor that is written at once, long ones in huge pages.
+
+    Local.
+
+    Args:
+        like: of its dtype.
+        shape: its own.
+
+    Returns:
+        [*shape], contiguous, of any values.
+    """
+    made = like.new_empty(shape)
+    if made.nbytes >= _MAPPED_BYTES and _HUGE is not None:
+        begin = -(-made.data_ptr() // _PAGE_BYTES) * _PAGE_BYTES
+        size_bytes = (made.data_ptr() + made.nbytes - begin) // _PAGE_BYTES * _PAGE_BYTES
+        advise = ctypes.CDLL(None).madvise  # a kernel without huge pages refuses, as it may
+        advise(ctypes.c_void_p(begin), ctypes.c_size_t(size_bytes), _HUGE)
+    return made
+
+
+# Between processes of one user whose connections are in use, memory goes another way: its owner
+# says where it is, over a channel that has proved itself, and the others open it there.
+
+
+def address_of(fd: int) -> bytes:
+    """Say where another process can open this memory while `fd` is open. Local."""
+    status = os.fstat(fd)
+    return _ADDRESS.pack(os.getpid(), fd, status.st_dev, status.st_ino, status.st_size)
+
+
+def open_at(address: bytes, *, writes: bool) -> int:
+    """Open memory of another process of this user, or of this one.
+
+    Local.
+
+    Args:
+        address: what `address_of` gave there.
+        writes: whether it is to be written to.
+
+    Returns:
+        A descriptor, which the caller closes.
+
+    Raises:
+        OSError: it isn't there, or not to be seen from here, as in another container.
+    """
+    try:
+        pid, number, *identity = _ADDRESS.unpack(address)
+    except struct.error:
+        raise OSError("what came isn't the address of shared memory") from None
+    path = f"/proc/{pid}/fd/{number}"
+    if _identity(os.stat(path)) != identity:  # before it is opened: it may be anything
+        raise OSError(f"{path} isn't the memory that was to be shared")
+    fd = os.open(path, (os.O_RDWR if writes else os.O_RDONLY) | os.O_CLOEXEC)
+    if _identity(os.fstat(fd)) != identity:
+        os.close(fd)
+        raise OSError(f"{path} isn't the memory that was to be shared")
+    return fd
+
+
+def _identity(status: os.stat_result) -> list[int]:
+    return [status.st_dev, status.st_ino, status.st_size]

@@ -1,0 +1,189 @@
+"""Tensors that lie in memory of all ranks of a group, so that collectives on them copy nothing.
+
+Such a tensor is one of as many as there are ranks, one behind the other in one memory. Each rank
+has its own, and sees the others' in collectives alone.
+
+Once a group has made any, its ranks tell each other before each collective of a large tensor
+which one theirs is and where in it, in a word of the arena, and wait in a barrier: then all go the
+same way, and all are inside of the call. Another barrier ends the call: no rank leaves it while
+somebody reads or writes its tensor. One that must leave earlier, by an error, first takes its
+tensor out of the shared memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.host.arena import Arena, Check
+from unisono.host.folding import fold
+from unisono.model.reduction import ReduceOp
+
+__all__ = ("LEAST_BYTES", "SharedTensors", "room_bytes")
+
+LEAST_BYTES = 1 << 18
+"""Shorter tensors take longer with two barriers and one write for each rank than through slots."""
+
+_BLOCK_BYTES = 1 << 19  # of each rank: those of two stay in the cache of a core
+_PAGE_BYTES = 4096
+_NUMBER_BITS, _OFFSET_BITS = 24, 40  # of a token
+_PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS, _MREMAP_TO = 3, 0x22, 3
+
+
+def room_bytes(size_bytes: int) -> int:
+    """Give the bytes from one rank's tensor to the next rank's. Local."""
+    return -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One tensor of each rank.
+
+    Args:
+        number: the same on all ranks, from 1.
+        parts: the memory of each rank's, by position, [size_bytes] of uint8.
+        owner: what keeps this rank's own alive.
+    """
+
+    number: int
+    parts: list[Tensor]
+    owner: weakref.ref[Any] | None = field(default=None)
+
+
+class SharedTensors:
+    """Those of one group, and the collectives on them.
+
+    Args:
+        arena: this rank's end of the group's.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self.count: int = 0
+        """How many were made, the same on all ranks; from the first on they agree."""
+        self._arena = arena
+        self._entries: dict[int, _Entry] = {}  # by the address of this rank's own
+        self._in_use: _Entry | None = None
+
+    @torch.inference_mode(False)
+    def add(self, shared: mmap.mmap, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Give this rank's tensor in memory that all ranks map.
+
+        Collective over the group.
+
+        Args:
+            shared: one room for each rank, in the order of positions, of zeros.
+            shape: with at least one element, the same on all ranks.
+            dtype: likewise.
+        """
+        size_bytes = torch.Size(shape).numel() * dtype.itemsize
+        room, me = room_bytes(size_bytes), self._arena.position
+        parts = [
+            torch.frombuffer(shared, dtype=torch.uint8, count=size_bytes, offset=position * room)
+            for position in range(self._arena.size)
+        ]
+        own = memoryview(shared)[me * room : me * room + size_bytes]  # which the tensor keeps
+        tensor = torch.frombuffer(own, dtype=dtype).view(*shape)
+        self.count += 1
+        if self.count >> _NUMBER_BITS or size_bytes >> _OFFSET_BITS:  # none can be told of it
+            return tensor
+        address, entries = tensor.data_ptr(), self._entries
+        entry = entries[address] = _Entry(self.count, parts)
+        entry.owner = weakref.ref(own, lambda _: entries.pop(address, None))
+        return tensor
+
+    def close(self) -> None:
+        """Forget them: they stay, as ordinary tensors. Local."""
+        self._entries.clear()
+
+    def agree(self, flat: Tensor, check: Check) -> list[Tensor] | None:
+        """Give every rank's tensor, if all call this with the same part of the same shared one.
+
+        Collective over the group, for a tensor of at least `LEAST_BYTES`; the ranks differ in none
+        of its arguments but for the memory.
+
+        Args:
+            flat: [n], contiguous.
+            check: as for a barrier.
+
+        Returns:
+            [n] of each rank, by position, until `leave`; None where all go the ordinary way.
+        """
+        entry = self._entries.get(flat.untyped_storage().data_ptr())
+        token, offset = 0, 0
+        if entry is not None:
+            offset = int(flat.storage_offset()) * flat.itemsize
+            token = entry.number << _OFFSET_BITS | offset
+            self._in_use = entry
+        if not self._arena.agree(token, check) or entry is None:
+            self._in_use = None
+            return None
+        end = offset + flat.numel() * flat.itemsize
+        return [part[offset:end].view(flat.dtype) for part in entry.parts]
+
+    def leave(self, check: Check) -> None:
+        """Wait until no rank needs this one's tensor any more. Collective over the group."""
+        self._arena.barrier(check)
+        self._in_use = None
+
+    def withdraw(self) -> None:
+        """Take the tensor of a call that failed out of the shared memory. Local.
+
+        Ranks that come later, or go on after they were stopped, would still write to it.
+        """
+        entry, self._in_use = self._in_use, None
+        if entry is not None:
+            own = entry.parts[self._arena.position]
+            _make_private(own.data_ptr(), room_bytes(own.numel()))
+            self._entries.pop(own.data_ptr(), None)
+
+    # Collectives, between `agree` and `leave`
+
+    def all_reduce(self, parts: Sequence[Tensor], op: ReduceOp) -> None:
+        """Reduce this rank's slice of all, and write it to all. Collective over the group."""
+        count, arena = parts[0].numel(), self._arena
+        width = -(-count // arena.size)
+        begin = min(arena.position * width, count)
+        for block in _blocks([part[begin : begin + width] for part in parts]):
+            fold(op, block, block[0])
+            for other in block[1:]:
+                other.copy_(block[0])
+
+    def reduce_scatter(self, parts: Sequence[Tensor], op: ReduceOp, target: Tensor) -> None:
+        """Reduce this rank's row of [n, *shape] of all. Collective over the group."""
+        rows = [part.view(self._arena.size, -1)[self._arena.position] for part in parts]
+        for target_block, *block in _blocks([target, *rows]):
+            fold(op, block, target_block)
+
+    def all_gather(self, parts: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+        """Copy the other ranks' tensors. Collective over the group."""
+        for position in self._arena.others:
+            rows[position].copy_(parts[position])
+
+    def broadcast(self, parts: Sequence[Tensor], root: int) -> None:
+        """Copy the root's tensor into this rank's. Collective over the group."""
+        if self._arena.position != root:
+            parts[self._arena.position].copy_(parts[root])
+
+
+def _blocks(rows: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Cut [n] tensors alike."""
+    room = _BLOCK_BYTES // rows[0].itemsize
+    return zip(*(torch.split(row, room) for row in rows), strict=True)
+
+
+def _make_private(address: int, size_bytes: int) -> None:
+    """Put memory of this process alone, with the same bytes, in the place of shared memory."""
+    libc, size = ctypes.CDLL(None), ctypes.c_size_t(size_bytes)
+    libc.mmap.restype = ctypes.c_void_p
+    copy = libc.mmap(None, size, _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS, -1, ctypes.c_long(0))
+    if copy == ctypes.c_void_p(-1).value:  # no memory: it stays, and its values mean nothing
+        return
+    ctypes.memmove(copy, address, size_bytes)
+    libc.mremap(ctypes.c_void_p(copy), size, size, _MREMAP_TO, ctypes.c_void_p(address))

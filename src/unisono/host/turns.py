@@ -1,0 +1,74 @@
+"""Operations that several threads ask for, one after the other, until one is left half-way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from unisono.errors import CollectiveError, ContextError, UnisonoError
+from unisono.host.arena import Check
+
+__all__ = ("Turns", "Watch")
+
+_AS_IT_IS = nullcontext()
+
+
+class Watch(Protocol):
+    """What is asked for each operation: begins it, and looks after it while it waits."""
+
+    def begin(self, call: str) -> Check:
+        """Take note of an operation; give what the arena calls while it waits. Local."""
+
+    def leave(self, call: str, error: BaseException) -> None:
+        """Tell the other ranks that this one left an operation half-way. Local."""
+
+    def on(self, control: Any) -> Watch:
+        """Give the same for another view of the context. Local."""
+
+
+class Turns:
+    """What runs the operations of one group.
+
+    Args:
+        watch: what looks for deaths and deadlines.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch: Watch = watch
+        """As above; changes with the view of the context."""
+        self._turn = threading.Lock()  # threads of one group must agree on their order anyway
+        self._ended: UnisonoError | None = None
+
+    def belong_to(self, control: Any) -> None:
+        """Take note that another view of the context has it now. Local."""
+        self.watch = self.watch.on(control)
+
+    def close(self) -> None:
+        """Let go of the memory; nothing can be called any more. Local."""
+        self._ended = ContextError("the context of this memory has ended")
+
+    def _run(self, call: str, work: Callable[[Check], None], target: Tensor | None = None) -> None:
+        """Run an operation that overwrites `target`; one that is left half-way is the last."""
+        is_apart = target is not None and target.is_inference()
+        with self._turn, torch.inference_mode() if is_apart else _AS_IT_IS:
+            if self._ended is not None:
+                raise type(self._ended)(f"{call}: {self._ended}")
+            try:
+                work(self.watch.begin(call))
+            except BaseException as error:
+                self._withdraw()
+                self._ended = CollectiveError(
+                    "an earlier call left the memory that the ranks share half-way, so they are "
+                    "out of step: end the job, or finalize() and initialize again"
+                )
+                if not isinstance(error, UnisonoError):
+                    self.watch.leave(call, error)
+                raise
+
+    def _withdraw(self) -> None:
+        """Take back from the others what an operation that failed has lent them. Local."""

@@ -1,0 +1,41 @@
+"""Gloo's threads at the end of a program: they let go of an operation's tensors a moment after it.
+
+Where such a thread is the last to hold a tensor that has a Python object, it waits for the
+interpreter. One that ends meanwhile aborts the program: "terminate called without an active
+exception" (CPython ends threads that wait then, out of a destructor of torch that may not be left).
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+from pathlib import Path
+
+__all__ = ("settle_at_exit",)
+
+_MOST_S = 0.5
+_IDLE_LOOKS = 3
+_THREADS = Path("/proc/self/task")
+_NAME = "(pt_gloo_runloop)"  # as torch names them
+
+
+def settle_at_exit() -> None:
+    """Let gloo's threads let go of what they hold before the interpreter ends. Local."""
+    atexit.unregister(_settle)
+    atexit.register(_settle)
+
+
+def _settle() -> None:
+    until, looks = time.monotonic() + _MOST_S, 0
+    while (states := _states()) and looks < _IDLE_LOOKS and time.monotonic() < until:
+        time.sleep(0.001)  # which gives them the interpreter
+        looks = 0 if "R" in states else looks + 1
+
+
+def _states() -> list[str]:
+    """Give the state of each of gloo's threads, as the kernel writes it."""
+    try:
+        stats = [(thread / "stat").read_text() for thread in _THREADS.iterdir()]
+    except OSError:  # one ended meanwhile, or this isn't Linux
+        return []
+    return [stat.rpartition(")")[2].split()[0] for stat in stats if _NAME in stat]

@@ -1,0 +1,501 @@
+"""The backend ``"unisono"`` of ``torch.distributed``: gloo, and memory that a host's ranks share.
+
+``torch.distributed.init_process_group("unisono")`` gives a process group whose collectives of CPU
+tensors go through that memory, for programs that call torch alone. Where all ranks of a group are
+on one host they compare what they call first, so a call that differs, or a rank that doesn't come,
+is named. The rest is gloo's: messages, sparse tensors, groups over several hosts.
+
+Torch 2.13 calls some methods by new names, which both lead to the same here. Torch's functional
+collectives call the coalesced forms, and hold the interpreter's lock meanwhile: gloo's own thread
+may wait for that lock while it holds its queue, so these must not reach gloo from C++.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from unisono.control.envelopes import call_head
+from unisono.control.plane import SocketControlPlane
+from unisono.control.signatures import OUR_FRAMES, site, unpack
+from unisono.errors import ContextError
+from unisono.host.collectives import HostCollectives
+from unisono.host.folding import folds
+from unisono.model.reduction import ReduceOp
+from unisono.models.native.gloo_threads import settle_at_exit
+from unisono.payload.memory import from_bytes, to_bytes
+from unisono.topology import Group, Topology
+from unisono.tracebacks import hides
+
+__all__ = ("create",)
+
+__tracebackhide__ = hides
+
+_CPU = torch.device("cpu")
+_PASSED = (*OUR_FRAMES, str(Path(torch.__file__).parent))
+_c10d: Any = _distributed_c10d  # whose stubs say other parameters in each version of torch
+_ProcessGroup: Any = dist.ProcessGroup
+_UNREADY = (UninitializedParameter, UninitializedBuffer)  # which have no memory yet
+_Kinds: Any = dist.ReduceOp.RedOpType
+_OPS: dict[Any, ReduceOp] = {
+    _Kinds.SUM: ReduceOp.SUM,
+    _Kinds.AVG: ReduceOp.AVERAGE,
+    _Kinds.PRODUCT: ReduceOp.PRODUCT,
+    _Kinds.MIN: ReduceOp.MIN,
+    _Kinds.MAX: ReduceOp.MAX,
+    _Kinds.BAND: ReduceOp.AND,
+    _Kinds.BOR: ReduceOp.OR,
+    _Kinds.BXOR: ReduceOp.XOR,
+}
+
+
+def _of_lists(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave torch's other forms of a call, with tensors in place of lists, to gloo."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **others: Any) -> Any:
+        is_other = any(isinstance(arg, Tensor) for arg in args[:2]) or others.keys() - {"opts"}
+        if is_other:
+            return getattr(self._gloo, method.__name__)(*args, **others)
+        return method(self, *args, **others)
+
+    return call
+
+
+class _Gloo:
+    """What a control plane needs of a model, over torch's own gloo."""
+
+    transport_device = _CPU
+
+    def __init__(self, gloo: Any, topology: Topology) -> None:
+        self._gloo, self.topology = gloo, topology
+
+    def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
+        rows = tensor.new_empty((self._gloo.size(), *tensor.shape))
+        self._gloo.allgather([list(rows)], [tensor]).wait()
+        return rows
+
+    def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
+        into = torch.empty_like(rows)
+        self._gloo.alltoall_base(into, rows, [], []).wait()
+        return into
+
+    def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
+        options = _c10d.BroadcastOptions()
+        options.rootRank, options.rootTensor = self.topology.position(group, src), 0
+        self._gloo.broadcast([tensor], options).wait()
+        return tensor
+
+
+class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
+    """A process group of torch over gloo, with CPU tensors in shared memory.
+
+    Args:
+        place: torch's ``_DistributedBackendOptions``: the store, who this rank is, the timeout.
+    """
+
+    def __init__(self, place: Any) -> None:
+        rank, size, timeout = place.group_rank, place.group_size, place.timeout
+        super().__init__(rank, size)
+        gloo: Any = dist.ProcessGroupGloo(
+            _c10d.PrefixStore("gloo/", place.store), rank, size, timeout
+        )
+        gloo._set_sequence_number_for_group()
+        kind = dist.ProcessGroup.BackendType.GLOO
+        # What is left to gloo goes through a group of torch's own, which never calls back here.
+        self._gloo: Any = _ProcessGroup(rank, size)
+        for group in (self, self._gloo):
+            group._register_backend(_CPU, kind, gloo)
+            group._set_default_backend(kind)
+        ranks = tuple(place.global_ranks_in_group)  # empty for the default group
+        self._group = Group(ranks, name=place.group_id) if ranks else None
+        topology = Topology(ranks[rank], dist.get_world_size()) if ranks else Topology(rank, size)
+        self._members: Sequence[int] = ranks or range(size)
+        model: Any = _Gloo(gloo, topology)
+        self._model = model  # which the control plane doesn't keep
+        self._control = SocketControlPlane(model, timeout.total_seconds())
+        self._turn = threading.Lock()  # threads must agree on their order anyway
+        # All ranks are here now, so they connect: later, one might miss the others' first call.
+        self._shared = self._control.host(self._group)
+        self._inline_bytes = self._control.inline_bytes(self._group)
+        self._is_forked = False
+        _alive.add(self)
+        settle_at_exit()
+
+    # What every call does
+
+    def _host(self, tensor: Any) -> HostCollectives | None:
+        """Give what carries a tensor besides gloo."""
+        return self._shared if _has_memory(tensor) else None
+
+    @contextmanager
+    def _operation(self) -> Iterator[None]:
+        """Be alone in an operation, which neither autograd nor a tensor's class sees."""
+        with self._turn, torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            yield
+
+    def _compare(self, call: str, tensor: Tensor | None = None, value: bytes = b"") -> list[bytes]:
+        """Compare the ranks' calls, and give what each adds to it."""
+        if self._is_forked:
+            raise ContextError(
+                f"{call}: this process is a fork of rank {self._model.topology.rank}, whose "
+                "connections it must not use: call this in the process that made the group"
+            )
+        if tensor is not None:
+            call = f"{call} of {str(tensor.dtype)[6:]}[{tensor.numel()}]"
+        line = site(_PASSED)
+        head = call_head(call, line)
+        blobs = self._control.exchange(head + value, self._group)
+        self._control.steps.site = line
+        return unpack(blobs, head, lambda: self._members)
+
+    def _fits_round(self, tensor: Tensor) -> bool:
+        return tensor.numel() * tensor.itemsize <= self._inline_bytes
+
+    # Reductions
+
+    @_of_lists
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        """Reduce in place. Collective."""
+        if self._is_reduced(tensors, opts, None):
+            return _done(tensors)
+        return self._gloo.allreduce(tensors, *_given(opts))
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        """Reduce several tensors in place. Collective."""
+        single = _c10d.AllreduceOptions()  # gloo takes no other for one tensor
+        if opts is not None:
+            single.reduceOp, single.timeout = opts.reduceOp, opts.timeout
+        for tensor in tensors:
+            self.allreduce([tensor], single).wait()
+        return _done(tensors)
+
+    @_of_lists
+    def reduce(self, tensors: Any, opts: Any) -> Any:
+        """Reduce to one rank. Collective."""
+        if self._is_reduced(tensors, opts, self._members[opts.rootRank]):
+            return _done(tensors)
+        return self._gloo.reduce(tensors, opts)
+
+    def _is_reduced(self, tensors: Any, opts: Any, dst: int | None) -> bool:
+        op, tensor = _operation(opts), _only(tensors)
+        host = self._host(tensor)
+        if host is None or op is None:
+            return False
+        call = f"all_reduce {op.name}" if dst is None else f"reduce {op.name} to {dst}"
+        with self._operation():
+            self._compare(call, tensor)
+            if not _can_reduce(tensor, op):
+                return False
+            mine = _reducible(tensor, op)
+            total = host.all_reduce(mine, op) if dst is None else host.reduce(mine, dst, op)
+            if total is not None:
+                _give_back(total, tensor)
+        return True
+
+    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
+        """Reduce, and give each rank its part. Collective."""
+        if self._is_scattered(output, tensor, opts):
+            return _done([output])
+        return self._gloo._reduce_scatter_base(output, tensor, *_given(opts))
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
+        """Reduce several tensors, and give each rank its part of each. Collective."""
+        for output, tensor in zip(outputs, tensors, strict=True):
+            self._reduce_scatter_base(output, tensor, *_given(opts)).wait()
+        return _done(outputs)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _is_scattered(self, output: Tensor, tensor: Tensor, opts: Any) -> bool:
+        op, host = _operation(opts), self._host(tensor)
+        if host is None or op is None or not _is_times(tensor, output, host.size):
+            return False
+        with self._operation():
+            self._compare(f"reduce_scatter {op.name}", tensor)
+            if not _can_reduce(tensor, op):
+                return False
+            rows = _reducible(tensor, op).view(host.size, -1)
+            _give_back(host.reduce_scatter(rows, op), output)
+        return True
+
+    @_of_lists
+    def reduce_scatter(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
+        """Reduce a list, and give each rank its item. Collective."""
+        parts, output = _only(tensors), _only(outputs)
+        is_even = parts is not None and all(_is_alike(part, output) for part in parts)
+        if is_even and self._host(output) is not None:
+            return self._reduce_scatter_base(output, torch.stack(list(parts)), opts)
+        return self._gloo.reduce_scatter(outputs, tensors, *_given(opts))
+
+    # Movement
+
+    @_of_lists
+    def broadcast(self, tensors: Any, opts: Any) -> Any:
+        """Overwrite with the tensor of one rank. Collective."""
+        tensor = _only(tensors)
+        host = self._host(tensor)
+        if host is None:
+            return self._gloo.broadcast(tensors, opts)
+        root, is_inline = opts.rootRank, self._fits_round(tensor)
+        src, is_src = self._members[root], root == self.rank()
+        with self._operation():
+            mine = _memory_of(tensor)
+            value = to_bytes(mine) if is_src and is_inline else b""
+            values = self._compare(f"broadcast from {src}", tensor, value)
+            if not is_inline:
+                _give_back(host.broadcast(mine, src), tensor)
+            elif not is_src:
+                _give_back(from_bytes(values[root], tensor.dtype, tuple(tensor.shape)), tensor)
+        return _done(tensors)
+
+    def _gathered(self, host: HostCollectives, call: str, tensor: Tensor) -> Sequence[Tensor]:
+        """Give the tensors of all ranks, each of the shape of this one's."""
+        mine = _memory_of(tensor)
+        if not self._fits_round(mine):
+            self._compare(call, tensor)
+            return list(host.all_gather(mine))
+        values = self._compare(call, tensor, to_bytes(mine))
+        return [from_bytes(value, tensor.dtype, tuple(tensor.shape)) for value in values]
+
+    def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
+        """Gather to one tensor. Collective."""
+        if self._is_gathered(output, tensor):
+            return _done([output])
+        return self._gloo._allgather_base(output, tensor, *_given(opts))
+
+    all_gather_single = _allgather_base
+
+    def _is_gathered(self, output: Tensor, tensor: Tensor) -> bool:
+        host = self._host(tensor)
+        if host is None or not _is_times(output, tensor, host.size):
+            return False
+        with self._operation():
+            rows = self._gathered(host, "all_gather", tensor)
+            into = output.data
+            if into.is_contiguous():
+                for part, row in zip(into.view(host.size, -1), rows, strict=True):
+                    part.copy_(row.view(-1))
+            else:
+                into.copy_(torch.stack(list(rows)).view(output.shape))
+        return True
+
+    def all_gather_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
+        """Gather several tensors, each to one. Collective."""
+        for output, tensor in zip(outputs, tensors, strict=True):
+            self._allgather_base(output, tensor, *_given(opts)).wait()
+        return _done(outputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    @_of_lists
+    def allgather(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
+        """Gather to a list. Collective."""
+        tensor, into = _only(tensors), _only(outputs)
+        host = None if into is None else self._host(tensor)
+        if host is None or not _are_alike(into, tensor, host.size):
+            return self._gloo.allgather(outputs, tensors, *_given(opts))
+        with self._operation():
+            for each, row in zip(into, self._gathered(host, "all_gather", tensor), strict=True):
+                _give_back(row, each)
+        return _done(outputs)
+
+    @_of_lists
+    def gather(self, outputs: Any, tensors: Any, opts: Any) -> Any:
+        """Gather to a list of one rank. Collective."""
+        tensor = _only(tensors)
+        host = self._host(tensor)
+        if host is None or (outputs and not _are_alike(outputs[0], tensor, host.size)):
+            return self._gloo.gather(outputs, tensors, opts)
+        dst = self._members[opts.rootRank]
+        with self._operation():
+            rows = self._gathered(host, f"gather to {dst}", tensor)
+            if outputs:
+                for each, row in zip(outputs[0], rows, strict=True):
+                    _give_back(row, each)
+        return _done(outputs)
+
+    @_of_lists
+    def scatter(self, outputs: Any, tensors: Any, opts: Any) -> Any:
+        """Give each rank its item of one rank's list. Collective."""
+        output, parts = _only(outputs), _only(tensors)
+        host = self._host(output)
+        if host is None:
+            return self._gloo.scatter(outputs, tensors, opts)
+        src = self._members[opts.rootRank]
+        with self._operation():
+            rows = None if parts is None else torch.stack([part.data for part in parts])
+            self._compare(f"scatter from {src}", output)
+            _give_back(host.scatter(rows, _memory_of(output), src), output)
+        return _done(outputs)
+
+    def alltoall_base(
+        self, output: Tensor, tensor: Tensor, output_sizes: Any, sizes: Any, opts: Any = None
+    ) -> Any:
+        """Give each rank its part of this rank's, and take theirs. Collective."""
+        is_even = not output_sizes and not sizes and _is_times(output, tensor, 1)
+        if self._is_swapped(output, tensor, is_even):
+            return _done([output])
+        return self._gloo.alltoall_base(output, tensor, output_sizes, sizes, *_given(opts))
+
+    all_to_all_single = alltoall_base
+
+    def _is_swapped(self, output: Tensor, tensor: Tensor, is_even: bool) -> bool:
+        host = self._host(tensor)
+        if host is None:
+            return False
+        with self._operation():
+            size = b"%d" % tensor.numel() if is_even else b""  # which some ranks alone may know
+            sizes = self._compare(f"all_to_all of {str(tensor.dtype)[6:]}", None, size)
+            if not size or any(other != size for other in sizes):
+                return False
+            rows = host.all_to_all(_memory_of(tensor).view(host.size, -1))
+            _give_back(rows, output)
+        return True
+
+    @_of_lists
+    def barrier(self, opts: Any = None) -> Any:
+        """Wait for all ranks. Collective."""
+        with self._turn:
+            self._compare("barrier")
+        return _done([])
+
+    # Its end
+
+    def shutdown(self) -> None:
+        """Close the connections and let go of the memory. Local."""
+        self._end("left")
+        super().shutdown()
+
+    def abort(self) -> None:
+        """Leave without waiting. Local."""
+        self._end("")
+        super().abort()
+
+    def _end(self, farewell: str) -> None:
+        _alive.discard(self)
+        self._shared = None
+        self._control.close(farewell)
+
+    def disown(self) -> None:
+        """Let go of what a forked child has inherited. Local."""
+        self._is_forked, self._turn = True, threading.Lock()
+        self._control.disown()
+
+    def say_farewell(self) -> None:
+        """Tell the other ranks that this one's program has come to its end. Local."""
+        self._control.say_farewell("ended its program")
+
+
+def create(place: Any) -> dist.ProcessGroup:
+    """Make a process group, for ``torch.distributed``. Collective over its ranks."""
+    return _UnisonoGroup(place)
+
+
+def _only(tensors: Sequence[Any]) -> Any:
+    return tensors[0] if len(tensors) == 1 else None
+
+
+def _given(opts: Any) -> tuple[Any, ...]:
+    return () if opts is None else (opts,)
+
+
+def _operation(opts: Any) -> ReduceOp | None:
+    """Read the operation of torch's options; None for one that gloo alone might have."""
+    if opts is None:
+        return ReduceOp.SUM
+    op = getattr(opts, "reduceOp", opts)
+    return _OPS.get(getattr(op, "op", op))
+
+
+def _can_reduce(tensor: Tensor, op: ReduceOp) -> bool:
+    """Tell whether the ranks' shared memory reduces a tensor as gloo would. Local."""
+    return tensor.numel() > 0 and folds(tensor.dtype, op)
+
+
+def _has_memory(tensor: Any) -> bool:
+    """Tell whether a tensor has memory to read, whatever its class: ranks may differ in that."""
+    return (
+        isinstance(tensor, Tensor)
+        and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+        and not isinstance(tensor, _UNREADY)
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+    )
+
+
+def _is_alike(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.shape == other.shape and tensor.dtype == other.dtype
+
+
+def _are_alike(tensors: Sequence[Tensor], other: Tensor, count: int) -> bool:
+    return len(tensors) == count and all(_is_alike(tensor, other) for tensor in tensors)
+
+
+def _is_times(whole: Tensor, part: Tensor, count: int) -> bool:
+    return whole.dtype == part.dtype and whole.numel() == part.numel() * count
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    """Give a contiguous tensor, the same memory where that can be.
+
+    Its version counter is another one: as with gloo, autograd doesn't see what is written.
+    """
+    return tensor.data.resolve_conj().resolve_neg().contiguous()
+
+
+def _reducible(tensor: Tensor, op: ReduceOp) -> Tensor:
+    """Give a contiguous tensor to reduce, the same memory where that can be."""
+    flat = _memory_of(tensor)
+    is_narrow = op is ReduceOp.AVERAGE and tensor.dtype is torch.float16
+    return flat.float() if is_narrow else flat
+
+
+def _give_back(result: Tensor, tensor: Tensor) -> None:
+    """Copy a result where torch wants it, unless it is there."""
+    if result.data_ptr() != tensor.data_ptr():
+        tensor.data.copy_(result.view(tensor.shape))
+
+
+def _done(result: Any) -> Any:
+    """Give torch's handle of an operation that is over."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(result)
+    return _c10d._create_work_from_future(future)
+
+
+_alive: weakref.WeakSet[_UnisonoGroup] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for group in list(_alive):
+        group.disown()
+    _alive.clear()
+
+
+def _at_exit() -> None:
+    """Say farewell, unless an exception ended the program."""
+    if not hasattr(sys, "last_type"):
+        for group in list(_alive):
+            group.say_farewell()
+
+
+atexit.register(_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,172 @@
+"""The notebook's side of what ranks print: read from their files, equal lines shown once."""
+
+from __future__ import annotations
+
+import codecs
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from unisono.control.missing import named
+
+__all__ = ("Transcript", "shown_once")
+
+_HOLD_S = 0.3  # for the same line of the other ranks
+_LOOK_AHEAD = 200  # lines
+_CONTROL = re.compile(r"(\n|\r|\x1b\[A|\x1b\[K)")
+
+
+class _Screen:
+    """What a terminal would show of one rank's output: bars go back and write over themselves."""
+
+    def __init__(self) -> None:
+        self._rows = [""]
+        self._row = 0
+        self._is_at_start = False
+        self._goes_up = False
+
+    def feed(self, text: str) -> None:
+        for token in _CONTROL.split(text):
+            if token == "\n":
+                self._row += 1
+                self._is_at_start = False
+                if self._row == len(self._rows):
+                    self._rows.append("")
+            elif token == "\r":
+                self._is_at_start = True
+            elif token == "\x1b[A":
+                self._row = max(0, self._row - 1)
+                self._goes_up = True
+            elif token and token != "\x1b[K":
+                kept = "" if self._is_at_start else self._rows[self._row]
+                self._rows[self._row] = kept + token
+                self._is_at_start = False
+
+    def take(self, is_over: bool) -> list[str]:
+        """Take the lines that can't change any more."""
+        if is_over:
+            rows, self._rows, self._row = self._rows, [""], 0
+            return rows[: len(rows) if rows[-1].strip() else -1]
+        if self._goes_up:
+            return []
+        rows, self._rows, self._row = self._rows[:-1], self._rows[-1:], 0
+        return rows
+
+    @property
+    def unfinished(self) -> str:
+        return self._rows[self._row]
+
+
+class _Source:
+    """The file of one rank."""
+
+    def __init__(self, path: Path) -> None:
+        path.touch()
+        self._file = path.open("rb")
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self.screen = _Screen()
+        self.lines: list[str] = []
+
+    def read(self, is_over: bool) -> None:
+        if not self._file.closed:
+            self.screen.feed(self._decode(self._file.read()))
+        self.lines += self.screen.take(is_over)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Transcript:
+    """What the ranks print during one cell, written to stdout as it comes.
+
+    Args:
+        paths: the file of each rank that runs the cell.
+        size: number of ranks, whether or not they run it.
+    """
+
+    def __init__(self, paths: Mapping[int, Path], size: int) -> None:
+        self._sources = {rank: _Source(path) for rank, path in paths.items()}
+        self._is_marked = size > 1
+        self._is_whole = len(paths) == size
+        self._held_since: float | None = None
+        self._bar = ""
+
+    def show(self, is_over: bool = False) -> None:
+        """Show what has come.
+
+        Local.
+
+        Args:
+            is_over: whether nothing more comes, so that nothing is held back for the other ranks.
+        """
+        for source in self._sources.values():
+            source.read(is_over)
+        lines = list(self._lines(is_over))
+        bar = "" if is_over else next(iter(self._sources.values())).screen.unfinished
+        if not lines and bar == self._bar:
+            return
+        clear = "\r" + " " * len(self._bar) + "\r" if self._bar else ""
+        sys.stdout.write(clear + "".join(f"{line}\n" for line in lines) + bar)
+        sys.stdout.flush()
+        self._bar = bar
+
+    def close(self) -> None:
+        """Let go of the files. Local."""
+        for source in self._sources.values():
+            source.close()
+
+    def _lines(self, is_over: bool) -> Iterator[str]:
+        pending = {rank: source.lines for rank, source in self._sources.items()}
+        if self._is_whole and len(pending) > 1:
+            yield from self._shared(pending)
+        if not any(pending.values()):
+            self._held_since = None
+            return
+        if self._held_since is None:
+            self._held_since = time.monotonic()
+        is_alone = len(pending) == 1
+        if is_over or is_alone or time.monotonic() - self._held_since > _HOLD_S:
+            for rank, lines in pending.items():
+                yield from (self._marked(rank, line) for line in lines)
+                lines.clear()
+            self._held_since = None
+
+    def _shared(self, pending: Mapping[int, list[str]]) -> Iterator[str]:
+        """Give lines of all ranks once, after what each had printed before."""
+        first, *others = (lines for lines in pending.values())
+        while all(pending.values()):
+            ahead = [set(lines[:_LOOK_AHEAD]) for lines in others]
+            shared = [line for line in first[:_LOOK_AHEAD] if all(line in each for each in ahead)]
+            if not shared:
+                return
+            for rank, lines in pending.items():
+                index = lines.index(shared[0])
+                yield from (self._marked(rank, line) for line in lines[:index])
+                del lines[: index + 1]
+            yield shared[0]
+
+    def _marked(self, rank: int, line: str) -> str:
+        mark = f"[rank {rank}] " if self._is_marked else ""
+        return line if line.startswith(mark) else mark + line  # `idist.print` marks its own
+
+
+def shown_once(values: Mapping[int, str], size: int) -> str:
+    """Write a text of each rank, equal ones once, without a mark if all ranks have it.
+
+    Local, and pure.
+
+    Args:
+        values: text of each rank that has one.
+        size: number of ranks.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks_of.setdefault(value, []).append(rank)
+    parts = []
+    for value, ranks in ranks_of.items():
+        if len(ranks) == size:
+            return value
+        parts.append(f"[{named(ranks)}] " + ("\n" * ("\n" in value)) + value)
+    return "\n".join(parts)

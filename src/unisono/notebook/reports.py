@@ -1,0 +1,110 @@
+"""What the notebook raises for a cell that failed: the ranks' own error, with their tracebacks."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import NoReturn
+
+from unisono.control.missing import named
+from unisono.deadlines import format_s
+from unisono.errors import CollectiveTimeoutError, UnisonoError
+from unisono.launchers.job.failure import Failure
+from unisono.notebook.run import INTERRUPT, TIMEOUT, Run
+from unisono.tracebacks import hides, is_full
+
+__all__ = ("briefly", "raise_failure")
+
+__tracebackhide__ = hides
+
+_RENDER = "_render_traceback_"  # IPython asks an exception for it
+
+
+@contextmanager
+def briefly() -> Iterator[None]:
+    """Let a notebook show errors of ours by their texts alone, but for those with more to show.
+
+    Local.
+    """
+    try:
+        yield
+    except UnisonoError as error:
+        if not is_full() and not hasattr(error, _RENDER):
+            lines = f"{type(error).__name__}: {error}".splitlines()
+            setattr(error, _RENDER, lambda: lines)
+        raise
+
+
+def raise_failure(run: Run, timeout_s: float | None) -> None:
+    """Raise what went wrong in a cell, if anything did.
+
+    Local. A notebook shows the ranks' tracebacks in place of this process's.
+
+    Args:
+        run: how the cell went.
+        timeout_s: seconds that it had.
+
+    Raises:
+        BaseException: what a rank raised, as if this process had.
+        WorkerFailedError: a rank died.
+        CollectiveTimeoutError: the cell took too long.
+        KeyboardInterrupt: the user interrupted it.
+    """
+    failures = {rank: o.failure for rank, o in run.outcomes.items() if o.failure is not None}
+    cut = [rank for rank in failures if run.outcomes[rank].is_interrupted]
+    own = {rank: failure for rank, failure in failures.items() if rank not in cut}
+    if run.cut_by == INTERRUPT:
+        text = f"the cell was interrupted\n\n{_places(run, failures)}"
+        _raise(KeyboardInterrupt(), text, run.stays)
+    if run.cut_by == TIMEOUT:
+        late = sorted({*cut, *run.stacks})
+        text = f"{named(late)} of {run.size} weren't done after {format_s(timeout_s or 0.0)}"
+        _raise(CollectiveTimeoutError(text), f"{text}\n\n{_places(run, failures)}", run.stays)
+    first = min(own, key=lambda rank: own[rank].doubt, default=None)
+    if run.error is not None and (first is None or own[first].doubt):
+        _raise(run.error, str(run.error), run.stays)
+    if first is not None:
+        ranks = [rank for rank in own if own[rank].traceback == own[first].traceback]
+        others = {rank: failure for rank, failure in failures.items() if rank not in ranks}
+        _raise(
+            _error(own[first], first, run.size), _text(ranks, own[first], run, others), run.stays
+        )
+    if failures:
+        _raise(KeyboardInterrupt(), _places(run, failures), run.stays)
+
+
+def _error(failure: Failure, rank: int, size: int) -> BaseException:
+    """Give what the rank raised, as far as it can be had here."""
+    if failure.cause is not None:
+        with suppress(Exception):  # its class may not exist here
+            cause = pickle.loads(failure.cause)
+            if isinstance(cause, BaseException):
+                return cause
+    return failure.error(rank, size)
+
+
+def _text(ranks: list[int], failure: Failure, run: Run, others: dict[int, Failure]) -> str:
+    who = f"all {run.size} ranks" if len(ranks) == run.size > 1 else f"{named(ranks)} of {run.size}"
+    head = f"{who} raised {failure.summary}" + (f"\n  at {failure.line}" if failure.line else "")
+    rest = _places(run, others)
+    return f"{head}\n\n{failure.traceback}" + (f"\nThe others:\n{rest}" if rest else "")
+
+
+def _places(run: Run, failures: dict[int, Failure]) -> str:
+    """Say where each rank was: equal stacks once."""
+    texts: dict[str, list[int]] = {}
+    for rank, failure in failures.items():
+        texts.setdefault(failure.traceback, []).append(rank)
+    for rank, stack in run.stacks.items():
+        texts.setdefault(stack or "it says nothing\n", []).append(rank)
+    parts = ((named(sorted(ranks)), text) for text, ranks in texts.items())
+    return "\n".join(f"{who} of {run.size}:\n{text}" for who, text in parts)
+
+
+def _raise(error: BaseException, text: str, stays: str) -> NoReturn:
+    """Raise an error that a notebook shows as a text."""
+    lines = [*text.rstrip().splitlines(), *(["", f"{stays}."] if stays else [])]
+    with suppress(AttributeError):  # an exception may have slots
+        setattr(error, _RENDER, lambda: lines)
+    raise error

@@ -1,0 +1,117 @@
+"""Tensors and trees in memory that ranks share: as any others, however they are carried."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+import unisono as idist
+from unisono.control.rendezvous import host_of_this_process
+from unisono.errors import ArgumentError, CollectiveMismatchError, PeerFailedError
+from unisono.testing.cases._law import law, needs_ranks, raises, same, worlds
+
+__all__ = ()
+
+_LONG = 1 << 16  # where ranks share memory nothing is copied from 256 KiB on
+
+
+@law()
+def collectives_of_a_shared_tensor_are_those_of_any_other() -> None:
+    rank, size = worlds()
+    for dtype, count in ((torch.float32, _LONG), (torch.int64, _LONG), (torch.int64, 3)):
+        values = torch.arange(size * count).remainder(89).add(rank).to(dtype).view(size, count)
+        mine = idist.shared_empty(size, count, dtype=dtype)
+        same((mine.shape, mine.dtype, mine.device.type), (values.shape, dtype, "cpu"))
+        same(idist.all_reduce_(mine.copy_(values)) is mine, True)
+        same(mine, idist.all_reduce(values), "all_reduce_")
+        mine.copy_(values)
+        same(idist.all_gather(mine), idist.all_gather(values), "all_gather")
+        same(idist.reduce_scatter(mine), idist.reduce_scatter(values), "reduce_scatter")
+        same(idist.all_reduce(mine), idist.all_reduce(values), "all_reduce")
+        same(mine, values, "it has changed")
+        same(idist.broadcast_(mine, src=size - 1), idist.broadcast(values, src=size - 1))
+        same(idist.all_reduce_(mine[:1].fill_(rank)), torch.full_like(mine[:1], _sum(size)))
+
+
+def _sum(size: int) -> int:
+    return sum(range(size))
+
+
+@law()
+def a_shared_tensor_is_each_rank_s_own() -> None:
+    rank, size = worlds()
+    mine = idist.shared_empty((2, _LONG)).fill_(rank)
+    idist.barrier()
+    same(mine, torch.full((2, _LONG), float(rank)))
+    same(idist.all_reduce_(mine, "mean"), torch.full((2, _LONG), (size - 1) / 2))
+
+
+@law()
+def shared_tensors_that_differ_are_refused_on_every_rank() -> None:
+    rank, size = worlds()
+    raises(ArgumentError, lambda: idist.shared_empty(-1), ["size"])
+    raises(ArgumentError, lambda: idist.shared_empty("2"), ["size"])  # type: ignore[arg-type]
+    if needs_ranks(2):
+        parts = ["shared_empty of float32[3]", "shared_empty of float32[2]"]
+        raises(CollectiveMismatchError, lambda: idist.shared_empty(2 + (rank == 0)), parts)
+    same(idist.shared_empty(0, 2).shape, torch.Size((0, 2)))
+    same(idist.all_reduce(1), size)
+
+
+@law("groups")
+def a_shared_tensor_of_a_group_is_reduced_in_it() -> None:
+    rank, size = worlds()
+    group = idist.new_group(list(range(size - 1)) or [0])
+    mine = idist.shared_empty(_LONG, group=group).fill_(1)
+    total = float(max(size - 1, 1)) if rank in group.ranks else 1.0
+    same(idist.all_reduce_(mine, group=group), torch.full((_LONG,), total))
+
+
+@law()
+def what_is_shared_is_built_once_on_each_host() -> None:
+    rank, _ = worlds()
+    built: list[int] = []
+
+    def build() -> dict[str, Any]:
+        built.append(rank)
+        return {"tensor": torch.arange(_LONG), "facts": (None, "é", 2.5), "empty": torch.empty(0)}
+
+    tree = idist.shared(build)
+    facts = {"tensor": torch.arange(_LONG), "facts": (None, "é", 2.5), "empty": torch.empty(0)}
+    same(tree, facts)
+    hosts = idist.all_gather(host_of_this_process())
+    same(idist.all_gather(len(built)), [int(h not in hosts[:r]) for r, h in enumerate(hosts)])
+
+
+@law()
+def nobody_sees_what_another_rank_writes_to_what_is_shared() -> None:
+    rank, _ = worlds()
+    has_arrays = importlib.util.find_spec("numpy") is not None
+
+    source = torch.zeros(_LONG)
+
+    def build() -> tuple[torch.Tensor, Any]:
+        return source, torch.ones(3).numpy() if has_arrays else None
+
+    tensor, array = idist.shared(build)
+    source.fill_(-1)
+    same(tensor, torch.zeros(_LONG), "it has changed with what build gave")
+    tensor.fill_(rank)
+    idist.barrier()
+    same(tensor, torch.full((_LONG,), float(rank)))
+    if has_arrays:
+        same((array.tolist(), array.flags.writeable), ([1.0, 1.0, 1.0], False))
+
+
+@law()
+def a_failure_to_build_what_is_shared_reaches_every_rank() -> None:
+    _, size = worlds()
+
+    def build() -> None:
+        raise ValueError("no such data set")
+
+    parts = ["rank 0", "ValueError: no such data set", "in build"]
+    raises(PeerFailedError, lambda: idist.shared(build), parts)
+    same(idist.all_reduce(1), size)

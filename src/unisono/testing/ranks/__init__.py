@@ -1,0 +1,1 @@
+"""The pytest plug-in: tests whose bodies run in several ranks."""

@@ -1,0 +1,362 @@
+"""The rank's side: a small session of pytest within each rank, which runs one test at a time.
+
+It collects the same files as the parent's session, so a test and its parameters are found by the
+test's id and nothing of it is pickled. Fixtures run in the rank, and live there as long as they
+would in the parent.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from warnings import WarningMessage
+
+import pytest
+from _pytest.config import Config, create_terminal_writer
+
+from unisono import context, facts
+from unisono.errors import UnisonoError
+from unisono.launchers.job.pickling import load_from_parent
+from unisono.launchers.job.worker import describe
+from unisono.testing.ranks.debugger import examine
+from unisono.testing.ranks.delays import Delays
+from unisono.testing.ranks.leaks import LeakCheck, left_text
+from unisono.testing.ranks.plugin import IN_RANK, OF_A_PROCESS
+
+__all__ = ("Reports", "Setting", "TestFailed", "begin", "call", "debug", "leave", "run_test")
+
+# Plug-ins that talk to the terminal, keep the time, or watch the whole session: the parent's do.
+_PARENTS = (
+    *("terminal", "terminalprogress", "junitxml", "pastebin", "faulthandler", "stepwise"),
+    *("doctest", "timeout", "unisono-ranks", "rerunfailures"),
+)
+_NOT_LOADED = ("pytest_cov", "xdist", "xdist.looponfail")
+# What changes the whole process, which ranks that are threads share with the parent.
+_OF_A_PROCESS = (
+    *("capture", "logging", "recwarn", "monkeypatch", "assertion", "warnings"),
+    *("unraisableexception", "threadexception", "debugging"),
+)
+_lock = threading.Lock()
+_here = threading.local()  # the session of this rank, which may be a thread
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the sessions of the ranks have from the parent's.
+
+    Args:
+        options: the parent's options, by name.
+        root: its root directory.
+        ini: its ini file; None for none.
+        files: those with tests for ranks.
+        temporary: where ranks may put temporary files.
+        process: the parent's id.
+    """
+
+    options: Mapping[str, Any]
+    root: str
+    ini: str | None
+    files: Sequence[str]
+    temporary: str
+    process: int
+
+
+@dataclass(frozen=True)
+class Reports:
+    """What one rank tells of one test.
+
+    Args:
+        reports: of pytest, one for each phase, as dictionaries.
+        failed_at: when it failed, by ``time.monotonic()``.
+        is_secondary: whether it failed because another rank did.
+        is_left_in_disorder: whether it left something behind.
+        has_lasting_fixtures: whether it set up fixtures that outlive it.
+        warnings: text, category, file and line of each.
+    """
+
+    reports: list[dict[str, Any]]
+    failed_at: float = 0.0
+    is_secondary: bool = False
+    is_left_in_disorder: bool = False
+    has_lasting_fixtures: bool = False
+    warnings: tuple[tuple[str, type[Warning], str, int], ...] = ()
+
+
+class TestFailed(Exception):
+    """Raised in a rank whose test didn't pass, so that no other rank is waited for.
+
+    Args:
+        reports: what there is to tell of it.
+    """
+
+    __test__ = False  # for pytest, which looks at names
+
+    def __init__(self, reports: Reports) -> None:
+        super().__init__(reports)
+        self.reports = reports
+
+
+def begin(local_rank: int, setting: Setting) -> None:
+    """Make the session of this rank. Local."""
+    del local_rank
+    with _lock:  # threads import the same modules
+        _here.session = _RankSession(setting)
+
+
+def run_test(local_rank: int, nodeid: str, tmp_path: str) -> Reports:
+    """Run a test with its fixtures.
+
+    Local, but for what the test does.
+
+    Args:
+        local_rank: of this rank.
+        nodeid: names the test.
+        tmp_path: of all its ranks.
+
+    Raises:
+        TestFailed: it didn't pass.
+    """
+    del local_rank
+    session: _RankSession = _here.session
+    return session.run(nodeid, tmp_path)
+
+
+def call(local_rank: int, pickled: bytes) -> Any:
+    """Run a function of the parent's. Local, but for what it does."""
+    del local_rank
+    session: _RankSession = _here.session
+    function, args, kwargs = load_from_parent(pickled, defines=session.is_process)
+    return function(*args, **kwargs)
+
+
+def debug(local_rank: int, rank: int, stdin: str) -> None:
+    """Let the user look at the last failure of one rank.
+
+    Local.
+
+    Args:
+        local_rank: of this rank.
+        rank: whose failure it is; the others do nothing.
+        stdin: where the user types.
+
+    Raises:
+        Exit: the user wants the session to end.
+    """
+    session: _RankSession = _here.session
+    if local_rank == rank:
+        session.debug(stdin)
+
+
+def leave(local_rank: int, stay: Sequence[str]) -> None:
+    """End the fixtures of all modules and classes but those named.
+
+    Local, but for what the fixtures do.
+
+    Args:
+        local_rank: of this rank.
+        stay: ids of those around the next test; empty to end all.
+
+    Raises:
+        Exception: whatever a fixture raises.
+    """
+    del local_rank
+    session: _RankSession = _here.session
+    session.leave(frozenset(stay))
+
+
+class _RankSession:
+    """A session of pytest without terminal or main loop."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.is_process = os.getpid() != setting.process
+        self._rank = facts.get_rank()
+        self._reports: list[dict[str, Any]] = []
+        self._warnings: list[tuple[str, type[Warning], str, int]] = []
+        self._failed_at = 0.0
+        self._is_secondary = False
+        self._tmp_path = Path()
+        self._failure: pytest.ExceptionInfo[BaseException] | None = None
+        self._leaks: LeakCheck | None = None
+        self._has_lasting_fixtures = False
+        seed = setting.options.get("ranks_delay")
+        self._delays = None if seed is None else Delays(context.current_model(), seed, self._rank)
+        self._config = self._configured(setting)
+        self._errors: dict[str, str] = {}
+        self._session = pytest.Session.from_config(self._config)
+        self._config.hook.pytest_sessionstart(session=self._session)
+        self._items = {
+            item.nodeid: item for item in self._session.perform_collect(list(setting.files))
+        }
+
+    def _configured(self, setting: Setting) -> Config:
+        place = f"{facts.get_world_size()}-{facts.backend()}-rank{self._rank}-{os.getpid()}"
+        options = {**setting.options, IN_RANK: self._rank}
+        options["basetemp"] = str(Path(setting.temporary, place))
+        # This package is here already, which pytest would warn of.
+        ignored = "ignore::pytest.PytestAssertRewriteWarning"
+        options["pythonwarnings"] = [*(options.get("pythonwarnings") or ()), ignored]
+        off = list(_NOT_LOADED)
+        if self.is_process:
+            options["capture"] = "sys" if options.get("capture") == "fd" else options["capture"]
+        else:
+            off += _OF_A_PROCESS
+            options["assertmode"] = "plain"  # the parent's is in force
+            options["override_ini"] = [*(options.get("override_ini") or ()), "pythonpath="]
+        ini = ["-c", setting.ini] if setting.ini else []
+        arguments = [f"-pno:{name}" for name in off]
+        arguments += [*ini, f"--rootdir={setting.root}", *setting.files]
+        config = Config.fromdictargs(options, arguments)
+        for name in _PARENTS:
+            plugin = config.pluginmanager.get_plugin(name)
+            if plugin is not None:
+                config.pluginmanager.unregister(plugin)
+        if not self.is_process:
+            config.pluginmanager.register(_Refused())
+        config.pluginmanager.register(_NoTerminal(config), "terminalreporter")
+        config.pluginmanager.register(self, "unisono-rank")
+        config._do_configure()
+        return config
+
+    def run(self, nodeid: str, tmp_path: str) -> Reports:
+        """Run one test. Local, but for what it does."""
+        item = self._items.get(nodeid)
+        if item is None:
+            raise UnisonoError(self._why_not_here(nodeid))
+        self._reports, self._failed_at, self._is_secondary = [], 0.0, False
+        self._warnings = []
+        self._tmp_path, self._failure = Path(tmp_path), None
+        self._session._setupstate.teardown_exact(item)
+        around: Any = item.parent  # its fixtures stay
+        self._leaks, self._has_lasting_fixtures = LeakCheck(of_process=self.is_process), False
+        if self._delays is not None:
+            self._delays.begin(nodeid)
+        item.ihook.pytest_runtest_protocol(item=item, nextitem=around)
+        left = self._leaks.left()
+        if left:
+            self._tell_left(item, left)
+        result = Reports(
+            self._reports,
+            self._failed_at,
+            self._is_secondary,
+            bool(left),
+            self._has_lasting_fixtures,
+            tuple(self._warnings),
+        )
+        if any(report["outcome"] != "passed" for report in self._reports):
+            raise TestFailed(result)
+        return result
+
+    def _tell_left(self, item: pytest.Item, left: Sequence[str]) -> None:
+        """Report as a failure what a test left behind. Local."""
+        self._failed_at = self._failed_at or time.monotonic()
+        text = left_text(left)
+        self.pytest_runtest_logreport(
+            pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
+        )
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+    ) -> Generator[None, Any, Any]:
+        """Allow what fixtures of modules, classes and the session make. Local."""
+        del request
+        if fixturedef.scope == "function" or self._leaks is None:
+            return (yield)
+        self._has_lasting_fixtures = True
+        with self._leaks.allowing():
+            return (yield)
+
+    def _why_not_here(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        why = self._errors.get(file, "")
+        if why:
+            return f"this rank can't collect {file}:\n{why}"
+        return (
+            f"this rank collects no test {nodeid}: what a file's tests and their "
+            "parameters are must be the same in every process"
+        )
+
+    def leave(self, stay: frozenset[str]) -> None:
+        """End the fixtures of what isn't named. Local, but for what the fixtures do."""
+        state = self._session._setupstate
+        chain = [node for node in state.stack if node.nodeid in stay]
+        around: Any = _Chain(chain) if stay else None
+        state.teardown_exact(around)
+
+    def debug(self, stdin: str) -> None:
+        """Let the user look at the last failure. Local."""
+        if self._failure is not None:
+            examine(self._config, self._failure, stdin if self.is_process else None)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Keep why a file can't be collected. Local."""
+        if report.failed:
+            self._errors[report.nodeid] = str(report.longrepr)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, Any, Any]:
+        """Take note of when and why this rank failed. Local."""
+        del item
+        report = yield
+        if report.failed and call.excinfo is not None and not self._failed_at:
+            self._failed_at = time.monotonic()
+            self._is_secondary = describe(call.excinfo.value).is_secondary
+            self._failure = call.excinfo
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep what the parent is told. Local."""
+        hook = self._config.hook
+        self._reports.append(hook.pytest_report_to_serializable(config=self._config, report=report))
+
+    def pytest_warning_recorded(self, warning_message: WarningMessage) -> None:
+        """Keep a warning for the parent's summary. Local."""
+        text, line = str(warning_message.message), warning_message.lineno
+        place = (text, warning_message.category, warning_message.filename, line)
+        self._warnings.append(place)
+
+    @pytest.fixture
+    def tmp_path(self) -> Path:
+        """Give a directory that all ranks of the test have in common. Local."""
+        self._tmp_path.mkdir(parents=True, exist_ok=True)
+        return self._tmp_path
+
+
+class _NoTerminal:
+    """In place of the terminal, for what asks it how to write: pytest 8's comparisons do."""
+
+    def __init__(self, config: Config) -> None:
+        self._tw = create_terminal_writer(config, io.StringIO())
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """What of a session stays, in place of the next test."""
+
+    nodes: Sequence[Any]
+
+    def listchain(self) -> list[Any]:
+        return list(self.nodes)
+
+
+def _refused(name: str) -> Any:
+    @pytest.fixture(name=name)
+    def refuse(_: object) -> None:
+        pytest.fail(
+            f"the fixture {name} changes the whole process, which ranks that are threads share: "
+            'run the test on processes, as with @pytest.mark.ranks(2, on="gloo")',
+            pytrace=False,
+        )
+
+    return refuse
+
+
+_Refused = type("_Refused", (), {name: _refused(name) for name in OF_A_PROCESS})

@@ -1,0 +1,387 @@
+"""Warm ranks, by backend and number: they run test after test, until one leaves them unusable."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from unisono.errors import (
+    ArgumentError,
+    BackendUnavailableError,
+    LaunchError,
+    UnknownBackendError,
+)
+from unisono.launchers.job.failure import Failure
+from unisono.launchers.job.job import Job
+from unisono.launchers.job.pickling import pickle_for_worker
+from unisono.lifecycle import check_job
+from unisono.pool.call import Call, once
+from unisono.pool.replicas import Replicas
+from unisono.registry import find_model
+from unisono.testing.ranks import body, reports
+from unisono.testing.ranks.answers import Answers
+from unisono.testing.ranks.debugger import own_stdin
+from unisono.testing.ranks.leaks import LeakCheck
+from unisono.testing.ranks.output import of_threads
+from unisono.testing.ranks.plugin import Place, place_of
+from unisono.tracebacks import hides
+
+__all__ = ("Pool", "Pools", "Ranks")
+
+__tracebackhide__ = hides
+
+_STACKS_S = 0.5  # for the stacks of ranks that are late
+_START_S = 120.0  # for ranks to start, and to collect the tests
+_PLAIN = (type(None), bool, int, float, str)
+# Options of the session that aren't for its ranks, which run single tests.
+_OFF: dict[str, Any] = {
+    **dict.fromkeys(("usepdb", "trace", "lf", "failedfirst", "newfirst", "stepwise"), False),
+    **dict.fromkeys(("stepwise_skip", "collectonly", "setuponly", "setupshow"), False),
+    **dict.fromkeys(("setupplan", "cacheclear", "looponfail"), False),
+    **dict.fromkeys(("deselect", "xmlpath", "pastebin", "durations", "numprocesses"), None),
+    **dict.fromkeys(("inifilename", "rootdir"), None),
+    **dict.fromkeys(("keyword", "markexpr"), ""),
+    "maxfail": 0,
+    "dist": "no",
+    "continue_on_collection_errors": True,
+}
+
+
+class _Late(LaunchError):
+    """Raised where a call isn't done in time."""
+
+
+class Pool:
+    """So many ranks on one backend; they are made when they are needed, and again after a loss."""
+
+    def __init__(
+        self, backend: str, size: int, setting: Callable[[], body.Setting], keeps_failures: bool
+    ) -> None:
+        self.backend = backend
+        self.size = size
+        self._setting = setting
+        self._keeps_failures = keeps_failures  # for the debugger
+        self._replicas: Replicas | None = None
+        self._is_held = False
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether its ranks are there."""
+        return self._replicas is not None
+
+    @property
+    def are_threads(self) -> bool:
+        """Whether its ranks are there, as threads of this process."""
+        return self._replicas is not None and set(self._replicas.pids) == {os.getpid()}
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None) -> Answers:
+        """Run ``function(local_rank, *args)`` in every rank.
+
+        Local.
+
+        Args:
+            function: one of `body`.
+            args: what it gets.
+            timeout_s: seconds that it may take; None for no limit.
+
+        Raises:
+            UnknownBackendError: nobody claims the backend.
+            BackendUnavailableError: it can't be used here.
+            LaunchError: the ranks can't be made.
+        """
+        if self._replicas is not None and (self._is_held or self._replicas.has_ended()):
+            self.drop()
+        if self._replicas is None:
+            self._start()
+        return self._run(function, args, timeout_s)
+
+    def _start(self) -> None:
+        check_job("a test in ranks", self.backend, self.size, {})
+        limit = time.monotonic() + _START_S
+        self._replicas = Replicas(self.size, self.backend, True, {}, limit)
+        begun = self._run(body.begin, (self._setting(),), _START_S)
+        if len(begun.values) < self.size:
+            self.drop()
+            raise reports.error_of(begun, self.size, "starting the ranks", _START_S)
+
+    def _run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float | None
+    ) -> Answers:
+        replicas = self._replicas
+        assert replicas is not None
+        pickled = pickle_for_worker((function, args, {}, True), with_main=False)
+        limit = None if timeout_s is None else time.monotonic() + timeout_s
+        call = Call(replicas, once(pickled, self.size), _too_late, limit, is_together=True)
+        job: Job[Any] = Job(call, self.size)
+        answers = Answers()
+        try:
+            call.begin(job)
+            job.finish()
+        except _Late:
+            answers.late = job.late
+        except LaunchError as error:
+            answers.error = None if job.failures else error
+        except BaseException:  # Ctrl-C, another plug-in's limit: the ranks are still at work
+            self.drop()
+            raise
+        answers.failures = dict(job.failures.by_rank)
+        answers.values = {rank: pickle.loads(given[0]) for rank, given in call.answers.items()}
+        if not call.replicas_stay:
+            self._lose(answers)
+        return answers
+
+    def _lose(self, answers: Answers) -> None:
+        """Ask ranks that didn't end where they are, and end them."""
+        ended = answers.values.keys() | answers.failures.keys()
+        busy = [rank for rank in range(self.size) if rank not in ended]
+        if answers.error is None and busy and self._replicas is not None:
+            answers.stacks = dict.fromkeys(busy, [])
+            answers.stacks.update(self._replicas.stacks(busy, _STACKS_S))
+        if self._keeps_failures and answers.failures:
+            self._is_held = True
+        else:
+            self.drop()
+
+    def debug(self, rank: int) -> None:
+        """Let the user look at the last failure of a rank. Local.
+
+        Raises:
+            Exit: the user wants the session to end.
+        """
+        replicas = self._replicas
+        if replicas is not None:
+            pickled = pickle_for_worker((body.debug, (rank, own_stdin()), {}, True))
+            replicas.send(rank, pickled, None)
+            answer = replicas.hear([rank], None)
+            fault = pickle.loads(answer[1][1]) if answer is not None else None
+            if isinstance(fault, Failure) and fault.cause is not None:
+                raise pickle.loads(fault.cause)
+
+    def drop(self) -> None:
+        """End the ranks, whatever they do. Local."""
+        self._is_held = False
+        replicas, self._replicas = self._replicas, None
+        if replicas is not None:
+            replicas.stop(is_orderly=False)
+
+    def close(self) -> None:
+        """End idle ranks in good order. Local."""
+        replicas, self._replicas = self._replicas, None
+        if replicas is not None:
+            replicas.stop(is_orderly=True)
+
+
+def _too_late(late: list[int]) -> NoReturn:
+    raise _Late(f"ranks {late} weren't done in time")
+
+
+class Pools:
+    """All warm ranks of a session.
+
+    Args:
+        session: the parent's.
+    """
+
+    def __init__(self, session: pytest.Session) -> None:
+        self._session = session
+        self._pools: dict[tuple[str, int], Pool] = {}
+        self._numbers = itertools.count(1)
+        self._merged: dict[str, reports.Merged] = {}
+        self._failed: list[int] = []  # of the last test, the first cause first
+
+    def _pool(self, backend: str, size: int) -> Pool:
+        key = (backend, size)
+        if key not in self._pools:
+            is_debugged = bool(self._session.config.getoption("usepdb", False))
+            self._pools[key] = Pool(backend, size, self._setting, is_debugged)
+        return self._pools[key]
+
+    def _temporary(self) -> Path:
+        factory: Any = getattr(self._session.config, "_tmp_path_factory")  # noqa: B009 - private
+        return Path(factory.getbasetemp())
+
+    def _setting(self) -> body.Setting:
+        config = self._session.config
+        marked = [item for item in self._session.items if place_of(item) is not None]
+        files = dict.fromkeys(str(item.path) for item in marked)
+        options = {key: value for key, value in vars(config.option).items() if _is_plain(value)}
+        options.pop("file_or_dir", None)
+        temporary = self._temporary() / "ranks"
+        temporary.mkdir(exist_ok=True)
+        return body.Setting(
+            {**options, **_OFF},
+            str(config.rootpath),
+            None if config.inipath is None else str(config.inipath),
+            tuple(files),
+            str(temporary),
+            os.getpid(),
+        )
+
+    def ranks(self, size: int, *, on: str = "threads", timeout: float | None = None) -> Ranks:
+        """Give ranks for functions of a test that stays in the parent.
+
+        Local.
+
+        Args:
+            size: how many.
+            on: the backend.
+            timeout: seconds that a call may take; None for those of ``--ranks-timeout``.
+        """
+        config = self._session.config
+        given = timeout if timeout is not None else config.getoption("ranks_timeout")
+        timeout_s = float(config.getini("ranks_timeout") if given is None else given)
+        return Ranks(self._pool(on, size), timeout_s)
+
+    def run_test(self, item: pytest.Function, place: Place) -> None:
+        """Run a marked test in its ranks, and raise unless it passes.
+
+        Local.
+
+        Raises:
+            RanksFailed: it failed; `fill` has the report.
+        """
+        pool = self._pool(place.backend, place.size)
+        name = re.sub(r"\W", "_", item.name)[:30]
+        tmp_path = str(self._temporary() / f"{name}-{next(self._numbers)}")
+        is_debugged = item.config.getoption("usepdb", False)
+        limit_s = None if is_debugged else place.timeout_s
+        is_kept = item.config.getoption("capture", "fd") != "no"
+        try:
+            are_threads = find_model(place.backend).replicas_are_threads
+            leaks = LeakCheck(of_rank=False) if are_threads else None
+            with of_threads(is_kept) as printed:
+                answers = pool.run(body.run_test, item.nodeid, tmp_path, timeout_s=limit_s)
+        except (UnknownBackendError, ArgumentError) as error:
+            raise pytest.fail.Exception(str(error), pytrace=False) from None
+        except BackendUnavailableError as error:
+            raise pytest.skip.Exception(str(error), _use_item_location=True) from None
+        self._failed = []
+        merged = reports.merge(answers, place, item, printed)
+        if leaks is not None and not merged.has_lasting_fixtures and (left := leaks.left()):
+            merged.blame(item, place, left)
+            leaks.restore()
+        if merged.is_left_in_disorder and not is_debugged:
+            pool.drop()
+        seed = item.config.getoption("ranks_delay")
+        if seed is not None and merged.outcome == "failed":
+            merged.sections.append(("Random delays", f"--ranks-delay={seed} repeats them\n"))
+        self._merged[item.nodeid], self._failed = merged, merged.failed
+        merged.give()
+
+    def fill(self, item: pytest.Item, report: pytest.TestReport) -> None:
+        """Put what the ranks told into the report of the session. Local."""
+        merged = self._merged.pop(item.nodeid, None)
+        if merged is not None:
+            merged.fill(report)
+
+    def debug(self, item: pytest.Item, place: Place) -> None:
+        """Let the user look at the failure of a test, in the rank that was asked for. Local.
+
+        Raises:
+            Exit: the user wants the session to end.
+        """
+        terminal: Any = item.config.pluginmanager.get_plugin("terminalreporter")
+        failed, wanted = self._failed, item.config.getoption("ranks_pdb")
+        if not failed:
+            terminal.write_line("no rank is there to look at: see the report")
+            return
+        rank = next((one for one in (wanted, 0) if one in failed), failed[0])
+        if wanted is not None and rank != wanted:
+            terminal.write_line(f"rank {wanted} hasn't failed")
+        terminal.write_sep(">", f"entering PDB in rank {rank} of {place.size} ({place.backend})")
+        self._pool(place.backend, place.size).debug(rank)
+
+    def leave(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        """End fixtures whose module or class the session leaves.
+
+        Local.
+
+        Raises:
+            Failed: one failed.
+        """
+        stay = [node.nodeid for node in nextitem.listchain()] if nextitem is not None else []
+        parents = [node.nodeid for node in item.listchain()[:-1]]
+        if stay and set(parents) <= set(stay):
+            return
+        for pool in self._pools.values():
+            if pool.is_warm:
+                _end_fixtures(pool, stay)
+
+    def end_threads(self) -> None:
+        """End ranks that are threads: beside them this process has no context of its own.
+
+        Local.
+
+        Raises:
+            Failed: a fixture of theirs failed at its end.
+        """
+        for pool in self._pools.values():
+            if pool.are_threads:
+                try:
+                    _end_fixtures(pool, [])
+                finally:
+                    pool.close()
+
+    def close(self) -> None:
+        """End all ranks. Local."""
+        for pool in self._pools.values():
+            pool.close()
+
+
+def _end_fixtures(pool: Pool, stay: list[str]) -> None:
+    answers = pool.run(body.leave, stay, timeout_s=_START_S)
+    if len(answers.values) < pool.size:
+        error = reports.error_of(answers, pool.size, "ending fixtures", _START_S)
+        pytest.fail(str(error), pytrace=False)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Ranks that stay warm; what the fixture ``ranks`` gives."""
+
+    _pool: Pool
+    _timeout_s: float
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run ``function(*args, **kwargs)`` in every rank.
+
+        Local; in the ranks collectives work.
+
+        Args:
+            function: any callable.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+
+        Returns:
+            What it returned, by rank.
+
+        Raises:
+            PayloadError: the function or its arguments can't be pickled.
+            WorkerFailedError: a rank failed; it has the first failure's own traceback.
+            CollectiveTimeoutError: the time is over; shows where each rank was.
+        """
+        pickled = pickle_for_worker((function, args, kwargs), with_main=False)
+        answers = self._pool.run(body.call, pickled, timeout_s=self._timeout_s)
+        size = self._pool.size
+        if len(answers.values) < size:
+            name = str(getattr(function, "__qualname__", function))
+            raise reports.error_of(answers, size, name, self._timeout_s)
+        return [answers.values[rank] for rank in range(size)]
+
+
+def _is_plain(value: object) -> bool:
+    """Tell whether an option is made of plain values, which any process can have. Local."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return type(value) in _PLAIN

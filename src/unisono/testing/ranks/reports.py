@@ -1,0 +1,335 @@
+"""One report of a test from those of its ranks: equal failures once, the first cause first."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from warnings import WarningMessage
+
+import pytest
+from _pytest._code.code import (
+    ExceptionChainRepr,
+    ReprEntryNative,
+    ReprFileLocation,
+    ReprTracebackNative,
+)
+
+from unisono.deadlines import format_s
+from unisono.errors import CollectiveTimeoutError, WorkerFailedError
+from unisono.launchers.job.failure import Failure
+from unisono.pool.replicas import Frame
+from unisono.testing.ranks.answers import Answers
+from unisono.testing.ranks.body import Reports, TestFailed
+from unisono.testing.ranks.leaks import left_text
+from unisono.testing.ranks.output import Printed
+from unisono.testing.ranks.plugin import Place
+from unisono.testing.ranks.world import ranks_text
+from unisono.tracebacks import fold_text
+
+__all__ = ("Merged", "RanksFailed", "error_of", "merge")
+
+_ADDRESS = re.compile(r"\b0x[0-9a-f]+")
+_BODY = os.sep + os.path.join("_pytest", "python.py")  # calls a test's body
+_STRICT = "[XPASS(strict)]"
+_Outcome = Literal["passed", "failed", "skipped"]
+
+
+class RanksFailed(Exception):
+    """Raised in the session's process where a test failed in its ranks."""
+
+
+@dataclass
+class Merged:
+    """What a test's ranks told, as one.
+
+    Args:
+        outcome: of pytest.
+        when: the phase that it is about.
+        longrepr: the text of the report.
+        wasxfail: the reason of an expected failure; None for none.
+        sections: what ranks printed and logged.
+        properties: what tests recorded.
+        failed: ranks that failed and still are there, the first cause first.
+        is_left_in_disorder: whether the ranks aren't as they were.
+        has_lasting_fixtures: whether fixtures were set up that outlive the test.
+    """
+
+    outcome: _Outcome = "passed"
+    when: Literal["setup", "call", "teardown"] = "call"
+    longrepr: Any = None
+    wasxfail: str | None = None
+    sections: list[tuple[str, str]] = field(default_factory=list)
+    properties: list[tuple[str, object]] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
+    is_left_in_disorder: bool = False
+    has_lasting_fixtures: bool = False
+
+    def blame(self, item: pytest.Item, place: Place, left: Sequence[str]) -> None:
+        """Fail for what ranks left behind that are threads; else say it, too. Local."""
+        self.is_left_in_disorder = True
+        text = left_text(left)
+        if self.outcome != "passed":
+            self.sections.append(("Left behind", text))
+            return
+        self.outcome, self.wasxfail = "failed", None
+        self.longrepr = _headed(text, f"{_of(range(place.size), place)}, one process:", item)
+
+    def give(self) -> None:
+        """Raise what isn't a success. Local.
+
+        Raises:
+            RanksFailed: the test failed.
+        """
+        if self.outcome == "skipped" and self.wasxfail is None:
+            raise pytest.skip.Exception(str(self.longrepr[2]), _use_item_location=True)
+        if self.outcome != "passed":
+            raise RanksFailed(_crash(self.longrepr))
+
+    def fill(self, report: pytest.TestReport) -> None:
+        """Put this into the session's own report. Local."""
+        report.outcome = self.outcome
+        report.when = self.when
+        report.longrepr = self.longrepr
+        report.sections = [*report.sections, *self.sections]
+        report.user_properties = [*report.user_properties, *self.properties]
+        report.__dict__.pop("wasxfail", None)
+        if self.wasxfail is not None:
+            report.wasxfail = self.wasxfail
+
+
+@dataclass
+class _Told:
+    """What one rank told: pytest's reports, the one that decides, and when it failed."""
+
+    rank: int
+    reports: list[pytest.TestReport]
+    failed_at: float = 0.0
+    is_secondary: bool = False
+
+    @property
+    def decisive(self) -> pytest.TestReport | None:
+        """The report of the failure, else of the skip; None for a success."""
+        by_outcome = [
+            next((r for r in self.reports if r.outcome == outcome), None)
+            for outcome in ("failed", "skipped")
+        ]
+        return by_outcome[0] or by_outcome[1]
+
+
+def merge(answers: Answers, place: Place, item: pytest.Item, printed: Printed) -> Merged:
+    """Make one report of what ranks told.
+
+    Local.
+
+    Args:
+        answers: what they told.
+        place: where the test ran.
+        item: the test.
+        printed: what ranks printed that are threads.
+    """
+    by_rank = _reports(answers, item)
+    told = [_told(rank, reports, item) for rank, reports in by_rank.items()]
+    warned = [warning for each in by_rank.values() for warning in each.warnings]
+    for text, category, file, line in dict.fromkeys(warned):
+        message = WarningMessage(text, category, file, line)
+        facts = {"warning_message": message, "when": "runtest", "nodeid": item.nodeid}
+        item.ihook.pytest_warning_recorded.call_historic(kwargs={**facts, "location": None})
+    merged = _merged(answers, place, item, told)
+    merged.is_left_in_disorder = any(each.is_left_in_disorder for each in by_rank.values())
+    merged.has_lasting_fixtures = any(each.has_lasting_fixtures for each in by_rank.values())
+    merged.sections = [*_sections(told, printed, place.size)]
+    for one in told:
+        for report in one.reports[-1:]:
+            merged.properties += [p for p in report.user_properties if p not in merged.properties]
+    return merged
+
+
+def _merged(answers: Answers, place: Place, item: pytest.Item, told: list[_Told]) -> Merged:
+    failed = [one for one in told if one.decisive is not None and one.decisive.failed]
+    xfailed = [o for o in told if o.decisive is not None and hasattr(o.decisive, "wasxfail")]
+    skipped = [o for o in told if o.decisive is not None and o.decisive.skipped]
+    is_lost = answers.error is not None or bool(answers.late)
+    if any(not (one.is_secondary or _is_strict(one)) for one in failed) or is_lost:
+        return _failure(answers, place, item, failed)
+    for one in (*[o for o in xfailed if o.decisive and o.decisive.skipped], *skipped):
+        assert one.decisive is not None
+        reason = getattr(one.decisive, "wasxfail", None)
+        return Merged("skipped", "call", one.decisive.longrepr, reason)
+    if failed or len(told) < place.size:
+        return _failure(answers, place, item, failed)
+    reasons = [report.wasxfail for o in told for report in o.reports if hasattr(report, "wasxfail")]
+    return Merged(wasxfail=reasons[0] if reasons else None)
+
+
+def _is_strict(one: _Told) -> bool:
+    return one.decisive is not None and str(one.decisive.longrepr).startswith(_STRICT)
+
+
+def _reports(answers: Answers, item: pytest.Item) -> dict[int, Reports]:
+    """Give what each rank told, also one that failed outside of the test's phases."""
+    told: dict[int, Reports] = dict(answers.values)
+    for rank, fault in answers.failures.items():
+        cause = None
+        if isinstance(fault, Failure) and fault.cause is not None:
+            cause = pickle.loads(fault.cause)
+        if isinstance(cause, TestFailed):
+            told[rank] = cause.reports
+        elif isinstance(cause, pytest.exit.Exception):
+            raise cause
+        else:
+            text = fault.traceback if isinstance(fault, Failure) else str(fault)
+            headline = fault.summary if isinstance(fault, Failure) else str(fault)
+            report = pytest.TestReport(
+                item.nodeid, item.location, {}, "failed", _text(item, headline, text), "call"
+            )
+            data = item.config.hook.pytest_report_to_serializable(config=item.config, report=report)
+            told[rank] = Reports([data], time.monotonic())
+    return dict(sorted(told.items()))
+
+
+def _told(rank: int, reports: Reports, item: pytest.Item) -> _Told:
+    hook = item.config.hook
+    loaded = [
+        hook.pytest_report_from_serializable(config=item.config, data=data)
+        for data in reports.reports
+    ]
+    return _Told(rank, loaded, reports.failed_at, reports.is_secondary)
+
+
+def _failure(answers: Answers, place: Place, item: pytest.Item, failed: Sequence[_Told]) -> Merged:
+    """Write the failure: what is lost, else the first cause; then the others."""
+    groups = _groups(failed)
+    others = groups
+    longrepr: Any
+    when: Any = "call"
+    if answers.error is not None:
+        text = str(answers.error)
+        longrepr = _text(item, text.partition("\n")[0], text)
+    elif answers.late:
+        late = ranks_text(answers.late)
+        wasnt = "wasn't" if len(answers.late) == 1 else "weren't"
+        head = (
+            f"{late} of {place.size} {wasnt} done after {format_s(place.timeout_s)} "
+            f"({place.backend})"
+        )
+        longrepr = _text(item, head, _stacks(answers.stacks, place.size))
+    else:
+        first, *others = groups
+        decisive = first[0].decisive
+        assert decisive is not None
+        longrepr, when = decisive.longrepr, decisive.when
+        longrepr = _headed(longrepr, f"{_of([o.rank for o in first], place)}:", item)
+    for group in others:
+        decisive = group[0].decisive
+        assert decisive is not None
+        name = _of([one.rank for one in group], place)
+        if group[0].is_secondary:
+            longrepr.addsection(f"{name}, because of it", _crash(decisive.longrepr))
+        else:
+            longrepr.addsection(name, str(decisive.longrepr))
+    if answers.stacks and not answers.late:
+        waited = f"{ranks_text(answers.stacks)} of {place.size} still ran, and were ended"
+        longrepr.addsection(waited, _stacks(answers.stacks, place.size))
+    ranks = [one.rank for group in groups for one in group]
+    return Merged("failed", when, longrepr, failed=[] if answers.error else ranks)
+
+
+def _groups(failed: Iterable[_Told]) -> list[list[_Told]]:
+    """Group ranks by equal failure: own causes before others', the earliest first."""
+    groups: dict[tuple[bool, str], list[_Told]] = {}
+    for one in sorted(failed, key=lambda one: (one.is_secondary, _is_strict(one), one.failed_at)):
+        assert one.decisive is not None
+        text = _ADDRESS.sub("0x", f"{one.decisive.when} {_crash(one.decisive.longrepr)}")
+        groups.setdefault((one.is_secondary, text), []).append(one)
+    return list(groups.values())
+
+
+def _of(ranks: Sequence[int], place: Place) -> str:
+    return f"{ranks_text(ranks)} of {place.size} ({place.backend})"
+
+
+def _text(item: pytest.Item, headline: str, text: str) -> ExceptionChainRepr:
+    """Write a failure that has no exception in this process."""
+    path, line, _ = item.location
+    crash = ReprFileLocation(path, (line or 0) + 1, headline)
+    lines = [] if text.startswith(headline) else [f"E   {headline}\n"]
+    traceback = ReprTracebackNative([*lines, f"{text.rstrip()}\n"])
+    return ExceptionChainRepr([(traceback, crash, None)])
+
+
+def _headed(longrepr: Any, head: str, item: pytest.Item) -> Any:
+    """Begin a failure with the ranks that have it."""
+    if not isinstance(longrepr, ExceptionChainRepr):
+        text = str(longrepr)
+        longrepr = _text(item, text.strip().partition("\n")[0], text)
+    traceback, crash, _ = longrepr.chain[0]
+    traceback.reprentries = [ReprEntryNative([f"{head}\n"]), *traceback.reprentries]
+    crash = longrepr.reprcrash
+    if crash is not None:
+        crash.message = f"{head} {crash.message}"
+    return longrepr
+
+
+def _crash(longrepr: Any) -> str:
+    crash = getattr(longrepr, "reprcrash", None)
+    return str(longrepr) if crash is None else f"{crash.path}:{crash.lineno}: {crash.message}"
+
+
+def _stacks(stacks: Mapping[int, Sequence[Frame]], size: int) -> str:
+    """Write where ranks are: the frames of the test's body, and what it calls."""
+    parts = []
+    for rank, frames in sorted(stacks.items()):
+        starts = [index for index, frame in enumerate(frames, 1) if frame[0].endswith(_BODY)]
+        own = frames[max(starts, default=0) :]
+        lines = [
+            f'  File "{file}", line {line}, in {name}\n    {source}\n'
+            for file, line, name, source in own
+        ]
+        shown = fold_text("".join(lines)) or (
+            "  it doesn't answer: it is stopped, or in code that holds Python's lock\n"
+        )
+        parts.append(f"rank {rank} of {size}:\n{shown}")
+    return "\n".join(parts)
+
+
+def _sections(told: Sequence[_Told], printed: Printed, size: int) -> Iterable[tuple[str, str]]:
+    """Name what ranks printed and logged by rank, what is equal once."""
+    by_text: dict[tuple[str, str], list[int]] = {}
+    for one in told:
+        for name, text in one.reports[-1].sections if one.reports else ():
+            by_text.setdefault((name, text), []).append(one.rank)
+    for (rank, stream), kept in sorted(printed.items()):
+        by_text.setdefault((f"Captured {stream} call", kept.getvalue()), []).append(rank)
+    for (name, text), ranks in by_text.items():
+        if text:
+            yield f"{name} ({ranks_text(ranks)} of {size})", text
+
+
+def error_of(answers: Answers, size: int, what: str, timeout_s: float) -> Exception:
+    """Make the error of a call that isn't a test's.
+
+    Local.
+
+    Args:
+        answers: what the ranks made of it.
+        size: how many they are.
+        what: names the call.
+        timeout_s: the time that it had.
+    """
+    if answers.error is not None:
+        return answers.error
+    if answers.late:
+        return CollectiveTimeoutError(
+            f"{what} wasn't done on {ranks_text(answers.late)} of {size} after "
+            f"{format_s(timeout_s)}\n{_stacks(answers.stacks, size)}"
+        )
+    faults = [(f.doubt, rank, f) for rank, f in answers.failures.items() if isinstance(f, Failure)]
+    if faults:
+        _, rank, fault = min(faults, key=lambda each: each[:2])
+        return fault.error(rank, size)
+    return WorkerFailedError(f"{what}: ranks left no word", -1)

@@ -1,0 +1,116 @@
+"""The ranks of a test, as its body sees them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import cloudpickle
+
+from unisono import facts
+from unisono.collectives.gathers import all_gather
+from unisono.testing.cases import same
+from unisono.tracebacks import hides
+
+__all__ = ("World", "ranks_text")
+
+__tracebackhide__ = hides
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks that run a test.
+
+    Args:
+        rank: this one.
+        size: how many there are.
+    """
+
+    rank: int
+    size: int
+
+    @classmethod
+    def here(cls) -> World:
+        """Tell which rank this is. Local."""
+        return cls(facts.get_rank(), facts.get_world_size())
+
+    def same(self, value: object, *, among: Collection[int] | None = None) -> None:
+        """Demand the same value on all ranks: type, dtype, shape and every bit of it.
+
+        Collective over all ranks.
+
+        Args:
+            value: anything that can be pickled.
+            among: the ranks whose values are compared; None for all.
+
+        Raises:
+            AssertionError: they differ; says who has what (on every rank).
+        """
+        __tracebackhide__ = hides  # here as well, for the debugger
+        pickles = all_gather(cloudpickle.dumps(value))
+        chosen = range(self.size) if among is None else sorted(among)
+        values = {rank: pickle.loads(pickles[rank]) for rank in chosen}
+        groups: list[list[int]] = []
+        for rank in chosen:
+            for group in groups:
+                if not _difference(values[rank], values[group[0]]):
+                    group.append(rank)
+                    break
+            else:
+                groups.append([rank])
+        if len(groups) > 1:
+            shown = "".join(f"\n  {ranks_text(group)}: {values[group[0]]!r}" for group in groups)
+            where = _difference(values[groups[1][0]], values[groups[0][0]])
+            raise AssertionError(f"the ranks have different values:{shown}\n  {where}")
+
+    @contextmanager
+    def raises_on(self, rank: int | Collection[int], error: type[BaseException]) -> Iterator[None]:
+        """Demand that a block raises on certain ranks, and on no other.
+
+        Local.
+
+        Args:
+            rank: the rank that should raise, or several.
+            error: what it should raise, which ends the block; other errors pass.
+
+        Raises:
+            AssertionError: the block didn't raise there (on these ranks).
+        """
+        __tracebackhide__ = hides
+        if not self.only(rank):
+            yield
+            return
+        try:
+            yield
+        except error:
+            return
+        raise AssertionError(f"rank {self.rank} of {self.size} didn't raise {error.__name__}")
+
+    def only(self, rank: int | Collection[int]) -> bool:
+        """Tell whether this is a certain rank, or one of several: ``if world.only(0): ...``.
+
+        Local.
+        """
+        return self.rank == rank if isinstance(rank, int) else self.rank in rank
+
+
+def ranks_text(ranks: Collection[int]) -> str:
+    """Write "rank 2" or "ranks 0,2-5". Local, and pure."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    texts = [f"{p[0]}-{p[-1]}" if len(p) > 2 else ",".join(map(str, p)) for p in parts]
+    return f"rank{'s' if len(ranks) > 1 else ''} {','.join(texts)}"
+
+
+def _difference(value: object, other: object) -> str:
+    try:
+        same(value, other, "they differ")
+    except AssertionError as error:
+        return str(error)
+    return ""

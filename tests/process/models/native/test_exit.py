@@ -1,0 +1,51 @@
+"""What gloo's threads still hold as a program ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.processes import run_python
+
+PAIRS = 8
+"""Two ranks at a time; each aborted in a third of the cases."""
+
+# Gloo's threads are done with their operations, and wait for the interpreter, which they don't get
+# before the program ends unless it gives it to them.
+PROGRAM = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+import unisono
+
+def pair(turn):
+    pids = []
+    for rank in range(2):
+        pid = os.fork()
+        if pid == 0:
+            return rank
+        pids.append(pid)
+    codes.extend(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids)
+
+codes = []
+for turn in range(int(sys.argv[2])):
+    rank = pair(turn)
+    if rank is not None:
+        break
+if rank is None:
+    print(*codes)
+else:
+    url = f"file://{sys.argv[1]}/{turn}"
+    unisono.initialize("gloo", init_method=url, rank=rank, world_size=2, timeout=60)
+    unisono.barrier()
+    sys.setswitchinterval(60)
+    for _ in range(2):
+        dist.all_reduce(torch.ones(4), async_op=True)
+    until = time.monotonic() + 0.3
+    while time.monotonic() < until:
+        pass
+"""
+
+
+def test_a_program_that_ends_right_after_an_operation_doesnt_abort(tmp_path: Path) -> None:
+    printed = run_python("-c", PROGRAM, str(tmp_path), str(PAIRS))
+    assert printed.split() == ["0"] * 2 * PAIRS

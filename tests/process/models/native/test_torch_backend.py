@@ -1,0 +1,801 @@
+"""The backend "unisono" of torch: programs that call torch alone, and what they build on it."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import importlib
+import importlib.metadata
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives
+import torch.distributed.checkpoint
+import torch.distributed.distributed_c10d as distributed_c10d
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import unisono
+from tests.support.by_hand import Check, by_hand, join, leave, outcomes, prepare
+from tests.support.processes import run_python
+from unisono.control import rendezvous
+from unisono.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    ContextError,
+    PeerFailedError,
+)
+from unisono.models.native.torch_backend import _UnisonoGroup
+
+NAME = "unisono"
+functional: Any = torch.distributed._functional_collectives
+dcp: Any = torch.distributed.checkpoint
+torch_dist: Any = dist  # for names that it doesn't export as type checkers want it
+COUNTS = (1, 1000, 300_001)  # in a round, in one piece, in slices
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Torch deprecates names and modules of its own, and warns of CPUs.
+OF_TORCH = r".*(deprecated|FSDP|CPU|sharded|_get_pg_default_device|ShardedTensor|gradient_as).*"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> None:
+    prepare("torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo")
+
+
+def world() -> _UnisonoGroup:
+    group = dist.group.WORLD
+    assert isinstance(group, _UnisonoGroup)
+    return group
+
+
+# The calls of torch.distributed
+
+
+def reductions(rank: int, size: int, folder: Path) -> None:
+    for count in COUNTS:
+        mine = torch.arange(count, dtype=torch.float64) + rank
+        every = torch.stack([torch.arange(count, dtype=torch.float64) + r for r in range(size)])
+        for op, expected in (
+            (dist.ReduceOp.SUM, every.sum(0)),
+            (dist.ReduceOp.AVG, every.mean(0)),
+            (dist.ReduceOp.MAX, every.amax(0)),
+            (dist.ReduceOp.PRODUCT, every.prod(0)),
+        ):
+            total = mine.clone()
+            work = dist.all_reduce(total, op, async_op=True)
+            assert work.wait()
+            assert work.is_completed()
+            torch.testing.assert_close(total, expected)
+        for dst in range(size):
+            total = mine.clone()
+            dist.reduce(total, dst)
+            if rank == dst:
+                assert torch.equal(total, every.sum(0))
+        rows = torch.stack([mine + 10 * r for r in range(size)])
+        for op, scale in ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, size)):
+            row = torch.empty(count, dtype=torch.float64)
+            reduce_scatter(row, rows, op)
+            torch.testing.assert_close(row, (every + 10 * rank).sum(0) / scale)
+            dist.reduce_scatter(row, list(rows), op)
+            torch.testing.assert_close(row, (every + 10 * rank).sum(0) / scale)
+
+
+def dtypes(rank: int, size: int, folder: Path) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.complex64):
+        for count in COUNTS:
+            total = torch.full((count,), rank + 1).to(dtype)
+            dist.all_reduce(total)
+            assert torch.equal(total, torch.full((count,), size * (size + 1) // 2).to(dtype))
+            mean = torch.full((count,), rank + 1).to(dtype)
+            if dtype.is_floating_point:
+                dist.all_reduce(mean, dist.ReduceOp.AVG)
+                assert torch.equal(mean, torch.full((count,), (size + 1) / 2).to(dtype))
+    bits = torch.tensor([1 << rank])
+    dist.all_reduce(bits, dist.ReduceOp.BOR)
+    assert bits == (1 << size) - 1
+    flags = torch.tensor([rank == 0])
+    dist.broadcast(flags, 0)
+    assert flags
+    sparse = torch.eye(3).to_sparse() * (rank + 1)
+    dist.all_reduce(sparse)  # gloo's
+    assert torch.equal(sparse.to_dense(), torch.eye(3) * size * (size + 1) / 2)
+
+
+def movement(rank: int, size: int, folder: Path) -> None:
+    for count in COUNTS:
+        mine = torch.full((count,), float(rank))
+        every = [torch.full((count,), float(r)) for r in range(size)]
+        for src in range(size):
+            copied = mine.clone()
+            dist.broadcast(copied, src)
+            assert torch.equal(copied, every[src])
+            part = torch.empty(count)
+            rows = [mine + 10 * r for r in range(size)]
+            dist.scatter(part, rows if rank == src else None, src)
+            assert torch.equal(part, every[src] + 10 * rank)
+            parts = [torch.empty(count) for _ in range(size)]
+            dist.gather(mine, parts if rank == src else None, src)
+            assert rank != src or torch.equal(torch.stack(parts), torch.stack(every))
+        rows = [torch.empty(count) for _ in range(size)]
+        dist.all_gather(rows, mine)
+        assert torch.equal(torch.stack(rows), torch.stack(every))
+        flat = torch.empty(size * count)
+        all_gather(flat, mine)
+        assert torch.equal(flat, torch.cat(every))
+        into = torch.empty(size * count)
+        dist.all_to_all_single(into, torch.cat([mine + 10 * r for r in range(size)]))
+        assert torch.equal(into, torch.cat([each + 10 * rank for each in every]))
+    sizes = [[r + c + 1 for c in range(size)] for r in range(size)]
+    received = [row[rank] for row in sizes]
+    into = torch.empty(sum(received))
+    mine = torch.full((sum(sizes[rank]),), float(rank))
+    dist.all_to_all_single(into, mine, received, sizes[rank])  # gloo's
+    expected = [torch.full((n,), float(r)) for r, n in enumerate(received)]
+    assert torch.equal(into, torch.cat(expected))
+
+
+def odd_tensors(rank: int, size: int, folder: Path) -> None:
+    square = torch.arange(90_000.0).view(300, 300) + rank
+    total = square.t()
+    dist.all_reduce(total)  # not contiguous, and written in place
+    assert torch.equal(square, size * torch.arange(90_000.0).view(300, 300) + sum(range(size)))
+    parameter = nn.Parameter(torch.ones(300, 300))
+    with torch.no_grad():
+        dist.all_reduce(parameter)
+    assert parameter[0, 0] == size
+    empty, scalar = torch.empty(0), torch.tensor(1.0)
+    dist.all_reduce(empty)
+    dist.broadcast(empty, 0)
+    dist.all_gather([torch.empty(0) for _ in range(size)], empty)
+    dist.all_reduce(scalar)
+    assert scalar == size
+    with torch.inference_mode():
+        apart = torch.ones(300_001)
+        dist.all_reduce(apart)
+        assert apart[-1] == size
+    assert not scalar.is_inference()
+
+
+class Named(Tensor):
+    """A tensor of a class of the user's, as libraries of images have."""
+
+
+def coalesced(rank: int, size: int, folder: Path) -> None:
+    flats = [torch.full((3,), float(value)) for value in range(3)]
+    with distributed_c10d._coalescing_manager():
+        for flat in flats:
+            dist.all_reduce(flat)
+    assert [flat[0].item() for flat in flats] == [value * size for value in range(3)]
+
+
+def functional_calls(rank: int, size: int, folder: Path) -> None:
+    """Torch calls them from C++ with the interpreter's lock held, where gloo may deadlock."""
+    group = world()
+    calls: list[str] = []
+    compare = group._compare
+
+    def record(call: str, *args: Any) -> list[bytes]:
+        calls.append(call)
+        return compare(call, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "_compare", record)
+        for count in COUNTS:
+            mine = torch.arange(count, dtype=torch.float64) + rank
+            every = [torch.arange(count, dtype=torch.float64) + r for r in range(size)]
+            flat = functional.all_gather_tensor(mine, 0, group)
+            assert torch.equal(flat + 0, torch.cat(every))
+            total = functional.reduce_scatter_tensor(torch.cat(every), "sum", 0, group)
+            assert torch.equal(total + 0, size * every[rank])
+            _, negative = functional.all_gather_into_tensor_coalesced([mine, -mine], group)
+            assert torch.equal(negative + 0, -torch.cat(every))
+    each = ["all_gather", "reduce_scatter SUM", "all_gather", "all_gather"]
+    assert calls == (each * len(COUNTS) if group._shared else [])  # else all are gloo's
+
+
+def other_classes(rank: int, size: int, folder: Path) -> None:
+    """Ranks may differ in the class of what they pass."""
+    for count in COUNTS:
+        plain = torch.full((count,), float(rank + 1))
+        tensor = plain.as_subclass(Named) if rank == 0 else plain
+        dist.broadcast(tensor, 0)
+        assert plain[-1] == 1
+        dist.all_reduce(tensor)
+        assert plain[-1] == size
+
+
+def unseen_by_autograd(rank: int, size: int, folder: Path) -> None:
+    """As with gloo, a backward after a collective isn't refused."""
+    for count in COUNTS:
+        given = torch.ones(count, requires_grad=True)
+        result = given.exp()
+        dist.all_reduce(result)
+        dist.broadcast(result, 0)
+        assert result._version == 0
+        result.sum().backward()  # type: ignore[no-untyped-call]
+
+
+def other_forms(rank: int, size: int, folder: Path) -> None:
+    """Torch's own group takes tensors in place of lists, and options by their names."""
+    group, tensor = world(), torch.full((3,), float(rank))
+    group.allreduce(tensor, op=dist.ReduceOp.MAX).wait()
+    assert tensor[0] == size - 1
+    tensor.fill_(rank)
+    group.broadcast(tensor, root=1).wait()
+    assert tensor[0] == 1
+
+
+def what_gloo_refuses(rank: int, size: int, folder: Path) -> None:
+    one, complex_one = torch.ones(1), torch.ones(3, dtype=torch.complex64)
+    with pytest.raises((RuntimeError, ValueError)):
+        dist.all_gather_into_tensor(torch.zeros(4 * size), one)
+    with pytest.raises((RuntimeError, ValueError)):
+        dist.all_gather_into_tensor(torch.zeros(size, dtype=torch.float64), one)
+    with pytest.raises((RuntimeError, ValueError)):
+        dist.reduce_scatter_tensor(torch.zeros(3), torch.ones(2 * size))
+    with pytest.raises(RuntimeError, match="complex"):
+        dist.reduce(complex_one, 0, dist.ReduceOp.MIN)
+    dist.barrier()
+
+
+def tensors_without_memory(rank: int, size: int, folder: Path) -> None:
+    """They go through torch's dispatcher to gloo."""
+    later = functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD)
+    flat = torch.empty(4 * size)
+    all_gather(flat, later)
+    assert torch.equal(flat, torch.full((4 * size,), float(size)))
+    dist.all_reduce(later)
+    assert torch.equal(later + 0, torch.full((4,), float(size * size)))
+    with FakeTensorMode():
+        dist.all_reduce(torch.ones(4))
+
+
+def objects(rank: int, size: int, folder: Path) -> None:
+    mine = {"rank": rank, "values": torch.full((100_000,), float(rank))}
+    every: list[Any] = [None] * size
+    dist.all_gather_object(every, mine)
+    assert [each["rank"] for each in every] == list(range(size))
+    assert every[1]["values"][-1] == 1
+    items: list[Any] = [mine, "text"] if rank == 1 else [None, None]
+    dist.broadcast_object_list(items, src=1)
+    assert (items[0]["rank"], items[1]) == (1, "text")
+    gathered: list[Any] | None = [None] * size if rank == 0 else None
+    dist.gather_object(rank, gathered)
+    assert gathered in (None, list(range(size)))
+    scattered: list[Any] = [None]
+    dist.scatter_object_list(scattered, ["a", "b", "c"][:size] if rank == 0 else None)
+    assert scattered == ["abc"[rank]]
+
+
+def messages(rank: int, size: int, folder: Path) -> None:
+    right, left = (rank + 1) % size, (rank - 1) % size
+    received = torch.empty(1000)
+    sends = dist.isend(torch.full((1000,), float(rank)), right)
+    dist.recv(received, left)
+    assert sends is not None
+    sends.wait()
+    assert received[-1] == left
+    into = torch.empty(1000)
+    operations = [
+        dist.P2POp(dist.isend, torch.full((1000,), float(rank)), right),
+        dist.P2POp(dist.irecv, into, left),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert into[-1] == left
+
+
+def groups(rank: int, size: int, folder: Path) -> None:
+    pair, everybody = dist.new_group([0, size - 1]), dist.new_group()
+    assert isinstance(everybody, _UnisonoGroup)
+    total = torch.ones(300_001)
+    dist.all_reduce(total, group=everybody)
+    assert total[-1] == size
+    if rank in (0, size - 1):
+        mine = torch.full((300_001,), float(rank))
+        dist.broadcast(mine, size - 1, group=pair)
+        assert mine[-1] == size - 1
+        dist.barrier(pair)
+        dist.destroy_process_group(pair)
+    subgroup, _ = torch_dist.new_subgroups(size)
+    dist.all_reduce(total, group=subgroup)
+    assert total[-1] == size * size
+
+
+def views_of_unisono(rank: int, size: int, folder: Path) -> None:
+    """The facade finds the group, and works on it."""
+    assert (unisono.backend(), unisono.model_name()) == (NAME, "native-dist")
+    assert unisono.all_gather(f"rank {rank}") == [f"rank {r}" for r in range(size)]
+    assert unisono.all_reduce(torch.ones(300_001))[-1] == size
+    assert unisono.all_reduce(1 << rank, "OR") == (1 << size) - 1
+    unisono.finalize()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total == size
+
+
+# What torch builds on them
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(4, 32, generator=torch.Generator().manual_seed(rank))
+
+
+class Net(nn.Module):
+    """A layer goes in slices, the others in one piece; one isn't used by odd calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 256)
+        self.second = nn.Linear(256, 256)
+        self.last = nn.Linear(256, 1)
+        self.spare = nn.Linear(256, 1)
+
+    def forward(self, x: Tensor, is_spare: bool = False) -> Tensor:
+        x = self.second(self.first(x).relu()).relu()
+        result: Tensor = (self.spare(x) if is_spare else self.last(x)).sum()
+        return result
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    found = [parameter.grad for parameter in module.parameters()]
+    return [torch.zeros(1) if grad is None else grad for grad in found]
+
+
+def expected_gradients(size: int, turns: int = 1) -> list[Tensor]:
+    alone = net()
+    for rank in range(size):
+        for _ in range(turns):
+            (alone(batch(rank)) / size).backward()
+    return gradients(alone)
+
+
+def assert_averaged(module: nn.Module, size: int, turns: int = 1) -> None:
+    for grad, expected in zip(gradients(module), expected_gradients(size, turns), strict=True):
+        if expected.numel() > 1:
+            torch.testing.assert_close(grad, expected)
+
+
+def ddp(rank: int, size: int, folder: Path) -> None:
+    modes: list[dict[str, Any]] = [
+        {"find_unused_parameters": True},
+        {"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 0.1},
+        {"static_graph": True},
+    ]
+    for mode in modes:
+        module = DistributedDataParallel(net(), **mode)
+        for _ in range(2):
+            module.zero_grad()
+            module(batch(rank)).backward()
+            assert_averaged(module, size)
+    plain = net()
+    plain.spare.requires_grad_(False)
+    module = DistributedDataParallel(plain)
+    module(batch(rank)).backward()
+    assert_averaged(module, size)
+
+
+def ddp_no_sync(rank: int, size: int, folder: Path) -> None:
+    module = DistributedDataParallel(net(), find_unused_parameters=True)
+    with module.no_sync():
+        module(batch(rank)).backward()
+    module(batch(rank)).backward()
+    assert_averaged(module, size, turns=2)
+
+
+def ddp_join(rank: int, size: int, folder: Path) -> None:
+    module = DistributedDataParallel(nn.Linear(32, 1))
+    with Join([module], divide_by_initial_world_size=False):
+        for _ in range(3 + rank):
+            module.zero_grad()
+            module(batch(rank)).sum().backward()
+    weights: list[Any] = [None] * size
+    dist.all_gather_object(weights, module.module.weight.detach())
+    assert all(torch.equal(weight, weights[0]) for weight in weights)
+
+
+def fsdp1(rank: int, size: int, folder: Path) -> None:
+    plain = net()
+    plain.spare.requires_grad_(False)
+    module = FullyShardedDataParallel(plain, device_id=torch.device("cpu"), use_orig_params=True)
+    module(batch(rank)).backward()
+    with FullyShardedDataParallel.summon_full_params(module, with_grads=True):
+        assert_averaged(module, size)
+
+
+def fsdp2(rank: int, size: int, folder: Path) -> None:
+    module = net()
+    fully_shard(module.second)
+    fully_shard(module)
+    module(batch(rank)).backward()
+    found = dict(module.named_parameters())
+    for name, expected in net_gradients(size).items():
+        grad: Any = found[name].grad
+        torch.testing.assert_close(grad.full_tensor(), expected)
+
+
+def net_gradients(size: int) -> dict[str, Tensor]:
+    names = [name for name, _ in net().named_parameters() if not name.startswith("spare")]
+    return dict(zip(names, expected_gradients(size), strict=False))
+
+
+def zero(rank: int, size: int, folder: Path) -> None:
+    module = DistributedDataParallel(net(), find_unused_parameters=True)
+    alone = net()
+    for parameter in alone.spare.parameters():
+        parameter.requires_grad_(False)
+    optim: Any = importlib.import_module("torch.distributed.optim")  # warns of itself
+    ours = optim.ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
+    theirs = torch.optim.SGD([p for p in alone.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):
+        module.zero_grad()
+        module(batch(rank)).backward()
+        ours.step()
+        theirs.zero_grad()
+        for other in range(size):
+            (alone(batch(other)) / size).backward()
+        theirs.step()
+    for name, parameter in alone.named_parameters():
+        torch.testing.assert_close(module.module.get_parameter(name), parameter)
+    ours.consolidate_state_dict(to=0)
+
+
+def dtensor(rank: int, size: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (size,))
+    whole = torch.arange(4.0 * size * 6).view(4 * size, 6)
+    rows: Any = distribute_tensor(whole, mesh, [Shard(0)])
+    assert torch.equal(rows.to_local(), whole[4 * rank : 4 * rank + 4])
+    assert torch.equal(rows.full_tensor(), whole)
+    assert torch.equal(rows.redistribute(mesh, [Shard(1)]).full_tensor(), whole)
+    assert torch.equal(
+        (rows @ rows.t()).redistribute(mesh, [Replicate()]).to_local(), whole @ whole.t()
+    )
+    assert rows.sum().full_tensor() == whole.sum()
+
+
+def compiled(rank: int, size: int, folder: Path) -> None:
+    """Functional collectives, traced; the compiler of C++ isn't needed for that."""
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def fn(x: Tensor) -> Tensor:
+        total = x * 2
+        dist.all_reduce(total)
+        flat = torch.empty(x.numel() * size)
+        all_gather(flat, total)
+        return flat
+
+    assert torch.equal(fn(torch.ones(1000)), torch.full((1000 * size,), 2.0 * size))
+    module = DistributedDataParallel(net(), find_unused_parameters=True)
+    torch.compile(module, backend="aot_eager")(batch(rank)).backward()
+    assert_averaged(module, size)
+
+
+def checkpoints(rank: int, size: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (size,))
+    whole = torch.arange(40.0 * size)
+    state = {"weight": distribute_tensor(whole, mesh, [Shard(0)]), "step": 3}
+    dcp.save(state, checkpoint_id=folder / "at once")
+    writers = dist.new_group()
+    saving: Any = dcp.async_save(state, checkpoint_id=folder / "later", process_group=writers)
+    module = DistributedDataParallel(net(), find_unused_parameters=True)
+    module(batch(rank)).backward()  # while it's written
+    assert_averaged(module, size)
+    saving.result()
+    for name in ("at once", "later"):
+        loaded = {"weight": distribute_tensor(torch.zeros(40 * size), mesh, [Shard(0)]), "step": 0}
+        dcp.load(loaded, checkpoint_id=folder / name)
+        weight: Any = loaded["weight"]
+        assert torch.equal(weight.full_tensor(), whole)
+        assert loaded["step"] == 3
+
+
+def loader_workers(local_rank: int) -> tuple[str, list[int]]:
+    data: Any = list(range(8))
+    loader: Any = DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context="fork")
+    totals: list[int] = []
+    for _ in range(2):
+        for items in loader:
+            total = items + local_rank
+            dist.all_reduce(total)
+            totals += total.tolist()
+    return str(unisono.backend()), totals
+
+
+def test_spawn_makes_it_and_loaders_fork_workers_beside_it() -> None:
+    """In ranks that may have children."""
+    totals = 2 * [2 * item + 1 for item in range(8)]
+    assert unisono.spawn(NAME, loader_workers, nproc_per_node=2) == [(NAME, totals)] * 2
+
+
+# What goes wrong
+
+
+def differing_calls(rank: int, size: int, folder: Path) -> None:
+    calls: list[list[Callable[[], Any]]] = [
+        [lambda: dist.all_reduce(torch.ones(5)), dist.barrier],
+        [lambda: dist.all_reduce(torch.ones(5)), lambda: dist.all_reduce(torch.ones(6))],
+        [lambda: dist.broadcast(torch.ones(5), 0), lambda: dist.broadcast(torch.ones(5), 1)],
+    ]
+    expected = ["barrier at ", "all_reduce SUM of float32[6]", "broadcast from 1"]
+    for pair, text in zip(calls, expected, strict=True):
+        with pytest.raises(CollectiveMismatchError) as caught:
+            pair[min(rank, 1)]()
+        assert text in str(caught.value)
+        assert "test_torch_backend.py" in str(caught.value)  # the user's line, not torch's
+    total = torch.ones(5)
+    dist.all_reduce(total)  # and nothing is broken by it
+    assert total[0] == size
+
+
+def what_is_not_there(rank: int, size: int, folder: Path) -> None:
+    with pytest.raises(ValueError, match="GLOO"):
+        dist.monitored_barrier()
+    with pytest.raises(RuntimeError, match="cast"):
+        dist.all_reduce(torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG)
+    dist.barrier()
+    child = os.fork()
+    if child == 0:
+        try:
+            dist.all_reduce(torch.ones(1))
+        except ContextError as error:
+            os._exit(0 if f"fork of rank {rank}" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    dist.barrier()
+
+
+OTHERS: list[Check] = [
+    tensors_without_memory,
+    objects,
+    messages,
+    groups,
+    coalesced,
+    functional_calls,
+]
+FORMS: list[Check] = [other_classes, unseen_by_autograd, other_forms, what_gloo_refuses]
+CHECKS: dict[str, list[Check]] = {
+    "calls": [reductions, dtypes, movement, odd_tensors, *OTHERS, *FORMS],
+    "modules": [ddp, ddp_no_sync, ddp_join, fsdp1, fsdp2, zero, dtensor, compiled],
+    "others": [checkpoints, views_of_unisono, differing_calls, what_is_not_there],
+}
+SIZES = {"calls": 3, "modules": 2, "others": 2}
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, str]]:
+    """Run each part in one job: a rank takes longer to start than any check."""
+
+    @functools.cache
+    def run(part: str) -> dict[str, str]:
+        return outcomes(CHECKS[part], SIZES[part], tmp_path_factory.mktemp(part), NAME, OF_TORCH)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [(part, check.__name__) for part, checks in CHECKS.items() for check in checks],
+)
+def test_programs_of_torch_run_on_it(
+    jobs: Callable[[str], dict[str, str]], part: str, name: str
+) -> None:
+    failed = jobs(part)[name]
+    assert not failed, failed
+
+
+# Where ranks share no memory
+
+
+def on_two_hosts(rank: int) -> None:
+    """Pretend it: ranks that don't share a host by their names share nothing."""
+    os.environ["UNISONO_SOCKET_IFNAME"] = "lo"
+    vars(rendezvous)["host_of_this_process"] = lambda: f"host {rank % 2}"
+
+
+def without_memory(rank: int) -> None:
+    os.environ["UNISONO_SHARED_BYTES"] = "0"
+
+
+def is_gloo_s(rank: int, size: int, folder: Path) -> None:
+    assert world()._host(torch.ones(1)) is None
+    for count in COUNTS:
+        total = torch.ones(count)
+        dist.all_reduce(total)
+        assert total[-1] == size
+
+
+@pytest.mark.parametrize("set_up", [on_two_hosts, without_memory])
+def test_gloo_carries_what_memory_cannot(set_up: Callable[[int], None], tmp_path: Path) -> None:
+    checks: list[Check] = [is_gloo_s, movement, *OTHERS[1:], ddp_no_sync, dtensor]
+    job = outcomes(checks, 3, tmp_path, NAME, OF_TORCH, set_up)
+    failed = "\n".join(job.values()).strip()
+    assert not failed, failed
+
+
+def test_a_barrier_of_two_hosts_names_who_did_not_come(tmp_path: Path) -> None:
+    def fn(rank: int) -> str:
+        on_two_hosts(rank)
+        start(rank, 2, tmp_path)
+        ends = torch_dist.FileStore(str(tmp_path / "ends"), 2)
+        if rank == 1:
+            ends.wait(["over"])
+            return ""
+        with pytest.raises(CollectiveTimeoutError) as caught, unisono.deadline(1):
+            dist.barrier()
+        ends.set("over", "")
+        return str(caught.value)
+
+    assert "rank 1" in by_hand(fn)[0]
+
+
+# Its life
+
+
+def start(rank: int, size: int, folder: Path) -> None:
+    join(folder, rank, size, backend=NAME)
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
+def test_a_rank_that_fails_in_a_backward_is_named(how: signal.Signals, tmp_path: Path) -> None:
+    def fn(rank: int) -> None:
+        start(rank, 3, tmp_path)
+        module = DistributedDataParallel(nn.Linear(1024, 1024))
+        if rank == 1:
+            threading.Timer(0.2, os.kill, (os.getpid(), how)).start()
+        expected = (PeerFailedError, CollectiveTimeoutError)
+        with pytest.raises(expected) as caught, unisono.deadline(5):
+            while True:
+                module(torch.ones(4, 1024)).sum().backward()
+        (tmp_path / str(rank)).write_text(f"{caught.type.__name__}: {caught.value}")
+        ends = torch_dist.FileStore(str(tmp_path / "ends"), 2)
+        ends.set(str(rank), "")
+        ends.wait(["0", "2"])  # who ends before would be missed, too
+
+    if how is signal.SIGKILL:
+        with pytest.raises(AssertionError, match="rank 1:\nit ended without a word"):
+            by_hand(fn, 3)
+    else:
+        by_hand(fn, 3, killed=1)
+    for rank in (0, 2):
+        text = (tmp_path / str(rank)).read_text()
+        assert text.startswith("PeerFailed" if how is signal.SIGKILL else "CollectiveTimeout")
+        assert "rank 1" in text
+
+
+def test_the_timeout_of_the_group_names_who_did_not_come(tmp_path: Path) -> None:
+    def fn(rank: int) -> str:
+        store = torch_dist.FileStore(str(tmp_path / "store"), 2)
+        limit = timedelta(seconds=2)
+        dist.init_process_group(NAME, store=store, rank=rank, world_size=2, timeout=limit)
+        late = dist.new_group(timeout=timedelta(seconds=1))
+        if rank == 1:
+            store.wait(["done"])
+            return ""
+        errors = []
+        for group in (late, None):
+            with pytest.raises(CollectiveTimeoutError) as caught:
+                dist.all_reduce(torch.ones(5), group=group)
+            errors.append(str(caught.value))
+        store.set("done", "")
+        return "\n".join(errors)
+
+    text = by_hand(fn)[0]
+    assert text.count("rank 1") >= 2
+    assert "all_reduce SUM of float32[5]" in text
+
+
+def descriptors() -> tuple[int, int, int]:
+    """Count what this process holds: descriptors, threads, memories without a name."""
+    maps = Path("/proc/self/maps").read_text()
+    threads = len(os.listdir("/proc/self/task"))
+    return len(os.listdir("/proc/self/fd")), threads, maps.count("memfd:unisono")
+
+
+def test_destroying_the_group_leaves_nothing(tmp_path: Path) -> None:
+    def fn(rank: int) -> list[tuple[int, int, int]]:
+        held = []
+        for turn in range(3):
+            join(tmp_path, rank, 2, name=f"store{turn}", backend=NAME)
+            pair = dist.new_group([0, 1])
+            for group in (pair, None):
+                dist.all_reduce(torch.ones(300_001), group=group)
+            if turn == 1:
+                dist.destroy_process_group(pair)
+            del pair, group
+            leave()
+            gc.collect()
+            held.append(descriptors())
+        return held
+
+    for first, *others in by_hand(fn):
+        assert others == [first, first]
+        assert first[2] == 0
+
+
+def test_a_rank_that_ends_without_destroying_it_has_left(tmp_path: Path) -> None:
+    def fn(rank: int) -> str:
+        start(rank, 2, tmp_path)
+        if rank == 1:
+            atexit._run_exitfuncs()  # a process of multiprocessing doesn't
+            return ""
+        with pytest.raises(PeerFailedError) as caught:
+            dist.barrier()
+        return str(caught.value)
+
+    assert "ended its program" in by_hand(fn)[0]
+
+
+# How torch gets to know it
+
+
+def test_torch_is_imported_by_loaders_that_take_no_attributes() -> None:
+    program = """
+import importlib.machinery, sys
+
+class Loader:
+    __slots__ = ("inner",)
+    def __init__(self, inner): self.inner = inner
+    def create_module(self, spec): return self.inner.create_module(spec)
+    def exec_module(self, module): self.inner.exec_module(module)
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if name == "torch.distributed.distributed_c10d":
+            spec.loader = Loader(spec.loader)
+        return spec
+
+sys.meta_path.insert(0, Finder())
+import unisono
+import torch.distributed
+print(hasattr(torch.distributed.Backend, "UNISONO"))
+"""
+    assert run_python("-c", program) == "True"
+
+
+@pytest.mark.parametrize("imports", ["import torch, unisono", "import unisono, torch"])
+def test_importing_unisono_is_enough(imports: str) -> None:
+    code = (
+        f"{imports}; import torch.distributed as dist; print(dist.is_backend_available('unisono'))"
+    )
+    assert run_python("-c", code).split() == ["True"]
+    code = f"{imports}; import sys; print(*(type(f).__name__ for f in sys.meta_path))"
+    assert "Registrar" not in run_python("-c", code)
+
+
+def test_torch_is_told_by_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.14 loads and calls it."""
+    project = Path(__file__).parents[4] / "pyproject.toml"
+    (value,) = re.findall(
+        r'^\[project.entry-points."torch.distributed.backends"\]\nunisono = "(.*)"$',
+        project.read_text(),
+        re.MULTILINE,
+    )
+    point = importlib.metadata.EntryPoint(NAME, value, "torch.distributed.backends")
+    plugins: Any = dist.Backend._plugins
+    monkeypatch.delitem(plugins, NAME.upper())
+    point.load()()
+    assert NAME.upper() in plugins

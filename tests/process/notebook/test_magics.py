@@ -1,0 +1,205 @@
+"""The magics in a shell of IPython: what cells print, what they raise, which ranks there are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unisono
+from unisono.errors import ArgumentError, CollectiveTimeoutError, WorkerFailedError
+
+interactive = pytest.importorskip("IPython.core.interactiveshell", reason="IPython isn't installed")
+traitlets = pytest.importorskip("traitlets.config")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of IPython's own
+
+
+@pytest.fixture
+def shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
+    config = traitlets.Config({"HistoryManager": {"enabled": False}})
+    made = interactive.InteractiveShell(config=config, ipython_dir=str(tmp_path / "ipython"))
+    made.run_line_magic("load_ext", "unisono")
+    yield made
+    made.run_line_magic("unload_ext", "unisono")
+
+
+@pytest.fixture
+def shown(shell: Any, capsys: pytest.CaptureFixture[str]) -> Callable[[str, str], list[str]]:
+    """Runs a cell, and gives the lines that it shows; what it raises, it raises here."""
+
+    def run(line: str, cell: str) -> list[str]:
+        capsys.readouterr()
+        shell.run_cell_magic("ranks", line, cell)
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def test_equal_lines_and_values_are_shown_once(shown: Callable[[str, str], list[str]]) -> None:
+    cell = "print('same')\nprint('I am', rank)\nprint('same too')\nx = rank\nsize"
+    lines = ["same", "[rank 0] I am 0", "[rank 1] I am 1", "same too", "2"]
+    assert shown("2 --on threads", cell) == lines
+    assert shown("", "idist.all_reduce(x)") == ["1"]
+    assert shown("", "x") == ["[rank 0] 0", "[rank 1] 1"]
+    assert shown("", "x;") == []
+    assert shown("--rank 1", "print('alone')\nx = 5") == ["[rank 1] alone"]
+    assert shown("", "x") == ["[rank 0] 0", "[rank 1] 5"]
+
+
+def test_bars_of_ranks_do_not_tangle(shown: Callable[[str, str], list[str]]) -> None:
+    cell = (
+        "import sys\n"
+        "for done in range(5):\n"
+        "    sys.stderr.write(f'\\rrank {rank}: {done} of 4')\n"
+        "    sys.stderr.flush()\n"
+        "    idist.barrier()\n"
+        "sys.stderr.write('\\n');"
+    )
+    text = "\n".join(shown("2 --on gloo", cell)).rpartition("\r")[2]
+    assert text.splitlines() == ["[rank 0] rank 0: 4 of 4", "[rank 1] rank 1: 4 of 4"]
+    written = "import os\nos.system('echo by a child')\nos.write(2, b'by a descriptor\\n');"
+    assert shown("", written) == ["by a child", "by a descriptor"]
+
+
+def test_an_error_of_all_ranks_is_one_and_shows_the_cell(
+    shell: Any, shown: Callable[[str, str], list[str]]
+) -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        shown("2 --on threads", "y = 3\ny / 0")
+    text = "\n".join(caught.value._render_traceback_())  # type: ignore[attr-defined]
+    assert text.startswith("all 2 ranks raised ZeroDivisionError: division by zero")
+    assert f'File "In[{shell.execution_count}]", line 3, in <module>\n    y / 0' in text
+    with pytest.raises(SyntaxError):
+        shown("", "y = ")
+    with pytest.raises(SystemExit):
+        shown("", "raise SystemExit(3)")
+    assert shown("", "y") == ["3"]
+
+
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_ranks_that_wait_for_a_failed_one_stay(
+    shown: Callable[[str, str], list[str]], backend: str
+) -> None:
+    with pytest.raises(ValueError, match="on one rank") as caught:
+        cell = "x = rank\nif rank == 1:\n    raise ValueError('on one rank')\nidist.all_reduce(1)"
+        shown(f"2 --on {backend}", cell)
+    text = "\n".join(caught.value._render_traceback_())  # type: ignore[attr-defined]
+    assert text.startswith("rank 1 of 2 raised ValueError: on one rank")
+    assert "    idist.all_reduce(1)\n" in text
+    assert shown("", "idist.all_reduce(1), x") == ["[rank 0] (2, 0)", "[rank 1] (2, 1)"]
+
+
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_an_interrupt_leaves_the_names(
+    shown: Callable[[str, str], list[str]], tmp_path: Path, backend: str
+) -> None:
+    folder = tmp_path / "busy"
+    folder.mkdir()
+    cell = f"x = rank + 1\nopen({str(folder)!r} + f'/{{rank}}', 'w').close()\nwhile True: pass"
+    is_over = threading.Event()
+
+    def interrupt() -> None:
+        while not is_over.wait(0.02):
+            if len(os.listdir(folder)) == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    watcher = threading.Thread(target=interrupt)
+    watcher.start()
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            shown(f"2 --on {backend}", cell)
+    finally:
+        is_over.set()
+        watcher.join()
+    text = "\n".join(caught.value._render_traceback_())  # type: ignore[attr-defined]
+    assert "while True: pass" in text
+    assert text.endswith("The ranks and all their names stay.")
+    assert shown("", "x") == ["[rank 0] 1", "[rank 1] 2"]
+
+
+def test_a_rank_that_cannot_be_interrupted_is_given_up(
+    shown: Callable[[str, str], list[str]],
+) -> None:
+    stuck = (
+        "import ctypes\n"
+        "lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)\n"
+        "if rank == 1:\n"
+        "    lock(mutex), lock(mutex)\n"  # forever, in C, with Python's own lock
+    )
+    with pytest.raises(
+        CollectiveTimeoutError, match="rank 1 of 2 weren't done after 0.5 s"
+    ) as late:
+        shown("2 --on gloo --timeout 0.5", stuck)
+    text = "\n".join(late.value._render_traceback_())  # type: ignore[attr-defined]
+    assert "line 5 in <module>" in text
+    assert "their names are lost" in text
+    assert shown("", "idist.all_reduce(1)") == ["2"]
+
+
+GATE = threading.Event()
+
+
+def test_a_thread_that_cannot_be_interrupted_is_left_to_itself(
+    shown: Callable[[str, str], list[str]],
+) -> None:
+    GATE.clear()
+    stuck = f"from {__name__} import GATE\nx = rank\nif rank == 1:\n    GATE.wait()"
+    try:
+        with pytest.raises(CollectiveTimeoutError, match=r"rank 1 of 2 weren't done") as late:
+            shown("2 --on threads --timeout 0.5", stuck)
+        assert shown("", "x, idist.all_reduce(1)") == ["[rank 0] (0, 2)", "[rank 1] (1, 2)"]
+    finally:
+        GATE.set()
+    text = "\n".join(late.value._render_traceback_())  # type: ignore[attr-defined]
+    assert "GATE.wait()" in text
+    assert "names stay" in text
+
+
+def test_a_death_between_cells_is_told(shown: Callable[[str, str], list[str]]) -> None:
+    shown("2 --on gloo", "x = 1\nimport os")
+    with pytest.raises(WorkerFailedError, match="rank 0 of 2 ended with exit code 7"):
+        shown("", "if rank == 0: os._exit(7)\nidist.barrier()")
+    (line,) = shown("--rank 0", "pids = os.getpid() if 'os' in globals() else 'fresh'\npids")
+    assert line == "[rank 0] 'fresh'"
+
+
+def test_sets_of_ranks_stay_beside_each_other(
+    shell: Any, shown: Callable[[str, str], list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ArgumentError, match="%%ranks 4"):
+        shown("", "1")
+    shown("2 --on threads", "first = 1")
+    (line,) = shown("1 --on serial", "second = 1")
+    assert line.startswith("another set: 1 rank on serial; it stays beside 2 ranks on threads")
+    assert shown("2 --on threads", "first") == ["1"]
+    capsys.readouterr()
+    shell.run_line_magic("ranks", "")
+    assert capsys.readouterr().out.splitlines() == [
+        "2 ranks on threads: warm, threads of this process; names in all ranks: first",
+        "1 rank on serial: warm, threads of this process; names in all ranks: second",
+    ]
+    shell.run_line_magic("ranks", "stop")
+    assert "2 ranks on threads: ended" in capsys.readouterr().out
+    for line, text in (("x", "invalid int"), ("2 --rank 5", "there are ranks 0 to 1")):
+        with pytest.raises(ArgumentError, match=text):
+            shown(line, "1")
+    with pytest.raises(ArgumentError, match="%ranks stop"):
+        shell.run_line_magic("ranks", "halt")
+
+
+def test_functions_of_cells_show_their_lines_in_tracebacks(shell: Any) -> None:
+    shell.run_cell("def work(local_rank):\n    return 1 / local_rank\n", store_history=True)
+    work = shell.user_ns["work"]
+    with pytest.raises(WorkerFailedError, match=r"\n    return 1 / local_rank\n"):
+        unisono.spawn("gloo", work, nproc_per_node=2)
+    with (
+        unisono.WorkerPool("gloo", nproc_per_node=2) as pool,
+        pytest.raises(WorkerFailedError, match=r"\n    return 1 / local_rank\n"),
+    ):
+        pool.run(work)

@@ -1,0 +1,304 @@
+"""The pytest plug-in, in sessions of pytest that each show many things."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.sessions import run_session
+
+pytest_plugins = ["pytester"]
+
+PASSES = """
+import threading
+
+import pytest
+import unisono as idist
+
+made = []
+
+
+@pytest.fixture(scope="session")
+def of_the_session():
+    made.append("session")
+    yield idist.get_rank()
+    assert idist.all_reduce(1) == idist.get_world_size()
+
+
+@pytest.fixture(scope="module")
+def of_the_module(of_the_session):
+    made.append("module")
+    return threading.Lock()  # nothing that could be pickled
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_sum(world):
+    assert (world.rank, world.size) == (idist.get_rank(), idist.get_world_size())
+    assert idist.all_reduce(1) == world.size
+
+
+@pytest.mark.ranks(2)
+class TestClass:
+    def setup_method(self):
+        self.rank = idist.get_rank()
+
+    @pytest.mark.parametrize("cannot_be_pickled", [threading.Lock(), lambda: 1])
+    def test_fixtures(self, world, of_the_session, of_the_module, cannot_be_pickled):
+        assert self.rank == of_the_session == world.rank
+        if world.only(0):
+            assert made.count("module") == made.count("session")
+
+    def test_paths(self, world, tmp_path, tmp_path_factory):
+        world.same(str(tmp_path))
+        (tmp_path / str(world.rank)).touch()
+        idist.barrier()
+        assert len(list(tmp_path.iterdir())) == world.size
+        own = idist.all_gather(str(tmp_path_factory.mktemp("own")))
+        assert len(set(own)) == world.size
+
+    def test_world(self, world):
+        with world.raises_on(1, ValueError):
+            if world.only([1]):
+                raise ValueError
+        world.same(world.rank // 2, among=[0, 1])
+        with pytest.raises(AssertionError, match="(?s)different values:.*rank 0: 0.*rank 1: 1"):
+            world.same(world.rank)
+        with world.raises_on([0, 1], AssertionError), world.raises_on(world.rank, ValueError):
+            pass
+
+
+@pytest.mark.ranks(2)  # but not on threads
+def test_fixtures_of_a_process(world, capsys, monkeypatch):
+    monkeypatch.setenv("RANKS", str(world.rank))
+    print("rank", world.rank)
+    assert capsys.readouterr().out == f"rank {world.rank}\\n"
+
+
+@pytest.mark.ranks(2, on="threads")
+def test_threads(world):
+    idist.barrier()
+
+
+def test_alone():
+    assert idist.all_reduce(3) == 3  # the threads of before aren't in the way
+
+
+def work(x, scale=1):
+    return idist.all_reduce(x) * scale
+
+
+def test_parent(ranks, tmp_path):
+    assert ranks(2, on="gloo").run(work, 5, scale=2) == [20, 20]
+    assert ranks(2).run(lambda: idist.get_rank()) == [0, 1]
+    with pytest.raises(idist.errors.WorkerFailedError, match="rank 1 of 2 raised ZeroDivision"):
+        ranks(2).run(lambda: 1 / (idist.get_rank() - 1) and idist.barrier())
+    with pytest.raises(idist.errors.PayloadError, match="can't be pickled.*lock"):
+        ranks(2).run(print, threading.Lock())
+    with pytest.raises(idist.errors.CollectiveTimeoutError, match="(?s)rank 0 of 1:.*wait"):
+        ranks(1, timeout=0.2).run(lambda: threading.Event().wait(20))
+"""
+
+
+def test_bodies_and_their_fixtures_run_in_ranks(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_passes=PASSES)
+    result = run_session(pytester, "-v", "-W", "error")
+    result.assert_outcomes(passed=18)
+    ids = [f"test_sum[[]{size}-{on}[]]" for size in (1, 2, 3) for on in ("threads", "gloo")]
+    result.stdout.fnmatch_lines([f"*::{each} PASSED*" for each in ids])
+
+
+FAILS = """
+import os
+import warnings
+
+import pytest
+import unisono as idist
+
+
+@pytest.mark.ranks(4, on="threads")
+def test_several(world):
+    values = [world.size, 2]
+    if world.only([1, 3]):
+        assert values == [world.size, 3]
+    idist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_output(world):
+    print("the same everywhere")
+    print(f"only rank {world.rank}")
+    warnings.warn("from a rank", stacklevel=1)
+    assert idist.all_reduce(1) == 3
+
+
+@pytest.fixture
+def broken(world):
+    yield 1 / (1 - world.rank)
+
+
+@pytest.mark.ranks(2, on="threads")
+def test_setup(broken):
+    pass
+
+
+@pytest.mark.ranks(2, on="threads")
+def test_refused(monkeypatch):
+    pass
+
+
+@pytest.mark.ranks(2)
+def test_skip(world):
+    if world.only(1):
+        pytest.skip("rank 1 can't")
+    idist.barrier()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.xfail(raises=ValueError, strict=True)
+def test_xfail(world):
+    if world.only(1):
+        raise ValueError
+    idist.barrier()
+
+
+@pytest.mark.ranks(2, on="threads")
+@pytest.mark.xfail(raises=ValueError, strict=True)
+def test_xfail_of_another_kind(world):
+    assert world.only(1)
+
+
+@pytest.mark.ranks(2, on="threads")
+@pytest.mark.xfail(strict=True)
+def test_xpass(world):
+    pass
+
+
+@pytest.mark.ranks(2, on="threads")
+def test_xfail_call(world):
+    pytest.xfail("not yet")
+
+
+@pytest.mark.ranks(2, on="threads")
+@pytest.mark.skipif(True, reason="not at all")
+def test_skipif(world):
+    raise SystemExit
+
+
+@pytest.mark.ranks(2, on="abacus")
+def test_unknown(world):
+    pass
+
+
+@pytest.mark.ranks(2, on="gloo")
+@pytest.mark.parametrize("pid", [os.getpid()])
+def test_parameters_of_each_process(pid):
+    pass
+
+
+def test_world_of_the_parent(world):
+    pass
+"""
+
+
+ENDS = """
+import pytest
+
+
+@pytest.fixture(scope="module")
+def ends_badly():
+    yield
+    raise RuntimeError("the module's end")
+
+
+@pytest.mark.ranks(2, on="threads")
+def test_module(ends_badly):
+    pass
+"""
+
+
+def test_failures_are_told_once_and_by_rank(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_ends=ENDS, test_fails=FAILS)
+    result = run_session(pytester, "-rA")
+    result.assert_outcomes(failed=7, errors=4, passed=1, skipped=3, xfailed=3)
+    result.stdout.fnmatch_lines(
+        [
+            "ranks 1,3 of 4 (threads):",
+            ">           assert values == [[]world.size, 3[]]",
+            "E           assert [[]4, 2[]] == [[]4, 3[]]",
+            "E             At index 1 diff: 2 != 3",
+            "*ranks 0,2 of 4 still ran, and were ended*",
+            '  File "*test_fails.py", line *, in test_several',
+            "    idist.barrier()",
+        ]
+    )
+    for on in ("threads", "gloo"):
+        result.stdout.fnmatch_lines(
+            [
+                f"*_ test_output[[]2-{on}[]] _*",
+                f"ranks 0,1 of 2 ({on}):",
+                ">       assert idist.all_reduce(1) == 3",
+                "*Captured stdout call (rank 0 of 2)*",
+                "only rank 0",
+                "*Captured stdout call (rank 1 of 2)*",
+                "only rank 1",
+            ]
+        )
+    result.stdout.fnmatch_lines(["ERROR *test_setup* - rank 1 of 2 (threads): Zero*"])
+    result.stdout.fnmatch_lines(["FAILED *test_several* - ranks 1,3 of 4 (threads): as*"])
+    result.stdout.fnmatch_lines(["*the fixture monkeypatch changes the whole process*gloo*"])
+    result.stdout.fnmatch_lines(["ERROR test_ends.py::test_module*"])
+    result.stdout.fnmatch_lines(
+        ["*ranks 0,1 of 2*", "*this rank collects no test *must be the same*"]
+    )
+    result.stdout.fnmatch_lines(["*mark this one @pytest.mark.ranks(2)*"])
+    summary = [f"*::test_output[[]2-{on}[]]" for on in ("threads", "gloo")]
+    result.stdout.fnmatch_lines(["*warnings summary*", *summary, "*UserWarning: from a rank"])
+    again = run_session(pytester, "--lf", "--maxfail=2", "-s", "-k", "output or setup")
+    again.assert_outcomes(failed=2, deselected=7)
+    for line in ("[[]rank 0[]] only rank 0", "[[]rank 1[]] only rank 1") * 2:
+        again.stdout.fnmatch_lines_random(line)
+
+
+DEBUGGED = """
+import pytest
+import unisono as idist
+
+
+@pytest.mark.ranks(2)
+def test_one(world):
+    secret = 6 * 7
+    assert world.only(0)
+    idist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_both(world):
+    assert world.size == 3
+"""
+
+
+def test_the_debugger_is_in_the_rank_that_failed(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_debugged=DEBUGGED)
+    look = b"p ('seen', world.rank, secret)\nq\n"
+    result = run_session(pytester, "--pdb", "--ranks-on=gloo", stdin=look)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["*entering PDB in rank 1 of 2*", "*('seen', 1, 42)*", "*Quitting*"]
+    )
+    look = b"p ('seen', world.rank)\nc\np ('seen', world.rank)\nc\n"
+    result = run_session(pytester, "--pdb", "--ranks-pdb=1", "--ranks-on=threads", stdin=look)
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(["*in rank 1 of 2*", "*('seen', 1)*", "*('seen', 1)*"])
+
+
+def test_torch_waits_for_a_test_that_wants_ranks(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(
+        """
+        import sys
+
+        def pytest_sessionfinish(session):
+            print({name for name in ("torch", "unisono.errors") if name in sys.modules})
+        """
+    )
+    pytester.makepyfile("def test_alone(): pass")
+    result = run_session(pytester, "-s")
+    result.stdout.fnmatch_lines(["*set()*"])
