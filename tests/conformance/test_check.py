@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -100,13 +100,18 @@ def test_replicas_that_are_threads_show_their_stacks_too() -> None:
 class StaysAway(ThreadsModel):
     name = "stayaway"
     backends = ("stayaway",)
+    given_up: ClassVar = threading.Event()  # set by the others, whose later laws hold
 
     def reduce(
         self, tensor: torch.Tensor, dst: int, op: ReduceOp, group: Group | None = None
     ) -> torch.Tensor | None:
         if self.topology.rank == 1:
-            threading.Event().wait(4.0)  # comes when the others have given up
-        return super().reduce(tensor, dst, op, group)
+            self.given_up.wait(60)
+            return super().reduce(tensor, dst, op, group)
+        try:
+            return super().reduce(tensor, dst, op, group)
+        finally:
+            self.given_up.set()
 
 
 class OnlyGathers(ThreadsModel):
@@ -125,6 +130,11 @@ def registered() -> Iterator[None]:
     yield
     for cls in (StaysAway, OnlyGathers):
         registry.unregister_model(cls)
+
+
+@pytest.fixture(autouse=True)
+def no_one_has_given_up() -> None:
+    StaysAway.given_up.clear()
 
 
 def test_what_the_contract_derives_is_named() -> None:
@@ -152,12 +162,12 @@ def test_the_class_for_pytest_lists_what_does_not_hold() -> None:
     class Mine(Conformance):
         backend = "stayaway"
         sizes = (2,)
-        options = {"timeout": 1.0}
+        options = {"timeout": 5.0}  # which others come within, on a slow host too
 
     with pytest.raises(AssertionError) as caught:
         Mine().test_every_law_holds()
     lines = str(caught.value).splitlines()
-    assert any(line.startswith("reduce_gives_the_result_to_its_root_alone at 2:") for line in lines)
+    assert any(line.startswith("reductions_agree_with_the_derived_ones at 2:") for line in lines)
     assert not any(line.startswith("all_gather_") for line in lines)
 
 
@@ -165,8 +175,8 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     with pytest.raises(SystemExit) as ended:
         cli.main(words)
     assert isinstance(ended.value.code, int)
-    found = capsys.readouterr()
-    return ended.value.code, found.out + found.err
+    shown = capsys.readouterr()
+    return ended.value.code, shown.out + shown.err
 
 
 class TestCommand:
@@ -191,12 +201,12 @@ class TestCommand:
 
     def test_json(self, capsys: pytest.CaptureFixture[str]) -> None:
         code, text = run(capsys, "check", "threads", "-n", "3", "--json")
-        said = json.loads(text)
+        report = json.loads(text)
         assert code == 0
-        assert [row["law"] for row in said["laws"]] == list(LAWS)
-        assert {row["nproc"] for row in said["laws"]} == {3}
-        assert {row["status"] for row in said["laws"]} <= {"passed", "derived"}
-        assert said["model"] == "threads"
+        assert [row["law"] for row in report["laws"]] == list(LAWS)
+        assert {row["nproc"] for row in report["laws"]} == {3}
+        assert {row["status"] for row in report["laws"]} <= {"passed", "derived"}
+        assert report["model"] == "threads"
 
     def test_a_failed_law_is_exit_code_1(self, capsys: pytest.CaptureFixture[str]) -> None:
         words = ("--law", "reduce_gives_the_result_to_its_root", "--timeout", "1")
@@ -205,6 +215,7 @@ class TestCommand:
         assert "1 failed" in text
         assert "--law reduce_gives_the_result_to_its_root_alone" in text
         assert "rank 0, in reduce_gives_the_result_to_its_root_alone" in text
+        StaysAway.given_up.clear()
         code, text = run(capsys, "check", "stayaway", "-n", "2", *words, "--json")
         assert code == 1
         assert json.loads(text)["laws"][0]["status"] == "failed"
@@ -244,6 +255,6 @@ class TestCommand:
 
 
 def test_outcomes_are_told_as_soon_as_they_are_known() -> None:
-    told: list[Outcome] = []
-    done = check("serial", 1, laws=[FIRST, SECOND], on_outcome=told.append)
-    assert told == done
+    outcomes: list[Outcome] = []
+    done = check("serial", 1, laws=[FIRST, SECOND], on_outcome=outcomes.append)
+    assert outcomes == done
