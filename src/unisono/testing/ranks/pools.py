@@ -298,6 +298,7 @@ class Pools:
         if wanted is not None and rank != wanted:
             terminal.write_line(f"rank {wanted} hasn't failed")
         terminal.write_sep(">", f"entering PDB in rank {rank} of {place.size} ({place.backend})")
+        terminal.flush()  # what the rank prints comes by another stream
         self._pool(place.backend, place.size).debug(rank)
 
     def leave(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
