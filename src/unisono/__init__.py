@@ -100,7 +100,7 @@ if TYPE_CHECKING:
     has_xla_support: bool
     has_mpi_support: bool
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 __all__ = (
     "ComputationModel",
     "ContextHint",
