@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).parent / "README.md"
+TITLE = "Times faster than a peer in the same run; logarithmic; CPU, one host of 2 cores"
 _COLOR, _TEXT = "#4c78a8", "#808080"  # readable on white and on black
 
 
@@ -111,7 +112,7 @@ def draw(bars: list[tuple[str, Row]], out: str) -> None:
         axes.spines[["top", "right", "bottom"]].set_visible(False)
         axes.spines["left"].set_color(_TEXT)
         axes.tick_params(length=0)
-        axes.set_title("Times faster than a peer in the same run; logarithmic; CPU, one host of 2 cores", color=_TEXT, loc="left", size=10)
+        axes.set_title(TITLE, color=_TEXT, loc="left", size=10)
         figure.savefig(out, transparent=True, metadata={"Date": None})
 
 
