@@ -1,0 +1,92 @@
+"""The site, out of the repository's own pages: ``nox -s docs``.
+
+In the repository's root, without nox: ``python -m sphinx -c docs . .nox/site``.
+
+The source folder is the root, and not this folder, so that links between pages, the README of the
+benchmarks, notebooks and programs are the same on the site and in a checkout.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pygments.lexers.special import TextLexer
+from sphinx.application import Sphinx
+
+import unisono
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "docs" / "extensions"))
+
+project = "unisono"
+author = "the unisono developers"
+version = release = unisono.__version__
+language = "en"
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "myst_nb",
+    "docstrings",
+    "command_line",
+    "outside_links",
+    "notebooks",
+]
+
+root_doc = "docs/index"
+include_patterns = [
+    "docs/**.md",
+    "docs/**.ipynb",
+    "benchmarks/README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "examples/**.md",
+    "examples/**.ipynb",
+]
+exclude_patterns = ["docs/changelog.d", ".nox", ".git", ".cache", "**/.ipynb_checkpoints"]
+html_extra_path = ["_root"]  # the first address leads to the index
+
+nitpicky = True
+# No build asks the network: names of other libraries stay without a link.
+nitpick_ignore_regex = [
+    (r"py:.*", r"(torch|typing|typing_extensions|collections|datetime|logging|enum|os)\..*"),
+    (r"py:.*", r"(pathlib|concurrent|contextlib|abc|ignite|dist|nn|np)\..*"),
+    # What types are made of: the page of the reference has them in a table.
+    (r"py:class", r"(OpLike|FoldLike|GroupLike|PathLike|optional)"),
+    (r"py:class", r"(unisono\..*\.)?([A-Z]|_\w+)"),  # variables of types, private types
+    # Attributes of what a page shows whole, and classes of the model that no user meets.
+    (r"py:(class|obj)", r"unisono\.(model|launchers|environments|payload|collectives|testing)\..*"),
+]
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 4
+nb_execution_mode = "off"  # `notebooks` runs them: one of them has to be interrupted
+
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+autodoc_member_order = "bysource"
+autodoc_type_aliases = {name: name for name in ("OpLike", "FoldLike", "GroupLike", "PathLike")}
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 60
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_custom_sections = [("Warns", "params_style")]
+
+copybutton_prompt_text = r">>> |\.\.\. |\$ |In \[\d*\]: "
+copybutton_prompt_is_regexp = True
+
+html_theme = "furo"
+html_title = "unisono"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sphinx = False
+html_copy_source = False
+html_show_sourcelink = False
+
+
+def setup(app: Sphinx) -> None:
+    """Name the language of blocks that are drawings."""
+    app.add_lexer("drawing", TextLexer)
