@@ -78,7 +78,8 @@ def _on_docstring(
         parameters = frozenset(inspect.signature(thing).parameters)
     except (TypeError, ValueError):
         parameters = frozenset()
-    lines[:] = convert(lines, parameters)
+    members = frozenset(dir(_owner(name))) if what in ("method", "attribute", "property") else ()
+    lines[:] = convert(lines, parameters.union(members))
     if what == "attribute" and lines:
         lines[0] = f": {lines[0]}"  # else napoleon takes what is before a colon for a type
     shown = overloads(thing)
@@ -99,6 +100,12 @@ def _on_docstring(
             "   </details>",
             "",
         ]
+
+
+def _owner(name: str) -> Any:
+    """Give the class of a member, by the name under which a page shows it."""
+    module, _, owner = name.rpartition(".")[0].rpartition(".")
+    return getattr(importlib.import_module(module), owner, None)
 
 
 def overloads(thing: Any) -> list[str]:
