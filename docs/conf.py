@@ -79,7 +79,7 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ |In \[\d*\]: "
 copybutton_prompt_is_regexp = True
 
 html_theme = "furo"
-html_title = "unisono"
+html_title = f"unisono {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False

@@ -17,6 +17,7 @@ import nbclient
 import nbformat
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
+from traitlets.config import Config
 
 _RANKS = 2
 _LIMIT_S = 240
@@ -32,6 +33,7 @@ def execute(path: Path) -> str:
             timeout=_LIMIT_S,
             kernel_name="python3",
             resources={"metadata": {"path": name}},
+            config=Config({"KernelManager": {"transport": "ipc", "ip": f"{name}/kernel"}}),
         )
         is_over = threading.Event()
         watcher = threading.Thread(target=_interrupt, args=(client, folder, is_over))
