@@ -11,12 +11,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from docutils import nodes
 from pygments.lexers.special import TextLexer
+from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.util.nodes import make_refnode
 
 import unisono
 
 ROOT = Path(__file__).parents[1]
+WORDS = ("OpLike", "FoldLike", "GroupLike", "PathLike")  # docs/reference/index.md explains them
 sys.path.insert(0, str(ROOT / "docs" / "extensions"))
 
 project = "unisono"
@@ -53,8 +58,6 @@ nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|typing|typing_extensions|collections|datetime|logging|enum|os)\..*"),
     (r"py:.*", r"(pathlib|concurrent|contextlib|abc|ignite|dist|nn|np)\..*"),
-    # What types are made of: the page of the reference has them in a table.
-    (r"py:class", r"(OpLike|FoldLike|GroupLike|PathLike|optional)"),
     (r"py:class", r"(unisono\..*\.)?([A-Z]|_\w+)"),  # variables of types, private types
     # Attributes of what a page shows whole, and classes of the model that no user meets.
     (r"py:(class|obj)", r"unisono\.(model|launchers|environments|payload|collectives|testing)\..*"),
@@ -68,7 +71,7 @@ autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 autodoc_member_order = "bysource"
-autodoc_type_aliases = {name: name for name in ("OpLike", "FoldLike", "GroupLike", "PathLike")}
+autodoc_type_aliases = {name: name for name in WORDS}
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 60
 napoleon_numpy_docstring = False
@@ -87,6 +90,17 @@ html_copy_source = False
 html_show_sourcelink = False
 
 
+def explain(
+    app: Sphinx, env: BuildEnvironment, node: pending_xref, text: nodes.Node
+) -> nodes.reference | None:
+    """Lead from a word in a signature to the table that explains it."""
+    if node["reftarget"].rpartition(".")[2] not in WORDS:
+        return None
+    page = "docs/reference/index"
+    return make_refnode(app.builder, node["refdoc"], page, "words-in-signatures", text)
+
+
 def setup(app: Sphinx) -> None:
-    """Name the language of blocks that are drawings."""
+    """Name the language of blocks that are drawings, and explain words in signatures."""
     app.add_lexer("drawing", TextLexer)
+    app.connect("missing-reference", explain)
