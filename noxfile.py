@@ -17,7 +17,7 @@ import nox
 from nox.command import CommandFailed
 
 nox.options.sessions = [
-    *("lint", "types", "tests", "faults", "package"),
+    *("lint", "types", "tests", "docs", "faults", "package"),
     *("plugins", "mpi", "horovod", "xla"),
 ]
 nox.options.default_venv_backend = "venv"
@@ -27,6 +27,7 @@ CONSTRAINTS = ("-c", "constraints.txt")
 XLA_CONSTRAINTS = ("-c", "constraints-xla.txt")
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "unisono")
 REPORTS = Path(".nox", "reports")  # what `unisono check` found, backend by backend
+SITE = Path(".nox", "site")
 FEW = 3  # more tests than this don't fail by chance
 UNHURRIED = ("test_random_programs.py", "cli", "collectives", "payload", "testing")
 ALL_SIZES = ("-n", "1", "-n", "2", "-n", "3")
@@ -284,10 +285,17 @@ def support(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Render the changelog, run every block of Python in the documentation, follow every link."""
-    install(session, "test", "bench", "notebook")
+    """Render the changelog, build the site into .nox/site, follow every link in it.
+
+    A warning is an error, and nothing is fetched from the network. The code of the pages runs in
+    the session `tests`; notebooks run here.
+    """
+    install(session, "test", "docs")
     session.run("python", "docs/changelog.py")
-    session.run("pytest", "tests/docs", *session.posargs)
+    strict = ("-E", "-W", "--keep-going", "--nitpicky", "--quiet")
+    session.run("python", "-m", "sphinx", *strict, "-c", "docs", ".", str(SITE))
+    paths = [f"tests/docs/test_{name}.py" for name in ("reference", "site")]
+    session.run("pytest", *paths, *session.posargs, env={"UNISONO_SITE": str(SITE)})
 
 
 @nox.session
