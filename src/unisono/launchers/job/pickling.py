@@ -6,6 +6,7 @@ plain pickle finds them there too: ``torch.save``, queues, and workers of a Data
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import io
 import linecache
@@ -116,6 +117,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 self._used.setdefault(obj.__module__, {})[obj.__name__] = obj
             if obj.__module__ in self._by_value and isinstance(obj, FunctionType):
                 self._keep_source(obj.__code__.co_filename)
+        elif isinstance(obj, functools._lru_cache_wrapper):
+            self._look_at(obj.__module__)
+            if obj.__module__ in self._by_value:  # it calls itself a global, which isn't there
+                if _is_at_top(obj):
+                    self._used.setdefault(obj.__module__, {})[obj.__name__] = obj
+                return _cached, (obj.__wrapped__, obj.cache_parameters())
         return super().reducer_override(obj)
 
     def _keep_source(self, file: str) -> None:
@@ -138,6 +145,11 @@ def _is_at_top(obj: Any) -> bool:
     """Tell whether plain pickle would find a class or a function in its module. Local."""
     module = sys.modules.get(obj.__module__)
     return module is not None and module.__dict__.get(obj.__qualname__) is obj
+
+
+def _cached(fn: Any, parameters: dict[str, Any]) -> Any:
+    """Make a function of ``functools.cache`` or ``lru_cache`` again, with nothing in its cache."""
+    return functools.lru_cache(**parameters)(fn)
 
 
 def _is_importable(name: str, module: ModuleType) -> bool:

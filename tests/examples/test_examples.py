@@ -1,0 +1,212 @@
+"""Each example on 1, 2 and 3 ranks: what it finds out doesn't depend on their number."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import unisono
+from tests.support.command import run
+from tests.support.examples import EXAMPLES, commands, load, numbers
+
+SIZES = (1, 2, 3)
+ROUNDING = 1e-4  # of float32, in the few epochs that there are here
+Pool = Callable[[int], unisono.WorkerPool]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """Give warm workers on gloo, of each number: they import scikit-learn once."""
+    for name in ("images", "forest", "sweep", "actors"):
+        load(name)  # scikit-learn sets variables, and ranks begin with those that there are
+    with ExitStack() as stack:
+        pools = {size: stack.enter_context(unisono.WorkerPool("gloo", size)) for size in SIZES}
+        for each in pools.values():
+            each.run(abs)  # the check of what tests leave behind counts from here
+        yield pools.__getitem__
+
+
+def options(epochs: int, checkpoint: Path | None = None, **more: bool) -> argparse.Namespace:
+    chosen = {"seed": 0, "resume": False, "bfloat16": False, **more}
+    return argparse.Namespace(epochs=epochs, checkpoint=checkpoint, **chosen)
+
+
+def images(pool: Pool, size: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Run the example on `size` ranks, which all come to the same."""
+    results = pool(size).run(load("images").train, options)
+    assert results == [results[0]] * size
+    assert results[0]["world_size"] == size
+    return results[0]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Three epochs of one rank, and the file that they leave."""
+    path = tmp_path_factory.mktemp("images") / "images.pt"
+    return {**images(pool, 1, options(3, path)), "path": path}
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_images_learns_the_same_on_any_number_of_ranks(
+    pool: Pool, uninterrupted: dict[str, Any], size: int
+) -> None:
+    result = images(pool, size, options(3))
+    assert result["accuracy"] > 0.85
+    assert result["accuracy"] == pytest.approx(uninterrupted["accuracy"], abs=2 / 357)
+    assert result["checksum"] == pytest.approx(uninterrupted["checksum"], rel=ROUNDING)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1), (2, 2)])
+def test_images_resumed_with_other_workers_is_as_if_uninterrupted(
+    pool: Pool, uninterrupted: dict[str, Any], tmp_path: Path, before: int, after: int
+) -> None:
+    path = tmp_path / "images.pt"
+    first = images(pool, before, options(2, path))
+    assert first["checksum"] != pytest.approx(uninterrupted["checksum"], rel=ROUNDING)
+    result = images(pool, after, options(3, path, resume=True))
+    assert result["checksum"] == pytest.approx(uninterrupted["checksum"], rel=ROUNDING)
+    assert result["accuracy"] == pytest.approx(uninterrupted["accuracy"], abs=2 / 357)
+    assert unisono.load_checkpoint(path)["epoch"] == 3
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_images_evaluates_each_image_once(
+    pool: Pool, uninterrupted: dict[str, Any], size: int
+) -> None:
+    path = uninterrupted["path"]
+    model = load("images").make_model()
+    model.load_state_dict(unisono.load_checkpoint(path)["model"])
+    images_, labels = load("images").load()[1].tensors
+    assert len(labels) % 2 == 1
+    with torch.no_grad():
+        right = int((model.eval()(images_).argmax(1) == labels).sum())
+    result = images(pool, size, options(3, path, resume=True))  # nothing is left to train
+    assert result["accuracy"] == right / len(labels)
+
+
+def test_images_in_mixed_precision(pool: Pool, uninterrupted: dict[str, Any]) -> None:
+    result = images(pool, 2, options(3, bfloat16=True))
+    assert result["accuracy"] > 0.8
+    assert result["checksum"] != uninterrupted["checksum"]
+
+
+def test_forest_is_the_same_on_any_number_of_ranks(pool: Pool) -> None:
+    results = [each for size in SIZES for each in pool(size).run(load("forest").work, 20)]
+    assert results == [results[0]] * sum(SIZES)
+    assert results[0]["accuracy"] > 0.9
+
+
+def test_forest_of_fewer_trees_than_ranks(pool: Pool) -> None:
+    assert pool(3).run(load("forest").work, 2) == pool(1).run(load("forest").work, 2) * 3
+
+
+def test_sweep_is_the_same_on_any_number_of_workers() -> None:
+    results = [load("sweep").sweep(size, 2, "gloo") for size in SIZES]
+    for size, result in zip(SIZES, results, strict=True):
+        assert result["accuracies"] == results[0]["accuracies"]
+        assert result["best"] == results[0]["best"]
+        assert result["final"] == pytest.approx([results[0]["final"][0]] * size, abs=2 / 360)
+    assert results[0]["final"][0] > 0.9
+    assert results[0]["final"][0] >= max(results[0]["accuracies"])
+
+
+def test_actors_learn_the_same_on_any_number_of_ranks(pool: Pool) -> None:
+    work = load("actors").work
+    histories = [each for size in SIZES for each in pool(size).run(work, 15, 12, 0)]
+    assert histories[1:] == [pytest.approx(histories[0])] * (sum(SIZES) - 1)
+    assert sum(histories[0][-3:]) / 3 > 2 * histories[0][0]
+
+
+def test_more_actors_than_episodes(pool: Pool) -> None:
+    alone, *others = [
+        each for size in (1, 3) for each in pool(size).run(load("actors").work, 2, 2, 0)
+    ]
+    assert others == [pytest.approx(alone)] * 3
+
+
+def test_readme_names_every_example() -> None:
+    said = (EXAMPLES / "README.md").read_text()
+    files = [path for kind in ("py", "sbatch", "yaml") for path in EXAMPLES.glob(f"*/*.{kind}")]
+    files = [path for path in files if path.parent.name != "testing"] + [*EXAMPLES.glob("*.py")]
+    folders = [path.parent for path in EXAMPLES.glob("plugins/*/pyproject.toml")]
+    names = [str(path.relative_to(EXAMPLES)) for path in (*files, *folders, EXAMPLES / "testing")]
+    assert len(names) > 10
+    assert [name for name in names if f"]({name})" not in said] == []
+    programs = [name for name in names if name.endswith((".py", ".sbatch", ".yaml"))]
+    assert [each for each in programs if f"examples/{each}" not in " ".join(commands())] == []
+
+
+def words(command: str, *more: str) -> list[str]:
+    """Make a command of the README one that can be run from anywhere."""
+    found = [sys.executable if each == "python" else each for each in shlex.split(command)]
+    return [str(EXAMPLES.parent / each) if "examples/" in each else each for each in found] + [
+        *more
+    ]
+
+
+def command(program: str, index: int = 0) -> str:
+    return [each for each in commands() if f"examples/{program}" in each][index]
+
+
+def test_images_by_its_commands(tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    first, second = (command("images.py", i).replace("last.pt", str(path)) for i in range(2))
+    done = run(words(first, "--epochs", "1"))
+    assert done.code == 0, done.err
+    assert done.out.splitlines()[1] == "[0] workers: 2"
+    done = run(words(second, "--epochs", "3"))
+    assert done.code == 0, done.err
+    assert "[0] workers: 3\n" in done.out
+    assert "epoch 1" not in done.out
+    assert done.out.count("accuracy") == 1  # rank 0 alone prints
+    assert numbers(done.out, "accuracy")[0] > 0.8
+
+
+@pytest.mark.parametrize(
+    ("program", "more", "name", "least"),
+    [
+        ("forest.py", ["--trees=20"], "accuracy", 0.9),
+        ("actors.py", ["--rounds=20"], "round 20", 40),
+        ("sweep.py", ["--epochs=1"], "all workers: accuracy", 0.8),
+    ],
+)
+def test_programs_by_their_commands(program: str, more: list[str], name: str, least: float) -> None:
+    done = run(words(command(program), *more))
+    assert done.code == 0, done.err
+    (found,) = numbers(done.out, name)
+    assert found > least
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "reason"),
+    [
+        ("images", "--epochs=zero", "invalid count value: 'zero'"),
+        ("images", "--epochs=0", "invalid count value: '0'"),
+        ("images", "--resume", "--resume needs --checkpoint PATH"),
+        ("images", "--resume --checkpoint=none.pt", "error: there is no checkpoint none.pt"),
+        ("images", "--backend=glo", "Did you mean 'gloo'?"),
+        ("forest", "--trees=-1", "invalid count value: '-1'"),
+        ("sweep", "--workers=0", "invalid count value: '0'"),
+        ("sweep", "--backend=glo", "Did you mean 'gloo'?"),
+        ("actors", "--rounds=", "invalid count value: ''"),
+    ],
+)
+def test_wrong_input_is_refused(
+    name: str,
+    arguments: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments.split(" ")])
+    with pytest.raises(SystemExit, match="2"):
+        load(name).main()
+    assert reason in capsys.readouterr().err
