@@ -41,7 +41,7 @@ def options(epochs: int, checkpoint: Path | None = None, **more: bool) -> argpar
 
 def images(pool: Pool, size: int, options: argparse.Namespace) -> dict[str, Any]:
     """Run the example on `size` ranks, which all come to the same."""
-    results = pool(size).run(load("images").train, options)
+    results: list[dict[str, Any]] = pool(size).run(load("images").train, options)
     assert results == [results[0]] * size
     assert results[0]["world_size"] == size
     return results[0]
@@ -109,12 +109,12 @@ def test_forest_of_fewer_trees_than_ranks(pool: Pool) -> None:
 
 
 def test_sweep_is_the_same_on_any_number_of_workers() -> None:
-    results = [load("sweep").sweep(size, 2, "gloo") for size in SIZES]
+    results = [load("sweep").sweep(size, 1, "gloo") for size in SIZES]
     for size, result in zip(SIZES, results, strict=True):
         assert result["accuracies"] == results[0]["accuracies"]
         assert result["best"] == results[0]["best"]
         assert result["final"] == pytest.approx([results[0]["final"][0]] * size, abs=2 / 360)
-    assert results[0]["final"][0] > 0.9
+    assert results[0]["final"][0] > 0.85
     assert results[0]["final"][0] >= max(results[0]["accuracies"])
 
 
@@ -162,7 +162,7 @@ def test_images_by_its_commands(tmp_path: Path) -> None:
     done = run(words(first, "--epochs", "1"))
     assert done.code == 0, done.err
     assert done.out.splitlines()[1] == "[0] workers: 2"
-    done = run(words(second, "--epochs", "3"))
+    done = run(words(second, "--epochs", "2"))
     assert done.code == 0, done.err
     assert "[0] workers: 3\n" in done.out
     assert "epoch 1" not in done.out

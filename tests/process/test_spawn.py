@@ -110,6 +110,44 @@ def test_a_module_that_nobody_else_can_import_can_be_spawned(
     assert type(result) is module.C
 
 
+CACHED = """
+import functools, unisono
+
+@functools.lru_cache(maxsize=8)
+def numbers(n):
+    return [n]
+
+def fn(local_rank):
+    return numbers(local_rank) is numbers(local_rank), numbers.cache_parameters()["maxsize"]
+
+if __name__ == "__main__":
+    print(unisono.spawn("gloo", fn, nproc_per_node=2))
+    print(unisono.spawn("gloo", numbers))
+"""
+
+
+def test_cached_functions_of_main_are_found_in_the_replicas(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(CACHED)
+    assert run_python(str(script), cwd=tmp_path) == "[(True, 8), (True, 8)]\n[[0]]"
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_cached_functions_that_nobody_can_import_can_be_spawned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_listed: bool
+) -> None:
+    module = _load(tmp_path / "cached.py", CACHED)
+    if is_listed:
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert unisono.spawn("gloo", module.numbers) == [[0]]
+
+    @functools.cache
+    def local(local_rank: int) -> int:
+        return local_rank
+
+    assert unisono.spawn("gloo", local, nproc_per_node=2) == [0, 1]
+
+
 def _load(path: Path, source: str) -> ModuleType:
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -119,9 +119,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 self._keep_source(obj.__code__.co_filename)
         elif isinstance(obj, functools._lru_cache_wrapper):
             self._look_at(obj.__module__)
-            if obj.__module__ in self._by_value:  # it calls itself a global, which isn't there
-                if _is_at_top(obj):
-                    self._used.setdefault(obj.__module__, {})[obj.__name__] = obj
+            is_by_value = obj.__module__ in self._by_value
+            if is_by_value and _is_at_top(obj):
+                self._used.setdefault(obj.__module__, {})[obj.__name__] = obj
+            if is_by_value or _is_nowhere(obj):  # by itself it is a global, which isn't there
                 return _cached, (obj.__wrapped__, obj.cache_parameters())
         return super().reducer_override(obj)
 
@@ -145,6 +146,13 @@ def _is_at_top(obj: Any) -> bool:
     """Tell whether plain pickle would find a class or a function in its module. Local."""
     module = sys.modules.get(obj.__module__)
     return module is not None and module.__dict__.get(obj.__qualname__) is obj
+
+
+def _is_nowhere(obj: Any) -> bool:
+    """Tell whether no import would find an object: it is local, or its module isn't listed."""
+    return obj.__module__ not in sys.modules or "<locals>" in getattr(
+        obj, "__qualname__", "<locals>"
+    )
 
 
 def _cached(fn: Any, parameters: dict[str, Any]) -> Any:
