@@ -357,8 +357,9 @@ EXTRAS = {  # what each is for, in a command
 
 @nox.session
 def extras(session: nox.Session) -> None:
-    """Install the wheel with each extra into an empty environment, and use it: takes minutes.
+    """Install the wheel with each extra into an empty environment, and use it.
 
+    It takes two or three minutes for each, most of it to install torch and Ray.
     ``nox -s extras -- mpi ray`` takes some of them.
     """
     session.install("build", "twine", "check-wheel-contents")
