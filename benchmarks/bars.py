@@ -46,6 +46,8 @@ class Bar:
 BARS = (
     Bar("64 KB summed", "tensors", 2, "all_reduce of 64 KB", "gloo"),
     Bar("16 MB summed", "tensors", 2, "all_reduce of 16 MB", "gloo"),
+    Bar("16 MB summed", "tensors", 2, "all_reduce of 16 MB over Open MPI", "mpi4py"),
+    Bar("16 MB broadcast", "tensors", 2, "broadcast of 16 MB", "gloo"),
     Bar(
         "gradients of a ResNet-50",
         "gradients",

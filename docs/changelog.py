@@ -5,7 +5,7 @@
     python docs/changelog.py --release 0.1.0
                                         put what is there under that version, and begin again
 
-A fragment is named ``<issue>.<added|changed|fixed|removed>.md`` and has bullet lines.
+A fragment is named ``<issue>.<added|changed|deprecated|fixed|removed>.md`` and has bullet lines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent / "changelog.d"
 PAGE = Path(__file__).parent / "changelog.md"
 RELEASED = Path(__file__).parent / "changelog.released.txt"  # the text of earlier versions
-KINDS = ("added", "changed", "fixed", "removed")
+KINDS = ("added", "changed", "deprecated", "fixed", "removed")
 
 
 def fragments() -> dict[str, list[Path]]:
