@@ -154,8 +154,8 @@ def tests(session: nox.Session) -> None:
     if session.posargs:
         session.run("pytest", *session.posargs)
         return
-    peers = "import accelerate, ignite, mmengine, torchmetrics, ipykernel, nbclient"
-    session.run("python", "-c", peers)  # else tests are skipped
+    peers = "import accelerate, ignite, lightning_fabric, mmengine, torchmetrics"
+    session.run("python", "-c", f"{peers}, ipykernel, nbclient")  # else tests are skipped
     # What has limits in seconds has the cores for itself.
     paths = PYPROJECT["tool"]["pytest"]["ini_options"]["testpaths"]
     calm = [path for path in paths if path != "tests/process"]

@@ -1,0 +1,10 @@
+import horovod.torch as hvd
+import torch
+
+hvd.init()
+rank, size = hvd.rank(), hvd.size()
+seen = hvd.allreduce(torch.tensor(10 + rank), op=hvd.Sum, name="seen").item()
+names = hvd.allgather_object(f"worker {rank}")
+config = hvd.broadcast_object({"lr": 0.125} if rank == 0 else None, root_rank=0)
+print(f"rank {rank} of {size}: seen {seen}, {names}, {config}")
+hvd.shutdown()
