@@ -22,22 +22,26 @@ def fresh():
     return model, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
 
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-box = [tempfile.mkdtemp() if rank == 0 else None]
-dist.broadcast_object_list(box, src=0)
-path = os.path.join(box[0], "last.pt")
-model, optimizer = fresh()
-steps(model, optimizer, 3)
-if rank == 0:
-    state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
-    torch.save(state, path)
-dist.barrier()
+def main():
+    rank = dist.get_rank()
+    box = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    path = os.path.join(box[0], "last.pt")
+    model, optimizer = fresh()
+    steps(model, optimizer, 3)
+    if rank == 0:
+        state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
+        torch.save(state, path)
+    dist.barrier()
 
-model, optimizer = fresh()  # as in the next job
-state = torch.load(path, map_location="cpu")
-model.module.load_state_dict(state["model"])
-optimizer.load_state_dict(state["optimizer"])
-steps(model, optimizer, 3)
-print(f"rank {rank}: from step {state['step']}, weight {model.module.weight.item():.5f}")
+    model, optimizer = fresh()  # as in the next job
+    state = torch.load(path, map_location="cpu")
+    model.module.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    steps(model, optimizer, 3)
+    print(f"rank {rank}: from step {state['step']}, weight {model.module.weight.item():.5f}")
+
+
+dist.init_process_group("gloo")
+main()  # its models go before the process group does
 dist.destroy_process_group()
