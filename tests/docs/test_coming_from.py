@@ -25,7 +25,7 @@ HERE = [pair for pair in PAIRS if pair[0] in LIBRARIES]
 pytestmark = pytest.mark.timeout(400)
 
 
-@pytest.mark.parametrize(("library", "job"), HERE, ids="-".join)
+@pytest.mark.parametrize(("library", "job"), HERE, ids=map("-".join, HERE))
 def test_theirs_and_ours_print_the_same(library: str, job: str, tmp_path: Path) -> None:
     module, launcher = LIBRARIES[library]
     if importlib.util.find_spec(module) is None:

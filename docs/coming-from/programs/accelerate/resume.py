@@ -1,7 +1,7 @@
 import tempfile
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
 from torch import nn
 
@@ -35,16 +35,20 @@ def fresh():
     return accelerator, model, optimizer, progress
 
 
-accelerator, model, optimizer, progress = fresh()
-folder = broadcast_object_list([tempfile.mkdtemp() if accelerator.is_main_process else None])[0]
-steps(accelerator, model, optimizer, 3)
-progress.step = 3
-accelerator.save_state(folder)
-accelerator.wait_for_everyone()
+def main():
+    accelerator, model, optimizer, progress = fresh()
+    folder = broadcast_object_list([tempfile.mkdtemp() if accelerator.is_main_process else None])[0]
+    steps(accelerator, model, optimizer, 3)
+    progress.step = 3
+    accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
 
-accelerator, model, optimizer, progress = fresh()  # as in the next job
-accelerator.load_state(folder)
-steps(accelerator, model, optimizer, 3)
-weight = accelerator.unwrap_model(model).weight.item()
-print(f"rank {accelerator.process_index}: from step {progress.step}, weight {weight:.5f}")
-accelerator.end_training()
+    accelerator, model, optimizer, progress = fresh()  # as in the next job
+    accelerator.load_state(folder)
+    steps(accelerator, model, optimizer, 3)
+    weight = accelerator.unwrap_model(model).weight.item()
+    print(f"rank {accelerator.process_index}: from step {progress.step}, weight {weight:.5f}")
+
+
+main()  # its models go before the process group does
+PartialState().destroy_process_group()
