@@ -185,8 +185,8 @@ def tests(session: nox.Session) -> None:
     if session.posargs:
         session.run("pytest", *session.posargs)
         return
-    peers = "import accelerate, ignite, mmengine, torchmetrics, ipykernel, nbclient, "
-    peers += "kubernetes_validate, kubeflow_trainer_api"
+    peers = "import accelerate, ignite, lightning_fabric, mmengine, torchmetrics, ipykernel, "
+    peers += "nbclient, kubernetes_validate, kubeflow_trainer_api"
     session.run("python", "-c", peers)  # else tests are skipped
     # What has limits in seconds has the cores for itself.
     paths = PYPROJECT["tool"]["pytest"]["ini_options"]["testpaths"]

@@ -25,6 +25,7 @@ import pytest
 import torch
 
 import unisono
+from tests.support.coming_from import PYTHON, jobs_of, lines_of, ours, theirs
 from tests.support.launched import with_model
 from tests.support.processes import MARK, SOURCES, marked
 from tests.support.requirements import require, require_backend
@@ -574,3 +575,10 @@ def test_the_digits_are_learnt_as_on_gloo(tmp_path: Path) -> None:
         assert found["checksums"][0] == found["checksums"][1]
         torch.testing.assert_close(torch.tensor(found["parameters"]), wanted, rtol=0, atol=1e-5)
         assert found["accuracy"] == on_gloo["accuracy"] > 0.95
+
+
+@pytest.mark.parametrize("job", jobs_of("horovod"))
+def test_a_program_of_horovod_and_ours_print_the_same(job: str, tmp_path: Path) -> None:
+    expected = lines_of([*horovodrun(2), sys.executable], theirs("horovod", job), tmp_path)
+    for backend in ("horovod", "gloo", "threads"):
+        assert lines_of(PYTHON, ours(job, backend, tmp_path), tmp_path) == expected, backend

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import unisono as idist
+from tests.support.coming_from import PYTHON, jobs_of, lines_of, ours, theirs
 from tests.support.launched import with_model
 from tests.support.processes import MARK, SOURCES, python
 from tests.support.requirements import require
@@ -526,3 +527,16 @@ class TestRefusals:
         generator = (x for x in [1])
         with pytest.raises(PayloadError, match="can't be pickled"):
             launcher.launch(lambda info: next(generator), LaunchPlan(2))
+
+
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.parametrize("job", jobs_of("mpi4py"))
+def test_a_program_of_mpi4py_and_ours_print_the_same(
+    job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables().items():
+        monkeypatch.setenv(name, value)
+    under = launcher.argv(LaunchPlan(2), [launcher.find_mpiexec()], version())
+    expected = lines_of([*under, sys.executable], theirs("mpi4py", job), tmp_path)
+    for backend in ("mpi4py", "gloo", "threads"):
+        assert lines_of(PYTHON, ours(job, backend, tmp_path), tmp_path) == expected, backend

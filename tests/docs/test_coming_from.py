@@ -1,0 +1,49 @@
+"""Each pair of programs of "Coming from" does the same: theirs, and ours on threads and gloo."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.support.coming_from import PAIRS, PYTHON, lines_of, ours, theirs
+from tests.support.pages import ROOT, blocks
+
+FOLDER = ROOT / "docs" / "coming-from"
+TORCHRUN = (*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+LIBRARIES = {
+    "accelerate": ("accelerate", TORCHRUN),
+    "fabric": ("lightning_fabric", PYTHON),
+    "ignite": ("ignite", TORCHRUN),
+    "mmengine": ("mmengine", TORCHRUN),
+    "torch_distributed": ("torch", TORCHRUN),
+    "torch_multiprocessing": ("torch", PYTHON),
+}
+ELSEWHERE = {"horovod", "mpi4py"}  # tests/real, where these libraries are
+HERE = [pair for pair in PAIRS if pair[0] in LIBRARIES]
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.mark.parametrize(("library", "job"), HERE, ids=map("-".join, HERE))
+def test_theirs_and_ours_print_the_same(library: str, job: str, tmp_path: Path) -> None:
+    module, launcher = LIBRARIES[library]
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} isn't installed")
+    expected = lines_of(launcher, theirs(library, job), tmp_path)
+    for backend in ("gloo", "threads"):
+        assert lines_of(PYTHON, ours(job, backend, tmp_path), tmp_path) == expected, backend
+
+
+def test_every_program_is_on_its_page() -> None:
+    assert {library for library, _ in PAIRS} == {*LIBRARIES, *ELSEWHERE}
+    for library in {library for library, _ in PAIRS}:
+        page = FOLDER / f"{library.replace('_', '-')}.md"
+        files = {block.mark("file") for block in blocks(page)} - {None}
+        jobs = [job for name, job in PAIRS if name == library]
+        programs = "docs/coming-from/programs"
+        wanted = {f"{programs}/{where}/{job}.py" for job in jobs for where in (library, "ours")}
+        assert files == wanted
+        for block in blocks(page):
+            file = block.mark("file")
+            assert file is None or block.text == (ROOT / file).read_text(), f"{block} isn't {file}"
