@@ -20,7 +20,11 @@ __all__ = ("PAGES", "ROOT", "Block", "anchors", "blocks", "links", "prose", "run
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted(
+        page
+        for page in (ROOT / "docs").rglob("*.md")
+        if not {"_build", "changelog.d"} & {*page.parts}
+    ),
 ]
 _FENCE = re.compile(r"^ *```(?P<info>.*)$")
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
