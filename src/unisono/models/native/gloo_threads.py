@@ -8,6 +8,7 @@ exception" (CPython ends threads that wait then, out of a destructor of torch th
 from __future__ import annotations
 
 import atexit
+import contextlib
 import time
 from pathlib import Path
 
@@ -34,8 +35,13 @@ def _settle() -> None:
 
 def _states() -> list[str]:
     """Give the state of each of gloo's threads, as the kernel writes it."""
+    states = []
     try:
-        stats = [(thread / "stat").read_text() for thread in _THREADS.iterdir()]
-    except OSError:  # one ended meanwhile, or this isn't Linux
+        for thread in _THREADS.iterdir():
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                stat = (thread / "stat").read_text()
+                if _NAME in stat:
+                    states.append(stat.rpartition(")")[2].split()[0])
+    except FileNotFoundError:  # this isn't Linux
         return []
-    return [stat.rpartition(")")[2].split()[0] for stat in stats if _NAME in stat]
+    return states
