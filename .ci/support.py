@@ -18,11 +18,13 @@ MARKS = {"passed": "yes", "derived": "derived", "unsupported": "–", "failed": 
 GROUPS = {
     "contract": "The contract of a model",
     "facts": "Facts",
+    "forks": "Forks",
     "reductions": "Reductions",
     "gathers": "Gathers",
     "groups": "Groups",
     "refusals": "Refusals",
     "sections": "Sections",
+    "sharing": "Memory of a host",
     "transfers": "Broadcast, scatter, all_to_all, messages",
     "values": "Values",
 }
@@ -58,6 +60,8 @@ def render(reports: Sequence[dict[str, Any]], missing: Sequence[str]) -> str:
         parts.append(f"Not checked this time: {', '.join(missing)}.\n")
     cells = [outcomes(report) for report in reports]
     laws = {row["law"]: row["group"] for report in reports for row in report["laws"]}
+    if untitled := set(laws.values()) - set(GROUPS):
+        sys.exit(f"GROUPS has no title for {', '.join(sorted(untitled))}")
     for group, title in GROUPS.items():
         names = [law for law, its in laws.items() if its == group]
         parts.append(f"## {title}\n\n{table(names, reports, cells)}")
