@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.at_a_glance import COLUMNS, check_in_child
 from tests.support.coming_from import PAIRS, PYTHON, lines_of, ours, theirs
 from tests.support.pages import ROOT, blocks
 
@@ -19,6 +20,11 @@ LIBRARIES = {
     "mmengine": ("mmengine", TORCHRUN),
     "torch_distributed": ("torch", TORCHRUN),
     "torch_multiprocessing": ("torch", PYTHON),
+}
+PEERS = {
+    **dict.fromkeys(("unisono", "torch.distributed", "torch.multiprocessing"), "torch"),
+    **{"ignite": "ignite", "accelerate": "accelerate", "Fabric": "lightning_fabric"},
+    **{"mmengine": "mmengine", "mpi4py": "mpi4py"},
 }
 ELSEWHERE = {"horovod", "mpi4py"}  # tests/real, where these libraries are
 HERE = [pair for pair in PAIRS if pair[0] in LIBRARIES]
@@ -44,3 +50,14 @@ def test_every_program_is_on_its_page() -> None:
         programs = "docs/coming-from/programs"
         wanted = {f"{programs}/{where}/{job}.py" for job in jobs for where in (library, "ours")}
         assert files == wanted  # word for word: test_pages
+
+
+@pytest.mark.parametrize("column", PEERS)
+def test_every_call_at_a_glance_can_be_made(column: str) -> None:
+    if importlib.util.find_spec(PEERS[column]) is None:
+        pytest.skip(f"{PEERS[column]} isn't installed")
+    check_in_child(column)
+
+
+def test_every_column_at_a_glance_is_checked() -> None:
+    assert {*PEERS, "Horovod"} == {*COLUMNS}  # Horovod's: tests/real/test_horovod.py

@@ -25,6 +25,7 @@ import pytest
 import torch
 
 import unisono
+from tests.support.at_a_glance import check_in_child
 from tests.support.coming_from import PYTHON, jobs_of, lines_of, ours, theirs
 from tests.support.launched import with_model
 from tests.support.processes import MARK, SOURCES, marked
@@ -582,3 +583,7 @@ def test_a_program_of_horovod_and_ours_print_the_same(job: str, tmp_path: Path) 
     expected = lines_of([*horovodrun(2), sys.executable], theirs("horovod", job), tmp_path)
     for backend in ("horovod", "gloo", "threads"):
         assert lines_of(PYTHON, ours(job, backend, tmp_path), tmp_path) == expected, backend
+
+
+def test_every_call_of_horovod_at_a_glance_can_be_made() -> None:
+    check_in_child("Horovod")

@@ -1,0 +1,128 @@
+"""The table of the peers' calls: each is looked up in its library, with the arguments shown."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from tests.support.pages import ROOT
+from tests.support.processes import run_python
+
+__all__ = ("COLUMNS", "check", "check_in_child")
+
+PAGE = ROOT / "docs" / "coming-from" / "at-a-glance.md"
+# What the names that a column's calls begin with stand for: a module, or something in a module.
+COLUMNS = {
+    "unisono": {"idist": "unisono"},
+    "ignite": {"idist": "ignite.distributed"},
+    "accelerate": {
+        "accelerator": "accelerate:Accelerator",
+        "Accelerator": "accelerate:Accelerator",
+        "notebook_launcher": "accelerate:notebook_launcher",
+        **{
+            name: f"accelerate.utils:{name}"
+            for name in ("broadcast", "broadcast_object_list", "gather_object", "set_seed")
+        },
+    },
+    "Fabric": {
+        "fabric": "lightning_fabric:Fabric",
+        "Fabric": "lightning_fabric:Fabric",
+        "rank_zero_only": "lightning_fabric.utilities:rank_zero_only",
+    },
+    "torch.distributed": {
+        "dist": "torch.distributed",
+        "ddp": "torch.nn.parallel:DistributedDataParallel",
+        "DistributedDataParallel": "torch.nn.parallel:DistributedDataParallel",
+        "DistributedSampler": "torch.utils.data:DistributedSampler",
+        "SyncBatchNorm": "torch.nn:SyncBatchNorm",
+    },
+    "Horovod": {
+        "hvd": "horovod.torch",
+        "DistributedSampler": "torch.utils.data:DistributedSampler",
+    },
+    "mmengine": {
+        "dist": "mmengine.dist",
+        "DefaultSampler": "mmengine.dataset:DefaultSampler",
+        "MMDistributedDataParallel": "mmengine.model:MMDistributedDataParallel",
+        "convert_sync_batchnorm": "mmengine.model:convert_sync_batchnorm",
+    },
+    "mpi4py": {"MPI": "mpi4py.MPI", "comm": "mpi4py.MPI:Comm"},
+    "torch.multiprocessing": {"mp": "torch.multiprocessing"},
+}
+GIVES = {"mp.Pool": "multiprocessing.pool:Pool"}  # what a function gives; a class gives itself
+
+
+def check_in_child(column: str) -> None:
+    """Check a column in a process of its own, as libraries change variables when they load."""
+    code = f"from tests.support.at_a_glance import check; check({column!r})"
+    run_python("-W", "ignore", "-c", code, cwd=ROOT)
+
+
+def _calls(column: str) -> Iterator[str]:
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    titles, _, *rows = ([cell.strip() for cell in line[1:-1].split("|")] for line in lines)
+    at = titles.index(column)
+    for row in rows:
+        assert len(row) == len(titles), row
+        yield from re.findall(r"`([^`]+)`", row[at])
+
+
+def check(column: str) -> None:
+    """Find what a column names in its library, and bind the arguments that it shows."""
+    shown = list(_calls(column))
+    assert shown
+    if column == "mpi4py":
+        importlib.import_module("mpi4py").rc.initialize = False  # it is only looked at
+    for call in shown:
+        if not call.startswith("loss.backward"):
+            _find(ast.parse(call, mode="eval").body, COLUMNS[column], call)
+
+
+def _find(node: ast.expr, words: dict[str, str], call: str) -> Any:
+    if isinstance(node, ast.Name):
+        return _load(words.get(node.id, node.id))
+    if isinstance(node, ast.Attribute):
+        owner = _find(node.value, words, call)
+        if inspect.ismodule(owner) and not hasattr(owner, node.attr):
+            return importlib.import_module(f"{owner.__name__}.{node.attr}")
+        return getattr(owner, node.attr)
+    assert isinstance(node, ast.Call), call
+    found = _find(node.func, words, call)
+    _bind(found, node, _takes_self(node.func, words, call), call)
+    given = GIVES.get(ast.unparse(node.func))
+    return _load(given) if given else found
+
+
+def _takes_self(called: ast.expr, words: dict[str, str], call: str) -> bool:
+    """Tell whether a function is a method of an object that a class stands for here."""
+    if not isinstance(called, ast.Attribute):
+        return False
+    owner = _find(called.value, words, call)
+    if not inspect.isclass(owner):
+        return False
+    return not isinstance(inspect.getattr_static(owner, called.attr), (staticmethod, classmethod))
+
+
+def _load(path: str) -> Any:
+    module, _, name = path.partition(":")
+    loaded = importlib.import_module(module)
+    return getattr(loaded, name) if name else loaded
+
+
+def _bind(found: Any, node: ast.Call, takes_self: bool, call: str) -> None:
+    """Compare a call's arguments with what is taken, without calling it."""
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # written in C
+        assert callable(found), call
+        return
+    arguments = [None] * (len(node.args) + takes_self)
+    keywords = {each.arg: None for each in node.keywords if each.arg}
+    try:
+        signature.bind(*arguments, **keywords)
+    except TypeError as error:
+        raise AssertionError(f"{call}: {error}") from error
