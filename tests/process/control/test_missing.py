@@ -67,6 +67,7 @@ def test_a_group_goes_on_when_a_rank_outside_of_it_has_finished(tmp_path: Path) 
     assert by_hand(fn, 3)[:2] == [[2 * BIG, 2 * BIG, ["x", "x"]]] * 2
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(("size", "compares"), [(3, True), (BIG, True), (BIG, False)])
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("is_stopped", [True, False])
@@ -226,6 +227,7 @@ def test_on_threads_too_the_late_are_named_with_their_line() -> None:
     assert "in late" in said
 
 
+@pytest.mark.timed
 def test_a_death_is_noticed_while_the_leader_is_elsewhere(tmp_path: Path) -> None:
     done = tmp_path / "done"
 
@@ -285,6 +287,7 @@ def test_two_threads_in_collectives_of_one_group_are_refused(tmp_path: Path) -> 
             assert "all_reduce SUM at " in text
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(("size", "compares"), [(3, True), (BIG, True), (BIG, False)])
 def test_a_deadline_holds_for_what_is_started_in_it(
     size: int, compares: bool, tmp_path: Path
@@ -307,6 +310,7 @@ def test_a_deadline_holds_for_what_is_started_in_it(
     assert by_hand(fn)[0] < 4
 
 
+@pytest.mark.timed
 def test_a_deadline_holds_for_a_group_that_is_made_in_it(tmp_path: Path) -> None:
     done = tmp_path / "done"
 

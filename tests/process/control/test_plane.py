@@ -55,6 +55,7 @@ WAITS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_killed_rank_is_named_by_all_others_within_a_second(

@@ -36,6 +36,7 @@ def spawn_to_fail(backend: str, fn: Callable[..., Any], *args: Any) -> WorkerFai
     return caught.value
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("backend", MODELS)
 def test_the_error_of_a_replica_arrives_within_3_s_with_its_own_traceback(backend: str) -> None:
     def the_culprit() -> NoReturn:
@@ -203,6 +204,7 @@ def test_an_end_is_noticed_though_a_child_of_the_replica_lives_on(tmp_path: Path
     assert time.monotonic() - started < 20
 
 
+@pytest.mark.timed
 def test_the_death_of_the_helper_is_told_and_the_next_job_runs(tmp_path: Path) -> None:
     def fn(local_rank: int, path: str) -> None:
         say(path, os.getppid())

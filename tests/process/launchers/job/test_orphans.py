@@ -104,6 +104,7 @@ def pids(process: subprocess.Popen[str], count: int) -> list[int]:
     return [int(process.stdout.readline()) for _ in range(count)]
 
 
+@pytest.mark.timed
 def test_no_replica_outlives_a_parent_that_is_killed() -> None:
     with parent_of(KILLED) as parent:
         said = pids(parent, 7)
@@ -113,6 +114,7 @@ def test_no_replica_outlives_a_parent_that_is_killed() -> None:
         assert len(gone([-pid for pid in said if pid < 0], 0)) == 1
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("method", "mark", "fd"),
     [("forkserver", "unisono_helper", 2), ("spawn", "launchers.job.worker", 1)],
@@ -130,6 +132,7 @@ def test_nobody_who_is_still_starting_outlives_a_parent_that_is_killed(
         assert not gone([starting], 2)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["parent alone", "group"])
 def test_ctrl_c_ends_everybody_within_2_s(send: Callable[[int, int], None]) -> None:
     with parent_of(INTERRUPTED) as parent:
