@@ -63,10 +63,11 @@ def main() -> int:
     if sys.argv[1:2] == ["--release"]:
         release(sys.argv[2])
     text = render()
+    is_current = PAGE.exists() and PAGE.read_text() == text
     if "--check" in sys.argv[1:]:
-        is_current = PAGE.exists() and PAGE.read_text() == text
         return 0 if is_current else 1
-    PAGE.write_text(text)
+    if not is_current:  # the session `package` may be reading it
+        PAGE.write_text(text)
     return 0
 
 

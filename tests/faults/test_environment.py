@@ -81,6 +81,7 @@ def test_variables_without_peers(monkeypatch: pytest.MonkeyPatch, table: Table) 
     table.add("rank 1 of 2, nobody listens, timeout 2 s", seconds, 3, text)
 
 
+@pytest.mark.timed
 def test_set_up_has_a_limit_and_a_warning_of_its_own(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -96,6 +97,7 @@ def test_set_up_has_a_limit_and_a_warning_of_its_own(
         assert "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT" in record.getMessage()
 
 
+@pytest.mark.timed  # half a second for each rank
 def test_the_limit_begins_anew_while_ranks_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_LIMIT_S", 1.5)
     port = int(free_port())
@@ -113,6 +115,7 @@ def test_the_limit_begins_anew_while_ranks_come(monkeypatch: pytest.MonkeyPatch)
     assert min(came) > 1.9
 
 
+@pytest.mark.timed  # the text has the seconds
 def test_a_block_with_a_deadline_bounds_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with unisono.deadline(1):
         _, text = refused({"MASTER_PORT": free_port()}, monkeypatch)

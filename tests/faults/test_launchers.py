@@ -127,6 +127,7 @@ def test_every_rank_names_a_rank_that_fails_anywhere(fault: str, tmp_path: Path)
     check()
 
 
+@pytest.mark.timed
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", LIBRARIES)
 def test_a_job_ends_with_a_rank_that_fails_anywhere(backend: str, tmp_path: Path) -> None:

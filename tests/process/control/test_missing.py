@@ -205,6 +205,7 @@ def test_models_without_sockets_tell_too_who_is_missing(
         assert ("until_there" in said) == (backend == "threads")
 
 
+@pytest.mark.timed  # the text has the seconds
 def test_on_threads_too_the_late_are_named_with_their_line() -> None:
     done = threading.Event()
 
