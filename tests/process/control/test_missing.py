@@ -137,6 +137,7 @@ def test_those_on_another_line_of_the_same_collective_are_not_called_late(tmp_pa
         assert said.startswith("rank 3 never came")
 
 
+@pytest.mark.timed  # a rank that is a fifth of a second late is told, too
 def test_who_waits_long_for_a_large_tensor_is_told_who_is_missing(tmp_path: Path) -> None:
     def fn(rank: int) -> list[str]:
         os.environ.update(UNISONO_WARN_AFTER_S="0.2", UNISONO_DEBUG="0", UNISONO_SHARED_BYTES="0")
@@ -168,6 +169,7 @@ def test_who_waits_long_for_a_large_tensor_is_told_who_is_missing(tmp_path: Path
         assert "until_there" in said[0]
 
 
+@pytest.mark.timed  # a rank that is a fifth of a second late is told, too
 @pytest.mark.parametrize("backend", ["threads", "mpi4py"])
 def test_models_without_sockets_tell_too_who_is_missing(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
