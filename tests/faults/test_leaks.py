@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.measures import Table
 from tests.support.processes import gone
 
-pytestmark = pytest.mark.timed  # shared memory of another test on this host would be found, too
 ORPHAN = """
 import os, signal
 child = os.fork()
@@ -65,6 +65,7 @@ LEFT: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.timed  # shared memory of another test on this host would be found, too
 @pytest.mark.parametrize("what", LEFT)
 def test_what_is_left_is_found(what: str, held: Callable[..., dict[str, set[str]]]) -> None:
     before = held()
@@ -78,3 +79,8 @@ def test_a_process_that_lost_its_parent_is_found() -> None:
     children = set(psutil.Process().children(recursive=True))
     with an_orphan():
         assert len(set(psutil.Process().children(recursive=True)) - children) == 1
+
+
+def test_what_fills_the_table_runs_alone(request: pytest.FixtureRequest, table: Table) -> None:
+    assert request.node.get_closest_marker("timed") is not None
+    assert request.config.option.markexpr != "not timed"  # marked before it was selected
