@@ -292,6 +292,7 @@ def _half(value: int) -> int:
     return value // 2
 
 
+@pytest.mark.timed  # ranks are gone within 3 s
 @_ENDED_LATE
 def test_a_spawn_that_is_interrupted_leaves_nothing() -> None:
     """What is left is looked for by the fixtures of this folder, and ranks after each time."""
@@ -340,6 +341,7 @@ def _pool_of_one_call(base: int) -> list[int]:
     return found
 
 
+@pytest.mark.timed  # ranks are gone within 3 s
 @_ENDED_LATE
 def test_a_pool_that_is_interrupted_while_it_is_made_or_closed_leaves_nothing() -> None:
     chance = random.Random(SEED)
