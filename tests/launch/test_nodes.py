@@ -26,6 +26,7 @@ from tests.support.command import (
     nobody_is_left,
     run,
     started,
+    wait_until,
 )
 from tests.support.requirements import require
 from tests.support.virtual_hosts import Hosts
@@ -139,11 +140,37 @@ def test_an_unreachable_master_is_named_in_time() -> None:
     assert "Traceback" not in done.err
 
 
-def test_a_master_that_doesnt_resolve_is_named_at_once() -> None:
-    where = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "no-such-host.invalid"]
-    done = run([*UNISONO, "run", *where, "--master-port", "29500", JOB, "facts"])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_master_that_doesnt_resolve_is_named_in_time(rank: str) -> None:
+    where = ["--nnodes", "2", "--node-rank", rank, "--master-addr", "no-such-host.invalid"]
+    words = [*UNISONO, "run", *where, "--master-port", "29500", "--timeout", "1", JOB, "facts"]
+    done = run(words)
     assert done.code == 1
-    assert "--master-addr 'no-such-host.invalid' doesn't resolve" in done.err
+    named = f"node {rank}: --master-addr 'no-such-host.invalid'"
+    assert f"{named} still doesn't resolve after 1 s" in done.err
+    assert "correct it, or make the name known to this host" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_master_whose_name_is_known_later_is_met(hosts: Hosts) -> None:
+    """As in a Job of Kubernetes, whose pods start before DNS knows the first one."""
+    where = ["--nnodes", "2", "--master-addr", "leader", "--master-port", "29520"]
+    where += ["--nproc-per-node", "1"]
+    words = [[*UNISONO, "run", *where, "--node-rank", str(i), JOB, "facts"] for i in (0, 1)]
+    before = [file.read_text() for file in hosts.files]
+    with ExitStack() as stack:
+        jobs = [stack.enter_context(started(hosts.on(i, each))) for i, each in enumerate(words)]
+        assert wait_until(lambda: all("resolve yet" in job.err() for job in jobs), LIMIT_S)
+        try:
+            for file, text in zip(hosts.files, before, strict=True):
+                file.write_text(f"{text}{hosts.addresses[0]} leader\n")
+            for job in jobs:
+                assert job.process.wait(LIMIT_S) == 0, job.err()
+        finally:
+            for file, text in zip(hosts.files, before, strict=True):
+                file.write_text(text)
+        found = [Done(0, job.out(), job.err(), 0.0).facts() for job in jobs]
+    assert [[fact["rank"] for fact in facts] for facts in found] == [[0], [1]]
 
 
 @pytest.mark.parametrize("name", ["processes", "torchrun"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -20,6 +21,8 @@ from unisono.launchers.script.supervisor import Outcome, run_launcher
 from unisono.topology import LaunchPlan, RankInfo
 
 __all__ = ("argv", "command", "environment", "launch", "run")
+
+_log = logging.getLogger(__name__)
 
 _TRY_S = 0.2
 _TIMEOUT_S = 600.0  # what torch's agents wait for each other
@@ -108,7 +111,7 @@ def run(script: Script) -> Outcome:
 
     Raises:
         ArgumentError: several nodes without an address.
-        LaunchError: the address of node 0 doesn't resolve, or nobody answers there in time.
+        LaunchError: in time, the address of node 0 doesn't resolve, or nobody answers there.
     """
     arguments = argv(script)
     if script.master_addr is not None and script.master_port is not None:
@@ -121,16 +124,13 @@ def run(script: Script) -> Outcome:
 
 
 def _reach(script: Script, addr: str, port: int) -> None:
-    """Wait until somebody listens on node 0, unless that is this node."""
+    """Wait until node 0's name is known and somebody listens there, unless that is this node."""
     who = f"node {script.node_rank}" if script.node_rank is not None else "this node"
-    try:
-        addresses = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise LaunchError(f"{who}: --master-addr {addr!r} doesn't resolve: {error}") from error
-    if script.node_rank == 0 or (script.node_rank is None and _is_here(addresses[0][4][0])):
-        return
     timeout_s = script.timeout_s or _TIMEOUT_S
     deadline = time.monotonic() + timeout_s
+    address = _resolve(who, addr, port, timeout_s, deadline)
+    if script.node_rank == 0 or (script.node_rank is None and _is_here(address)):
+        return
     reason = why_unreachable(addr, port, timeout_s)
     while reason is not None and (left := deadline - time.monotonic()) > 0:
         time.sleep(min(_TRY_S, left))
@@ -140,6 +140,27 @@ def _reach(script: Script, addr: str, port: int) -> None:
             f"{who} of {script.nnodes} couldn't reach node 0 at {addr}:{port} in {timeout_s:g} s "
             f"({reason}): is it started there, is --master-addr right, is the port open?"
         ) from reason
+
+
+def _resolve(who: str, addr: str, port: int, timeout_s: float, deadline: float) -> str:
+    """Look a name up until it is known: a pod may start before DNS knows the first one."""
+    is_told = False
+    while True:
+        try:
+            return str(socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)[0][4][0])
+        except OSError as error:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise LaunchError(
+                    f"{who}: --master-addr {addr!r} still doesn't resolve after {timeout_s:g} s: "
+                    f"{error}; correct it, or make the name known to this host; on Kubernetes, "
+                    "create the headless Service that the pods' subdomain names"
+                ) from error
+            if not is_told:
+                text = "%s: --master-addr %r doesn't resolve yet (%s); trying again for %g s"
+                _log.warning(text, who, addr, error, timeout_s)
+                is_told = True
+        time.sleep(min(_TRY_S, left))
 
 
 def _is_here(address: Any) -> bool:
