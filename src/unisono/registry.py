@@ -331,14 +331,18 @@ def find_environment(name: str) -> Environment:
 def availability() -> dict[str, str | None]:
     """Tell for every known backend why it can't be used here, None where it can.
 
-    Local. No library is imported to answer.
+    Local. No library is imported to answer. A backend of torch for devices that this machine lacks
+    can't be used here; `find_model` gives it all the same, as ranks may be on machines with some.
 
     Returns:
         Reason and remedy by backend.
     """
     native = _models.native
+    why_no_device = load("unisono.models.native.process_group:why_no_device")
     table = _models.availability()
-    table.update({name: native.why_unavailable(name) for name in native.backends})
+    table.update(
+        {name: native.why_unavailable(name) or why_no_device(name) for name in native.backends}
+    )
     table.update({name: cls.why_unavailable(name) for name, cls in _models.registered.items()})
     return table
 

@@ -127,6 +127,8 @@ def test_a_backend_that_is_known_but_not_installed_says_how_to_get_it() -> None:
     reasons = {name: reason for name, reason in registry.availability().items() if reason}
     assert reasons, "everything is installed here"
     for name, reason in reasons.items():
+        if "no such device on this machine" in reason:  # another machine may have one
+            continue
         with pytest.raises(BackendUnavailableError) as raised:
             registry.find_model(name)
         assert f"backend '{name}' can't be used here: {reason}" == str(raised.value)

@@ -28,6 +28,7 @@ __all__ = (
     "place_by_hosts",
     "place_by_store",
     "timeout_of",
+    "why_no_device",
     "wrap",
     "wrong_interface",
 )
@@ -67,6 +68,25 @@ def backends_by_device(backend: str) -> dict[str, str]:
             )
         table[device] = name
     return table
+
+
+def why_no_device(backend: str) -> str | None:
+    """Say which device `backend` lacks on this machine, or None if it has one.
+
+    Local. For lists of what can be used here. Ranks may be started all the same: they may be on
+    other machines.
+
+    Args:
+        backend: a name that torch knows.
+    """
+    kinds = backends_by_device(backend)
+    kind = accelerator()
+    if "cpu" in kinds or (kind is not None and kind.type in kinds):
+        return None
+    return (
+        f"it carries tensors on {', '.join(kinds)}, and torch sees no such device on this machine: "
+        "use gloo here; ranks that a launcher starts on machines with one can use it"
+    )
 
 
 def choose_device(backend: str, info: RankInfo, choice: Any) -> torch.device:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
 
 import unisono as idist
+from unisono import registry
 from unisono.errors import ArgumentError, BackendUnavailableError, ContextError
 from unisono.models.native import process_group as setup
 from unisono.topology import RankInfo
@@ -68,6 +69,22 @@ def test_a_group_is_made_from_init_method_rank_and_world_size(tmp_path: Path, ba
 
 def _join_file(rank: int, backend: str, url: str) -> tuple[Any, ...]:
     return _join(rank, backend, init_method=url)
+
+
+def _of_a_device_that_is_not_here(_: int) -> tuple[str, bool, str | None, str]:
+    kind = setup.accelerator()
+    name = "cuda" if kind is None or kind.type != "cuda" else "xpu"
+    dist.Backend.register_backend("faraway", lambda *_: None, devices=[name])
+    known = registry.availability()["faraway"]
+    return name, "faraway" in idist.available_backends(), known, registry.find_model("faraway").name
+
+
+def test_a_backend_for_devices_that_are_elsewhere_is_not_listed_and_not_refused() -> None:
+    (found,) = idist.spawn("gloo", _of_a_device_that_is_not_here, nproc_per_node=1)
+    device, is_listed, reason, model = found
+    assert (is_listed, model) == (False, "native-dist")
+    assert f"it carries tensors on {device}, and torch sees no such device" in str(reason)
+    assert registry.availability()["gloo"] is None
 
 
 def test_a_backend_registered_with_torch_is_available() -> None:
