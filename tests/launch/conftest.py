@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +33,21 @@ def mpi() -> None:
 def ray() -> None:
     is_here = importlib.util.find_spec("ray") is not None
     require("ray", None if is_here else "ray isn't installed")
+
+
+@pytest.fixture
+def own_ray(ray: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ray in this process, where no cluster has been named or noted.
+
+    Ray sets some variables by itself, and knows one way of authentication for each process.
+    """
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_CLIENT_MODE", "PYTHONBREAKPOINT"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:  # sockets lie in it
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        yield
 
 
 @pytest.fixture(scope="session")

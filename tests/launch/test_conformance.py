@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
@@ -23,6 +25,7 @@ from unisono.errors import EnvironmentDetectionError
 from unisono.launchers.processes import launch as processes
 from unisono.rendezvous import host_store
 from unisono.testing import (
+    LAUNCHER_LAWS,
     EnvironmentConformance,
     LauncherConformance,
     check_environment,
@@ -38,6 +41,16 @@ pytestmark = pytest.mark.timeout(400)  # a law may take 120 s
 class TestProcesses(LauncherConformance):
     launcher = "processes"
     sizes = (1, 3)
+
+
+@pytest.mark.real
+@pytest.mark.filterwarnings("default")  # Ray's own
+@pytest.mark.usefixtures("own_ray")
+@pytest.mark.parametrize("law", LAUNCHER_LAWS)
+def test_every_law_holds_on_ray(law: str) -> None:
+    """Each with a Ray of its own, which the next one must not join."""
+    (outcome,) = check_launcher("ray", laws=[law])
+    assert outcome.status == "passed", outcome.reason
 
 
 @pytest.mark.parametrize("environment", [each.NAME for each in ENVIRONMENTS])
@@ -131,6 +144,45 @@ def test_what_a_broken_launcher_leaves_is_ended(
     assert outcome.status == "failed"
     left[0].join(30)  # its ranks would sleep for ten minutes
     assert not left[0].is_alive()
+
+
+ENDS = """
+import os, signal, sys, tempfile
+from unisono import lifecycle, testing
+from unisono.testing import launchers
+
+def mine(entry, plan, *, environ=None):
+    print("my cluster is gone", file=sys.stderr, flush=True)
+    {end}
+
+lifecycle.find_launcher = launchers.find_launcher = lambda name: mine
+tempfile.tempdir = sys.argv[1]
+print(testing.check_launcher("mine", laws=["a_signal_is_named"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("os._exit(1)", 1),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        ("sys.exit(1)", 0),
+    ],
+)
+def test_what_a_launcher_printed_last_is_shown_where_it_ends_the_process(
+    end: str, code: int, tmp_path: Path
+) -> None:
+    words = [sys.executable, "-c", ENDS.format(end=end), str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert done.returncode == code, done.stderr
+    if code:
+        named = "the process that checks it has ended in law a_signal_is_named"
+        words = [f"launcher mine with gloo: {named}", "  printed last:", "  my cluster is gone"]
+        assert done.stderr.splitlines()[-3:] == words
+    else:
+        assert "SystemExit(1)" in done.stdout
+        assert "my cluster is gone" in done.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("law", ["a_deadline_is_kept", "an_interrupt_ends_all_ranks"])

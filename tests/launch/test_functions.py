@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
+import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +15,7 @@ from typing import Any
 import pytest
 
 import unisono
+from tests.support.command import nobody_is_left, started
 from unisono.errors import ArgumentError, LaunchError, WorkerFailedError
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
@@ -159,6 +163,36 @@ def test_ray_seats_nodes_of_different_size(ray: None, monkeypatch: pytest.Monkey
     finally:
         library.shutdown()
         cluster.shutdown()
+
+
+OTHER_RAY = """
+import ray, signal
+ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20)
+print("AT", ray.get_runtime_context().gcs_address, "READY", flush=True)
+signal.pause()
+"""
+
+
+def cluster_of_ray(local_rank: int) -> str:
+    return str(importlib.import_module("ray").get_runtime_context().gcs_address)
+
+
+@pytest.mark.filterwarnings("default")  # Ray's own
+@pytest.mark.usefixtures("own_ray")
+def test_ray_joins_the_cluster_that_is_named_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"nproc_per_node": 2, "launcher": "ray"}
+    with started([sys.executable, "-c", OTHER_RAY]) as other:
+        other.wait_for("READY", 1)
+        address = other.out().split()[1]
+        found = unisono.spawn("gloo", cluster_of_ray, **options)
+        assert len(set(found)) == 1
+        assert address not in found
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        assert unisono.spawn("gloo", cluster_of_ray, **options) == [address] * 2
+        other.end(signal.SIGTERM, 60.0)
+        nobody_is_left(other.mark, 20.0)
+    with pytest.raises(LaunchError, match=f"no Ray cluster can be joined at RAY_ADDRESS={address}"):
+        unisono.spawn("gloo", cluster_of_ray, **options)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from unisono.launchers.script.script import Script
 from unisono.launchers.script.supervisor import Outcome as Ended
 from unisono.lifecycle import spawn
 from unisono.registry import find_launcher, find_script_runner
+from unisono.testing._last_words import Witness, last_lines
 from unisono.testing.runner import Outcome, Status
 from unisono.topology import LaunchPlan, RankInfo
 
@@ -45,7 +46,6 @@ _GRACE_S = 20.0  # for all ranks to end after it
 _GONE_S = 5.0
 _LOOK_S = 0.05
 _EXIT_CODE = 7
-_SHOWN_LINES = 15
 
 
 class _UntestableError(Exception):
@@ -537,7 +537,8 @@ def check_launcher(
 ) -> list[Outcome]:
     """Check laws on a launcher with a number of ranks.
 
-    Local. Each law has ranks of its own.
+    Local. Each law has ranks of its own. If the launcher's library ends this process in the midst
+    of a law, a process of ours says so on stderr, with what was printed last.
 
     Args:
         launcher: its name, as `spawn` takes it.
@@ -556,16 +557,19 @@ def check_launcher(
     """
     find_launcher(launcher)
     done = []
-    for name in LAUNCHER_LAWS if laws is None else laws:
-        begin = time.perf_counter()
-        with tempfile.TemporaryDirectory(prefix="unisono-laws-") as folder:
-            trial = LauncherTrial(launcher, nproc, backend, options or {}, folder)
-            try:
-                status, reason = _check(LAUNCHER_LAWS[name], trial, timeout_s)
-            finally:
-                trial.forget()
-        seconds = time.perf_counter() - begin
-        done.append(Outcome(name, nproc, status, reason, seconds))
+    with Witness(f"launcher {launcher} with {backend}") as witness:
+        for name in LAUNCHER_LAWS if laws is None else laws:
+            begin = time.perf_counter()
+            with tempfile.TemporaryDirectory(prefix="unisono-laws-") as folder:
+                trial = LauncherTrial(launcher, nproc, backend, options or {}, folder)
+                try:
+                    output = witness.enter(name, folder)
+                    status, reason = _check(LAUNCHER_LAWS[name], trial, output, timeout_s)
+                finally:
+                    witness.leave()
+                    trial.forget()
+            seconds = time.perf_counter() - begin
+            done.append(Outcome(name, nproc, status, reason, seconds))
     return done
 
 
@@ -588,13 +592,11 @@ def _output_in(file: Path) -> Iterator[None]:
             os.close(fd)
 
 
-def _check(law: Law, trial: LauncherTrial, timeout_s: float) -> tuple[Status, str]:
-    output = Path(trial.folder, "output")
+def _check(law: Law, trial: LauncherTrial, output: Path, timeout_s: float) -> tuple[Status, str]:
     with _output_in(output):
         status, reason = _ended(law, trial, timeout_s)
     if status == "failed":
-        lines = output.read_text(errors="replace").splitlines()[-_SHOWN_LINES:]
-        reason += "".join(f"\n  {line}" for line in ["printed last:", *lines] if lines)
+        reason += "".join(f"\n  {line}" for line in last_lines(trial.folder))
     return status, reason
 
 
@@ -607,6 +609,8 @@ def _ended(law: Law, trial: LauncherTrial, timeout_s: float) -> tuple[Status, st
     except _TookTooLongError as error:
         stack = "".join(traceback.format_tb(error.__traceback__)[-6:])
         return "failed", f"it wasn't done after {timeout_s:g} s\n{stack}"
+    except SystemExit as error:
+        return "failed", f"it would have ended this process: SystemExit({error.code!r})"
     except Exception as error:
         return "failed", str(error) if isinstance(error, AssertionError) else _text(error)
     return "passed", ""

@@ -46,14 +46,20 @@ class RankActor:
         return int(plan.master_port or 0)
 
     def call(
-        self, pickled: bytes, info: RankInfo, environ: Mapping[str, str], path: Sequence[str]
+        self,
+        pickled: bytes,
+        info: RankInfo,
+        environ: Mapping[str, str],
+        facts: Mapping[str, str],
+        path: Sequence[str],
     ) -> Any:
         """Run a function as rank `info`; gives its result's pickle, or a `Failure`.
 
         Collective over all ranks of `info`. After a failure this process goes on, so that its
-        connections stay open until the one who launched it has seen this failure.
+        connections stay open until the one who launched it has seen this failure. A variable of
+        `environ` that this node has already stays as it is; those of `facts` say who the rank is.
         """
-        os.environ.update(environ)
+        os.environ.update({**environ, **os.environ, **facts})
         sys.path.extend(item for item in path if item not in sys.path)
         try:
             entry: Callable[[RankInfo], Any] = load_from_parent(pickled)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +15,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from unisono.control.addresses import why_unreachable
 from unisono.deadlines import limit_of, require_time
 from unisono.errors import ArgumentError, LaunchError
 from unisono.launchers.job.failure import exit_code_of
@@ -29,6 +32,7 @@ __all__ = ("launch", "run")
 
 _TIMEOUT_S = 60.0  # until the cluster has room
 _START_S = 300.0  # until the first actor has begun, which includes importing torch there
+_ANSWER_S = 5.0  # until a cluster that is named takes a connection
 _END_S = 3.0  # from the first signal to the end of the actors
 _POLL_S = 0.3
 _OF_RAY = {"PYTHONBREAKPOINT", "RAY_AUTH_MODE", "RAY_CLIENT_MODE"}
@@ -36,21 +40,60 @@ _OF_RAY = {"PYTHONBREAKPOINT", "RAY_AUTH_MODE", "RAY_CLIENT_MODE"}
 
 @contextlib.contextmanager
 def _cluster(n_ranks: int) -> Iterator[None]:
-    """Be connected: to the cluster that there is, else to one of this host that ends again."""
+    """Be connected: to the cluster that is named, else to one of this host that ends again."""
     if ray.is_initialized():
         yield
         return
-    before = dict(os.environ)
+    before, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
     try:
-        try:
-            ray.init(address="auto", log_to_driver=True)
-        except ConnectionError:
-            ray.init(num_cpus=max(n_ranks, os.cpu_count() or 1), include_dashboard=False)
+        _connect(n_ranks)
+        if handler is not signal.SIG_DFL:  # else Ray's own may end its processes meanwhile
+            _give_back(handler)
         yield
     finally:
         ray.shutdown()
+        _give_back(handler)
         for name in _OF_RAY - before.keys():  # Ray sets them in this process
             os.environ.pop(name, None)
+
+
+def _connect(n_ranks: int) -> None:
+    """Join the cluster of ``RAY_ADDRESS`` or ``ray start``; where none is named, make one.
+
+    Never ``address="auto"``: it joins any Ray that runs on this host, also one that another job
+    has made for itself and is about to end, and Ray ends this process with it.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    named = f"RAY_ADDRESS={address}" if address else "the address that `ray start` has noted"
+    try:
+        _require_answer(address)
+        if "://" in address:  # of a client, which takes no CPUs
+            ray.init()
+            return
+        try:
+            ray.init(num_cpus=max(n_ranks, os.cpu_count() or 1), include_dashboard=False)
+        except ValueError:  # a cluster is named, which has its own CPUs
+            ray.init()
+    except (OSError, ValueError) as error:
+        raise LaunchError(
+            f"no Ray cluster can be joined at {named}: {error}. Correct it, start that cluster, or "
+            "set RAY_ADDRESS=local for one of this job alone"
+        ) from error
+
+
+def _require_answer(address: str) -> None:
+    """Raise OSError where nobody listens at HOST:PORT: Ray itself tries for minutes."""
+    host, separator, port = address.rpartition(":")
+    if separator and "/" not in host and port.isdigit():
+        reason = why_unreachable(host.strip("[]"), int(port), _ANSWER_S)
+        if reason is not None:
+            raise reason
+
+
+def _give_back(handler: Any) -> None:
+    """Let SIGTERM be handled as it was, where Ray has taken it over. Local."""
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 @contextlib.contextmanager
@@ -143,7 +186,7 @@ def launch(
     Args:
         entry: called once in each actor with who it is.
         plan: how many ranks on each of how many nodes.
-        environ: variables that the actors have besides their own.
+        environ: variables that the actors have besides their own, which stay.
         counts: ranks of each of the plan's nodes, where they differ.
         timeout_s: seconds to wait until the cluster has room.
 
@@ -175,9 +218,9 @@ class _Calls(Ranks):
         self._waiting: dict[Any, int] = {}
         path = search_path()  # modules are seen where this process sees them
         for actor, info in zip(ranks.actors, ranks.infos, strict=True):
-            variables = {**environ, **env_for(info)}
             who = replace(info, source="spawn")
-            self._waiting[actor.call.remote(pickled, who, variables, path)] = info.rank
+            variables = (environ, env_for(info))
+            self._waiting[actor.call.remote(pickled, who, *variables, path)] = info.rank
 
     def poll(self, job: Job[Any], until: float) -> None:
         """Wait a little for the end of a call, and take it in. Local."""
