@@ -1,4 +1,7 @@
-"""The commands of the tutorials and recipes print what their pages say."""
+"""The commands of the tutorials and recipes print what their pages say.
+
+Those of Slurm and Ray do so in `tests/launch/test_guides.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pages import ROOT, Block, blocks
+from tests.support.pages import OF_CLUSTERS, ROOT, Block, blocks
 from tests.support.requirements import require
 
 FOLDERS = [ROOT / "docs" / "learn", ROOT / "docs" / "how-to"]
 CONSOLES = [
     block
     for folder in FOLDERS
-    for page in sorted(folder.glob("*.md"))
+    for page in sorted({*folder.glob("*.md")} - set(OF_CLUSTERS))
     for block in blocks(page)
     if block.language == "console"
 ]

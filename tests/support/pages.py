@@ -15,13 +15,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ("PAGES", "ROOT", "Block", "anchors", "blocks", "links", "prose", "run", "run_in_a_rank")
+__all__ = (
+    "OF_CLUSTERS",
+    "PAGES",
+    "ROOT",
+    "Block",
+    "anchors",
+    "blocks",
+    "links",
+    "prose",
+    "run",
+    "run_in_a_rank",
+)
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
     *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "changelog.d"),
 ]
+OF_CLUSTERS = tuple(ROOT / "docs" / "how-to" / f"{name}.md" for name in ("ray", "slurm"))
+"""Pages whose commands need a cluster."""
 _FENCE = re.compile(r"^ *```(?P<info>.*)$")
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 _MAKES_RANKS = re.compile(r"\b(spawn|host_job|WorkerPool|Parallel|initialize|init_process_group)\(")
