@@ -11,7 +11,15 @@ from typing import Any
 
 from unisono.errors import ArgumentError, EnvironmentDetectionError
 
-__all__ = ("check_count", "check_names", "check_port", "check_variables", "number_in", "seconds")
+__all__ = (
+    "check_count",
+    "check_names",
+    "check_port",
+    "check_variables",
+    "number_in",
+    "seconds",
+    "suggestion",
+)
 
 _NUMBERS = {
     "UNISONO_WARN_AFTER_S": 0.0,
@@ -58,11 +66,16 @@ def check_names(call: str, given: Mapping[str, Any], known: Iterable[str]) -> No
     names = sorted(known)
     for name in given:
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ArgumentError(
-                f"{call} takes no option {name!r}.{hint} It takes: {', '.join(names)}"
+                f"{call} takes no option {name!r}.{suggestion(name, names)} It takes: "
+                f"{', '.join(names)}"
             )
+
+
+def suggestion(name: Any, known: Iterable[str]) -> str:
+    """Write which known name is near to a wrong one, if any; it begins with a space. Local."""
+    near = difflib.get_close_matches(name.lower(), known, n=1) if isinstance(name, str) else []
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def seconds(name: str, value: Any) -> timedelta:

@@ -563,7 +563,7 @@ def check_job(
     check_variables()
     name = best_backend() if backend is None else backend
     cls = find_model(name)
-    check_names(call, options, {*cls.options, *_LAUNCH_OPTIONS})
+    check_names(call, options, {"nproc_per_node", *cls.options, *_LAUNCH_OPTIONS})
     if options.get("timeout") is not None:
         seconds("timeout", options["timeout"])
     if options.get("prefix_output") not in (None, True, False):

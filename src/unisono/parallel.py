@@ -105,7 +105,15 @@ class Parallel:
         if self._nproc_per_node is not None:
             check_job("Parallel", self._backend, self._nproc_per_node, self._options)
         elif cls is not None:
-            check_names("Parallel", self._options, {*cls.options, "rank", "world_size"})
+            own = (
+                "nproc_per_node",
+                "nnodes",
+                "node_rank",
+                "master_addr",
+                "master_port",
+                "launcher",
+            )
+            check_names("Parallel", self._options, {*cls.options, "rank", "world_size", *own})
 
     @property
     def backend(self) -> str | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from unisono.arguments import suggestion
 from unisono.errors import BackendUnavailableError, RegistrationError
 from unisono.topology import RankInfo
 
@@ -203,9 +204,10 @@ class PluginRegistry(Generic[T]):
         """Read the entry points again when they are next asked for. Local."""
         self._scanned = self._loaded = None
 
-    def known(self) -> str:
-        """List all names, for an error. Local."""
-        return ", ".join(sorted({*self.built_in, *self.registered, *self.plugins}))
+    def known(self, name: Any) -> str:
+        """List all names, and the one that is near to a wrong one, for an error. Local."""
+        names = sorted({*self.built_in, *self.registered, *self.plugins})
+        return f"{suggestion(name, names)} Known: {', '.join(names)}"
 
     def is_built_in(self, name: str) -> bool:
         """Tell whether a name is one of ours. Local."""

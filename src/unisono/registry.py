@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from unisono.arguments import suggestion
 from unisono.errors import (
     ArgumentError,
     BackendUnavailableError,
@@ -219,12 +219,10 @@ def find_model(backend: str) -> type[ComputationModel]:
 
 def _unknown(backend: str) -> str:
     known = availability()
-    near = difflib.get_close_matches(backend.lower(), known, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
     usable = ", ".join(sorted(name for name, why in known.items() if why is None))
     others = ", ".join(sorted(name for name, why in known.items() if why is not None))
     rest = f" Known, but not usable here: {others} (`unisono doctor` says why)" if others else ""
-    return f"unknown backend {backend!r}.{hint} Usable here: {usable}.{rest}"
+    return f"unknown backend {backend!r}.{suggestion(backend, known)} Usable here: {usable}.{rest}"
 
 
 def probe(hint: ContextHint) -> ComputationModel | None:
@@ -276,7 +274,7 @@ def find_launcher(name: str) -> Callable[..., Any]:
     """
     launch = _launchers.find(name)
     if launch is None:
-        raise ArgumentError(f"unknown launcher {name!r}. Known: {_launchers.known()}")
+        raise ArgumentError(f"unknown launcher {name!r}.{_launchers.known(name)}")
     row = _launchers.entry(name)
     if isinstance(row, Row) and row.distribution:
         return _guarded(launch, name, row)
@@ -324,7 +322,7 @@ def find_environment(name: str) -> Environment:
     environments: PluginRegistry[Environment] = load("unisono.environments.detection:environments")
     environment = environments.find(name)
     if environment is None:
-        raise ArgumentError(f"unknown environment {name!r}. Known: {environments.known()}")
+        raise ArgumentError(f"unknown environment {name!r}.{environments.known(name)}")
     return environment
 
 

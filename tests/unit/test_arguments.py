@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -77,6 +78,7 @@ BAD_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"kwargs_dict": {1: 2}}, "kwargs_dict="),
     ({"fn": "no function"}, "fn should be callable"),
     ({"timout": 2}, r"takes no option 'timout'\. Did you mean 'timeout'"),
+    ({"nproc_per_nod": 2}, r"takes no option 'nproc_per_nod'\. Did you mean 'nproc_per_node'"),
     ({"timeout": 0}, "timeout=0"),
     ({"timeout": "1"}, "timeout='1'"),
     ({"nnodes": 0}, "nnodes=0"),
@@ -97,6 +99,22 @@ def test_spawn_refuses_before_anything_starts(
     rest = {key: value for key, value in options.items() if key != "fn"}
     with pytest.raises(ArgumentError, match=text):
         idist.spawn(backend, fn, **rest)
+
+
+@pytest.mark.parametrize(
+    ("call", "options"),
+    [
+        (idist.WorkerPool, {"nproc_per_nod": 2}),
+        (idist.Parallel, {"nproc_per_nod": 2}),
+        (idist.Parallel, {"nproc_per_nod": 2, "nproc_per_node": 2}),
+    ],
+)
+def test_a_misspelt_number_of_ranks_is_answered_with_its_name(
+    call: Callable[..., Any], options: dict[str, Any]
+) -> None:
+    named = rf"^{call.__name__} takes no option 'nproc_per_nod'\. Did you mean 'nproc_per_node'\?"
+    with pytest.raises(ArgumentError, match=named):
+        call("gloo", **options)
 
 
 def test_an_argument_error_is_what_idist_users_catch() -> None:

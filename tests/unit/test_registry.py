@@ -282,8 +282,14 @@ def test_a_launcher_of_a_plug_in_is_found_and_gets_its_own_options(install: Inst
 
 def test_an_unknown_launcher_lists_the_known_ones(install: Install) -> None:
     install("ship", "[unisono.launchers]\nship = ship:launch\n", ship=LAUNCH)
-    with pytest.raises(ArgumentError, match=r"unknown launcher 'shop'\. Known: .*processes.*ship"):
+    with pytest.raises(
+        ArgumentError, match=r"'shop'\. Did you mean 'ship'\? Known: .*processes.*ship"
+    ):
         registry.find_launcher("shop")
+    with pytest.raises(ArgumentError, match=r"'Torchrn'\. Did you mean 'torchrun'\? Known: "):
+        registry.find_launcher("Torchrn")
+    with pytest.raises(ArgumentError, match=r"'slrm'\. Did you mean 'slurm'\? Known: .*torchrun"):
+        registry.find_environment("slrm")
 
 
 def test_two_launchers_with_one_name_are_an_error_that_names_both(install: Install) -> None:
@@ -346,7 +352,9 @@ def test_wrappers_and_batch_norms_of_plug_ins_are_found_by_name(install: Install
     model = torch.nn.Linear(2, 1)
     assert unisono.convert_sync_batchnorm(model, "flat") is model
     assert unisono.auto_model(model, wrapper="flat") is model
-    with pytest.raises(ArgumentError, match=r"unknown wrapper 'float'\. Known: ddp, .*flat.*lost"):
+    with pytest.raises(
+        ArgumentError, match=r"wrapper 'float'\. Did you mean 'flat'\? Known: ddp, .*flat.*lost"
+    ):
         unisono.auto_model(model, wrapper="float")
     with pytest.raises(ArgumentError, match=r"batch norm\. Known: .*flat.*torch, unisono; or give"):
         unisono.convert_sync_batchnorm(model, "round")

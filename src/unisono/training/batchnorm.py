@@ -199,8 +199,8 @@ def convert_sync_batchnorm(
     convert = _converters.find(implementation)
     if convert is None:
         raise ArgumentError(
-            f"unknown implementation {implementation!r} of synchronised batch norm. Known: "
-            f"{_converters.known()}; or give a callable"
+            f"unknown implementation {implementation!r} of synchronised batch norm."
+            f"{_converters.known(implementation)}; or give a callable"
         )
     return convert(model)
 

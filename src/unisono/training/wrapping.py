@@ -173,7 +173,7 @@ def _find(wrapper: str | Wrapper) -> Wrapper | None:
     custom = _wrappers.find(wrapper)
     if custom is None:
         raise ArgumentError(
-            f"unknown wrapper {wrapper!r}. Known: {_wrappers.known()}; or give a callable"
+            f"unknown wrapper {wrapper!r}.{_wrappers.known(wrapper)}; or give a callable"
         )
     return custom
 
