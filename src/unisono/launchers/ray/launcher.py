@@ -53,8 +53,9 @@ def _cluster(n_ranks: int) -> Iterator[None]:
     finally:
         ray.shutdown()
         _give_back(handler)
-        for name in _OF_RAY - before.keys():  # Ray sets them in this process
+        for name in _OF_RAY:  # Ray sets them in this process
             os.environ.pop(name, None)
+        os.environ.update({name: before[name] for name in _OF_RAY & before.keys()})
 
 
 def _connect(n_ranks: int) -> None:
