@@ -26,10 +26,12 @@ from unisono.errors import (
     EnvironmentDetectionError,
     NoReplicaError,
 )
+from unisono.host.status_page import close_all as close_pages
 from unisono.model.contract import ComputationModel
 from unisono.model.handle import BACKGROUND, Background, Handle, Outcome
 from unisono.model.reduction import ReduceOp
 from unisono.models.serial import SerialModel
+from unisono.recording import CallLog, job_of
 from unisono.topology import ContextHint, Group, RankInfo
 
 __all__ = (
@@ -59,10 +61,12 @@ class ContextState:
 
     Args:
         model: the live context as this replica sees it.
+        calls: records what this rank calls in it; None to record it for hooks alone.
     """
 
     __slots__ = (
         "background",
+        "calls",
         "context_id",
         "control",
         "flat_buffers",
@@ -74,8 +78,11 @@ class ContextState:
         "must_introduce",
     )
 
-    def __init__(self, model: ComputationModel) -> None:
+    def __init__(self, model: ComputationModel, calls: CallLog | None = None) -> None:
         self.model: ComputationModel = model
+        topology = model.topology
+        self.calls: CallLog = calls or CallLog(topology.rank, topology.world_size, "", None)
+        """What this rank calls."""
         self.control: ControlPlane = control_of(model)
         """How the ranks reach each other beside their tensors."""
         self.context_id: int = next(_context_ids)
@@ -103,6 +110,7 @@ class ContextState:
         What the ranks made together must not be made again on some of them alone.
         """
         if other is not self and other.model.is_alive():
+            self.calls.close()
             for name in self.__slots__:
                 if name not in ("control", "model"):
                     setattr(self, name, getattr(other, name))
@@ -113,15 +121,18 @@ class ContextState:
         self.settle()
         self.groups.clear()
         self.model.finalize()
+        self.calls.close()
 
     def part(self) -> None:
         """Let go of a context that has ended by itself. Local."""
         self.groups.clear()
+        self.calls.close()
         self.control.close()
 
     def disown(self) -> None:
         """Let go of what a forked child has inherited. Local."""
         self.background = None  # its thread isn't here
+        self.calls.disown()
         self.control.disown()
 
     def interrupt(self, who: str, how: str) -> None:
@@ -335,7 +346,10 @@ def _adopt() -> ContextState | None:
     if model is None:
         _hand_over(None)
         return None
-    context = ContextState(model)
+    topology, info = model.topology, detect_environment()
+    job = job_of(info)
+    calls = CallLog.of_rank(topology.rank, topology.world_size, job, model=model.name)
+    context = ContextState(model, calls)
     context.must_introduce = model.topology.world_size > 1
     _hand_over(context)
     if _forked is not None and type(model) is type(_forked.model):
@@ -402,7 +416,9 @@ def detect_environment() -> RankInfo | None:
 
 
 def activate(
-    make: Callable[[], ComputationModel], cls: type[ComputationModel] | None = None
+    make: Callable[[], ComputationModel],
+    record: Callable[[], CallLog],
+    cls: type[ComputationModel] | None = None,
 ) -> ContextState:
     """Make a context and let it be the process's, or the thread's where the model is bound to it.
 
@@ -410,6 +426,7 @@ def activate(
 
     Args:
         make: initialises a model.
+        record: makes what records this rank's calls, its initialisation first.
         cls: the model; given where it may join the replicas that its library made as threads.
 
     Returns:
@@ -434,12 +451,23 @@ def activate(
                     f"a {live.model.name} context is live already (rank {topology.rank} of "
                     f"{topology.world_size}): call finalize() first"
                 )
-        context = ContextState(make())
+        context = _recorded(make, record())
         if context.control.is_thread_bound:
             _thread.context = _thread.ours = context
         else:
             _process = _ours = context
         return context
+
+
+def _recorded(make: Callable[[], ComputationModel], calls: CallLog) -> ContextState:
+    try:
+        with calls.call("initialize"):
+            model = make()
+    except BaseException:
+        calls.close()
+        raise
+    calls.become(model.topology.rank, model.topology.world_size)
+    return ContextState(model, calls)
 
 
 def is_ours(context: ContextState) -> bool:
@@ -526,6 +554,7 @@ def _at_exit() -> None:
         for context in {_process, _before}:
             if context is not None:
                 context.control.say_farewell("ended its program")
+        close_pages()
 
 
 atexit.register(_at_exit)

@@ -30,6 +30,7 @@ from unisono.model.contract import ComputationModel
 from unisono.model.launching import launch_hooks_of
 from unisono.options import InitializeOptions, SpawnOptions
 from unisono.plugins import OF_MODELS, by_name, load, seats_nodes
+from unisono.recording import CallLog, job_of
 from unisono.registry import find_launcher, find_model
 from unisono.topology import PREFIXED, LaunchPlan, RankInfo
 from unisono.tracebacks import hides, raised_here, say_instead
@@ -66,6 +67,7 @@ class Replica:
         limit: the deadline of the block that it was made in; None for none.
         prefix_output: whether lines that it prints begin with its rank, if it is one of several
             processes.
+        job: a name that all its replicas have.
     """
 
     backend: str
@@ -75,6 +77,7 @@ class Replica:
     options: Mapping[str, Any] = field(default_factory=dict)
     limit: Limit | None = None
     prefix_output: bool = False
+    job: str = field(default_factory=partial(secrets.token_hex, 8))
 
     def __call__(self, info: RankInfo) -> Any:
         """Run in a process of its own. Collective over all ranks of `info`.
@@ -89,7 +92,10 @@ class Replica:
         if self.prefix_output and info.world_size > 1:
             begin_lines_with_rank(info.rank)
         with within(self.limit):
-            made = context.activate(lambda: cls.initialize(self.backend, info, **self.options))
+            made = context.activate(
+                lambda: cls.initialize(self.backend, info, **self.options),
+                lambda: _log_of(info, self.backend, cls, self.job),
+            )
             with Lifetime.function():
                 result = self.fn(info.local_rank, *self.args, **self.kwargs)
             if made.model.is_alive():
@@ -105,12 +111,21 @@ class Replica:
         is_process = threading.current_thread() is threading.main_thread()
         if self.prefix_output and is_process and model.topology.world_size > 1:
             begin_lines_with_rank(model.topology.rank)
-        made = context.ContextState(model)
-        with context.replica(made), within(self.limit):
-            with Lifetime.function():
-                result = self.fn(model.topology.local_rank, *self.args, **self.kwargs)
-            made.finalize()
-            return result
+        info = RankInfo(model.topology.rank, model.topology.world_size)
+        made = context.ContextState(model, _log_of(info, self.backend, type(model), self.job))
+        try:
+            with context.replica(made), within(self.limit):
+                with Lifetime.function():
+                    result = self.fn(model.topology.local_rank, *self.args, **self.kwargs)
+                made.finalize()
+                return result
+        finally:
+            made.calls.close()
+
+
+def _log_of(info: RankInfo, backend: str, cls: type[ComputationModel], job: str = "") -> CallLog:
+    name = job_of(info, job)
+    return CallLog.of_rank(info.rank, info.world_size, name, backend=backend, model=cls.name)
 
 
 T = TypeVar("T")
@@ -189,7 +204,11 @@ def initialize(backend: str | None = None, **options: Unpack[InitializeOptions])
     if given.get("timeout") is not None:
         given["timeout"] = seconds("timeout", given["timeout"])
     given = {key: value for key, value in given.items() if value is not None}
-    context.activate(lambda: cls.initialize(name.lower(), info, **given), cls)
+    context.activate(
+        lambda: cls.initialize(name.lower(), info, **given),
+        lambda: _log_of(info, name.lower(), cls),
+        cls,
+    )
     if PREFIXED in os.environ:  # a program that `unisono run` has started
         name_thread(info.rank, info.world_size)
 

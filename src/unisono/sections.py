@@ -128,7 +128,8 @@ def _outcome_for_all(
     except BaseException as raised:  # whatever it is, the others must not wait forever
         error = raised
         reported = report(raised)
-    frames = _tell(context, f"{name} of rank {rank}", encode(reported), group)
+    with context.calls.call(name, group):
+        frames = _tell(context, f"{name} of rank {rank}", encode(reported), group)
     if error is not None and not isinstance(error, Exception):
         raise error
     first_report = decode(

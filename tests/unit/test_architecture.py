@@ -208,6 +208,7 @@ SPELLS_VARIABLES = {
     "models.horovod.rendezvous": "horovodrun's rendezvous server",
     "models.mpi.world": "which rank of the host this is, as MPI doesn't tell",
     "models.native.rendezvous": "the attempt of torchrun that this is",
+    "recording": "ranks that meet at one address are of one job",
 }
 
 
@@ -239,6 +240,9 @@ STATE = {
     "deadlines:_until": "the deadline of a with block",
     "environments.detection:environments": "what plug-ins bring",
     "facts:_warned": "a warning that is given once",
+    "host.stack_signal:_installed": "one signal of the process",
+    "host.status_page:_numbers": "pages of a process are numbered",
+    "host.status_page:_open": "pages that go with the process",
     "launchers.job.lifetime:cls._is_within": "what forked children must know of the job",
     "launchers.job.lifetime:cls._pid": "what forked children must know of the job",
     "launchers.job.pickling:_lock": "one module at a time is made to travel by value",
@@ -261,6 +265,11 @@ STATE = {
     "notebook.cell:_names": "what cells have defined in this rank",
     "notebook.cell:_running": "which cells run in ranks that are threads",
     "payload.pickling:_device": "where tensors of a message go, as pickle has no argument for it",
+    "recording:_NOTHING": "a call that nobody records, which is never changed",
+    "recording:_after": "hooks that programs add",
+    "recording:_before": "hooks that programs add",
+    "recording:_lock": "hooks that programs add",
+    "recording:_planes": "what carries the call that a thread is in",
     "registry:_launchers": "what plug-ins bring",
     "registry:_models": "models that programs register, libraries watched for contexts",
     "testing.cases._law:LAWS": "laws register themselves",

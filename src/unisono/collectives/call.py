@@ -24,6 +24,7 @@ from unisono.model.handle import Handle
 from unisono.model.reduction import ReduceOp, fold_tensors
 from unisono.payload.codec import encode, header, is_exact
 from unisono.payload.memory import stack_bytes, to_bytes
+from unisono.recording import Token, is_of_a_hook
 from unisono.topology import EVERYBODY, Group
 from unisono.tracebacks import hides
 
@@ -223,7 +224,7 @@ def guarded(fn: F) -> F:
 
 def _note_half_way(name: str, error: BaseException) -> None:
     trace = error.__traceback__  # begins in the wrapper, which a wrong argument doesn't get beyond
-    if (trace and trace.tb_next) or not isinstance(error, TypeError):
+    if ((trace and trace.tb_next) or not isinstance(error, TypeError)) and not is_of_a_hook(error):
         left_half_way(name, error)
 
 
@@ -261,6 +262,7 @@ def _with_prologue(
     at, root_at = names.index("group"), names.index(root) if root else 0
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        token = None
         try:
             async_op = kwargs.get("async_op", False)
             group = args[at] if len(args) > at else kwargs.get("group")
@@ -274,6 +276,7 @@ def _with_prologue(
             if group is not None and context.model.topology.rank not in group.ranks:
                 value = first if outside is None else outside(first)
                 return Handle(lambda: value, lambda: True) if async_op else value
+            token = context.calls.begin(fn.__name__, group, first, async_op)
             if len(args) > at:
                 args = (*args[:at], (context, group), *args[at + 1 :])
             else:
@@ -283,12 +286,22 @@ def _with_prologue(
             except refuses as error:
                 refuse(context, fn.__name__, first if folds else None, group, error)
             if async_op:
-                return run if isinstance(run, Handle) else context.start(run)
-            return run()
-        except UnisonoError:
-            raise
+                return _started(context, token, run)
+            value = run()
+            token.end()
+            return value
         except BaseException as error:
-            _note_half_way(fn.__name__, error)
+            if token is not None:
+                token.end(error)
+            if not isinstance(error, UnisonoError):
+                _note_half_way(fn.__name__, error)
             raise
 
     return cast("F", functools.update_wrapper(call, fn))
+
+
+def _started(context: ContextState, token: Token, run: Handle[T] | Callable[[], T]) -> Handle[T]:
+    """Start what the model hasn't started by itself; it is recorded until it is done."""
+    if isinstance(run, Handle):
+        return token.started(run)
+    return token.started(context.start(partial(token.carry_out, run)))

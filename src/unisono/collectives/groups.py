@@ -59,7 +59,8 @@ def new_group(ranks: Sequence[int], **options: Unpack[GroupOptions]) -> Group:
     given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     if "timeout" in given:
         given["timeout"] = seconds("timeout", given["timeout"])
-    return make(context, checked(context, ranks), **given)
+    with context.calls.call("new_group"):
+        return make(context, checked(context, ranks), **given)
 
 
 @guarded
@@ -84,7 +85,8 @@ def local_group() -> Group:
     own_group = context.groups.get(())
     if own_group is None:
         node = (socket.gethostname(), context.model.topology.node_rank)
-        frames = swap(context, "local_group", encode(node), None)
+        with context.calls.call("local_group"):
+            frames = swap(context, "local_group", encode(node), None)
         nodes = [decode(frame, context.model.device) for frame in frames]
         for other in dict.fromkeys(nodes):
             ranks = [rank for rank, place in enumerate(nodes) if place == other]

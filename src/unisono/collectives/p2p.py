@@ -55,6 +55,11 @@ def send(value: Any, dst: int, group: GroupLike = None) -> None:
         unisono.errors.ArgumentError: dst=0 is this rank itself
     """
     context, members = _pair(group, dst, "dst")
+    with context.calls.message("send", context.model.topology.rank, dst, value):
+        _send(context, members, value, dst)
+
+
+def _send(context: ContextState, members: Group | None, value: Any, dst: int) -> None:
     frame = frame_or_reason(frame_of, context, value, members)
     head = as_frame(frame)
     context.model.send(_as_row(context, head), dst, members)
@@ -95,6 +100,11 @@ def recv(src: int, group: GroupLike = None) -> Any:
         unisono.errors.ArgumentError: src=0 is this rank itself
     """
     context, members = _pair(group, src, "src")
+    with context.calls.message("recv", src, context.model.topology.rank):
+        return _receive(context, members, src)
+
+
+def _receive(context: ContextState, members: Group | None, src: int) -> Any:
     head = to_bytes(context.model.recv(_as_row(context, bytes(FRAME_BYTES)), src, members).cpu())
     frame = inline_part(head)
     if frame is None:

@@ -13,6 +13,7 @@ from unisono.host.folding import folds
 from unisono.host.levels import MemoryCollectives
 from unisono.model.contract import ComputationModel
 from unisono.model.reduction import ReduceOp, is_order_of_floats
+from unisono.recording import plane_is
 from unisono.topology import Group
 from unisono.tracebacks import hides
 
@@ -57,19 +58,26 @@ def memory_of(
 def carry(context: ContextState, tensor: Tensor, group: Group | None) -> Carrier:
     """Give what carries a tensor that doesn't travel in an exchange. Local, as `memory_of`."""
     memory = context.control.memory(group) if tensor.is_cpu else None
-    return memory if type(memory) is HostCollectives else context.model
+    if type(memory) is HostCollectives:
+        plane_is("memory")
+        return memory
+    plane_is("data")
+    return context.model
 
 
 def route(context: ContextState, tensor: Tensor, group: Group | None) -> Reducer | None:
     """Give what carries an `all_reduce`, None for an exchange. Local, as `memory_of`."""
     if not tensor.is_cpu:
+        plane_is("data")
         return context.model
     memory = context.control.memory(group)
     if type(memory) is HostCollectives:
+        plane_is("memory")
         return memory
     # As `fits_round`, a call less.
     if tensor.numel() * tensor.itemsize <= context.control.inline_bytes(group, True):
         return None
+    plane_is("data")
     return context.model if memory is None else memory
 
 

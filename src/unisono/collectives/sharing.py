@@ -84,6 +84,13 @@ def shared_empty(
         raise
     if not is_member:
         return torch.empty(shape, dtype=kind, device="cpu")
+    with context.calls.call("shared_empty", members):
+        return _shared_empty(context, shape, kind, members)
+
+
+def _shared_empty(
+    context: ContextState, shape: torch.Size, kind: torch.dtype, members: Group | None
+) -> Tensor:
     host = context.control.host(members)
     size_bytes = shape.numel() * kind.itemsize
     call = f"shared_empty of {str(kind)[6:]}{list(shape)}"
@@ -233,7 +240,8 @@ def _outcomes(
 ) -> list[list[Any]]:
     """Give every rank the facts of every rank; raise on every rank where one has an error."""
     own = (None if error is None else report(error), *facts)
-    frames = _tell(context, name, encode(own))
+    with context.calls.call("shared"):
+        frames = _tell(context, name, encode(own))
     if error is not None and not isinstance(error, Exception):
         raise error
     outcomes = [decode(frame, context.model.device) for frame in frames]

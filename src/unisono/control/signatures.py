@@ -27,6 +27,7 @@ __all__ = (
     "UNKNOWN",
     "CallHistory",
     "SequenceNumbers",
+    "carried_line",
     "describe",
     "from_here",
     "level",
@@ -117,6 +118,12 @@ def from_here() -> Context:
     context = copy_context()
     context.run(_carried.set, site())
     return context
+
+
+def carried_line() -> str:
+    """Give the line of the call that this thread carries out for another; empty for none. Local."""
+    carried = _carried.get()
+    return carried.decode("utf-8", "replace") if carried else ""
 
 
 def site(passed: tuple[str, ...] = OUR_FRAMES) -> bytes:

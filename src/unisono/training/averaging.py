@@ -87,8 +87,9 @@ def reduce_params(
         return
     mine = listed(params)
     call = f"all_reduce_params {operation.name} in {_buckets(limit)}"
-    described = agree(context, call, mine, group)
-    _reduce(context, _works(mine.likes, described), operation, limit, group, cuts_means)
+    with context.calls.call("all_reduce_params", group):
+        described = agree(context, call, mine, group)
+        _reduce(context, _works(mine.likes, described), operation, limit, group, cuts_means)
 
 
 def all_reduce_grads(
@@ -131,12 +132,13 @@ def all_reduce_grads(
         return
     mine = listed(params, of_grads=True)
     call = f"all_reduce_grads {operation.name} in {_buckets(limit)}"
-    described = agree(context, call, mine, group)
-    for like, is_present in zip(mine.likes, described.present, strict=True):
-        if is_present and like.grad is None:
-            like.grad = torch.zeros_like(like)
-    gradients = [like.grad for like in mine.likes]
-    _reduce(context, _works(gradients, described), operation, limit, group)
+    with context.calls.call("all_reduce_grads", group):
+        described = agree(context, call, mine, group)
+        for like, is_present in zip(mine.likes, described.present, strict=True):
+            if is_present and like.grad is None:
+                like.grad = torch.zeros_like(like)
+        gradients = [like.grad for like in mine.likes]
+        _reduce(context, _works(gradients, described), operation, limit, group)
 
 
 def _works(tensors: Sequence[Tensor | None], described: Described) -> list[buckets.Work]:

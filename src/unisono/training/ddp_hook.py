@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,6 +15,7 @@ from unisono.context import ContextState, communicator
 from unisono.host.collectives import HostCollectives
 from unisono.host.folding import folds
 from unisono.model.reduction import ReduceOp
+from unisono.recording import plane_is
 from unisono.topology import Group
 
 if TYPE_CHECKING:
@@ -71,6 +73,11 @@ class Averaging:
         """Give what the ranks share, after what runs in the background. Local."""
         return communicator().control.host(self._group)
 
+    def recorded(self, flat: Tensor) -> AbstractContextManager[None]:
+        """Record what the body does as the averaging of one bucket. Local."""
+        plane_is("memory")
+        return communicator().calls.call("gradients", self._group, flat)
+
     def divisor(self, host: HostCollectives) -> Tensor | None:
         """Give the number of ranks that have inputs, where torch divides by that; None else.
 
@@ -102,7 +109,7 @@ def average(state: Averaging, bucket: Any) -> torch.futures.Future[Tensor]:
     flat, host = bucket.buffer(), state.host()
     if host is None:  # the context isn't the one that it was: torch's own way
         return default_hooks.allreduce_hook(cast("Any", None), bucket)
-    with torch.no_grad():
+    with torch.no_grad(), state.recorded(flat):
         divisor = state.divisor(host)
         if divisor is not None:
             host.all_reduce(flat.div_(divisor.to(flat.dtype)), ReduceOp.SUM)

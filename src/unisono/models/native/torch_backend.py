@@ -38,6 +38,7 @@ from unisono.host.folding import folds
 from unisono.model.reduction import ReduceOp
 from unisono.models.native.gloo_threads import settle_at_exit
 from unisono.payload.memory import from_bytes, to_bytes
+from unisono.recording import CallLog, job_of, plane_is
 from unisono.topology import Group, Topology
 from unisono.tracebacks import hides
 
@@ -133,6 +134,8 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self._shared = self._control.host(self._group)
         self._inline_bytes = self._control.inline_bytes(self._group)
         self._is_forked = False
+        self._calls = _log_of(topology)
+        self._recorded = Group(ranks or tuple(range(size)), name=f"torch's {place.group_id}")
         _alive.add(self)
         settle_at_exit()
 
@@ -143,9 +146,15 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return self._shared if _has_memory(tensor) else None
 
     @contextmanager
-    def _operation(self) -> Iterator[None]:
-        """Be alone in an operation, which neither autograd nor a tensor's class sees."""
-        with self._turn, torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+    def _operation(self, name: str, tensor: Tensor | None = None) -> Iterator[None]:
+        """Be alone in an operation, which neither autograd nor a tensor's class sees; record it."""
+        with (
+            self._turn,
+            torch.no_grad(),
+            torch._C.DisableTorchFunctionSubclass(),
+            self._calls.call(name, self._recorded, tensor),
+        ):
+            plane_is("memory")
             yield
 
     def _compare(self, call: str, tensor: Tensor | None = None, value: bytes = b"") -> list[bytes]:
@@ -197,7 +206,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         if host is None or op is None:
             return False
         call = f"all_reduce {op.name}" if dst is None else f"reduce {op.name} to {dst}"
-        with self._operation():
+        with self._operation("all_reduce" if dst is None else "reduce", tensor):
             self._compare(call, tensor)
             if not _can_reduce(tensor, op):
                 return False
@@ -227,7 +236,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         op, host = _operation(opts), self._host(tensor)
         if host is None or op is None or not _is_times(tensor, output, host.size):
             return False
-        with self._operation():
+        with self._operation("reduce_scatter", tensor):
             self._compare(f"reduce_scatter {op.name}", tensor)
             if not _can_reduce(tensor, op):
                 return False
@@ -255,7 +264,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
             return self._gloo.broadcast(tensors, opts)
         root, is_inline = opts.rootRank, self._fits_round(tensor)
         src, is_src = self._members[root], root == self.rank()
-        with self._operation():
+        with self._operation("broadcast", tensor):
             mine = _memory_of(tensor)
             value = to_bytes(mine) if is_src and is_inline else b""
             values = self._compare(f"broadcast from {src}", tensor, value)
@@ -286,7 +295,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         host = self._host(tensor)
         if host is None or not _is_times(output, tensor, host.size):
             return False
-        with self._operation():
+        with self._operation("all_gather", tensor):
             rows = self._gathered(host, "all_gather", tensor)
             into = output.data
             if into.is_contiguous():
@@ -311,7 +320,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         host = None if into is None else self._host(tensor)
         if host is None or not _are_alike(into, tensor, host.size):
             return self._gloo.allgather(outputs, tensors, *_given(opts))
-        with self._operation():
+        with self._operation("all_gather", tensor):
             for each, row in zip(into, self._gathered(host, "all_gather", tensor), strict=True):
                 _give_back(row, each)
         return _done(outputs)
@@ -324,7 +333,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         if host is None or (outputs and not _are_alike(outputs[0], tensor, host.size)):
             return self._gloo.gather(outputs, tensors, opts)
         dst = self._members[opts.rootRank]
-        with self._operation():
+        with self._operation("gather", tensor):
             rows = self._gathered(host, f"gather to {dst}", tensor)
             if outputs:
                 for each, row in zip(outputs[0], rows, strict=True):
@@ -339,7 +348,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         if host is None:
             return self._gloo.scatter(outputs, tensors, opts)
         src = self._members[opts.rootRank]
-        with self._operation():
+        with self._operation("scatter", output):
             rows = None if parts is None else torch.stack([part.data for part in parts])
             self._compare(f"scatter from {src}", output)
             _give_back(host.scatter(rows, _memory_of(output), src), output)
@@ -360,7 +369,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         host = self._host(tensor)
         if host is None:
             return False
-        with self._operation():
+        with self._operation("all_to_all", tensor):
             size = b"%d" % tensor.numel() if is_even else b""  # which some ranks alone may know
             sizes = self._compare(f"all_to_all of {str(tensor.dtype)[6:]}", None, size)
             if not size or any(other != size for other in sizes):
@@ -372,7 +381,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     @_of_lists
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks. Collective."""
-        with self._turn:
+        with self._operation("barrier"):
             self._compare("barrier")
         return _done([])
 
@@ -390,17 +399,31 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _end(self, farewell: str) -> None:
         _alive.discard(self)
+        if not any(group._calls is self._calls for group in _alive):
+            self._calls.close()
         self._shared = None
         self._control.close(farewell)
 
     def disown(self) -> None:
         """Let go of what a forked child has inherited. Local."""
         self._is_forked, self._turn = True, threading.Lock()
+        self._calls.disown()
         self._control.disown()
 
     def say_farewell(self) -> None:
         """Tell the other ranks that this one's program has come to its end. Local."""
         self._control.say_farewell("ended its program")
+
+
+def _log_of(topology: Topology) -> CallLog:
+    """Give the log that this rank's groups share: that of a group that lives, else a new one."""
+    for group in _alive:
+        known: CallLog = group._calls
+        if known.rank == topology.rank:
+            return known
+    job = job_of(None)
+    rank, size = topology.rank, topology.world_size
+    return CallLog.of_rank(rank, size, job, backend="unisono", model="torch.distributed")
 
 
 def create(place: Any) -> dist.ProcessGroup:

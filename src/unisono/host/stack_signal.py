@@ -1,0 +1,154 @@
+"""The stacks of a process, for others of the same user, without its help: by a signal.
+
+    the asker: kill(pid, a real-time signal) ──▶ faulthandler's handler, in C, in whatever thread
+    the asker: reads /proc/PID/fd/N          ◀── appends the stacks to a memfd
+
+The handler needs no interpreter lock, so it answers in a busy loop, in a lock and in C code. A
+process that is stopped answers when it goes on. The kernel keeps the signal blocked while its
+handler runs: from that the asker knows that the text is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ("ask", "install")
+
+_HIGHEST = 4  # below SIGRTMAX: the last ones are what other runtimes take first
+_LOOK_S = 0.002
+_MOST_BYTES = 1 << 20  # of old text, before the next one is asked for
+_MASK = re.compile(r"^(SigPnd|ShdPnd|SigBlk|SigCgt|SigIgn):\s*([0-9a-f]+)", re.MULTILINE)
+_installed: dict[int, dict[str, int]] = {}
+
+
+def install() -> dict[str, int]:
+    """Let others of this user ask this process for its stacks.
+
+    Local. Once for each process; a forked child needs its own.
+
+    Returns:
+        What they must know: ``signal``, ``stacks_fd`` and ``stacks_inode``, and ``thread_ident``,
+        the name that the stacks have for the calling thread. Empty where it can't be had.
+    """
+    facts = _installed.get(os.getpid())
+    if facts is None:
+        facts = _register()
+        for inherited in _installed.values():
+            _close(inherited)
+        _installed.clear()
+        _installed[os.getpid()] = facts
+    return {**facts, "thread_ident": threading.get_ident()} if facts else {}
+
+
+def _register() -> dict[str, int]:
+    if not sys.platform.startswith("linux"):
+        return {}
+    number = _free_signal(next(iter(_installed.values()), {}))
+    if number is None:
+        return {}
+    fd = -1
+    try:
+        fd = os.memfd_create("unisono-stacks", os.MFD_CLOEXEC)
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
+        faulthandler.register(number, file=fd, all_threads=True, chain=False)
+    except (OSError, RuntimeError):  # no memory, no descriptor, or no signal stack
+        if fd >= 0:
+            os.close(fd)
+        return {}
+    return {"signal": int(number), "stacks_fd": fd, "stacks_inode": os.fstat(fd).st_ino}
+
+
+def _free_signal(inherited: Mapping[str, int]) -> int | None:
+    """Choose a real-time signal that nothing in this process uses; a child keeps its parent's."""
+    if inherited:
+        return inherited["signal"]
+    masks = _masks(Path("/proc/self/status"))
+    used = masks.get("SigCgt", -1) | masks.get("SigIgn", -1) | masks.get("SigBlk", -1)
+    numbers = range(signal.SIGRTMAX - _HIGHEST, signal.SIGRTMIN, -1)
+    return next((number for number in numbers if not used & _bit(number)), None)
+
+
+def _close(inherited: Mapping[str, int]) -> None:
+    """Close the parent's memory in a child, unless its number is something else's by now."""
+    with contextlib.suppress(OSError, KeyError):
+        if os.fstat(inherited["stacks_fd"]).st_ino == inherited["stacks_inode"]:
+            os.close(inherited["stacks_fd"])
+
+
+def _bit(number: int) -> int:
+    return 1 << (number - 1)
+
+
+def _masks(status: Path) -> dict[str, int]:
+    """Read the sets of signals of a thread; empty where it has ended."""
+    try:
+        return {name: int(bits, 16) for name, bits in _MASK.findall(status.read_text())}
+    except OSError:
+        return {}
+
+
+def ask(pid: int, facts: Mapping[str, int], timeout_s: float) -> str | None:
+    """Ask a process of this user for the stacks of all its threads.
+
+    Local.
+
+    Args:
+        pid: the process; it may be any, nothing is sent to one that doesn't listen.
+        facts: what its `install` gave.
+        timeout_s: how long to wait for the answer.
+
+    Returns:
+        What faulthandler wrote; None where it doesn't answer in time, or can't be asked.
+    """
+    number, memory = facts.get("signal"), Path(f"/proc/{pid}/fd/{facts.get('stacks_fd')}")
+    with contextlib.suppress(OSError):
+        if number is None or memory.stat().st_ino != facts.get("stacks_inode"):
+            return None
+        with memory.open("r+b", buffering=0) as file:
+            return _answer(pid, number, file.fileno(), time.monotonic() + timeout_s)
+    return None
+
+
+def _answer(pid: int, number: int, fd: int, until: float) -> str | None:
+    process, bit = Path(f"/proc/{pid}"), _bit(number)
+    masks = _masks(process / "status")
+    if not masks.get("SigCgt", 0) & bit:  # its default would end the process
+        return None
+    is_asked = bool(masks["ShdPnd"] & bit)  # somebody asked before: it is stopped, or about to tell
+    if os.fstat(fd).st_size > _MOST_BYTES:
+        os.ftruncate(fd, 0)
+    begin, deaf = os.fstat(fd).st_size, _deaf(process, bit)
+    if not is_asked:
+        os.kill(pid, number)
+    while time.monotonic() < until:
+        end = os.fstat(fd).st_size
+        if end > begin and _is_quiet(process, bit, deaf) and os.fstat(fd).st_size == end:
+            return os.pread(fd, end - begin, begin).decode("utf-8", "replace")
+        time.sleep(_LOOK_S)
+    return None
+
+
+def _deaf(process: Path, bit: int) -> frozenset[str]:
+    """Name the threads that block the signal, as threads of libraries do."""
+    return frozenset(
+        task.name
+        for task in (process / "task").iterdir()
+        if _masks(task / "status").get("SigBlk", 0) & bit
+    )
+
+
+def _is_quiet(process: Path, bit: int, deaf: frozenset[str]) -> bool:
+    """Tell whether no handler runs and none is about to."""
+    if _masks(process / "status").get("ShdPnd", 0) & bit:
+        return False
+    return _deaf(process, bit) <= deaf

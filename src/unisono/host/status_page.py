@@ -1,0 +1,402 @@
+"""Status pages: what a rank is in, where others of its user can read it without its help.
+
+A page is a file in memory, so that it can also be read while the rank is stopped, in C, or dead.
+Its owner writes, nobody locks, and a reader never takes half a state for a whole one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import mmap
+import os
+import stat
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = (
+    "CALLED",
+    "IN_FLIGHT",
+    "WAITED_FOR",
+    "Lane",
+    "PageReader",
+    "PageRecord",
+    "StatusPage",
+    "close_all",
+    "folder",
+    "is_running",
+    "pages",
+    "start_ticks",
+    "start_ticks_of",
+)
+
+# The page, in words of 8 bytes, little-endian:
+#   head     magic; edition of the facts; length of facts in even and in odd editions; strings used
+#   facts    JSON, twice: an edition is written beside the one before, then its number
+#   strings  length (2 bytes) and UTF-8, one after another; a string is named by its offset
+#   lanes    one for each thread: a head (records written, native thread id), then a ring
+#   record   stamp (1, 2, ...), begin, end, name | file << 32, line | group << 32, number, bytes,
+#            state
+# A record is written as a whole, its stamp first, and counts once the lane's head has its stamp.
+# x86 and `pack_into` keep that order: a reader that finds the same stamp before and after has not
+# read what was being overwritten.
+_MAGIC = int.from_bytes(b"unisono1", "little")
+_WORD = 8
+_HEAD_BYTES = 64
+_FACTS_BYTES = 4096
+_STRINGS_BYTES = 16384
+_STRINGS_AT = _HEAD_BYTES + 2 * _FACTS_BYTES
+_LANES_AT = _STRINGS_AT + _STRINGS_BYTES
+_LANES = 8
+_RING = 128
+_RECORD = struct.Struct("<8Q")
+_LANE_BYTES = _HEAD_BYTES + _RING * _RECORD.size
+_PAGE_BYTES = _LANES_AT + _LANES * _LANE_BYTES
+_EDITION, _USED = 1, 4
+_END, _STATE = 2, 7  # words of a record
+_LONGEST_STRING = 400
+_LOW = (1 << 32) - 1
+
+CALLED, IN_FLIGHT, WAITED_FOR = 0, 1, 2
+"""States of a record: a call that blocks; one that was started; one that was, and is waited for."""
+
+_numbers = itertools.count(1)
+_open: weakref.WeakSet[StatusPage] = weakref.WeakSet()
+
+
+def folder() -> Path | None:
+    """Give the folder of this user's pages; None where there are none.
+
+    Local. ``UNISONO_STATUS=0`` means none; any other value but 1 is the folder itself.
+    """
+    setting = os.environ.get("UNISONO_STATUS", "1")
+    if setting == "0":
+        return None
+    if setting != "1":
+        return Path(setting)
+    return Path("/dev/shm", f"unisono-{os.getuid()}") if os.path.isdir("/dev/shm") else None
+
+
+def _private(path: Path, *, makes: bool) -> bool:
+    """Tell whether a folder is this user's alone, so that nobody else has put pages there."""
+    try:
+        if makes:
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(mode=0o700, parents=True)
+        status = path.lstat()
+    except OSError:
+        return False
+    is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    return is_ours and not status.st_mode & 0o077
+
+
+class StatusPage:
+    """The page of one rank, which it writes.
+
+    Args:
+        path: of the file.
+        memory: of the page's size, of zeros.
+        facts: what doesn't change with each call, for JSON.
+    """
+
+    def __init__(self, path: Path, memory: mmap.mmap, facts: Mapping[str, Any]) -> None:
+        self.path = path
+        self.facts: dict[str, Any] = dict(facts)
+        self._memory = memory
+        self._words = memoryview(memory).cast("Q")
+        self._ids: dict[str, int] = {}
+        self._owners: list[weakref.ref[threading.Thread]] = []
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._words[_USED] = _WORD  # offset 0 is the empty string
+        self.update()
+        self._words[0] = _MAGIC
+        _open.add(self)
+
+    @classmethod
+    def make(cls, facts: Mapping[str, Any]) -> StatusPage | None:
+        """Make a page; None where there can be none. Local."""
+        place, ticks = folder(), start_ticks(os.getpid())
+        if place is None or not ticks or not _private(place, makes=True):
+            return None
+        _sweep(place)
+        path = place / f"{os.getpid()}-{ticks}-{next(_numbers)}"
+        fd = -1
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            os.posix_fallocate(fd, 0, _PAGE_BYTES)  # else a full file system ends the process
+            memory = mmap.mmap(fd, _PAGE_BYTES)
+        except OSError:
+            if fd >= 0:
+                path.unlink(missing_ok=True)
+            return None
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        own = {"pid": os.getpid(), "start_ticks": ticks, "made_ns": time.monotonic_ns()}
+        return cls(path, memory, {**facts, **own})
+
+    def update(self, **facts: Any) -> None:
+        """Change facts. Local."""
+        with self._lock:
+            self.facts.update(facts)
+            edition = self._words[_EDITION] + 1
+            text = json.dumps(self.facts).encode()
+            if len(text) > _FACTS_BYTES:  # what grows with the job's size goes first
+                text = json.dumps({**self.facts, "groups": {}, "program": "", "cwd": ""}).encode()
+            start = _HEAD_BYTES + edition % 2 * _FACTS_BYTES
+            self._memory[start : start + len(text)] = text
+            self._words[_EDITION + 1 + edition % 2] = len(text)
+            self._words[_EDITION] = edition
+
+    def name_of(self, text: str) -> int:
+        """Give the number of a string in this page, 0 once there is no more room. Local."""
+        known = self._ids.get(text)
+        if known is not None:
+            return known
+        with self._lock:
+            at, body = self._words[_USED], text.encode("utf-8", "replace")[-_LONGEST_STRING:]
+            if at + 2 + len(body) > _STRINGS_BYTES:
+                return 0
+            start = _STRINGS_AT + at
+            self._memory[start : start + 2] = len(body).to_bytes(2, "little")
+            self._memory[start + 2 : start + 2 + len(body)] = body
+            self._words[_USED] = at + 2 + len(body)
+            self._ids[text] = at
+        return at
+
+    def lane(self) -> Lane | None:
+        """Give a lane to this thread: a new one, or that of a thread that has ended. Local."""
+        thread = threading.current_thread()
+        with self._lock:
+            for place, owner in enumerate(self._owners):
+                former = owner()
+                if former is None or not former.is_alive():
+                    self._owners[place] = weakref.ref(thread)
+                    return Lane(self, place)
+            if len(self._owners) == _LANES:
+                return None
+            self._owners.append(weakref.ref(thread))
+            return Lane(self, len(self._owners) - 1)
+
+    def close(self) -> None:
+        """Take the page away, in the process that made it. Local; harmless the second time."""
+        if os.getpid() == self._pid:
+            _open.discard(self)
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+
+
+class Lane:
+    """The records of one thread in a page.
+
+    Args:
+        page: the page.
+        place: its place among the page's lanes.
+    """
+
+    __slots__ = ("_at", "_ids", "_memory", "_page", "_start", "_words")
+
+    def __init__(self, page: StatusPage, place: int) -> None:
+        start = _LANES_AT + place * _LANE_BYTES
+        self._page, self._memory, self._words = page, page._memory, page._words
+        self._ids = page._ids
+        self._at, self._start = start // _WORD, start + _HEAD_BYTES
+        self._words[self._at + 1] = threading.get_native_id()
+
+    def begin(
+        self, name: str, file: str, line: int, group: str, number: int, size: int, begin_ns: int,
+        state: int,
+    ) -> int:  # fmt: skip
+        """Write that a call has begun; give what `end` takes. Local."""
+        ids, words, at = self._ids, self._words, self._at
+        name_id, file_id, group_id = ids.get(name), ids.get(file), ids.get(group)
+        if name_id is None or file_id is None or group_id is None:
+            name_id, file_id, group_id = (self._page.name_of(each) for each in (name, file, group))
+        stamp = words[at] + 1
+        offset = self._start + stamp % _RING * 64
+        _RECORD.pack_into(
+            self._memory, offset, stamp, begin_ns, 0, name_id | file_id << 32,
+            line | group_id << 32, number, size, state,
+        )  # fmt: skip
+        words[at] = stamp
+        return stamp
+
+    def end(self, stamp: int, end_ns: int) -> None:
+        """Write that it is over, unless others have overwritten it. Local, in any thread."""
+        at = (self._start + stamp % _RING * 64) // _WORD
+        if self._words[at] == stamp:
+            self._words[at + _END] = end_ns
+
+    def wait(self, stamp: int) -> None:
+        """Write that what was started is waited for now. Local, in any thread."""
+        at = (self._start + stamp % _RING * 64) // _WORD
+        if self._words[at] == stamp:
+            self._words[at + _STATE] = WAITED_FOR
+
+
+@dataclass(frozen=True, slots=True)
+class PageRecord:
+    """A call, as its rank's page has it.
+
+    Args:
+        lane: the place of its thread's records in the page.
+        thread_id: native id of the thread.
+        index: how many calls of this thread there have been, with this one.
+        name: the call.
+        file: of the user's line; its end where the path is long.
+        line: its number.
+        group: the name of the group.
+        number: how many calls of the group there have been, with this one; 0 where it isn't known.
+        size_bytes: of the tensor; 0 where it isn't known.
+        begin_ns: when the rank came, on the monotonic clock of the host.
+        end_ns: when it was done; 0 where it isn't yet.
+        state: `CALLED`, `IN_FLIGHT` or `WAITED_FOR`.
+    """
+
+    lane: int
+    thread_id: int
+    index: int
+    name: str
+    file: str
+    line: int
+    group: str
+    number: int
+    size_bytes: int
+    begin_ns: int
+    end_ns: int
+    state: int
+
+
+class PageReader:
+    """The page of one rank, as another process sees it.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        OSError: it isn't there any more, or isn't this user's.
+        ValueError: it isn't a page.
+    """
+
+    def __init__(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            status = os.fstat(fd)
+            if status.st_uid != os.getuid() or status.st_size != _PAGE_BYTES:
+                raise ValueError(f"{path} isn't a status page of this user")
+            self._memory = mmap.mmap(fd, _PAGE_BYTES, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        self._words = memoryview(self._memory).cast("Q")
+        if self._words[0] != _MAGIC:
+            raise ValueError(f"{path} isn't a status page")
+        self.path = path
+        self.facts: dict[str, Any] = self._read_facts()
+
+    def _read_facts(self) -> dict[str, Any]:
+        while True:
+            edition = self._words[_EDITION]
+            start = _HEAD_BYTES + edition % 2 * _FACTS_BYTES
+            length = min(self._words[_EDITION + 1 + edition % 2], _FACTS_BYTES)
+            text = self._memory[start : start + length]
+            if self._words[_EDITION] == edition:
+                facts = json.loads(text)
+                if not isinstance(facts, dict):
+                    raise ValueError(f"{self.path} has no facts")
+                return facts
+
+    def is_alive(self) -> bool:
+        """Tell whether the process that wrote it still runs. Local."""
+        return is_running(self.facts.get("pid", 0), self.facts.get("start_ticks", 0))
+
+    def records(self) -> list[PageRecord]:
+        """Read the last 128 calls of each thread, in the order in which they began. Local."""
+        found = [record for lane in range(_LANES) for record in self._lane(lane)]
+        return sorted(found, key=lambda record: record.begin_ns)
+
+    def _lane(self, lane: int) -> Iterator[PageRecord]:
+        start = _LANES_AT + lane * _LANE_BYTES
+        newest, thread_id = self._words[start // _WORD], self._words[start // _WORD + 1]
+        for stamp in range(max(1, newest - _RING + 1), newest + 1):
+            at = start + _HEAD_BYTES + stamp % _RING * _RECORD.size
+            before = self._words[at // _WORD]
+            _, begin, end, names, line, number, size, state = _RECORD.unpack_from(self._memory, at)
+            if before == stamp == self._words[at // _WORD]:
+                name, file, group = map(self._string, (names & _LOW, names >> 32, line >> 32))
+                yield PageRecord(
+                    lane, thread_id, stamp, name, file, line & _LOW, group, number, size, begin,
+                    end, state,
+                )  # fmt: skip
+
+    def _string(self, at: int) -> str:
+        if not 0 < at < _STRINGS_BYTES:
+            return ""
+        start = _STRINGS_AT + at
+        length = int.from_bytes(self._memory[start : start + 2], "little")
+        return self._memory[start + 2 : start + 2 + length].decode("utf-8", "replace")
+
+
+def pages() -> list[PageReader]:
+    """Read all pages of this user on this host, those of dead processes too. Local."""
+    place = folder()
+    if place is None or not _private(place, makes=False):
+        return []
+    found = []
+    for path in sorted(place.iterdir()):
+        with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile, or is no page
+            found.append(PageReader(path))
+    return found
+
+
+def _sweep(place: Path) -> None:
+    """Remove the pages of dead processes, once nothing lives of their job."""
+    with contextlib.suppress(OSError):
+        names = [path.name.split("-") for path in place.iterdir()]
+        if all(is_running(*map(int, parts[:2])) for parts in names if parts[0].isdecimal()):
+            return
+        readers = pages()
+        living = {reader.facts.get("job") for reader in readers if reader.is_alive()}
+        for reader in readers:
+            if reader.facts.get("job") not in living:
+                reader.path.unlink(missing_ok=True)
+
+
+def start_ticks(pid: int) -> int:
+    """Give when a process began, in clock ticks since the host did; 0 where it isn't known.
+
+    Local. With its id it tells a process from a later one that has the same id.
+    """
+    return _status(pid)[1]
+
+
+def start_ticks_of(status: bytes) -> int:
+    """Take it out of the text of ``/proc/PID/stat``. Local, and pure."""
+    return int(status.rpartition(b")")[2].split()[19])
+
+
+def is_running(pid: int, ticks: int) -> bool:
+    """Tell whether a process runs that began then; a zombie doesn't. Local."""
+    state, began = _status(pid)
+    return began == ticks != 0 and state not in (b"Z", b"X")
+
+
+def _status(pid: int) -> tuple[bytes, int]:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_bytes()
+        return status.rpartition(b")")[2].split()[0], start_ticks_of(status)
+    except (OSError, IndexError, ValueError):  # it is gone; Linux alone has it
+        return b"", 0
+
+
+def close_all() -> None:
+    """Take away the pages of this process, which comes to its end. Local."""
+    for page in list(_open):
+        page.close()
