@@ -105,8 +105,8 @@ _planes = _Planes()
 def add_hook(*, before: Hook | None = None, after: Hook | None = None) -> Callable[[], None]:
     """Have functions called around every collective of this process.
 
-    Local. They run in the thread that made the call, on this rank alone, so they mustn't call
-    collectives; their exceptions are the call's. Where there is no hook nothing is made for it.
+    Local. They run on this rank alone, in the thread that carries the call out, so they mustn't
+    call collectives; their exceptions are the call's. Where there is no hook, no record is made.
 
     Args:
         before: called with the record when a call begins.
@@ -156,10 +156,10 @@ class _Here(threading.local):
 class Token:
     """A call that has begun."""
 
-    __slots__ = ("lane", "record", "stamp")
+    __slots__ = ("lane", "plane", "record", "stamp")
 
     def __init__(self, lane: Lane | None, stamp: int) -> None:
-        self.lane, self.stamp = lane, stamp
+        self.lane, self.stamp, self.plane = lane, stamp, ""
         self.record: CollectiveRecord | None = None
 
     def end(self, error: BaseException | None = None) -> None:
@@ -173,11 +173,12 @@ class Token:
             lane.end(self.stamp, now)
         if record is not None and _after:
             text = "" if error is None else summary(error)[:_LONGEST_ERROR]
-            passed_ns = now - record.arrival_ns
-            _tell(_after, replace(record, plane=_planes.plane, duration_ns=passed_ns, error=text))
+            plane, passed_ns = self.plane or _planes.plane, now - record.arrival_ns
+            _tell(_after, replace(record, plane=plane, duration_ns=passed_ns, error=text))
 
     def carry_out(self, run: Callable[[], T]) -> T:
         """Run what the call is, which is over then. Local, but for what is run."""
+        _planes.plane = "control"
         try:
             value = run()
         except BaseException as error:
@@ -186,10 +187,18 @@ class Token:
         self.end()
         return value
 
-    def started(self, handle: Handle[T]) -> Handle[T]:
-        """Let the call be over once its handle has been waited for. Local."""
+    def started(self, handle: Handle[T], is_started: bool = True) -> Handle[T]:
+        """Let the call be over once its handle has been waited for.
+
+        Local.
+
+        Args:
+            handle: of the call.
+            is_started: whether the library has begun it, so that its plane is known.
+        """
         if self is _NOTHING:
             return handle
+        self.plane = _planes.plane if is_started else ""
 
         def wait() -> T:
             if self.lane is not None:

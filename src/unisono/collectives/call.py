@@ -304,4 +304,4 @@ def _started(context: ContextState, token: Token, run: Handle[T] | Callable[[], 
     """Start what the model hasn't started by itself; it is recorded until it is done."""
     if isinstance(run, Handle):
         return token.started(run)
-    return token.started(context.start(partial(token.carry_out, run)))
+    return token.started(context.start(partial(token.carry_out, run)), is_started=False)

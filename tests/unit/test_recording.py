@@ -1,0 +1,166 @@
+"""Hooks get a record of each call; a status page has it too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import unisono as idist
+from tests.support.worlds import several
+from unisono import context
+from unisono.host.status_page import IN_FLIGHT, PageReader, pages
+from unisono.recording import CollectiveRecord, add_hook
+
+
+@pytest.fixture
+def records() -> Iterator[list[CollectiveRecord]]:
+    """What this rank has called."""
+    made: list[CollectiveRecord] = []
+    rank = idist.get_rank()  # ranks may be threads: hooks are the process's
+
+    def note(record: CollectiveRecord) -> None:
+        if record.rank == rank:
+            made.append(record)
+
+    remove = add_hook(after=note)
+    yield made
+    remove()
+
+
+def own_page() -> PageReader:
+    rank, job = idist.get_rank(), context.current().calls.job
+    return next(page for page in pages() if (page.facts["job"], page.facts["rank"]) == (job, rank))
+
+
+def test_hooks_are_called_around_a_call() -> None:
+    order: list[Any] = []
+    remove = add_hook(
+        before=lambda record: order.append((record.name, record.duration_ns)),
+        after=lambda record: order.append((record.name, record.duration_ns >= 0)),
+    )
+    idist.all_reduce(torch.ones(2))
+    remove()
+    remove()
+    idist.barrier()
+    assert order == [("all_reduce", -1), ("all_reduce", True)]
+
+
+def test_two_hooks_of_one_function_are_two() -> None:
+    names: list[str] = []
+
+    def note(record: CollectiveRecord) -> None:
+        names.append(record.name)
+
+    first, second = add_hook(after=note), add_hook(after=note)
+    first()
+    idist.barrier()
+    second()
+    assert names == ["barrier"]
+
+
+@several
+def test_a_record_says_what_was_called(records: list[CollectiveRecord]) -> None:
+    idist.all_reduce(torch.ones(3, dtype=torch.float64))
+    idist.all_gather("x")
+    first, second = records[-2:]
+    assert (first.name, first.size_bytes, first.dtype) == ("all_reduce", 24, "float64")
+    assert (second.name, second.size_bytes, second.dtype, second.plane) == (
+        *("all_gather", 0, "", "control"),
+    )
+    assert first.rank == idist.get_rank()
+    assert list(first.ranks) == list(range(idist.get_world_size()))
+    assert second.number == first.number + 1
+    assert first.file == __file__
+    assert second.line == first.line + 1
+    assert first.arrival_ns + first.duration_ns <= second.arrival_ns
+
+
+@several
+def test_ranks_number_their_calls_alike(records: list[CollectiveRecord]) -> None:
+    group = idist.new_group([0, 1])
+    with idist.one_rank_first():
+        pass
+    idist.barrier(group)
+    idist.all_reduce(1, async_op=True).wait()
+    if idist.get_rank() == 0:
+        idist.send("x", 1)
+    elif idist.get_rank() == 1:
+        idist.recv(0)
+    mine = [(record.name, record.group, record.number) for record in records]
+    everybody = idist.all_gather(mine)
+    assert [name for name, *_ in mine[:2]] == ["new_group", "one_rank_first"]
+    numbers = [{(n, g): k for n, g, k in rows} for rows in everybody]
+    assert numbers[0][("barrier", group.name)] == numbers[1][("barrier", group.name)] == 1
+    assert len({rows[("all_reduce", "all ranks")] for rows in numbers}) == 1
+    pair = "rank 0 to rank 1"
+    assert numbers[0][("send", pair)] == numbers[1][("recv", pair)] == 1
+
+
+@several
+def test_what_is_under_way_is_in_the_page() -> None:
+    idist.all_gather("connect")
+    seen: list[Any] = []
+
+    def look(record: CollectiveRecord) -> None:
+        if record.rank == 0 and record.name == "all_gather":
+            seen.append(own_page().records()[-1])
+
+    remove = add_hook(before=look)
+    idist.all_gather("x")
+    remove()
+    if idist.get_rank() == 0:
+        assert [record.end_ns for record in seen] == [0]
+    last = own_page().records()[-1]
+    assert (last.name, last.file) == ("all_gather", __file__)
+    assert last.end_ns >= last.begin_ns
+
+
+@several
+def test_what_was_started_is_in_flight_until_it_is_waited_for() -> None:
+    handle = idist.all_reduce(torch.ones(4), async_op=True)
+    started = own_page().records()[-1]
+    handle.wait()
+    done = own_page().records()[-1]
+    assert (started.name, started.index) == (done.name, done.index) == ("all_reduce", done.index)
+    assert started.state == IN_FLIGHT or started.end_ns
+    assert done.end_ns
+
+
+@several
+def test_an_error_is_in_the_record(records: list[CollectiveRecord]) -> None:
+    with pytest.raises(idist.errors.PayloadError):
+        idist.all_reduce("text")
+    assert records[-1].name == "all_reduce"
+    assert "PayloadError: all_reduce" in records[-1].error
+
+
+def test_what_a_hook_raises_is_the_calls_and_nothing_is_broken() -> None:
+    def fails() -> list[str]:
+        def refuse(record: CollectiveRecord) -> None:
+            if record.name == "barrier":
+                raise ZeroDivisionError("mine")
+
+        remove = add_hook(after=refuse)
+        with pytest.raises(ZeroDivisionError, match="mine"):
+            idist.barrier()
+        remove()
+        return idist.all_gather("still in step")
+
+    def work(local_rank: int) -> list[str]:
+        return fails()
+
+    assert idist.spawn("gloo", work, nproc_per_node=2) == [["still in step"] * 2] * 2
+
+
+def test_a_page_goes_with_its_context() -> None:
+    def work(local_rank: int) -> tuple[str, int]:
+        idist.barrier()
+        own_page()
+        return context.current().calls.job, idist.get_rank()
+
+    jobs = idist.spawn("gloo", work, nproc_per_node=2)
+    assert jobs[0][0] == jobs[1][0]
+    assert jobs[0][0] not in {page.facts["job"] for page in pages()}
