@@ -17,7 +17,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from unisono import plugins
 from unisono.control.signatures import OUR_FRAMES, carried_line
+from unisono.errors import EnvironmentDetectionError
 from unisono.host import stack_signal
 from unisono.host.status_page import CALLED, Lane, StatusPage
 from unisono.model.handle import Handle
@@ -357,7 +359,7 @@ class CallLog:
             self.update(rank=rank, world_size=world_size)
 
     def disown(self) -> None:
-        """Let go of the page: what goes on is no rank, as in a fork of it. Local."""
+        """Let go of the page: what goes on is a fork of the rank. Local."""
         self._page = None
         self._here = _Here()
 
@@ -367,10 +369,13 @@ def _line_of_call() -> tuple[str, int]:
     frame = sys._getframe(2)
     while frame.f_code.co_filename.startswith(_PASSED):
         if frame.f_back is None:
-            file, _, line = carried_line().rpartition(":")  # of the thread that started it
-            return (file, int(line)) if file else (frame.f_code.co_filename, frame.f_lineno)
+            break
         frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
+    file, is_of_user = frame.f_code.co_filename, frame.f_back or frame.f_code.co_name == "<module>"
+    if is_of_user and file != "<string>":  # which is a process that we started
+        return file, frame.f_lineno
+    file, _, line = carried_line().rpartition(":")  # of the thread that started it
+    return (file, int(line)) if file else ("", 0)
 
 
 def _tell(hooks: tuple[Hook, ...], record: CollectiveRecord) -> None:
@@ -401,12 +406,15 @@ def job_of(info: RankInfo | None, own: str = "") -> str:
     Local.
 
     Args:
-        info: what a launcher or the environment says of this rank; None where nothing does.
+        info: what a launcher says of this rank; None to ask the environment.
         own: a name that all ranks have been given; empty for none.
 
     Returns:
         At most 200 characters. Where nothing tells, the program and the process that started it.
     """
+    if info is None:
+        with suppress(EnvironmentDetectionError):  # a partial set of variables is as good as none
+            info = plugins.read_environment(os.environ)
     if info is not None and info.job_id:
         name = info.job_id
     elif own:

@@ -351,7 +351,7 @@ def pages() -> list[PageReader]:
         return []
     found = []
     for path in sorted(place.iterdir()):
-        with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile, or is no page
+        with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile, or isn't a page
             found.append(PageReader(path))
     return found
 
