@@ -286,7 +286,7 @@ class CallLog:
         if lane is None and not _before and not _after:
             return _NOTHING
         file, line = _line_of_call()
-        size = value.nbytes if type(value) is Tensor else 0
+        size = value.numel() * value.itemsize if type(value) is Tensor else 0
         now, stamp = time.monotonic_ns(), 0
         if lane is not None:
             stamp = lane.begin(name, file, line, key, number, size, now, state)
