@@ -47,8 +47,11 @@ if TYPE_CHECKING:
     from unisono.model.contract import ComputationModel
     from unisono.model.handle import Handle
     from unisono.model.reduction import ReduceOp
+    from unisono.observe.trace import trace
+    from unisono.observe.watching import Watch, watching
     from unisono.parallel import Parallel
     from unisono.pool.pool import WorkerPool
+    from unisono.recording import CollectiveRecord, add_hook
     from unisono.registry import available_backends, register_model
     from unisono.sections import master_only, one_rank_first, one_rank_only, run_on_rank
     from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
@@ -102,6 +105,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = (
+    "CollectiveRecord",
     "ComputationModel",
     "ContextHint",
     "DistributedProxySampler",
@@ -118,7 +122,9 @@ __all__ = (
     "SyncBatchNorm",
     "Topology",
     "UnisonoError",
+    "Watch",
     "WorkerPool",
+    "add_hook",
     "all_gather",
     "all_gather_tensors_with_shapes",
     "all_reduce",
@@ -198,7 +204,9 @@ __all__ = (
     "spawn",
     "sync",
     "sync_random_seed",
+    "trace",
     "unwrap_model",
+    "watching",
 )
 
 
@@ -281,7 +289,16 @@ _EXTRAS = {
         "shared",
         "shared_empty",
     ),
+    "unisono.observe.trace": ("trace",),
+    "unisono.observe.watching": (
+        "Watch",
+        "watching",
+    ),
     "unisono.pool.pool": ("WorkerPool",),
+    "unisono.recording": (
+        "CollectiveRecord",
+        "add_hook",
+    ),
     "unisono.training.averaging": (
         "all_reduce_grads",
         "all_reduce_params",

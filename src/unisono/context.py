@@ -31,6 +31,7 @@ from unisono.model.contract import ComputationModel
 from unisono.model.handle import BACKGROUND, Background, Handle, Outcome
 from unisono.model.reduction import ReduceOp
 from unisono.models.serial import SerialModel
+from unisono.observe.trace import begin_if_asked
 from unisono.recording import CallLog, job_of
 from unisono.topology import ContextHint, Group, RankInfo
 
@@ -81,6 +82,8 @@ class ContextState:
     def __init__(self, model: ComputationModel, calls: CallLog | None = None) -> None:
         self.model: ComputationModel = model
         topology = model.topology
+        if calls is not None:
+            begin_if_asked()
         self.calls: CallLog = calls or CallLog(topology.rank, topology.world_size, "", None)
         """What this rank calls."""
         self.control: ControlPlane = control_of(model)
@@ -451,6 +454,7 @@ def activate(
                     f"a {live.model.name} context is live already (rank {topology.rank} of "
                     f"{topology.world_size}): call finalize() first"
                 )
+        begin_if_asked()  # before the first call, which is to initialize
         context = _recorded(make, record())
         if context.control.is_thread_bound:
             _thread.context = _thread.ours = context

@@ -108,6 +108,7 @@ LOADED_LATE = {
     ("testing.ranks.plugin", "testing.ranks.pools"): "at the first test that wants ranks",
     ("testing.ranks.plugin", "testing.ranks.world"): "in the ranks",
     ("payload.codec", "payload.pickling"): "cloudpickle, where a value needs it",
+    ("observe.watching", "observe.picture"): "the one door to matplotlib",
     ("training.checkpoints", "training.shards"): "torch's distributed checkpoints",
 }
 
@@ -145,7 +146,7 @@ CHANGES = frozenset(
     }
 )
 WRITES_ENVIRON = {
-    "cli.run": "the backend that was asked for reaches the ranks",
+    "cli.run": "the backend and the folder of traces that were asked for reach the ranks",
     "launchers.job.worker": "a forked worker takes the variables of its job",
     "launchers.mpi.script": "a rank under mpiexec learns what mpiexec can't be told",
     "launchers.ray.actor": "an actor takes the variables of its rank",
@@ -264,6 +265,9 @@ STATE = {
     "notebook.cell:_lock": "which cells run in ranks that are threads",
     "notebook.cell:_names": "what cells have defined in this rank",
     "notebook.cell:_running": "which cells run in ranks that are threads",
+    "observe.trace:_is_asked": "the trace of a whole job is begun once",
+    "observe.trace:_lock": "folders that this process traces into",
+    "observe.trace:_tracers": "folders that this process traces into",
     "payload.pickling:_device": "where tensors of a message go, as pickle has no argument for it",
     "recording:_NOTHING": "a call that nobody records, which is never changed",
     "recording:_after": "hooks that programs add",

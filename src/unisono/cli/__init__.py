@@ -22,6 +22,7 @@ COMMANDS: dict[str, str] = {
     "demo": "Train a small net on handwritten digits with several workers.",
     "doctor": "Say what can be used here, and who this process would be.",
     "run": "Run a script in several ranks: here, or by torchrun, MPI, Slurm or Ray.",
+    "trace": "Join the traces of all ranks: one file for Perfetto, or who waited for whom.",
 }
 _HELP = {"help_option_names": ["-h", "--help"]}
 _SETTINGS: dict[str, dict[str, Any]] = {

@@ -70,6 +70,10 @@ def run(
     log_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep each rank's output in files.")
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Trace all ranks there: see unisono trace."),
+    ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(
@@ -112,6 +116,8 @@ def run(
     if backend is not None:
         _check_backend(backend)
         os.environ["UNISONO_BACKEND"] = backend  # this process is the command's own
+    if trace is not None:
+        os.environ["UNISONO_TRACE"] = str(trace.absolute())
     least, most = _nodes(nnodes)
     job = Script(
         _program(script, args or [], module, no_python),

@@ -10,6 +10,7 @@ from unisono.topology import PREFIXED, PRIVATE_STORE, RankInfo
 __all__ = (
     "OF_HOROVOD",
     "OF_MPI",
+    "OF_RUN",
     "OF_SLURM_STEP",
     "OF_TORCH",
     "OF_XLA",
@@ -35,6 +36,8 @@ OF_XLA = re.compile(r"(TORCHELASTIC_RUN_ID|PJRT_LOCAL_PROCESS_(RANK|COUNT))$")
 OF_SLURM_STEP = re.compile(
     r"SLURM_(STEP|PROCID|LOCALID|NODEID|TASK_PID|DISTRIBUTION|LAUNCH_|SRUN_|GTIDS|UMASK)"
 )
+# What `unisono run` has set, for launchers whose ranks don't have this process's variables.
+OF_RUN = ("UNISONO_BACKEND", "UNISONO_TRACE")
 # Where a rank of these finds its rank, and how many there are.
 RANKS_OF_MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),

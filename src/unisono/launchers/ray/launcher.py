@@ -26,6 +26,7 @@ from unisono.launchers.ray.actor import RankActor, seats
 from unisono.launchers.script.rank.report import Report
 from unisono.launchers.script.script import Script, env_for
 from unisono.launchers.script.supervisor import Outcome, Programs, SignalledError, signals, verdict
+from unisono.launchers.variables import OF_RUN
 from unisono.topology import LaunchPlan, RankInfo
 
 __all__ = ("launch", "run")
@@ -260,7 +261,7 @@ def run(script: Script) -> Outcome:
     script.refuse("ray", "use launcher 'torchrun'", "max_restarts")
     hosts = [name for name, _ in script.hosts]
     counts = [n for _, n in script.hosts] or [script.nproc_per_node] * script.nnodes
-    own = {name: os.environ[name] for name in ("UNISONO_BACKEND",) if name in os.environ}
+    own = {name: os.environ[name] for name in OF_RUN if name in os.environ}
     with signals() as seen:
         try:
             with _ranks(counts, hosts, script.timeout_s or _TIMEOUT_S) as ranks:

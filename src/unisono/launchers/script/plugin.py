@@ -16,6 +16,7 @@ from unisono.launchers.job.store import private_folder
 from unisono.launchers.script.rank.report import Reader, Report
 from unisono.launchers.script.script import Script, env_for, without_job
 from unisono.launchers.script.supervisor import Outcome, signals, verdict
+from unisono.launchers.variables import OF_RUN
 from unisono.topology import RankInfo
 
 __all__ = ("ScriptEndedError", "run")
@@ -87,7 +88,7 @@ def run(script: Script, launch: Callable[..., Any]) -> Outcome:
     for name in ("hosts", "max_restarts", "timeout_s", "options"):
         if getattr(script, name):
             raise ArgumentError(f"this launcher takes no --{name.replace('_', '-')}")
-    own = {name: os.environ[name] for name in ("UNISONO_BACKEND",) if name in os.environ}
+    own = {name: os.environ[name] for name in OF_RUN if name in os.environ}
     with private_folder() as folder:
         with signals(is_once=True) as seen:
             try:

@@ -1,0 +1,116 @@
+"""``unisono trace``: one file out of the traces of all ranks, and who waited for whom."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from unisono.cli._tables import Column, show
+from unisono.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from unisono.observe.merge import JobTrace
+    from unisono.observe.waits import Waits
+
+__all__ = ("trace",)
+
+_RANKS = (
+    *(Column("rank", is_number=True), Column("others waited for it", is_number=True)),
+    *(Column("came last", is_number=True), Column("it waited", is_number=True)),
+    *(Column("moving", is_number=True), Column("in calls", is_number=True, rank=1)),
+)
+_LINES = (
+    *(Column("call"), Column("line"), Column("calls", is_number=True)),
+    *(Column("MB", is_number=True, rank=2), Column("seconds", is_number=True)),
+    *(Column("waiting", is_number=True), Column("moving", is_number=True, rank=1)),
+    Column("for rank", is_number=True),
+)
+_MOST_LINES = 20
+
+
+def trace(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What UNISONO_TRACE named.")],
+    *,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write one file for Perfetto or Chrome."),
+    ] = None,
+    summary: Annotated[
+        bool,
+        typer.Option("--summary", help="Print who waited for whom; so it does without --out."),
+    ] = False,
+) -> int:
+    """Join the traces of all ranks: one file for Perfetto, or who waited for whom.
+
+    Local. ``UNISONO_TRACE=DIR``, ``unisono run --trace DIR`` or ``idist.trace(DIR)`` in the program
+    make the traces. Open the file at https://ui.perfetto.dev or in chrome://tracing.
+
+    Returns:
+        The exit code.
+    """
+    from unisono.observe.merge import chrome_trace, jobs
+    from unisono.observe.trace_files import read
+
+    found = jobs(read(folder))
+    if out is not None:
+        merged = chrome_trace(found)
+        try:
+            out.write_text(json.dumps(merged, separators=(",", ":")) + "\n")
+        except OSError as error:
+            raise ArgumentError(f"--out {out}: it can't be written: {error}") from error
+        calls = sum(event.get("cat") == "call" for event in merged["traceEvents"])
+        typer.echo(f"{out}: {calls} calls of {_ranks(found)}")
+    if summary or out is None:
+        for job in found:
+            _show(job)
+    return 0
+
+
+def _ranks(found: Sequence[JobTrace]) -> str:
+    count = sum(len(job.records) for job in found)
+    text = "1 rank" if count == 1 else f"{count} ranks"
+    return text if len(found) == 1 else f"{text} in {len(found)} jobs"
+
+
+def _show(job: JobTrace) -> None:
+    waits = job.waits()
+    who = "no rank stands out" if waits.slowest is None else f"rank {waits.slowest} is slow"
+    title = f"job {job.name}: {waits.calls} calls of {job.world_size} ranks in "
+    show(f"{title}{waits.watched_s:.3f} s, {who}", _RANKS, _of_ranks(waits))
+    missing = sorted(set(range(job.world_size)) - set(job.records))
+    if missing:
+        typer.echo(f"no trace of ranks {', '.join(map(str, missing))}")
+    if waits.lines:
+        typer.echo()
+        show("by call and line, over all ranks", _LINES, _of_lines(waits))
+
+
+def _of_ranks(waits: Waits) -> list[list[str]]:
+    return [
+        [
+            *(str(rank), f"{waits.lost_s[rank]:.3f} s", str(waits.last[rank])),
+            f"{waits.waited_s[rank]:.3f} s",
+            f"{max(waits.in_calls_s[rank] - waits.waited_s[rank], 0):.3f} s",
+            f"{waits.in_calls_s[rank]:.3f} s",
+        ]
+        for rank in range(len(waits.lost_s))
+    ]
+
+
+def _of_lines(waits: Waits) -> list[list[str]]:
+    found = []
+    for line in waits.lines[:_MOST_LINES]:
+        file, _, number = line.site.rpartition(":")
+        rank = "" if line.slowest is None else str(line.slowest)
+        found.append(
+            [
+                *(line.name, f"{Path(file).name}:{number}", str(line.calls)),
+                *(f"{line.size_bytes / 1e6:.3f}", f"{line.total_s:.3f}", f"{line.waiting_s:.3f}"),
+                *(f"{line.moving_s:.3f}", rank),
+            ]
+        )
+    return found

@@ -1,0 +1,226 @@
+"""One file for Perfetto or Chrome out of the traces of all ranks, on one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unisono.observe.clocks import Moment, Offsets, offsets
+from unisono.observe.trace_files import RankTrace
+from unisono.observe.waits import Meeting, Waits, meetings, waits
+from unisono.recording import CollectiveRecord
+
+__all__ = ("JobTrace", "chrome_trace", "jobs")
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class JobTrace:
+    """What the ranks of one job have recorded.
+
+    Args:
+        name: the job.
+        world_size: number of its ranks, whether all of them have left a trace or not.
+        traces: of each rank, one for each process that was that rank.
+    """
+
+    name: str
+    world_size: int
+    traces: tuple[RankTrace, ...]
+
+    @property
+    def records(self) -> dict[int, list[CollectiveRecord]]:
+        """The records by rank."""
+        found: dict[int, list[CollectiveRecord]] = {}
+        for trace in self.traces:
+            found.setdefault(trace.rank, []).extend(trace.records)
+        return found
+
+    def clock(self) -> Offsets:
+        """Work out what makes the clocks of its ranks one. Local, and pure."""
+        moments = {
+            each.rank: Moment(each.boot, each.wall_ns, each.monotonic_ns) for each in self.traces
+        }
+        return offsets(moments, meetings(self.records))
+
+    def waits(self) -> Waits:
+        """Work out who waited for whom. Local, and pure."""
+        clock = self.clock()
+        return waits(self.records, clock.by_rank, clock.unsure_ns)
+
+
+def jobs(traces: Iterable[RankTrace]) -> list[JobTrace]:
+    """Sort the traces of a folder by job.
+
+    Local, and pure. Ranks that had no way to know their job's name (it is one of their host's
+    then) are one job where none of them is there twice.
+    """
+    named: dict[tuple[str, int], list[RankTrace]] = {}
+    for trace in traces:
+        named.setdefault((trace.job, trace.world_size), []).append(trace)
+    sizes: dict[int, list[list[RankTrace]]] = {}
+    for (_, size), of_job in named.items():
+        sizes.setdefault(size, []).append(of_job)
+    found = []
+    for size, parts in sizes.items():
+        ranks = [{trace.rank for trace in part} for part in parts]
+        if len(parts) > 1 and sum(map(len, ranks)) == len(set().union(*ranks)):
+            parts = [[trace for part in parts for trace in part]]
+        found += [JobTrace(part[0].job, size, tuple(part)) for part in parts]
+    return sorted(found, key=lambda job: min(trace.wall_ns for trace in job.traces))
+
+
+def chrome_trace(found: Sequence[JobTrace]) -> dict[str, Any]:
+    """Make what Perfetto and Chrome read, in their JSON format.
+
+    Local, and pure. A process for each rank, a thread for each of its threads; a slice for each
+    call, and in it one for the time until the last rank came.
+
+    Args:
+        found: the jobs. Those of other hosts than the first's are put beside it by the time of day.
+
+    Returns:
+        What can be written as JSON.
+    """
+    events: list[Event] = []
+    rows = _Rows(len(found) > 1)
+    epochs: dict[str, int] = {}  # of each host's monotonic clock
+    for job in found:
+        clock, first = job.clock(), min(job.traces, key=lambda each: each.rank)
+        epoch = epochs.setdefault(first.boot, first.wall_ns - first.monotonic_ns)
+        epoch -= next(iter(epochs.values()))
+        met = {
+            id(record): meeting
+            for meeting in meetings(job.records, clock.by_rank)
+            for record in meeting.records.values()
+        }
+        for trace in job.traces:
+            row = rows.of(job, trace)
+            for record in sorted(trace.records, key=_outer_first):
+                begin_ns = record.arrival_ns + clock.by_rank[trace.rank] + epoch
+                row.add(record, begin_ns, met.get(id(record)))
+    events = rows.events()
+    zero_ns = min((each["ts"] for each in events if each["ph"] == "X"), default=0)
+    for each in events:
+        if each["ph"] == "X":
+            each["ts"], each["dur"] = (each["ts"] - zero_ns) / 1e3, each["dur"] / 1e3
+    events.sort(key=lambda each: (each["ts"], each["ph"] == "X", -each["dur"]))
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _outer_first(record: CollectiveRecord) -> tuple[int, int]:
+    return record.arrival_ns, -record.duration_ns
+
+
+class _Lane:
+    """A row in which every slice is within another, or beside it: readers take nothing else."""
+
+    def __init__(self, pid: int, tid: int) -> None:
+        self.pid, self.tid = pid, tid
+        self.slices: list[Event] = []
+        self._open: list[tuple[int, Event | None]] = []  # the end of a slice, and its waiting
+
+    def takes(self, begin_ns: int, end_ns: int) -> bool:
+        """Tell whether a slice fits, none of which begins before those that are there. Local."""
+        while self._open and self._open[-1][0] <= begin_ns:
+            self._open.pop()
+        return not self._open or end_ns <= self._open[-1][0]
+
+    def add(self, call: Event, waiting: Event | None) -> None:
+        """Add a slice that fits, and what is in it. Local."""
+        if self._open and (outer := self._open[-1][1]) is not None:
+            outer["dur"] = min(outer["dur"], call["ts"] - outer["ts"])
+        self._open.append((call["ts"] + call["dur"], waiting))
+        for each in (call, waiting):
+            if each is not None:
+                each.update(ph="X", pid=self.pid, tid=self.tid)
+                self.slices.append(each)
+
+
+class _Row:
+    """A rank in a process: its threads, each with as many lanes as calls overlap."""
+
+    def __init__(self, pid: int, name: str, rows: _Rows) -> None:
+        self.pid, self.name = pid, name
+        self._rows = rows
+        self.lanes: dict[int, list[_Lane]] = {}
+
+    def add(self, record: CollectiveRecord, begin_ns: int, meeting: Meeting | None) -> None:
+        """Add a call, in the order of their begins. Local."""
+        lanes = self.lanes.setdefault(record.thread_id, [])
+        duration_ns = max(record.duration_ns, 0)
+        lane = next((each for each in lanes if each.takes(begin_ns, begin_ns + duration_ns)), None)
+        if lane is None:
+            lane = _Lane(self.pid, self._rows.new_thread(self))
+            lanes.append(lane)
+        waited_ns = 0 if meeting is None else meeting.waited_ns(record.rank)
+        call: Event = {"name": record.name, "cat": "call", "ts": begin_ns, "dur": duration_ns}
+        call["args"] = _args(record, waited_ns)
+        waiting: Event | None = None
+        if meeting is not None and waited_ns:
+            name = f"waiting for rank {meeting.last}"
+            waiting = {"name": name, "cat": "waiting", "ts": begin_ns, "dur": waited_ns}
+            waiting["args"] = {"rank": meeting.last}
+        lane.add(call, waiting)
+
+
+def _args(record: CollectiveRecord, waited_ns: int) -> Event:
+    return {
+        "number": record.number,
+        "group": record.group,
+        "bytes": record.size_bytes,
+        "dtype": record.dtype,
+        "plane": record.plane,
+        "line": f"{record.file}:{record.line}",
+        "waited_us": waited_ns / 1e3,
+        **({"error": record.error} if record.error else {}),
+    }
+
+
+class _Rows:
+    """All rows, with numbers that no two processes or threads have in common."""
+
+    def __init__(self, names_jobs: bool) -> None:
+        self._names_jobs = names_jobs
+        self._rows: dict[tuple[str, int, int, str, int], _Row] = {}
+        self._threads = 0
+
+    def of(self, job: JobTrace, trace: RankTrace) -> _Row:
+        """Give the row of a rank. Local."""
+        key = (job.name, job.world_size, trace.rank, trace.host, trace.pid)
+        if key not in self._rows:
+            name = f"rank {trace.rank}"
+            if self._names_jobs:
+                name += f" of {job.world_size}, job {job.name}"
+            self._rows[key] = _Row(len(self._rows) + 1, name, self)
+        return self._rows[key]
+
+    def new_thread(self, row: _Row) -> int:
+        """Give a thread's number: a row's first has the row's own. Local."""
+        if not any(row.lanes.values()):
+            return row.pid
+        self._threads += 1
+        return _FIRST_THREAD + self._threads
+
+    def events(self) -> list[Event]:
+        """Give all names and slices, in nanoseconds. Local."""
+        return [event for row in self._rows.values() for event in _events(row)]
+
+
+_FIRST_THREAD = 1_000_000  # no row has such a number
+
+
+def _events(row: _Row) -> Iterator[Event]:
+    def named(what: str, tid: int, **args: Any) -> Event:
+        place = {"pid": row.pid, "tid": tid, "ts": 0, "dur": 0}
+        return {"ph": "M", "name": what, **place, "args": args}
+
+    yield named("process_name", row.pid, name=row.name)
+    yield named("process_sort_index", row.pid, sort_index=row.pid)
+    for thread, lanes in row.lanes.items():
+        for number, lane in enumerate(lanes):
+            more = f", calls that overlap {number}" if number else ""
+            yield named("thread_name", lane.tid, name=f"thread {thread}{more}")
+            yield from lane.slices

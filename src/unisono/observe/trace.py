@@ -1,0 +1,214 @@
+"""A trace of what this process's ranks call, written while they run."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch.autograd import profiler
+
+from unisono.errors import ArgumentError
+from unisono.observe.trace_files import TraceFile
+from unisono.recording import CollectiveRecord, add_hook
+
+__all__ = ("begin_if_asked", "trace")
+
+PathLike: TypeAlias = "str | os.PathLike[str]"
+_log = logging.getLogger(__name__)
+_EVERY_S = 0.25  # how long a call waits for being written
+_MOST_WAITING = 1_000_000  # calls, where writing takes longer than calling; then the oldest go
+_LONGEST_END_S = 5.0  # for a disk that hangs
+_FOR_GOOD = "UNISONO_TRACE"
+
+
+@contextmanager
+def trace(folder: PathLike) -> Iterator[Path]:
+    """Trace the collectives that this rank calls within the block.
+
+    Local. Each rank writes a file of its own into the folder, which all ranks may share;
+    ``python -m unisono trace FOLDER --out job.json`` makes one file of them for Perfetto, and
+    ``--summary`` says who waited for whom. A rank that is killed loses a second at most. Where
+    the files can't be written any more, a warning says so once, and the program goes on. While
+    ``torch.profiler`` runs, the calls are in its profile, too.
+
+    The variable ``UNISONO_TRACE`` does the same for a whole job.
+
+    Args:
+        folder: made where it isn't there.
+
+    Yields:
+        The folder.
+
+    Raises:
+        ArgumentError: the folder can't be made (on ranks where that is so).
+
+    Example:
+        >>> import tempfile
+        >>> import unisono as idist
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with idist.trace(folder) as path:
+        ...         total = idist.all_reduce(1)
+        ...     len(list(path.iterdir()))
+        1
+    """
+    path = Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(
+            f"trace({str(folder)!r}): the folder can't be made ({error}); name another"
+        ) from error
+    tracer = _hold(path.resolve())
+    try:
+        yield path
+    finally:
+        _release(tracer)
+
+
+def begin_if_asked() -> None:
+    """Begin to trace this process, once, where ``UNISONO_TRACE`` names a folder.
+
+    Local. It goes on until the process exits.
+    """
+    global _is_asked
+    folder = os.environ.get(_FOR_GOOD, "").strip()
+    if folder and not _is_asked:
+        _is_asked = True
+        atexit.register(_release, _hold(Path(folder).absolute()))
+
+
+class _Tracer:
+    """Writes all calls of this process into one folder, whichever of its ranks makes them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.holders = 0
+        self._waiting: deque[CollectiveRecord] = deque(maxlen=_MOST_WAITING)
+        self._files: dict[tuple[int, int, str], TraceFile] = {}
+        self._ranges: dict[tuple[int, int, str], Any] = {}
+        self._writing = threading.Lock()
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._remove = add_hook(before=self._begin, after=self._end)
+
+    def _begin(self, record: CollectiveRecord) -> None:
+        if profiler._is_profiler_enabled:
+            entered: Any = profiler.record_function(f"unisono.{record.name}")
+            entered.__enter__()
+            self._ranges[record.thread_id, record.arrival_ns, record.name] = entered
+
+    def _end(self, record: CollectiveRecord) -> None:
+        if self._ranges:
+            entered = self._ranges.pop((record.thread_id, record.arrival_ns, record.name), None)
+            if entered is not None:
+                entered.__exit__(None, None, None)
+        self._waiting.append(record)
+        if self._thread is None:
+            self._start()
+
+    def _start(self) -> None:
+        """Start to write. A fork of this process comes here again with its own first call."""
+        with self._writing:
+            if self._thread is None and not self._is_over.is_set():
+                name = "unisono-trace"
+                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(_EVERY_S):
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits; what goes wrong then ends the trace. Local."""
+        with self._writing:
+            try:
+                self._write()
+            except Exception as error:  # the program that is traced has nothing to do with it
+                self._give_up(error)
+
+    def _write(self) -> None:
+        by_rank: dict[tuple[int, int, str], list[CollectiveRecord]] = {}
+        for _ in range(len(self._waiting)):
+            record = self._waiting.popleft()
+            key = (record.rank, record.world_size, record.job)
+            by_rank.setdefault(key, []).append(record)
+        for key, records in by_rank.items():
+            file = self._files.get(key)
+            if file is None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                file = self._files[key] = TraceFile(self.folder, records[0])
+            file.append(records)
+
+    def _give_up(self, error: Exception) -> None:
+        self._remove()
+        self._is_over.set()
+        self._waiting.clear()
+        _log.warning(
+            "the trace in %s ends here, the program goes on: %s: %s",
+            *(self.folder, type(error).__name__, error),
+        )
+
+    def stop(self) -> None:
+        """Write the rest and end. Local."""
+        self._remove()
+        self._is_over.set()
+        if self._thread is not None:
+            self._thread.join(_LONGEST_END_S)
+            if self._thread.is_alive():
+                return
+        self.flush()
+        for file in self._files.values():
+            file.close()
+
+    def begin_again(self) -> None:
+        """Forget what the process that this one is a fork of has to write. Local."""
+        for file in self._files.values():
+            with suppress(OSError):
+                file.close()
+        self._files, self._ranges, self._thread = {}, {}, None
+        self._writing, self._is_over = threading.Lock(), threading.Event()
+        self._waiting.clear()
+
+
+_tracers: dict[Path, _Tracer] = {}
+_lock = threading.Lock()
+_is_asked = False
+
+
+def _hold(folder: Path) -> _Tracer:
+    """Trace into a folder: replicas that are threads of this process share one tracer."""
+    with _lock:
+        tracer = _tracers.get(folder)
+        if tracer is None:
+            tracer = _tracers[folder] = _Tracer(folder)
+        tracer.holders += 1
+        return tracer
+
+
+def _release(tracer: _Tracer) -> None:
+    with _lock:
+        tracer.holders -= 1
+        is_last = tracer.holders == 0
+        if is_last:
+            _tracers.pop(tracer.folder, None)
+    if is_last:
+        tracer.stop()
+    else:
+        tracer.flush()
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()
+    for tracer in _tracers.values():
+        tracer.begin_again()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,184 @@
+"""A trace on disk: one file for each rank and process, a line of facts and a line for each call."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unisono.errors import ArgumentError
+from unisono.recording import CollectiveRecord
+
+__all__ = ("RankTrace", "TraceFile", "boot_id", "read")
+
+_FORMAT = 1
+_SUFFIX = ".unisono.jsonl"
+_CACHED = 10_000  # heads of lines
+
+
+def boot_id() -> str:
+    """Give what ranks have in common whose monotonic clock is one: the kernel that runs.
+
+    Local.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+@dataclass(frozen=True, slots=True)
+class RankTrace:
+    """What one rank's file holds.
+
+    Args:
+        rank: the rank.
+        world_size: number of ranks of the job.
+        job: tells the job from others.
+        host: name of the rank's host.
+        boot: the same for ranks that share a monotonic clock.
+        pid: of the rank's process.
+        wall_ns: time since 1970 in nanoseconds, when the file was begun.
+        monotonic_ns: the monotonic clock, read together with it.
+        records: the calls, in the order of their ends.
+    """
+
+    rank: int
+    world_size: int
+    job: str
+    host: str
+    boot: str
+    pid: int
+    wall_ns: int
+    monotonic_ns: int
+    records: Sequence[CollectiveRecord]
+
+
+class TraceFile:
+    """The file of one rank that is being written.
+
+    Args:
+        folder: where it is made.
+        record: the first record of the rank.
+    """
+
+    def __init__(self, folder: Path, record: CollectiveRecord) -> None:
+        self._fd = _new_file(folder, record.rank)
+        self._groups: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._heads: dict[tuple[object, ...], str] = {}
+        facts = {
+            "unisono_trace": _FORMAT,
+            "rank": record.rank,
+            "world_size": record.world_size,
+            "job": record.job,
+            "host": socket.gethostname(),
+            "boot": boot_id(),
+            "pid": os.getpid(),
+            "wall_ns": time.time_ns(),
+            "monotonic_ns": time.monotonic_ns(),
+        }
+        self._write(json.dumps(facts) + "\n")
+
+    def append(self, records: Iterable[CollectiveRecord]) -> None:
+        """Write records. Local.
+
+        Raises:
+            OSError: they can't be written.
+        """
+        self._write("".join([text for record in records for text in self._lines(record)]))
+
+    def close(self) -> None:
+        """Let go of the file. Local."""
+        os.close(self._fd)
+
+    def _lines(self, record: CollectiveRecord) -> Iterator[str]:
+        """Give the line of a call, after that of its group where it is the group's first."""
+        name, ranks = record.group, record.ranks
+        known = (name, tuple(ranks))
+        group = self._groups.get(known)
+        if group is None:
+            group = self._groups[known] = len(self._groups)
+            yield json.dumps({"group": group, "name": name, "ranks": list(ranks)}) + "\n"
+        common = (
+            *(record.name, group, record.size_bytes, record.dtype, record.plane),
+            *(record.file, record.line, record.thread_id, record.error),
+        )
+        head = self._heads.get(common)
+        if head is None:
+            if len(self._heads) > _CACHED:
+                self._heads.clear()
+            head = self._heads[common] = json.dumps(common, separators=(",", ":"))[:-1]
+        yield f"{head},{record.number},{record.arrival_ns},{record.duration_ns}]\n"
+
+    def _write(self, text: str) -> None:
+        data = memoryview(text.encode())
+        while data:
+            data = data[os.write(self._fd, data) :]
+
+
+def _new_file(folder: Path, rank: int) -> int:
+    """Make a file that isn't there yet: a rank may have several contexts, a folder several jobs."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    attempt = 0
+    while True:
+        name = f"rank-{rank}-{socket.gethostname()}-{os.getpid()}-{attempt}{_SUFFIX}"
+        try:
+            return os.open(folder / name, flags, 0o600)
+        except FileExistsError:
+            attempt += 1
+
+
+def read(folder: Path) -> list[RankTrace]:
+    """Read what the ranks of a job have written, or of several jobs.
+
+    Local. A last line that its rank didn't live to end is left out.
+
+    Args:
+        folder: as given to ``trace``.
+
+    Returns:
+        The traces, by job and rank.
+
+    Raises:
+        ArgumentError: there is no trace, or one can't be read.
+    """
+    paths = sorted(folder.glob(f"*{_SUFFIX}")) if folder.is_dir() else []
+    traces = [trace for trace in map(_read_file, paths) if trace is not None]
+    if not traces:
+        raise ArgumentError(
+            f"{folder} holds no trace: give the folder that UNISONO_TRACE or idist.trace() named"
+        )
+    return sorted(traces, key=lambda each: (each.job, each.rank, each.monotonic_ns))
+
+
+def _read_file(path: Path) -> RankTrace | None:
+    lines = path.read_text("utf-8", "replace").split("\n")[:-1]  # each line ends with a newline
+    if not lines:
+        return None  # its rank ended at that moment
+    try:
+        facts = json.loads(lines[0])
+        if facts.pop("unisono_trace") != _FORMAT:
+            raise ArgumentError(f"{path} is of another version of unisono: read it with that one")
+        return RankTrace(**facts, records=list(_records(facts, lines[1:])))
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ArgumentError(f"{path} is no trace, or is damaged: {error!r}; remove it") from error
+
+
+def _records(facts: dict[str, Any], lines: Iterable[str]) -> Iterator[CollectiveRecord]:
+    groups: dict[int, tuple[str, tuple[int, ...]]] = {}
+    place = (facts["rank"], facts["world_size"], facts["job"])
+    for line in lines:
+        values = json.loads(line)
+        if isinstance(values, dict):
+            groups[values["group"]] = (values["name"], tuple(values["ranks"]))
+            continue
+        name, group, size, dtype, plane, file, at, thread, error, number, arrival, duration = values
+        yield CollectiveRecord(
+            name, *place, *groups[group], number, size, dtype, plane, file, at, thread,
+            arrival, duration, error,
+        )  # fmt: skip

@@ -1,0 +1,188 @@
+"""Who makes the others wait: every rank's calls, compared at the end of a block."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from unisono import plugins
+from unisono.collectives.gathers import all_gather
+from unisono.context import communicator
+from unisono.errors import ArgumentError
+from unisono.observe.clocks import Moment, offsets
+from unisono.observe.trace_files import boot_id
+from unisono.observe.waits import Waits, meetings, waits
+from unisono.recording import CollectiveRecord, add_hook
+from unisono.tracebacks import hides
+
+__all__ = ("Watch", "watching")
+
+__tracebackhide__ = hides
+
+PathLike: TypeAlias = "str | os.PathLike[str]"
+_MOST = 100_000  # calls of a rank that are kept: the last ones
+_MOST_LINES = 5  # of a table
+_NOTHING = Waits((), (), (), (), (), 0, 0.0, None)
+
+
+class Watch:
+    """What `watching` has found out; empty until the block is over. The same on every rank."""
+
+    def __init__(self) -> None:
+        self._waits = _NOTHING
+
+    @property
+    def slowest(self) -> int | None:
+        """The rank that costs the others time; None where none stands out."""
+        return self._waits.slowest
+
+    @property
+    def lost_s(self) -> tuple[float, ...]:
+        """By rank, seconds in which another rank waited for it."""
+        return self._waits.lost_s
+
+    @property
+    def waited_s(self) -> tuple[float, ...]:
+        """By rank, seconds in which it waited for another."""
+        return self._waits.waited_s
+
+    @property
+    def by_line(self) -> dict[str, float]:
+        """Seconds that the others waited, by file and line of the call, the most first."""
+        found: dict[str, float] = {}
+        for line in self._waits.lines:
+            if any(line.lost_s):
+                found[line.site] = found.get(line.site, 0.0) + sum(line.lost_s)
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    @property
+    def last(self) -> tuple[int, ...]:
+        """By rank, how often it came last, and late, in the last hundred calls."""
+        return self._waits.last
+
+    def plot(self, path: PathLike) -> None:
+        """Draw who was waited for, and who waited.
+
+        Local.
+
+        Args:
+            path: of the picture; its suffix says which kind, as in ``"waits.png"``.
+
+        Raises:
+            ArgumentError: matplotlib isn't installed.
+        """
+        try:
+            draw = plugins.load("unisono.observe.picture:draw")
+        except ImportError as error:
+            raise ArgumentError(
+                f"plot() needs matplotlib, which can't be imported ({error}): "
+                "pip install matplotlib, or print(watch), which says the same as a table"
+            ) from error
+        draw(self._waits, path)
+
+    def __str__(self) -> str:
+        return _table(self._waits)
+
+    def __repr__(self) -> str:
+        return f"<Watch: slowest {self.slowest}, lost_s {self.lost_s}>"
+
+
+@contextmanager
+def watching() -> Iterator[Watch]:
+    """Find out which rank makes the others wait within the block.
+
+    Collective over all ranks, at the end of the block: every rank tells the others when it came to
+    each collective. What counts is who comes last, not how long a call takes, as that is the same
+    on all ranks. A block that raises on some rank tells nothing, and the others meet a missing
+    rank as in any collective. The last 100,000 calls of each rank are kept.
+
+    Yields:
+        A `Watch`, whose figures are there once the block is over.
+
+    Raises:
+        CollectiveError: a peer failed or didn't come in time.
+
+    Example:
+        >>> import unisono as idist
+        >>> with idist.watching() as watch:
+        ...     for step in range(3):
+        ...         loss = idist.all_reduce(0.5)
+        >>> print(watch.slowest, watch.lost_s)
+        None (0.0,)
+    """
+    topology = communicator().model.topology
+    rank, world_size = topology.rank, topology.world_size
+    kept: deque[CollectiveRecord] = deque(maxlen=_MOST)
+
+    def keep(record: CollectiveRecord) -> None:
+        if record.rank == rank and record.world_size == world_size:
+            kept.append(record)
+
+    watch = Watch()
+    remove = add_hook(after=keep)
+    try:
+        yield watch
+    finally:
+        remove()
+    told = all_gather(json.dumps(_packed(kept)))
+    watch._waits = _waits([json.loads(each) for each in told])
+
+
+def _packed(records: Sequence[CollectiveRecord] | deque[CollectiveRecord]) -> dict[str, Any]:
+    """Make what a rank tells the others: names and groups once, figures for each call."""
+    heads: dict[tuple[object, ...], int] = {}
+    rows = [
+        (
+            heads.setdefault((r.name, r.group, tuple(r.ranks), r.file, r.line), len(heads)),
+            *(r.number, r.size_bytes, r.thread_id, r.arrival_ns, r.duration_ns),
+        )
+        for r in list(records)
+    ]
+    moment = (boot_id(), time.time_ns(), time.monotonic_ns())
+    return {"moment": moment, "heads": list(heads), "rows": rows}
+
+
+def _unpacked(rank: int, world_size: int, packed: dict[str, Any]) -> list[CollectiveRecord]:
+    found = []
+    for head, number, size, thread, arrival, duration in packed["rows"]:
+        name, group, ranks, file, line = packed["heads"][head]
+        found.append(
+            CollectiveRecord(
+                name, rank, world_size, "", group, tuple(ranks), number, size, "", "", file, line,
+                thread, arrival, duration,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _waits(told: Sequence[dict[str, Any]]) -> Waits:
+    records = {rank: _unpacked(rank, len(told), each) for rank, each in enumerate(told)}
+    moments = {rank: Moment(*each["moment"]) for rank, each in enumerate(told)}
+    clock = offsets(moments, meetings(records))
+    return waits(records, clock.by_rank, clock.unsure_ns)
+
+
+def _table(found: Waits) -> str:
+    if not found.lost_s:
+        return "nothing is known before the end of the block"
+    who = "no rank stands out" if found.slowest is None else f"rank {found.slowest} is slow"
+    lines = [f"{found.calls} calls of {len(found.lost_s)} ranks in {found.watched_s:.3f} s: {who}"]
+    lines.append("rank   others waited for it   came last   it waited    in calls")
+    lines += [
+        f"{rank:4}{lost:21.3f} s{last:12}{waited:10.3f} s{busy:10.3f} s"
+        for rank, (lost, last, waited, busy) in enumerate(
+            zip(found.lost_s, found.last, found.waited_s, found.in_calls_s, strict=True)
+        )
+    ]
+    for line in [each for each in found.lines if any(each.lost_s)][:_MOST_LINES]:
+        file, _, number = line.site.rpartition(":")
+        where = f"{Path(file).name}:{number}"
+        lost = sum(line.lost_s)
+        lines.append(f"{lost:.3f} s for rank {line.slowest} in {line.name} at {where}")
+    return "\n".join(lines)
