@@ -58,8 +58,10 @@ class Meeting:
         Local, and pure. A rank that was done before the last one came didn't wait for it, such as
         the root of a broadcast.
         """
-        last_ns = min(self.arrival_ns(self.last), self.end_ns(rank))
-        return max(last_ns - self.arrival_ns(rank), 0)
+        last_ns, end_ns = self.arrival_ns(self.last), self.end_ns(rank)
+        if end_ns + FLOOR_NS < last_ns:  # by more than clocks are off
+            return 0
+        return max(min(last_ns, end_ns) - self.arrival_ns(rank), 0)
 
 
 def meetings(ranks: Records, offsets: Mapping[int, int] | None = None) -> list[Meeting]:

@@ -1,0 +1,122 @@
+"""One file of all ranks, by the documented format of Perfetto and Chrome."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from tests.support.records import MS, call, recorded
+from unisono.observe.merge import chrome_trace, jobs
+from unisono.observe.trace_files import RankTrace
+from unisono.recording import CollectiveRecord
+
+Event = dict[str, Any]
+# https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+TYPES: dict[str, type | tuple[type, ...]] = {
+    **{"ph": str, "name": str, "pid": int, "tid": int},
+    **{"ts": (int, float), "dur": (int, float), "args": dict},
+}
+
+
+def trace_of(rank: int, records: Sequence[CollectiveRecord], **facts: Any) -> RankTrace:
+    known = {"job": "job", "host": "a", "boot": "a", "pid": 40 + rank}
+    known |= {"world_size": 2, "wall_ns": 10**18, "monotonic_ns": 0}
+    return RankTrace(**{"rank": rank, "records": records, **known, **facts})
+
+
+def merged(*traces: RankTrace) -> list[Event]:
+    """Merge, and hold the result to the format."""
+    whole = json.loads(json.dumps(chrome_trace(jobs(traces))))
+    assert whole["displayTimeUnit"] == "ms"
+    events: list[Event] = whole["traceEvents"]
+    for event in events:
+        assert event["ph"] in ("X", "M")
+        for key, kind in TYPES.items():
+            assert isinstance(event[key], kind), (key, event)
+        assert event["ts"] >= 0
+        assert event["dur"] >= 0
+    assert [each["ts"] for each in events] == sorted(each["ts"] for each in events)
+    of_thread: dict[tuple[int, int], list[float]] = {}
+    for event in slices(events):  # in each thread every slice is within another, or beside it
+        ends = of_thread.setdefault((event["pid"], event["tid"]), [])
+        while ends and ends[-1] <= event["ts"] + 1e-6:
+            ends.pop()
+        assert not ends or event["ts"] + event["dur"] <= ends[-1] + 1e-6
+        ends.append(event["ts"] + event["dur"])
+    return events
+
+
+def slices(events: list[Event], name: str = "") -> list[Event]:
+    return [each for each in events if each["ph"] == "X" and name in each["name"]]
+
+
+def names(events: list[Event], kind: str) -> dict[tuple[int, int], str]:
+    return {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == kind}
+
+
+def test_each_rank_has_a_row_and_each_call_a_slice_with_its_facts() -> None:
+    first, second = call(3, 1000, 1200, group="a")
+    events = merged(trace_of(0, [first]), trace_of(1, [second]))
+    assert sorted(names(events, "process_name").values()) == ["rank 0", "rank 1"]
+    waiting, *calls = slices(events, "waiting"), *slices(events, "all_reduce")
+    assert [(each["ts"], each["dur"]) for each in calls] == [(0, 201_000), (200_000, 1000)]
+    assert calls[0]["args"] == {
+        **{"number": 3, "group": "a", "bytes": 4, "dtype": "float32", "plane": "memory"},
+        **{"line": "train.py:7", "waited_us": 200_000},
+    }
+    (wait,) = waiting
+    assert (wait["name"], wait["ts"], wait["dur"]) == ("waiting for rank 1", 0, 200_000)
+    assert (wait["pid"], wait["tid"]) == (calls[0]["pid"], calls[0]["tid"])
+
+
+def test_an_error_is_shown() -> None:
+    (event,) = slices(merged(trace_of(0, [recorded(0, 1, 0, 1, error="ValueError: no")])))
+    assert event["args"]["error"] == "ValueError: no"
+
+
+def test_calls_that_overlap_in_a_thread_get_rows_of_their_own() -> None:
+    records = [
+        *(recorded(0, 1, 0, 100), recorded(0, 2, 10, 20, name="barrier")),
+        *(recorded(0, 3, 50, 100, name="gather"), recorded(0, 4, 0, 5, thread_id=7)),
+    ]
+    events = merged(trace_of(0, records))
+    rows = {each["name"]: each["tid"] for each in slices(events)}
+    threads = names(events, "thread_name")
+    assert len(threads) == 3
+    assert rows["barrier"] != rows["gather"]
+
+
+def test_a_wait_ends_where_a_call_within_begins() -> None:
+    outer = [recorded(0, 1, 0, 310), recorded(1, 1, 300, 10)]
+    inner = [recorded(0, 2, 100, 205, name="barrier"), recorded(1, 2, 301, 5, name="barrier")]
+    events = merged(trace_of(0, [outer[0], inner[0]]), trace_of(1, [outer[1], inner[1]]))
+    waits = [(each["ts"], each["dur"]) for each in slices(events, "waiting for rank 1")]
+    assert waits == [(0, 100_000), (100_000, 201_000)]
+
+
+def test_ranks_of_other_hosts_are_put_on_one_clock() -> None:
+    first, second = call(1, 1000, 1200)
+    shift = 10**9 * MS
+    away = recorded(1, 1, 1200 + 10**9, 1)
+    events = merged(
+        trace_of(0, [first]), trace_of(1, [away], boot="b", monotonic_ns=shift, host="b")
+    )
+    by_rank = {each["pid"]: each["ts"] for each in slices(events, "all_reduce")}
+    assert abs(by_rank[2] - by_rank[1] - 200_000) <= 101_000  # the middle of what is possible
+    assert second.arrival_ns != away.arrival_ns
+
+
+def test_jobs_of_one_folder_are_told_apart() -> None:
+    first, second = call(1, 0, 5)
+    later = [trace_of(rank, [each], job="later") for rank, each in enumerate(call(1, 50, 60))]
+    traces = [trace_of(0, [first]), trace_of(1, [second]), *later]
+    assert [(job.name, job.world_size) for job in jobs(traces)] == [("job", 2), ("later", 2)]
+    rows = names(merged(*traces), "process_name").values()
+    assert "rank 1 of 2, job later" in rows
+    assert len(set(rows)) == 4
+
+
+def test_ranks_that_name_their_job_by_their_host_are_one_job() -> None:
+    (job,) = jobs([trace_of(0, [], job="train.py-4"), trace_of(1, [], job="train.py-9")])
+    assert set(job.records) == {0, 1}

@@ -1,0 +1,130 @@
+"""The files of a trace: what is written can be read, whatever goes wrong meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import unisono as idist
+from tests.support.records import recorded
+from unisono.errors import ArgumentError
+from unisono.observe.trace_files import TraceFile, read
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    records = [
+        recorded(1, 1, 5, 2),
+        recorded(1, 1, 8, 2, group='the "é" group', ranks=(1, 5), error='Value\n"Error"'),
+        recorded(1, 2, 11, 0.25, dtype="", plane="control", file="a b.py", size_bytes=2**40),
+    ]
+    file = TraceFile(tmp_path, records[0])
+    file.append(records[:1])
+    file.append(records[1:])
+    file.close()
+    (trace,) = read(tmp_path)
+    same_size = [*records[:1], *records[2:]]
+    assert [each for each in trace.records if each.group == "all ranks"] == same_size
+    assert trace.records[1].ranks == (1, 5)
+    assert trace.records[1].error == 'Value\n"Error"'
+    assert (trace.rank, trace.world_size, trace.job, trace.pid) == (1, 2, "job", os.getpid())
+
+
+def test_a_line_that_its_rank_did_not_live_to_end_is_left_out(tmp_path: Path) -> None:
+    file = TraceFile(tmp_path, recorded(0, 1, 5, 2))
+    file.append([recorded(0, 1, 5, 2), recorded(0, 2, 9, 2)])
+    file.close()
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-9])
+    (trace,) = read(tmp_path)
+    assert [each.number for each in trace.records] == [1]
+
+
+@pytest.mark.parametrize("text", ["[]\n", "{}\n", "no\n", '{"unisono_trace": 99}\n'])
+def test_a_file_that_is_no_trace_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "rank-0.unisono.jsonl").write_text(text)
+    with pytest.raises(ArgumentError, match=r"rank-0\.unisono\.jsonl is"):
+        read(tmp_path)
+
+
+def test_a_folder_without_a_trace_is_refused(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ArgumentError, match="holds no trace"):
+            read(folder)
+
+
+def test_a_block_is_written_at_its_end_and_no_more(tmp_path: Path) -> None:
+    with idist.trace(tmp_path / "a" / "b") as folder, idist.trace(folder):
+        idist.all_reduce(torch.ones(3, dtype=torch.float64))
+    idist.barrier()
+    (trace,) = read(folder)
+    (record,) = trace.records
+    assert (record.name, record.size_bytes, record.dtype) == ("all_reduce", 24, "float64")
+    assert (record.rank, record.world_size, record.number > 0) == (0, 1, True)
+    assert record.file == __file__
+    assert "unisono-trace" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(ArgumentError, match="the folder can't be made"),
+        idist.trace(tmp_path / "file"),
+    ):
+        pass
+
+
+def test_where_it_cannot_be_written_a_warning_says_so_and_the_program_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), idist.trace(tmp_path / "a") as folder:
+        folder.rmdir()
+        folder.write_text("")  # which can be no folder
+        for _ in range(3):
+            assert idist.all_reduce(2) == 2
+    (message,) = (each.getMessage() for each in caplog.records)
+    assert "the trace in" in message
+    assert "the program goes on" in message
+
+
+def test_a_full_disk_ends_the_trace_with_one_warning() -> None:
+    program = (
+        "import resource, signal, tempfile, unisono as idist\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
+        "folder = tempfile.mkdtemp()\n"
+        "with idist.trace(folder) as path:\n"
+        "    for _ in range(500): idist.all_reduce(1)\n"
+        "print(len(list(path.iterdir())), idist.all_reduce(3))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["1", "3"], done.stderr
+    assert done.stderr.count("the program goes on") == 1
+
+
+def test_calls_are_in_the_profile_of_torch(tmp_path: Path) -> None:
+    with idist.trace(tmp_path), torch.profiler.profile() as profile:
+        idist.all_reduce(torch.ones(3))
+    names = {event.name for event in profile.events() or ()}
+    assert "unisono.all_reduce" in names
+
+
+def test_a_fork_writes_a_file_of_its_own(tmp_path: Path) -> None:
+    program = (
+        "import os, sys, unisono as idist\n"
+        "with idist.trace(sys.argv[1]):\n"
+        "    idist.all_reduce(1)\n"
+        "    pid = os.fork()\n"
+        "    if pid: os.waitpid(pid, 0)\n"
+        "    else: idist.barrier()\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+    first, second = sorted(read(tmp_path), key=lambda each: each.monotonic_ns)
+    assert first.pid != second.pid
+    assert {len(first.records), len(second.records)} == {1}

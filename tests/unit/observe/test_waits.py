@@ -1,0 +1,124 @@
+"""Who came last, worked out from records: arrivals count, durations don't."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.support.records import MS, call, recorded, steps
+from unisono.observe.waits import meetings, waits
+from unisono.recording import CollectiveRecord
+
+Records = dict[int, list[CollectiveRecord]]
+
+
+def by_rank(*records: CollectiveRecord) -> Records:
+    found: Records = {}
+    for each in records:
+        found.setdefault(each.rank, []).append(each)
+    return found
+
+
+def test_the_late_rank_is_named_within_three_steps() -> None:
+    found = waits(steps((0, 200, 0), (0, 200, 0), (0, 200, 0)))
+    assert found.slowest == 1
+    assert found.lost_s == pytest.approx((0, 0.6, 0))
+    assert found.waited_s == pytest.approx((0.6, 0, 0.6))
+    assert found.last == (0, 3, 0)
+    assert found.calls == 3
+    (line,) = found.lines
+    assert (line.name, line.site, line.slowest) == ("all_reduce", "train.py:7", 1)
+    assert (line.waiting_s, line.moving_s) == pytest.approx((1.2, 0.009))
+
+
+def test_a_sum_makes_all_ranks_as_slow_and_its_duration_names_nobody() -> None:
+    slow = [recorded(rank, n, 2000 * n, 1500) for n in range(1, 50) for rank in (0, 1)]
+    found = waits(by_rank(*slow))
+    assert found.slowest is None
+    assert found.lost_s == (0, 0)
+    assert found.in_calls_s == pytest.approx((73.5, 73.5))
+
+
+def test_what_is_little_beside_the_work_costs_nobody_time() -> None:
+    assert waits(steps(*[(0, 0.9)] * 100, work_ms=2)).lost_s == (0, 0)  # below 1 ms
+    little = waits(steps((0, 0), *[(0, 40)] * 100, work_ms=1000))
+    assert little.lost_s == (0, 0)  # below 5 %
+    assert waits(steps(*[(0, 60)] * 100, work_ms=1000)).slowest == 1
+
+
+def test_a_few_hiccups_name_nobody() -> None:
+    assert waits(steps((0, 200), (0, 200), *[(0, 0)] * 20)).slowest is None
+    mixed = [(0, 200), (200, 0), (0, 200), (200, 0), (0, 200)]
+    assert waits(steps(*mixed)).slowest is None
+
+
+def test_a_small_delay_in_every_step_is_named_once_chance_is_ruled_out() -> None:
+    late = [(0, 8)]
+    assert waits(steps(*late * 10)).slowest is None
+    assert waits(steps(*late * 30)).slowest == 1
+
+
+def test_balanced_runs_name_nobody() -> None:
+    draw = random.Random(0)
+    for size in (2, 3, 8):
+        for _ in range(100):
+            late = [[draw.expovariate(1 / 4) for _ in range(size)] for _ in range(60)]
+            assert waits(steps(*late)).slowest is None
+
+
+def test_who_is_done_before_the_last_one_comes_has_not_waited_for_it() -> None:
+    root = recorded(0, 1, 10, 2, name="broadcast")
+    late = recorded(1, 1, 500, 2, name="broadcast")
+    found = waits(by_rank(root, late))
+    assert found.lost_s == (0, 0)
+    assert found.waited_s == (0, 0)
+    assert found.in_calls_s == pytest.approx((0.002, 0.002))
+
+
+def test_a_call_within_another_is_counted_once() -> None:
+    outer = [recorded(0, 1, 0, 310), recorded(1, 1, 300, 10)]
+    inner = [recorded(0, 2, 5, 300, name="barrier"), recorded(1, 2, 301, 5, name="barrier")]
+    found = waits(by_rank(*outer, *inner))
+    assert found.lost_s == pytest.approx((0, 0.301))
+    assert found.waited_s == pytest.approx((0.301, 0))
+    assert sum(line.total_s for line in found.lines) == pytest.approx(0.32)
+
+
+def test_only_the_last_hundred_calls_are_counted_by_who_came_last() -> None:
+    found = waits(steps(*[(50, 0)] * 30, *[(0, 50)] * 99))
+    assert found.last == (1, 99)
+
+
+def test_a_call_that_a_rank_has_not_recorded_meets_nobody() -> None:
+    lone = recorded(0, 1, 0, 5)
+    other_group = call(1, 0, 300, group="a")
+    failed = [recorded(rank, 3, 0, 1, name=name) for rank, name in enumerate(("send", "barrier"))]
+    met = meetings(by_rank(lone, *other_group, *failed))
+    assert [set(each.records) for each in met] == [{0, 1}]
+    assert met[0].records[0].group == "a"
+
+
+def test_a_second_context_counts_from_one_again() -> None:
+    first, second = call(1, 0, 100), call(1, 1000, 1300)
+    met = meetings(by_rank(*second, *first))
+    assert [each.waited_ns(0) for each in met] == [100 * MS, 300 * MS]
+
+
+def test_a_receiver_waits_for_a_sender() -> None:
+    pair = {"group": "rank 0 to rank 1"}
+    sent = recorded(0, 1, 400, 1, name="send", **pair)
+    received = recorded(1, 1, 0, 402, name="recv", **pair)
+    assert waits(by_rank(sent, received)).lost_s == pytest.approx((0.4, 0))
+
+
+def test_one_rank_alone_loses_nothing() -> None:
+    assert waits({0: [recorded(0, 1, 0, 5, ranks=(0,))]}).lost_s == (0,)
+    assert waits({}).slowest is None
+
+
+def test_what_the_clocks_leave_open_costs_nobody_time() -> None:
+    records = steps(*[(0, 20)] * 40)
+    assert waits(records).slowest == 1
+    assert waits(records, {}, unsure_ns=25 * MS).slowest is None
+    assert waits(records, {0: 20 * MS, 1: 0}).slowest is None
