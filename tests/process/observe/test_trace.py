@@ -1,0 +1,150 @@
+"""Traces of real ranks: every rank's file, also of one that is killed, and one picture of all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import unisono as idist
+from tests.support.processes import python
+from tests.support.worlds import REAL, run
+from unisono.errors import WorkerFailedError
+from unisono.observe.merge import jobs
+from unisono.observe.trace_files import read
+from unisono.observe.waits import Waits
+
+MOST_LOST_S = 1.0
+LATE_S = 0.1
+PROGRAM = """
+import time
+import torch
+import unisono as idist
+
+idist.initialize("gloo")
+for _ in range(3):
+    if idist.get_rank() == 1:
+        time.sleep(0.1)
+    idist.all_reduce(torch.ones(5))
+with idist.one_rank_first():
+    pass
+idist.finalize()
+"""
+
+
+def job_in(folder: Path) -> Waits:
+    (job,) = jobs(read(folder))
+    return job.waits()
+
+
+def test_a_script_is_traced_merged_and_summed_up_by_commands(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM)
+    folder, merged = tmp_path / "traces", tmp_path / "job.json"
+    command = ("-m", "unisono", "run", "-n", "3", "--trace", str(folder), str(script))
+    done = python(*command)
+    assert done.returncode == 0, done.stderr
+    assert len(list(folder.iterdir())) == 3
+    done = python("-m", "unisono", "trace", str(folder), "--out", str(merged), "--summary")
+    assert done.returncode == 0, done.stderr
+    assert f"{merged}: 15 calls of 3 ranks" in done.stdout
+    assert "5 calls of 3 ranks" in done.stdout
+    assert "rank 1 is slow" in done.stdout
+    assert "all_reduce      train.py:10" in done.stdout
+    events = json.loads(merged.read_text())["traceEvents"]
+    rows = {event["pid"] for event in events}
+    assert len(rows) == 3
+    calls = [event["name"] for event in events if event.get("cat") == "call"]
+    assert sorted(set(calls)) == ["all_reduce", "initialize", "one_rank_first"]
+    late = [e["dur"] for e in events if e["name"] == "waiting for rank 1" and e["dur"] > 50_000]
+    assert len(late) >= 6  # of two ranks, three times
+
+
+def test_the_summary_of_a_folder_without_a_trace_is_wrong_use(tmp_path: Path) -> None:
+    done = python("-m", "unisono", "trace", str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "holds no trace" in done.stderr
+
+
+def late_in_a_block(local_rank: int, folder: str) -> None:
+    with idist.trace(folder):
+        for _ in range(3):
+            if idist.get_rank() == idist.get_world_size() - 1:
+                time.sleep(LATE_S)
+            idist.all_reduce(torch.ones(7))
+        idist.barrier()
+    idist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("backend", "size"),
+    [pytest.param("threads", 3, id="threads-3"), pytest.param("gloo", 2, id="gloo-2"), *REAL],
+)
+def test_each_rank_has_a_file_whatever_ranks_are(backend: str, size: int, tmp_path: Path) -> None:
+    run(backend, size, late_in_a_block, str(tmp_path))
+    traces = read(tmp_path)
+    assert [trace.rank for trace in traces] == list(range(size))
+    for trace in traces:
+        names = [record.name for record in trace.records]
+        assert names[:4] == ["all_reduce"] * 3 + ["barrier"]
+        assert {record.rank for record in trace.records} == {trace.rank}
+    found = job_in(tmp_path)
+    assert found.slowest == size - 1
+    assert found.lost_s[size - 1] >= 3 * LATE_S * 0.9
+
+
+def die_once_it_is_written(local_rank: int, folder: str) -> None:
+    idist.barrier()
+    idist.all_reduce(1)
+    called = time.monotonic()
+    if idist.get_rank() == 1:
+        files = []
+        while not files or files[0].read_text().count("\n") < 5:  # facts, group, three calls
+            threading.Event().wait(0.01)
+            files = list(Path(folder).glob("rank-1-*"))
+        Path(folder, "took").write_text(str(time.monotonic() - called))
+        os.kill(os.getpid(), signal.SIGKILL)
+    idist.barrier()
+
+
+def test_a_killed_rank_loses_a_second_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNISONO_TRACE", str(tmp_path))
+    with pytest.raises(WorkerFailedError):
+        idist.spawn("gloo", die_once_it_is_written, (str(tmp_path),), nproc_per_node=2)
+    assert float((tmp_path / "took").read_text()) < MOST_LOST_S
+    by_rank = {trace.rank: [each.name for each in trace.records] for trace in read(tmp_path)}
+    assert by_rank[1] == ["initialize", "barrier", "all_reduce"]
+    assert by_rank[0][:3] == by_rank[1]
+
+
+def sum_up(local_rank: int) -> int:
+    return idist.all_reduce(1)
+
+
+def test_the_variable_traces_jobs_of_any_kind_each_rank_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in ("spawn", "pool"):
+        folder = tmp_path / kind
+        monkeypatch.setenv("UNISONO_TRACE", str(folder))
+        if kind == "spawn":
+            idist.spawn("gloo", sum_up, nproc_per_node=2)
+        else:
+            with idist.WorkerPool("gloo", nproc_per_node=2) as pool:
+                pool.run(sum_up)
+        names = [[each.name for each in trace.records] for trace in read(folder)]
+        assert len(names) == 2
+        assert all(each.count("all_reduce") == 1 for each in names)
+
+
+def test_a_job_without_the_variable_leaves_nothing(tmp_path: Path) -> None:
+    run("gloo", 2, sum_up)
+    assert not list(tmp_path.iterdir())

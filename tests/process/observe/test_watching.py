@@ -1,0 +1,123 @@
+"""Watching names the rank that comes late, and nobody where all are alike."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import unisono as idist
+from tests.support.processes import run_python
+from tests.support.worlds import QUICK, REAL, alone_and_several, run
+
+LATE_S = 0.2
+STEPS = 3
+BALANCED_RUNS = 20
+
+
+def _slowly(gradient: Tensor) -> None:
+    time.sleep(LATE_S)
+
+
+def train(local_rank: int, slow: int | None, steps: int) -> tuple[Any, ...]:
+    """Train a small net, one rank of which takes longer for its backward."""
+    torch.manual_seed(0)
+    model = idist.auto_model(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(16, 32)
+    with idist.watching() as watch:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            outputs = model(inputs)
+            if idist.get_rank() == slow:
+                outputs.register_hook(_slowly)
+            outputs.square().mean().backward()
+            optimizer.step()
+    return watch.slowest, watch.lost_s, watch.by_line, watch.last, str(watch)
+
+
+@pytest.mark.parametrize(("size", "slow"), [(2, 1), (2, 0), (3, 2)])
+def test_a_slow_backward_under_ddp_is_named_within_three_steps(size: int, slow: int) -> None:
+    slowest, lost_s, by_line, last, text = run("gloo", size, train, slow, STEPS)[0]
+    assert slowest == slow, text
+    assert lost_s[slow] > STEPS * LATE_S * 0.8
+    assert last[slow] == STEPS
+    assert list(by_line)[0].startswith(__file__)
+    assert f"rank {slow} is slow" in text
+    assert f"for rank {slow} in gradients at test_watching.py:" in text
+
+
+def balanced(local_rank: int, runs: int) -> list[Any]:
+    return [train(local_rank, None, 10) for _ in range(runs)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_balanced_runs_name_nobody(size: int) -> None:
+    named = [each for each in run("gloo", size, balanced, BALANCED_RUNS)[0] if each[0] is not None]
+    assert not named
+
+
+def late_in_sums(local_rank: int, slow: int) -> tuple[Any, ...]:
+    with idist.watching() as watch:
+        assert watch.slowest is None
+        assert "nothing is known" in str(watch)
+        for _ in range(STEPS):
+            if idist.get_rank() == slow:
+                time.sleep(LATE_S)
+            idist.all_reduce(torch.ones(3))
+    return watch.slowest, watch.lost_s, watch.last
+
+
+@pytest.mark.parametrize(("backend", "size"), [*QUICK, *REAL])
+def test_every_model_names_the_same_rank_on_all_ranks(backend: str, size: int) -> None:
+    found = run(backend, size, late_in_sums, size - 1)
+    assert found.count(found[0]) == size
+    slowest, lost_s, last = found[0]
+    assert len(lost_s) == size
+    if size == 1:
+        assert (slowest, lost_s, last) == (None, (0,), (0,))
+    else:
+        assert (slowest, last[-1]) == (size - 1, STEPS)
+
+
+@alone_and_several
+def test_a_block_that_raises_leaves_no_hook_and_no_call() -> None:
+    with pytest.raises(ValueError, match="in the block"), idist.watching() as watch:
+        idist.barrier()
+        raise ValueError("in the block")
+    assert watch.lost_s == ()
+    with idist.watching() as outer:
+        with idist.watching() as inner:
+            idist.barrier()
+        idist.barrier()
+    assert len(inner.lost_s) == len(outer.lost_s) == idist.get_world_size()
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib isn't installed")
+    with idist.watching() as watch:
+        idist.barrier()
+    watch.plot(tmp_path / "waits.png")
+    assert (tmp_path / "waits.png").read_bytes().startswith(b"\x89PNG\r\n")
+
+
+WITHOUT_MATPLOTLIB = """
+import sys
+import unisono as idist
+
+sys.modules["matplotlib"] = None
+with idist.watching() as watch:
+    idist.barrier()
+try:
+    watch.plot("waits.png")
+except idist.errors.ArgumentError as error:
+    print(error)
+"""
+
+
+def test_without_matplotlib_the_remedy_is_said() -> None:
+    assert "pip install matplotlib" in run_python("-c", WITHOUT_MATPLOTLIB)
