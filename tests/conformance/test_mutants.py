@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono import Group, ReduceOp, context, registry
+from unisono import Group, ReduceOp, context, recording, registry
 from unisono.collectives import _dtype_emulation, _scalars, broadcasts, call, gathers, p2p
 from unisono.errors import NotInitializedError, PayloadError
 from unisono.models.threads import ThreadsModel
+from unisono.observe import waits
 from unisono.payload import codec, pickling
 from unisono.registry import register_model
 from unisono.testing import Outcome, check
@@ -165,6 +166,20 @@ def _knows_no_fork(model: Any) -> None:
     raise NotInitializedError("there is no context")
 
 
+def _forgets_groups(log: Any, name: str, group: Any = None, *args: Any) -> Any:
+    return _begun(log, name, None, *args)
+
+
+def _ends_in_silence(token: Any, error: BaseException | None = None) -> None:
+    token.record = None
+    _ended(token)
+
+
+def _is_fooled_by_durations(meeting: waits.Meeting) -> int:
+    return max(meeting.records, key=lambda rank: meeting.records[rank].duration_ns)
+
+
+_begun, _ended = recording.CallLog.begin, recording.Token.end
 _written, _object_written = codec._write_tensor, codec._write_object
 _header_read = codec._header_at
 # Above the models: what breaks the law, wherever its name is used.
@@ -193,6 +208,14 @@ BREAKS: dict[str, list[tuple[Any, str, Any]]] = {
         (codec, "_write_tensor", _writes_what_lies_in_memory)
     ],
     "empty_tensors_of_any_shape_arrive": [(codec, "_header_at", _counts_sizes_beside_a_zero)],
+    "hooks_see_every_collective_with_name_bytes_group_and_number": [
+        (recording.Token, "end", _ends_in_silence)
+    ],
+    "hooks_see_the_group_of_a_call": [(recording.CallLog, "begin", _forgets_groups)],
+    "a_call_that_fails_is_recorded_with_its_error": [(recording, "summary", lambda error: "")],
+    "watching_names_the_rank_that_comes_late": [
+        (waits.Meeting, "last", property(_is_fooled_by_durations))
+    ],
     "what_pickle_would_turn_into_something_else_doesnt": [
         (pickling._Pickler, "reducer_override", cloudpickle.Pickler.reducer_override)
     ],

@@ -1,0 +1,116 @@
+"""What a rank's calls are recorded as, and who came late."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+import torch
+
+import unisono as idist
+from unisono.recording import CollectiveRecord
+from unisono.testing.cases._law import law, same, worlds
+from unisono.topology import EVERYBODY
+
+__all__ = ()
+
+_LATE_S = 0.08  # more than a busy machine's hiccup
+_LATE_CALLS = 4
+
+
+class _Seen:
+    """What hooks get of this rank: other replicas of the process have hooks of their own."""
+
+    def __init__(self) -> None:
+        self.begun: list[CollectiveRecord] = []
+        self.done: list[CollectiveRecord] = []
+        self._rank, _ = worlds()
+        self._remove = idist.add_hook(before=self._before, after=self._after)
+
+    def _before(self, record: CollectiveRecord) -> None:
+        if record.rank == self._rank:
+            self.begun.append(record)
+
+    def _after(self, record: CollectiveRecord) -> None:
+        if record.rank == self._rank:
+            self.done.append(record)
+
+    def __enter__(self) -> _Seen:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._remove()
+
+
+@law()
+def hooks_see_every_collective_with_name_bytes_group_and_number() -> None:
+    """Each call is one record before and one after; equal numbers are one call on all ranks."""
+    rank, size = worlds()
+    tensor = torch.ones(3, dtype=torch.float64)
+    with _Seen() as seen:
+        idist.all_reduce(tensor)
+        idist.broadcast("text")
+        idist.all_gather(tensor.float())
+        idist.barrier()
+    expected = [
+        *(("all_reduce", 24, "float64"), ("broadcast", 0, "")),
+        *(("all_gather", 12, "float32"), ("barrier", 0, "")),
+    ]
+    same([(each.name, each.size_bytes, each.dtype) for each in seen.done], expected)
+    same([each.name for each in seen.begun], [name for name, _, _ in expected])
+    for each in seen.done:
+        same((each.rank, each.world_size, each.group), (rank, size, EVERYBODY))
+        same(list(each.ranks), list(range(size)))
+        assert each.duration_ns >= 0, each
+        assert each.plane in ("control", "memory", "data"), each
+    arrivals = [each.arrival_ns for each in seen.done]
+    same(arrivals, sorted(arrivals), "arrivals")
+    numbers = [each.number for each in seen.done]
+    same(numbers, list(range(numbers[0], numbers[0] + len(expected))), "numbers")
+    same(idist.all_gather(numbers[0]), [numbers[0]] * size, "the number of one call")
+    idist.barrier()
+    same(len(seen.done), len(expected), "after the hooks were taken back")
+
+
+@law("groups")
+def hooks_see_the_group_of_a_call() -> None:
+    """A group counts its own calls, and its record names its ranks."""
+    rank, size = worlds()
+    group = idist.new_group([0, size - 1] if size > 1 else [0])
+    with _Seen() as seen:
+        idist.all_reduce(1, group=group)
+        idist.all_reduce(2, group=group)
+    found = [(each.group, list(each.ranks), each.number) for each in seen.done]
+    is_member = rank in group.ranks
+    same(found, [(group.name, list(group.ranks), n) for n in (1, 2)] if is_member else [])
+
+
+@law()
+def a_call_that_fails_is_recorded_with_its_error() -> None:
+    """The record of a call that raises says what it raised, on every rank."""
+    with _Seen() as seen, suppress(idist.UnisonoError):
+        idist.all_reduce("text")  # type: ignore[type-var]
+    for each in seen.done:
+        assert "Error" in each.error, each
+    same(len(seen.begun), len(seen.done))
+    same(len(seen.done), 1)
+
+
+@law()
+def watching_names_the_rank_that_comes_late() -> None:
+    """All ranks are told who made the others wait, and for how long."""
+    rank, size = worlds()
+    slow = size - 1
+    with idist.watching() as watch:
+        for _ in range(_LATE_CALLS):
+            if rank == slow:
+                time.sleep(_LATE_S)
+            idist.barrier()
+    same(len(watch.lost_s), size)
+    if size == 1:
+        same((watch.slowest, watch.lost_s), (None, (0.0,)))
+        return
+    same(watch.slowest, slow, str(watch))
+    assert watch.last[slow] >= _LATE_CALLS - 1, str(watch)  # the others may be late for the first
+    assert watch.lost_s[slow] >= (_LATE_CALLS - 1) * _LATE_S * 0.9, str(watch)
+    same(idist.all_gather(watch.lost_s), [watch.lost_s] * size)
