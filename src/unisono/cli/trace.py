@@ -33,7 +33,7 @@ _MOST_LINES = 20
 
 
 def trace(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What UNISONO_TRACE named.")],
+    folder: Annotated[Path, typer.Argument(help="What UNISONO_TRACE named.")],
     *,
     out: Annotated[
         Path | None,

@@ -166,7 +166,7 @@ def _read_file(path: Path) -> RankTrace | None:
             raise ArgumentError(f"{path} is of another version of unisono: read it with that one")
         return RankTrace(**facts, records=list(_records(facts, lines[1:])))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ArgumentError(f"{path} is no trace, or is damaged: {error!r}; remove it") from error
+        raise ArgumentError(f"{path} isn't a trace, or is damaged: {error!r}; remove it") from error
 
 
 def _records(facts: dict[str, Any], lines: Iterable[str]) -> Iterator[CollectiveRecord]:
