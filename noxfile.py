@@ -397,6 +397,7 @@ def bench(session: nox.Session) -> None:
     session.run("pytest", *others, "tests/benchmarks")
     session.run("python", "benchmarks/imports.py")
     session.run("python", "benchmarks/dispatch.py")
+    session.run("python", "benchmarks/recording.py")
     for name in ("payloads", "starts"):
         for size in ("2", "4"):
             session.run("python", f"benchmarks/{name}.py", "--nproc-per-node", size)

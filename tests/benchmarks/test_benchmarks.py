@@ -30,6 +30,10 @@ def run(name: str, *args: str, timeout: float = 200) -> str:
 BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "imports": (("--rounds", "1"), ("import unisono, after import torch", "Loaded: none")),
     "dispatch": (("--rounds", "2"), ("get_rank(), serial", "all_reduce_(4 bytes), gloo, world 2")),
+    "recording": (
+        ("--rounds", "1"),
+        ("all_reduce_(4 bytes), status page, world 1", "status page and trace, world 2"),
+    ),
     "averaging": (("--rounds", "1"), ("one all_reduce of a flat buffer",)),
     "starts": (
         ("--rounds", "1", "--nproc-per-node", "2"),

@@ -104,7 +104,7 @@ def die_once_it_is_written(local_rank: int, folder: str) -> None:
     idist.all_reduce(1)
     called = time.monotonic()
     if idist.get_rank() == 1:
-        files = []
+        files: list[Path] = []
         while not files or files[0].read_text().count("\n") < 5:  # facts, group, three calls
             threading.Event().wait(0.01)
             files = list(Path(folder).glob("rank-1-*"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.support.records import MS, call, recorded, steps
 from unisono.observe.waits import meetings, waits
 from unisono.recording import CollectiveRecord
 
+NOTHING = (0.0, 0.0)
 Records = dict[int, list[CollectiveRecord]]
 
 
@@ -36,14 +38,14 @@ def test_a_sum_makes_all_ranks_as_slow_and_its_duration_names_nobody() -> None:
     slow = [recorded(rank, n, 2000 * n, 1500) for n in range(1, 50) for rank in (0, 1)]
     found = waits(by_rank(*slow))
     assert found.slowest is None
-    assert found.lost_s == (0, 0)
+    assert found.lost_s == NOTHING
     assert found.in_calls_s == pytest.approx((73.5, 73.5))
 
 
 def test_what_is_little_beside_the_work_costs_nobody_time() -> None:
-    assert waits(steps(*[(0, 0.9)] * 100, work_ms=2)).lost_s == (0, 0)  # below 1 ms
+    assert waits(steps(*[(0, 0.9)] * 100, work_ms=2)).lost_s == NOTHING  # below 1 ms
     little = waits(steps((0, 0), *[(0, 40)] * 100, work_ms=1000))
-    assert little.lost_s == (0, 0)  # below 5 %
+    assert little.lost_s == NOTHING  # below 5 %
     assert waits(steps(*[(0, 60)] * 100, work_ms=1000)).slowest == 1
 
 
@@ -71,8 +73,8 @@ def test_who_is_done_before_the_last_one_comes_has_not_waited_for_it() -> None:
     root = recorded(0, 1, 10, 2, name="broadcast")
     late = recorded(1, 1, 500, 2, name="broadcast")
     found = waits(by_rank(root, late))
-    assert found.lost_s == (0, 0)
-    assert found.waited_s == (0, 0)
+    assert found.lost_s == NOTHING
+    assert found.waited_s == NOTHING
     assert found.in_calls_s == pytest.approx((0.002, 0.002))
 
 
@@ -106,14 +108,14 @@ def test_a_second_context_counts_from_one_again() -> None:
 
 
 def test_a_receiver_waits_for_a_sender() -> None:
-    pair = {"group": "rank 0 to rank 1"}
+    pair: dict[str, Any] = {"group": "rank 0 to rank 1"}
     sent = recorded(0, 1, 400, 1, name="send", **pair)
     received = recorded(1, 1, 0, 402, name="recv", **pair)
     assert waits(by_rank(sent, received)).lost_s == pytest.approx((0.4, 0))
 
 
 def test_one_rank_alone_loses_nothing() -> None:
-    assert waits({0: [recorded(0, 1, 0, 5, ranks=(0,))]}).lost_s == (0,)
+    assert waits({0: [recorded(0, 1, 0, 5, ranks=(0,))]}).lost_s == (0.0,)
     assert waits({}).slowest is None
 
 
