@@ -9,10 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,8 +45,7 @@ _LONGEST_JOB = 200
 _OF_A_HOOK = "_unisono_hook"  # attribute of an exception
 
 
-@dataclass(frozen=True, slots=True)
-class CollectiveRecord:
+class CollectiveRecord(NamedTuple):
     """One call of a rank, as hooks get it.
 
     Args:
@@ -176,7 +174,8 @@ class Token:
         if record is not None and _after:
             text = "" if error is None else summary(error)[:_LONGEST_ERROR]
             plane, passed_ns = self.plane or _planes.plane, now - record.arrival_ns
-            _tell(_after, replace(record, plane=plane, duration_ns=passed_ns, error=text))
+            known = (*record[:9], plane, *record[10:14])  # up to its dtype, and up to its arrival
+            _tell(_after, CollectiveRecord(*known, passed_ns, text))
 
     def carry_out(self, run: Callable[[], T]) -> T:
         """Run what the call is, which is over then. Local, but for what is run."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 from tests.support.records import MS, call
 from unisono.observe.clocks import Moment, offsets
@@ -22,7 +21,7 @@ def seen(shifts: dict[int, int], count: int = 200, name: str = "all_reduce") -> 
         for each in call(number, *came, name=name):
             more = draw.randrange(MS // 2)
             arrival = each.arrival_ns + shifts[each.rank]
-            one = replace(each, arrival_ns=arrival, duration_ns=each.duration_ns + more)
+            one = each._replace(arrival_ns=arrival, duration_ns=each.duration_ns + more)
             records[each.rank].append(one)
     return meetings(records)
 
