@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
+import operator
 import os
 import threading
 from collections import deque
@@ -25,6 +27,7 @@ _log = logging.getLogger(__name__)
 _EVERY_S = 0.25  # how long a call waits for being written
 _MOST_WAITING = 1_000_000  # calls, where writing takes longer than calling; then the oldest go
 _LONGEST_END_S = 5.0  # for a disk that hangs
+_rank_of = operator.attrgetter("rank", "world_size", "job")
 _FOR_GOOD = "UNISONO_TRACE"
 
 
@@ -134,17 +137,15 @@ class _Tracer:
                 self._give_up(error)
 
     def _write(self) -> None:
-        by_rank: dict[tuple[int, int, str], list[CollectiveRecord]] = {}
-        for _ in range(len(self._waiting)):
-            record = self._waiting.popleft()
-            key = (record.rank, record.world_size, record.job)
-            by_rank.setdefault(key, []).append(record)
-        for key, records in by_rank.items():
+        records = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        records.sort(key=_rank_of)  # which leaves those of a rank in their order
+        for key, group in itertools.groupby(records, _rank_of):
+            of_rank = list(group)
             file = self._files.get(key)
             if file is None:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                file = self._files[key] = TraceFile(self.folder, records[0])
-            file.append(records)
+                file = self._files[key] = TraceFile(self.folder, of_rank[0])
+            file.append(of_rank)
 
     def _give_up(self, error: Exception) -> None:
         self._remove()

@@ -70,7 +70,7 @@ class TraceFile:
     def __init__(self, folder: Path, record: CollectiveRecord) -> None:
         self._fd = _new_file(folder, record.rank)
         self._groups: dict[tuple[str, tuple[int, ...]], int] = {}
-        self._heads: dict[tuple[object, ...], str] = {}
+        self._heads: dict[tuple[Any, ...], str] = {}
         facts = {
             "unisono_trace": _FORMAT,
             "rank": record.rank,
@@ -90,30 +90,34 @@ class TraceFile:
         Raises:
             OSError: they can't be written.
         """
-        self._write("".join([text for record in records for text in self._lines(record)]))
+        lines: list[str] = []
+        for record in records:
+            name, _, _, _, group, ranks, number, size, dtype, plane, *place, error = record
+            file, line, thread, arrival, duration = place
+            key = (name, group, ranks, size, dtype, plane, file, line, thread, error)
+            head = self._heads.get(key)
+            if head is None:
+                head = self._new_head(key, lines)
+            lines.append(f"{head},{number},{arrival},{duration}]\n")
+        self._write("".join(lines))
 
     def close(self) -> None:
         """Let go of the file. Local."""
         os.close(self._fd)
 
-    def _lines(self, record: CollectiveRecord) -> Iterator[str]:
-        """Give the line of a call, after that of its group where it is the group's first."""
-        name, ranks = record.group, record.ranks
-        known = (name, tuple(ranks))
-        group = self._groups.get(known)
-        if group is None:
-            group = self._groups[known] = len(self._groups)
-            yield json.dumps({"group": group, "name": name, "ranks": list(ranks)}) + "\n"
-        common = (
-            *(record.name, group, record.size_bytes, record.dtype, record.plane),
-            *(record.file, record.line, record.thread_id, record.error),
-        )
-        head = self._heads.get(common)
-        if head is None:
-            if len(self._heads) > _CACHED:
-                self._heads.clear()
-            head = self._heads[common] = json.dumps(common, separators=(",", ":"))[:-1]
-        yield f"{head},{record.number},{record.arrival_ns},{record.duration_ns}]\n"
+    def _new_head(self, key: tuple[Any, ...], lines: list[str]) -> str:
+        """Make what lines of a call begin with, after the line of its group where it is new."""
+        name, group, ranks, *others = key
+        known = (group, tuple(ranks))
+        number = self._groups.get(known)
+        if number is None:
+            number = self._groups[known] = len(self._groups)
+            lines.append(json.dumps({"group": number, "name": group, "ranks": list(ranks)}) + "\n")
+        if len(self._heads) >= _CACHED:
+            self._heads.clear()
+        head = json.dumps((name, number, *others), separators=(",", ":"))[:-1]
+        self._heads[key] = head
+        return head
 
     def _write(self, text: str) -> None:
         data = memoryview(text.encode())
