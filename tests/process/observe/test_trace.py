@@ -21,7 +21,7 @@ from unisono.observe.trace_files import read
 from unisono.observe.waits import Waits
 
 MOST_LOST_S = 1.0
-LATE_S = 0.1
+LATE_S = 0.2
 PROGRAM = """
 import time
 import torch
@@ -30,7 +30,7 @@ import unisono as idist
 idist.initialize("gloo")
 for _ in range(3):
     if idist.get_rank() == 1:
-        time.sleep(0.1)
+        time.sleep(0.2)
     idist.all_reduce(torch.ones(5))
 with idist.one_rank_first():
     pass
@@ -96,7 +96,7 @@ def test_each_rank_has_a_file_whatever_ranks_are(backend: str, size: int, tmp_pa
         assert {record.rank for record in trace.records} == {trace.rank}
     found = job_in(tmp_path)
     assert found.slowest == size - 1
-    assert found.lost_s[size - 1] >= 3 * LATE_S * 0.9
+    assert found.lost_s[size - 1] >= 2 * LATE_S * 0.9  # the others may be late for the first
 
 
 def die_once_it_is_written(local_rank: int, folder: str) -> None:

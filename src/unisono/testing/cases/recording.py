@@ -14,7 +14,7 @@ from unisono.topology import EVERYBODY
 
 __all__ = ()
 
-_LATE_S = 0.08  # more than a busy machine's hiccup
+_LATE_S = 0.15  # more than a busy machine's hiccup
 _LATE_CALLS = 4
 
 
