@@ -26,9 +26,11 @@ __all__ = ("ask", "install")
 
 _HIGHEST = 4  # below SIGRTMAX: the last ones are what other runtimes take first
 _LOOK_S = 0.002
+_LOCKED_S = 1.0
 _MOST_BYTES = 1 << 20  # of old text, before the next one is asked for
 _MASK = re.compile(r"^(SigPnd|ShdPnd|SigBlk|SigCgt|SigIgn):\s*([0-9a-f]+)", re.MULTILINE)
 _installed: dict[int, dict[str, int]] = {}
+_lock = threading.Lock()
 
 
 def install() -> dict[str, int]:
@@ -40,13 +42,18 @@ def install() -> dict[str, int]:
         What they must know: ``signal``, ``stacks_fd`` and ``stacks_inode``, and ``thread_ident``,
         the name that the stacks have for the calling thread. Empty where it can't be had.
     """
-    facts = _installed.get(os.getpid())
-    if facts is None:
-        facts = _register()
-        for inherited in _installed.values():
-            _close(inherited)
-        _installed.clear()
-        _installed[os.getpid()] = facts
+    if not _lock.acquire(timeout=_LOCKED_S):  # a fork may have left it locked
+        return {}
+    try:
+        facts = _installed.get(os.getpid())
+        if facts is None:
+            facts = _register()
+            for inherited in _installed.values():
+                _close(inherited)
+            _installed.clear()
+            _installed[os.getpid()] = facts
+    finally:
+        _lock.release()
     return {**facts, "thread_ident": threading.get_ident()} if facts else {}
 
 

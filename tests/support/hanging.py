@@ -1,0 +1,105 @@
+"""A process that hangs, and can be asked where: ``python -m tests.support.hanging HOW``."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support.command import wait_until
+from unisono.host import stack_signal
+from unisono.host.status_page import start_ticks
+
+_LIMIT_S = 60.0
+ROOT = Path(__file__).parents[2]
+__all__ = ("Hanging", "hang", "hanging")
+
+
+@dataclass(frozen=True, slots=True)
+class Hanging:
+    """The process, and what its page would say."""
+
+    process: subprocess.Popen[str]
+    facts: dict[str, Any]
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def stop(self) -> None:
+        """Stop it, and wait until it is."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
+
+
+def hang(how: str) -> None:
+    """Hang until the process is ended."""
+    if how in ("lock", "thread"):
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
+    while how == "loop":
+        pass
+    mutex = ctypes.create_string_buffer(64)  # all zeros: PTHREAD_MUTEX_INITIALIZER
+    python = ctypes.PyDLL(None)
+    python.pthread_mutex_lock(mutex)
+    python.pthread_mutex_lock(mutex)  # it keeps the interpreter lock
+
+
+@contextmanager
+def hanging(how: str) -> Iterator[Hanging]:
+    """Start a process that hangs, and end it."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.support.hanging", how],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            facts = json.loads(process.stdout.readline())
+            assert wait_until(lambda: _is_there(facts), _LIMIT_S)
+            yield Hanging(process, facts)
+        finally:
+            process.kill()
+
+
+def _is_there(facts: dict[str, Any]) -> bool:
+    return "in hang\n" in (stack_signal.ask(facts["pid"], facts, _LIMIT_S) or "")
+
+
+def _tell() -> None:
+    facts = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), **stack_signal.install()}
+    os.write(1, (json.dumps(facts) + "\n").encode())
+
+
+def _main(how: str) -> None:
+    if how != "thread":
+        _tell()
+        hang(how)
+        return
+
+    def own() -> None:
+        _tell()
+        hang(how)
+
+    threading.Thread(target=own).start()
+    with contextlib.suppress(KeyboardInterrupt):
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

@@ -1,0 +1,105 @@
+"""A process that hangs tells its stacks to others of its user, and to nobody by accident."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.hanging import hanging
+from tests.support.processes import run_python
+from unisono.host import stack_signal
+
+
+@pytest.mark.parametrize("how", ["lock", "loop", "C with the interpreter lock"])
+def test_a_hanging_process_writes_its_stacks_whole_each_time(how: str) -> None:
+    with hanging(how) as process:
+        answers = [stack_signal.ask(process.pid, process.facts, 20.0) for _ in range(3)]
+        for text in answers:
+            assert text is not None
+            assert "in hang\n" in text
+            assert text.rstrip().endswith("in _run_module_as_main")
+        memory = Path(f"/proc/{process.pid}/fd/{process.facts['stacks_fd']}")
+        assert memory.stat().st_ino == process.facts["stacks_inode"]
+        assert memory.read_text().endswith("".join(text or "" for text in answers))
+
+
+def test_a_stopped_process_is_asked_once_and_answers_when_it_goes_on() -> None:
+    with hanging("lock") as process:
+        memory = Path(f"/proc/{process.pid}/fd/{process.facts['stacks_fd']}")
+        before = memory.read_text().count("in hang\n")
+        process.stop()
+        for _ in range(3):
+            assert stack_signal.ask(process.pid, process.facts, 0.05) is None
+        os.kill(process.pid, signal.SIGCONT)
+        text = stack_signal.ask(process.pid, process.facts, 20.0)
+        assert text is not None
+        asked = memory.read_text().count("in hang\n") - before
+        assert asked in (1, 2)  # one that waited, and perhaps this one
+
+
+def test_nothing_is_sent_to_a_process_that_does_not_listen() -> None:
+    """The default of the signal would end it: another descriptor, or another program."""
+    with hanging("lock") as process:
+        wrong = {**process.facts, "stacks_inode": process.facts["stacks_inode"] + 1}
+        assert stack_signal.ask(process.pid, wrong, 0.5) is None
+        other = {**process.facts, "signal": process.facts["signal"] - 1}
+        assert stack_signal.ask(process.pid, other, 0.5) is None
+        assert stack_signal.ask(process.pid, {}, 0.5) is None
+        assert process.is_alive()
+    with subprocess.Popen(["sleep", "600"]) as sleeping:
+        try:
+            assert stack_signal.ask(sleeping.pid, process.facts, 0.5) is None
+            assert sleeping.poll() is None
+        finally:
+            sleeping.kill()
+
+
+FORK = """
+import json, os
+from pathlib import Path
+from unisono.host import stack_signal
+first = stack_signal.install()
+assert first == stack_signal.install()
+read, write = os.pipe()
+if not (pid := os.fork()):
+    mine = stack_signal.install()
+    same = os.fstat(mine["stacks_fd"]).st_ino == mine["stacks_inode"]
+    os.write(write, json.dumps([mine, same]).encode())
+    os._exit(0)
+os.waitpid(pid, 0)
+mine, same = json.loads(os.read(read, 4096))
+assert same
+assert mine["stacks_inode"] != first["stacks_inode"]
+assert mine["signal"] == first["signal"]
+assert os.fstat(first["stacks_fd"]).st_ino == first["stacks_inode"]
+print("right")
+"""
+
+
+def test_a_fork_gets_memory_of_its_own() -> None:
+    assert run_python("-c", FORK) == "right"
+
+
+TAKEN = """
+import signal
+from unisono.host import stack_signal
+for number in (signal.SIGRTMAX - 4, signal.SIGRTMAX - 5):
+    signal.signal(number, lambda *_: None)
+print(int(signal.SIGRTMAX) - stack_signal.install()["signal"])
+"""
+
+
+def test_a_signal_that_the_program_uses_is_not_taken() -> None:
+    assert run_python("-c", TAKEN) == "6"
+
+
+def test_no_command_loads_torch_for_it() -> None:
+    code = (
+        "import sys\nimport unisono.cli.top, unisono.cli.where, unisono.cli._live\n"
+        "print('torch' in sys.modules)"
+    )
+    assert run_python("-c", code) == "False"
