@@ -22,7 +22,9 @@ COMMANDS: dict[str, str] = {
     "demo": "Train a small net on handwritten digits with several workers.",
     "doctor": "Say what can be used here, and who this process would be.",
     "run": "Run a script in several ranks: here, or by torchrun, MPI, Slurm or Ray.",
+    "top": "Show which rank of your jobs hangs where, and who waits for it.",
     "trace": "Join the traces of all ranks: one file for Perfetto, or who waited for whom.",
+    "where": "Print the stacks of all ranks of a job, equal ones once.",
 }
 _HELP = {"help_option_names": ["-h", "--help"]}
 _SETTINGS: dict[str, dict[str, Any]] = {

@@ -1,0 +1,194 @@
+"""Jobs in words, for ``unisono top`` and ``unisono where``."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.text import Text
+
+from unisono.cli._tables import Column
+from unisono.observe.stacks import Frame, Stack, equal, folded
+from unisono.observe.verdict import IDLE_PERCENT, named
+
+__all__ = ("COLUMNS", "NO_JOB", "grouped", "headline", "one_stack", "rows", "verdict_lines")
+
+NO_JOB = "no job of this user runs on this host"
+COLUMNS = (
+    Column("rank", is_number=True),
+    Column("pid", is_number=True, rank=2),
+    Column("cpu", is_number=True, rank=3),
+    Column("memory", is_number=True, rank=4),
+    Column("state"),
+    Column("since", is_number=True),
+    Column("in", rank=1),
+    Column("at"),
+)
+_STYLES = {
+    "dead": "bold red",
+    "stopped": "bold red",
+    "waits": "yellow",
+    "in call": "green",
+    "computes": "green",
+}
+_SOURCES = {
+    "stack": "where its stack is now",
+    "call": "where it made that call",
+    "last call": "where it made its last call",
+}
+_MIB = 1 << 20
+_MINUTE_S, _HOUR_S = 60, 3600
+
+
+def headline(job: Mapping[str, Any]) -> str:
+    """Name a job in one line. Local."""
+    program = textwrap.shorten(str(job["program"]), 60, placeholder=" ...") or "-"
+    parts = [program, f"{job['world_size']} rank{'s' * (job['world_size'] != 1)}"]
+    parts += [job["backend"] or job["model"], f"up {_duration(job['up_s'])}"]
+    return f"job {job['job']}: {', '.join(part for part in parts if part)}"
+
+
+def verdict_lines(job: Mapping[str, Any]) -> list[str]:
+    """Say who makes the others wait, where, and what it costs. Local."""
+    lines = [job["verdict"]["text"]]
+    lines += [_culprit(each, job["cwd"]) for each in job["culprits"]]
+    if job["elsewhere"]:
+        lines.append(
+            f"{named(job['elsewhere'])}: no page here (on another host, or ended); only ranks of "
+            "this host are seen"
+        )
+    return lines
+
+
+def _culprit(culprit: Mapping[str, Any], cwd: str) -> str:
+    line = f"culprit: rank {culprit['rank']} {culprit['why']}"
+    if culprit["file"]:
+        inside = f" in {culprit['function']}" if culprit["function"] else ""
+        file = culprit["file"].removeprefix(f"{cwd}{os.sep}") if cwd else culprit["file"]
+        line += f", at {file}:{culprit['line']}{inside}"
+        line += f" ({_SOURCES[culprit['from']]})"
+    if culprit["waiters"]:
+        waiters = culprit["waiters"]
+        has = "has" if len(waiters) == 1 else "have"
+        line += f"; {named(waiters)} {has} waited {_duration(culprit['waited_s'])}"
+    if culprit["lost_s"] >= 0.1:
+        line += f"; lost so far: {_duration(culprit['lost_s'])} of others"
+    if culprit["came_last"]:
+        line += (
+            f"; it came last in {culprit['came_last']} of {culprit['n_calls']} calls, in the "
+            f"median {_duration(culprit['median_late_s'])} late"
+        )
+    return line
+
+
+def rows(job: Mapping[str, Any]) -> list[list[Text]]:
+    """Give a line for each rank, the culprits first. Local."""
+    culprits = {each["rank"]: each for each in job["culprits"]}
+    order = sorted(job["ranks"], key=lambda each: (each["rank"] not in culprits, each["rank"]))
+    return [_row(each, culprits.get(each["rank"])) for each in order]
+
+
+def _row(rank: Mapping[str, Any], culprit: Mapping[str, Any] | None) -> list[Text]:
+    state, call = rank["state"], rank["call"]
+    words = f"waits for {named(rank['waits_for'])}" if rank["waits_for"] else state
+    is_asleep = rank["process"] == "sleeping"
+    if state == "computes" and is_asleep and (rank["cpu_percent"] or 0.0) < IDLE_PERCENT:
+        words = "idle"
+    name = "-"
+    if call is not None:
+        name = call["name"] + (f" {_size(call['size_bytes'])}" if call["size_bytes"] else "")
+        name = name if rank["is_in_call"] else f"last: {name}"
+    at = "-" if call is None else f"{os.path.basename(call['file'])}:{call['line']}"
+    if culprit is not None and culprit["file"]:
+        inside = f" {culprit['function']}" if culprit["function"] else ""
+        at = f"{os.path.basename(culprit['file'])}:{culprit['line']}{inside}"
+    percent, memory = rank["cpu_percent"], rank["memory_bytes"]
+    style = _STYLES.get(state, "") if culprit is None else "bold red"
+    return [
+        Text(str(rank["rank"]), style),
+        Text(str(rank["pid"])),
+        Text("-" if percent is None else f"{percent:.0f}%"),
+        Text("-" if memory is None else _size(memory)),
+        Text(words, style),
+        Text(_duration(rank["since_s"])),
+        Text(name),
+        Text(at, style if culprit is not None else ""),
+    ]
+
+
+def _size(size_bytes: int) -> str:
+    if size_bytes < 1024:
+        return f"{size_bytes} B"
+    if size_bytes < _MIB:
+        return f"{size_bytes / 1024:.0f} KiB"
+    return f"{size_bytes / _MIB:.0f} MiB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < _MINUTE_S:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(int(seconds), _MINUTE_S)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02} min"
+
+
+def grouped(
+    found: Mapping[int, list[Stack] | str], calls: Mapping[int, str], *, all_threads: bool
+) -> list[str]:
+    """Give the stacks of ranks as lines, equal ones once, the innermost call last.
+
+    Local.
+
+    Args:
+        found: the stacks of each rank, its own thread's first, or why there are none.
+        calls: what each rank that is in a call is in.
+        all_threads: whether other threads are shown, too.
+    """
+    own = {
+        rank: (*_call(calls.get(rank)), *folded(each[0].frames))
+        for rank, each in found.items()
+        if not isinstance(each, str)
+    }
+    lines: list[str] = []
+    for ranks, frames in equal(own):
+        lines += [f"{named(ranks)}:", *_frames(frames)]
+    silent: dict[str, list[int]] = {}
+    for rank, each in sorted(found.items()):
+        if isinstance(each, str):
+            silent.setdefault(each, []).append(rank)
+    lines += [f"{named(ranks)}: {why}" for why, ranks in silent.items()]
+    if all_threads:
+        for rank, each in sorted(found.items()):
+            others = [] if isinstance(each, str) else each[1:]
+            lines += [line for stack in others for line in _other(rank, stack)]
+    return lines
+
+
+def _call(call: str | None) -> list[Frame]:
+    """Put the call in the place of what it does inside."""
+    return [] if call is None else [Frame("", 0, call)]
+
+
+def one_stack(rank: int, found: list[Stack] | str) -> list[str]:
+    """Give all stacks of one rank as lines, its own thread's first. Local."""
+    if isinstance(found, str):
+        return [f"rank {rank}: {found}"]
+    lines = [f"rank {rank}:", *_frames(found[0].frames if found else ())]
+    return lines + [line for stack in found[1:] for line in _other(rank, stack)]
+
+
+def _other(rank: int, stack: Stack) -> list[str]:
+    name = stack.name or f"0x{stack.ident:x}"
+    return [f"rank {rank}, thread {name}:", *_frames(stack.frames)]
+
+
+def _frames(frames: Sequence[Frame]) -> list[str]:
+    lines = [
+        f"  {each.file}:{each.line} in {each.function}" if each.file else f"  in {each.function}"
+        for each in reversed(frames)
+    ]
+    return lines or ["  (no Python code)"]

@@ -1,0 +1,210 @@
+"""The full-screen view of ``unisono top``."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from unisono.cli._jobs import COLUMNS, NO_JOB, grouped, headline, one_stack, rows, verdict_lines
+from unisono.observe.jobs import Job, Meter, look, send
+from unisono.observe.report import calls_of, chosen, report_of, stacks_of
+
+__all__ = ("LiveView",)
+
+_KEYS = "s stacks of a rank   a stacks of all   n next job   k end the job   q quit"
+_BACK = "arrows scroll   any other key goes back"
+_ANSWER_S = 1.0
+_GRACE_S = 5.0
+_KEY_BYTES = 16
+_ESCAPE = "\x1b"
+_SCROLLS = {"\x1b[A": -1, "\x1b[B": 1, "\x1b[5~": -10, "\x1b[6~": 10}
+_LINES_AROUND = 2  # the title and the keys
+
+
+class LiveView:
+    """What is shown, and what keys change of it.
+
+    Args:
+        wanted: the one job to show; None for all, one after the other.
+        every_s: how often to look.
+        console: where it is shown; the terminal by default.
+    """
+
+    def __init__(self, wanted: str | None, every_s: float, console: Console | None = None) -> None:
+        self.wanted, self.every_s = wanted, every_s
+        self.console = console or Console()
+        self.meter = Meter()
+        self.jobs: list[Job] = []
+        self.report: Mapping[str, Any] | None = None
+        self.at = 0
+        self.prompt = ""  # what is asked at the bottom, with what has been typed
+        self.typed = ""
+        self.answer: Callable[[str], None] | None = None
+        self.page: list[str] | None = None  # stacks, in place of the table
+        self.scrolled = 0
+        self.ending: tuple[Job, float] | None = None
+        self.is_over = False
+
+    def run(self) -> int:
+        """Show it until somebody quits. Local.
+
+        Returns:
+            The exit code.
+        """
+        with (
+            _keys(sys.stdin.fileno()) as fd,
+            Live(console=self.console, screen=True, auto_refresh=False) as live,
+        ):
+            while not self.is_over:
+                self.look()
+                until = time.monotonic() + self.every_s
+                while not self.is_over and time.monotonic() < until:
+                    live.update(self.shown(), refresh=True)
+                    for key in _pressed(fd, until - time.monotonic()):
+                        self.press(key)
+        return 0
+
+    def look(self) -> None:
+        """Read the jobs again. Local."""
+        self.jobs = look(self.meter)
+        if self.wanted is not None:
+            self.jobs = [chosen(self.jobs, self.wanted)] if self.jobs else []
+        self.at = min(self.at, max(len(self.jobs) - 1, 0))
+        self.report = report_of(self.jobs[self.at]) if self.jobs else None
+        if self.ending is not None and time.monotonic() > self.ending[1]:
+            send(self.ending[0], signal.SIGKILL)
+            self.ending = None
+
+    def press(self, key: str) -> None:
+        """Do what a key stands for. Local."""
+        if self.answer is not None:
+            self._type(key)
+        elif self.page is not None:
+            self._scroll(key)
+        elif key == "q":
+            self.is_over = True
+        elif key == "n" and self.jobs:
+            self.at = (self.at + 1) % len(self.jobs)
+            self.report = report_of(self.jobs[self.at])
+        elif self.report is not None and key in ("s", "a", "k"):
+            {"s": self._ask_rank, "a": self._show_all, "k": self._ask_end}[key]()
+
+    def _type(self, key: str) -> None:
+        if key == _ESCAPE:
+            self.answer = None
+        elif key in ("\r", "\n"):
+            answer, self.answer = self.answer, None
+            if answer is not None:
+                answer(self.typed)
+        elif key in ("\x7f", "\b"):
+            self.typed = self.typed[:-1]
+        elif key.isprintable():
+            self.typed += key
+
+    def _scroll(self, key: str) -> None:
+        if key in _SCROLLS and self.page is not None:
+            self.scrolled = max(0, min(self.scrolled + _SCROLLS[key], len(self.page) - 1))
+        else:
+            self.page = None
+
+    def _ask(self, prompt: str, answer: Callable[[str], None]) -> None:
+        self.prompt, self.typed, self.answer = prompt, "", answer
+
+    def _ask_rank(self) -> None:
+        rank = self._suspect()
+        self._ask(f"stacks of which rank? [{rank}] ", self._show_rank)
+
+    def _suspect(self) -> int:
+        """Choose the first culprit, or the first rank."""
+        report = self.report or {}
+        return int([*report["culprits"], *report["ranks"]][0]["rank"])
+
+    def _show_rank(self, typed: str) -> None:
+        rank = int(typed) if typed.isdecimal() else self._suspect()
+        found = stacks_of(self.jobs[self.at], _ANSWER_S)
+        self._show([f"there isn't a rank {rank} here"])
+        if rank in found:
+            self._show(one_stack(rank, found[rank]))
+
+    def _show_all(self) -> None:
+        job = self.jobs[self.at]
+        self._show(grouped(stacks_of(job, _ANSWER_S), calls_of(job), all_threads=False))
+
+    def _show(self, lines: Sequence[str]) -> None:
+        self.page, self.scrolled = list(lines), 0
+
+    def _ask_end(self) -> None:
+        job = self.jobs[self.at]
+
+        def answer(typed: str) -> None:
+            if typed.strip().lower() in ("y", "yes"):
+                send(job, signal.SIGTERM)
+                self.ending = (job, time.monotonic() + _GRACE_S)
+
+        self._ask(f"end the {len(job.ranks)} ranks of job {job.name} on this host? y/[n] ", answer)
+
+    def shown(self) -> RenderableType:
+        """Draw it. Local."""
+        if self.page is not None:
+            room = max(self.console.height - _LINES_AROUND, 1)
+            lines = self.page[self.scrolled : self.scrolled + room]
+            return Group(*(Text(line, no_wrap=True) for line in lines), Text(_BACK, "reverse"))
+        bottom = Text(_KEYS, "reverse")
+        if self.answer is not None:
+            bottom = Text(f"{self.prompt}{self.typed}", "bold")
+        if self.report is None:
+            return Group(Text(NO_JOB), bottom)
+        return Group(*self._job(self.report), bottom)
+
+    def _job(self, report: Mapping[str, Any]) -> Iterator[RenderableType]:
+        count = f"  ({self.at + 1} of {len(self.jobs)} jobs)" if len(self.jobs) > 1 else ""
+        yield Text(headline(report) + count, "bold")
+        style = "bold red" if report["culprits"] else "green"
+        for line in verdict_lines(report):
+            yield Text(line, style)
+            style = ""
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        for column in COLUMNS:
+            justify: Any = "right" if column.is_number else "left"
+            table.add_column(column.title, justify=justify, no_wrap=True)
+        for row in rows(report):
+            table.add_row(*row)
+        yield table
+        if self.ending is not None:
+            yield Text("ending the job: SIGTERM was sent, SIGKILL follows", "bold red")
+
+
+@contextmanager
+def _keys(fd: int) -> Iterator[int]:
+    """Have keys come at once and unseen."""
+    before = termios.tcgetattr(fd)
+    try:
+        tty.setcbreak(fd)
+        yield fd
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+def _pressed(fd: int, timeout_s: float) -> list[str]:
+    """Wait for keys; one that is sent as several characters, such as an arrow, stays whole."""
+    ready, _, _ = select.select([fd], [], [], max(timeout_s, 0.0))
+    if not ready:
+        return []
+    text = os.read(fd, _KEY_BYTES).decode("utf-8", "replace")
+    if not text:  # the terminal has gone
+        return ["q"]
+    return [text] if text.startswith(_ESCAPE) else list(text)

@@ -1,0 +1,53 @@
+"""``unisono where``: the stacks of all ranks of a job, equal ones once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from unisono.cli._jobs import NO_JOB, grouped
+from unisono.errors import ArgumentError
+from unisono.observe.jobs import Meter, look
+from unisono.observe.report import calls_of, chosen, stacks_of
+
+__all__ = ("where",)
+
+
+def where(
+    job: Annotated[
+        str | None,
+        typer.Argument(
+            help="The job: its name, how that begins, or the pid of a rank; needless if there is "
+            "one job alone.",
+        ),
+    ] = None,
+    *,
+    all_threads: Annotated[
+        bool, typer.Option("--all-threads", help="Show every thread of each rank.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, help="How long to wait for each rank.")
+    ] = 1.0,
+) -> int:
+    """Print the stacks of all ranks of a job on this host, equal ones once.
+
+    Local. Ranks needn't be prepared, nor answer: they may be in a lock, in C or in a busy loop.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ArgumentError: there isn't such a job, or there are several.
+    """
+    jobs = look(Meter())
+    if job is None and not jobs:
+        typer.echo(NO_JOB)
+        return 0
+    if job is None and len(jobs) > 1:
+        names = ", ".join(each.name for each in jobs)
+        raise ArgumentError(f"several jobs run here, name one: {names}")
+    found = jobs[0] if job is None else chosen(jobs, job)
+    lines = grouped(stacks_of(found, timeout), calls_of(found), all_threads=all_threads)
+    typer.echo("\n".join(lines))
+    return 0

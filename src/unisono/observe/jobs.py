@@ -1,0 +1,216 @@
+"""The jobs of this user on this host: status pages by job and rank, with what the kernel says."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from unisono.host.status_page import IN_FLIGHT, PageReader, is_running, pages
+from unisono.observe.verdict import Call, Rank
+from unisono.topology import EVERYBODY
+
+__all__ = ("Job", "Meter", "Seen", "look", "send")
+
+_CONDITIONS = {
+    "R": "running",
+    "D": "disk",
+    "T": "stopped",
+    "t": "stopped",
+    "Z": "dead",
+    "X": "dead",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A rank whose page is here.
+
+    Args:
+        rank: what is known of it.
+        facts: those of its newest page.
+    """
+
+    rank: Rank
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job, as far as it runs on this host.
+
+    Args:
+        name: what its pages call it.
+        ranks: those whose pages are here, ascending.
+        world_size: number of ranks of the job.
+        elsewhere: ranks without a page here, on another host or ended.
+    """
+
+    name: str
+    ranks: tuple[Seen, ...]
+    world_size: int
+    elsewhere: tuple[int, ...]
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the first rank's page says."""
+        return self.ranks[0].facts
+
+
+class Meter:
+    """How busy processes and threads are, between one look and the next."""
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def percent(self, pid: int, thread_id: int, used_s: float) -> float | None:
+        """Give the share of a core since the last look, None at the first one.
+
+        Local.
+
+        Args:
+            pid: the process.
+            thread_id: the thread; 0 for all of the process.
+            used_s: seconds of a core that it has used up to now.
+        """
+        now = time.monotonic()
+        before = self._before.get((pid, thread_id))
+        self._before[pid, thread_id] = (now, used_s)
+        if before is None or now <= before[0]:
+            return None
+        return 100.0 * max(used_s - before[1], 0.0) / (now - before[0])
+
+
+def look(meter: Meter) -> list[Job]:
+    """Read all pages of this user, and group them by job.
+
+    Local. A job whose processes have all ended is left out.
+
+    Args:
+        meter: what the last look was made with.
+    """
+    by_job: dict[str, list[PageReader]] = {}
+    for page in pages():
+        by_job.setdefault(str(page.facts.get("job", "")), []).append(page)
+    jobs = []
+    for name, found in sorted(by_job.items()):
+        newest = _by_rank(found)
+        if any(page.is_alive() for each in newest.values() for page in each):
+            jobs.append(_job(name, newest, meter))
+    return jobs
+
+
+def _by_rank(found: Iterable[PageReader]) -> dict[int, list[PageReader]]:
+    """Take each rank's pages, the newest last: those of its newest process that lives."""
+    by_process: dict[int, dict[tuple[int, int], list[PageReader]]] = {}
+    for page in sorted(found, key=lambda page: page.facts.get("made_ns", 0)):
+        process = page.facts["pid"], page.facts["start_ticks"]
+        by_process.setdefault(page.facts["rank"], {}).setdefault(process, []).append(page)
+    newest = {
+        rank: max(each.values(), key=lambda of: (of[-1].is_alive(), of[-1].facts["made_ns"]))
+        for rank, each in by_process.items()
+    }
+    return {rank: each for rank, each in newest.items() if _is_shown(each)}
+
+
+def _is_shown(found: Sequence[PageReader]) -> bool:
+    """Leave out a rank that has ended in good order."""
+    return found[-1].is_alive() or not found[-1].facts.get("ended", False)
+
+
+def _job(name: str, by_rank: Mapping[int, list[PageReader]], meter: Meter) -> Job:
+    sharing: dict[int, int] = {}
+    for found in by_rank.values():
+        pid = found[-1].facts["pid"]
+        sharing[pid] = sharing.get(pid, 0) + 1
+    ranks = tuple(
+        _seen(rank, found, meter, is_alone=sharing[found[-1].facts["pid"]] == 1)
+        for rank, found in sorted(by_rank.items())
+    )
+    world_size = max(each.facts["world_size"] for each in ranks)
+    elsewhere = tuple(rank for rank in range(world_size) if rank not in by_rank)
+    return Job(name, ranks, world_size, elsewhere)
+
+
+def _seen(rank: int, found: Sequence[PageReader], meter: Meter, *, is_alone: bool) -> Seen:
+    calls: list[Call] = []
+    nth: dict[str, int] = {}
+    for page in found:
+        model = f"{page.facts.get('model', '')} {page.facts.get('backend', '')}"
+        nth[model] = nth.get(model, 0) + 1
+        calls += _calls(page, model)
+    facts = found[-1].facts
+    condition, percent, memory = "dead", None, None
+    if found[-1].is_alive():
+        thread_id = 0 if is_alone else facts.get("thread_id", 0)
+        condition, percent, memory = _process(facts["pid"], thread_id, meter)
+    calls.sort(key=lambda call: call.begin_ns)
+    made_ns = facts["made_ns"]
+    known = Rank(rank, facts["pid"], condition, tuple(calls), percent, memory, made_ns)
+    return Seen(known, facts)
+
+
+def _calls(page: PageReader, context: str) -> Iterable[Call]:
+    groups = {name: tuple(ranks) for name, ranks in page.facts.get("groups", {}).items()}
+    groups[EVERYBODY] = tuple(range(page.facts["world_size"]))
+    for each in page.records():
+        yield Call(
+            name=each.name,
+            context=context,
+            group=each.group,
+            ranks=groups.get(each.group, ()),
+            number=each.number,
+            file=each.file,
+            line=each.line,
+            begin_ns=each.begin_ns,
+            end_ns=each.end_ns,
+            size_bytes=each.size_bytes,
+            lane=each.lane,
+            is_blocking=each.state != IN_FLIGHT,
+        )
+
+
+def _process(pid: int, thread_id: int, meter: Meter) -> tuple[str, float | None, int | None]:
+    """Ask the kernel for the state of a process, or of one thread, its work and its memory."""
+    status = Path(f"/proc/{pid}/task/{thread_id or pid}/stat")
+    try:
+        letter = status.read_bytes().rpartition(b")")[2].split()[0].decode()
+        process = psutil.Process(pid)
+        used_s = _used_s(process, thread_id)
+        memory = process.memory_info().rss
+    except (OSError, psutil.Error):
+        return "dead", None, None
+    condition = _CONDITIONS.get(letter, "sleeping")
+    return condition, meter.percent(pid, thread_id, used_s), memory
+
+
+def _used_s(process: psutil.Process, thread_id: int) -> float:
+    if thread_id:
+        with contextlib.suppress(StopIteration):
+            thread = next(each for each in process.threads() if each.id == thread_id)
+            return float(thread.user_time + thread.system_time)
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def send(job: Job, number: int) -> None:
+    """Send a signal to all ranks of a job that still run; a stopped one goes on, to get it.
+
+    Local.
+
+    Args:
+        job: the job.
+        number: the signal.
+    """
+    for each in job.ranks:
+        if is_running(each.facts["pid"], each.facts["start_ticks"]):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each.facts["pid"], number)
+                os.kill(each.facts["pid"], signal.SIGCONT)

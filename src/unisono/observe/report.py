@@ -1,0 +1,182 @@
+"""What ``unisono top`` and ``unisono where`` tell: jobs, verdicts and stacks, as plain data."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from unisono.errors import ArgumentError
+from unisono.observe import stacks
+from unisono.observe.jobs import Job, Meter, Seen, look
+from unisono.observe.stacks import Frame, Stack
+from unisono.observe.verdict import Call, Culprit, State, Verdict, judge
+
+__all__ = ("calls_of", "chosen", "report_of", "reports", "stacks_of")
+
+_S = 1e9
+_ANSWER_S = 0.3
+_MOST_ASKED = 8  # culprits whose stacks are asked for
+
+
+def reports(meter: Meter, wanted: str | None = None) -> dict[str, Any]:
+    """Look at all jobs of this user on this host.
+
+    Local. Nothing is asked of any rank but of those that make others wait.
+
+    Args:
+        meter: what the last look was made with.
+        wanted: see `chosen`; None for all jobs.
+
+    Returns:
+        What ``unisono top --json`` writes: see docs/how-to/top.md.
+
+    Raises:
+        ArgumentError: there isn't a job of that name.
+    """
+    jobs = look(meter)
+    if wanted is not None:
+        jobs = [chosen(jobs, wanted)]
+    return {"host": socket.gethostname(), "jobs": [report_of(job) for job in jobs]}
+
+
+def chosen(jobs: Sequence[Job], wanted: str) -> Job:
+    """Choose a job by its name, the beginning of its name, or the process of a rank.
+
+    Local.
+
+    Raises:
+        ArgumentError: there isn't one, or there are several.
+    """
+    named = [job for job in jobs if job.name == wanted]
+    by_pid = [job for job in jobs if wanted in {str(each.rank.pid) for each in job.ranks}]
+    begins = [job for job in jobs if wanted and job.name.startswith(wanted)]
+    found = named or by_pid or begins
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(job.name for job in jobs) or "none"
+    many = "several jobs are" if found else "there isn't a job or a rank's process"
+    raise ArgumentError(f"{many} called {wanted!r} on this host; jobs of this user: {names}")
+
+
+def report_of(job: Job) -> dict[str, Any]:
+    """Say of one job what each rank does, and who makes the others wait. Local."""
+    now_ns = time.monotonic_ns()
+    verdict = judge([each.rank for each in job.ranks], now_ns)
+    seen = {each.rank.rank: each for each in job.ranks}
+    asked = _asked(verdict, seen)
+    facts = job.facts
+    return {
+        "job": job.name,
+        "program": facts.get("program", ""),
+        "cwd": facts.get("cwd", ""),
+        "backend": facts.get("backend", ""),
+        "model": facts.get("model", ""),
+        "world_size": job.world_size,
+        "up_s": (now_ns - min(each.rank.made_ns for each in job.ranks)) / _S,
+        "verdict": {"kind": verdict.kind, "text": verdict.text},
+        "culprits": [
+            {**_culprit(each), **_place(each, verdict, asked)} for each in verdict.culprits
+        ],
+        "ranks": [
+            _rank(seen[rank], verdict.states[rank], now_ns) for rank in sorted(verdict.states)
+        ],
+        "elsewhere": list(job.elsewhere),
+    }
+
+
+def stacks_of(job: Job, timeout_s: float) -> dict[int, list[Stack] | str]:
+    """Ask all ranks of a job that live for their stacks; of a dead one say so. Local."""
+    living = [each for each in job.ranks if each.rank.condition != "dead"]
+    found = stacks.of_ranks({each.rank.rank: _to_ask(each) for each in living}, timeout_s)
+    dead = {each.rank.rank: "is dead" for each in job.ranks if each not in living}
+    return {**found, **dead}
+
+
+def calls_of(job: Job) -> dict[int, str]:
+    """Name the call that each rank is in, where it is in one. Local."""
+    states = judge([each.rank for each in job.ranks], time.monotonic_ns()).states
+    return {
+        rank: f"{state.call.name} of {state.call.group}, call {state.call.number}"
+        for rank, state in states.items()
+        if state.is_inside and state.call is not None
+    }
+
+
+def _to_ask(seen: Seen) -> tuple[Mapping[str, Any], bool]:
+    return seen.facts, seen.rank.condition == "stopped"
+
+
+def _asked(verdict: Verdict, seen: Mapping[int, Seen]) -> dict[int, list[Stack] | str]:
+    """Ask those of the culprits for their stacks whose line the pages don't tell."""
+    unknown = [
+        each.rank
+        for each in verdict.culprits[:_MOST_ASKED]
+        if seen[each.rank].rank.condition != "dead"
+    ]
+    return stacks.of_ranks({rank: _to_ask(seen[rank]) for rank in unknown}, _ANSWER_S)
+
+
+def _culprit(culprit: Culprit) -> dict[str, Any]:
+    return {
+        "rank": culprit.rank,
+        "why": culprit.why,
+        "waiters": list(culprit.waiters),
+        "waited_s": culprit.waited_s,
+        "lost_s": culprit.lost_s,
+        "came_last": culprit.came_last,
+        "n_calls": culprit.n_calls,
+        "median_late_s": culprit.median_late_s,
+    }
+
+
+def _place(
+    culprit: Culprit, verdict: Verdict, asked: Mapping[int, list[Stack] | str]
+) -> dict[str, Any]:
+    """Say where a culprit is: in its call's line, in its stack, or where it was last seen."""
+    state, answer = verdict.states[culprit.rank], asked.get(culprit.rank)
+    frames = answer[0].frames if isinstance(answer, list) and answer else ()
+    own, call = stacks.own_frame(frames), state.call
+    told = {"no_stack": answer if isinstance(answer, str) else None, "stack": _frames(frames)}
+    if verdict.kind in ("mismatch", "deadlock", "extra call") and call is not None:
+        return {"file": call.file, "line": call.line, "function": "", "from": "call", **told}
+    if own is not None:
+        place = {"file": own.file, "line": own.line, "function": own.function, "from": "stack"}
+        return {**place, **told}
+    if call is not None:
+        source = "call" if state.is_inside else "last call"
+        return {"file": call.file, "line": call.line, "function": "", "from": source, **told}
+    return {"file": "", "line": 0, "function": "", "from": "", **told}
+
+
+def _frames(frames: Iterable[Frame]) -> list[dict[str, Any]]:
+    return [{"file": each.file, "line": each.line, "function": each.function} for each in frames]
+
+
+def _rank(seen: Seen, state: State, now_ns: int) -> dict[str, Any]:
+    return {
+        "rank": seen.rank.rank,
+        "pid": seen.rank.pid,
+        "process": seen.rank.condition,
+        "cpu_percent": seen.rank.cpu_percent,
+        "memory_bytes": seen.rank.memory_bytes,
+        "state": state.kind,
+        "waits_for": list(state.waits_for),
+        "since_s": max(now_ns - state.since_ns, 0) / _S,
+        "is_in_call": state.is_inside,
+        "call": _call(state.call),
+    }
+
+
+def _call(call: Call | None) -> dict[str, Any] | None:
+    if call is None:
+        return None
+    return {
+        "name": call.name,
+        "group": call.group,
+        "number": call.number,
+        "size_bytes": call.size_bytes,
+        "file": call.file,
+        "line": call.line,
+    }

@@ -1,0 +1,188 @@
+"""The stacks of ranks: asked for by a signal, read from outside where a rank is stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unisono.host import stack_signal
+
+__all__ = ("Frame", "Stack", "equal", "folded", "of_ranks", "own_frame", "parse")
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)(?: \[(.*)\])? \(most recent")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+_LIBRARIES = re.compile(r"[/\\](site-packages|dist-packages|lib[/\\]python3[^/\\]*)[/\\]|^<frozen ")
+_INSTALLED = tuple(
+    f"{path}{os.sep}"
+    for path in (
+        Path(__file__).parents[1],
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("purelib"),
+    )
+)
+_N_AT_ONCE = 16
+_PY_SPY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One call on a stack.
+
+    Args:
+        file: as Python has it.
+        line: its number; 0 where it isn't known.
+        function: its name.
+    """
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The stack of one thread.
+
+    Args:
+        ident: the name of the thread, as in ``threading.get_ident()``.
+        name: its name in words, where it is told.
+        frames: the innermost first.
+    """
+
+    ident: int
+    name: str
+    frames: tuple[Frame, ...]
+
+
+def parse(text: str) -> list[Stack]:
+    """Read what faulthandler writes. Local, and pure."""
+    stacks: list[tuple[int, str, list[Frame]]] = []
+    for line in text.splitlines():
+        thread, frame = _THREAD.match(line), _FRAME.match(line)
+        if thread:
+            stacks.append((int(thread[1], 16), thread[2] or "", []))
+        elif frame and stacks:
+            number = int(frame[2]) if frame[2].isdecimal() else 0
+            stacks[-1][2].append(Frame(frame[1], number, frame[3]))
+    return [Stack(ident, name, tuple(frames)) for ident, name, frames in stacks]
+
+
+def own_frame(frames: Sequence[Frame]) -> Frame | None:
+    """Choose the user's line: the innermost outside of unisono and of installed libraries.
+
+    Local, and pure.
+
+    Args:
+        frames: the innermost first.
+
+    Returns:
+        The frame; the innermost one where all are a library's, None where there is none.
+    """
+    own = (frame for frame in frames if not _is_library(frame.file))
+    return next(own, frames[0] if frames else None)
+
+
+def folded(frames: Sequence[Frame]) -> tuple[Frame, ...]:
+    """Leave out unisono's own frames, and what these called: the ranks of one call differ there.
+
+    Local, and pure.
+
+    Args:
+        frames: the innermost first.
+    """
+    own = next((at for at, frame in enumerate(frames) if not _is_library(frame.file)), None)
+    if own is None:
+        return tuple(frames)
+    ours = [at for at, frame in enumerate(frames[:own]) if _is_ours(frame)]
+    begin = ours[-1] + 1 if ours else 0
+    return tuple(frame for frame in frames[begin:] if not _is_ours(frame))
+
+
+def _is_ours(frame: Frame) -> bool:
+    return frame.file.startswith(_INSTALLED[0])
+
+
+def _is_library(file: str) -> bool:
+    return bool(_LIBRARIES.search(file)) or file.startswith(_INSTALLED)
+
+
+def of_ranks(
+    ranks: Mapping[int, tuple[Mapping[str, Any], bool]], timeout_s: float
+) -> dict[int, list[Stack] | str]:
+    """Ask ranks for their stacks.
+
+    Local. The threads of a process that has several ranks are asked for once.
+
+    Args:
+        ranks: by rank: what its page says, and whether it is stopped.
+        timeout_s: how long to wait for each.
+
+    Returns:
+        By rank its stacks, its own thread's first; or why there are none.
+    """
+    by_pid = {facts["pid"]: (facts, is_stopped) for facts, is_stopped in ranks.values()}
+    with ThreadPoolExecutor(_N_AT_ONCE) as executor:
+        asked = {
+            pid: executor.submit(_of_process, pid, facts, is_stopped, timeout_s)
+            for pid, (facts, is_stopped) in by_pid.items()
+        }
+        answers = {pid: future.result() for pid, future in asked.items()}
+    return {rank: _own_first(answers[facts["pid"]], facts) for rank, (facts, _) in ranks.items()}
+
+
+def _of_process(
+    pid: int, facts: Mapping[str, Any], is_stopped: bool, timeout_s: float
+) -> list[Stack] | str:
+    if is_stopped:
+        return _from_outside(pid) or "is stopped by a signal, so it can't tell its stack"
+    text = stack_signal.ask(pid, facts, timeout_s)
+    if text is None:
+        return _from_outside(pid) or f"doesn't answer within {timeout_s:g} s"
+    return parse(text)
+
+
+def _from_outside(pid: int) -> list[Stack]:
+    """Let py-spy read the stacks, where it is installed and may."""
+    beside = Path(sys.executable).parent / "py-spy"
+    program = str(beside) if beside.exists() else shutil.which("py-spy")
+    if program is None:
+        return []
+    words = [program, "dump", "--nonblocking", "--json", "--pid", str(pid)]
+    try:
+        done = subprocess.run(words, capture_output=True, timeout=_PY_SPY_S, check=True)
+        return [_of_py_spy(thread) for thread in json.loads(done.stdout)]
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _of_py_spy(thread: Mapping[str, Any]) -> Stack:
+    frames = (Frame(each["filename"], each["line"], each["name"]) for each in thread["frames"])
+    return Stack(thread["thread_id"], thread.get("thread_name") or "", tuple(frames))
+
+
+def _own_first(found: list[Stack] | str, facts: Mapping[str, Any]) -> list[Stack] | str:
+    """Put the rank's own thread first: faulthandler lists the oldest thread last."""
+    if isinstance(found, str):
+        return found
+    ident = facts.get("thread_ident")
+    own = [stack for stack in found if stack.ident == ident] or found[-1:]
+    return [*own, *(stack for stack in found if stack not in own)]
+
+
+def equal(stacks: Mapping[int, Iterable[Frame]]) -> list[tuple[tuple[int, ...], tuple[Frame, ...]]]:
+    """Group ranks by equal stacks, the largest group first. Local, and pure."""
+    ranks: dict[tuple[Frame, ...], list[int]] = {}
+    for rank, frames in sorted(stacks.items()):
+        ranks.setdefault(tuple(frames), []).append(rank)
+    groups = [(tuple(each), frames) for frames, each in ranks.items()]
+    return sorted(groups, key=lambda group: (-len(group[0]), group[0]))

@@ -1,0 +1,524 @@
+"""Who waits for whom, and who makes the others wait: pure functions on what the pages say."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+__all__ = (
+    "IDLE_PERCENT",
+    "PATIENCE_S",
+    "Call",
+    "Culprit",
+    "Rank",
+    "State",
+    "Verdict",
+    "innermost",
+    "judge",
+    "named",
+)
+
+PATIENCE_S = 0.5
+"""A rank is named for being late only where others have waited longer for it."""
+
+IDLE_PERCENT = 20.0
+"""A rank that sleeps and uses less of a core is idle: its threads in the background use some."""
+
+_S = 1e9
+_KEY = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a rank.
+
+    Args:
+        name: the call.
+        context: tells contexts of one process apart; the same on all ranks.
+        group: the name of the group.
+        ranks: its members.
+        number: equal numbers of a group are the same call; 0 where it isn't known.
+        file: of the user's line.
+        line: its number.
+        begin_ns: when the rank came.
+        end_ns: when it was done; 0 where it isn't yet.
+        size_bytes: of the tensor; 0 where it isn't known.
+        lane: its thread.
+        is_blocking: whether the rank waits in it, or has only started it.
+    """
+
+    name: str
+    context: str
+    group: str
+    ranks: tuple[int, ...]
+    number: int
+    file: str
+    line: int
+    begin_ns: int
+    end_ns: int = 0
+    size_bytes: int = 0
+    lane: int = 0
+    is_blocking: bool = True
+
+    @property
+    def key(self) -> _KEY:
+        """What numbers the call belongs to."""
+        return self.context, self.group
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What is known of a rank.
+
+    Args:
+        rank: the rank.
+        pid: its process.
+        condition: "running", "sleeping", "disk", "stopped" or "dead", as the kernel has it.
+        calls: in the order in which they began.
+        cpu_percent: of one core; None where it isn't known yet.
+        memory_bytes: resident; None where it isn't known.
+        made_ns: when its page was made.
+    """
+
+    rank: int
+    pid: int
+    condition: str
+    calls: tuple[Call, ...] = ()
+    cpu_percent: float | None = None
+    memory_bytes: int | None = None
+    made_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a rank does now.
+
+    Args:
+        kind: "waits" for others; "in call" that all have come to; "computes" outside of calls;
+            "stopped"; "dead".
+        call: the one that it is in; of a rank that is in none, the last one.
+        is_inside: whether it is in that call.
+        since_ns: since when.
+        waits_for: ranks that haven't come, ascending.
+    """
+
+    kind: str
+    call: Call | None
+    is_inside: bool
+    since_ns: int
+    waits_for: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """A rank that makes others wait.
+
+    Args:
+        rank: the rank.
+        why: in words, without a line.
+        waiters: the ranks that wait for it, for others too.
+        waited_s: how long the first of them has.
+        lost_s: seconds that others have waited for it, together: now and in the calls that the
+            pages still have.
+        came_last: in how many of those calls it came last.
+        n_calls: of how many.
+        median_late_s: by how much, in the median of those.
+    """
+
+    rank: int
+    why: str
+    waiters: tuple[int, ...] = ()
+    waited_s: float = 0.0
+    lost_s: float = 0.0
+    came_last: int = 0
+    n_calls: int = 0
+    median_late_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What holds a job up.
+
+    Args:
+        kind: "dead", "stopped", "mismatch", "late", "extra call", "deadlock", "unseen", or "none".
+        text: one sentence.
+        culprits: the worst first.
+        states: what each rank does.
+    """
+
+    kind: str
+    text: str
+    culprits: tuple[Culprit, ...] = ()
+    states: Mapping[int, State] = field(default_factory=dict)
+
+
+def named(ranks: Iterable[int]) -> str:
+    """Name ranks, as in "rank 1" or "ranks 0-3, 7". Local."""
+    numbers = sorted(set(ranks))
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    parts = []
+    for first, last in runs:
+        parts += (
+            [f"{first}-{last}"] if last > first + 1 else [str(n) for n in range(first, last + 1)]
+        )
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(parts)}"
+
+
+def judge(ranks: Sequence[Rank], now_ns: int, patience_s: float = PATIENCE_S) -> Verdict:
+    """Say what each rank does, and who makes the others wait.
+
+    Local, and pure.
+
+    Args:
+        ranks: those whose pages are here, each once.
+        now_ns: when they were read, on the clock of the calls.
+        patience_s: see `PATIENCE_S`.
+
+    Returns:
+        The verdict, with the state of each rank.
+    """
+    job = _Job(ranks, now_ns, patience_s)
+    states = {rank: job.state(rank) for rank in sorted(job.ranks)}
+    for rule in (_gone, _mismatch, _extra, _late, _deadlock, _unseen):
+        found = rule(job)
+        if found is not None:
+            kind, text, culprits = found
+            return Verdict(kind, text, job.weighed(culprits), states)
+    waits = [job.waits[rank] for rank in job.waits if job.waits[rank].ranks]
+    text = "no rank waits for another"
+    if waits:
+        text = f"no rank has waited longer than {patience_s:g} s"
+    return Verdict("none", text, (), states)
+
+
+_Found = tuple[str, str, list[Culprit]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """The ranks that one waits for: with pages here, and without."""
+
+    call: Call
+    ranks: tuple[int, ...]
+    unseen: tuple[int, ...]
+
+
+class _Job:
+    """What the rules ask of a job.
+
+    Args:
+        ranks: those whose pages are here.
+        now_ns: the time.
+        patience_s: how long a wait isn't worth a word.
+    """
+
+    def __init__(self, ranks: Sequence[Rank], now_ns: int, patience_s: float) -> None:
+        self.ranks = {rank.rank: rank for rank in ranks}
+        self.now_ns, self.patience_s = now_ns, patience_s
+        self.newest = {rank.rank: _newest(rank.calls) for rank in ranks}
+        self.open = {rank.rank: innermost(rank.calls) for rank in ranks}
+        self.waits = {rank: wait for rank in self.ranks if (wait := self._wait(rank)) is not None}
+
+    def is_gone(self, rank: int) -> bool:
+        return self.ranks[rank].condition in ("dead", "stopped")
+
+    def is_busy(self, rank: int) -> bool:
+        facts = self.ranks[rank]
+        is_at_it = facts.condition in ("running", "disk")
+        return is_at_it or (facts.cpu_percent or 0.0) >= IDLE_PERCENT
+
+    def _wait(self, rank: int) -> _Wait | None:
+        """Tell what a rank waits for; the call that most are missing in, where it has several."""
+        if self.ranks[rank].condition == "dead":
+            return None
+        waits = [self._missing(rank, call) for call in self.open[rank] if call.number]
+        return max(waits, key=lambda wait: (len(wait.ranks), len(wait.unseen)), default=None)
+
+    def _missing(self, rank: int, call: Call) -> _Wait:
+        others = [other for other in call.ranks if other != rank]
+        missing = [
+            other
+            for other in others
+            if other in self.ranks
+            and (
+                self.newest[other].get(call.key, 0) < call.number
+                or (self.is_gone(other) and self._is_in(other, call))
+            )
+        ]
+        unseen = [other for other in others if other not in self.ranks]
+        return _Wait(call, tuple(missing), tuple(unseen))
+
+    def _is_in(self, rank: int, call: Call) -> bool:
+        return any(
+            each.key == call.key and each.number == call.number and not each.end_ns
+            for each in self.ranks[rank].calls
+        )
+
+    def waited_for(self) -> set[int]:
+        return {other for wait in self.waits.values() for other in wait.ranks}
+
+    def waiters(self, culprit: int) -> tuple[int, ...]:
+        """List the ranks that wait for one, and those that wait for these."""
+        found: set[int] = set()
+        new = {culprit}
+        while new:
+            new = {
+                rank
+                for rank, wait in self.waits.items()
+                if rank not in found and new & set(wait.ranks)
+            }
+            found |= new
+        return tuple(sorted(found - {culprit}))
+
+    def waited_s(self, ranks: Iterable[int]) -> float:
+        """Tell for how long the first of some ranks has waited."""
+        begins = [self.waits[rank].call.begin_ns for rank in ranks if rank in self.waits]
+        return (self.now_ns - min(begins)) / _S if begins else 0.0
+
+    def is_worth_a_word(self, ranks: Iterable[int]) -> bool:
+        return self.waited_s(ranks) >= self.patience_s
+
+    def state(self, rank: int) -> State:
+        """Say what a rank does."""
+        facts, opened = self.ranks[rank], self.open[rank]
+        wait = self.waits.get(rank)
+        call = wait.call if wait else (opened[-1] if opened else None)
+        is_inside = call is not None
+        last = max(facts.calls, key=lambda each: each.end_ns or each.begin_ns, default=None)
+        call = call or last
+        since = facts.made_ns
+        if call is not None:
+            since = call.begin_ns if is_inside else call.end_ns or call.begin_ns
+        missing = wait.ranks or wait.unseen if wait else ()
+        kind = "in call" if is_inside else "computes"
+        if wait and wait.ranks:
+            kind = "waits"
+        if self.is_gone(rank):
+            kind = facts.condition
+        return State(kind, call, is_inside, since, missing if kind == "waits" else ())
+
+    def weighed(self, culprits: Sequence[Culprit]) -> tuple[Culprit, ...]:
+        """Say what each one has cost."""
+        costs = _costs(self.ranks.values())
+        found = []
+        for culprit in culprits:
+            waiters = culprit.waiters or self.waiters(culprit.rank)
+            now_s = sum(self.waited_s([rank]) for rank in waiters)
+            lost_s, lates = costs.lost_s.get(culprit.rank, 0.0), costs.lates.get(culprit.rank, [])
+            found.append(
+                Culprit(
+                    culprit.rank,
+                    culprit.why,
+                    waiters,
+                    self.waited_s(waiters),
+                    now_s + lost_s,
+                    len(lates),
+                    costs.n_calls,
+                    statistics.median(lates) if lates else 0.0,
+                )
+            )
+        return tuple(found)
+
+
+def innermost(calls: Sequence[Call]) -> list[Call]:
+    """List the calls that a rank waits in now: of each thread the one that began last. Local."""
+    found: dict[int, Call] = {}
+    for call in sorted(calls, key=lambda each: each.begin_ns):
+        if not call.end_ns and call.is_blocking:
+            found[call.lane] = call
+    return sorted(found.values(), key=lambda each: each.begin_ns)
+
+
+def _newest(calls: Iterable[Call]) -> dict[_KEY, int]:
+    """Tell how many calls of each group a rank has come to."""
+    numbers: dict[_KEY, int] = {}
+    for call in calls:
+        numbers[call.key] = max(call.number, numbers.get(call.key, 0))
+    return numbers
+
+
+def _gone(job: _Job) -> _Found:
+    """Find ranks that are dead, and stopped ones that others wait for."""
+    dead = [rank for rank in job.ranks if job.ranks[rank].condition == "dead"]
+    if dead:
+        text = f"{named(dead)} {'is' if len(dead) == 1 else 'are'} dead"
+        return "dead", text, [Culprit(rank, "is dead") for rank in sorted(dead)]
+    stopped = [rank for rank in job.waited_for() if job.ranks[rank].condition == "stopped"]
+    if stopped:
+        text = f"{named(stopped)} {'is' if len(stopped) == 1 else 'are'} stopped by a signal"
+        why = "is stopped by a signal"
+        return "stopped", text, [Culprit(rank, why) for rank in sorted(stopped)]
+    return None
+
+
+def _mismatch(job: _Job) -> _Found:
+    """Find ranks whose call of one number isn't that of the others; the fewest are named first."""
+    for rank, opened in job.open.items():
+        for call in opened:
+            by_name = _names(job, call)
+            if len(by_name) > 1 and job.is_worth_a_word([rank]):
+                sizes = sorted(len(each) for each in by_name.values())
+                odd = [
+                    each
+                    for name in sorted(by_name, key=lambda name: len(by_name[name]))
+                    for each in by_name[name]
+                    if len(by_name[name]) < sizes[-1] or sizes[0] == sizes[-1]
+                ]
+                parts = [f"{named(each)} called {name}" for name, each in by_name.items()]
+                text = f"call {call.number} of {call.group} isn't the same: {', '.join(parts)}"
+                why = {each: name for name, members in by_name.items() for each in members}
+                culprits = [Culprit(each, f"called {why[each]}, unlike others") for each in odd]
+                return "mismatch", text, culprits
+    return None
+
+
+def _names(job: _Job, call: Call) -> dict[str, list[int]]:
+    """Tell which ranks know a call under which name."""
+    found: dict[str, list[int]] = {}
+    for rank in sorted(job.ranks):
+        for each in job.ranks[rank].calls:
+            if call.number and each.key == call.key and each.number == call.number:
+                found.setdefault(each.name, []).append(rank)
+    return found
+
+
+def _extra(job: _Job) -> _Found:
+    """Find a rank that waits alone while all others, who are idle, are in no call."""
+    waiting = [rank for rank, wait in job.waits.items() if wait.ranks]
+    if len(waiting) != 1 or len(job.ranks) < 3 or not job.is_worth_a_word(waiting):
+        return None
+    (alone,) = waiting
+    others = [rank for rank in job.ranks if rank != alone]
+    is_every = set(job.waits[alone].ranks) == set(others)
+    are_idle = all(
+        not job.open[rank] and not job.is_busy(rank) and not job.is_gone(rank) for rank in others
+    )
+    if not is_every or not are_idle:
+        return None
+    name = job.waits[alone].call.name
+    text = (
+        f"rank {alone} is alone in {name}, and the others are idle outside of calls: one call too "
+        "many there, or one too few of theirs"
+    )
+    return "extra call", text, [Culprit(alone, f"is alone in {name}", (alone,))]
+
+
+def _late(job: _Job) -> _Found:
+    """Find the ranks that others wait for, and that wait for nobody."""
+    sinks = [
+        rank
+        for rank in job.waited_for()
+        if (rank not in job.waits or not job.waits[rank].ranks)
+        and job.is_worth_a_word(job.waiters(rank))
+    ]
+    if not sinks:
+        return None
+    sinks.sort(key=lambda rank: (-len(job.waiters(rank)), rank))
+    waiters = {each for rank in sinks for each in job.waiters(rank)}
+    text = f"{named(waiters)} wait{'s' if len(waiters) == 1 else ''} for {named(sinks)}"
+    return "late", text, [Culprit(rank, _why_late(job, rank)) for rank in sinks]
+
+
+def _why_late(job: _Job, rank: int) -> str:
+    if job.open[rank]:
+        call = job.open[rank][-1]
+        return f"is in {call.name}, where it waits for no rank"
+    return f"is {'busy' if job.is_busy(rank) else 'idle'} outside of calls"
+
+
+def _deadlock(job: _Job) -> _Found:
+    """Find ranks that wait for each other; those of the rarest call are named first."""
+    waiting = [rank for rank, wait in job.waits.items() if wait.ranks]
+    cycle = [rank for rank in waiting if rank in _reached(job, rank)]
+    if not cycle or not job.is_worth_a_word(cycle):
+        return None
+    by_call: dict[tuple[str, int], list[int]] = {}
+    for rank in sorted(waiting):
+        call = job.waits[rank].call
+        by_call.setdefault((f"{call.name} of {call.group}", call.number), []).append(rank)
+    order = sorted(by_call.items(), key=lambda item: len(item[1]))
+    parts = [f"{named(ranks)} in {name}" for (name, _), ranks in order]
+    rarest, most = len(order[0][1]), len(order[-1][1])
+    culprits = [
+        Culprit(rank, f"is in {name}, and others elsewhere", tuple(r for r in cycle if r != rank))
+        for (name, _), ranks in order
+        for rank in ranks
+        if rank in cycle and (len(ranks) < most or rarest == most)
+    ]
+    return "deadlock", f"ranks wait for each other: {', '.join(parts)}", culprits
+
+
+def _reached(job: _Job, start: int) -> set[int]:
+    """List the ranks that one waits for, and those that these wait for."""
+    found: set[int] = set()
+    new = {start}
+    while new:
+        new = {other for rank in new if rank in job.waits for other in job.waits[rank].ranks}
+        new -= found
+        found |= new
+    return found
+
+
+def _unseen(job: _Job) -> _Found:
+    """Find ranks without a page here that must be what others wait for."""
+    waits = {rank: wait for rank, wait in job.waits.items() if wait.unseen}
+    if not waits or not job.is_worth_a_word(waits):
+        return None
+    unseen = {other for wait in waits.values() for other in wait.unseen}
+    text = (
+        f"{named(waits)} may wait for {named(unseen)}, without a page on this host: on another "
+        "host, or ended"
+    )
+    return "unseen", text, []
+
+
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """What the calls that are over tell: seconds that others waited, and latenesses, by rank."""
+
+    lost_s: dict[int, float]
+    lates: dict[int, list[float]]
+    n_calls: int
+
+
+def _costs(ranks: Iterable[Rank]) -> _Costs:
+    arrivals: dict[tuple[_KEY, int], dict[int, Call]] = {}
+    for rank in ranks:
+        for call in _leaves(rank.calls):
+            if call.number and call.is_blocking:
+                arrivals.setdefault((call.key, call.number), {})[rank.rank] = call
+    lost_s: dict[int, float] = {}
+    lates: dict[int, list[float]] = {}
+    n_calls = 0
+    for calls in arrivals.values():
+        first = next(iter(calls.values()))
+        if len(calls) < 2 or set(calls) != set(first.ranks):
+            continue
+        n_calls += 1
+        begins = {rank: call.begin_ns for rank, call in calls.items()}
+        last = max(begins, key=lambda rank: begins[rank])
+        waits = [
+            min(call.end_ns or begins[last], begins[last]) - call.begin_ns
+            for rank, call in calls.items()
+            if rank != last
+        ]
+        lost_s[last] = lost_s.get(last, 0.0) + sum(max(wait, 0) for wait in waits) / _S
+        others = [begin for rank, begin in begins.items() if rank != last]
+        lates.setdefault(last, []).append((begins[last] - max(others)) / _S)
+    return _Costs(lost_s, lates, n_calls)
+
+
+def _leaves(calls: Sequence[Call]) -> Iterator[Call]:
+    """Leave out calls that made others of these, such as sections."""
+    for at, call in enumerate(calls):
+        end = call.end_ns or float("inf")
+        inner = (each for each in calls[at + 1 :] if each.lane == call.lane)
+        following = next(inner, None)
+        if following is None or following.begin_ns >= end:
+            yield call

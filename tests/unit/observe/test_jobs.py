@@ -1,0 +1,214 @@
+"""Pages of one host as jobs: by job and rank, the newest ones, with what the kernel says."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.processes import python
+from unisono.errors import ArgumentError
+from unisono.host.status_page import CALLED, IN_FLIGHT, StatusPage
+from unisono.observe.jobs import Job, Meter, look
+from unisono.observe.report import chosen, reports
+
+
+@pytest.fixture(autouse=True)
+def status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "pages"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("UNISONO_STATUS", str(folder))
+    return folder
+
+
+@contextmanager
+def page(rank: int, job: str = "job a", **more: Any) -> Iterator[StatusPage]:
+    """Have a page of this process."""
+    facts = {"rank": rank, "world_size": 3, "job": job, "groups": {}, "model": "threads"}
+    made = StatusPage.make({**facts, "thread_id": threading.get_native_id(), **more})
+    assert made is not None
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def begin(of: StatusPage, name: str, number: int, begin_ns: int, state: int = CALLED) -> None:
+    lane = of.lane()
+    assert lane is not None
+    lane.begin(name, "train.py", 7, "all ranks", number, 64, begin_ns, state)
+
+
+DEAD = """
+import json, os, sys
+from unisono.host.status_page import StatusPage
+page = StatusPage.make(json.loads(sys.argv[1]))
+page.lane().begin("barrier", "train.py", 9, "all ranks", 1, 0, 5, 0)
+os._exit(0)
+"""
+
+
+def leave_page(**facts: Any) -> None:
+    """Have a process make a page and die."""
+    known = {"world_size": 3, "job": "job a", "groups": {}, "model": "threads", "thread_id": 1}
+    done = python("-c", DEAD, json.dumps({**known, **facts}))
+    assert done.returncode == 0, done.stderr
+
+
+def test_pages_are_grouped_by_job_and_rank() -> None:
+    with page(1) as own, page(0), page(0, "job b", world_size=1):
+        begin(own, "all_reduce", 4, 10)
+        first, second = look(Meter())
+    assert (first.name, first.world_size, first.elsewhere) == ("job a", 3, (2,))
+    assert [each.rank.rank for each in first.ranks] == [0, 1]
+    assert (second.name, second.elsewhere) == ("job b", ())
+    (call,) = first.ranks[1].rank.calls
+    assert (call.name, call.number, call.ranks, call.size_bytes) == ("all_reduce", 4, (0, 1, 2), 64)
+    assert (call.file, call.line, call.is_blocking) == ("train.py", 7, True)
+
+
+def test_what_was_started_does_not_block() -> None:
+    with page(0) as own:
+        begin(own, "all_reduce", 1, 10, IN_FLIGHT)
+        ((seen,),) = (job.ranks for job in look(Meter()))
+    assert not seen.rank.calls[0].is_blocking
+
+
+def test_several_pages_of_a_rank_are_one() -> None:
+    with page(0) as first, page(0) as second:
+        begin(first, "barrier", 1, 10)
+        begin(second, "all_reduce", 1, 20)
+        ((seen,),) = (job.ranks for job in look(Meter()))
+    assert [call.name for call in seen.rank.calls] == ["barrier", "all_reduce"]
+
+
+def test_a_dead_rank_of_a_job_that_lives_is_there() -> None:
+    with page(0):
+        leave_page(rank=1)
+        ((alive, dead),) = (job.ranks for job in look(Meter()))
+    assert alive.rank.condition in ("running", "sleeping")
+    assert (dead.rank.condition, dead.rank.memory_bytes) == ("dead", None)
+    assert [call.name for call in dead.rank.calls] == ["barrier"]
+
+
+def test_a_rank_that_ended_in_good_order_is_not() -> None:
+    with page(0):
+        leave_page(rank=1, ended=True)
+        (job,) = look(Meter())
+    assert [each.rank.rank for each in job.ranks] == [0]
+    assert job.elsewhere == (1, 2)
+
+
+def test_a_rank_that_was_started_again_is_its_new_process() -> None:
+    leave_page(rank=0)
+    with page(0):
+        ((seen,),) = (job.ranks for job in look(Meter()))
+    assert seen.rank.pid == os.getpid()
+    assert seen.rank.calls == ()
+
+
+def test_a_job_that_has_ended_is_not_shown() -> None:
+    leave_page(rank=0)
+    assert look(Meter()) == []
+
+
+def test_how_busy_a_rank_is_comes_with_the_second_look() -> None:
+    meter = Meter()
+    with page(0):
+        ((first,),) = (job.ranks for job in look(meter))
+        sum(range(2_000_000))
+        ((second,),) = (job.ranks for job in look(meter))
+    assert first.rank.cpu_percent is None
+    assert second.rank.cpu_percent is not None
+    assert second.rank.cpu_percent > 0
+    assert (second.rank.memory_bytes or 0) > 1 << 20
+
+
+def test_what_is_no_page_is_passed_over(status: Path) -> None:
+    (status / "1-2-3").write_bytes(b"nothing")
+    (status / "folder").mkdir()
+    assert look(Meter()) == []
+
+
+def test_a_folder_that_others_can_read_is_not_believed(status: Path) -> None:
+    with page(0):
+        status.chmod(0o755)
+        assert look(Meter()) == []
+        status.chmod(0o700)
+        assert look(Meter())
+
+
+def test_a_job_is_chosen_by_name_its_beginning_or_a_process() -> None:
+    with page(0, "abc-1"), page(0, "abc-2"), page(0, "abd"):
+        jobs = look(Meter())
+    assert chosen(jobs, "abc-1").name == "abc-1"
+    assert chosen(jobs, "abd").name == "abd"
+    assert chosen(jobs[2:], "a").name == "abd"
+    assert chosen(jobs[2:], str(os.getpid())).name == "abd"
+    for wrong in ("abc", "x", "", str(os.getpid())):
+        with pytest.raises(ArgumentError, match="abc-1, abc-2, abd"):
+            chosen(jobs, wrong)
+
+
+def test_the_report_is_plain_data() -> None:
+    with page(0, backend="gloo", program="train.py") as own:
+        begin(own, "all_reduce", 1, 10)
+        report = reports(Meter())
+    (job,) = report["jobs"]
+    assert (job["job"], job["program"], job["backend"]) == ("job a", "train.py", "gloo")
+    assert job["verdict"]["kind"] == "unseen"
+    assert job["elsewhere"] == [1, 2]
+    (rank,) = job["ranks"]
+    assert (rank["pid"], rank["is_in_call"]) == (os.getpid(), True)
+    assert rank["call"]["name"] == "all_reduce"
+    assert not isinstance(job, Job)
+
+
+def test_without_a_job_one_line_says_so() -> None:
+    for words in (("top",), ("top", "--once"), ("where",)):
+        done = python("-m", "unisono", *words)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == "no job of this user runs on this host\n"
+    assert python("-m", "unisono", "top", "--json").stdout.count('"jobs": []') == 1
+
+
+def test_an_unknown_job_is_wrong_use() -> None:
+    for words in (("top", "--once", "--job", "nosuch"), ("where", "nosuch")):
+        done = python("-m", "unisono", *words)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("error: there isn't a job or a rank's process called")
+
+
+AS_NOBODY = """
+import contextlib, os, sys
+import unisono.cli
+with contextlib.suppress(SystemExit):  # loads all that nobody may not read
+    unisono.cli.main(["top", "--once"])
+print("as nobody", flush=True)
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+unisono.cli.main(["top", "--once"])
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_sees_nothing(status: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in the folder of that user, nor in this one's, where its name is known."""
+    for folder in (None, status):
+        if folder is None:
+            monkeypatch.delenv("UNISONO_STATUS")
+        else:
+            monkeypatch.setenv("UNISONO_STATUS", str(folder))
+        with page(0):
+            done = python("-c", AS_NOBODY)
+        assert (done.returncode, done.stderr) == (0, "")
+        own, _, others = done.stdout.partition("as nobody\n")
+        assert "job a" in own
+        assert others == "no job of this user runs on this host\n"
