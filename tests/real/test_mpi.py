@@ -19,10 +19,12 @@ import pytest
 import torch
 
 import unisono as idist
+from tests.support import hangs
 from tests.support.coming_from import PYTHON, jobs_of, lines_of, ours, theirs
 from tests.support.launched import with_model
 from tests.support.processes import MARK, SOURCES, python
 from tests.support.requirements import require
+from tests.support.tops import check, job_of_processes, own_pages, told
 from unisono.errors import (
     ArgumentError,
     BackendUnavailableError,
@@ -39,6 +41,7 @@ from unisono.models.mpi import availability as probe
 from unisono.models.mpi.model import MpiModel
 from unisono.topology import LaunchPlan, RankInfo, Topology
 
+__all__ = ("own_pages",)
 JOB = Path(__file__).with_name("mpi_job.py")
 OPEN_MPI_4, OPEN_MPI_5 = "mpirun (Open MPI) 4.1.4", "mpiexec (Open MPI) 5.0.11"
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
@@ -540,3 +543,10 @@ def test_a_program_of_mpi4py_and_ours_print_the_same(
     expected = lines_of([*under, sys.executable], theirs("mpi4py", job), tmp_path)
     for backend in ("mpi4py", "gloo", "threads"):
         assert lines_of(PYTHON, ours(job, backend, tmp_path), tmp_path) == expected, backend
+
+
+@pytest.mark.parametrize("kind", [kind for kind in hangs.KINDS if kind not in ("dead", "mismatch")])
+def test_top_names_the_rank_that_hangs(kind: str, runtime: None, own_pages: None) -> None:
+    """A dead rank ends a job of MPI, and calls are always compared there."""
+    with job_of_processes(kind, "mpi4py"):
+        check(kind, told())

@@ -6,11 +6,14 @@ import re
 import signal
 from pathlib import Path
 
-from tests.process.observe.test_top import job_of_processes, status
-from tests.support.screens import picture, top_in_terminal
+import pytest
 
-__all__ = ("status",)
+from tests.support.screens import picture, top_in_terminal
+from tests.support.tops import job_of_processes, own_pages
+
+__all__ = ("own_pages",)
 ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.usefixtures("own_pages")
 SHOWN, HIDDEN = "\x1b[?1049h", "\x1b[?1049l"
 
 

@@ -2,122 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import resource
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
-import unisono as idist
 from tests.support import hangs
 from tests.support.command import environ, nobody_is_left, started, wait_until
-from tests.support.hangs import KINDS, LATE, SIZE
+from tests.support.hangs import KINDS, SIZE
 from tests.support.processes import python
-from unisono.errors import WorkerFailedError
-from unisono.observe.jobs import Meter, look
+from tests.support.tops import (
+    LIMIT_S,
+    check,
+    end_ranks,
+    job_of_processes,
+    own_pages,
+    seen,
+    told,
+    top,
+)
+from unisono.observe.jobs import Meter
 from unisono.observe.report import reports
 
-LIMIT_S = 120.0
-ANSWER_S = 2.0
-VERDICTS = {
-    "dead": "dead",
-    "stopped": "stopped",
-    "extra_call": "extra call",
-    "mismatch": "mismatch",
-    "other_group": "deadlock",
-}
+__all__ = ("own_pages",)
+
 OF_PROCESSES = ("dead", "stopped", "mismatch")  # threads share their process, and always compare
-
-
-@pytest.fixture(autouse=True)
-def status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let these tests see the pages of their own jobs alone."""
-    folder = tmp_path / "pages"
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv("UNISONO_STATUS", str(folder))
-
-
-def top(*words: str) -> subprocess.CompletedProcess[str]:
-    return python("-m", "unisono", "top", *words)
-
-
-def seen() -> dict[str, Any]:
-    """Look until what the one job is held up by has become clear."""
-    found: list[dict[str, Any]] = []
-
-    def is_clear() -> bool:
-        found[:] = reports(Meter())["jobs"]
-        return bool(found and found[0]["culprits"])
-
-    assert wait_until(is_clear, LIMIT_S), [
-        (each.rank, look(Meter())) for job in look(Meter()) for each in job.ranks
-    ]
-    return found[0]
-
-
-def told() -> dict[str, Any]:
-    """Have the command tell it, with less work than it has time for."""
-    seen()
-    before = _work_s()
-    done = top("--once", "--json")
-    assert _work_s() - before < ANSWER_S
-    assert done.returncode == 0, done.stderr
-    (job,) = json.loads(done.stdout)["jobs"]
-    return dict(job)
-
-
-def _work_s() -> float:
-    """Tell what commands have cost: on a busy machine they take longer than that."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def check(kind: str, job: dict[str, Any]) -> None:
-    assert job["verdict"]["kind"] == VERDICTS.get(kind, "late"), job
-    assert [each["rank"] for each in job["culprits"]] == [LATE], job["culprits"]
-    (culprit,) = job["culprits"]
-    assert Path(culprit["file"]).name == "hangs.py", culprit
-    if lines := hangs.lines_of(kind):
-        is_last_call = culprit["from"] == "last call"  # of one that is stopped, without py-spy
-        assert culprit["line"] in lines or (is_last_call and kind == "stopped"), culprit
-
-
-def end_ranks() -> bool:
-    """Kill all processes that have pages here; false, to be called until something else is true."""
-    for job in look(Meter()):
-        for each in job.ranks:
-            with contextlib.suppress(ProcessLookupError, psutil.Error):
-                for child in psutil.Process(each.rank.pid).children(recursive=True):
-                    child.kill()
-                os.kill(each.rank.pid, signal.SIGKILL)
-    return False
-
-
-@contextmanager
-def job_of_processes(kind: str) -> Iterator[None]:
-    """Run a job that hangs, from this process, whose helper has torch already."""
-
-    def run() -> None:
-        with pytest.raises(WorkerFailedError):
-            idist.spawn("gloo", hangs.work, (kind,), nproc_per_node=SIZE)
-
-    with ThreadPoolExecutor(1) as executor:
-        running = executor.submit(run)
-        try:
-            yield
-        finally:
-            assert wait_until(lambda: end_ranks() or running.done(), LIMIT_S)
-            running.result()
+pytestmark = pytest.mark.usefixtures("own_pages")
 
 
 @contextmanager
