@@ -25,11 +25,13 @@ import pytest
 import torch
 
 import unisono
+from tests.support import hangs
 from tests.support.at_a_glance import check_in_child
 from tests.support.coming_from import PYTHON, jobs_of, lines_of, ours, theirs
 from tests.support.launched import with_model
 from tests.support.processes import MARK, SOURCES, marked
 from tests.support.requirements import require, require_backend
+from tests.support.tops import check, job_of_processes, own_pages, told
 from unisono.errors import (
     ArgumentError,
     CollectiveMismatchError,
@@ -41,6 +43,7 @@ from unisono.errors import (
 from unisono.model.reduction import ReduceOp
 from unisono.topology import EVERYBODY, LaunchPlan, RankInfo
 
+__all__ = ("own_pages",)
 JOB = Path(__file__).with_name("horovod_job.py")
 GONE_WITHIN_S = 2.0
 FAST = "exchange,asynchronous,mismatch,late,large,adopt,again,gone"
@@ -587,3 +590,11 @@ def test_a_program_of_horovod_and_ours_print_the_same(job: str, tmp_path: Path) 
 
 def test_every_call_of_horovod_at_a_glance_can_be_made() -> None:
     check_in_child("Horovod")
+
+
+@pytest.mark.usefixtures("own_pages")
+@pytest.mark.parametrize("kind", [each for each in hangs.KINDS if each not in ("dead", "mismatch")])
+def test_top_names_the_rank_that_hangs(kind: str) -> None:
+    """A dead rank ends a job of Horovod, and calls are compared."""
+    with job_of_processes(kind, "horovod"):
+        check(kind, told())

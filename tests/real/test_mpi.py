@@ -545,8 +545,9 @@ def test_a_program_of_mpi4py_and_ours_print_the_same(
         assert lines_of(PYTHON, ours(job, backend, tmp_path), tmp_path) == expected, backend
 
 
+@pytest.mark.usefixtures("runtime", "own_pages")
 @pytest.mark.parametrize("kind", [kind for kind in hangs.KINDS if kind not in ("dead", "mismatch")])
-def test_top_names_the_rank_that_hangs(kind: str, runtime: None, own_pages: None) -> None:
+def test_top_names_the_rank_that_hangs(kind: str) -> None:
     """A dead rank ends a job of MPI, and calls are always compared there."""
     with job_of_processes(kind, "mpi4py"):
         check(kind, told())

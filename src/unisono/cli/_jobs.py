@@ -11,7 +11,7 @@ from rich.text import Text
 
 from unisono.cli._tables import Column
 from unisono.observe.stacks import Frame, Stack, equal, folded
-from unisono.observe.verdict import IDLE_PERCENT, named
+from unisono.observe.verdict import named
 
 __all__ = ("COLUMNS", "NO_JOB", "grouped", "headline", "one_stack", "rows", "verdict_lines")
 
@@ -93,8 +93,7 @@ def rows(job: Mapping[str, Any]) -> list[list[Text]]:
 def _row(rank: Mapping[str, Any], culprit: Mapping[str, Any] | None) -> list[Text]:
     state, call = rank["state"], rank["call"]
     words = f"waits for {named(rank['waits_for'])}" if rank["waits_for"] else state
-    is_asleep = rank["process"] == "sleeping"
-    if state == "computes" and is_asleep and (rank["cpu_percent"] or 0.0) < IDLE_PERCENT:
+    if state == "computes" and rank["is_idle"]:
         words = "idle"
     name = "-"
     if call is not None:

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from unisono.topology import EVERYBODY
 
 __all__ = ("Job", "Meter", "Seen", "look", "send")
 
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _CONDITIONS = {
     "R": "running",
     "D": "disk",
@@ -147,13 +148,10 @@ def _seen(rank: int, found: Sequence[PageReader], meter: Meter, *, is_alone: boo
         nth[model] = nth.get(model, 0) + 1
         calls += _calls(page, model)
     facts = found[-1].facts
-    condition, percent, memory = "dead", None, None
-    if found[-1].is_alive():
-        thread_id = 0 if is_alone else facts.get("thread_id", 0)
-        condition, percent, memory = _process(facts["pid"], thread_id, meter)
     calls.sort(key=lambda call: call.begin_ns)
-    made_ns = facts["made_ns"]
-    known = Rank(rank, facts["pid"], condition, tuple(calls), percent, memory, made_ns)
+    known = Rank(rank, facts["pid"], "dead", tuple(calls), made_ns=facts["made_ns"])
+    if found[-1].is_alive():
+        known = _measured(known, facts.get("thread_id", 0), meter, is_alone=is_alone)
     return Seen(known, facts)
 
 
@@ -177,27 +175,28 @@ def _calls(page: PageReader, context: str) -> Iterable[Call]:
         )
 
 
-def _process(pid: int, thread_id: int, meter: Meter) -> tuple[str, float | None, int | None]:
-    """Ask the kernel for the state of a process, or of one thread, its work and its memory."""
-    status = Path(f"/proc/{pid}/task/{thread_id or pid}/stat")
+def _measured(rank: Rank, thread_id: int, meter: Meter, *, is_alone: bool) -> Rank:
+    """Ask the kernel for the state of a rank's thread, its work and its memory."""
+    pid = rank.pid
+    if not Path(f"/proc/{pid}/task/{thread_id}").exists():  # it has ended, and others go on
+        thread_id = pid
     try:
-        letter = status.read_bytes().rpartition(b")")[2].split()[0].decode()
+        status = Path(f"/proc/{pid}/task/{thread_id}/stat").read_bytes()
+        words = status.rpartition(b")")[2].split()
         process = psutil.Process(pid)
-        used_s = _used_s(process, thread_id)
+        times = process.cpu_times()
         memory = process.memory_info().rss
-    except (OSError, psutil.Error):
-        return "dead", None, None
-    condition = _CONDITIONS.get(letter, "sleeping")
-    return condition, meter.percent(pid, thread_id, used_s), memory
-
-
-def _used_s(process: psutil.Process, thread_id: int) -> float:
-    if thread_id:
-        with contextlib.suppress(StopIteration):
-            thread = next(each for each in process.threads() if each.id == thread_id)
-            return float(thread.user_time + thread.system_time)
-    times = process.cpu_times()
-    return float(times.user + times.system)
+    except (OSError, psutil.Error):  # it has just ended
+        return rank
+    own = meter.percent(pid, thread_id, (int(words[11]) + int(words[12])) / _TICKS_PER_S)
+    whole = meter.percent(pid, 0, times.user + times.system) if is_alone else own
+    return replace(
+        rank,
+        condition=_CONDITIONS.get(words[0].decode(), "sleeping"),
+        cpu_percent=whole,
+        thread_percent=own,
+        memory_bytes=memory,
+    )
 
 
 def send(job: Job, number: int) -> None:

@@ -159,6 +159,7 @@ def _rank(seen: Seen, state: State, now_ns: int) -> dict[str, Any]:
         "rank": seen.rank.rank,
         "pid": seen.rank.pid,
         "process": seen.rank.condition,
+        "is_idle": seen.rank.is_idle,
         "cpu_percent": seen.rank.cpu_percent,
         "memory_bytes": seen.rank.memory_bytes,
         "state": state.kind,

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 __all__ = (
-    "IDLE_PERCENT",
     "PATIENCE_S",
     "Call",
     "Culprit",
@@ -22,10 +21,8 @@ __all__ = (
 PATIENCE_S = 0.5
 """A rank is named for being late only where others have waited longer for it."""
 
-IDLE_PERCENT = 20.0
-"""A rank that sleeps and uses less of a core is idle: its threads in the background use some."""
-
 _S = 1e9
+_IDLE_PERCENT = 20.0  # of a core: looking at deaths and deadlines takes some
 _KEY = tuple[str, str]
 
 
@@ -76,7 +73,8 @@ class Rank:
         pid: its process.
         condition: "running", "sleeping", "disk", "stopped" or "dead", as the kernel has it.
         calls: in the order in which they began.
-        cpu_percent: of one core; None where it isn't known yet.
+        cpu_percent: of one core, all its threads; None where it isn't known yet.
+        thread_percent: the same of its own thread: Horovod's is busy with nothing, for one.
         memory_bytes: resident; None where it isn't known.
         made_ns: when its page was made.
     """
@@ -88,6 +86,12 @@ class Rank:
     cpu_percent: float | None = None
     memory_bytes: int | None = None
     made_ns: int = 0
+    thread_percent: float | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether its own thread hardly runs."""
+        return self.condition == "sleeping" and (self.thread_percent or 0.0) < _IDLE_PERCENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,11 +231,6 @@ class _Job:
 
     def is_gone(self, rank: int) -> bool:
         return self.ranks[rank].condition in ("dead", "stopped")
-
-    def is_busy(self, rank: int) -> bool:
-        facts = self.ranks[rank]
-        is_at_it = facts.condition in ("running", "disk")
-        return is_at_it or (facts.cpu_percent or 0.0) >= IDLE_PERCENT
 
     def _wait(self, rank: int) -> _Wait | None:
         """Tell what a rank waits for; the call that most are missing in, where it has several."""
@@ -396,9 +395,7 @@ def _extra(job: _Job) -> _Found:
     (alone,) = waiting
     others = [rank for rank in job.ranks if rank != alone]
     is_every = set(job.waits[alone].ranks) == set(others)
-    are_idle = all(
-        not job.open[rank] and not job.is_busy(rank) and not job.is_gone(rank) for rank in others
-    )
+    are_idle = all(not job.open[rank] and job.ranks[rank].is_idle for rank in others)
     if not is_every or not are_idle:
         return None
     name = job.waits[alone].call.name
@@ -429,7 +426,7 @@ def _why_late(job: _Job, rank: int) -> str:
     if job.open[rank]:
         call = job.open[rank][-1]
         return f"is in {call.name}, where it waits for no rank"
-    return f"is {'busy' if job.is_busy(rank) else 'idle'} outside of calls"
+    return f"is {'idle' if job.ranks[rank].is_idle else 'busy'} outside of calls"
 
 
 def _deadlock(job: _Job) -> _Found:

@@ -130,6 +130,12 @@ def test_how_busy_a_rank_is_comes_with_the_second_look() -> None:
     assert (second.rank.memory_bytes or 0) > 1 << 20
 
 
+def test_a_rank_outlives_the_thread_that_made_its_page() -> None:
+    with page(0, thread_id=0):
+        ((seen,),) = (job.ranks for job in look(Meter()))
+    assert seen.rank.condition in ("running", "sleeping")
+
+
 def test_what_is_no_page_is_passed_over(status: Path) -> None:
     (status / "1-2-3").write_bytes(b"nothing")
     (status / "folder").mkdir()

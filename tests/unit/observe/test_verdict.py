@@ -26,7 +26,7 @@ def call(
 
 
 def rank(number: int, *calls: Call, condition: str = "sleeping", cpu: float = 0.0) -> Rank:
-    return Rank(number, 100 + number, condition, calls, cpu, 0, 10**9)
+    return Rank(number, 100 + number, condition, calls, cpu, 0, 10**9, cpu)
 
 
 def done(number: int = 1) -> Call:
