@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from unisono.host import status_page
 from unisono.host.status_page import CALLED, PageReader, StatusPage, pages
 
 CALLS = 20_000
@@ -172,7 +171,7 @@ def test_no_page_where_there_is_no_room(folder: Path, monkeypatch: pytest.Monkey
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(status_page.os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
     assert StatusPage.make({}) is None
     assert list(folder.iterdir()) == []
 
