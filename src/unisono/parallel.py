@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
 
@@ -12,7 +12,7 @@ from typing_extensions import ParamSpec, Unpack
 from unisono import context, facts
 from unisono.arguments import check_names
 from unisono.errors import ArgumentError, NotInitializedError
-from unisono.lifecycle import check_job, finalize, initialize, spawn
+from unisono.lifecycle import best_backend, check_job, finalize, initialize, spawn
 from unisono.model.contract import ComputationModel
 from unisono.options import ParallelOptions
 from unisono.registry import find_launcher, find_model
@@ -96,24 +96,18 @@ class Parallel:
         self._options: dict[str, Any] = {**given, **spawn_kwargs}
         if init_method is not None:
             self._options["init_method"] = init_method
-        self._check(cls)
+        self._check(cls, for_spawn)
         self._is_entered = False
         self._has_context = False
 
-    def _check(self, cls: type[ComputationModel] | None) -> None:
+    def _check(self, cls: type[ComputationModel] | None, for_spawn: Iterable[str]) -> None:
         """Refuse early what `spawn` or `initialize` would refuse. Local."""
         if self._nproc_per_node is not None:
             check_job("Parallel", self._backend, self._nproc_per_node, self._options)
-        elif cls is not None:
-            own = (
-                "nproc_per_node",
-                "nnodes",
-                "node_rank",
-                "master_addr",
-                "master_port",
-                "launcher",
-            )
-            check_names("Parallel", self._options, {*cls.options, "rank", "world_size", *own})
+        elif self._options:  # also alone, where nobody would look at a misspelt one
+            cls = cls or find_model(best_backend())
+            own = ("rank", "world_size", "nproc_per_node", *for_spawn)
+            check_names("Parallel", self._options, {*cls.options, *own})
 
     @property
     def backend(self) -> str | None:

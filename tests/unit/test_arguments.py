@@ -113,8 +113,9 @@ def test_a_misspelt_number_of_ranks_is_answered_with_its_name(
     call: Callable[..., Any], options: dict[str, Any]
 ) -> None:
     named = rf"^{call.__name__} takes no option 'nproc_per_nod'\. Did you mean 'nproc_per_node'\?"
-    with pytest.raises(ArgumentError, match=named):
-        call("gloo", **options)
+    for backend in ("gloo", None):
+        with pytest.raises(ArgumentError, match=named):
+            call(backend, **options)
 
 
 def test_an_argument_error_is_what_idist_users_catch() -> None:
