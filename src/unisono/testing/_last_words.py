@@ -61,6 +61,7 @@ class Witness:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
+        self._process.kill()  # a fork that a law has left may hold the pipe open
         self._process.wait()
 
     def enter(self, law: str, folder: str) -> Path:
