@@ -74,8 +74,9 @@ def check_names(call: str, given: Mapping[str, Any], known: Iterable[str]) -> No
 
 def suggestion(name: Any, known: Iterable[str]) -> str:
     """Write which known name is near to a wrong one, if any; it begins with a space. Local."""
-    near = difflib.get_close_matches(name.lower(), known, n=1) if isinstance(name, str) else []
-    return f" Did you mean {near[0]!r}?" if near else ""
+    names = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name.lower(), names, n=1) if isinstance(name, str) else []
+    return f" Did you mean {names[near[0]]!r}?" if near else ""
 
 
 def seconds(name: str, value: Any) -> timedelta:

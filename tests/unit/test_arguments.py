@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import unisono as idist
-from unisono.arguments import check_count, check_names, check_port, seconds
+from unisono.arguments import check_count, check_names, check_port, seconds, suggestion
 from unisono.errors import ArgumentError
 
 
@@ -116,6 +116,13 @@ def test_a_misspelt_number_of_ranks_is_answered_with_its_name(
     for backend in ("gloo", None):
         with pytest.raises(ArgumentError, match=named):
             call(backend, **options)
+
+
+def test_the_nearest_name_is_found_in_any_case() -> None:
+    assert suggestion("fsdp3", ["FSDP2", "flat"]) == " Did you mean 'FSDP2'?"
+    assert suggestion("Flat", ["FSDP2", "flat"]) == " Did you mean 'flat'?"
+    assert suggestion("round", ["FSDP2", "flat"]) == ""
+    assert suggestion(3, ["FSDP2", "flat"]) == ""
 
 
 def test_an_argument_error_is_what_idist_users_catch() -> None:
