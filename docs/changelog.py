@@ -5,7 +5,8 @@
     python docs/changelog.py --release 0.1.0
                                         put what is there under that version, and begin again
 
-A fragment is named ``<issue>.<added|changed|deprecated|fixed|removed>.md`` and has bullet lines.
+A fragment is named ``<issue>.<added|changed|deprecated|fixed|removed>.<any word>.md`` and has
+bullet lines. The word keeps several of one issue apart, and may be left out.
 """
 
 from __future__ import annotations

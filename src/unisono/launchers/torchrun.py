@@ -111,7 +111,7 @@ def run(script: Script) -> Outcome:
 
     Raises:
         ArgumentError: several nodes without an address.
-        LaunchError: in time, the address of node 0 doesn't resolve, or nobody answers there.
+        LaunchError: node 0's name isn't known, or nobody answers there, until the time is over.
     """
     arguments = argv(script)
     if script.master_addr is not None and script.master_port is not None:

@@ -45,7 +45,8 @@ def _cluster(n_ranks: int) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    before, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
+    before = {name: os.environ[name] for name in _OF_RAY & os.environ.keys()}
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         _connect(n_ranks)
         if handler is not signal.SIG_DFL:  # else Ray's own may end its processes meanwhile
@@ -56,7 +57,7 @@ def _cluster(n_ranks: int) -> Iterator[None]:
         _give_back(handler)
         for name in _OF_RAY:  # Ray sets them in this process
             os.environ.pop(name, None)
-        os.environ.update({name: before[name] for name in _OF_RAY & before.keys()})
+        os.environ.update(before)
 
 
 def _connect(n_ranks: int) -> None:
@@ -181,9 +182,9 @@ def launch(
     counts: Sequence[int] | None = None,
     timeout_s: float = _TIMEOUT_S,
 ) -> list[Any]:
-    """Run `entry` in actors of the Ray cluster, or of one that is made on this host.
+    """Run `entry` in actors of the Ray cluster that is named, else of one made on this host.
 
-    Local.
+    Local. ``RAY_ADDRESS`` names one, or ``ray start`` on this host.
 
     Args:
         entry: called once in each actor with who it is.
@@ -198,7 +199,7 @@ def launch(
     Raises:
         ArgumentError: `counts` are of more nodes than the plan has, or of fewer.
         PayloadError: `entry` can't be pickled.
-        LaunchError: the cluster has no room.
+        LaunchError: the cluster that is named can't be joined, or it has no room.
         WorkerFailedError: a rank failed, or its actor died; all others have been ended.
         CollectiveTimeoutError: the block's deadline is over; all actors have been ended.
     """
@@ -244,9 +245,9 @@ class _Calls(Ranks):
 
 
 def run(script: Script) -> Outcome:
-    """Run a script in actors of the Ray cluster, or of one that is made on this host.
+    """Run a script in actors of the Ray cluster that is named, else of one made on this host.
 
-    Local.
+    Local. ``RAY_ADDRESS`` names one, or ``ray start`` on this host.
 
     Args:
         script: what was asked for; hosts are named by the addresses that Ray knows them by.
@@ -255,7 +256,7 @@ def run(script: Script) -> Outcome:
         How it went.
 
     Raises:
-        LaunchError: the cluster has no room.
+        LaunchError: the cluster that is named can't be joined, or it has no room.
     """
     script.refuse("ray", "Ray finds it out", "node_rank", "master_addr", "master_port")
     script.refuse("ray", "use launcher 'torchrun'", "max_restarts")
