@@ -213,9 +213,10 @@ def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
             ``backward_passes_per_step``; the optimizer then averages gradients instead of backward.
 
     Returns:
-        `optimizer` itself where backward averages the gradients: with the state of rank 0 under
-        `Replicated`, as it is under torch's own wrappers, for which `broadcast_optimizer_state` is
-        there; elsewhere one whose ``step`` averages if the library has that (Horovod, XLA).
+        `optimizer` itself where backward averages the gradients. Under `Replicated` it gets the
+        state of rank 0; under torch's own wrappers it stays as it is, and
+        `broadcast_optimizer_state` is for you to call. Where backward doesn't average, an
+        optimizer whose ``step`` does, if the library has one (Horovod, XLA).
 
     Raises:
         ArgumentError: not an optimizer, or options where the context's model takes none.
