@@ -131,7 +131,7 @@ def _reach(script: Script, addr: str, port: int) -> None:
     address = _resolve(who, addr, port, timeout_s, deadline)
     if script.node_rank == 0 or (script.node_rank is None and _is_here(address)):
         return
-    reason = why_unreachable(addr, port, timeout_s)
+    reason = why_unreachable(addr, port, max(_TRY_S, deadline - time.monotonic()))
     while reason is not None and (left := deadline - time.monotonic()) > 0:
         time.sleep(min(_TRY_S, left))
         reason = why_unreachable(addr, port, max(_TRY_S, deadline - time.monotonic()))

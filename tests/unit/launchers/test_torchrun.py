@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from unisono.control.addresses import why_unreachable
 from unisono.errors import LaunchError
 from unisono.launchers import torchrun
 from unisono.launchers.script.script import Script
@@ -40,9 +41,17 @@ def test_a_name_that_gets_known_later_is_reached(
 ) -> None:
     names = Names("train-0.train", after=3)
     monkeypatch.setattr(socket, "getaddrinfo", names.getaddrinfo)
+    limits: list[float] = []
+
+    def reach(addr: str, port: int, limit_s: float) -> OSError | None:
+        limits.append(limit_s)
+        return why_unreachable(addr, port, limit_s)
+
+    monkeypatch.setattr(torchrun, "why_unreachable", reach)
     with socket.create_server(("127.0.0.1", 0)) as leader:
         torchrun._reach(node(1, 60.0), "train-0.train", leader.getsockname()[1])
     assert names.count > 3
+    assert limits[0] <= 60.0 - 3 * torchrun._TRY_S  # one timeout for both
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 1  # once, however often it is looked up
     assert warnings[0].startswith("node 1: --master-addr 'train-0.train' doesn't resolve yet (")
