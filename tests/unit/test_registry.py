@@ -125,10 +125,11 @@ def test_a_spawned_backend_is_taken_in_any_case() -> None:
 
 def test_a_backend_that_is_known_but_not_installed_says_how_to_get_it() -> None:
     reasons = {name: reason for name, reason in registry.availability().items() if reason}
+    of_devices = [name for name, why in reasons.items() if "no such device on this machine" in why]
+    for name in of_devices:  # another machine may have one
+        del reasons[name]
     assert reasons, "everything is installed here"
     for name, reason in reasons.items():
-        if "no such device on this machine" in reason:  # another machine may have one
-            continue
         with pytest.raises(BackendUnavailableError) as raised:
             registry.find_model(name)
         assert f"backend '{name}' can't be used here: {reason}" == str(raised.value)
