@@ -113,6 +113,7 @@ def die_once_it_is_written(local_rank: int, folder: str) -> None:
     idist.barrier()
 
 
+@pytest.mark.timed
 def test_a_killed_rank_loses_a_second_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ def knock(listener: socket.socket, held: ExitStack, data: bytes = b"") -> socket
     return made
 
 
+@pytest.mark.timed
 def test_strangers_take_no_time_of_a_member(listener: socket.socket, held: ExitStack) -> None:
     said = (b"", b"x", WORD[:4], b"garbage" * 9, WORD[:4] + b"!" * 7)
     strangers = [knock(listener, held, said[turn % 5]) for turn in range(40)]
