@@ -1,8 +1,9 @@
 """Train on the workers of a Ray cluster.
 
-    python examples/cluster/ray_job.py --workers 2                        a Ray of this host
-    RAY_ADDRESS=auto python examples/cluster/ray_job.py --workers 8       one that runs here
-    ray job submit -- python examples/cluster/ray_job.py --workers 8      one elsewhere
+    python examples/cluster/ray_job.py --workers 2                            a Ray of its own
+    ray start --head && python examples/cluster/ray_job.py --workers 2        the one on this host
+    RAY_ADDRESS=head:6379 python examples/cluster/ray_job.py --workers 8      that at this address
+    ray job submit -- python examples/cluster/ray_job.py --workers 8          one elsewhere
 
 The program is Ray's driver: it starts the workers as actors, and gets what they return, by rank.
 unisono must be installed on all nodes of the cluster. Needs Ray: python -m pip install ray

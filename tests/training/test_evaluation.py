@@ -201,7 +201,8 @@ def test_launchers_are_inferred_and_believed(monkeypatch: pytest.MonkeyPatch) ->
         idist.init_dist("none", "gloo", rank=0)
     with pytest.raises(EnvironmentDetectionError, match="openmpi or mpich"):
         idist.init_dist("mpi", "gloo")
-    with pytest.raises(ArgumentError, match="Known: mpi, none, pytorch, slurm"):
+    known = r"'torchrun'\. Did you mean 'pytorch'\? Known: mpi, none, pytorch, slurm"
+    with pytest.raises(ArgumentError, match=known):
         idist.init_dist("torchrun")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")

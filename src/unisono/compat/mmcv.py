@@ -7,6 +7,7 @@ from typing import Any
 
 from typing_extensions import Unpack
 
+from unisono.arguments import suggestion
 from unisono.context import current_model
 from unisono.errors import ArgumentError, EnvironmentDetectionError
 from unisono.lifecycle import initialize
@@ -101,8 +102,11 @@ def init_dist(
     name = infer_launcher() if launcher is None else launcher
     options: dict[str, Any] = {key: value for key, value in kwargs.items() if value is not None}
     if name not in (*_LAUNCHERS, "none"):
-        known = ", ".join(sorted((*_LAUNCHERS, "none")))
-        raise ArgumentError(f"unknown launcher {launcher!r}. Known: {known}; or None to infer it")
+        known = sorted((*_LAUNCHERS, "none"))
+        raise ArgumentError(
+            f"unknown launcher {launcher!r}.{suggestion(name, known)} Known: {', '.join(known)}; "
+            "or None to infer it"
+        )
     if "rank" in options or "world_size" in options:
         initialize(backend, **options)
         return
