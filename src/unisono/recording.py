@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from types import CodeType
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -100,6 +101,10 @@ class _Planes(threading.local):
 
 
 _planes = _Planes()
+_Code: TypeAlias = "tuple[CodeType, str, dict[int, int] | None]"
+# Python looks for the line of a frame from the first line of its code on, at every call.
+_codes: dict[int, _Code] = {}
+_MOST_CODES = 4096
 
 
 def add_hook(*, before: Hook | None = None, after: Hook | None = None) -> Callable[[], None]:
@@ -159,8 +164,10 @@ class Token:
     __slots__ = ("lane", "plane", "record", "stamp")
 
     def __init__(self, lane: Lane | None, stamp: int) -> None:
-        self.lane, self.stamp, self.plane = lane, stamp, ""
+        self.lane: Lane | None = lane
+        self.stamp: int = stamp
         self.record: CollectiveRecord | None = None
+        self.plane: str = ""
 
     def end(self, error: BaseException | None = None) -> None:
         """Take note that the call is over. Local; harmless the second time."""
@@ -223,7 +230,9 @@ class CallLog:
     """
 
     def __init__(self, rank: int, world_size: int, job: str, page: StatusPage | None) -> None:
-        self.rank, self.world_size, self.job = rank, world_size, job
+        self.rank: int = rank
+        self.world_size: int = world_size
+        self.job: str = job
         self._page = page
         self._numbers: dict[str, int] = {}
         self._members: dict[str, Sequence[int]] = {EVERYBODY: range(world_size)}
@@ -285,7 +294,7 @@ class CallLog:
         if lane is None and not _before and not _after:
             return _NOTHING
         file, line = _line_of_call()
-        size = value.numel() * value.itemsize if type(value) is Tensor else 0
+        size = _size_of(value) if type(value) is Tensor else 0
         now, stamp = time.monotonic_ns(), 0
         if lane is not None:
             stamp = lane.begin(name, file, line, key, number, size, now, state)
@@ -363,18 +372,41 @@ class CallLog:
         self._here = _Here()
 
 
+def _size_of(tensor: Tensor) -> int:
+    try:
+        return tensor.nbytes
+    except RuntimeError:  # a sparse one has no memory of its own
+        return 0
+
+
 def _line_of_call() -> tuple[str, int]:
     """Give the user's line: that of the innermost frame that isn't ours."""
-    frame = sys._getframe(2)
-    while frame.f_code.co_filename.startswith(_PASSED):
+    frame = sys._getframe(3)  # this function and the two above it are ours
+    while True:
+        code, lasti = frame.f_code, frame.f_lasti
+        known = _codes.get(id(code))
+        if known is None or known[0] is not code:
+            known = _note(code)
+        lines = known[2]
+        if lines is not None:
+            line = lines.get(lasti)
+            if line is None:
+                line = lines[lasti] = frame.f_lineno
+            return known[1], line
         if frame.f_back is None:
-            break
+            file, _, text = carried_line().rpartition(":")  # of the thread that started it
+            return (file, int(text)) if file else ("", 0)
         frame = frame.f_back
-    file, is_of_user = frame.f_code.co_filename, frame.f_back or frame.f_code.co_name == "<module>"
-    if is_of_user and file != "<string>":  # which is a process that we started
-        return file, frame.f_lineno
-    file, _, line = carried_line().rpartition(":")  # of the thread that started it
-    return (file, int(line)) if file else ("", 0)
+
+
+def _note(code: CodeType) -> _Code:
+    """Keep what is asked of the code of a frame: its file, and lines by place unless it is ours."""
+    file = code.co_filename
+    is_ours = file == "<string>" or file.startswith(_PASSED)  # that is a process that we started
+    if len(_codes) >= _MOST_CODES:
+        _codes.clear()
+    known = _codes[id(code)] = (code, file, None if is_ours else {})
+    return known
 
 
 def _tell(hooks: tuple[Hook, ...], record: CollectiveRecord) -> None:

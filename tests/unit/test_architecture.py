@@ -273,6 +273,7 @@ STATE = {
     "recording:_NOTHING": "a call that nobody records, which is never changed",
     "recording:_after": "hooks that programs add",
     "recording:_before": "hooks that programs add",
+    "recording:_codes": "what is known of the code of callers",
     "recording:_lock": "hooks that programs add",
     "recording:_planes": "what carries the call that a thread is in",
     "registry:_launchers": "what plug-ins bring",
