@@ -100,6 +100,8 @@ def folded(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     Args:
         frames: the innermost first.
     """
+    if len(frames) > 1 and frames[-1].file == "<string>" and _is_ours(frames[-2]):
+        frames = frames[:-1]  # the command line of a process that we started
     own = next((at for at, frame in enumerate(frames) if not _is_library(frame.file)), None)
     if own is None:
         return tuple(frames)

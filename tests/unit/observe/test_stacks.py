@@ -56,6 +56,9 @@ def test_the_inside_of_a_collective_is_folded() -> None:
     assert folded([library, ours, site, own, ours, library]) == (site, own, library)
     assert folded([library, own, ours]) == (library, own)
     assert folded([library, ours]) == (library, ours)
+    started = Frame("<string>", 5, "<module>")
+    assert folded([own, ours, started]) == (own,)
+    assert folded([own, started]) == (own, started)
 
 
 def test_equal_stacks_are_told_once_the_most_ranks_first() -> None:
