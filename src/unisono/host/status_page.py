@@ -11,6 +11,7 @@ import itertools
 import json
 import mmap
 import os
+import re
 import stat
 import struct
 import threading
@@ -67,6 +68,7 @@ _LOW = (1 << 32) - 1
 CALLED, IN_FLIGHT, WAITED_FOR = 0, 1, 2
 """States of a record: a call that blocks; one that was started; one that was, and is waited for."""
 
+_NAME = re.compile(r"([0-9]+)-([0-9]+)-[0-9]+")
 _numbers = itertools.count(1)
 _open: weakref.WeakSet[StatusPage] = weakref.WeakSet()
 
@@ -141,7 +143,7 @@ class StatusPage:
             if fd >= 0:
                 os.close(fd)
         own = {"pid": os.getpid(), "start_ticks": ticks, "made_ns": time.monotonic_ns()}
-        return cls(path, memory, {**facts, **own})
+        return cls(path, memory, {**facts, **own, "pids": _pids()})
 
     def update(self, **facts: Any) -> None:
         """Change facts. Local."""
@@ -287,7 +289,8 @@ class PageReader:
     """
 
     def __init__(self, path: Path) -> None:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # it may be a pipe
+        fd = os.open(path, flags)
         try:
             status = os.fstat(fd)
             if status.st_uid != os.getuid() or status.st_size != _PAGE_BYTES:
@@ -345,7 +348,11 @@ class PageReader:
 
 
 def pages() -> list[PageReader]:
-    """Read all pages of this user on this host, those of dead processes too. Local."""
+    """Read all pages of this user on this host, those of dead processes too.
+
+    Local. Containers may share the folder and number their processes alike: what another one has
+    written is left out, as nothing can be known of its processes here.
+    """
     place = folder()
     if place is None or not _private(place, makes=False):
         return []
@@ -353,14 +360,23 @@ def pages() -> list[PageReader]:
     for path in sorted(place.iterdir()):
         with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile, or isn't a page
             found.append(PageReader(path))
-    return found
+    here = _pids()
+    return [page for page in found if page.facts.get("pids") == here]
+
+
+def _pids() -> int:
+    """Name the space that process ids belong to: containers have one each. 0: it isn't known."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 def _sweep(place: Path) -> None:
     """Remove the pages of dead processes, once nothing lives of their job."""
     with contextlib.suppress(OSError):
-        names = [path.name.split("-") for path in place.iterdir()]
-        if all(is_running(*map(int, parts[:2])) for parts in names if parts[0].isdecimal()):
+        names = [_NAME.fullmatch(path.name) for path in place.iterdir()]
+        if all(is_running(int(name[1]), int(name[2])) for name in names if name):
             return
         readers = pages()
         living = {reader.facts.get("job") for reader in readers if reader.is_alive()}

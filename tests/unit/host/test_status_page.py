@@ -148,10 +148,33 @@ def test_what_is_no_page_is_passed_over(folder: Path) -> None:
     (folder / "1-2-3").write_bytes(b"nothing")
     (folder / "1-2-4").write_bytes(bytes(page._memory[:])[:-8])
     (folder / "1-2-5").symlink_to(page.path)
+    os.mkfifo(folder / "1-2-6")  # which nobody writes to
     assert [reader.path for reader in pages()] == [page.path]
     with pytest.raises(ValueError, match="isn't a status page"):
         PageReader(folder / "1-2-3")
     page.close()
+
+
+def test_other_files_in_the_folder_stay(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    names = {"2", "2024", "2024-notes.txt", "1-2", "notes"}
+    for name in names:
+        (folder / name).write_text("mine")
+    made().close()
+    assert {path.name for path in folder.iterdir()} == names
+
+
+def test_pages_of_another_container_are_not_read_and_stay() -> None:
+    """It has process ids of its own, and may share the folder: ``--ipc=host`` does that."""
+    page = made(job="elsewhere")
+    there = page.path.with_name("999999999-1-1")  # which lives there, and nothing says so here
+    page.path.rename(there)
+    page.update(pid=999999999, start_ticks=1, pids=page.facts["pids"] + 1)
+    assert pages() == []
+    made(job="b").close()
+    assert there.exists()
+    page.update(pids=page.facts["pids"] - 1)
+    assert [reader.path for reader in pages()] == [there]
 
 
 def test_a_folder_that_others_can_write_to_is_not_used(folder: Path) -> None:
