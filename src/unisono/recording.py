@@ -39,7 +39,7 @@ __all__ = (
 __tracebackhide__ = hides
 
 T = TypeVar("T")
-_PASSED = (*OUR_FRAMES, str(Path(torch.__file__).parent))
+_PASSED = (*OUR_FRAMES, f"{Path(torch.__file__).parent}{os.sep}")
 _LONGEST_PROGRAM = 200
 _LONGEST_ERROR = 500
 _LONGEST_JOB = 200
@@ -209,8 +209,9 @@ class Token:
         self.plane = _planes.plane if is_started else ""
 
         def wait() -> T:
-            if self.lane is not None:
-                self.lane.wait(self.stamp)
+            lane = self.lane  # the thread that carries it out may end it meanwhile
+            if lane is not None:
+                lane.wait(self.stamp)
             return self.carry_out(handle.wait)
 
         return Handle(wait, handle.is_completed)
@@ -255,7 +256,7 @@ class CallLog:
             "world_size": world_size,
             "job": job,
             "host": socket.gethostname(),
-            "program": " ".join(sys.argv)[:_LONGEST_PROGRAM],
+            "program": " ".join(map(str, sys.argv))[:_LONGEST_PROGRAM],
             "cwd": _folder(),
             "thread_id": threading.get_native_id(),
             "groups": {},
@@ -300,7 +301,7 @@ class CallLog:
             stamp = lane.begin(name, file, line, key, number, size, now, state)
         token = Token(lane, stamp)
         if _before or _after:
-            dtype = str(value.dtype)[6:] if isinstance(value, Tensor) else ""
+            dtype = _dtype_of(value) if isinstance(value, Tensor) else ""
             token.record = CollectiveRecord(
                 name, self.rank, self.world_size, self.job, key, self._members[key], number,
                 size, dtype, "", file, line, threading.get_native_id(), now,
@@ -391,11 +392,11 @@ def _line_of_call() -> tuple[str, int]:
         if lines is not None:
             line = lines.get(lasti)
             if line is None:
-                line = lines[lasti] = frame.f_lineno
+                line = lines[lasti] = frame.f_lineno or 0  # what a program has made may lack it
             return known[1], line
         if frame.f_back is None:
             file, _, text = carried_line().rpartition(":")  # of the thread that started it
-            return (file, int(text)) if file else ("", 0)
+            return (file, int(text)) if text.isdecimal() else (file, 0)
         frame = frame.f_back
 
 
@@ -407,6 +408,11 @@ def _note(code: CodeType) -> _Code:
         _codes.clear()
     known = _codes[id(code)] = (code, file, None if is_ours else {})
     return known
+
+
+def _dtype_of(tensor: Tensor) -> str:
+    with torch._C.DisableTorchFunctionSubclass():  # whose own code may raise
+        return str(tensor.dtype)[6:]
 
 
 def _tell(hooks: tuple[Hook, ...], record: CollectiveRecord) -> None:
@@ -455,5 +461,5 @@ def job_of(info: RankInfo | None, own: str = "") -> str:
     elif os.environ.get("MASTER_PORT"):
         name = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ['MASTER_PORT']}"
     else:
-        name = f"{Path(sys.argv[0] if sys.argv else '').name or 'python'}-{os.getppid()}"
+        name = f"{Path(str(sys.argv[0]) if sys.argv else '').name or 'python'}-{os.getppid()}"
     return name[:_LONGEST_JOB]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType
 from typing import Any, cast
 
 import pytest
@@ -12,7 +15,7 @@ import unisono as idist
 from tests.support.worlds import several
 from unisono import context
 from unisono.host.status_page import IN_FLIGHT, PageReader, pages
-from unisono.recording import CollectiveRecord, add_hook
+from unisono.recording import CallLog, CollectiveRecord, add_hook
 
 
 @pytest.fixture
@@ -153,6 +156,58 @@ def test_what_a_hook_raises_is_the_calls_and_nothing_is_broken() -> None:
         return fails()
 
     assert idist.spawn("gloo", work, nproc_per_node=2) == [["still in step"] * 2] * 2
+
+
+def call_from(file: str) -> None:
+    names: dict[str, Any] = {}
+    exec(compile("def work(run):\n    run()\n", file, "exec"), names)
+    names["work"](idist.barrier)
+
+
+@several
+def test_a_line_of_a_package_whose_name_begins_as_torchs_is_the_users(
+    records: list[CollectiveRecord],
+) -> None:
+    call_from(f"{torch.__path__[0]}_geometric/loader.py")
+    assert records[-1].file.endswith("torch_geometric/loader.py")
+    call_from(f"{torch.__path__[0]}/nn/modules/module.py")
+    assert records[-1].file == __file__
+
+
+@several
+def test_code_without_lines_is_recorded_without_one(records: list[CollectiveRecord]) -> None:
+    """As what a program makes of another's: its frames have no number."""
+
+    def work() -> None:
+        idist.barrier()
+
+    FunctionType(work.__code__.replace(co_linetable=b""), {**globals()})()
+    assert (records[-1].name, records[-1].line) == ("barrier", 0)
+
+
+class Unreadable(torch.Tensor):
+    """A tensor whose class refuses whatever is asked of it."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("mine")
+
+
+def test_a_tensor_whose_class_raises_can_be_recorded(records: list[CollectiveRecord]) -> None:
+    value = torch.ones(2).as_subclass(Unreadable)
+    with context.current().calls.call("mine", None, value):
+        pass
+    assert (records[-1].name, records[-1].dtype) == ("mine", "float32")
+
+
+def test_arguments_of_a_program_may_be_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [Path("train.py"), 3])
+    log = CallLog.of_rank(0, 1, "arguments")
+    try:
+        facts = [page.facts for page in pages() if page.facts["job"] == "arguments"]
+    finally:
+        log.close()
+    assert [each["program"] for each in facts] == ["train.py 3"]
 
 
 def test_a_page_goes_with_its_context() -> None:

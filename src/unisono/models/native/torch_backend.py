@@ -47,7 +47,7 @@ __all__ = ("create",)
 __tracebackhide__ = hides
 
 _CPU = torch.device("cpu")
-_PASSED = (*OUR_FRAMES, str(Path(torch.__file__).parent))
+_PASSED = (*OUR_FRAMES, f"{Path(torch.__file__).parent}{os.sep}")
 _c10d: Any = _distributed_c10d  # whose stubs say other parameters in each version of torch
 _ProcessGroup: Any = dist.ProcessGroup
 _UNREADY = (UninitializedParameter, UninitializedBuffer)  # which have no memory yet
