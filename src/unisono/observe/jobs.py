@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -109,7 +110,10 @@ def look(meter: Meter) -> list[Job]:
 
 
 def _by_rank(found: Iterable[PageReader]) -> dict[int, list[PageReader]]:
-    """Take each rank's pages, the newest last: those of its newest process that lives."""
+    """Take each rank's pages, the newest last: those of its newest process that lives.
+
+    A job that was started again with fewer ranks has left pages of the dead that it has no more.
+    """
     by_process: dict[int, dict[tuple[int, int], list[PageReader]]] = {}
     for page in sorted(found, key=lambda page: page.facts.get("made_ns", 0)):
         process = page.facts["pid"], page.facts["start_ticks"]
@@ -118,12 +122,10 @@ def _by_rank(found: Iterable[PageReader]) -> dict[int, list[PageReader]]:
         rank: max(each.values(), key=lambda of: (of[-1].is_alive(), of[-1].facts["made_ns"]))
         for rank, each in by_process.items()
     }
-    return {rank: each for rank, each in newest.items() if _is_shown(each)}
-
-
-def _is_shown(found: Sequence[PageReader]) -> bool:
-    """Leave out a rank that has ended in good order."""
-    return found[-1].is_alive() or not found[-1].facts.get("ended", False)
+    living = [each[-1] for each in newest.values() if each[-1].is_alive()]
+    now = max(living, key=lambda page: page.facts["made_ns"], default=None)
+    size = math.inf if now is None else now.facts["world_size"]
+    return {rank: each for rank, each in newest.items() if rank < size or each[-1].is_alive()}
 
 
 def _job(name: str, by_rank: Mapping[int, list[PageReader]], meter: Meter) -> Job:
@@ -142,10 +144,8 @@ def _job(name: str, by_rank: Mapping[int, list[PageReader]], meter: Meter) -> Jo
 
 def _seen(rank: int, found: Sequence[PageReader], meter: Meter, *, is_alone: bool) -> Seen:
     calls: list[Call] = []
-    nth: dict[str, int] = {}
     for page in found:
         model = f"{page.facts.get('model', '')} {page.facts.get('backend', '')}"
-        nth[model] = nth.get(model, 0) + 1
         calls += _calls(page, model)
     facts = found[-1].facts
     calls.sort(key=lambda call: call.begin_ns)
@@ -170,7 +170,7 @@ def _calls(page: PageReader, context: str) -> Iterable[Call]:
             begin_ns=each.begin_ns,
             end_ns=each.end_ns,
             size_bytes=each.size_bytes,
-            lane=each.lane,
+            lane=each.thread_id,  # pages of one process number their lanes alike
             is_blocking=each.state != IN_FLIGHT,
         )
 

@@ -90,8 +90,9 @@ class Rank:
 
     @property
     def is_idle(self) -> bool:
-        """Whether its own thread hardly runs."""
-        return self.condition == "sleeping" and (self.thread_percent or 0.0) < _IDLE_PERCENT
+        """Whether its own thread hardly runs, as far as that is known."""
+        percent = self.thread_percent
+        return self.condition == "sleeping" and percent is not None and percent < _IDLE_PERCENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +260,20 @@ class _Job:
             for each in self.ranks[rank].calls
         )
 
+    def waits_for_nobody(self, rank: int) -> bool:
+        """Tell whether a rank waits for none, not even for one that can't be seen from here."""
+        wait = self.waits.get(rank)
+        if wait is None or not (wait.ranks or wait.unseen):
+            return True
+        return not wait.ranks and any(self._is_over(other, wait.call) for other in self.ranks)
+
+    def _is_over(self, rank: int, call: Call) -> bool:
+        """Tell whether a call that has begun is over for a rank: so all had come to it."""
+        return any(
+            each.key == call.key and each.number == call.number and each.end_ns
+            for each in self.ranks[rank].calls
+        )
+
     def waited_for(self) -> set[int]:
         return {other for wait in self.waits.values() for other in wait.ranks}
 
@@ -378,12 +393,13 @@ def _mismatch(job: _Job) -> _Found:
 
 
 def _names(job: _Job, call: Call) -> dict[str, list[int]]:
-    """Tell which ranks know a call under which name."""
+    """Tell which ranks know a call under which name; a page without room for it has none."""
     found: dict[str, list[int]] = {}
     for rank in sorted(job.ranks):
         for each in job.ranks[rank].calls:
-            if call.number and each.key == call.key and each.number == call.number:
-                found.setdefault(each.name, []).append(rank)
+            if call.number and each.key == call.key and each.number == call.number and each.name:
+                name = "a message" if each.name in ("send", "recv") else each.name
+                found.setdefault(name, []).append(rank)
     return found
 
 
@@ -411,8 +427,7 @@ def _late(job: _Job) -> _Found:
     sinks = [
         rank
         for rank in job.waited_for()
-        if (rank not in job.waits or not job.waits[rank].ranks)
-        and job.is_worth_a_word(job.waiters(rank))
+        if job.waits_for_nobody(rank) and job.is_worth_a_word(job.waiters(rank))
     ]
     if not sinks:
         return None

@@ -17,6 +17,7 @@ from unisono.errors import ArgumentError
 from unisono.host.status_page import CALLED, IN_FLIGHT, StatusPage
 from unisono.observe.jobs import Job, Meter, look
 from unisono.observe.report import chosen, reports
+from unisono.observe.verdict import innermost
 
 
 @pytest.fixture(autouse=True)
@@ -97,12 +98,23 @@ def test_a_dead_rank_of_a_job_that_lives_is_there() -> None:
     assert [call.name for call in dead.rank.calls] == ["barrier"]
 
 
-def test_a_rank_that_ended_in_good_order_is_not() -> None:
-    with page(0):
-        leave_page(rank=1, ended=True)
+def test_a_job_that_was_started_again_with_fewer_ranks_has_these_alone() -> None:
+    leave_page(rank=0)
+    with page(0, world_size=2), page(1, world_size=2):
+        leave_page(rank=2)
         (job,) = look(Meter())
-    assert [each.rank.rank for each in job.ranks] == [0]
-    assert job.elsewhere == (1, 2)
+    assert [each.rank.rank for each in job.ranks] == [0, 1]
+    assert (job.world_size, job.elsewhere) == (2, ())
+
+
+def test_two_threads_with_pages_of_their_own_are_in_two_calls() -> None:
+    with page(0) as first, page(0, model="torch.distributed") as second:
+        begin(first, "barrier", 1, 10)
+        thread = threading.Thread(target=begin, args=(second, "all_reduce", 1, 20))
+        thread.start()
+        thread.join()
+        ((seen,),) = (job.ranks for job in look(Meter()))
+    assert [call.name for call in innermost(seen.rank.calls)] == ["barrier", "all_reduce"]
 
 
 def test_a_rank_that_was_started_again_is_its_new_process() -> None:

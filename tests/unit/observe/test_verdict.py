@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from unisono.observe.verdict import Call, Rank, judge, named
@@ -35,6 +37,9 @@ def done(number: int = 1) -> Call:
 
 def waiting(number: int = 2, begin_s: float = 90) -> Call:
     return call("all_reduce", number, begin_s)
+
+
+ALONE = [rank(0, done()), rank(1, done(), waiting()), rank(2, done())]
 
 
 def test_a_rank_that_did_not_come_is_late() -> None:
@@ -127,8 +132,7 @@ def test_ranks_that_wait_for_each_other_are_a_deadlock() -> None:
 
 
 def test_who_waits_alone_while_all_others_are_idle_made_a_call_too_many() -> None:
-    ranks = [rank(0, done()), rank(1, done(), waiting()), rank(2, done())]
-    verdict = judge(ranks, NOW)
+    verdict = judge(ALONE, NOW)
     assert verdict.kind == "extra call"
     assert [each.rank for each in verdict.culprits] == [1]
 
@@ -147,6 +151,37 @@ def test_ranks_without_a_page_may_be_what_others_wait_for() -> None:
     assert "rank 2" in verdict.text
 
 
+def test_who_may_wait_for_a_rank_of_another_host_is_not_named() -> None:
+    """Rank 0 waits for 1, which waits for 5: what that one does can't be seen from here."""
+    pair = call("broadcast", 3, 50, ranks=(1, 5), group="pair")
+    verdict = judge([rank(0, waiting()), rank(1, done(), pair)], NOW)
+    assert (verdict.kind, verdict.culprits) == ("unseen", ())
+
+
+def test_who_stays_in_a_call_that_others_have_left_is_named_on_several_hosts_too() -> None:
+    all_ranks = (0, 1, 5)
+    left, stays = call("barrier", 1, 10, 11, ranks=all_ranks), call("barrier", 1, 10)
+    (culprit,) = judge([rank(0, left, waiting()), rank(1, stays)], NOW).culprits
+    assert (culprit.rank, culprit.why) == (1, "is in barrier, where it waits for no rank")
+
+
+def test_a_message_that_takes_long_is_no_mismatch() -> None:
+    pair = {"ranks": (0, 1), "group": "rank 0 to rank 1"}
+    ranks = [rank(0, call("send", 1, 50, **pair)), rank(1, call("recv", 1, 50, **pair))]
+    assert judge(ranks, NOW).kind == "none"
+
+
+def test_a_page_without_room_for_a_name_makes_no_mismatch() -> None:
+    assert judge([rank(0, waiting()), rank(1, call("", 2, 90))], NOW).kind != "mismatch"
+
+
+def test_nobody_is_idle_at_the_first_look() -> None:
+    """How busy a rank is takes two looks: until then, nobody made a call too many."""
+    first = [replace(each, thread_percent=None) for each in ALONE]
+    assert judge(ALONE, NOW).kind == "extra call"
+    assert judge(first, NOW).kind == "late"
+
+
 def test_what_was_started_and_is_not_waited_for_is_no_wait() -> None:
     started = call("all_reduce", 2, 50, is_blocking=False)
     verdict = judge([rank(0, done(), started), rank(1, done())], NOW)
@@ -157,8 +192,8 @@ def test_what_was_started_and_is_not_waited_for_is_no_wait() -> None:
 
 
 def test_the_inner_call_of_a_section_counts() -> None:
-    section = call("one_rank_first", 2, 50)
-    inner = call("barrier", 3, 60)
+    section = call("one_rank_first", 2, 50, ranks=(0, 1))
+    inner = call("barrier", 3, 60, ranks=(0, 1))
     ranks = [rank(0, section, inner), rank(1, section)]
     verdict = judge(ranks, NOW)
     assert [each.rank for each in verdict.culprits] == [1]
