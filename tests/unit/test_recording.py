@@ -185,6 +185,17 @@ def test_code_without_lines_is_recorded_without_one(records: list[CollectiveReco
     assert (records[-1].name, records[-1].line) == ("barrier", 0)
 
 
+@pytest.mark.ranks(2, on="threads")
+def test_a_call_that_one_rank_refuses_counts_on_all(records: list[CollectiveRecord]) -> None:
+    size = -1 if idist.get_rank() == 0 else 1
+    with pytest.raises(idist.errors.UnisonoError):
+        idist.shared_empty(size)
+    idist.barrier()
+    last = records[-1]
+    assert [record.name for record in records[-2:]] == ["shared_empty", "barrier"]
+    assert len(set(idist.all_gather(last.number))) == 1
+
+
 class Unreadable(torch.Tensor):
     """A tensor whose class refuses whatever is asked of it."""
 

@@ -121,8 +121,10 @@ class _Tracer:
         with self._writing:
             if self._thread is None and not self._is_over.is_set():
                 name = "unisono-trace"
-                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=name, daemon=True)
+                with suppress(RuntimeError):  # there can't be one more: `stop` writes what waits
+                    thread.start()
+                    self._thread = thread
 
     def _run(self) -> None:
         while not self._is_over.wait(_EVERY_S):

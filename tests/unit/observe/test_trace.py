@@ -36,6 +36,22 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert (trace.rank, trace.world_size, trace.job, trace.pid) == (1, 2, "job", os.getpid())
 
 
+def test_a_process_that_can_start_no_more_threads_is_traced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at the end of a process, or at a limit of the system."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with idist.trace(tmp_path):
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        assert [idist.all_reduce(1) for _ in range(2)] == [1, 1]
+        monkeypatch.undo()
+    (trace,) = read(tmp_path)
+    assert [each.name for each in trace.records] == ["all_reduce"] * 2
+
+
 def test_a_line_that_its_rank_did_not_live_to_end_is_left_out(tmp_path: Path) -> None:
     file = TraceFile(tmp_path, recorded(0, 1, 5, 2))
     file.append([recorded(0, 1, 5, 2), recorded(0, 2, 9, 2)])
