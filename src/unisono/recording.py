@@ -21,9 +21,9 @@ from unisono import plugins
 from unisono.control.signatures import OUR_FRAMES, carried_line
 from unisono.errors import EnvironmentDetectionError
 from unisono.host import stack_signal
-from unisono.host.status_page import CALLED, Lane, StatusPage
+from unisono.host.status_page import CALLED, Lane, StatusPage, shortened
 from unisono.model.handle import Handle
-from unisono.topology import EVERYBODY, Group, RankInfo
+from unisono.topology import EVERYBODY, Group, RankInfo, members_of_pair, pair
 from unisono.tracebacks import hides, summary
 
 __all__ = (
@@ -327,8 +327,8 @@ class CallLog:
     def _meet(self, group: Group) -> None:
         """Take note of the members of a group that was made."""
         self._members[group.name] = group.ranks
-        if self._page is not None:
-            groups = {**self._page.facts["groups"], group.name: list(group.ranks)}
+        if self._page is not None and not members_of_pair(group.name):  # whose name says it
+            groups = {**self._page.facts["groups"], group.name: shortened(group.ranks)}
             self._page.update(groups=groups)
 
     @contextmanager
@@ -346,8 +346,7 @@ class CallLog:
         self, name: str, src: int, dst: int, value: object = None
     ) -> AbstractContextManager[None]:
         """Record what the body does as a message between two ranks. Local."""
-        pair = Group((min(src, dst), max(src, dst)), name=f"rank {src} to rank {dst}")
-        return self.call(name, pair, value)
+        return self.call(name, pair(src, dst), value)
 
     def update(self, **facts: Any) -> None:
         """Change what others can read of this rank. Local."""

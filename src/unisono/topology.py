@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,7 +16,9 @@ __all__ = (
     "LaunchPlan",
     "RankInfo",
     "Topology",
+    "members_of_pair",
     "name_of",
+    "pair",
     "usable_cores",
 )
 
@@ -238,6 +241,20 @@ class Group:
 def name_of(group: Group | None) -> str:
     """Give the name of a group; None stands for all ranks. Local."""
     return EVERYBODY if group is None else group.name
+
+
+_PAIR = re.compile(r"rank ([0-9]+) to rank ([0-9]+)")
+
+
+def pair(src: int, dst: int) -> Group:
+    """Give what stands for the group of a message. Local."""
+    return Group((min(src, dst), max(src, dst)), name=f"rank {src} to rank {dst}")
+
+
+def members_of_pair(name: str) -> tuple[int, ...]:
+    """Give the ranks of a pair by its name; none where it isn't that of a pair. Local."""
+    found = _PAIR.fullmatch(name)
+    return tuple(sorted(map(int, found.groups()))) if found else ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ class LiveView:
 
     def __init__(self, wanted: str | None, every_s: float, console: Console | None = None) -> None:
         self.wanted, self.every_s = wanted, every_s
+        self.name: str | None = None  # of the one job, once it has been seen
         self.console = console or Console()
         self.meter = Meter()
         self.jobs: list[Job] = []
@@ -82,7 +83,9 @@ class LiveView:
         """Read the jobs again. Local."""
         self.jobs = look(self.meter)
         if self.wanted is not None:
-            self.jobs = [chosen(self.jobs, self.wanted)] if self.jobs else []
+            if self.name is None and self.jobs:
+                self.name = chosen(self.jobs, self.wanted).name
+            self.jobs = [job for job in self.jobs if job.name == self.name]
         self.at = min(self.at, max(len(self.jobs) - 1, 0))
         self.report = report_of(self.jobs[self.at]) if self.jobs else None
         if self.ending is not None and time.monotonic() > self.ending[1]:

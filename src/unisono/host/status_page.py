@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ __all__ = (
     "folder",
     "is_running",
     "pages",
+    "ranks_of",
+    "shortened",
     "start_ticks",
     "start_ticks_of",
 )
@@ -370,6 +372,23 @@ def _pids() -> int:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return 0
+
+
+def shortened(ranks: Sequence[int]) -> list[int] | dict[str, list[int]]:
+    """Write ranks into facts, where there is no room for those of many large groups.
+
+    Local, and pure. `ranks_of` reads them.
+    """
+    if len(ranks) > 2:
+        evenly = range(ranks[0], ranks[-1] + 1, max(ranks[1] - ranks[0], 1))
+        if tuple(evenly) == tuple(ranks):
+            return {"range": [evenly.start, evenly.stop, evenly.step]}
+    return list(ranks)
+
+
+def ranks_of(written: list[int] | dict[str, list[int]]) -> tuple[int, ...]:
+    """Read what `shortened` has written. Local, and pure."""
+    return tuple(range(*written["range"]) if isinstance(written, dict) else written)
 
 
 def _sweep(place: Path) -> None:

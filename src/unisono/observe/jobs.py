@@ -7,16 +7,16 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from unisono.host.status_page import IN_FLIGHT, PageReader, is_running, pages
+from unisono.host.status_page import IN_FLIGHT, PageReader, is_running, pages, ranks_of
 from unisono.observe.verdict import Call, Rank
-from unisono.topology import EVERYBODY
+from unisono.topology import EVERYBODY, members_of_pair
 
 __all__ = ("Job", "Meter", "Seen", "look", "send")
 
@@ -101,11 +101,11 @@ def look(meter: Meter) -> list[Job]:
     by_job: dict[str, list[PageReader]] = {}
     for page in pages():
         by_job.setdefault(str(page.facts.get("job", "")), []).append(page)
-    jobs = []
+    jobs: list[Job] = []
     for name, found in sorted(by_job.items()):
         newest = _by_rank(found)
         if any(page.is_alive() for each in newest.values() for page in each):
-            jobs.append(_job(name, newest, meter))
+            jobs += _job(name, newest, meter)
     return jobs
 
 
@@ -128,18 +128,25 @@ def _by_rank(found: Iterable[PageReader]) -> dict[int, list[PageReader]]:
     return {rank: each for rank, each in newest.items() if rank < size or each[-1].is_alive()}
 
 
-def _job(name: str, by_rank: Mapping[int, list[PageReader]], meter: Meter) -> Job:
+def _job(name: str, by_rank: Mapping[int, list[PageReader]], meter: Meter) -> Iterator[Job]:
     sharing: dict[int, int] = {}
     for found in by_rank.values():
         pid = found[-1].facts["pid"]
         sharing[pid] = sharing.get(pid, 0) + 1
-    ranks = tuple(
-        _seen(rank, found, meter, is_alone=sharing[found[-1].facts["pid"]] == 1)
+    seen = {
+        rank: _seen(rank, found, meter, is_alone=sharing[found[-1].facts["pid"]] == 1)
         for rank, found in sorted(by_rank.items())
-    )
-    world_size = max(each.facts["world_size"] for each in ranks)
-    elsewhere = tuple(rank for rank in range(world_size) if rank not in by_rank)
-    return Job(name, ranks, world_size, elsewhere)
+    }
+    here = {
+        rank: each
+        for rank, each in seen.items()
+        # Who ends in good order takes the page away, which may be just now.
+        if each.rank.condition != "dead" or by_rank[rank][-1].path.exists()
+    }
+    if any(each.rank.condition != "dead" for each in here.values()):
+        world_size = max(each.facts["world_size"] for each in here.values())
+        elsewhere = tuple(rank for rank in range(world_size) if rank not in here)
+        yield Job(name, tuple(here.values()), world_size, elsewhere)
 
 
 def _seen(rank: int, found: Sequence[PageReader], meter: Meter, *, is_alone: bool) -> Seen:
@@ -156,14 +163,14 @@ def _seen(rank: int, found: Sequence[PageReader], meter: Meter, *, is_alone: boo
 
 
 def _calls(page: PageReader, context: str) -> Iterable[Call]:
-    groups = {name: tuple(ranks) for name, ranks in page.facts.get("groups", {}).items()}
+    groups = {name: ranks_of(each) for name, each in page.facts.get("groups", {}).items()}
     groups[EVERYBODY] = tuple(range(page.facts["world_size"]))
     for each in page.records():
         yield Call(
             name=each.name,
             context=context,
             group=each.group,
-            ranks=groups.get(each.group, ()),
+            ranks=groups.get(each.group) or members_of_pair(each.group),
             number=each.number,
             file=each.file,
             line=each.line,

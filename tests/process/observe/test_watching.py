@@ -29,6 +29,7 @@ def train(local_rank: int, slow: int | None, steps: int) -> tuple[Any, ...]:
     model = idist.auto_model(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs = torch.randn(16, 32)
+    idist.barrier()  # else the others may come late to the first step
     with idist.watching() as watch:
         for _ in range(steps):
             optimizer.zero_grad()
@@ -62,6 +63,7 @@ def test_balanced_runs_name_nobody(size: int) -> None:
 
 
 def late_in_sums(local_rank: int, slow: int) -> tuple[Any, ...]:
+    idist.barrier()  # as above
     with idist.watching() as watch:
         assert watch.slowest is None
         assert "nothing is known" in str(watch)

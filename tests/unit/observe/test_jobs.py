@@ -13,11 +13,15 @@ from typing import Any
 import pytest
 
 from tests.support.processes import python
+from unisono.cli._live import LiveView
 from unisono.errors import ArgumentError
-from unisono.host.status_page import CALLED, IN_FLIGHT, StatusPage
+from unisono.host.status_page import CALLED, IN_FLIGHT, StatusPage, pages
+from unisono.observe import jobs
 from unisono.observe.jobs import Job, Meter, look
 from unisono.observe.report import chosen, reports
 from unisono.observe.verdict import innermost
+from unisono.recording import CallLog
+from unisono.topology import Group, pair
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +109,49 @@ def test_a_job_that_was_started_again_with_fewer_ranks_has_these_alone() -> None
         (job,) = look(Meter())
     assert [each.rank.rank for each in job.ranks] == [0, 1]
     assert (job.world_size, job.elsewhere) == (2, ())
+
+
+def test_groups_of_a_large_job_have_room(status: Path) -> None:
+    """A hundred groups of many ranks, and a message to each rank."""
+    log = CallLog.of_rank(0, 4096, "large", model="threads")
+    groups = [Group(tuple(range(0, 4096, step)), name=f"every {step}") for step in range(1, 60)]
+    groups.append(Group((0, 5, 7), name="odd"))
+    try:
+        for group in groups:
+            log.begin("barrier", group).end()
+        for rank in range(1, 200):
+            log.begin("barrier", pair(0, rank)).end()
+        for group in groups:
+            log.begin("barrier", group).end()
+        ((seen,),) = (job.ranks for job in look(Meter()))
+    finally:
+        log.close()
+    found = {call.group: call.ranks for call in seen.rank.calls}
+    assert {group.name: found[group.name] for group in groups} == {
+        group.name: group.ranks for group in groups
+    }
+    assert found["rank 0 to rank 199"] == (0, 199)
+
+
+def test_who_ends_in_good_order_at_this_moment_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its page was there, and its process isn't any more: it has taken the page away."""
+    with page(0):
+        leave_page(rank=1)
+        found = pages()
+        monkeypatch.setattr(jobs, "pages", lambda: found)
+        next(reader for reader in found if reader.facts["rank"] == 1).path.unlink()
+        (job,) = look(Meter())
+    assert [each.rank.rank for each in job.ranks] == [0]
+
+
+def test_the_live_view_of_one_job_stays_when_that_ends() -> None:
+    view = LiveView("job a", 1.0)
+    with page(0, "job b", world_size=1):
+        with page(0):
+            view.look()
+            assert [job.name for job in view.jobs] == ["job a"]
+        view.look()
+        assert (view.jobs, view.report) == ([], None)
 
 
 def test_two_threads_with_pages_of_their_own_are_in_two_calls() -> None:

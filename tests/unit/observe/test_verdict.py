@@ -166,9 +166,10 @@ def test_who_stays_in_a_call_that_others_have_left_is_named_on_several_hosts_too
 
 
 def test_a_message_that_takes_long_is_no_mismatch() -> None:
-    pair = {"ranks": (0, 1), "group": "rank 0 to rank 1"}
-    ranks = [rank(0, call("send", 1, 50, **pair)), rank(1, call("recv", 1, 50, **pair))]
-    assert judge(ranks, NOW).kind == "none"
+    send, recv = (
+        call(name, 1, 50, ranks=(0, 1), group="rank 0 to rank 1") for name in ("send", "recv")
+    )
+    assert judge([rank(0, send), rank(1, recv)], NOW).kind == "none"
 
 
 def test_a_page_without_room_for_a_name_makes_no_mismatch() -> None:
