@@ -47,7 +47,9 @@ class Hanging:
 
 def hang(how: str) -> None:
     """Hang until the process is ended."""
-    if how in ("lock", "thread"):
+    for _ in range(2 if how == "calls" else 0):
+        threading.Thread(target=_call, daemon=True).start()
+    if how in ("lock", "thread", "calls"):
         lock = threading.Lock()
         lock.acquire()
         lock.acquire()
@@ -57,6 +59,17 @@ def hang(how: str) -> None:
     python = ctypes.PyDLL(None)
     python.pthread_mutex_lock(mutex)
     python.pthread_mutex_lock(mutex)  # it keeps the interpreter lock
+
+
+def _call() -> None:
+    """Make and leave so many frames that their memory comes and goes."""
+    while True:
+        _count_down(400)
+
+
+def _count_down(number: int) -> None:
+    if number:
+        _count_down(number - 1)
 
 
 @contextmanager
@@ -78,11 +91,13 @@ def hanging(how: str) -> Iterator[Hanging]:
 
 
 def _is_there(facts: dict[str, Any]) -> bool:
-    return "in hang\n" in (stack_signal.ask(facts["pid"], facts, _LIMIT_S) or "")
+    text = stack_signal.ask(facts["pid"], facts, facts["thread_id"], _LIMIT_S)
+    return "in hang\n" in (text or "")
 
 
 def _tell() -> None:
     facts = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), **stack_signal.install()}
+    facts["thread_id"] = threading.get_native_id()
     os.write(1, (json.dumps(facts) + "\n").encode())
 
 

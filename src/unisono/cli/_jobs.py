@@ -181,7 +181,7 @@ def one_stack(rank: int, found: list[Stack] | str) -> list[str]:
 
 
 def _other(rank: int, stack: Stack) -> list[str]:
-    name = stack.name or f"0x{stack.ident:x}"
+    name = stack.name or str(stack.ident)
     return [f"rank {rank}, thread {name}:", *_frames(stack.frames)]
 
 

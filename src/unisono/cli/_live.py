@@ -138,7 +138,7 @@ class LiveView:
 
     def _show_rank(self, typed: str) -> None:
         rank = int(typed) if typed.isdecimal() else self._suspect()
-        found = stacks_of(self.jobs[self.at], _ANSWER_S)
+        found = stacks_of(self.jobs[self.at], _ANSWER_S, all_threads=True)
         self._show([f"there isn't a rank {rank} here"])
         if rank in found:
             self._show(one_stack(rank, found[rank]))

@@ -48,6 +48,7 @@ def where(
         names = ", ".join(each.name for each in jobs)
         raise ArgumentError(f"several jobs run here, name one: {names}")
     found = jobs[0] if job is None else chosen(jobs, job)
-    lines = grouped(stacks_of(found, timeout), calls_of(found), all_threads=all_threads)
+    asked = stacks_of(found, timeout, all_threads=all_threads)
+    lines = grouped(asked, calls_of(found), all_threads=all_threads)
     typer.echo("\n".join(lines))
     return 0

@@ -1,19 +1,24 @@
 """The stacks of a process, for others of the same user, without its help: by a signal.
 
-    the asker: kill(pid, a real-time signal) ──▶ faulthandler's handler, in C, in whatever thread
-    the asker: reads /proc/PID/fd/N          ◀── appends the stacks to a memfd
+    the asker: tgkill(pid, thread, a real-time signal) ──▶ faulthandler's handler, in C, there
+    the asker: reads /proc/PID/fd/N                    ◀── appends that thread's stack to a memfd
 
 The handler needs no interpreter lock, so it answers in a busy loop, in a lock and in C code. A
 process that is stopped answers when it goes on. The kernel keeps the signal blocked while its
 handler runs: from that the asker knows that the text is whole.
+
+Each thread tells its own stack alone. The stacks of others change while it reads them without the
+interpreter lock: that ends the process now and then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import fcntl
 import os
+import platform
 import re
 import signal
 import sys
@@ -22,11 +27,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ("ask", "install")
+__all__ = ("ask", "install", "threads")
 
 _HIGHEST = 4  # below SIGRTMAX: the last ones are what other runtimes take first
 _LOOK_S = 0.002
+_QUIET = 20  # looks without an answer: the thread runs no Python
 _LOCKED_S = 1.0
+_TGKILL = {"x86_64": 234, "aarch64": 131}  # the number of the system call
 _MOST_BYTES = 1 << 20  # of old text, before the next one is asked for
 _MASK = re.compile(r"^(SigPnd|ShdPnd|SigBlk|SigCgt|SigIgn):\s*([0-9a-f]+)", re.MULTILINE)
 _installed: dict[int, dict[str, int]] = {}
@@ -39,8 +46,8 @@ def install() -> dict[str, int]:
     Local. Once for each process; a forked child needs its own.
 
     Returns:
-        What they must know: ``signal``, ``stacks_fd`` and ``stacks_inode``, and ``thread_ident``,
-        the name that the stacks have for the calling thread. Empty where it can't be had.
+        What they must know: ``signal``, ``stacks_fd`` and ``stacks_inode``. Empty where it can't be
+        had.
     """
     if not _lock.acquire(timeout=_LOCKED_S):  # a fork may have left it locked
         return {}
@@ -54,7 +61,7 @@ def install() -> dict[str, int]:
             _installed[os.getpid()] = facts
     finally:
         _lock.release()
-    return {**facts, "thread_ident": threading.get_ident()} if facts else {}
+    return dict(facts)
 
 
 def _register() -> dict[str, int]:
@@ -67,7 +74,7 @@ def _register() -> dict[str, int]:
     try:
         fd = os.memfd_create("unisono-stacks", os.MFD_CLOEXEC)
         fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
-        faulthandler.register(number, file=fd, all_threads=True, chain=False)
+        faulthandler.register(number, file=fd, all_threads=False, chain=False)
     except (OSError, RuntimeError):  # no memory, no descriptor, or no signal stack
         if fd >= 0:
             os.close(fd)
@@ -104,14 +111,15 @@ def _masks(status: Path) -> dict[str, int]:
         return {}
 
 
-def ask(pid: int, facts: Mapping[str, int], timeout_s: float) -> str | None:
-    """Ask a process of this user for the stacks of all its threads.
+def ask(pid: int, facts: Mapping[str, int], thread_id: int, timeout_s: float) -> str | None:
+    """Ask a thread of a process of this user for its stack.
 
     Local.
 
     Args:
         pid: the process; it may be any, nothing is sent to one that doesn't listen.
         facts: what its `install` gave.
+        thread_id: native id of the thread.
         timeout_s: how long to wait for the answer.
 
     Returns:
@@ -122,40 +130,51 @@ def ask(pid: int, facts: Mapping[str, int], timeout_s: float) -> str | None:
         if number is None or memory.stat().st_ino != facts.get("stacks_inode"):
             return None
         with memory.open("r+b", buffering=0) as file:
-            return _answer(pid, number, file.fileno(), time.monotonic() + timeout_s)
+            until = time.monotonic() + timeout_s
+            return _answer(pid, thread_id, number, file.fileno(), until)
     return None
 
 
-def _answer(pid: int, number: int, fd: int, until: float) -> str | None:
-    process, bit = Path(f"/proc/{pid}"), _bit(number)
-    masks = _masks(process / "status")
+def threads(pid: int, facts: Mapping[str, int]) -> list[int]:
+    """List the threads of a process that may be asked: a library's thread may block the signal.
+
+    Local.
+    """
+    bit = _bit(facts.get("signal", 0) or 1)
+    try:
+        tasks = sorted(int(task.name) for task in Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return []
+    return [each for each in tasks if not _masks(_task(pid, each)).get("SigBlk", -1) & bit]
+
+
+def _task(pid: int, thread_id: int) -> Path:
+    return Path(f"/proc/{pid}/task/{thread_id}/status")
+
+
+def _answer(pid: int, thread_id: int, number: int, fd: int, until: float) -> str | None:
+    task, bit = _task(pid, thread_id), _bit(number)
+    masks = _masks(task)
     if not masks.get("SigCgt", 0) & bit:  # its default would end the process
         return None
-    is_asked = bool(masks["ShdPnd"] & bit)  # somebody asked before: it is stopped, or about to tell
     if os.fstat(fd).st_size > _MOST_BYTES:
         os.ftruncate(fd, 0)
-    begin, deaf = os.fstat(fd).st_size, _deaf(process, bit)
-    if not is_asked:
-        os.kill(pid, number)
-    while time.monotonic() < until:
-        end = os.fstat(fd).st_size
-        if end > begin and _is_quiet(process, bit, deaf) and os.fstat(fd).st_size == end:
+    begin = os.fstat(fd).st_size
+    # If it is pending, somebody asked before: the thread is stopped, or about to tell.
+    if not masks["SigPnd"] & bit and not _send(pid, thread_id, number):
+        return None
+    quiet = 0
+    while time.monotonic() < until and quiet < _QUIET:
+        end, masks = os.fstat(fd).st_size, _masks(task)
+        is_over = not (masks.get("SigPnd", 0) | masks.get("SigBlk", 0)) & bit
+        if is_over and end > begin and os.fstat(fd).st_size == end:
             return os.pread(fd, end - begin, begin).decode("utf-8", "replace")
+        quiet = quiet + 1 if is_over else 0
         time.sleep(_LOOK_S)
     return None
 
 
-def _deaf(process: Path, bit: int) -> frozenset[str]:
-    """Name the threads that block the signal, as threads of libraries do."""
-    return frozenset(
-        task.name
-        for task in (process / "task").iterdir()
-        if _masks(task / "status").get("SigBlk", 0) & bit
-    )
-
-
-def _is_quiet(process: Path, bit: int, deaf: frozenset[str]) -> bool:
-    """Tell whether no handler runs and none is about to."""
-    if _masks(process / "status").get("ShdPnd", 0) & bit:
-        return False
-    return _deaf(process, bit) <= deaf
+def _send(pid: int, thread_id: int, number: int) -> bool:
+    """Send a signal to one thread, which Python does for the threads of its own process alone."""
+    call = _TGKILL.get(platform.machine())
+    return call is not None and ctypes.CDLL(None).syscall(call, pid, thread_id, number) == 0

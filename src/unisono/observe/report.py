@@ -86,10 +86,13 @@ def report_of(job: Job) -> dict[str, Any]:
     }
 
 
-def stacks_of(job: Job, timeout_s: float) -> dict[int, list[Stack] | str]:
+def stacks_of(
+    job: Job, timeout_s: float, *, all_threads: bool = False
+) -> dict[int, list[Stack] | str]:
     """Ask all ranks of a job that live for their stacks; of a dead one say so. Local."""
     living = [each for each in job.ranks if each.rank.condition != "dead"]
-    found = stacks.of_ranks({each.rank.rank: _to_ask(each) for each in living}, timeout_s)
+    asked = {each.rank.rank: _to_ask(each) for each in living}
+    found = stacks.of_ranks(asked, timeout_s, all_threads=all_threads)
     dead = {each.rank.rank: "is dead" for each in job.ranks if each not in living}
     return {**found, **dead}
 

@@ -19,7 +19,6 @@ from unisono.host import stack_signal
 
 __all__ = ("Frame", "Stack", "equal", "folded", "of_ranks", "own_frame", "parse")
 
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)(?: \[(.*)\])? \(most recent")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _LIBRARIES = re.compile(r"[/\\](site-packages|dist-packages|lib[/\\]python3[^/\\]*)[/\\]|^<frozen ")
 _INSTALLED = tuple(
@@ -54,7 +53,7 @@ class Stack:
     """The stack of one thread.
 
     Args:
-        ident: the name of the thread, as in ``threading.get_ident()``.
+        ident: the native id of the thread.
         name: its name in words, where it is told.
         frames: the innermost first.
     """
@@ -64,17 +63,12 @@ class Stack:
     frames: tuple[Frame, ...]
 
 
-def parse(text: str) -> list[Stack]:
-    """Read what faulthandler writes. Local, and pure."""
-    stacks: list[tuple[int, str, list[Frame]]] = []
-    for line in text.splitlines():
-        thread, frame = _THREAD.match(line), _FRAME.match(line)
-        if thread:
-            stacks.append((int(thread[1], 16), thread[2] or "", []))
-        elif frame and stacks:
-            number = int(frame[2]) if frame[2].isdecimal() else 0
-            stacks[-1][2].append(Frame(frame[1], number, frame[3]))
-    return [Stack(ident, name, tuple(frames)) for ident, name, frames in stacks]
+def parse(text: str) -> tuple[Frame, ...]:
+    """Read the stack that faulthandler writes. Local, and pure."""
+    found = filter(None, map(_FRAME.match, text.splitlines()))
+    return tuple(
+        Frame(each[1], int(each[2]) if each[2].isdecimal() else 0, each[3]) for each in found
+    )
 
 
 def own_frame(frames: Sequence[Frame]) -> Frame | None:
@@ -119,38 +113,51 @@ def _is_library(file: str) -> bool:
 
 
 def of_ranks(
-    ranks: Mapping[int, tuple[Mapping[str, Any], bool]], timeout_s: float
+    ranks: Mapping[int, tuple[Mapping[str, Any], bool]],
+    timeout_s: float,
+    *,
+    all_threads: bool = False,
 ) -> dict[int, list[Stack] | str]:
     """Ask ranks for their stacks.
 
-    Local. The threads of a process that has several ranks are asked for once.
+    Local. The threads of a process are asked one after the other.
 
     Args:
         ranks: by rank: what its page says, and whether it is stopped.
         timeout_s: how long to wait for each.
+        all_threads: whether to ask for other threads of its process, too.
 
     Returns:
         By rank its stacks, its own thread's first; or why there are none.
     """
-    by_pid = {facts["pid"]: (facts, is_stopped) for facts, is_stopped in ranks.values()}
+    by_pid: dict[int, list[int]] = {}
+    for rank, (facts, _) in ranks.items():
+        by_pid.setdefault(facts["pid"], []).append(rank)
+
+    def of_process(of: Sequence[int]) -> dict[int, list[Stack] | str]:
+        return {rank: _of_rank(*ranks[rank], timeout_s, all_threads) for rank in of}
+
     with ThreadPoolExecutor(_N_AT_ONCE) as executor:
-        asked = {
-            pid: executor.submit(_of_process, pid, facts, is_stopped, timeout_s)
-            for pid, (facts, is_stopped) in by_pid.items()
-        }
-        answers = {pid: future.result() for pid, future in asked.items()}
-    return {rank: _own_first(answers[facts["pid"]], facts) for rank, (facts, _) in ranks.items()}
+        answers = list(executor.map(of_process, by_pid.values()))
+    return {rank: found for each in answers for rank, found in each.items()}
 
 
-def _of_process(
-    pid: int, facts: Mapping[str, Any], is_stopped: bool, timeout_s: float
+def _of_rank(
+    facts: Mapping[str, Any], is_stopped: bool, timeout_s: float, all_threads: bool
 ) -> list[Stack] | str:
+    pid = facts["pid"]
     if is_stopped:
-        return _from_outside(pid) or "is stopped by a signal, so it can't tell its stack"
-    text = stack_signal.ask(pid, facts, timeout_s)
+        outside = _own_first(_from_outside(pid), facts)
+        return outside or "is stopped by a signal, so it can't tell its stack"
+    known = stack_signal.threads(pid, facts)
+    own = facts.get("thread_id", pid) if facts.get("thread_id", pid) in known else pid
+    text = stack_signal.ask(pid, facts, own, timeout_s)
     if text is None:
-        return _from_outside(pid) or f"doesn't answer within {timeout_s:g} s"
-    return parse(text)
+        outside = _own_first(_from_outside(pid), facts)
+        return outside or f"doesn't answer within {timeout_s:g} s"
+    others = [each for each in known if each != own] if all_threads else []
+    texts = {own: text, **{each: stack_signal.ask(pid, facts, each, timeout_s) for each in others}}
+    return [Stack(thread, "", parse(text)) for thread, text in texts.items() if text]
 
 
 def _from_outside(pid: int) -> list[Stack]:
@@ -169,14 +176,13 @@ def _from_outside(pid: int) -> list[Stack]:
 
 def _of_py_spy(thread: Mapping[str, Any]) -> Stack:
     frames = (Frame(each["filename"], each["line"], each["name"]) for each in thread["frames"])
-    return Stack(thread["thread_id"], thread.get("thread_name") or "", tuple(frames))
+    ident = thread.get("os_thread_id") or thread["thread_id"]
+    return Stack(ident, thread.get("thread_name") or "", tuple(frames))
 
 
-def _own_first(found: list[Stack] | str, facts: Mapping[str, Any]) -> list[Stack] | str:
-    """Put the rank's own thread first: faulthandler lists the oldest thread last."""
-    if isinstance(found, str):
-        return found
-    ident = facts.get("thread_ident")
+def _own_first(found: list[Stack], facts: Mapping[str, Any]) -> list[Stack]:
+    """Put the rank's own thread first: py-spy lists the oldest thread last."""
+    ident = facts.get("thread_id")
     own = [stack for stack in found if stack.ident == ident] or found[-1:]
     return [*own, *(stack for stack in found if stack not in own)]
 

@@ -13,11 +13,15 @@ from tests.support.hanging import hanging
 from tests.support.processes import run_python
 from unisono.host import stack_signal
 
+ASKED = 100  # the stacks of all threads, told by one of them, ended it after some 20
+
 
 @pytest.mark.parametrize("how", ["lock", "loop", "C with the interpreter lock"])
 def test_a_hanging_process_writes_its_stacks_whole_each_time(how: str) -> None:
     with hanging(how) as process:
-        answers = [stack_signal.ask(process.pid, process.facts, 20.0) for _ in range(3)]
+        answers = [
+            stack_signal.ask(process.pid, process.facts, process.pid, 20.0) for _ in range(3)
+        ]
         for text in answers:
             assert text is not None
             assert "in hang\n" in text
@@ -27,15 +31,26 @@ def test_a_hanging_process_writes_its_stacks_whole_each_time(how: str) -> None:
         assert memory.read_text().endswith("".join(text or "" for text in answers))
 
 
+def test_a_process_whose_threads_run_outlives_being_asked() -> None:
+    """A thread that reads the stacks of others while they run ends the process sooner or later."""
+    with hanging("calls") as process:
+        threads = stack_signal.threads(process.pid, process.facts)
+        assert len(threads) >= 3
+        for _ in range(ASKED):
+            for thread in threads:
+                stack_signal.ask(process.pid, process.facts, thread, 20.0)
+        assert process.is_alive()
+
+
 def test_a_stopped_process_is_asked_once_and_answers_when_it_goes_on() -> None:
     with hanging("lock") as process:
         memory = Path(f"/proc/{process.pid}/fd/{process.facts['stacks_fd']}")
         before = memory.read_text().count("in hang\n")
         process.stop()
         for _ in range(3):
-            assert stack_signal.ask(process.pid, process.facts, 0.05) is None
+            assert stack_signal.ask(process.pid, process.facts, process.pid, 0.05) is None
         os.kill(process.pid, signal.SIGCONT)
-        text = stack_signal.ask(process.pid, process.facts, 20.0)
+        text = stack_signal.ask(process.pid, process.facts, process.pid, 20.0)
         assert text is not None
         asked = memory.read_text().count("in hang\n") - before
         assert asked in (1, 2)  # one that waited, and perhaps this one
@@ -45,14 +60,14 @@ def test_nothing_is_sent_to_a_process_that_does_not_listen() -> None:
     """The default of the signal would end it: another descriptor, or another program."""
     with hanging("lock") as process:
         wrong = {**process.facts, "stacks_inode": process.facts["stacks_inode"] + 1}
-        assert stack_signal.ask(process.pid, wrong, 0.5) is None
+        assert stack_signal.ask(process.pid, wrong, process.pid, 0.5) is None
         other = {**process.facts, "signal": process.facts["signal"] - 1}
-        assert stack_signal.ask(process.pid, other, 0.5) is None
-        assert stack_signal.ask(process.pid, {}, 0.5) is None
+        assert stack_signal.ask(process.pid, other, process.pid, 0.5) is None
+        assert stack_signal.ask(process.pid, {}, process.pid, 0.5) is None
         assert process.is_alive()
     with subprocess.Popen(["sleep", "600"]) as sleeping:
         try:
-            assert stack_signal.ask(sleeping.pid, process.facts, 0.5) is None
+            assert stack_signal.ask(sleeping.pid, process.facts, sleeping.pid, 0.5) is None
             assert sleeping.poll() is None
         finally:
             sleeping.kill()
