@@ -117,7 +117,7 @@ class StatusPage:
         self._words = memoryview(memory).cast("Q")
         self._ids: dict[str, int] = {}
         self._owners: list[weakref.ref[threading.Thread]] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may call something meanwhile
         self._pid = os.getpid()
         self._words[_USED] = _WORD  # offset 0 is the empty string
         self.update()
@@ -165,14 +165,15 @@ class StatusPage:
         known = self._ids.get(text)
         if known is not None:
             return known
+        body = text.encode("utf-8", "replace")[-_LONGEST_STRING:]
         with self._lock:
-            at, body = self._words[_USED], text.encode("utf-8", "replace")[-_LONGEST_STRING:]
+            at = self._words[_USED]
             if at + 2 + len(body) > _STRINGS_BYTES:
                 return 0
+            self._words[_USED] = at + 2 + len(body)
             start = _STRINGS_AT + at
             self._memory[start : start + 2] = len(body).to_bytes(2, "little")
             self._memory[start + 2 : start + 2 + len(body)] = body
-            self._words[_USED] = at + 2 + len(body)
             self._ids[text] = at
         return at
 

@@ -149,13 +149,15 @@ def _of_rank(
     if is_stopped:
         outside = _own_first(_from_outside(pid), facts)
         return outside or "is stopped by a signal, so it can't tell its stack"
-    known = stack_signal.threads(pid, facts)
-    own = facts.get("thread_id", pid) if facts.get("thread_id", pid) in known else pid
+    own = facts.get("thread_id", pid)
+    if not Path(f"/proc/{pid}/task/{own}").exists():  # it has ended, and others go on
+        own = pid
     text = stack_signal.ask(pid, facts, own, timeout_s)
     if text is None:
         outside = _own_first(_from_outside(pid), facts)
         return outside or f"doesn't answer within {timeout_s:g} s"
-    others = [each for each in known if each != own] if all_threads else []
+    known = stack_signal.threads(pid, facts) if all_threads else []
+    others = [each for each in known if each != own]
     texts = {own: text, **{each: stack_signal.ask(pid, facts, each, timeout_s) for each in others}}
     return [Stack(thread, "", parse(text)) for thread, text in texts.items() if text]
 

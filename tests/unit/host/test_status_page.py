@@ -82,6 +82,22 @@ def test_lanes_of_ended_threads_are_used_again() -> None:
     page.close()
 
 
+def test_a_signals_handler_may_call_while_a_page_is_written() -> None:
+    page = made()
+
+    def write_within() -> None:
+        with page._lock:  # where the signal comes
+            begin(page, 1, "in the handler")
+            page.update(rank=2)
+
+    thread = threading.Thread(target=write_within, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert pages()[0].records()[0].name == "in the handler"
+    page.close()
+
+
 def test_a_full_page_goes_on_without_names() -> None:
     page = made(groups={str(i): list(range(200)) for i in range(50)})
     lane = page.lane()
