@@ -381,7 +381,10 @@ def _size_of(tensor: Tensor) -> int:
 
 def _line_of_call() -> tuple[str, int]:
     """Give the user's line: that of the innermost frame that isn't ours."""
-    frame = sys._getframe(3)  # this function and the two above it are ours
+    try:
+        frame = sys._getframe(3)  # this function and the two above it are ours
+    except ValueError:  # and there are no others: C called it, as autograd's threads do
+        frame = sys._getframe(2)
     while True:
         code, lasti = frame.f_code, frame.f_lasti
         known = _codes.get(id(code))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import queue
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -194,6 +196,30 @@ def test_a_call_that_one_rank_refuses_counts_on_all(records: list[CollectiveReco
     last = records[-1]
     assert [record.name for record in records[-2:]] == ["shared_empty", "barrier"]
     assert len(set(idist.all_gather(last.number))) == 1
+
+
+def test_a_call_from_c_with_no_frame_above_it_is_recorded() -> None:
+    """As one that autograd's own thread makes of a tensor's hook."""
+    lines: queue.Queue[tuple[str, int]] = queue.Queue()
+    remove = add_hook(after=lambda record: lines.put((record.file, record.line)))
+    try:
+        _thread.start_new_thread(idist.barrier, ())
+        assert lines.get(timeout=20) == ("", 0)
+    finally:
+        remove()
+
+
+def average_once(local_rank: int) -> list[tuple[str, str]]:
+    model = idist.auto_model(torch.nn.Linear(3, 3))
+    planes: list[tuple[str, str]] = []
+    remove = add_hook(after=lambda record: planes.append((record.name, record.plane)))
+    model(torch.ones(2, 3)).sum().backward()
+    remove()
+    return planes
+
+
+def test_gradients_that_go_through_memory_say_so() -> None:
+    assert idist.spawn("gloo", average_once, nproc_per_node=2) == [[("gradients", "memory")]] * 2
 
 
 class Unreadable(torch.Tensor):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -73,10 +73,12 @@ class Averaging:
         """Give what the ranks share, after what runs in the background. Local."""
         return communicator().control.host(self._group)
 
-    def recorded(self, flat: Tensor) -> AbstractContextManager[None]:
+    @contextmanager
+    def recorded(self, flat: Tensor) -> Iterator[None]:
         """Record what the body does as the averaging of one bucket. Local."""
-        plane_is("memory")
-        return communicator().calls.call("gradients", self._group, flat)
+        with communicator().calls.call("gradients", self._group, flat):
+            plane_is("memory")
+            yield
 
     def divisor(self, host: HostCollectives) -> Tensor | None:
         """Give the number of ranks that have inputs, where torch divides by that; None else.
