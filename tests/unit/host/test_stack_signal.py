@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.command import wait_until
 from tests.support.hanging import hanging
 from tests.support.processes import run_python
 from unisono.host import stack_signal
@@ -34,10 +35,10 @@ def test_a_hanging_process_writes_its_stacks_whole_each_time(how: str) -> None:
 def test_a_process_whose_threads_run_outlives_being_asked() -> None:
     """A thread that reads the stacks of others while they run ends the process sooner or later."""
     with hanging("calls") as process:
-        threads = stack_signal.threads(process.pid, process.facts)
-        assert len(threads) >= 3
+        tasks = Path(f"/proc/{process.pid}/task")
+        assert wait_until(lambda: len(list(tasks.iterdir())) == 3, 20)
         for _ in range(ASKED):
-            for thread in threads:
+            for thread in [int(task.name) for task in tasks.iterdir()]:
                 stack_signal.ask(process.pid, process.facts, thread, 20.0)
         assert process.is_alive()
 
