@@ -22,6 +22,7 @@ from unisono.collectives.call import introduce
 from unisono.control.signatures import level, line_of_call
 from unisono.deadlines import Limit, within
 from unisono.errors import ArgumentError, CollectiveTimeoutError, ContextError, WorkerFailedError
+from unisono.host.status_page import close_all as close_pages
 from unisono.launchers.job.lifetime import Lifetime
 from unisono.launchers.job.output import begin_lines_with_rank
 from unisono.launchers.job.process_state import streams_filled
@@ -113,14 +114,11 @@ class Replica:
             begin_lines_with_rank(model.topology.rank)
         info = RankInfo(model.topology.rank, model.topology.world_size)
         made = context.ContextState(model, _log_of(info, self.backend, type(model), self.job))
-        try:
-            with context.replica(made), within(self.limit):
-                with Lifetime.function():
-                    result = self.fn(model.topology.local_rank, *self.args, **self.kwargs)
-                made.finalize()
-                return result
-        finally:
-            made.calls.close()
+        with context.replica(made), within(self.limit):
+            with Lifetime.function():
+                result = self.fn(model.topology.local_rank, *self.args, **self.kwargs)
+            made.finalize()
+            return result
 
 
 def _log_of(info: RankInfo, backend: str, cls: type[ComputationModel], job: str = "") -> CallLog:
@@ -531,7 +529,10 @@ def _launch(
     plan, hooks = replace(plan, backend=replica.backend), launch_hooks_of(cls)
     if options.get("launcher") is None and "launch" in cls.capabilities:
         _check_own_launch(cls.name, options)
-        return hooks.launch(replica.run, plan, **replica.options)
+        try:
+            return hooks.launch(replica.run, plan, **replica.options)
+        finally:  # not in the replica that fails, whose error would come later than its victim's
+            close_pages(replica.job)
     own = by_name(OF_MODELS).get(cls.launcher)
     if options.get("launcher") is None and own is not None:
         _check_own_launch(cls.name, options)

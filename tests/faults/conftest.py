@@ -20,6 +20,7 @@ import pytest
 import unisono
 from tests.support.listeners import listening_unix_sockets
 from tests.support.measures import TABLE, slack
+from unisono.host import stack_signal
 
 ROOT = Path(__file__).parents[2]
 START, END = "<!-- table: written by the suite -->", "<!-- end of the table -->"
@@ -67,6 +68,7 @@ def helper(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("private"))
     tempfile.tempdir = None
     unisono.spawn("gloo", abs, nproc_per_node=2)
+    stack_signal.install()
 
 
 @pytest.fixture(autouse=True)

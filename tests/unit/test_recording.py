@@ -247,6 +247,17 @@ def test_arguments_of_a_program_may_be_anything(monkeypatch: pytest.MonkeyPatch)
     assert [each["program"] for each in facts] == ["train.py 3"]
 
 
+def test_pages_of_threads_that_fail_go_too() -> None:
+    def work(local_rank: int) -> None:
+        idist.barrier()
+        raise ZeroDivisionError
+
+    before = {page.path for page in pages()}
+    with pytest.raises(idist.errors.WorkerFailedError):
+        idist.spawn("threads", work, nproc_per_node=2)
+    assert {page.path for page in pages()} <= before
+
+
 def test_a_page_goes_with_its_context() -> None:
     def work(local_rank: int) -> tuple[str, int]:
         idist.barrier()

@@ -72,7 +72,7 @@ def _register() -> dict[str, int]:
         return {}
     fd = -1
     try:
-        fd = os.memfd_create("unisono-stacks", os.MFD_CLOEXEC)
+        fd = os.memfd_create("unisono-stacks")  # closed by exec
         fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
         faulthandler.register(number, file=fd, all_threads=False, chain=False)
     except (OSError, RuntimeError):  # no memory, no descriptor, or no signal stack

@@ -432,7 +432,8 @@ def _status(pid: int) -> tuple[bytes, int]:
         return b"", 0
 
 
-def close_all() -> None:
-    """Take away the pages of this process, which comes to its end. Local."""
+def close_all(job: str | None = None) -> None:
+    """Take away the pages of this process; with `job`, those of that job alone. Local."""
     for page in list(_open):
-        page.close()
+        if job is None or page.facts.get("job") == job:
+            page.close()

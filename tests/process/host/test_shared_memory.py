@@ -55,6 +55,8 @@ def allow(times: int) -> None:
     real, left = os.memfd_create, [None] * times
 
     def make(name: str) -> int:
+        if name != "unisono":  # which is for ranks to share
+            return real(name)
         if not left:
             raise OSError("no more of it here")
         left.pop()

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,10 +62,10 @@ def test_a_rank_without_room_for_it_keeps_the_rest(tmp_path: Path) -> None:
         if rank == 1:
             map_it = mmap.mmap
 
-            def refuse(fd: int, size_bytes: int) -> mmap.mmap:
+            def refuse(fd: int, size_bytes: int, **how: Any) -> mmap.mmap:
                 if size_bytes > 2 * MAILBOX_BYTES + 4096 - 1:
                     raise OSError(errno.ENOMEM, "no room")
-                return map_it(fd, size_bytes)
+                return map_it(fd, size_bytes, **how)
 
             mmap.mmap = refuse  # type: ignore[assignment,misc]
         join(tmp_path, rank, 2)

@@ -65,7 +65,7 @@ def test_every_command_takes_the_same_short_options(name: str) -> None:
     assert shown.returncode == 0
     assert shown.stdout == run(name, "--help").stdout
     assert shown.stdout.startswith(f"Usage: unisono {name} ")
-    if name not in ("doctor", "top", "where"):
+    if name not in ("doctor", "top", "trace", "where"):
         assert "-n, --nproc-per-node" in shown.stdout
     done = run(name, "-V")
     assert (done.returncode, done.stdout) == (0, f"unisono {unisono.__version__}\n")
