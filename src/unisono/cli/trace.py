@@ -104,11 +104,10 @@ def _of_ranks(waits: Waits) -> list[list[str]]:
 def _of_lines(waits: Waits) -> list[list[str]]:
     found = []
     for line in waits.lines[:_MOST_LINES]:
-        file, _, number = line.site.rpartition(":")
         rank = "" if line.slowest is None else str(line.slowest)
         found.append(
             [
-                *(line.name, f"{Path(file).name}:{number}", str(line.calls)),
+                *(line.name, Path(line.site).name, str(line.calls)),
                 *(f"{line.size_bytes / 1e6:.3f}", f"{line.total_s:.3f}", f"{line.waiting_s:.3f}"),
                 *(f"{line.moving_s:.3f}", rank),
             ]

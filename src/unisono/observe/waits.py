@@ -110,7 +110,8 @@ class LineCost:
 
     Args:
         name: the call.
-        site: file and line of the rank that came last most often.
+        site: file and line of the rank that came last most often; empty where it has none, as where
+            we initialise a worker.
         calls: how often it was made.
         size_bytes: what one rank gave to all of them.
         total_s: seconds that all ranks together spent in it.
@@ -258,7 +259,7 @@ class _Count:
         """Count one call, in the order of first arrivals. Local."""
         last = meeting.last
         record = meeting.records[last]
-        site = f"{record.file}:{record.line}"
+        site = f"{record.file}:{record.line}" if record.file else ""
         own = meeting.records[min(meeting.records)]
         line = self._lines.setdefault((own.name, f"{own.file}:{own.line}"), _Line(self._size))
         line.calls += 1

@@ -181,8 +181,7 @@ def _table(found: Waits) -> str:
         )
     ]
     for line in [each for each in found.lines if any(each.lost_s)][:_MOST_LINES]:
-        file, _, number = line.site.rpartition(":")
-        where = f"{Path(file).name}:{number}"
+        where = f" at {Path(line.site).name}" if line.site else ""
         lost = sum(line.lost_s)
-        lines.append(f"{lost:.3f} s for rank {line.slowest} in {line.name} at {where}")
+        lines.append(f"{lost:.3f} s for rank {line.slowest} in {line.name}{where}")
     return "\n".join(lines)

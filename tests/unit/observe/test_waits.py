@@ -124,3 +124,9 @@ def test_what_the_clocks_leave_open_costs_nobody_time() -> None:
     assert waits(records).slowest == 1
     assert waits(records, {}, unsure_ns=25 * MS).slowest is None
     assert waits(records, {0: 20 * MS, 1: 0}).slowest is None
+
+
+def test_a_call_without_a_line_of_the_users_has_no_site() -> None:
+    """As where we initialise a worker."""
+    (line,) = waits(by_rank(*call(1, 0, 5, file="", line=0))).lines
+    assert line.site == ""
