@@ -23,7 +23,7 @@ COMMANDS: dict[str, str] = {
     "doctor": "Say what can be used here, and who this process would be.",
     "run": "Run a script in several ranks: here, or by torchrun, MPI, Slurm or Ray.",
     "top": "Show which rank of your jobs hangs where, and who waits for it.",
-    "trace": "Join the traces of all ranks: one file for Perfetto, or who waited for whom.",
+    "trace": "Join the traces of all ranks: one file for Perfetto, or which rank waited for which.",
     "where": "Print the stacks of all ranks of a job, equal ones once.",
 }
 _HELP = {"help_option_names": ["-h", "--help"]}

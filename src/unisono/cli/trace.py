@@ -1,4 +1,4 @@
-"""``unisono trace``: one file out of the traces of all ranks, and who waited for whom."""
+"""``unisono trace``: one file out of the traces of all ranks, and which rank waited for which."""
 
 from __future__ import annotations
 
@@ -41,10 +41,12 @@ def trace(
     ] = None,
     summary: Annotated[
         bool,
-        typer.Option("--summary", help="Print who waited for whom; so it does without --out."),
+        typer.Option(
+            "--summary", help="Print which rank waited for which; so it does without --out."
+        ),
     ] = False,
 ) -> int:
-    """Join the traces of all ranks: one file for Perfetto, or who waited for whom.
+    """Join the traces of all ranks: one file for Perfetto, or which rank waited for which.
 
     Local. ``UNISONO_TRACE=DIR``, ``unisono run --trace DIR`` or ``idist.trace(DIR)`` in the program
     make the traces. Open the file at https://ui.perfetto.dev or in chrome://tracing.

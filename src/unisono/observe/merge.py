@@ -46,7 +46,7 @@ class JobTrace:
         return offsets(moments, meetings(self.records))
 
     def waits(self) -> Waits:
-        """Work out who waited for whom. Local, and pure."""
+        """Work out which rank waited for which. Local, and pure."""
         clock = self.clock()
         return waits(self.records, clock.by_rank, clock.unsure_ns)
 

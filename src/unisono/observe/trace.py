@@ -37,9 +37,9 @@ def trace(folder: PathLike) -> Iterator[Path]:
 
     Local. Each rank writes a file of its own into the folder, which all ranks may share;
     ``python -m unisono trace FOLDER --out job.json`` makes one file of them for Perfetto, and
-    ``--summary`` says who waited for whom. A rank that is killed loses a second at most. Where
-    the files can't be written any more, a warning says so once, and the program goes on. While
-    ``torch.profiler`` runs, the calls are in its profile, too.
+    ``--summary`` says which rank waited for which. A rank that is killed loses a second at most.
+    Where the files can't be written any more, a warning says so once, and the program goes on.
+    While ``torch.profiler`` runs, the calls are in its profile, too.
 
     The variable ``UNISONO_TRACE`` does the same for a whole job.
 

@@ -1,4 +1,4 @@
-"""Who waits for whom, and who makes the others wait: pure functions on what the pages say."""
+"""Which rank waits for which, and why: pure functions on what the pages say."""
 
 from __future__ import annotations
 

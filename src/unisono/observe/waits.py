@@ -194,7 +194,7 @@ class _Timeline:
 
 
 def waits(ranks: Records, offsets: Mapping[int, int] | None = None, unsure_ns: int = 0) -> Waits:
-    """Work out who waited for whom.
+    """Work out which rank waited for which.
 
     Local, and pure. What counts is when a rank came to a call, never how long it took there: a sum
     takes as long on every rank, that of the slowest. A rank costs time that comes later than
