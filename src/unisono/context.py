@@ -467,7 +467,7 @@ def _recorded(make: Callable[[], ComputationModel], calls: CallLog) -> ContextSt
     try:
         with calls.call("initialize"):
             model = make()
-    except BaseException:
+    except BaseException:  # Ctrl-C too: there is no context that would take the page away
         calls.close()
         raise
     calls.become(model.topology.rank, model.topology.world_size)

@@ -319,7 +319,7 @@ class CallLog:
         _planes.plane = "control"
         try:
             _tell(_before, record)
-        except BaseException:
+        except BaseException:  # Ctrl-C in a hook too: the call isn't made, so its record ends
             token.record = None
             token.end()
             raise

@@ -195,9 +195,8 @@ def judge(ranks: Sequence[Rank], now_ns: int, patience_s: float = PATIENCE_S) ->
         if found is not None:
             kind, text, culprits = found
             return Verdict(kind, text, job.weighed(culprits), states)
-    waits = [job.waits[rank] for rank in job.waits if job.waits[rank].ranks]
     text = "no rank waits for another"
-    if waits:
+    if any(wait.ranks for wait in job.waits.values()):
         text = f"no rank has waited longer than {patience_s:g} s"
     return Verdict("none", text, (), states)
 

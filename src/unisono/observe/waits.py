@@ -141,7 +141,7 @@ class LineCost:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Who waited for whom.
+    """Which rank waited for which.
 
     Args:
         lost_s: by rank, seconds in which another rank waited for it.
