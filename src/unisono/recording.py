@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import CodeType
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from unisono import plugins
+from unisono.control import signatures
 from unisono.control.signatures import OUR_FRAMES, carried_line
 from unisono.errors import EnvironmentDetectionError
 from unisono.host import stack_signal
@@ -39,6 +40,8 @@ __all__ = (
 __tracebackhide__ = hides
 
 T = TypeVar("T")
+_now = time.monotonic_ns  # both are called in each collective
+_frame = sys._getframe
 _PASSED = (*OUR_FRAMES, f"{Path(torch.__file__).parent}{os.sep}")
 _LONGEST_PROGRAM = 200
 _LONGEST_ERROR = 500
@@ -90,6 +93,10 @@ class CollectiveRecord(NamedTuple):
     error: str = ""
 
 
+# Without the function that a NamedTuple has around it, which takes longer than all the rest.
+_record = cast(
+    "Callable[[tuple[Any, ...]], CollectiveRecord]", partial(tuple.__new__, CollectiveRecord)
+)
 Hook = Callable[[CollectiveRecord], object]
 _before: tuple[Hook, ...] = ()
 _after: tuple[Hook, ...] = ()
@@ -102,6 +109,8 @@ class _Planes(threading.local):
 
 _planes = _Planes()
 _Code: TypeAlias = "tuple[CodeType, str, dict[int, int] | None]"
+# Code, name and group of a call; the words of the page for its strings; the user's file and line.
+_Site: TypeAlias = "tuple[CodeType, str, str, int, int, str, int, bytes]"
 # Python looks for the line of a frame from the first line of its code on, at every call.
 _codes: dict[int, _Code] = {}
 _MOST_CODES = 4096
@@ -155,34 +164,38 @@ class _Here(threading.local):
     """What a thread keeps for one log."""
 
     lane: Lane | None = None
-    has_asked: bool = False
+    thread_id: int = 0
+    """Native id of the thread; 0 before its first call."""
 
 
 class Token:
-    """A call that has begun."""
+    """A call that has begun.
 
-    __slots__ = ("lane", "plane", "record", "stamp")
+    A class without ``__init__`` and ``__slots__`` is the one that Python makes fastest.
+    """
 
-    def __init__(self, lane: Lane | None, stamp: int) -> None:
-        self.lane: Lane | None = lane
-        self.stamp: int = stamp
-        self.record: CollectiveRecord | None = None
-        self.plane: str = ""
+    lane: Lane | None = None
+    stamp: int = 0
+    record: CollectiveRecord | None = None
+    plane: str = ""
 
     def end(self, error: BaseException | None = None) -> None:
         """Take note that the call is over. Local; harmless the second time."""
         lane, record = self.lane, self.record
-        if lane is None and record is None:
-            return
-        now = time.monotonic_ns()
-        self.lane = self.record = None
         if lane is not None:
-            lane.end(self.stamp, now)
-        if record is not None and _after:
+            self.lane = None
+            signatures.line.known = b""
+            lane.end(self.stamp, _now())
+        if record is not None:
+            self.record = None
+            self._tell_after(record, _now(), error)
+
+    def _tell_after(self, record: CollectiveRecord, now: int, error: BaseException | None) -> None:
+        if _after:
             text = "" if error is None else summary(error)[:_LONGEST_ERROR]
             plane, passed_ns = self.plane or _planes.plane, now - record.arrival_ns
             known = (*record[:9], plane, *record[10:14])  # up to its dtype, and up to its arrival
-            _tell(_after, CollectiveRecord(*known, passed_ns, text))
+            _tell(_after, _record((*known, passed_ns, text)))
 
     def carry_out(self, run: Callable[[], T]) -> T:
         """Run what the call is, which is over then. Local, but for what is run."""
@@ -207,6 +220,7 @@ class Token:
         if self is _NOTHING:
             return handle
         self.plane = _planes.plane if is_started else ""
+        signatures.line.known = b""
 
         def wait() -> T:
             lane = self.lane  # the thread that carries it out may end it meanwhile
@@ -217,7 +231,7 @@ class Token:
         return Handle(wait, handle.is_completed)
 
 
-_NOTHING = Token(None, 0)
+_NOTHING = Token()
 
 
 class CallLog:
@@ -238,6 +252,7 @@ class CallLog:
         self._numbers: dict[str, int] = {}
         self._members: dict[str, Sequence[int]] = {EVERYBODY: range(world_size)}
         self._here = _Here()
+        self._sites: dict[int, _Site] = {}
 
     @classmethod
     def of_rank(cls, rank: int, world_size: int, job: str, **facts: Any) -> CallLog:
@@ -290,28 +305,52 @@ class CallLog:
             self._meet(group)
         here = self._here
         lane = here.lane
-        if lane is None and not here.has_asked:
+        if not here.thread_id:
             lane = self._first_of(here)
-        if lane is None and not _before and not _after:
+        has_hooks = _before or _after
+        if lane is None and not has_hooks:
             return _NOTHING
-        file, line = _line_of_call()
-        size = _size_of(value) if type(value) is Tensor else 0
-        now, stamp = time.monotonic_ns(), 0
+        try:
+            frame = _frame(2)
+        except ValueError:  # there is none: C called what calls this, as autograd's threads do
+            frame = _frame(1)
+        code = frame.f_code
+        site = self._sites.get(id(code) + frame.f_lasti)
+        if site is None or site[0] is not code or site[1] != name or site[2] != key:
+            site = self._new_site(frame, name, key)
+        try:
+            size = value.nbytes if type(value) is Tensor else 0
+        except RuntimeError:  # a sparse one has no memory of its own
+            size = 0
+        token, now = Token(), _now()
         if lane is not None:
-            stamp = lane.begin(name, file, line, key, number, size, now, state)
-        token = Token(lane, stamp)
-        if _before or _after:
-            dtype = _dtype_of(value) if isinstance(value, Tensor) else ""
-            token.record = CollectiveRecord(
+            token.lane = lane
+            signatures.line.known = site[7]
+            token.stamp = lane.begin(site[3], site[4], number, size, now, state)
+        if has_hooks:
+            token.record = _record((
                 name, self.rank, self.world_size, self.job, key, self._members[key], number,
-                size, dtype, "", file, line, threading.get_native_id(), now,
-            )  # fmt: skip
+                size, _dtype_of(value), "", site[5], site[6], here.thread_id, now, -1, "",
+            ))  # fmt: skip
             self._tell_before(token, token.record)
         return token
 
+    def _new_site(self, frame: FrameType, name: str, key: str) -> _Site:
+        """Find the user's line; keep it where the frame is the user's, not what leads to it."""
+        code, (file, line) = frame.f_code, _line_of_call(frame)
+        words = (0, 0) if self._page is None else self._page.words_of(name, file, line, key)
+        is_users = _known_of(code)[2] is not None
+        known = signatures.named(file, line) if is_users else b""
+        site = (code, name, key, *words, file, line, known)
+        if is_users:
+            if len(self._sites) >= _MOST_CODES:
+                self._sites.clear()
+            self._sites[id(code) + frame.f_lasti] = site
+        return site
+
     def _first_of(self, here: _Here) -> Lane | None:
         """Give this thread its lane in the page, if there is one."""
-        here.has_asked = True
+        here.thread_id = threading.get_native_id()
         here.lane = None if self._page is None else self._page.lane()
         return here.lane
 
@@ -370,36 +409,27 @@ class CallLog:
         """Let go of the page: what goes on is a fork of the rank. Local."""
         self._page = None
         self._here = _Here()
+        self._sites = {}
 
 
-def _size_of(tensor: Tensor) -> int:
-    try:
-        return tensor.nbytes
-    except RuntimeError:  # a sparse one has no memory of its own
-        return 0
-
-
-def _line_of_call() -> tuple[str, int]:
+def _line_of_call(frame: FrameType) -> tuple[str, int]:
     """Give the user's line: that of the innermost frame that isn't ours."""
-    try:
-        frame = sys._getframe(3)  # this function and the two above it are ours
-    except ValueError:  # and there are no others: C called it, as autograd's threads do
-        frame = sys._getframe(2)
     while True:
-        code, lasti = frame.f_code, frame.f_lasti
-        known = _codes.get(id(code))
-        if known is None or known[0] is not code:
-            known = _note(code)
-        lines = known[2]
+        _, file, lines = _known_of(frame.f_code)
         if lines is not None:
-            line = lines.get(lasti)
-            if line is None:
-                line = lines[lasti] = frame.f_lineno or 0  # what a program has made may lack it
-            return known[1], line
+            line = lines.get(frame.f_lasti)
+            if line is None:  # what a program has made may lack it
+                line = lines[frame.f_lasti] = frame.f_lineno or 0
+            return file, line
         if frame.f_back is None:
             file, _, text = carried_line().rpartition(":")  # of the thread that started it
             return (file, int(text)) if text.isdecimal() else (file, 0)
         frame = frame.f_back
+
+
+def _known_of(code: CodeType) -> _Code:
+    known = _codes.get(id(code))
+    return known if known is not None and known[0] is code else _note(code)
 
 
 def _note(code: CodeType) -> _Code:
@@ -412,9 +442,13 @@ def _note(code: CodeType) -> _Code:
     return known
 
 
-def _dtype_of(tensor: Tensor) -> str:
+def _dtype_of(value: object) -> str:
+    if type(value) is Tensor:
+        return str(value.dtype)[6:]
+    if not isinstance(value, Tensor):
+        return ""
     with torch._C.DisableTorchFunctionSubclass():  # whose own code may raise
-        return str(tensor.dtype)[6:]
+        return str(value.dtype)[6:]
 
 
 def _tell(hooks: tuple[Hook, ...], record: CollectiveRecord) -> None:

@@ -238,6 +238,7 @@ STATE = {
     "context:_serial": "who is active",
     "context:_thread": "who is active",
     "control.signatures:_carried": "the call that a background thread carries out",
+    "control.signatures:line": "the line of the call that a thread is in",
     "deadlines:_until": "the deadline of a with block",
     "environments.detection:environments": "what plug-ins bring",
     "facts:_warned": "a warning that is given once",

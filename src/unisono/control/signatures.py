@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextvars import Context, ContextVar, copy_context
@@ -31,8 +32,10 @@ __all__ = (
     "describe",
     "from_here",
     "level",
+    "line",
     "line_of_call",
     "name",
+    "named",
     "site",
     "unpack",
 )
@@ -113,6 +116,14 @@ OUR_FRAMES = (str(Path(__file__).parents[1]), contextlib.__file__)
 _carried: ContextVar[bytes] = ContextVar("_carried", default=b"")
 
 
+class _Line(threading.local):
+    known: bytes = b""
+    """Of the call that this thread is in, where somebody has looked already."""
+
+
+line = _Line()
+
+
 def from_here() -> Context:
     """Give the context to run a call in elsewhere: there, `site` gives the line of here. Local."""
     context = copy_context()
@@ -135,12 +146,12 @@ def site(passed: tuple[str, ...] = OUR_FRAMES) -> bytes:
         passed: starts of the files whose frames are passed over.
     """
     carried = _carried.get()
-    if carried:
-        return carried
+    if carried or line.known:
+        return carried or line.known
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(passed):
         frame = frame.f_back
-    return _named(frame.f_code.co_filename, frame.f_lineno)
+    return named(frame.f_code.co_filename, frame.f_lineno)
 
 
 def line_of_call() -> str:
@@ -158,7 +169,8 @@ def level() -> int:
 
 
 @lru_cache(maxsize=1024)
-def _named(file: str, line: int) -> bytes:
+def named(file: str, line: int) -> bytes:
+    """Write a line as `site` gives it. Local, and pure."""
     return f"{file}:{line}".encode()[-_LONGEST_SITE:]
 
 

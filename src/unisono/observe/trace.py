@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import logging
-import operator
 import os
 import threading
 from collections import deque
@@ -27,7 +25,6 @@ _log = logging.getLogger(__name__)
 _EVERY_S = 0.25  # how long a call waits for being written
 _MOST_WAITING = 1_000_000  # calls, where writing takes longer than calling; then the oldest go
 _LONGEST_END_S = 5.0  # for a disk that hangs
-_rank_of = operator.attrgetter("rank", "world_size", "job")
 _FOR_GOOD = "UNISONO_TRACE"
 
 
@@ -140,9 +137,10 @@ class _Tracer:
 
     def _write(self) -> None:
         records = [self._waiting.popleft() for _ in range(len(self._waiting))]
-        records.sort(key=_rank_of)  # which leaves those of a rank in their order
-        for key, group in itertools.groupby(records, _rank_of):
-            of_rank = list(group)
+        of_ranks: dict[tuple[int, int, str], list[CollectiveRecord]] = {}
+        for record in records:
+            of_ranks.setdefault(record[1:4], []).append(record)
+        for key, of_rank in of_ranks.items():
             file = self._files.get(key)
             if file is None:
                 self.folder.mkdir(parents=True, exist_ok=True)

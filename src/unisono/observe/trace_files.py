@@ -69,7 +69,9 @@ class TraceFile:
 
     def __init__(self, folder: Path, record: CollectiveRecord) -> None:
         self._fd = _new_file(folder, record.rank)
-        self._groups: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._numbers: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._groups: dict[str, int] = {}  # the numbers of those that were met last
+        self._members: dict[str, Sequence[int]] = {}
         self._heads: dict[tuple[Any, ...], str] = {}
         facts = {
             "unisono_trace": _FORMAT,
@@ -91,13 +93,18 @@ class TraceFile:
             OSError: they can't be written.
         """
         lines: list[str] = []
+        heads, members = self._heads, self._members
         for record in records:
-            name, _, _, _, group, ranks, number, size, dtype, plane, *place, error = record
-            file, line, thread, arrival, duration = place
-            key = (name, group, ranks, size, dtype, plane, file, line, thread, error)
-            head = self._heads.get(key)
+            (
+                name, _, _, _, group, ranks, number, size, dtype, plane, file, line, thread,
+                arrival, duration, error,
+            ) = record  # fmt: skip
+            if members.get(group) is not ranks:  # ranks themselves take long to compare
+                self._meet(group, ranks, lines)
+            key = (name, group, size, dtype, plane, file, line, thread, error)
+            head = heads.get(key)
             if head is None:
-                head = self._new_head(key, lines)
+                head = self._new_head(key)
             lines.append(f"{head},{number},{arrival},{duration}]\n")
         self._write("".join(lines))
 
@@ -105,18 +112,25 @@ class TraceFile:
         """Let go of the file. Local."""
         os.close(self._fd)
 
-    def _new_head(self, key: tuple[Any, ...], lines: list[str]) -> str:
-        """Make what lines of a call begin with, after the line of its group where it is new."""
-        name, group, ranks, *others = key
+    def _meet(self, group: str, ranks: Sequence[int], lines: list[str]) -> None:
+        """Write the line of a group, unless it has its line already."""
+        self._members[group] = ranks
         known = (group, tuple(ranks))
-        number = self._groups.get(known)
+        number = self._numbers.get(known)
         if number is None:
-            number = self._groups[known] = len(self._groups)
+            number = self._numbers[known] = len(self._numbers)
             lines.append(json.dumps({"group": number, "name": group, "ranks": list(ranks)}) + "\n")
+        if self._groups.get(group) != number:
+            self._groups[group] = number
+            self._heads.clear()
+
+    def _new_head(self, key: tuple[Any, ...]) -> str:
+        """Make what the lines of a call begin with."""
+        name, group, *others = key
         if len(self._heads) >= _CACHED:
             self._heads.clear()
-        head = json.dumps((name, number, *others), separators=(",", ":"))[:-1]
-        self._heads[key] = head
+        parts = (name, self._groups[group], *others)
+        head = self._heads[key] = json.dumps(parts, separators=(",", ":"))[:-1]
         return head
 
     def _write(self, text: str) -> None:

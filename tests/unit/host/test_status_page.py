@@ -32,7 +32,8 @@ def made(**facts: Any) -> StatusPage:
 def begin(page: StatusPage, number: int, name: str = "barrier") -> tuple[Any, int]:
     lane = page.lane()
     assert lane is not None
-    return lane, lane.begin(name, "train.py", 7, "all ranks", number, 8, 100 + number, CALLED)
+    words = page.words_of(name, "train.py", 7, "all ranks")
+    return lane, lane.begin(*words, number, 8, 100 + number, CALLED)
 
 
 def test_calls_and_facts_are_read_as_they_were_written() -> None:
@@ -58,9 +59,9 @@ def test_the_last_calls_of_each_thread_are_kept() -> None:
     page = made()
     lane = page.lane()
     assert lane is not None
-    first = lane.begin("first", "f", 1, "g", 1, 0, 1, CALLED)
+    first = lane.begin(*page.words_of("first", "f", 1, "g"), 1, 0, 1, CALLED)
     for number in range(2, 301):
-        lane.begin("next", "f", 1, "g", number, 0, number, CALLED)
+        lane.begin(*page.words_of("next", "f", 1, "g"), number, 0, number, CALLED)
     lane.end(first, 9)  # others have its place by now
     thread = threading.Thread(target=begin, args=(page, 1000, "elsewhere"))
     thread.start()
@@ -103,7 +104,8 @@ def test_a_full_page_goes_on_without_names() -> None:
     lane = page.lane()
     assert lane is not None
     for number in range(100):
-        lane.begin(f"{number} {'x' * 300}", "f", 1, "g", number, 0, number, CALLED)
+        words = page.words_of(f"{number} {'x' * 300}", "f", 1, "g")
+        lane.begin(*words, number, 0, number, CALLED)
     reader = pages()[0]
     assert reader.facts["groups"] == {}  # too long
     assert reader.facts["rank"] == 0
@@ -121,7 +123,8 @@ def write() -> None:
     done = 0
     while True:
         for number in range(done + 1, done + 1000):
-            stamp = lane.begin("x", "f", number % 1000, "g", number, number * 7, number * 3, CALLED)
+            words = page.words_of("x", "f", number % 1000, "g")
+            stamp = lane.begin(*words, number, number * 7, number * 3, CALLED)
             lane.end(stamp, number * 5)
             done = number
         page.update(count=done, twice=2 * done)

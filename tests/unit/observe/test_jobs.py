@@ -47,14 +47,14 @@ def page(rank: int, job: str = "job a", **more: Any) -> Iterator[StatusPage]:
 def begin(of: StatusPage, name: str, number: int, begin_ns: int, state: int = CALLED) -> None:
     lane = of.lane()
     assert lane is not None
-    lane.begin(name, "train.py", 7, "all ranks", number, 64, begin_ns, state)
+    lane.begin(*of.words_of(name, "train.py", 7, "all ranks"), number, 64, begin_ns, state)
 
 
 DEAD = """
 import json, os, sys
 from unisono.host.status_page import StatusPage
 page = StatusPage.make(json.loads(sys.argv[1]))
-page.lane().begin("barrier", "train.py", 9, "all ranks", 1, 0, 5, 0)
+page.lane().begin(*page.words_of("barrier", "train.py", 9, "all ranks"), 1, 0, 5, 0)
 os._exit(0)
 """
 
