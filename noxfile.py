@@ -295,14 +295,16 @@ def docs(session: nox.Session) -> None:
     """Render the changelog, build the site into .nox/site, follow every link in it.
 
     A warning is an error, and nothing is fetched from the network. The code of the pages runs in
-    the session `tests`; notebooks run here.
+    the session `tests`; notebooks run here, and the query of the page on traces, in Perfetto.
     """
-    install(session, "test", "docs")
+    install(session, "test", "docs", "perfetto")
     session.run("python", "docs/changelog.py")
     strict = ("-E", "-W", "--keep-going", "--nitpicky", "--quiet")
     session.run("python", "-m", "sphinx", *strict, "-c", "docs", ".", str(SITE))
     paths = [f"tests/docs/test_{name}.py" for name in ("reference", "site")]
-    run_tests(session, *paths, *session.posargs, env={"UNISONO_SITE": str(SITE)})
+    paths.append("tests/process/observe/test_perfetto.py")
+    env = {"UNISONO_SITE": str(SITE), "UNISONO_REQUIRE": "perfetto"}
+    run_tests(session, *paths, *session.posargs, env=env)
 
 
 @nox.session(allow_parallel=True)

@@ -32,7 +32,7 @@ from unisono.model.handle import BACKGROUND, Background, Handle, Outcome
 from unisono.model.reduction import ReduceOp
 from unisono.models.serial import SerialModel
 from unisono.observe.trace import begin_if_asked
-from unisono.recording import CallLog, job_of
+from unisono.recording import CallLog, job_of, job_of_one_process
 from unisono.topology import ContextHint, Group, RankInfo
 
 __all__ = (
@@ -335,6 +335,9 @@ def _look_around() -> ContextState:
             f"thread {threading.current_thread().name!r} isn't a replica, while the replicas of "
             "this process are threads: make the call in the function that was given to spawn"
         )
+    if not _serial.calls.job:  # nobody has asked for it before
+        _serial.calls.job = job_of_one_process()
+        begin_if_asked()
     return _serial
 
 

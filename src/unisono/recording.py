@@ -34,6 +34,7 @@ __all__ = (
     "add_hook",
     "is_of_a_hook",
     "job_of",
+    "job_of_one_process",
     "plane_is",
 )
 
@@ -497,5 +498,14 @@ def job_of(info: RankInfo | None, own: str = "") -> str:
     elif os.environ.get("MASTER_PORT"):
         name = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ['MASTER_PORT']}"
     else:
-        name = f"{Path(str(sys.argv[0]) if sys.argv else '').name or 'python'}-{os.getppid()}"
+        name = _program_of(os.getppid())
     return name[:_LONGEST_JOB]
+
+
+def job_of_one_process() -> str:
+    """Name the job of a process that no other belongs to. Local."""
+    return _program_of(os.getpid())[:_LONGEST_JOB]
+
+
+def _program_of(pid: int) -> str:
+    return f"{Path(str(sys.argv[0]) if sys.argv else '').name or 'python'}-{pid}"

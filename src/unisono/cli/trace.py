@@ -42,9 +42,15 @@ def trace(
     summary: Annotated[
         bool,
         typer.Option(
-            "--summary", help="Print which rank waited for which; so it does without --out."
+            "--summary", help="Print which rank waited for which; so it does without other options."
         ),
     ] = False,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Draw that as FILE.png, FILE.svg or FILE.pdf; needs matplotlib."
+        ),
+    ] = None,
 ) -> int:
     """Join the traces of all ranks: one file for Perfetto, or which rank waited for which.
 
@@ -54,34 +60,57 @@ def trace(
     Returns:
         The exit code.
     """
-    from unisono.observe.merge import chrome_trace, jobs
+    from unisono.observe.merge import jobs
     from unisono.observe.trace_files import read
 
     found = jobs(read(folder))
     if out is not None:
-        merged = chrome_trace(found)
-        try:
-            out.write_text(json.dumps(merged, separators=(",", ":")) + "\n")
-        except OSError as error:
-            raise ArgumentError(f"--out {out}: it can't be written: {error}") from error
-        calls = sum(event.get("cat") == "call" for event in merged["traceEvents"])
-        typer.echo(f"{out}: {calls} calls of {_ranks(found)}")
-    if summary or out is None:
-        for job in found:
-            _show(job)
+        _write(found, out)
+    is_shown = summary or (out is None and picture is None)
+    waits = [job.waits() for job in found] if is_shown or picture is not None else []
+    if picture is not None:
+        _draw(found, waits, picture)
+    if is_shown:
+        for job, of_job in zip(found, waits, strict=True):
+            _show(job, of_job)
     return 0
 
 
+def _write(found: Sequence[JobTrace], out: Path) -> None:
+    from unisono.observe.merge import chrome_trace
+
+    merged = chrome_trace(found)
+    try:
+        out.write_text(json.dumps(merged, separators=(",", ":")) + "\n")
+    except OSError as error:
+        raise ArgumentError(f"--out {out}: it can't be written: {error}") from error
+    calls = sum(event.get("cat") == "call" for event in merged["traceEvents"])
+    typer.echo(f"{out}: {calls} calls of {_ranks(found)}")
+
+
+def _draw(found: Sequence[JobTrace], waits: Sequence[Waits], picture: Path) -> None:
+    from unisono.observe.drawing import draw
+
+    named = {
+        f"job {job.name} of {_count(job.world_size)}": of_job
+        for job, of_job in zip(found, waits, strict=True)
+    }
+    draw("--picture", named if len(named) > 1 else {"": waits[0]}, picture)
+    typer.echo(f"{picture}: who was waited for, and who waited")
+
+
 def _ranks(found: Sequence[JobTrace]) -> str:
-    count = sum(len(job.records) for job in found)
-    text = "1 rank" if count == 1 else f"{count} ranks"
+    text = _count(sum(len(job.records) for job in found))
     return text if len(found) == 1 else f"{text} in {len(found)} jobs"
 
 
-def _show(job: JobTrace) -> None:
-    waits = job.waits()
+def _count(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def _show(job: JobTrace, waits: Waits) -> None:
     who = "no rank stands out" if waits.slowest is None else f"rank {waits.slowest} is slow"
-    title = f"job {job.name}: {waits.calls} calls of {job.world_size} ranks in "
+    title = f"job {job.name}: {waits.calls} calls of {_count(job.world_size)} in "
     show(f"{title}{waits.watched_s:.3f} s, {who}", _RANKS, _of_ranks(waits))
     missing = sorted(set(range(job.world_size)) - set(job.records))
     if missing:

@@ -76,7 +76,8 @@ def chrome_trace(found: Sequence[JobTrace]) -> dict[str, Any]:
     """Make what Perfetto and Chrome read, in their JSON format.
 
     Local, and pure. A process for each rank, a thread for each of its threads; a slice for each
-    call, and in it one for the time until the last rank came.
+    call, and in it one for the time until the last rank came, from which an arrow leads to the call
+    of that rank.
 
     Args:
         found: the jobs. Those of other hosts than the first's are put beside it by the time of day.
@@ -104,10 +105,15 @@ def chrome_trace(found: Sequence[JobTrace]) -> dict[str, Any]:
     events = rows.events()
     zero_ns = min((each["ts"] for each in events if each["ph"] == "X"), default=0)
     for each in events:
+        if each["ph"] != "M":
+            each["ts"] = (each["ts"] - zero_ns) / 1e3
         if each["ph"] == "X":
-            each["ts"], each["dur"] = (each["ts"] - zero_ns) / 1e3, each["dur"] / 1e3
-    events.sort(key=lambda each: (each["ts"], each["ph"] == "X", -each["dur"]))
+            each["dur"] /= 1e3
+    events.sort(key=lambda each: (each["ts"], _KINDS.index(each["ph"]), -each.get("dur", 0)))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+_KINDS = "MXsf"  # names and slices, then where arrows begin and end: in the slices that are open
 
 
 def _outer_first(record: CollectiveRecord) -> tuple[int, int]:
@@ -163,7 +169,9 @@ class _Row:
             name = f"waiting for rank {meeting.last}"
             waiting = {"name": name, "cat": "waiting", "ts": begin_ns, "dur": waited_ns}
             waiting["args"] = {"rank": meeting.last}
+            self._rows.waits.append((waiting, meeting.records[meeting.last]))
         lane.add(call, waiting)
+        self._rows.calls[id(record)] = call
 
 
 def _args(record: CollectiveRecord, waited_ns: int) -> Event:
@@ -183,6 +191,8 @@ class _Rows:
     """All rows, with numbers that no two processes or threads have in common."""
 
     def __init__(self, names_jobs: bool) -> None:
+        self.calls: dict[int, Event] = {}  # by their records
+        self.waits: list[tuple[Event, CollectiveRecord]] = []  # each with what it waited for
         self._names_jobs = names_jobs
         self._rows: dict[tuple[str, int, int, str, int], _Row] = {}
         self._threads = 0
@@ -205,10 +215,20 @@ class _Rows:
         return _FIRST_THREAD + self._threads
 
     def events(self) -> list[Event]:
-        """Give all names and slices, in nanoseconds. Local."""
-        return [event for row in self._rows.values() for event in _events(row)]
+        """Give all names, slices and arrows, in nanoseconds. Local."""
+        shown = [event for row in self._rows.values() for event in _events(row)]
+        return [*shown, *self._arrows()]
+
+    def _arrows(self) -> Iterator[Event]:
+        """Lead from each wait to the call that ended it."""
+        for number, (waiting, record) in enumerate(self.waits, 1):
+            if waiting["dur"]:
+                for ph, place in (("s", waiting), ("f", self.calls[id(record)])):
+                    at = {key: place[key] for key in ("ts", "pid", "tid")}
+                    yield {"ph": ph, "bp": "e", "id": number, **_ARROW, **at}
 
 
+_ARROW = {"name": "waits for", "cat": "waiting"}
 _FIRST_THREAD = 1_000_000  # no row has such a number
 
 

@@ -68,7 +68,7 @@ class Meeting:
 def meetings(ranks: Records, offsets: Mapping[int, int] | None = None) -> list[Meeting]:
     """Find the calls that every rank of their group has recorded.
 
-    Local, and pure.
+    Local, and pure. Those of a group of one rank are left out, but for a job of one.
 
     Args:
         ranks: the records of each rank.
@@ -94,7 +94,8 @@ def _keyed(records: Iterable[CollectiveRecord]) -> Iterable[tuple[Key, Collectiv
     """Tell calls of one number apart: a second context of the job counts from 1 again."""
     seen: Counter[tuple[object, ...]] = Counter()
     for record in sorted(records, key=lambda each: each.arrival_ns):
-        if record.number and record.duration_ns >= 0 and len(record.ranks) > 1:
+        is_counted = len(record.ranks) > 1 or record.world_size == 1
+        if record.number and record.duration_ns >= 0 and is_counted:
             call = (record.group, tuple(record.ranks), record.number)
             seen[call] += 1
             yield (*call, seen[call]), record

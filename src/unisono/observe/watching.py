@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from unisono import plugins
 from unisono.collectives.gathers import all_gather
 from unisono.context import communicator
-from unisono.errors import ArgumentError
 from unisono.observe.clocks import Moment, offsets
+from unisono.observe.drawing import draw
 from unisono.observe.trace_files import boot_id
 from unisono.observe.waits import Waits, meetings, waits
 from unisono.recording import CollectiveRecord, add_hook
@@ -75,16 +74,9 @@ class Watch:
             path: of the picture; its suffix says which kind, as in ``"waits.png"``.
 
         Raises:
-            ArgumentError: matplotlib isn't installed.
+            ArgumentError: matplotlib isn't installed, or the file can't be written.
         """
-        try:
-            draw = plugins.load("unisono.observe.picture:draw")
-        except ImportError as error:
-            raise ArgumentError(
-                f"plot() needs matplotlib, which can't be imported ({error}): "
-                "pip install matplotlib, or print(watch), which says the same as a table"
-            ) from error
-        draw(self._waits, path)
+        draw("plot()", {"": self._waits}, path)
 
     def __str__(self) -> str:
         return _table(self._waits)

@@ -73,6 +73,29 @@ def test_the_summary_of_a_folder_without_a_trace_is_wrong_use(tmp_path: Path) ->
     assert "holds no trace" in done.stderr
 
 
+SERIAL = """
+import unisono as idist
+
+if idist.get_rank() == 0:
+    idist.all_reduce(1)
+"""
+
+
+def test_a_program_that_is_alone_is_traced(tmp_path: Path) -> None:
+    """It has neither a backend nor a call that makes ranks."""
+    script = tmp_path / "alone.py"
+    for begin, name in (("", "whole"), ("idist.initialize('serial')", "initialized")):
+        script.write_text(SERIAL.replace("\nif", f"{begin}\nif", 1))
+        done = python(str(script), env={**os.environ, "UNISONO_TRACE": str(tmp_path / name)})
+        assert done.returncode == 0, done.stderr
+        (trace,) = read(tmp_path / name)
+        (record,) = (each for each in trace.records if each.name != "initialize")
+        assert (record.name, record.file, record.line) == ("all_reduce", str(script), 5)
+        assert (trace.rank, trace.world_size) == (0, 1)
+        assert trace.job == f"alone.py-{trace.pid}" or begin
+        assert job_in(tmp_path / name).calls == len(trace.records)
+
+
 def late_in_a_block(local_rank: int, folder: str) -> None:
     with idist.trace(folder):
         for _ in range(3):

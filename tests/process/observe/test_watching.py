@@ -111,15 +111,22 @@ WITHOUT_MATPLOTLIB = """
 import sys
 import unisono as idist
 
+from pathlib import Path
+from unisono.cli.trace import trace
+
 sys.modules["matplotlib"] = None
-with idist.watching() as watch:
+with idist.watching() as watch, idist.trace(sys.argv[1]) as folder:
     idist.barrier()
-try:
-    watch.plot("waits.png")
-except idist.errors.ArgumentError as error:
-    print(error)
+for draw in (watch.plot, lambda path: trace(folder, picture=Path(path))):
+    try:
+        draw("waits.png")
+    except idist.errors.ArgumentError as error:
+        print(error)
 """
 
 
-def test_without_matplotlib_the_remedy_is_said() -> None:
-    assert "pip install matplotlib" in run_python("-c", WITHOUT_MATPLOTLIB)
+def test_without_matplotlib_the_remedy_is_said(tmp_path: Path) -> None:
+    told = run_python("-c", WITHOUT_MATPLOTLIB, str(tmp_path)).splitlines()
+    for line, name in zip(told, ("plot()", "--picture"), strict=True):
+        assert line.startswith(f"{name} needs matplotlib")
+        assert "pip install matplotlib" in line

@@ -13,10 +13,11 @@ from unisono.recording import CollectiveRecord
 
 Event = dict[str, Any]
 # https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
-TYPES: dict[str, type | tuple[type, ...]] = {
-    **{"ph": str, "name": str, "pid": int, "tid": int},
-    **{"ts": (int, float), "dur": (int, float), "args": dict},
-}
+Types = dict[str, type | tuple[type, ...]]
+PLACE: Types = {"name": str, "pid": int, "tid": int, "ts": (int, float)}
+SLICE: Types = {**PLACE, "dur": (int, float), "args": dict}
+ARROW: Types = {**PLACE, "id": int, "cat": str, "bp": str}
+KINDS = {"M": SLICE, "X": SLICE, "s": ARROW, "f": ARROW}
 
 
 def trace_of(rank: int, records: Sequence[CollectiveRecord], **facts: Any) -> RankTrace:
@@ -31,11 +32,10 @@ def merged(*traces: RankTrace) -> list[Event]:
     assert whole["displayTimeUnit"] == "ms"
     events: list[Event] = whole["traceEvents"]
     for event in events:
-        assert event["ph"] in ("X", "M")
-        for key, kind in TYPES.items():
+        for key, kind in KINDS[event["ph"]].items():
             assert isinstance(event[key], kind), (key, event)
         assert event["ts"] >= 0
-        assert event["dur"] >= 0
+        assert event.get("dur", 0) >= 0
     assert [each["ts"] for each in events] == sorted(each["ts"] for each in events)
     of_thread: dict[tuple[int, int], list[float]] = {}
     for event in slices(events):  # in each thread every slice is within another, or beside it
@@ -68,6 +68,23 @@ def test_each_rank_has_a_row_and_each_call_a_slice_with_its_facts() -> None:
     (wait,) = waiting
     assert (wait["name"], wait["ts"], wait["dur"]) == ("waiting for rank 1", 0, 200_000)
     assert (wait["pid"], wait["tid"]) == (calls[0]["pid"], calls[0]["tid"])
+
+
+def test_an_arrow_leads_from_each_wait_to_the_call_that_ended_it() -> None:
+    records = [call(1, 0, 200, 100), call(2, 350, 300, 300)]
+    events = merged(*(trace_of(rank, each) for rank, each in enumerate(zip(*records, strict=True))))
+    begins, ends = ({e["id"]: e for e in events if e["ph"] == ph} for ph in "sf")
+    assert begins.keys() == ends.keys()
+    rows = {pid: name for (pid, _), name in names(events, "process_name").items()}
+    found = [(rows[e["pid"]], rows[ends[e["id"]]["pid"]], ends[e["id"]]) for e in begins.values()]
+    assert [(out, into, e["ts"]) for out, into, e in sorted(found, key=lambda each: each[:2])] == [
+        *(("rank 0", "rank 1", 200_000), ("rank 1", "rank 0", 350_000)),
+        *(("rank 2", "rank 0", 350_000), ("rank 2", "rank 1", 200_000)),
+    ]
+    waiting = {(e["pid"], e["tid"], e["ts"]) for e in slices(events, "waiting for")}
+    assert waiting == {(e["pid"], e["tid"], e["ts"]) for e in begins.values()}
+    calls = {(e["pid"], e["tid"], e["ts"]) for e in slices(events, "all_reduce")}
+    assert calls >= {(e["pid"], e["tid"], e["ts"]) for e in ends.values()}
 
 
 def test_an_error_is_shown() -> None:

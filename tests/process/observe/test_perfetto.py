@@ -1,0 +1,152 @@
+"""A trace of all ranks in Perfetto's own trace processor, which finds in it what we find."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.pages import ROOT, blocks
+from tests.support.processes import python
+from tests.support.trace_processor import TraceProcessor, require_trace_processor, trace_processor
+from unisono.observe.merge import JobTrace, jobs
+from unisono.observe.trace_files import read
+from unisono.observe.waits import meetings
+
+SIZE = 4
+PROGRAM = """
+import time
+import torch
+import unisono as idist
+
+idist.initialize("gloo")
+for step in range(6):
+    if idist.get_rank() == step % 3:
+        time.sleep(0.05 * (step + 1))
+    idist.all_reduce(torch.ones(5))
+    idist.broadcast("é", src=1)
+pair = idist.new_group([1, 3])
+if idist.get_rank() in (1, 3):
+    started = idist.all_reduce(torch.ones(5), group=pair, async_op=True)
+    idist.barrier(pair)
+    started.wait()
+idist.finalize()
+"""
+ARROWS = """
+SELECT wait.name AS wait, wait.ts + wait.dur AS ended, call.name AS call, call.ts AS began,
+  waiting.name AS waiting, came.name AS came, parent.name AS inside,
+  extract_arg(parent.arg_set_id, 'args.number') AS own,
+  extract_arg(call.arg_set_id, 'args.number') AS number
+FROM flow
+JOIN slice AS wait ON flow.slice_out = wait.id
+JOIN slice AS parent ON wait.parent_id = parent.id
+JOIN thread_track AS out_track ON wait.track_id = out_track.id
+JOIN thread AS out_thread ON out_thread.utid = out_track.utid
+JOIN process AS waiting ON waiting.upid = out_thread.upid
+JOIN slice AS call ON flow.slice_in = call.id
+JOIN thread_track AS in_track ON call.track_id = in_track.id
+JOIN thread AS in_thread ON in_thread.utid = in_track.utid
+JOIN process AS came ON came.upid = in_thread.upid
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Traces of a real job."""
+    require_trace_processor()
+    folder = tmp_path_factory.mktemp("perfetto")
+    (folder / "train.py").write_text(PROGRAM)
+    command = ("-m", "unisono", "run", "-n", str(SIZE), "--trace", str(folder / "traces"))
+    done = python(*command, str(folder / "train.py"))
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> Iterator[TraceProcessor]:
+    """The one file of all ranks, in the trace processor."""
+    merged = folder / "job.json"
+    done = python("-m", "unisono", "trace", str(folder / "traces"), "--out", str(merged))
+    assert done.returncode == 0, done.stderr
+    with trace_processor(merged) as processor:
+        yield processor
+
+
+def job_in(folder: Path) -> JobTrace:
+    (job,) = jobs(read(folder / "traces"))
+    return job
+
+
+def recipe() -> str:
+    """The query of the page on traces."""
+    page = ROOT / "docs" / "how-to" / "trace.md"
+    (block,) = (block for block in blocks(page) if block.language == "sql")
+    return block.text
+
+
+def our_waits(folder: Path) -> list[dict[str, Any]]:
+    """All waits as we work them out, the longest first."""
+    found = []
+    for meeting in meetings(job_in(folder).records):
+        for rank, record in meeting.records.items():
+            found.append(
+                {
+                    "seconds": meeting.waited_ns(rank) / 1e9,
+                    "who": f"rank {rank}",
+                    "what": f"waiting for rank {meeting.last}",
+                    "call": record.name,
+                    "line": f"{record.file}:{record.line}",
+                }
+            )
+    return sorted(found, key=lambda wait: -wait["seconds"])
+
+
+def test_the_ten_longest_waits_are_those_that_we_find(folder: Path, loaded: TraceProcessor) -> None:
+    found, ours = loaded.query(recipe()), our_waits(folder)
+    assert len(found) == 10
+    for wait, own in zip(found, ours[:10], strict=True):
+        assert wait["seconds"] == pytest.approx(own["seconds"], abs=1e-8)
+        assert {**wait, "seconds": 0} == {**own, "seconds": 0}
+    assert found[0]["what"] == "waiting for rank 2"  # which came last in the last step
+    assert found[0]["seconds"] > 0.25
+
+
+def test_each_rank_has_its_calls_and_waited_as_long_as_the_summary_says(
+    folder: Path, loaded: TraceProcessor
+) -> None:
+    sql = """
+        SELECT process.name AS name, category, count(*) AS n, sum(dur) / 1e9 AS seconds
+        FROM slice JOIN thread_track ON slice.track_id = thread_track.id
+        JOIN thread USING (utid) JOIN process USING (upid) GROUP BY 1, 2"""
+    found = {(row["name"], row["category"]): row for row in loaded.query(sql)}
+    job = job_in(folder)
+    waited_s = job.waits().waited_s
+    for rank, records in job.records.items():
+        assert found[f"rank {rank}", "call"]["n"] == len(records)
+        seconds = found[f"rank {rank}", "waiting"]["seconds"]
+        assert seconds == pytest.approx(waited_s[rank], abs=1e-5)
+    assert len({name for name, _ in found}) == SIZE
+
+
+def test_an_arrow_leads_from_each_wait_to_the_call_of_the_last_rank(
+    loaded: TraceProcessor,
+) -> None:
+    arrows = loaded.query(ARROWS)
+    ((waits,),) = (
+        row.values() for row in loaded.query("SELECT count(*) FROM slice WHERE category='waiting'")
+    )
+    assert len(arrows) == waits > 30
+    for arrow in arrows:
+        assert arrow["wait"] == f"waiting for {arrow['came']}"
+        assert arrow["came"] != arrow["waiting"]
+        assert (arrow["ended"], arrow["inside"]) == (arrow["began"], arrow["call"])
+        assert arrow["own"] == arrow["number"]
+
+
+def test_perfetto_has_nothing_to_say_against_it(loaded: TraceProcessor) -> None:
+    stats = loaded.query("SELECT name, severity, value FROM stats WHERE value > 0")
+    assert [each for each in stats if each["severity"] != "info"] == []
+    assert "json_display_time_unit" in {each["name"] for each in stats}
+    assert loaded.query("SELECT count(*) AS n FROM slice WHERE dur < 0")[0]["n"] == 0
