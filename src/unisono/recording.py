@@ -63,7 +63,7 @@ class CollectiveRecord(NamedTuple):
         group: the name of the group; ``"all ranks"`` for all.
         ranks: global ranks of the group, ascending.
         number: how many calls of the group this rank has made, with this one: equal numbers are the
-            same call on all ranks.
+            same call on all ranks; 0 after a call that a hook has refused, which isn't made.
         size_bytes: of the tensor that was given; 0 for anything else.
         dtype: its dtype, as in ``"float32"``; empty for anything else.
         plane: what carried it: ``"control"``, ``"memory"`` (which the ranks of a host share) or
@@ -124,7 +124,8 @@ def add_hook(*, before: Hook | None = None, after: Hook | None = None) -> Callab
     call collectives; their exceptions are the call's. Where there is no hook, no record is made.
 
     Args:
-        before: called with the record when a call begins.
+        before: called with the record when a call begins. If it raises, this rank doesn't make the
+            call, nor count it: its next one meets the call that the others wait in.
         after: called with the record when it is done, or has failed.
 
     Returns:
@@ -359,9 +360,14 @@ class CallLog:
         _planes.plane = "control"
         try:
             _tell(_before, record)
-        except BaseException:  # Ctrl-C in a hook too: the call isn't made, so its record ends
-            token.record = None
-            token.end()
+        except BaseException as error:  # Ctrl-C in a hook too: the call isn't made, nor counted
+            if self._numbers[record.group] == record.number:
+                self._numbers[record.group] -= 1  # the next call is what the others call so
+            if token.lane is not None:
+                token.lane.refuse(token.stamp)
+            token.record = record._replace(number=0)
+            with suppress(Exception):  # the first hook's error is the one that is told
+                token.end(error)
             raise
 
     def _meet(self, group: Group) -> None:

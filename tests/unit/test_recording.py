@@ -160,6 +160,36 @@ def test_what_a_hook_raises_is_the_calls_and_nothing_is_broken() -> None:
     assert idist.spawn("gloo", work, nproc_per_node=2) == [["still in step"] * 2] * 2
 
 
+@several
+def test_a_call_that_a_hook_refuses_on_one_rank_is_not_counted_there(
+    records: list[CollectiveRecord],
+) -> None:
+    """So its next call has the number of the call that it meets."""
+    size = idist.get_world_size()
+    idist.barrier()
+    if idist.get_rank() == size - 1:  # the hooks of threads are those of all of them
+        refused: list[int] = []
+
+        def refuse(record: CollectiveRecord) -> None:
+            if record.rank == size - 1 and not refused:
+                refused.append(record.number)
+                raise ZeroDivisionError("not now")
+
+        remove = add_hook(before=refuse)
+        with pytest.raises(ZeroDivisionError, match="not now"):
+            idist.all_reduce(torch.ones(2))
+        remove()
+        assert (records[-1].name, records[-1].number) == ("all_reduce", 0)
+        assert records[-1].error == "ZeroDivisionError: not now"
+        shown = own_page().records()[-1]
+        assert (shown.name, shown.number, shown.end_ns > 0) == ("all_reduce", 0, True)
+    assert idist.all_reduce(torch.ones(2)).tolist() == [size, size]
+    number = records[-1].number
+    assert idist.all_gather(number) == [number] * size
+    if idist.get_rank() == size - 1:
+        assert refused == [number]
+
+
 def call_from(file: str) -> None:
     names: dict[str, Any] = {}
     exec(compile("def work(run):\n    run()\n", file, "exec"), names)

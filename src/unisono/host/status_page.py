@@ -66,7 +66,7 @@ _pack = _RECORD.pack_into
 _LANE_BYTES = _HEAD_BYTES + _RING * _RECORD_BYTES
 _PAGE_BYTES = _LANES_AT + _LANES * _LANE_BYTES
 _EDITION, _USED = 1, 4
-_END, _LAST = 2, 7  # words of a record
+_END, _NUMBER, _LAST = 2, 5, 7  # words of a record
 _STATES = 3  # bits of the last word
 _LONGEST_STRING = 400
 _LOW = (1 << 32) - 1
@@ -253,6 +253,12 @@ class Lane:
         if self._words[at] == stamp:
             self._words[at + _END] = end_ns
 
+    def refuse(self, stamp: int) -> None:
+        """Write that it isn't made: it has no number. Local, in any thread."""
+        at = self._first + (stamp & _AROUND)
+        if self._words[at] == stamp:
+            self._words[at + _NUMBER] = 0
+
     def wait(self, stamp: int) -> None:
         """Write that what was started is waited for now. Local, in any thread."""
         at = self._first + (stamp & _AROUND)
@@ -272,7 +278,8 @@ class PageRecord:
         file: of the user's line; its end where the path is long.
         line: its number.
         group: the name of the group.
-        number: how many calls of the group there have been, with this one; 0 where it isn't known.
+        number: how many calls of the group there have been, with this one; 0 where it isn't known,
+            or a hook has refused the call.
         size_bytes: of the tensor; 0 where it isn't known.
         begin_ns: when the rank came, on the monotonic clock of the host.
         end_ns: when it was done; 0 where it isn't yet.

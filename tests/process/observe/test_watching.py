@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import unisono as idist
 from tests.support.processes import run_python
 from tests.support.worlds import QUICK, REAL, alone_and_several, run
+from unisono.observe.waits import waits
+from unisono.recording import CollectiveRecord
 
 LATE_S = 0.2
 STEPS = 3
@@ -84,6 +86,52 @@ def test_every_model_names_the_same_rank_on_all_ranks(backend: str, size: int) -
         assert (slowest, lost_s, last) == (None, (0,), (0,))
     else:
         assert (slowest, last[-1]) == (size - 1, STEPS)
+
+
+@alone_and_several
+def test_what_is_found_is_what_all_records_say() -> None:
+    own: list[CollectiveRecord] = []
+    rank = idist.get_rank()
+
+    def keep(record: CollectiveRecord) -> None:
+        if record.rank == rank:  # the hooks of threads are those of all of them
+            own.append(record)
+
+    group = idist.new_group(sorted({0, idist.get_world_size() - 1}))
+    idist.barrier()
+    remove = idist.add_hook(after=keep)
+    with idist.watching() as watch:
+        for step in range(20):
+            idist.all_reduce(torch.ones(step))
+            if rank == step % idist.get_world_size():
+                time.sleep(0.003)
+            idist.all_gather(step)
+            if rank in group.ranks:
+                idist.barrier(group)
+        made = [record._replace(ranks=tuple(record.ranks)) for record in own]
+    remove()
+    everything = [
+        [CollectiveRecord._make(each) for each in of_rank]
+        for of_rank in idist.all_gather([tuple(record) for record in made])
+    ]
+    found = waits(dict(enumerate(everything)))
+    assert (watch.lost_s, watch.waited_s) == (found.lost_s, found.waited_s)
+    assert (watch.last, watch.slowest) == (found.last, found.slowest)
+    assert list(watch.by_line.values()) == [
+        sum(line.lost_s) for line in found.lines if any(line.lost_s)
+    ]
+    assert f"{found.calls} calls of" in str(watch)
+
+
+def test_the_last_calls_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_MOST", "_MOST_OF_ALL"):
+        with monkeypatch.context() as changed:
+            changed.setattr(f"unisono.observe.watching.{name}", 5)
+            changed.setattr("unisono.observe.watching._LEAST", 1)
+            with idist.watching() as watch:
+                for _ in range(8):
+                    idist.barrier()
+        assert str(watch).startswith("5 calls of 1 rank in")
 
 
 @alone_and_several
