@@ -183,12 +183,12 @@ def find_python(version: str) -> str | None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Unit, process and conformance tests on serial, threads and gloo: ``nox -s tests -- ARGS``."""
-    install(session, "test", "peers", "notebook", "manifests")
+    install(session, "test", "peers", "notebook", "manifests", "recipes")
     if session.posargs:
         session.run("pytest", *session.posargs)
         return
     peers = "import accelerate, ignite, lightning_fabric, mmengine, torchmetrics, ipykernel, "
-    peers += "nbclient, kubernetes_validate, kubeflow_trainer_api"
+    peers += "nbclient, kubernetes_validate, kubeflow_trainer_api, torch.utils.tensorboard"
     session.run("python", "-c", peers)  # else tests are skipped
     run_all(session)
 

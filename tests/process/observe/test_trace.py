@@ -123,6 +123,27 @@ def test_each_rank_has_a_file_whatever_ranks_are(backend: str, size: int, tmp_pa
     assert found.lost_s[size - 1] >= 2 * LATE_S * 0.9  # the others may be late for the first
 
 
+def call_in_a_profile(local_rank: int, folder: str) -> set[str]:
+    model = idist.auto_model(torch.nn.Linear(4, 4))
+    with idist.trace(folder), torch.profiler.profile() as profile:
+        started = idist.all_reduce(torch.ones(3), async_op=True), idist.all_gather(1, async_op=True)
+        idist.barrier()
+        for each in started:
+            each.wait()
+        model(torch.ones(2, 4)).sum().backward()
+        with idist.one_rank_first():
+            pass
+    path = Path(folder, f"profile-{idist.get_rank()}.json")
+    profile.export_chrome_trace(str(path))
+    return {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+
+
+def test_calls_of_every_kind_are_in_the_profile_of_torch(tmp_path: Path) -> None:
+    names = ("all_reduce", "all_gather", "barrier", "gradients", "one_rank_first")
+    for found in run("gloo", 2, call_in_a_profile, str(tmp_path)):
+        assert {f"unisono.{name}" for name in names} <= found
+
+
 def die_once_it_is_written(local_rank: int, folder: str) -> None:
     idist.barrier()
     idist.all_reduce(1)

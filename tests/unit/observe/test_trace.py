@@ -16,6 +16,8 @@ import unisono as idist
 from tests.support.records import recorded
 from unisono.errors import ArgumentError
 from unisono.observe.trace_files import TraceFile, read
+from unisono.observe.waits import waits
+from unisono.recording import CollectiveRecord
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
@@ -129,6 +131,29 @@ def test_calls_are_in_the_profile_of_torch(tmp_path: Path) -> None:
         idist.all_reduce(torch.ones(3))
     names = {event.name for event in profile.events() or ()}
     assert "unisono.all_reduce" in names
+
+
+def test_a_call_that_a_hook_refuses_is_over_in_the_profile_and_has_no_number(
+    tmp_path: Path,
+) -> None:
+    def refuse(record: CollectiveRecord) -> None:
+        raise ZeroDivisionError("not now")
+
+    with idist.trace(tmp_path), torch.profiler.profile() as profile:
+        remove = idist.add_hook(before=refuse)
+        with pytest.raises(ZeroDivisionError):
+            idist.all_reduce(torch.ones(3))
+        remove()
+        idist.barrier()
+    ranges = {e.name: e.time_range for e in profile.events() or () if "unisono" in e.name}
+    assert ranges["unisono.all_reduce"].end <= ranges["unisono.barrier"].start
+    (trace,) = read(tmp_path)
+    first, second = trace.records
+    assert (first.name, first.number, first.error) == (
+        *("all_reduce", 0, "ZeroDivisionError: not now"),
+    )
+    assert (second.name, second.number > 0, second.error) == ("barrier", True, "")
+    assert waits({0: trace.records}).calls == 1
 
 
 def test_a_fork_writes_a_file_of_its_own(tmp_path: Path) -> None:
