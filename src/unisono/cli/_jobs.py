@@ -13,10 +13,19 @@ from unisono.cli._tables import Column
 from unisono.observe.stacks import Frame, Stack, equal, folded
 from unisono.observe.verdict import named
 
-__all__ = ("COLUMNS", "NO_JOB", "grouped", "headline", "one_stack", "rows", "verdict_lines")
+__all__ = (
+    "NO_JOB",
+    "columns",
+    "grouped",
+    "headline",
+    "host_of",
+    "one_stack",
+    "rows",
+    "verdict_lines",
+)
 
 NO_JOB = "no job of this user runs on this host"
-COLUMNS = (
+_COLUMNS = (
     Column("rank", is_number=True),
     Column("pid", is_number=True, rank=2),
     Column("cpu", is_number=True, rank=3),
@@ -26,6 +35,7 @@ COLUMNS = (
     Column("in", rank=1),
     Column("at"),
 )
+_HOST = Column("host")
 _STYLES = {
     "dead": "bold red",
     "stopped": "bold red",
@@ -53,17 +63,38 @@ def headline(job: Mapping[str, Any]) -> str:
 def verdict_lines(job: Mapping[str, Any]) -> list[str]:
     """Say who makes the others wait, where, and what it costs. Local."""
     lines = [job["verdict"]["text"]]
-    lines += [_culprit(each, job["cwd"]) for each in job["culprits"]]
-    if job["elsewhere"]:
+    hosts = {each["rank"]: f"on {each['host']} " for each in job["ranks"] if _has_hosts(job)}
+    lines += [_culprit(each, job["cwd"], hosts.get(each["rank"], "")) for each in job["culprits"]]
+    lines += [f"{host_of(each['host'], each['ranks'])}: {each['why']}" for each in job["silent"]]
+    silent = {rank for each in job["silent"] for rank in each["ranks"]}
+    unseen = [rank for rank in job["elsewhere"] if rank not in silent]
+    if unseen and job["is_asked"]:
+        lines.append(f"{named(unseen)}: no page on any host: ended, or not begun")
+    elif unseen:
         lines.append(
-            f"{named(job['elsewhere'])}: no page here (on another host, or ended); only ranks of "
-            "this host are seen"
+            f"{named(unseen)}: no page here (on another host, or ended), and no connection of the "
+            "job's to ask by: look on each host"
         )
     return lines
 
 
-def _culprit(culprit: Mapping[str, Any], cwd: str) -> str:
-    line = f"culprit: rank {culprit['rank']} {culprit['why']}"
+def host_of(host: str, ranks: Sequence[int]) -> str:
+    """Name a host by its ranks, too; or these alone. Local."""
+    return f"host {host} ({named(ranks)})" if host else named(ranks)
+
+
+def columns(job: Mapping[str, Any]) -> list[Column]:
+    """List what is told of each rank; its host, where there are several. Local."""
+    first, *others = _COLUMNS
+    return [first, *([_HOST] if _has_hosts(job) else []), *others]
+
+
+def _has_hosts(job: Mapping[str, Any]) -> bool:
+    return len({each["host"] for each in job["ranks"]}) > 1
+
+
+def _culprit(culprit: Mapping[str, Any], cwd: str, host: str) -> str:
+    line = f"culprit: rank {culprit['rank']} {host}{culprit['why']}"
     if culprit["file"]:
         inside = f" in {culprit['function']}" if culprit["function"] else ""
         file = culprit["file"].removeprefix(f"{cwd}{os.sep}") if cwd else culprit["file"]
@@ -87,7 +118,11 @@ def rows(job: Mapping[str, Any]) -> list[list[Text]]:
     """Give a line for each rank, the culprits first. Local."""
     culprits = {each["rank"]: each for each in job["culprits"]}
     order = sorted(job["ranks"], key=lambda each: (each["rank"] not in culprits, each["rank"]))
-    return [_row(each, culprits.get(each["rank"])) for each in order]
+    found = [_row(each, culprits.get(each["rank"])) for each in order]
+    if _has_hosts(job):
+        for each, row in zip(order, found, strict=True):
+            row.insert(1, Text(each["host"]))
+    return found
 
 
 def _row(rank: Mapping[str, Any], culprit: Mapping[str, Any] | None) -> list[Text]:

@@ -19,7 +19,16 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from unisono.cli._jobs import COLUMNS, NO_JOB, grouped, headline, one_stack, rows, verdict_lines
+from unisono.cli._jobs import (
+    NO_JOB,
+    columns,
+    grouped,
+    headline,
+    one_stack,
+    rows,
+    verdict_lines,
+)
+from unisono.observe.hosts import gather
 from unisono.observe.jobs import Job, Meter, look, send
 from unisono.observe.report import calls_of, chosen, report_of, stacks_of
 
@@ -87,10 +96,15 @@ class LiveView:
                 self.name = chosen(self.jobs, self.wanted).name
             self.jobs = [job for job in self.jobs if job.name == self.name]
         self.at = min(self.at, max(len(self.jobs) - 1, 0))
-        self.report = report_of(self.jobs[self.at]) if self.jobs else None
+        self.report = self._report() if self.jobs else None
         if self.ending is not None and time.monotonic() > self.ending[1]:
             send(self.ending[0], signal.SIGKILL)
             self.ending = None
+
+    def _report(self) -> Mapping[str, Any]:
+        """Ask the other hosts of the job that is shown."""
+        self.jobs[self.at] = gather(self.jobs[self.at], self.meter)
+        return report_of(self.jobs[self.at])
 
     def press(self, key: str) -> None:
         """Do what a key stands for. Local."""
@@ -102,7 +116,7 @@ class LiveView:
             self.is_over = True
         elif key == "n" and self.jobs:
             self.at = (self.at + 1) % len(self.jobs)
-            self.report = report_of(self.jobs[self.at])
+            self.report = self._report()
         elif self.report is not None and key in ("s", "a", "k"):
             {"s": self._ask_rank, "a": self._show_all, "k": self._ask_end}[key]()
 
@@ -158,7 +172,8 @@ class LiveView:
                 send(job, signal.SIGTERM)
                 self.ending = (job, time.monotonic() + _GRACE_S)
 
-        self._ask(f"end the {len(job.ranks)} ranks of job {job.name} on this host? y/[n] ", answer)
+        n_here = sum(each.is_here for each in job.ranks)
+        self._ask(f"end the {n_here} ranks of job {job.name} on this host? y/[n] ", answer)
 
     def shown(self) -> RenderableType:
         """Draw it. Local."""
@@ -181,7 +196,7 @@ class LiveView:
             yield Text(line, style)
             style = ""
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for column in COLUMNS:
+        for column in columns(report):
             justify: Any = "right" if column.is_number else "left"
             table.add_column(column.title, justify=justify, no_wrap=True)
         for row in rows(report):

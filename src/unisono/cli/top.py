@@ -9,10 +9,11 @@ from typing import Annotated
 
 import typer
 
-from unisono.cli._jobs import COLUMNS, NO_JOB, headline, rows, verdict_lines
+from unisono.cli._jobs import NO_JOB, columns, headline, rows, verdict_lines
 from unisono.cli._tables import folded, show
+from unisono.observe.hosts import gather
 from unisono.observe.jobs import Meter, look
-from unisono.observe.report import reports
+from unisono.observe.report import chosen, reports
 
 __all__ = ("top",)
 
@@ -34,9 +35,10 @@ def top(
         float, typer.Option(metavar="SECONDS", min=0.1, help="Look again after so long.")
     ] = 1.0,
 ) -> int:
-    """Show this user's jobs on this host: what each rank does, and who makes the others wait.
+    """Show this user's jobs: what each rank does, and who makes the others wait.
 
-    Local. Without a terminal it prints once.
+    Local. It shows jobs that run on this host, with their ranks on others where the job's own
+    connections lead there. Without a terminal it prints once.
 
     Returns:
         The exit code.
@@ -50,14 +52,17 @@ def top(
 
 def _once(wanted: str | None, *, as_json: bool) -> int:
     meter = Meter()
-    if look(meter):
+    jobs = look(meter)
+    for each in jobs if wanted is None else [chosen(jobs, wanted)]:
+        gather(each, meter)
+    if jobs:
         time.sleep(_SAMPLE_S)
     report = reports(meter, wanted)
     if as_json:
         typer.echo(json.dumps(report, indent=2))
         return 0
     for each in report["jobs"]:
-        show(headline(each), COLUMNS, rows(each))
+        show(headline(each), columns(each), rows(each))
         typer.echo("\n".join(folded(line) for line in verdict_lines(each)) + "\n")
     if not report["jobs"]:
         typer.echo(NO_JOB)

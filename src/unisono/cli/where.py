@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from unisono.cli._jobs import NO_JOB, grouped
+from unisono.cli._jobs import NO_JOB, grouped, host_of
 from unisono.errors import ArgumentError
+from unisono.observe.hosts import gather
 from unisono.observe.jobs import Meter, look
 from unisono.observe.report import calls_of, chosen, stacks_of
 
@@ -30,9 +31,10 @@ def where(
         float, typer.Option(metavar="SECONDS", min=0.1, help="How long to wait for each rank.")
     ] = 1.0,
 ) -> int:
-    """Print the stacks of all ranks of a job on this host, equal ones once.
+    """Print the stacks of all ranks of a job that runs on this host, equal ones once.
 
     Local. Ranks needn't be prepared, nor answer: they may be in a lock, in C or in a busy loop.
+    Those of other hosts are told where the job's own connections lead there.
 
     Returns:
         The exit code.
@@ -47,8 +49,9 @@ def where(
     if job is None and len(jobs) > 1:
         names = ", ".join(each.name for each in jobs)
         raise ArgumentError(f"several jobs run here, name one: {names}")
-    found = jobs[0] if job is None else chosen(jobs, job)
+    found = gather(jobs[0] if job is None else chosen(jobs, job), Meter())
     asked = stacks_of(found, timeout, all_threads=all_threads)
     lines = grouped(asked, calls_of(found), all_threads=all_threads)
+    lines += [f"{host_of(each.host, each.ranks)}: {each.why}" for each in found.silent]
     typer.echo("\n".join(lines))
     return 0

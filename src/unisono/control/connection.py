@@ -24,7 +24,9 @@ __all__ = (
     "GIVE",
     "LATE",
     "LEAVE",
+    "LOOK",
     "NOTICE",
+    "SEEN",
     "WAKE",
     "Connection",
     "ConnectionClosed",
@@ -33,7 +35,7 @@ __all__ = (
     "read_failure",
 )
 
-GIVE, ALL, FAIL, NOTICE, ASK, ANSWER, LATE, LEAVE, WAKE = range(9)
+GIVE, ALL, FAIL, NOTICE, ASK, ANSWER, LATE, LEAVE, LOOK, SEEN, WAKE = range(11)
 _CHUNK = 1 << 16
 _LONGEST_WAIT_S = 3600.0  # `poll` takes no infinity
 
@@ -93,7 +95,7 @@ class Connection:
         sock.setblocking(False)
         self.mailbox: Mailbox | None = mailbox
         """What rounds go through, as far as they fit; None where only the socket leads there."""
-        self._last_kind = LEAVE if mailbox is None else WAKE
+        self._last_kind = SEEN if mailbox is None else WAKE
         self._sock = sock
         self._limit = limit_bytes
         self._held = bytearray()
@@ -185,6 +187,12 @@ class Connection:
         if not data and not (self.mailbox is not None and self.mailbox.has_come()):
             raise ConnectionClosed(how)
         return True
+
+    def is_writable(self, wait_s: float) -> bool:
+        """Tell whether the kernel has room for a short frame, or has within some time. Local."""
+        writable = select.poll()
+        writable.register(self.fd, select.POLLOUT)
+        return any(event & select.POLLOUT for _, event in writable.poll(wait_s * 1000))
 
     def is_closed(self) -> bool:
         """Tell whether the peer is gone, reading ahead what it sent. Local; never waits."""

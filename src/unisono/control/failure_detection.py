@@ -92,7 +92,9 @@ class FailureDetector:
         self._unsent_failure = b""  # an interrupt's, while another thread may be sending
         state = _state_reader(weakref.ref(self))
         same_host = peers.pids.keys()
-        self._sideband = Sideband(place, peers.links, peers.sidebands, same_host, state)
+        self._sideband = Sideband(
+            place, peers.links, peers.sidebands, same_host, state, peers.seats
+        )
         self._close = weakref.finalize(
             self,
             _close,

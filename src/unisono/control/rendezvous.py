@@ -23,7 +23,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -35,7 +35,7 @@ from unisono.control.handshake import Provable, accept_authenticated, authentica
 from unisono.control.hub import Hub
 from unisono.control.missing import warn_after_s
 from unisono.control.signatures import SequenceNumbers
-from unisono.control.tree import FAN_OUT, Links, Peers, links
+from unisono.control.tree import FAN_OUT, Links, Peers, Seat, links
 from unisono.deadlines import limit_of
 from unisono.errors import CollectiveError, EnvironmentDetectionError, PeerRefusedError
 from unisono.host import arena, memory
@@ -71,6 +71,7 @@ class _Advertisement:
 
     Args:
         host: equal for ranks that share a host.
+        hostname: what that is called.
         pid: its process id.
         user: its user's id; None where there are none.
         pid_namespace: equal for processes that see each other by the same ids; empty if unknown.
@@ -86,6 +87,7 @@ class _Advertisement:
     """
 
     host: str
+    hostname: str
     pid: int
     user: int | None
     pid_namespace: str
@@ -131,6 +133,7 @@ def _advertise(control: Connectable, host: str | None) -> _Advertisement:
     """Describe this process and its user's settings; a wrong one, so that all ranks refuse it."""
     own = _Advertisement(
         host=host_of_this_process() if host is None else host,
+        hostname=socket.gethostname(),
         pid=os.getpid(),
         user=os.getuid() if hasattr(os, "getuid") else None,
         pid_namespace=_pid_namespace(),
@@ -308,12 +311,22 @@ def _try_to_connect(
     until, tensors = _until(control), _Memory(adverts, place, has_arena)
     try:
         peers = _connect(adverts, place, listeners, inline_bytes, until, control.secret, tensors)
+        if ranks == range(control.model.topology.world_size):  # of a group it is a tuple
+            peers = replace(peers, seats=_seats(adverts))
         hub = Hub(ranks, place, peers, adverts[place].warn_after_s, control.steps)
     except _RefusedError as error:
         return None, _Vote(refused=str(error), instead=ranks[error.place])
     except OSError as error:
         return None, _Vote(reason=_text_of(error))
     return hub, _Vote(shares_memory=hub.shares_memory, has_arena=tensors.is_had)
+
+
+def _seats(adverts: list[_Advertisement]) -> tuple[Seat, ...]:
+    """Tell which ranks see each other's processes."""
+    places: dict[tuple[str, str], list[int]] = {}
+    for place, advert in enumerate(adverts):
+        places.setdefault((advert.host, advert.pid_namespace), []).append(place)
+    return tuple(Seat(adverts[each[0]].hostname, tuple(each)) for each in places.values())
 
 
 def _ranks_by_host(adverts: list[_Advertisement], ranks: Sequence[int]) -> list[list[int]]:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,18 +24,22 @@ from unisono.control.connection import (
     FAIL,
     LATE,
     LEAVE,
+    LOOK,
+    SEEN,
     Connection,
     ConnectionClosed,
     read_failure,
 )
+from unisono.control.inquiry import Inquiries
 from unisono.control.missing import Farewell
-from unisono.control.tree import Links
+from unisono.control.tree import Links, Seat
 from unisono.model.handle import BACKGROUND
 from unisono.tracebacks import is_ours, place_of, where
 
 __all__ = ("Sideband", "State", "stack_of")
 
 _SEND_S = 1.0
+_FORWARD_S = 0.02  # for room in the kernel, before a part of an inquiry is dropped
 _FAREWELL_S = 1.0  # for the farewell of a rank that is gone, or the end of its connection
 _ASK_S = 0.4  # short: a rank stuck in C never answers, and the caller is past its deadline
 _FRAMES = 6
@@ -102,10 +106,12 @@ class Sideband:
         same_host: places of this host, whose ranks see each other's end.
         state: tells where this rank is, given the name of the group in question; called in the
             thread of the sideband.
+        seats: see `Inquiries`; with several this rank can be asked about those of other hosts.
     """
 
     # Frames, and what a rank does with one:
     #   ASK, ANSWER   name a place: handled there, elsewhere forwarded one hop towards it
+    #   LOOK, SEEN    the same, for who asks from outside of the job; dropped where it is busy
     #   FAIL, LATE    flooded: the first one is kept, and sent to all neighbours but its source
     #   LEAVE         a farewell: kept; if it is of this host, sent to neighbours of this host
     # A neighbour, as this rank sees it:
@@ -123,6 +129,7 @@ class Sideband:
         connections: Mapping[int, Connection],
         same_host: Collection[int],
         state: Callable[[str], State],
+        seats: Sequence[Seat] = (),
     ) -> None:
         self._place = place
         self._up = links.up
@@ -135,6 +142,7 @@ class Sideband:
         self._failure: bytes | None = None
         self._late: dict[str, tuple[int, str]] = {}
         self._condition = Condition()
+        self._inquiries = Inquiries(place, seats, self._offer)
         self._wake_reader, self._wake_writer = os.pipe()
         self._is_open = True
         threading.Thread(target=self._serve, name=_OWN_THREADS[0], daemon=True).start()
@@ -236,6 +244,7 @@ class Sideband:
 
     def close(self) -> None:
         """End the thread, which closes the connections. Local; harmless the second time."""
+        self._inquiries.remove()
         if self._is_open:
             self._is_open = False
             os.write(self._wake_writer, b"!")  # a forked child may hold the pipe's other copy
@@ -247,6 +256,7 @@ class Sideband:
             self._is_open = False
             os.close(self._wake_writer)
             os.close(self._wake_reader)
+        self._inquiries.close()
         for connection in self._connections.values():
             connection.close()
 
@@ -263,11 +273,20 @@ class Sideband:
             with contextlib.suppress(ConnectionClosed, TimeoutError), self._condition.lock:
                 self._connections[place].send(kind, 0, body, time.monotonic() + _SEND_S)
 
+    def _offer(self, kind: int, message: Mapping[str, Any], place: int, wait_s: float) -> None:
+        """Send what isn't needed by the job, unless the way to a place has no room for it.
+
+        So it never ends half-way, which would cost the connection.
+        """
+        hop = self.next_hop(place)
+        if hop in self._connections and self._connections[hop].is_writable(wait_s):
+            self._send(kind, json.dumps(message).encode(), hop)
+
     def _serve(self) -> None:
-        wake = self._wake_reader
+        wake, asked = self._wake_reader, self._inquiries.fd
         places = {connection.fd: place for place, connection in self._connections.items()}
         readable = select.poll()
-        for fd in (wake, *places):
+        for fd in (wake, *places, *([] if asked is None else [asked])):
             readable.register(fd, select.POLLIN)
         is_over = False
         while not is_over:
@@ -275,12 +294,16 @@ class Sideband:
                 if fd == wake:
                     is_over = True
                     continue
+                if fd == asked:
+                    self._inquiries.accept()
+                    continue
                 try:
                     self._receive(places[fd])
                 except ConnectionClosed:
                     readable.unregister(fd)
                     self._note_departure(places[fd], None, places[fd])
         os.close(wake)
+        self._inquiries.close()
         for connection in self._connections.values():
             connection.close()
 
@@ -316,6 +339,10 @@ class Sideband:
             self.broadcast_late(
                 str(message["group"]), int(message["step"]), str(message["text"]), source
             )
+        elif kind in (LOOK, SEEN) and int(message["to"]) == self._place:
+            self._inquiries.handle(kind, message)
+        elif kind in (LOOK, SEEN):
+            self._offer(kind, message, int(message["to"]), _FORWARD_S)
         elif int(message["to"]) != self._place:
             self._forward(kind, message, int(message["to"]))
         elif kind == ASK:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from unisono.control.connection import Connection
 from unisono.host.arena import Arena
 
-__all__ = ("FAN_OUT", "Links", "Peers", "links")
+__all__ = ("FAN_OUT", "Links", "Peers", "Seat", "links")
 
 FAN_OUT = 8
 """How many leaders of other hosts one leader serves, unless the user sets another number."""
@@ -74,6 +74,19 @@ def _beneath(node: int, fan_out: int, teams: Sequence[Sequence[int]]) -> list[in
 
 
 @dataclass(frozen=True, slots=True)
+class Seat:
+    """Ranks that see each other's processes and status pages.
+
+    Args:
+        host: the name of their host.
+        places: theirs, ascending.
+    """
+
+    host: str
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Peers:
     """The ranks and processes that one rank can see.
 
@@ -83,6 +96,7 @@ class Peers:
         sidebands: the connection of the sideband to each of them.
         pids: process ids, as this process sees them, of the places on this host.
         arena: memory for tensors that the places of this host share, if they do.
+        seats: all places; none where others of the user can't ask about them.
     """
 
     links: Links
@@ -90,3 +104,4 @@ class Peers:
     sidebands: Mapping[int, Connection]
     pids: Mapping[int, int]
     arena: Arena | None = None
+    seats: tuple[Seat, ...] = ()

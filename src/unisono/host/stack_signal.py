@@ -27,7 +27,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ("ask", "install", "threads")
+__all__ = ("ask", "install", "texts", "threads")
 
 _HIGHEST = 4  # below SIGRTMAX: the last ones are what other runtimes take first
 _LOOK_S = 0.002
@@ -133,6 +133,24 @@ def ask(pid: int, facts: Mapping[str, int], thread_id: int, timeout_s: float) ->
             until = time.monotonic() + timeout_s
             return _answer(pid, thread_id, number, file.fileno(), until)
     return None
+
+
+def texts(
+    pid: int, facts: Mapping[str, int], thread_id: int, timeout_s: float, all_threads: bool
+) -> dict[int, str] | None:
+    """Ask a process for the stacks of one thread, or of all, one after the other.
+
+    Local. The arguments are those of `ask`.
+
+    Returns:
+        What each thread that answered wrote, that one's first; None where that doesn't answer.
+    """
+    own = ask(pid, facts, thread_id, timeout_s)
+    if own is None:
+        return None
+    others = [each for each in threads(pid, facts) if each != thread_id] if all_threads else []
+    found = {each: ask(pid, facts, each, timeout_s) for each in others}
+    return {thread_id: own, **{each: text for each, text in found.items() if text}}
 
 
 def threads(pid: int, facts: Mapping[str, int]) -> list[int]:

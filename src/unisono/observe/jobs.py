@@ -6,59 +6,69 @@ import contextlib
 import math
 import os
 import signal
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import psutil
-
-from unisono.host.status_page import IN_FLIGHT, PageReader, is_running, pages, ranks_of
+from unisono.host.page_copies import PageCopy, copied
+from unisono.host.status_page import IN_FLIGHT, is_running, pages, ranks_of
 from unisono.observe.verdict import Call, Rank
 from unisono.topology import EVERYBODY, members_of_pair
 
-__all__ = ("Job", "Meter", "Seen", "look", "send")
+__all__ = ("Job", "Meter", "Seen", "Silent", "look", "seen_in", "send")
 
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_CONDITIONS = {
-    "R": "running",
-    "D": "disk",
-    "T": "stopped",
-    "t": "stopped",
-    "Z": "dead",
-    "X": "dead",
-}
+_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A rank whose page is here.
+    """A rank whose page has been read.
 
     Args:
         rank: what is known of it.
         facts: those of its newest page.
+        is_here: whether that is on this host.
     """
 
     rank: Rank
     facts: Mapping[str, Any]
+    is_here: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """Ranks of another host that couldn't be asked.
+
+    Args:
+        host: its name; empty for all others, where no rank of this host could be asked.
+        ranks: its ranks.
+        why: in words.
+    """
+
+    host: str
+    ranks: tuple[int, ...]
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job, as far as it runs on this host.
+    """A job, as far as it runs on this host, or on others that have been asked.
 
     Args:
         name: what its pages call it.
-        ranks: those whose pages are here, ascending.
+        ranks: those whose pages have been read, ascending.
         world_size: number of ranks of the job.
-        elsewhere: ranks without a page here, on another host or ended.
+        elsewhere: ranks without such a page: on another host, or ended.
+        silent: hosts that were asked and didn't answer.
+        is_asked: whether other hosts were asked.
     """
 
     name: str
     ranks: tuple[Seen, ...]
     world_size: int
     elsewhere: tuple[int, ...]
+    silent: tuple[Silent, ...] = ()
+    is_asked: bool = False
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -70,24 +80,27 @@ class Meter:
     """How busy processes and threads are, between one look and the next."""
 
     def __init__(self) -> None:
-        self._before: dict[tuple[int, int], tuple[float, float]] = {}
+        self._before: dict[tuple[str, int, int], tuple[int, float]] = {}
 
-    def percent(self, pid: int, thread_id: int, used_s: float) -> float | None:
+    def percent(
+        self, host: str, pid: int, thread_id: int, at_ns: int, used_s: float
+    ) -> float | None:
         """Give the share of a core since the last look, None at the first one.
 
         Local.
 
         Args:
+            host: the host of the process; empty for this one.
             pid: the process.
             thread_id: the thread; 0 for all of the process.
-            used_s: seconds of a core that it has used up to now.
+            at_ns: when it was looked at, on the clock of its host.
+            used_s: seconds of a core that it had used by then.
         """
-        now = time.monotonic()
-        before = self._before.get((pid, thread_id))
-        self._before[pid, thread_id] = (now, used_s)
-        if before is None or now <= before[0]:
+        before = self._before.get((host, pid, thread_id))
+        self._before[host, pid, thread_id] = (at_ns, used_s)
+        if before is None or at_ns <= before[0]:
             return None
-        return 100.0 * max(used_s - before[1], 0.0) / (now - before[0])
+        return 100.0 * max(used_s - before[1], 0.0) / (at_ns - before[0]) * _S
 
 
 def look(meter: Meter) -> list[Job]:
@@ -98,74 +111,97 @@ def look(meter: Meter) -> list[Job]:
     Args:
         meter: what the last look was made with.
     """
-    by_job: dict[str, list[PageReader]] = {}
-    for page in pages():
+    by_job: dict[str, list[PageCopy]] = {}
+    for page in copied(pages()):
         by_job.setdefault(str(page.facts.get("job", "")), []).append(page)
     jobs: list[Job] = []
     for name, found in sorted(by_job.items()):
-        newest = _by_rank(found)
-        if any(page.is_alive() for each in newest.values() for page in each):
-            jobs += _job(name, newest, meter)
+        here = seen_in(found, meter)
+        if any(each.rank.condition != "dead" for each in here):
+            world_size = max(each.facts["world_size"] for each in here)
+            known = {each.rank.rank for each in here}
+            elsewhere = tuple(rank for rank in range(world_size) if rank not in known)
+            jobs.append(Job(name, tuple(here), world_size, elsewhere))
     return jobs
 
 
-def _by_rank(found: Iterable[PageReader]) -> dict[int, list[PageReader]]:
+def seen_in(found: Iterable[PageCopy], meter: Meter, host: str = "") -> list[Seen]:
+    """Tell what is known of the ranks of one job on one host.
+
+    Local, and pure but for the meter.
+
+    Args:
+        found: the pages of that job on that host.
+        meter: what the last look was made with.
+        host: which host that is; empty for this one.
+
+    Returns:
+        Its ranks, ascending.
+    """
+    by_rank = _by_rank(found)
+    sharing: dict[int, int] = {}
+    for each in by_rank.values():
+        pid = each[-1].facts["pid"]
+        sharing[pid] = sharing.get(pid, 0) + 1
+    return [
+        _seen(rank, each, meter, host, is_alone=sharing[each[-1].facts["pid"]] == 1)
+        for rank, each in sorted(by_rank.items())
+    ]
+
+
+def _by_rank(found: Iterable[PageCopy]) -> dict[int, list[PageCopy]]:
     """Take each rank's pages, the newest last: those of its newest process that lives.
 
     A job that was started again with fewer ranks has left pages of the dead that it has no more.
     """
-    by_process: dict[int, dict[tuple[int, int], list[PageReader]]] = {}
-    for page in sorted(found, key=lambda page: page.facts.get("made_ns", 0)):
+    by_process: dict[int, dict[tuple[int, int], list[PageCopy]]] = {}
+    for page in sorted(found, key=lambda page: int(page.facts.get("made_ns", 0))):
         process = page.facts["pid"], page.facts["start_ticks"]
         by_process.setdefault(page.facts["rank"], {}).setdefault(process, []).append(page)
     newest = {
-        rank: max(each.values(), key=lambda of: (of[-1].is_alive(), of[-1].facts["made_ns"]))
+        rank: max(each.values(), key=lambda of: (_is_alive(of), of[-1].facts["made_ns"]))
         for rank, each in by_process.items()
     }
-    living = [each[-1] for each in newest.values() if each[-1].is_alive()]
-    now = max(living, key=lambda page: page.facts["made_ns"], default=None)
+    living = [each[-1] for each in newest.values() if _is_alive(each)]
+    now = max(living, key=lambda page: int(page.facts["made_ns"]), default=None)
     size = math.inf if now is None else now.facts["world_size"]
-    return {rank: each for rank, each in newest.items() if rank < size or each[-1].is_alive()}
+    return {rank: each for rank, each in newest.items() if rank < size or _is_alive(each)}
 
 
-def _job(name: str, by_rank: Mapping[int, list[PageReader]], meter: Meter) -> Iterator[Job]:
-    sharing: dict[int, int] = {}
-    for found in by_rank.values():
-        pid = found[-1].facts["pid"]
-        sharing[pid] = sharing.get(pid, 0) + 1
-    seen = {
-        rank: _seen(rank, found, meter, is_alone=sharing[found[-1].facts["pid"]] == 1)
-        for rank, found in sorted(by_rank.items())
-    }
-    here = {
-        rank: each
-        for rank, each in seen.items()
-        # Who ends in good order takes the page away, which may be just now.
-        if each.rank.condition != "dead" or by_rank[rank][-1].path.exists()
-    }
-    if any(each.rank.condition != "dead" for each in here.values()):
-        world_size = max(each.facts["world_size"] for each in here.values())
-        elsewhere = tuple(rank for rank in range(world_size) if rank not in here)
-        yield Job(name, tuple(here.values()), world_size, elsewhere)
+def _is_alive(found: Sequence[PageCopy]) -> bool:
+    return found[-1].vitals is not None
 
 
-def _seen(rank: int, found: Sequence[PageReader], meter: Meter, *, is_alone: bool) -> Seen:
+def _seen(rank: int, found: Sequence[PageCopy], meter: Meter, host: str, *, is_alone: bool) -> Seen:
     calls: list[Call] = []
     for page in found:
         model = f"{page.facts.get('model', '')} {page.facts.get('backend', '')}"
         calls += _calls(page, model)
-    facts = found[-1].facts
+    facts, vitals = found[-1].facts, found[-1].vitals
     calls.sort(key=lambda call: call.begin_ns)
-    known = Rank(rank, facts["pid"], "dead", tuple(calls), made_ns=facts["made_ns"])
-    if found[-1].is_alive():
-        known = _measured(known, facts.get("thread_id", 0), meter, is_alone=is_alone)
-    return Seen(known, facts)
+    pid, made_ns = facts["pid"], facts["made_ns"]
+    if vitals is None:
+        return Seen(Rank(rank, pid, "dead", tuple(calls), made_ns=made_ns), facts, not host)
+    at_ns = vitals.at_ns
+    own = meter.percent(host, pid, vitals.thread_id, at_ns, vitals.thread_s)
+    whole = meter.percent(host, pid, 0, at_ns, vitals.process_s) if is_alone else own
+    known = Rank(
+        rank,
+        pid,
+        vitals.condition,
+        tuple(calls),
+        cpu_percent=whole,
+        memory_bytes=vitals.memory_bytes,
+        made_ns=made_ns,
+        thread_percent=own,
+    )
+    return Seen(known, facts, not host)
 
 
-def _calls(page: PageReader, context: str) -> Iterable[Call]:
+def _calls(page: PageCopy, context: str) -> Iterable[Call]:
     groups = {name: ranks_of(each) for name, each in page.facts.get("groups", {}).items()}
     groups[EVERYBODY] = tuple(range(page.facts["world_size"]))
-    for each in page.records():
+    for each in page.records:
         yield Call(
             name=each.name,
             context=context,
@@ -182,32 +218,8 @@ def _calls(page: PageReader, context: str) -> Iterable[Call]:
         )
 
 
-def _measured(rank: Rank, thread_id: int, meter: Meter, *, is_alone: bool) -> Rank:
-    """Ask the kernel for the state of a rank's thread, its work and its memory."""
-    pid = rank.pid
-    if not Path(f"/proc/{pid}/task/{thread_id}").exists():  # it has ended, and others go on
-        thread_id = pid
-    try:
-        status = Path(f"/proc/{pid}/task/{thread_id}/stat").read_bytes()
-        words = status.rpartition(b")")[2].split()
-        process = psutil.Process(pid)
-        times = process.cpu_times()
-        memory = process.memory_info().rss
-    except (OSError, psutil.Error):  # it has just ended
-        return rank
-    own = meter.percent(pid, thread_id, (int(words[11]) + int(words[12])) / _TICKS_PER_S)
-    whole = meter.percent(pid, 0, times.user + times.system) if is_alone else own
-    return replace(
-        rank,
-        condition=_CONDITIONS.get(words[0].decode(), "sleeping"),
-        cpu_percent=whole,
-        thread_percent=own,
-        memory_bytes=memory,
-    )
-
-
 def send(job: Job, number: int) -> None:
-    """Send a signal to all ranks of a job that still run; a stopped one goes on, to get it.
+    """Send a signal to all ranks of a job that run on this host; a stopped one goes on, to get it.
 
     Local.
 
@@ -216,7 +228,7 @@ def send(job: Job, number: int) -> None:
         number: the signal.
     """
     for each in job.ranks:
-        if is_running(each.facts["pid"], each.facts["start_ticks"]):
+        if each.is_here and is_running(each.facts["pid"], each.facts["start_ticks"]):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each.facts["pid"], number)
                 os.kill(each.facts["pid"], signal.SIGCONT)

@@ -9,6 +9,7 @@ from typing import Any
 
 from unisono.errors import ArgumentError
 from unisono.observe import stacks
+from unisono.observe.hosts import gather, stacks_elsewhere
 from unisono.observe.jobs import Job, Meter, Seen, look
 from unisono.observe.stacks import Frame, Stack
 from unisono.observe.verdict import Call, Culprit, State, Verdict, judge
@@ -21,9 +22,10 @@ _MOST_ASKED = 8  # culprits whose stacks are asked for
 
 
 def reports(meter: Meter, wanted: str | None = None) -> dict[str, Any]:
-    """Look at all jobs of this user on this host.
+    """Look at all jobs of this user that run on this host, and at their ranks on others.
 
-    Local. Nothing is asked of any rank but of those that make others wait.
+    Local. Nothing is asked of the ranks of this host but of those that make others wait, and of one
+    that asks the other hosts.
 
     Args:
         meter: what the last look was made with.
@@ -38,7 +40,8 @@ def reports(meter: Meter, wanted: str | None = None) -> dict[str, Any]:
     jobs = look(meter)
     if wanted is not None:
         jobs = [chosen(jobs, wanted)]
-    return {"host": socket.gethostname(), "jobs": [report_of(job) for job in jobs]}
+    found = [report_of(gather(job, meter)) for job in jobs]
+    return {"host": socket.gethostname(), "jobs": found}
 
 
 def chosen(jobs: Sequence[Job], wanted: str) -> Job:
@@ -50,7 +53,9 @@ def chosen(jobs: Sequence[Job], wanted: str) -> Job:
         ArgumentError: there isn't one, or there are several.
     """
     named = [job for job in jobs if job.name == wanted]
-    by_pid = [job for job in jobs if wanted in {str(each.rank.pid) for each in job.ranks}]
+    by_pid = [
+        job for job in jobs if wanted in {str(each.rank.pid) for each in job.ranks if each.is_here}
+    ]
     begins = [job for job in jobs if wanted and job.name.startswith(wanted)]
     found = named or by_pid or begins
     if len(found) == 1:
@@ -65,7 +70,7 @@ def report_of(job: Job) -> dict[str, Any]:
     now_ns = time.monotonic_ns()
     verdict = judge([each.rank for each in job.ranks], now_ns)
     seen = {each.rank.rank: each for each in job.ranks}
-    asked = _asked(verdict, seen)
+    asked = _asked(job, verdict, seen)
     facts = job.facts
     return {
         "job": job.name,
@@ -83,6 +88,10 @@ def report_of(job: Job) -> dict[str, Any]:
             _rank(seen[rank], verdict.states[rank], now_ns) for rank in sorted(verdict.states)
         ],
         "elsewhere": list(job.elsewhere),
+        "is_asked": job.is_asked,
+        "silent": [
+            {"host": each.host, "ranks": list(each.ranks), "why": each.why} for each in job.silent
+        ],
     }
 
 
@@ -91,10 +100,18 @@ def stacks_of(
 ) -> dict[int, list[Stack] | str]:
     """Ask all ranks of a job that live for their stacks; of a dead one say so. Local."""
     living = [each for each in job.ranks if each.rank.condition != "dead"]
-    asked = {each.rank.rank: _to_ask(each) for each in living}
-    found = stacks.of_ranks(asked, timeout_s, all_threads=all_threads)
     dead = {each.rank.rank: "is dead" for each in job.ranks if each not in living}
-    return {**found, **dead}
+    return {**_stacks(job, living, timeout_s, all_threads=all_threads), **dead}
+
+
+def _stacks(
+    job: Job, ranks: Sequence[Seen], timeout_s: float, *, all_threads: bool = False
+) -> dict[int, list[Stack] | str]:
+    """Ask ranks, on whatever host they are."""
+    here = {each.rank.rank: _to_ask(each) for each in ranks if each.is_here}
+    far = [each.rank.rank for each in ranks if not each.is_here]
+    found = stacks.of_ranks(here, timeout_s, all_threads=all_threads)
+    return {**found, **stacks_elsewhere(job, far, timeout_s, all_threads=all_threads)}
 
 
 def calls_of(job: Job) -> dict[int, str]:
@@ -111,14 +128,14 @@ def _to_ask(seen: Seen) -> tuple[Mapping[str, Any], bool]:
     return seen.facts, seen.rank.condition == "stopped"
 
 
-def _asked(verdict: Verdict, seen: Mapping[int, Seen]) -> dict[int, list[Stack] | str]:
+def _asked(job: Job, verdict: Verdict, seen: Mapping[int, Seen]) -> dict[int, list[Stack] | str]:
     """Ask those of the culprits for their stacks whose line the pages don't tell."""
     unknown = [
-        each.rank
+        seen[each.rank]
         for each in verdict.culprits[:_MOST_ASKED]
         if seen[each.rank].rank.condition != "dead"
     ]
-    return stacks.of_ranks({rank: _to_ask(seen[rank]) for rank in unknown}, _ANSWER_S)
+    return _stacks(job, unknown, _ANSWER_S)
 
 
 def _culprit(culprit: Culprit) -> dict[str, Any]:
@@ -160,6 +177,7 @@ def _frames(frames: Iterable[Frame]) -> list[dict[str, Any]]:
 def _rank(seen: Seen, state: State, now_ns: int) -> dict[str, Any]:
     return {
         "rank": seen.rank.rank,
+        "host": seen.facts.get("host", ""),
         "pid": seen.rank.pid,
         "process": seen.rank.condition,
         "is_idle": seen.rank.is_idle,

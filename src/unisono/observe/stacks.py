@@ -17,7 +17,20 @@ from typing import Any
 
 from unisono.host import stack_signal
 
-__all__ = ("Frame", "Stack", "equal", "folded", "of_ranks", "own_frame", "parse")
+__all__ = (
+    "STOPPED",
+    "Frame",
+    "Stack",
+    "equal",
+    "folded",
+    "of_ranks",
+    "own_frame",
+    "parse",
+    "silent",
+    "told",
+)
+
+STOPPED = "is stopped by a signal, so it can't tell its stack"
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _LIBRARIES = re.compile(r"[/\\](site-packages|dist-packages|lib[/\\]python3[^/\\]*)[/\\]|^<frozen ")
@@ -148,18 +161,25 @@ def _of_rank(
     pid = facts["pid"]
     if is_stopped:
         outside = _own_first(_from_outside(pid), facts)
-        return outside or "is stopped by a signal, so it can't tell its stack"
+        return outside or STOPPED
     own = facts.get("thread_id", pid)
     if not Path(f"/proc/{pid}/task/{own}").exists():  # it has ended, and others go on
         own = pid
-    text = stack_signal.ask(pid, facts, own, timeout_s)
-    if text is None:
+    texts = stack_signal.texts(pid, facts, own, timeout_s, all_threads)
+    if texts is None:
         outside = _own_first(_from_outside(pid), facts)
-        return outside or f"doesn't answer within {timeout_s:g} s"
-    known = stack_signal.threads(pid, facts) if all_threads else []
-    others = [each for each in known if each != own]
-    texts = {own: text, **{each: stack_signal.ask(pid, facts, each, timeout_s) for each in others}}
+        return outside or silent(timeout_s)
+    return told(texts)
+
+
+def told(texts: Mapping[int, str]) -> list[Stack]:
+    """Read what threads wrote. Local, and pure."""
     return [Stack(thread, "", parse(text)) for thread, text in texts.items() if text]
+
+
+def silent(timeout_s: float) -> str:
+    """Say of a rank that it didn't write. Local, and pure."""
+    return f"doesn't answer within {timeout_s:g} s"
 
 
 def _from_outside(pid: int) -> list[Stack]:

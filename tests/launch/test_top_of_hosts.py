@@ -1,0 +1,104 @@
+"""``unisono top`` and ``where`` on a job of two hosts, each with a /dev/shm of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.command import LIMIT_S, UNISONO, Started, environ, started, wait_until
+from tests.support.virtual_hosts import Hosts, ip
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
+PROGRAM = Path(__file__).with_name("hang.py")
+(LINE,) = (n for n, line in enumerate(PROGRAM.read_text().splitlines(), 1) if "# here" in line)
+_OWN_MEMORY = 'mount -t tmpfs tmpfs /dev/shm; exec "$@"'
+Ask = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def ask(hosts: Hosts) -> Iterator[Ask]:
+    """Run a job of two ranks on each host; give what runs a command of unisono beside them."""
+    where = ["--nnodes", "2", "--master-addr", hosts.addresses[0], "--master-port", "29531"]
+    with ExitStack() as stack:
+        jobs: list[Started] = []
+        for i in (0, 1):
+            job = [*UNISONO, "run", *where, "--node-rank", str(i), "--nproc-per-node", "2"]
+            alone = ["sh", "-c", _OWN_MEMORY, "sh", *job, str(PROGRAM)]
+            jobs.append(stack.enter_context(started(hosts.on(i, alone))))
+
+        def command(host: int, *words: str) -> str:
+            enter = ["nsenter", f"--target={jobs[host].process.pid}", "--net", "--mount", "--uts"]
+            done = subprocess.run(
+                [*enter, *UNISONO, *words],
+                env=environ(jobs[host].mark),
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+            )
+            assert done.returncode == 0, done.stderr
+            return done.stdout
+
+        def is_clear() -> bool:
+            assert all(job.process.poll() is None for job in jobs), [job.err() for job in jobs]
+            found = json.loads(command(0, "top", "--json"))["jobs"]
+            return bool(found and found[0]["culprits"])
+
+        assert wait_until(is_clear, LIMIT_S), command(0, "top", "--once")
+        yield command
+
+
+def told(ask: Ask, host: int) -> dict[str, Any]:
+    (job,) = json.loads(ask(host, "top", "--once", "--json"))["jobs"]
+    return dict(job)
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_the_rank_of_another_host_is_named_with_its_line(ask: Ask, hosts: Hosts, host: int) -> None:
+    job = told(ask, host)
+    assert (job["verdict"]["kind"], job["elsewhere"], job["silent"]) == ("late", [], [])
+    (culprit,) = job["culprits"]
+    assert (culprit["rank"], culprit["waiters"]) == (3, [0, 1, 2])
+    place = (Path(culprit["file"]), culprit["line"], culprit["from"])
+    assert place == (PROGRAM, LINE, "stack")
+    assert [each["host"] for each in job["ranks"]] == [*hosts.names[:1] * 2, *hosts.names[1:] * 2]
+    ages = [each["since_s"] for each in job["ranks"][:3]]
+    assert max(ages) - min(ages) < 5.0  # by one clock, whatever each host's says
+    assert all(each["memory_bytes"] > 1 << 20 for each in job["ranks"])
+    assert all(each["cpu_percent"] is not None for each in job["ranks"])
+
+
+def test_where_tells_the_stacks_of_both_hosts(ask: Ask) -> None:
+    waiting, _, late = ask(0, "where").partition("rank 3:\n")
+    assert waiting.startswith("ranks 0-2:\n")
+    assert late.splitlines()[-1] == f"  {PROGRAM}:{LINE} in <module>"
+
+
+def test_a_table_says_which_rank_is_on_which_host(ask: Ask, hosts: Hosts) -> None:
+    text = ask(0, "top", "--once")
+    assert f"culprit: rank 3 on {hosts.names[1]} is idle outside of calls, at " in text
+    rows = [line.split()[:2] for line in text.splitlines() if line[:5].split()[:1] == ["3"]]
+    assert rows == [["3", hosts.names[1]]]
+
+
+def test_a_host_that_cannot_be_reached_is_named(ask: Ask, hosts: Hosts) -> None:
+    ip("-n", hosts.names[1], "link", "set", "eth0", "down")
+    try:
+        begin = time.monotonic()
+        job = told(ask, 0)
+        assert time.monotonic() - begin < 30.0
+        text = ask(0, "top", "--once")
+    finally:
+        ip("-n", hosts.names[1], "link", "set", "eth0", "up")
+    (silent,) = job["silent"]
+    assert (silent["host"], silent["ranks"]) == (hosts.names[1], [2, 3])
+    assert job["elsewhere"] == [2, 3]
+    assert job["verdict"]["kind"] == "unseen"
+    assert f"host {hosts.names[1]} (ranks 2, 3): no answer within 1 s: " in text
+    assert wait_until(lambda: told(ask, 0)["elsewhere"] == [], LIMIT_S)
