@@ -31,6 +31,7 @@ __all__ = ("gather", "stacks_elsewhere")
 _GREETING_S = 0.3  # a rank that keeps Python's lock says nothing; others are asked then
 _LIMIT_S = 1.0
 _NAMELESS = "?"
+_HOW = {"dead": "is dead", "stopped": "is stopped by a signal"}
 _MORE_S = 1.0  # for the answer to come here, once the time of the hosts is over
 _CANNOT = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
@@ -48,6 +49,21 @@ class _Answer:
     host: str
     shift_ns: int
     parts: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What came of asking.
+
+    Args:
+        answers: of the hosts that answered.
+        silent: hosts that didn't, and their ranks.
+        pid: the process of this host that asked them.
+    """
+
+    answers: list[_Answer]
+    silent: list[tuple[str, tuple[int, ...]]]
+    pid: int | None
 
 
 def gather(job: Job, meter: Meter) -> Job:
@@ -69,7 +85,7 @@ def gather(job: Job, meter: Meter) -> Job:
     if asked is None:
         why = "no rank of this host answers: each is stopped, or keeps Python's lock"
         return replace(job, silent=(Silent("", job.elsewhere, why),), is_asked=True)
-    answers, silent = asked
+    answers, silent = asked.answers, _explained(asked, job)
     known = {each.rank.rank: each for each in job.ranks}
     for answer in answers:
         for seen in seen_in(_pages(answer), meter, answer.host or _NAMELESS):
@@ -111,7 +127,7 @@ def stacks_elsewhere(
         "all_threads": all_threads,
     }
     asked = _ask(_sockets(job), request) if ranks else None
-    for answer in () if asked is None else asked[0]:
+    for answer in [] if asked is None else asked.answers:
         for part in answer.parts:
             with suppress(*_CANNOT):
                 if part["rank"] in found:
@@ -137,9 +153,7 @@ def _sockets(job: Job) -> list[Path]:
     return [found[process] for process in dict.fromkeys(able) if process in found]
 
 
-def _ask(
-    paths: Sequence[Path], request: Mapping[str, Any]
-) -> tuple[list[_Answer], tuple[Silent, ...]] | None:
+def _ask(paths: Sequence[Path], request: Mapping[str, Any]) -> _Asked | None:
     """Ask one rank of this host about others; None where none answers."""
     with ExitStack() as stack:
         sock = _greeted(paths[:1], stack) or _greeted(paths, stack)
@@ -153,7 +167,8 @@ def _ask(
             for line in stack.enter_context(sock.makefile("rb")):
                 plain = json.loads(line)
                 if "silent" in plain:
-                    return answers, tuple(_silent(each, limit_s) for each in plain["silent"])
+                    silent = [(str(each["host"]), tuple(each["ranks"])) for each in plain["silent"]]
+                    return _Asked(answers, silent, peer(sock).pid)
                 answers.append(_answer(plain))
     return None
 
@@ -192,10 +207,16 @@ def _answer(plain: Mapping[str, Any]) -> _Answer:
     return _Answer(str(head["host"]), here_ns - there_ns, parts)
 
 
-def _silent(plain: Mapping[str, Any], limit_s: float) -> Silent:
-    ranks = tuple(int(rank) for rank in plain["ranks"])
-    why = (
-        f"no answer within {limit_s:g} s: it can't be reached, or {named(ranks[:1])}, through "
-        "which its ranks are asked, is stopped or keeps Python's lock"
-    )
-    return Silent(str(plain["host"]), ranks, why)
+def _explained(asked: _Asked, job: Job) -> tuple[Silent, ...]:
+    """Say why hosts may not have answered: all ways from a host lead through its first rank."""
+    first = next(each.rank for each in job.ranks if each.is_here)
+    here = ""
+    if first.pid != asked.pid:
+        how = _HOW.get(first.condition, "doesn't answer, as one that keeps Python's lock")
+        here = f"rank {first.rank}, through which this host asks, {how}"
+    found = []
+    for host, ranks in asked.silent:
+        there = f"it can't be reached, or {named(ranks[:1])}, through which it is asked, is stopped"
+        why = here or f"{there} or keeps Python's lock"
+        found.append(Silent(host, ranks, f"no answer within {_LIMIT_S:g} s: {why}"))
+    return tuple(found)
