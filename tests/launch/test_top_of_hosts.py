@@ -1,4 +1,4 @@
-"""``unisono top`` and ``where`` on a job of two hosts, each with a /dev/shm of its own."""
+"""``unisono top`` and ``where`` on a job of two hosts, each with its own /dev/shm and clock."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.command import LIMIT_S, UNISONO, Started, environ, started, wait_until
@@ -19,7 +20,14 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
 PROGRAM = Path(__file__).with_name("hang.py")
 (LINE,) = (n for n, line in enumerate(PROGRAM.read_text().splitlines(), 1) if "# here" in line)
 _OWN_MEMORY = 'mount -t tmpfs tmpfs /dev/shm; exec "$@"'
+_OWN_CLOCK = ["unshare", "--time", "--monotonic", "1000000", "--fork"]
 Ask = Callable[..., str]
+
+
+def main_of(job: Started, host: int) -> Any:
+    """Give the process of ``unisono run``, which host 1 runs within another."""
+    process = psutil.Process(job.process.pid)
+    return process.children()[0] if host else process
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +38,14 @@ def ask(hosts: Hosts) -> Iterator[Ask]:
         jobs: list[Started] = []
         for i in (0, 1):
             job = [*UNISONO, "run", *where, "--node-rank", str(i), "--nproc-per-node", "2"]
-            alone = ["sh", "-c", _OWN_MEMORY, "sh", *job, str(PROGRAM)]
+            clock = _OWN_CLOCK if i else ["env"]
+            alone = ["sh", "-c", _OWN_MEMORY, "sh", *clock, *job, str(PROGRAM)]
             jobs.append(stack.enter_context(started(hosts.on(i, alone))))
 
         def command(host: int, *words: str) -> str:
-            enter = ["nsenter", f"--target={jobs[host].process.pid}", "--net", "--mount", "--uts"]
+            enter = f"--target={main_of(jobs[host], host).pid}"
             done = subprocess.run(
-                [*enter, *UNISONO, *words],
+                ["nsenter", enter, "--net", "--mount", "--uts", "--time", *UNISONO, *words],
                 env=environ(jobs[host].mark),
                 capture_output=True,
                 text=True,
@@ -52,6 +61,9 @@ def ask(hosts: Hosts) -> Iterator[Ask]:
 
         assert wait_until(is_clear, LIMIT_S), command(0, "top", "--once")
         yield command
+        for host, started_job in enumerate(jobs):
+            main_of(started_job, host).terminate()
+            started_job.process.wait(LIMIT_S)
 
 
 def told(ask: Ask, host: int) -> dict[str, Any]:

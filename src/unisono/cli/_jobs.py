@@ -69,7 +69,9 @@ def verdict_lines(job: Mapping[str, Any]) -> list[str]:
     silent = {rank for each in job["silent"] for rank in each["ranks"]}
     unseen = [rank for rank in job["elsewhere"] if rank not in silent]
     if unseen and job["is_asked"]:
-        lines.append(f"{named(unseen)}: no page on any host: ended, or not begun")
+        lines.append(
+            f"{named(unseen)}: no page on any host (ended, not begun, or UNISONO_STATUS=0)"
+        )
     elif unseen:
         lines.append(
             f"{named(unseen)}: no page here (on another host, or ended), and no connection of the "

@@ -10,14 +10,12 @@ asked reads nothing of what it passes on.
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import os
 import socket
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -29,44 +27,19 @@ from unisono.control.condition import Condition
 from unisono.control.connection import LOOK, SEEN
 from unisono.control.tree import Seat
 from unisono.host import stack_signal
-from unisono.host.page_copies import PageCopy, copied, to_plain
+from unisono.host.page_copies import PageCopy, copied, packed, to_plain
 from unisono.host.status_page import pages
 from unisono.host.status_socket import StatusSocket
 
-__all__ = ("Inquiries", "packed", "unpacked")
+__all__ = ("Inquiries",)
 
 _MOST = 4  # inquiries, and answers, at a time
 _REQUEST_S = 1.0  # for the asker to say what it wants, and to read the answer
 _REQUEST_BYTES = 1 << 16
-_ANSWER_BYTES = 1 << 20  # of a page, unpacked
 _LONGEST_S = 30.0
 _SEND_S = 0.5
 _N_AT_ONCE = 16
 _NAME = "unisono-sideband-inquiry"
-
-
-def packed(plain: Mapping[str, Any]) -> str:
-    """Make a short text of plain data. Local, and pure."""
-    return base64.b64encode(zlib.compress(json.dumps(plain).encode(), 1)).decode()
-
-
-def unpacked(text: str) -> dict[str, Any]:
-    """Read what `packed` made.
-
-    Local, and pure.
-
-    Raises:
-        ValueError: it isn't that, or is too long.
-    """
-    unpack = zlib.decompressobj()
-    try:
-        body = unpack.decompress(base64.b64decode(text, validate=True), _ANSWER_BYTES)
-    except zlib.error as error:
-        raise ValueError(str(error)) from None
-    plain = json.loads(body)
-    if not isinstance(plain, dict):
-        raise ValueError("it isn't an object")
-    return plain
 
 
 @dataclass(slots=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import time
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import Any
 
 from unisono.host.status_page import PageReader, PageRecord
 
-__all__ = ("PageCopy", "Vitals", "copied", "from_plain", "to_plain")
+__all__ = ("PageCopy", "Vitals", "copied", "from_plain", "packed", "to_plain", "unpacked")
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -23,6 +26,7 @@ _CONDITIONS = {
     "Z": "dead",
     "X": "dead",
 }
+_MOST_BYTES = 1 << 20  # of a copy that has come from elsewhere
 _MOST_RECORDS = 32  # of each thread, that travel: they tell who comes late
 
 
@@ -145,3 +149,27 @@ def from_plain(plain: Mapping[str, Any], shift_ns: int) -> PageCopy:
 def _shifted(record: PageRecord, by_ns: int) -> PageRecord:
     end_ns = record.end_ns + by_ns if record.end_ns else 0
     return replace(record, begin_ns=record.begin_ns + by_ns, end_ns=end_ns)
+
+
+def packed(plain: Mapping[str, Any]) -> str:
+    """Make a short text of plain data. Local, and pure."""
+    return base64.b64encode(zlib.compress(json.dumps(plain).encode(), 1)).decode()
+
+
+def unpacked(text: str) -> dict[str, Any]:
+    """Read what `packed` made.
+
+    Local, and pure.
+
+    Raises:
+        ValueError: it isn't that, or is too long.
+    """
+    unpack = zlib.decompressobj()
+    try:
+        body = unpack.decompress(base64.b64decode(text, validate=True), _MOST_BYTES)
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
+    plain = json.loads(body)
+    if not isinstance(plain, dict):
+        raise ValueError("it isn't an object")
+    return plain

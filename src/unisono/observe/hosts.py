@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.control.addresses import peer
-from unisono.control.inquiry import unpacked
-from unisono.host.page_copies import PageCopy, from_plain
+from unisono.host.page_copies import PageCopy, from_plain, unpacked
 from unisono.host.status_socket import connected, sockets_of
 from unisono.observe import stacks
 from unisono.observe.jobs import Job, Meter, Seen, Silent, seen_in

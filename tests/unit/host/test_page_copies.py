@@ -1,0 +1,102 @@
+"""Copies of pages say on another host what they say here, by that host's clock."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from unisono.host.page_copies import PageCopy, copied, from_plain, packed, to_plain, unpacked
+from unisono.host.status_page import CALLED, Lane, StatusPage, pages
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNISONO_STATUS", str(tmp_path / "pages"))
+
+
+def lane_of(page: StatusPage | None) -> Lane:
+    assert page is not None
+    lane = page.lane()
+    assert lane is not None
+    return lane
+
+
+def begin(lane: Lane, number: int, group: str = "all ranks") -> int:
+    return lane.begin("barrier", "train.py", 7, group, number, 0, 1000 + number, CALLED)
+
+
+def sent(copy: PageCopy, shift_ns: int) -> PageCopy:
+    return from_plain(unpacked(packed(to_plain(copy))), shift_ns)
+
+
+def test_it_says_the_same_elsewhere_by_another_clock() -> None:
+    page = StatusPage.make({"rank": 3, "world_size": 4, "job": "é"})
+    lane = lane_of(page)
+    assert page is not None
+    lane.end(begin(lane, 1), 1500)
+    begin(lane, 2)
+    (copy,) = copied(pages())
+    page.close()
+    assert copy.vitals is not None
+    assert copy.vitals.memory_bytes > 1 << 20
+    assert copy.vitals.process_s > 0
+    there = sent(copy, -600)
+    assert there.vitals == copy.vitals
+    assert there.facts == {**copy.facts, "made_ns": copy.facts["made_ns"] - 600}
+    assert [(each.begin_ns, each.end_ns) for each in there.records] == [(401, 900), (402, 0)]
+    assert [replace(each, begin_ns=0, end_ns=0) for each in there.records] == [
+        replace(each, begin_ns=0, end_ns=0) for each in copy.records
+    ]
+
+
+def test_what_travels_has_the_last_calls_the_open_ones_and_the_last_of_each_group() -> None:
+    page = StatusPage.make({"rank": 0, "world_size": 2, "job": "a"})
+    lane = lane_of(page)
+    assert page is not None
+    lane.end(begin(lane, 1, "pair"), 1)
+    lane.end(begin(lane, 2, "pair"), 1)
+    begin(lane, 1)  # open, and others within it
+    for number in range(2, 100):
+        lane.end(begin(lane, number), 1)
+    (copy,) = copied(pages())
+    page.close()
+    found = {(each.group, each.number) for each in sent(copy, 0).records}
+    last = {("all ranks", number) for number in range(68, 100)}
+    assert found == {("pair", 2), ("all ranks", 1)} | last
+
+
+def test_a_long_copy_fits_into_a_frame() -> None:
+    page = StatusPage.make({"rank": 0, "world_size": 2, "job": "a", "program": "x" * 2000})
+    lane = lane_of(page)
+    assert page is not None
+    for number in range(1, 200):
+        lane.end(begin(lane, number), 2000 + number)
+    (copy,) = copied(pages())
+    page.close()
+    assert len(packed(to_plain(copy))) < 4096
+
+
+def test_what_is_no_copy_is_refused() -> None:
+    bomb = base64.b64encode(zlib.compress(json.dumps({"a": "b" * (1 << 21)}).encode())).decode()
+    for text in (
+        "",
+        "é",
+        "!!!!",
+        base64.b64encode(b"x").decode(),
+        packed({})[:-8] + "AAAAAAAA",
+        bomb,
+    ):
+        with pytest.raises(ValueError):
+            unpacked(text)
+    with pytest.raises(ValueError, match="isn't an object"):
+        unpacked(base64.b64encode(zlib.compress(b"[]")).decode())
+    facts = {"rank": 0, "pid": os.getpid(), "start_ticks": 1, "world_size": 1, "made_ns": 1}
+    for plain in ({}, {"facts": facts, "records": [[1]], "vitals": None}, {"facts": {}}):
+        with pytest.raises((KeyError, TypeError)):
+            from_plain(plain, 0)
