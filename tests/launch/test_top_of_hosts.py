@@ -106,10 +106,12 @@ def test_a_host_that_cannot_be_reached_is_named(ask: Ask, hosts: Hosts) -> None:
         job = told(ask, 0)
         assert time.monotonic() - begin < 30.0
         text = ask(0, "top", "--once")
+        (root,) = told(ask, 1)["silent"]
     finally:
         ip("-n", hosts.names[1], "link", "set", "eth0", "up")
     (silent,) = job["silent"]
     assert (silent["host"], silent["ranks"]) == (hosts.names[1], [2, 3])
+    assert (root["host"], root["ranks"]) == (hosts.names[0], [0, 1])
     assert job["elsewhere"] == [2, 3]
     assert job["verdict"]["kind"] == "unseen"
     assert f"host {hosts.names[1]} (ranks 2, 3): no answer within 1 s: " in text

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 import unisono
 from tests.support.by_hand import by_hand, leave, prepare
@@ -93,7 +94,7 @@ def be_on(folder: Path, rank: int) -> None:
 
 def join(folder: Path, rank: int) -> None:
     """Make the default group, for as long as all tests of a job take."""
-    store = dist.FileStore(str(folder / "store"), len(HOSTS))
+    store = FileStore(str(folder / "store"), len(HOSTS))
     limit = timedelta(seconds=600)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=len(HOSTS), timeout=limit)
 

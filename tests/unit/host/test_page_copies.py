@@ -8,6 +8,7 @@ import os
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,6 +98,8 @@ def test_what_is_no_copy_is_refused() -> None:
     with pytest.raises(ValueError, match="isn't an object"):
         unpacked(base64.b64encode(zlib.compress(b"[]")).decode())
     facts = {"rank": 0, "pid": os.getpid(), "start_ticks": 1, "world_size": 1, "made_ns": 1}
-    for plain in ({}, {"facts": facts, "records": [[1]], "vitals": None}, {"facts": {}}):
+    wrong: list[dict[str, Any]] = [{}, {"facts": {}}]
+    wrong.append({"facts": facts, "records": [[1]], "vitals": None})
+    for plain in wrong:
         with pytest.raises((KeyError, TypeError)):
             from_plain(plain, 0)
