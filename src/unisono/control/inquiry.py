@@ -37,7 +37,8 @@ _MOST = 4  # inquiries, and answers, at a time
 _REQUEST_S = 1.0  # for the asker to say what it wants, and to read the answer
 _REQUEST_BYTES = 1 << 16
 _LONGEST_S = 30.0
-_SEND_S = 0.5
+_SEND_S = 0.5  # for room, for each part of an answer
+_LOOK_S = 0.02  # the same for a question
 _N_AT_ONCE = 16
 _NAME = "unisono-sideband-inquiry"
 
@@ -78,7 +79,8 @@ class Inquiries:
     Args:
         place: this rank's place.
         seats: all places; where there is one seat alone nobody needs to ask.
-        offer: sends a frame of a kind towards a place, if there is room within some seconds.
+        offer: sends a frame of a kind towards a place, if there is room within some seconds; tells
+            whether there was.
     """
 
     # An inquiry: accepted, its user is another one, or too many are under way --> closed
@@ -90,7 +92,7 @@ class Inquiries:
         self,
         place: int,
         seats: Sequence[Seat],
-        offer: Callable[[int, Mapping[str, Any], int, float], None],
+        offer: Callable[[int, Mapping[str, Any], int, float], bool],
     ) -> None:
         self._place, self._offer = place, offer
         self._others = [seat for seat in seats if place not in seat.places]
@@ -204,13 +206,11 @@ class Inquiries:
         with self._condition.lock:
             inquiry.asked_ns[place] = time.monotonic_ns()
         message = {**request, "to": place, "of": self._place, "id": number}
-        self._offer(LOOK, message, place, _SEND_S)
+        self._offer(LOOK, message, place, _LOOK_S)
 
     def _answer(self, message: Mapping[str, Any]) -> None:
         got_ns = time.monotonic_ns()
-        with suppress(
-            OSError, ValueError, KeyError, TypeError, RuntimeError
-        ):  # or the process ends
+        with suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):
             asker, found = int(message["of"]), _pages_of_this_job()
             if message["ranks"]:
                 bodies = _stacks(found, message)
@@ -220,7 +220,8 @@ class Inquiries:
             facts = {"to": asker, "of": self._place, "id": message["id"], "parts": len(bodies) + 1}
             for part, body in enumerate([head, *bodies]):
                 frame = {**facts, "part": part, "body": packed(body)}
-                self._offer(SEEN, frame, asker, _SEND_S)
+                if not self._offer(SEEN, frame, asker, _SEND_S):
+                    break
 
 
 def _write(lines: Any, plain: Mapping[str, Any]) -> None:

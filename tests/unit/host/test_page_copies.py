@@ -21,15 +21,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNISONO_STATUS", str(tmp_path / "pages"))
 
 
-def lane_of(page: StatusPage | None) -> Lane:
+def made(**facts: Any) -> tuple[StatusPage, Lane]:
+    page = StatusPage.make({"rank": 0, "world_size": 2, "job": "a", **facts})
     assert page is not None
     lane = page.lane()
     assert lane is not None
-    return lane
+    return page, lane
 
 
-def begin(lane: Lane, number: int, group: str = "all ranks") -> int:
-    return lane.begin("barrier", "train.py", 7, group, number, 0, 1000 + number, CALLED)
+def begin(page: StatusPage, lane: Lane, number: int, group: str = "all ranks") -> int:
+    words = page.words_of("barrier", "train.py", 7, group)
+    return lane.begin(*words, number, 0, 1000 + number, CALLED)
 
 
 def sent(copy: PageCopy, shift_ns: int) -> PageCopy:
@@ -37,11 +39,9 @@ def sent(copy: PageCopy, shift_ns: int) -> PageCopy:
 
 
 def test_it_says_the_same_elsewhere_by_another_clock() -> None:
-    page = StatusPage.make({"rank": 3, "world_size": 4, "job": "é"})
-    lane = lane_of(page)
-    assert page is not None
-    lane.end(begin(lane, 1), 1500)
-    begin(lane, 2)
+    page, lane = made(rank=3, world_size=4, job="é")
+    lane.end(begin(page, lane, 1), 1500)
+    begin(page, lane, 2)
     (copy,) = copied(pages())
     page.close()
     assert copy.vitals is not None
@@ -57,14 +57,12 @@ def test_it_says_the_same_elsewhere_by_another_clock() -> None:
 
 
 def test_what_travels_has_the_last_calls_the_open_ones_and_the_last_of_each_group() -> None:
-    page = StatusPage.make({"rank": 0, "world_size": 2, "job": "a"})
-    lane = lane_of(page)
-    assert page is not None
-    lane.end(begin(lane, 1, "pair"), 1)
-    lane.end(begin(lane, 2, "pair"), 1)
-    begin(lane, 1)  # open, and others within it
+    page, lane = made()
+    lane.end(begin(page, lane, 1, "pair"), 1)
+    lane.end(begin(page, lane, 2, "pair"), 1)
+    begin(page, lane, 1)  # open, and others within it
     for number in range(2, 100):
-        lane.end(begin(lane, number), 1)
+        lane.end(begin(page, lane, number), 1)
     (copy,) = copied(pages())
     page.close()
     found = {(each.group, each.number) for each in sent(copy, 0).records}
@@ -73,11 +71,9 @@ def test_what_travels_has_the_last_calls_the_open_ones_and_the_last_of_each_grou
 
 
 def test_a_long_copy_fits_into_a_frame() -> None:
-    page = StatusPage.make({"rank": 0, "world_size": 2, "job": "a", "program": "x" * 2000})
-    lane = lane_of(page)
-    assert page is not None
+    page, lane = made(program="x" * 2000)
     for number in range(1, 200):
-        lane.end(begin(lane, number), 2000 + number)
+        lane.end(begin(page, lane, number), 2000 + number)
     (copy,) = copied(pages())
     page.close()
     assert len(packed(to_plain(copy))) < 4096
