@@ -1,11 +1,13 @@
-"""``unisono top`` on a job of two hosts: of one machine, with folders and clocks of their own.
+"""``unisono top`` on a job of three hosts: of one machine, with folders and clocks of their own.
 
-Host a has ranks 0 and 1, host b rank 2, whose clock is days ahead. Real hosts are in tests/launch.
+Host a has ranks 0 and 1, host b rank 2, and host c rank 3, whose clock is days ahead. All ways to c
+lead through b. Real hosts are in tests/launch.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -27,13 +29,14 @@ from tests.support.by_hand import by_hand, leave, prepare
 from tests.support.command import wait_until
 from tests.support.processes import python
 from unisono.control import rendezvous
+from unisono.host.status_socket import connected
 from unisono.observe.jobs import Meter
 from unisono.observe.report import reports
 
 LIMIT_S = 30.0
 DAYS_NS = 10**15
-HOSTS = ("host-a", "host-a", "host-b")
-THERE = 2
+HOSTS = ("host-a", "host-a", "host-b", "host-c")
+BETWEEN, THERE = 2, 3
 _LINES = Path(__file__).read_text().splitlines()
 (LINE,) = (
     n
@@ -85,6 +88,7 @@ def be_on(folder: Path, rank: int) -> None:
     """Let this process be on its host."""
     name = HOSTS[rank]
     os.environ.update(UNISONO_STATUS=str(folder / name), UNISONO_SOCKET_IFNAME="lo")
+    os.environ["UNISONO_FAN_OUT"] = "1"
     vars(rendezvous)["host_of_this_process"] = lambda: name
     vars(socket)["gethostname"] = lambda: name
     if rank == THERE:
@@ -110,7 +114,7 @@ def keep(fd: int) -> None:
 
 @contextmanager
 def job(folder: Path, late: int, *, with_lock: bool = False) -> Iterator[Place]:
-    """Run three ranks; one waits at a pipe, and the others for it."""
+    """Run four ranks; one waits at a pipe, and the others for it."""
     os.mkfifo(folder / "pipe")
     place = Place(folder, os.open(folder / "pipe", os.O_RDWR))
     for host in HOSTS[1:]:
@@ -158,7 +162,11 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 def test_a_rank_of_another_host_is_named_with_its_line(held: Place) -> None:
     told = held.told()
     (culprit,) = told["culprits"]
-    assert (told["verdict"]["kind"], culprit["rank"], culprit["waiters"]) == ("late", THERE, [0, 1])
+    assert (told["verdict"]["kind"], culprit["rank"], culprit["waiters"]) == (
+        "late",
+        THERE,
+        [0, 1, 2],
+    )
     assert (Path(culprit["file"]), culprit["line"]) == (Path(__file__), LINE)
     assert (culprit["from"], culprit["function"]) == ("stack", "wait")
     assert [each["host"] for each in told["ranks"]] == list(HOSTS)
@@ -177,47 +185,51 @@ def test_ages_are_those_of_its_own_clock(held: Place) -> None:
 
 
 def test_where_tells_its_stack(held: Place) -> None:
-    waiting, _, late = held.command("where").partition("rank 2:\n")
-    assert waiting.startswith("ranks 0, 1:\n")
+    waiting, _, late = held.command("where").partition("rank 3:\n")
+    assert waiting.startswith("ranks 0-2:\n")
     assert late.splitlines()[-1] == f"  {__file__}:{LINE} in wait"
 
 
 def test_the_table_has_a_column_for_the_host(held: Place) -> None:
     text = held.command("top", "--once")
-    assert "culprit: rank 2 on host-b is " in text
-    rows = [line.split()[:2] for line in text.splitlines() if line.split()[1:2] == ["host-b"]]
-    assert rows == [["2", "host-b"]]
+    assert "culprit: rank 3 on host-c is " in text
+    rows = [line.split()[:2] for line in text.splitlines() if line.split()[1:2] == ["host-c"]]
+    assert rows == [["3", "host-c"]]
 
 
 def test_a_host_that_does_not_answer_is_named(held: Place) -> None:
-    pid = held.told()["ranks"][THERE]["pid"]
+    """And so is the one that is reached through it."""
+    pid = held.told()["ranks"][BETWEEN]["pid"]
     os.kill(pid, signal.SIGSTOP)
     try:
         told, text = held.told(), held.command("top", "--once")
     finally:
         os.kill(pid, signal.SIGCONT)
-    (silent,) = told["silent"]
-    assert (silent["host"], silent["ranks"], told["elsewhere"]) == ("host-b", [THERE], [THERE])
+    silent = [(each["host"], each["ranks"]) for each in told["silent"]]
+    assert silent == [("host-b", [BETWEEN]), ("host-c", [THERE])]
+    assert told["elsewhere"] == [BETWEEN, THERE]
     assert told["verdict"]["kind"] == "unseen"
     assert "host host-b (rank 2): no answer within 1 s: it can't be reached, or rank 2" in text
 
 
-def test_a_socket_is_closed_to_other_users(held: Place) -> None:
-    """By the folder; and by what the kernel says of who connects, where that is open."""
-    words = ["-c", AS_NOBODY, str(held.pages("host-a"))]
-    refused = python(*words)
-    assert (refused.returncode, refused.stdout) == (0, "PermissionError\n" * 2), refused.stderr
-    sockets = list(held.pages("host-a").glob("*.ask"))
-    assert len(sockets) == 2
-    try:
-        for path in (held.pages("host-a"), *sockets):
-            path.chmod(0o777)
-        found = python(*words)
-    finally:
-        for path in sockets:
-            path.chmod(0o600)
-        held.pages("host-a").chmod(0o700)
-    assert (found.returncode, found.stdout) == (0, "b''\n" * 2), found.stderr
+def test_any_rank_can_be_asked_and_nonsense_harms_nobody(held: Place) -> None:
+    """The second rank of host a is connected to the first alone."""
+    request = {"ranks": [], "limit_s": LIMIT_S}
+    for path in held.pages("host-a").glob("*.ask"):
+        assert [*answers(path, b"\xff\n"), *answers(path, b"{}\n")] == []
+        *told, last = answers(path, json.dumps(request).encode() + b"\n")
+        assert sorted(each["place"] for each in told) == [BETWEEN, THERE]
+        assert last == {"silent": []}
+
+
+def answers(path: Path, request: bytes) -> list[dict[str, Any]]:
+    """Ask a rank, and read what it says after its greeting."""
+    sock = connected(path, LIMIT_S)
+    assert sock is not None
+    with sock, sock.makefile("rb") as lines:
+        assert "place" in json.loads(lines.readline())
+        sock.sendall(request)
+        return [json.loads(line) for line in lines]
 
 
 AS_NOBODY = """
@@ -236,9 +248,25 @@ for path in paths:
         except OSError as error:
             print(type(error).__name__)
 """
-test_a_socket_is_closed_to_other_users = pytest.mark.skipif(
-    os.getuid() != 0, reason="only root can become another user"
-)(test_a_socket_is_closed_to_other_users)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_socket_is_closed_to_other_users(held: Place) -> None:
+    """By the folder; and by what the kernel says of who connects, where that is open."""
+    words = ["-c", AS_NOBODY, str(held.pages("host-a"))]
+    refused = python(*words)
+    assert (refused.returncode, refused.stdout) == (0, "PermissionError\n" * 2), refused.stderr
+    sockets = list(held.pages("host-a").glob("*.ask"))
+    assert len(sockets) == 2
+    try:
+        for path in (held.pages("host-a"), *sockets):
+            path.chmod(0o777)
+        found = python(*words)
+    finally:
+        for path in sockets:
+            path.chmod(0o600)
+        held.pages("host-a").chmod(0o700)
+    assert (found.returncode, found.stdout) == (0, "b''\n" * 2), found.stderr
 
 
 def test_where_the_first_rank_keeps_the_lock_it_is_named_and_the_host_too(tmp_path: Path) -> None:
@@ -247,14 +275,14 @@ def test_where_the_first_rank_keeps_the_lock_it_is_named_and_the_host_too(tmp_pa
         told = place.told()
     (culprit,) = told["culprits"]
     assert (told["verdict"]["kind"], culprit["rank"]) == ("late", 0)
-    (silent,) = told["silent"]
-    assert (silent["host"], silent["ranks"]) == ("host-b", [THERE])
-    assert "rank 0, through which this host asks, doesn't answer" in silent["why"]
+    assert [each["host"] for each in told["silent"]] == ["host-b", "host-c"]
+    for silent in told["silent"]:
+        assert "rank 0, through which this host asks, doesn't answer" in silent["why"]
 
 
 def test_the_first_rank_is_asked_where_another_keeps_the_lock(tmp_path: Path) -> None:
     with job(tmp_path, 1, with_lock=True) as place:
         told = place.told()
     assert [each["rank"] for each in told["culprits"]] == [1]
-    assert told["culprits"][0]["waiters"] == [0, THERE]
+    assert told["culprits"][0]["waiters"] == [0, BETWEEN, THERE]
     assert (told["silent"], told["elsewhere"]) == ([], [])
