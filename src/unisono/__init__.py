@@ -22,7 +22,13 @@ if TYPE_CHECKING:
     from unisono.collectives.gathers import all_gather, all_gather_tensors_with_shapes, gather
     from unisono.collectives.groups import barrier, local_group, new_group
     from unisono.collectives.p2p import recv, send
-    from unisono.collectives.reductions import all_reduce, all_reduce_, reduce, reduce_scatter
+    from unisono.collectives.reductions import (
+        all_reduce,
+        all_reduce_,
+        exact_sum,
+        reduce,
+        reduce_scatter,
+    )
     from unisono.collectives.sharing import shared, shared_empty
     from unisono.compat.mmcv import get_dist_info, infer_launcher, init_dist
     from unisono.deadlines import deadline
@@ -146,6 +152,7 @@ __all__ = (
     "deadline",
     "device",
     "errors",
+    "exact_sum",
     "finalize",
     "gather",
     "gather_results",
@@ -229,6 +236,7 @@ _CORE = {
     "unisono.collectives.reductions": (
         "all_reduce",
         "all_reduce_",
+        "exact_sum",
         "reduce",
         "reduce_scatter",
     ),

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import _dtype_emulation as carriers
+from unisono.collectives._exact_sums import check_summable, sum_exactly
 from unisono.collectives.call import ranks_of, swap
 from unisono.context import ContextState
 from unisono.errors import CollectiveMismatchError, PayloadError
-from unisono.model.reduction import Number, ReduceOp, fold_numbers
+from unisono.model.reduction import Number, ReduceOp, fold_numbers, sum_numbers_exactly
 from unisono.payload.codec import encode, failure, raise_failures, reason
 from unisono.payload.pytree import survey, unflatten
 from unisono.topology import Group
 from unisono.tracebacks import hides
 
-__all__ = ("reduce_values",)
+__all__ = ("reduce_values", "sum_values")
 
 __tracebackhide__ = hides
 
@@ -56,27 +57,122 @@ def reduce_values(
     context: ContextState, call: str, value: Any, op: ReduceOp, group: Group | None
 ) -> Any:
     """Reduce a number or a container. Collective over `group`."""
-    frame, leaves, tensors = _describe(value, op)
+    columns, leaves, tensors = _compared(context, call, value, _Reduction(op), group)
+    totals = _reduce_fused(context, tensors, op, group) if tensors else []
+    return _rebuilt(value, leaves, [fold_numbers(op, column) for column in columns], totals)
+
+
+def sum_values(
+    context: ContextState, call: str, value: Any, group: Group | None, *, are_terms: bool = False
+) -> Any:
+    """Sum tensors, numbers or containers exactly.
+
+    Collective over `group`.
+
+    Args:
+        context: the active context.
+        call: names the operation where ranks differ in it.
+        value: of this rank.
+        group: the ranks that take part.
+        are_terms: whether `value` has tensors alone, and each is a rank's terms, [k, *shape].
+    """
+    how = _ExactTerms() if are_terms else _ExactSum()
+    columns, leaves, tensors = _compared(context, call, value, how, group)
+    terms = tensors if are_terms else [tensor.unsqueeze(0) for tensor in tensors]
+    totals = sum_exactly(context, call, terms, group) if terms else []
+    return _rebuilt(value, leaves, [sum_numbers_exactly(column) for column in columns], totals)
+
+
+class _Reduction:
+    """What is asked of a leaf.
+
+    Args:
+        op: the operation.
+    """
+
+    def __init__(self, op: ReduceOp) -> None:
+        self.op = op
+
+    def look_at(self, tensor: Tensor, path: str) -> str:
+        """Refuse a tensor, or say what must be the same on all ranks. Local."""
+        carriers.check_reducible(tensor, self.op)
+        return f"{tensor.dtype}{list(tensor.shape)}"
+
+    def look_at_number(self, value: Number, path: str) -> None:
+        """Refuse a number. Local."""
+
+
+class _ExactSum(_Reduction):
+    def __init__(self) -> None:
+        super().__init__(ReduceOp.SUM)
+
+    def look_at(self, tensor: Tensor, path: str) -> str:
+        found = super().look_at(tensor, path)
+        check_summable(tensor)
+        return found
+
+
+class _ExactTerms(_ExactSum):
+    """All have the same number of terms, which other ranks may have more or less of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._count: int | None = None
+
+    def look_at(self, tensor: Tensor, path: str) -> str:
+        super().look_at(tensor, path)
+        if tensor.dim() == 0:
+            raise PayloadError(f"the tensor{_at(path)} has no dim 0, which counts the terms")
+        if self._count not in (None, tensor.shape[0]):
+            raise PayloadError(
+                f"the tensor{_at(path)} has {tensor.shape[0]} terms, others have {self._count}: "
+                "dim 0 must be the same for all tensors of a rank"
+            )
+        self._count = tensor.shape[0]
+        return f"{tensor.dtype}{list(tensor.shape[1:])}"
+
+    def look_at_number(self, value: Number, path: str) -> None:
+        raise PayloadError(
+            f"a {type(value).__name__}{_at(path)} is no tensor: stack the terms along dim 0"
+        )
+
+
+def _at(path: str) -> str:
+    return f" at {path}" if path else ""
+
+
+def _compared(
+    context: ContextState, call: str, value: Any, how: _Reduction, group: Group | None
+) -> tuple[list[tuple[Number, ...]], list[Any], list[Tensor]]:
+    """Give the numbers of all ranks, leaf by leaf, this rank's leaves, and its tensors.
+
+    Collective over `group`.
+    """
+    frame, leaves, tensors = _describe(value, how)
     frames = swap(context, call, frame, group)
     ranks = partial(ranks_of, context, group)
     raise_failures(frames, ranks, call)
     structures, values = zip(*map(_read, frames), strict=True)
     _check_alike(structures, ranks, call)
-    columns = zip(*values, strict=True)
-    results: list[Any] = [fold_numbers(op, column) for column in columns]
-    if tensors:
-        numbers_, totals = iter(results), iter(_reduce_fused(context, tensors, op, group))
-        results = [next(totals) if isinstance(leaf, Tensor) else next(numbers_) for leaf in leaves]
+    return list(zip(*values, strict=True)), leaves, tensors
+
+
+def _rebuilt(value: Any, leaves: list[Any], numbers_: list[Any], totals: list[Tensor]) -> Any:
+    """Give a container as `value` with the results in it."""
+    results = numbers_
+    if totals:
+        scalars, tensors = iter(numbers_), iter(totals)
+        results = [next(tensors) if isinstance(leaf, Tensor) else next(scalars) for leaf in leaves]
     return unflatten(value, results)
 
 
-def _describe(value: Any, op: ReduceOp) -> tuple[bytes, list[Any], list[Tensor]]:
+def _describe(value: Any, how: _Reduction) -> tuple[bytes, list[Any], list[Tensor]]:
     """Give the frame of this rank, its leaves and its tensors.
 
     The frame: a tag, the lengths of structure and kinds as uint32, both, then the numbers as
     ``struct`` packs them by their kinds, little-endian.
     """
-    if type(value) in _ALONE:
+    if type(value) in _ALONE and not isinstance(how, _ExactTerms):
         kind, shape = _ALONE[type(value)]
         with contextlib.suppress(struct.error):  # out of range, which is told below
             return shape.pack(_TAG, 0, 1, kind, value), [value], []
@@ -88,16 +184,15 @@ def _describe(value: Any, op: ReduceOp) -> tuple[bytes, list[Any], list[Tensor]]
         for leaf, path in zip(leaves, paths, strict=True):
             number = leaf if type(leaf) in _PLAIN else _number(leaf)
             if number is not None:
+                how.look_at_number(number, path)
                 kinds += _PLAIN[type(number)]
                 structure.append(path)
                 values.append(number)
             elif isinstance(leaf, Tensor):
-                carriers.check_reducible(leaf, op)
-                structure.append(f"{path} {leaf.dtype}{list(leaf.shape)}")
+                structure.append(f"{path} {how.look_at(leaf, path)}")
                 tensors.append(leaf)
             else:
-                place = f" at {path}" if path else ""
-                raise PayloadError(f"a {type(leaf).__qualname__}{place} can't be reduced")
+                raise PayloadError(f"a {type(leaf).__qualname__}{_at(path)} can't be reduced")
         text = "\n".join(structure).encode("utf-8", "surrogatepass")
         head = _HEAD.pack(_TAG, len(text), len(kinds)) + text + kinds.encode()
         return head + _pack(kinds, values), leaves, tensors

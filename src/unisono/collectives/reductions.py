@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 from unisono.collectives import _dtype_emulation as carriers
-from unisono.collectives._scalars import reduce_values
+from unisono.collectives._scalars import reduce_values, sum_values
 from unisono.collectives.call import check, collective
 from unisono.collectives.membership import GroupLike
 from unisono.collectives.routing import carry, is_direct, route
@@ -23,7 +23,7 @@ from unisono.collectives.value_types import (
     TensorT,
 )
 from unisono.context import ContextState
-from unisono.errors import PayloadError
+from unisono.errors import ArgumentError, PayloadError
 from unisono.host import memory
 from unisono.host.collectives import HostCollectives
 from unisono.model.handle import Handle
@@ -32,7 +32,7 @@ from unisono.payload.codec import plain
 from unisono.topology import Group
 from unisono.tracebacks import hides
 
-__all__ = ("all_reduce", "all_reduce_", "reduce", "reduce_scatter")
+__all__ = ("all_reduce", "all_reduce_", "exact_sum", "reduce", "reduce_scatter")
 
 __tracebackhide__ = hides
 
@@ -43,6 +43,7 @@ def all_reduce(
     op: FoldLike = "SUM",
     group: GroupLike = None,
     *,
+    exact: bool = False,
     async_op: Literal[False] = False,
 ) -> Plain: ...
 
@@ -53,6 +54,7 @@ def all_reduce(
     op: OpLike = "SUM",
     group: GroupLike = None,
     *,
+    exact: bool = False,
     async_op: Literal[False] = False,
 ) -> Inexact: ...
 
@@ -63,6 +65,7 @@ def all_reduce(
     op: FoldLike = "SUM",
     group: GroupLike = None,
     *,
+    exact: bool = False,
     async_op: Literal[False] = False,
 ) -> ContainerT: ...
 
@@ -73,6 +76,7 @@ def all_reduce(
     op: OpLike = "SUM",
     group: GroupLike = None,
     *,
+    exact: bool = False,
     async_op: Literal[False] = False,
 ) -> InexactContainerT: ...
 
@@ -83,6 +87,7 @@ def all_reduce(
     op: OpLike = "SUM",
     group: GroupLike = None,
     *,
+    exact: bool = False,
     async_op: Literal[False] = False,
 ) -> float: ...
 
@@ -93,25 +98,41 @@ def all_reduce(
     op: OpLike = "SUM",
     group: GroupLike = None,
     *,
+    exact: bool = False,
     async_op: Literal[False] = False,
 ) -> Any: ...
 
 
 @overload
 def all_reduce(
-    tensor: Plain, op: FoldLike = "SUM", group: GroupLike = None, *, async_op: Literal[True]
+    tensor: Plain,
+    op: FoldLike = "SUM",
+    group: GroupLike = None,
+    *,
+    exact: bool = False,
+    async_op: Literal[True],
 ) -> Handle[Plain]: ...
 
 
 @overload
 def all_reduce(
-    tensor: Inexact, op: OpLike = "SUM", group: GroupLike = None, *, async_op: Literal[True]
+    tensor: Inexact,
+    op: OpLike = "SUM",
+    group: GroupLike = None,
+    *,
+    exact: bool = False,
+    async_op: Literal[True],
 ) -> Handle[Inexact]: ...
 
 
 @overload
 def all_reduce(
-    tensor: ContainerT, op: FoldLike = "SUM", group: GroupLike = None, *, async_op: Literal[True]
+    tensor: ContainerT,
+    op: FoldLike = "SUM",
+    group: GroupLike = None,
+    *,
+    exact: bool = False,
+    async_op: Literal[True],
 ) -> Handle[ContainerT]: ...
 
 
@@ -121,31 +142,52 @@ def all_reduce(
     op: OpLike = "SUM",
     group: GroupLike = None,
     *,
+    exact: bool = False,
     async_op: Literal[True],
 ) -> Handle[InexactContainerT]: ...
 
 
 @overload
 def all_reduce(
-    tensor: NumpyScalar, op: OpLike = "SUM", group: GroupLike = None, *, async_op: Literal[True]
+    tensor: NumpyScalar,
+    op: OpLike = "SUM",
+    group: GroupLike = None,
+    *,
+    exact: bool = False,
+    async_op: Literal[True],
 ) -> Handle[float]: ...
 
 
 @overload
 def all_reduce(
-    tensor: Container, op: OpLike = "SUM", group: GroupLike = None, *, async_op: Literal[True]
+    tensor: Container,
+    op: OpLike = "SUM",
+    group: GroupLike = None,
+    *,
+    exact: bool = False,
+    async_op: Literal[True],
 ) -> Handle[Any]: ...
 
 
 @overload
 def all_reduce(
-    tensor: Reducible, op: OpLike = "SUM", group: GroupLike = None, *, async_op: bool
+    tensor: Reducible,
+    op: OpLike = "SUM",
+    group: GroupLike = None,
+    *,
+    exact: bool = False,
+    async_op: bool,
 ) -> Any: ...
 
 
 @collective(folds=True)
 def all_reduce(
-    tensor: Any, op: OpLike = "SUM", group: GroupLike = None, *, async_op: bool = False
+    tensor: Any,
+    op: OpLike = "SUM",
+    group: GroupLike = None,
+    *,
+    exact: bool = False,
+    async_op: bool = False,
 ) -> Any:
     """Reduce a value of every rank to one value on every rank.
 
@@ -159,6 +201,12 @@ def all_reduce(
         op: ``SUM AVERAGE MEAN AVG PRODUCT MIN MAX AND OR XOR``, in any case (type checkers know
             upper and lower); or an operation of torch, such as ``torch.distributed.ReduceOp.SUM``.
         group: a Group, a list of ranks, or None for all ranks.
+        exact: whether the sum is exact before it is rounded once, to the nearest number and to the
+            even one where two are: then its bits are the same whatever the number and the order
+            of ranks, the backend and the container. For SUM of float16, bfloat16, float32,
+            float64, complex64, complex128 and of numbers; integers and bools are exact anyway.
+            Infinities of both signs and NaN give NaN, a sum beyond the largest number infinity,
+            and all -0 give -0.
         async_op: whether to return a handle at once; `tensor` must stay as it is until ``wait``.
 
     Returns:
@@ -166,9 +214,9 @@ def all_reduce(
         bool stays bool, AVERAGE of ints is a float. `tensor` itself where this rank isn't a member.
 
     Raises:
-        ArgumentError: unknown operation.
+        ArgumentError: unknown operation, or `exact` with another than SUM.
         PayloadError: it has no number or tensor where one must be, or the operation isn't
-            defined on its dtype.
+            defined on its dtype, as an exact sum of float8.
         CollectiveMismatchError: containers of different structure (on every rank); or another rank
             refused its tensor, where calls are compared.
         CollectiveError: a peer failed or didn't come in time.
@@ -180,6 +228,9 @@ def all_reduce(
     """
     context, members = group
     operation = parse_op(op)
+    if exact:
+        _check_sum(operation)
+        return partial(sum_values, context, "all_reduce SUM exact", tensor, members)
     if not isinstance(tensor, Tensor):
         call = f"all_reduce {operation.name}"
         return lambda: reduce_values(context, call, tensor, operation, members)
@@ -192,6 +243,18 @@ def all_reduce(
     return partial(_all_reduce, context, tensor, operation, members)
 
 
+def _check_sum(op: ReduceOp) -> None:
+    if op is ReduceOp.SUM:
+        return
+    if op is ReduceOp.AVERAGE:
+        advice = "divide the exact sum by the number of ranks"
+    elif op is ReduceOp.PRODUCT:
+        advice = "there is no exact product"
+    else:
+        advice = "it rounds nothing, so call it without `exact`"
+    raise ArgumentError(f"exact=True is for SUM, not for {op.name}: {advice}")
+
+
 def _all_reduce(context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None) -> Tensor:
     """Reduce a tensor to a new one."""
     host = carry(context, tensor, group)
@@ -201,6 +264,67 @@ def _all_reduce(context: ContextState, tensor: Tensor, op: ReduceOp, group: Grou
     check(context, f"all_reduce {op.name}", tensor, group, host)
     mine = carriers.lend(context, tensor, host)
     return host.all_reduce(mine, op, group, memory.new(mine, mine.shape))
+
+
+@overload
+def exact_sum(
+    terms: TensorT, group: GroupLike = None, *, async_op: Literal[False] = False
+) -> Tensor: ...
+
+
+@overload
+def exact_sum(
+    terms: ContainerT, group: GroupLike = None, *, async_op: Literal[False] = False
+) -> ContainerT: ...
+
+
+@overload
+def exact_sum(
+    terms: TensorT, group: GroupLike = None, *, async_op: Literal[True]
+) -> Handle[Tensor]: ...
+
+
+@overload
+def exact_sum(
+    terms: ContainerT, group: GroupLike = None, *, async_op: Literal[True]
+) -> Handle[ContainerT]: ...
+
+
+@overload
+def exact_sum(terms: Tensor | Container, group: GroupLike = None, *, async_op: bool) -> Any: ...
+
+
+@collective()
+def exact_sum(terms: Any, group: GroupLike = None, *, async_op: bool = False) -> Any:
+    """Sum the terms of all ranks exactly, however they are spread over the ranks.
+
+    Collective over `group`.
+
+    Args:
+        terms: a tensor [k, *shape] of k terms, or a dict, list, tuple or dataclass of such, with
+            the same k for all its tensors. k may differ between ranks and may be 0; `shape` and
+            dtype may not. Dtypes are those of `all_reduce` with `exact`.
+        group: as in `all_reduce`.
+        async_op: whether to return a handle at once; `terms` must stay as they are until ``wait``.
+
+    Returns:
+        A new tensor [*shape] of the same dtype and device, the same on every rank, or a container
+        of such: the sum as `all_reduce` with `exact` rounds it, +0 where there are no terms.
+        `terms` itself where this rank isn't a member.
+
+    Raises:
+        PayloadError: something isn't a tensor, or has no dim 0, or another k than the others of
+            this rank, or there is no exact sum of its dtype (on every rank, naming the rank).
+        CollectiveMismatchError: shapes, dtypes or containers differ (on every rank).
+        CollectiveError: a peer failed or didn't come in time.
+
+    Example:
+        >>> import torch, unisono as idist
+        >>> idist.exact_sum(torch.tensor([[1e20], [1.0], [-1e20]]))
+        tensor([1.])
+    """
+    context, members = group
+    return partial(sum_values, context, "exact_sum", terms, members, are_terms=True)
 
 
 @overload

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from functools import reduce
 from operator import add, and_, mul, or_, xor
 from typing import Any, Literal, TypeAlias
@@ -27,6 +28,7 @@ __all__ = (
     "is_order_of_floats",
     "mean_factors",
     "parse_op",
+    "sum_numbers_exactly",
 )
 
 Number = bool | int | float | complex
@@ -204,6 +206,40 @@ def fold_numbers(op: ReduceOp, values: Sequence[Number]) -> Number:
     if op in _NUMBER_STEPS:
         return reduce(_NUMBER_STEPS[op], values)
     return _mean(values) if op is ReduceOp.AVERAGE else reduce(add, values)
+
+
+def sum_numbers_exactly(values: Sequence[Any]) -> Number:
+    """Sum python numbers as if there were room for every digit, and round once.
+
+    Local.
+
+    Args:
+        values: one number for each rank, as for `fold_numbers`.
+
+    Returns:
+        As `fold_numbers`: bool for bools (any), int for ints, float or complex else. Infinities of
+        both signs give NaN, a sum beyond the largest float infinity, and all -0.0 give -0.0.
+    """
+    kinds = {type(value) for value in values}
+    if kinds <= {bool, int}:
+        return fold_numbers(ReduceOp.SUM, values)
+    if complex in kinds:
+        real, imag = ([getattr(v, part) for v in values] for part in ("real", "imag"))
+        return complex(_float_sum(real), _float_sum(imag))
+    return _float_sum(values)
+
+
+def _float_sum(values: Sequence[float]) -> float:
+    special = [value for value in values if not math.isfinite(value)]
+    if special:
+        return sum(special)  # infinity, or NaN: in any order
+    if all(value == 0 and math.copysign(1, value) < 0 for value in values):
+        return -0.0
+    total = sum(map(Fraction, values), Fraction())
+    try:
+        return float(total)
+    except OverflowError:
+        return math.inf if total > 0 else -math.inf
 
 
 def _mean(values: Sequence[Any]) -> Number:

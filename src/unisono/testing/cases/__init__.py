@@ -17,6 +17,7 @@ from unisono.testing.cases import (
     refusals,
     sections,
     sharing,
+    sums,
     transfers,
     values,
 )
@@ -36,6 +37,7 @@ __all__ = (
     "same",
     "sections",
     "sharing",
+    "sums",
     "transfers",
     "values",
 )

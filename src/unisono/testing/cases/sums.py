@@ -1,0 +1,237 @@
+"""The bits of sums: the same on every rank and every run; those of exact sums everywhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import unisono as idist
+from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
+from unisono.testing.cases._law import law, needs_ranks, raises, same, worlds
+
+__all__ = ("correctly_rounded", "rough")
+
+INF, NAN = math.inf, math.nan
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Fraction bits, and the exponent of the least number.
+_FORMATS = {
+    torch.float16: (10, -24),
+    torch.bfloat16: (7, -133),
+    torch.float32: (23, -149),
+    torch.float64: (52, -1074),
+}
+
+
+def rough(seed: int, count: int, dtype: torch.dtype, spread: int = 20) -> Tensor:
+    """Make numbers whose sum depends on the order: of both signs, and of many exponents. Local."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(count, generator=generator, dtype=torch.float64)
+    exponents = torch.randint(-spread, spread + 1, (count,), generator=generator)
+    return torch.ldexp(values, exponents).to(dtype)
+
+
+def correctly_rounded(column: Sequence[float], dtype: torch.dtype) -> float:
+    """Sum in fractions, and round once: what no model, and no accumulator, shares code with."""
+    if any(not math.isfinite(value) for value in column):
+        return sum(column)
+    if all(value == 0 and math.copysign(1, value) < 0 for value in column):
+        return -0.0
+    total = sum(map(Fraction, column), Fraction())
+    if total == 0:
+        return 0.0
+    fraction_bits, least = _FORMATS[dtype]
+    size, sign = abs(total), 1 if total > 0 else -1
+    first = size.numerator.bit_length() - size.denominator.bit_length()
+    first -= size < Fraction(2) ** first
+    step = Fraction(2) ** max(first - fraction_bits, least)
+    nearest = round(size / step) * step  # to the even one where two are
+    return sign * (INF if nearest > Fraction(torch.finfo(dtype).max) else float(nearest))
+
+
+def _expected(parts: Sequence[Tensor]) -> Tensor:
+    columns = zip(*(part.double().reshape(-1).tolist() for part in parts), strict=True)
+    return _sums(list(columns), parts[0].dtype).reshape(parts[0].shape)
+
+
+def _sums(columns: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+    sums = [correctly_rounded(column, dtype) for column in columns]
+    # A NaN that was computed may have a sign; the one that a sum gives has none.
+    plain = [NAN if value != value else value for value in sums]
+    return torch.tensor(plain, dtype=torch.float64).to(dtype)
+
+
+def _hard(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    """Make what cancels, lies half-way between two numbers, and comes near both ends."""
+    info = torch.finfo(dtype)
+    pairs = [(info.max, -info.max), (1.0, info.eps / 2), (1 + info.eps, info.eps / 2)]
+    pairs += [(info.smallest_normal / 4, -info.smallest_normal / 2), (-0.0, -0.0), (-0.0, 0.0)]
+    ends = {size - 1: 1, 0: 0}
+    edges = [pair[ends[rank]] if rank in ends else -0.0 for pair in pairs]
+    spread = -_FORMATS[dtype][1] // 2
+    mine, next_one = (rough(r % size, 60, torch.float64, spread) for r in (rank, rank + 1))
+    small = rough(rank, 20, torch.float64, 4) * info.smallest_normal
+    near = rough(rank, 40, torch.float64, 2)
+    values = [torch.tensor(edges, dtype=torch.float64), mine, mine - next_one, small, near]
+    return torch.cat(values).to(dtype)
+
+
+@law()
+def sums_have_the_same_bits_on_every_rank() -> None:
+    """Whichever way a tensor takes: short ones and long ones, with each operation that rounds."""
+    rank, _ = worlds()
+    for count in (5, 3_000, 80_000):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            value = rough(rank, count, dtype)
+            for op in ("SUM", "AVERAGE", "PRODUCT"):
+                total = idist.all_reduce(value, op)
+                same(total, idist.broadcast(total, src=0), (count, dtype, op))
+    tree = {"loss": 0.1 * 3**rank, "grads": [rough(rank, 700, torch.float32)]}
+    total = idist.all_reduce(tree)
+    same(total, idist.broadcast(total, src=0), "a container")
+
+
+@law()
+def sums_have_the_same_bits_when_they_are_made_again() -> None:
+    rank, _ = worlds()
+    values = [rough(rank, count, torch.float32) for count in (5, 3_000, 80_000)]
+    first = [idist.all_reduce(value) for value in values]
+    numbers = idist.all_reduce([0.1 * 3**rank, 1e16])
+    for _ in range(3):
+        for value, total in zip(values, first, strict=True):
+            same(idist.all_reduce(value), total, len(value))
+        same(idist.all_reduce([0.1 * 3**rank, 1e16]), numbers)
+
+
+@law()
+def an_exact_sum_is_rounded_once() -> None:
+    rank, size = worlds()
+    for dtype in FLOATS:
+        parts = [_hard(r, size, dtype) for r in range(size)]
+        kept = parts[rank].clone()
+        same(idist.all_reduce(parts[rank], exact=True), _expected(parts), dtype)
+        same(parts[rank], kept, "the input")
+        grid = [part[:180].reshape(2, 3, 30).transpose(0, 2) for part in parts]
+        same(idist.all_reduce(grid[rank], exact=True), _expected(grid), "transposed")
+    pairs = [torch.complex(*rough(r, 40, torch.float32).view(2, 20)) for r in range(size)]
+    sums = [_expected([part(pair) for pair in pairs]) for part in (torch.real, torch.imag)]
+    same(idist.all_reduce(pairs[rank], exact=True), torch.complex(*sums))
+    same(idist.all_reduce(pairs[rank], exact=True, async_op=True).wait(), torch.complex(*sums))
+    for empty in (torch.ones(0), torch.ones(2, 0)):
+        same(idist.all_reduce(empty, exact=True), empty)
+
+
+@law()
+def an_exact_sum_has_one_rule_for_what_isnt_finite() -> None:
+    rank, size = worlds()
+    for dtype in FLOATS:
+        big = torch.finfo(dtype).max
+        rows = [(INF, 1.0), (1.0, -INF), (INF, -INF), (INF, INF), (NAN, 1.0), (-INF, NAN)]
+        rows += [(big, big), (-big, -big), (-0.0, -0.0), (-0.0, 0.0), (1.0, -1.0), (2.0, 3.0)]
+        terms = torch.tensor(rows, dtype=dtype).T
+        mine = terms if size == 1 else terms[:1] if rank == 0 else terms[1:]
+        is_end = rank in (0, size - 1)
+        same(idist.exact_sum(mine if is_end else mine[:0]), _sums(rows, dtype), dtype)
+        if size > 1:
+            mine = mine[0] if is_end else torch.full_like(mine[0], -0.0)
+            same(idist.all_reduce(mine, exact=True), _sums(rows, dtype), dtype)
+
+
+@dataclass
+class Step:
+    """What a training step reports."""
+
+    loss: float
+    seen: int
+    grads: dict[str, Tensor]
+
+
+@law()
+def exact_sums_of_containers_and_numbers_keep_their_shape() -> None:
+    rank, size = worlds()
+    parts = [rough(r, 30, torch.float32) for r in range(size)]
+    double = [rough(r, 7, torch.float64) for r in range(size)]
+    step = Step(0.1 * 3**rank, rank, {"a": parts[rank].view(5, 6), "b": parts[rank][:2]})
+    got = idist.all_reduce(step, exact=True)
+    same(got.loss, math.fsum(0.1 * 3**r for r in range(size)))
+    same(got.seen, sum(range(size)))
+    same(got.grads, {"a": _expected(parts).view(5, 6), "b": _expected(parts)[:2]})
+    mixed: Any = [double[rank], torch.tensor([rank == 0]), torch.tensor(rank, dtype=torch.uint16)]
+    total = torch.tensor(sum(range(size)), dtype=torch.uint16)
+    same(idist.all_reduce(mixed, exact=True), [_expected(double), torch.tensor([True]), total])
+    same(idist.all_reduce(2**53 + 1, exact=True), size * (2**53 + 1))
+    same(idist.all_reduce(True, exact=True), True)
+    numbers = [1e308, 1e308, -1e308][: min(size, 3)] + [0.0] * (size - 3)
+    same(idist.all_reduce(numbers[rank], exact=True), correctly_rounded(numbers, torch.float64))
+    same(idist.all_reduce(complex(0.1, -0.0), exact=True), complex(math.fsum([0.1] * size), -0.0))
+
+
+@law()
+def an_exact_sum_doesnt_depend_on_which_rank_has_which_terms() -> None:
+    rank, size = worlds()
+    terms = torch.stack([_hard(r, 5, torch.float32) for r in range(5)])
+    whole = _expected(list(terms))
+    for ways in (size, 1):  # the second leaves all ranks but one without any
+        mine = terms[rank::ways] if rank < ways else terms[:0]
+        same(idist.exact_sum(mine), whole, ways)
+    backwards = terms.flip(0)[(size - 1 - rank) :: size]
+    tree: Any = {"a": backwards, "b": (backwards[:, :3].double(), backwards[:, :1].long())}
+    got = idist.exact_sum(tree, async_op=True).wait()
+    same(got["a"], whole)
+    same(got["b"][0], _expected(list(terms[:, :3].double())))
+    same(got["b"][1], terms[:, :1].long().sum(0))
+    same(idist.exact_sum(terms[:0]), torch.zeros_like(whole))
+
+
+@law()
+def exact_sums_of_parts_are_those_of_the_whole() -> None:
+    """Neither the size of a message nor what travels with it changes a bit."""
+    rank, _ = worlds()
+    value = rough(rank, 70_000, torch.float32, 60)
+    whole = idist.all_reduce(value, exact=True)
+    parts = list(torch.split(value, 29_000))
+    same(torch.cat(idist.all_reduce(parts, exact=True)), whole, "in a list")
+    one_by_one = [idist.all_reduce(part, exact=True) for part in parts]
+    same(torch.cat(one_by_one), whole, "one by one")
+    same(whole, idist.broadcast(whole), "on every rank")
+
+
+@law()
+def what_has_no_exact_sum_is_refused_by_name() -> None:
+    rank, size = worlds()
+    for op, part in (("MEAN", "divide"), ("MAX", "without `exact`"), ("PRODUCT", "no exact")):
+        call = partial(idist.all_reduce, torch.ones(2), op, exact=True)
+        raises(ArgumentError, call, ["SUM", part])
+    tiny = torch.ones(3).to(torch.float8_e5m2)
+    mine = tiny if rank == size - 1 else torch.ones(3)
+    raises(
+        PayloadError, partial(idist.all_reduce, mine, exact=True), [f"rank {size - 1}", "float8"]
+    )
+    uneven = {"a": torch.ones(2, 3), "b": torch.ones(1, 3)}
+    raises(PayloadError, partial(idist.exact_sum, uneven), ["2", "1", "dim 0"])
+    number: Any = 0.5
+    raises(PayloadError, partial(idist.exact_sum, number), ["stack"])
+    raises(PayloadError, partial(idist.exact_sum, torch.tensor(1.0)), ["dim 0"])
+    if needs_ranks(2):
+        shape = torch.ones(2, 3 + (rank == 0))
+        raises(CollectiveMismatchError, partial(idist.exact_sum, shape), ["rank 0", "[4]"])
+        raises(CollectiveMismatchError, partial(idist.all_reduce, shape, exact=True), ["rank 0"])
+    same(idist.all_reduce(1), size)
+
+
+@law("groups")
+def exact_sums_are_those_of_a_group() -> None:
+    rank, size = worlds()
+    group = idist.new_group(range(max(size - 1, 1)))
+    parts = [rough(r, 100, torch.float64, 300) for r in group.ranks]
+    mine = rough(rank, 100, torch.float64, 300)
+    due = _expected(parts) if rank in group.ranks else mine
+    same(idist.all_reduce(mine, group=group, exact=True), due)
+    terms = mine.view(1, 100)
+    same(idist.exact_sum(terms, group=group), due if rank in group.ranks else terms)
