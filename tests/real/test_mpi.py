@@ -23,6 +23,7 @@ from tests.support import hangs
 from tests.support.coming_from import PYTHON, jobs_of, lines_of, ours, theirs
 from tests.support.launched import with_model
 from tests.support.processes import MARK, SOURCES, python
+from tests.support.random_sums import SIZES, TERMS, digest, digest_wanted
 from tests.support.requirements import require
 from tests.support.tops import check, job_of_processes, own_pages, told
 from unisono.errors import (
@@ -366,6 +367,17 @@ def carries(local_rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [handle.wait(), alone, mine]
 
 
+def sums_in_groups(local_rank: int) -> dict[tuple[torch.dtype, int], set[str]]:
+    """Sum on the first ranks, 1 to all of them, in one job; give the hashes."""
+    found = {}
+    for size in SIZES:
+        group = None if size == TERMS else idist.new_group(range(size))
+        if idist.get_rank() < size:
+            for dtype in (torch.float32, torch.float64):
+                found[dtype, size] = digest(local_rank, dtype, group)
+    return found
+
+
 def speaks(local_rank: int) -> None:
     sys.stdout.write(f"I am {local_rank}\n")
 
@@ -394,6 +406,13 @@ class TestSpawn:
         for got, wanted in ((total, mine + other), (largest, torch.maximum(mine, other))):
             assert got.dtype is dtype
             torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+
+    def test_ten_thousand_exact_sums_have_one_hash(self) -> None:
+        found = idist.spawn("mpi4py", sums_in_groups, nproc_per_node=TERMS)
+        due = {dtype: {digest_wanted(dtype)} for dtype in (torch.float32, torch.float64)}
+        for rank, hashes in enumerate(found):
+            ranks = [size for size in SIZES if rank < size]
+            assert hashes == {(dtype, size): due[dtype] for size in ranks for dtype in due}
 
     @pytest.mark.parametrize("how", ["waits for it", "does something else"])
     def test_the_parent_sees_the_traceback_of_the_rank_that_failed(self, how: str) -> None:

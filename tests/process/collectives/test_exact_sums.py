@@ -1,0 +1,29 @@
+"""Exact sums have one hash on any number of ranks, and so has what is trained with them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import unisono as idist
+from tests.support.random_sums import SIZES, digest, digest_wanted, plain_digest
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_ten_thousand_sums_have_one_hash_on_any_number_of_ranks(
+    backend: str, dtype: torch.dtype
+) -> None:
+    found = {size: idist.spawn(backend, digest, (dtype,), nproc_per_node=size) for size in SIZES}
+    due = digest_wanted(dtype)
+    assert found == {size: [{due}] * size for size in SIZES}
+
+
+def test_plain_sums_of_the_same_have_another_on_every_number_of_ranks() -> None:
+    """Else the test above would show nothing."""
+    found = [
+        idist.spawn("threads", plain_digest, (torch.float32,), nproc_per_node=size)[0]
+        for size in (1, 2, 3, 4)
+    ]
+    assert len(set(found)) == 4
+    assert digest_wanted(torch.float32) not in found

@@ -1,0 +1,66 @@
+"""Ten thousand sums that every order of plain additions gives other bits of."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+import unisono as idist
+from unisono.testing.cases.sums import correctly_rounded
+
+__all__ = ("SIZES", "TERMS", "digest", "digest_wanted", "plain_digest", "terms")
+
+COUNT, TERMS = 10_000, 8
+SIZES = (1, 2, 3, 4, 8)
+_SPREADS = {torch.float32: 60, torch.float64: 480}
+
+
+def terms(dtype: torch.dtype) -> Tensor:
+    """Make [TERMS, COUNT]: of wildly differing exponents, subnormal ones, and what cancels."""
+    generator = torch.Generator().manual_seed(19)
+    shape, spread = (TERMS, COUNT), _SPREADS[dtype]
+    values = torch.randn(shape, generator=generator, dtype=torch.float64)
+    values = torch.ldexp(values, torch.randint(-spread, spread, shape, generator=generator))
+    values = values.to(dtype)
+    tenth = COUNT // 10
+    values[:, :tenth] = values[:, :tenth].sign() * torch.finfo(dtype).smallest_normal / 8
+    values[4:, tenth : 3 * tenth] = -values[:4, tenth : 3 * tenth]  # what is left is 0,
+    values[7, 2 * tenth : 3 * tenth] *= 1 + 2**-20  # or next to nothing
+    values[1, 3 * tenth : 4 * tenth] = values[0, 3 * tenth : 4 * tenth] * torch.finfo(dtype).eps / 2
+    return values
+
+
+def digest_wanted(dtype: torch.dtype) -> str:
+    """Give the hash of the sums, of Python's own `fsum` or of fractions."""
+    columns = terms(dtype).double().T.tolist()
+    if dtype is torch.float64:
+        sums = [math.fsum(column) for column in columns]
+    else:
+        sums = [correctly_rounded(column, dtype) for column in columns]
+    return digest_of(torch.tensor(sums, dtype=torch.float64).to(dtype))
+
+
+def digest_of(total: Tensor) -> str:
+    return hashlib.sha256(total.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def digest(local_rank: int, dtype: torch.dtype, group: idist.Group | None = None) -> set[str]:
+    """Sum on the ranks of a group, which share the terms in two ways; give the hashes."""
+    ranks = range(idist.get_world_size()) if group is None else group.ranks
+    here, size = list(ranks).index(idist.get_rank()), len(ranks)
+    every = terms(dtype)
+    found = {digest_of(idist.exact_sum(every[here::size], group=group))}
+    found.add(digest_of(idist.exact_sum(every.flip(0)[: TERMS if here == 0 else 0], group=group)))
+    if size == TERMS:
+        last_first = every[TERMS - 1 - here]
+        found.add(digest_of(idist.all_reduce(last_first, group=group, exact=True)))
+    return found
+
+
+def plain_digest(local_rank: int, dtype: torch.dtype) -> str:
+    """Sum the same in plain additions."""
+    rank, size = idist.get_rank(), idist.get_world_size()
+    return digest_of(idist.all_reduce(terms(dtype)[rank::size].sum(0)))
