@@ -405,6 +405,7 @@ def bench(session: nox.Session) -> None:
             session.run("python", f"benchmarks/{name}.py", "--nproc-per-node", size)
     session.run("python", "benchmarks/sessions.py", "--few", "10")
     session.run("python", "benchmarks/averaging.py")
+    session.run("python", "benchmarks/exact.py")
     session.run("python", "benchmarks/tensors.py")
     session.run("python", "benchmarks/gradients.py")
     session.run("python", "benchmarks/scaling.py")

@@ -35,6 +35,10 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("all_reduce_(4 bytes), status page, world 1", "status page and trace, world 2"),
     ),
     "averaging": (("--rounds", "1"), ("one all_reduce of a flat buffer",)),
+    "exact": (
+        ("--rounds", "1", "--ranks", "2"),
+        ("exact sum of 1 MB, float32, near, world 2", "times a plain one"),
+    ),
     "starts": (
         ("--rounds", "1", "--nproc-per-node", "2"),
         ("first spawn", "a second spawn", "torchrun", "WorkerPool.run", "<= 2.000 ms"),

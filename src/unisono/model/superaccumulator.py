@@ -21,6 +21,8 @@ __all__ = ("FORMATS", "Format", "Layout", "Span", "add", "layout", "rounded", "s
 
 _ROOM_BITS = 62
 """Of the 63 bits of an int64 one stays free for rounding."""
+_DOUBLE_BITS = 960
+"""Integers of so many bits stay far from a double's ends."""
 _MARK_BITS = 21
 _MARK = (1 << _MARK_BITS) - 1
 
@@ -68,7 +70,6 @@ FORMATS: dict[torch.dtype, Format] = {
     torch.float64: Format(torch.float64, torch.int64, 52),
 }
 """The dtypes that can be summed exactly."""
-_DOUBLE = FORMATS[torch.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,17 +180,30 @@ def add(terms: Tensor, plan: Layout) -> Tensor:
     """
     form = FORMATS[terms.dtype]
     rows = torch.zeros((plan.rows, terms.shape[1]), dtype=torch.int64, device=terms.device)
-    # One limb of normal numbers: a double holds them as integers, too.
-    is_short = plan.limbs == 1 and plan.low > 0 and form.fraction < _DOUBLE.fraction
+    add_term = _add_normal_term if _are_normal_in_double(plan, form) else _add_term
     for term in terms:
-        if is_short:
-            finite = term.nan_to_num(0.0, 0.0, 0.0) if plan.is_marked else term
-            rows[0] += (finite.double() * 2.0 ** (form.least - plan.low)).long()
-        else:
-            _add_term(rows[: plan.limbs], term, form, plan)
+        add_term(rows[: plan.limbs], term, form, plan)
     if plan.is_marked:
         rows[-1] = _marks(terms, form)
     return rows
+
+
+def _are_normal_in_double(plan: Layout, form: Format) -> bool:
+    """Tell whether a double holds all terms as integers, and none is subnormal before."""
+    is_inside = plan.limbs * plan.limb_bits < _DOUBLE_BITS
+    return plan.low > 0 and form.least - plan.low < _DOUBLE_BITS and is_inside
+
+
+def _add_normal_term(limbs: Tensor, term: Tensor, form: Format, plan: Layout) -> None:
+    """As `_add_term`, in fewer steps."""
+    finite = term.nan_to_num(0.0, 0.0, 0.0) if plan.is_marked else term
+    rest = finite.double() * 2.0 ** (form.least - plan.low)
+    for place in range(plan.limbs - 1, 0, -1):
+        unit = 2.0 ** (place * plan.limb_bits)
+        part = (rest * (1 / unit)).trunc_()
+        limbs[place] += part.long()
+        rest.sub_(part, alpha=unit)
+    limbs[0] += rest.long()
 
 
 def _add_term(limbs: Tensor, term: Tensor, form: Format, plan: Layout) -> None:
@@ -249,28 +263,41 @@ def rounded(rows: Tensor, plan: Layout, dtype: torch.dtype) -> Tensor:
         [n] of `dtype`.
     """
     form, limbs = FORMATS[dtype], rows[: plan.limbs]
-    if _is_rounded_by_conversion(plan, form):
-        return rows[0].to(dtype).mul_(2.0 ** (plan.low - form.least))
     _carry(limbs, plan.limb_bits)
+    result = _converted if _are_normal(plan, form) else _composed
+    total = result(limbs, plan, form)
+    if plan.is_marked:
+        _apply_marks(total.view(form.bits), rows[-1], form)
+    return total
+
+
+def _are_normal(plan: Layout, form: Format) -> bool:
+    """Tell whether every sum is zero or a normal number, and no power of two beyond a double.
+
+    Of float16 and bfloat16 none is: torch rounds an integer to float32 first, so twice.
+    """
+    is_wide = form.fraction >= FORMATS[torch.float32].fraction
+    is_inside = plan.low + (plan.limbs - 1) * plan.limb_bits < form.least + _DOUBLE_BITS
+    return is_wide and form.fraction <= plan.low and is_inside
+
+
+def _converted(limbs: Tensor, plan: Layout, form: Format) -> Tensor:
+    """Round by converting 62 bits to a float, which is then multiplied by a power of two."""
+    if plan.limbs == 1:
+        return limbs[0].to(form.dtype).mul_(2.0 ** (plan.low - form.least))
+    value, exponent = _leading(limbs, plan)
+    power = exponent.sub_(form.least - 1023).bitwise_left_shift_(52).view(torch.float64)
+    return (value.to(form.dtype).double() * power).to(form.dtype)
+
+
+def _composed(limbs: Tensor, plan: Layout, form: Format) -> Tensor:
+    """Round bit by bit, and put the float together: right at a dtype's ends, too."""
     sign = limbs[-1] >> 63
     limbs.bitwise_xor_(sign).sub_(sign)
     _carry(limbs, plan.limb_bits)
-    value, exponent = _leading(limbs, plan)
-    bits = _nearest(value, exponent, form)
+    bits = _nearest(*_leading(limbs, plan), form)
     bits.bitwise_xor_(sign.bitwise_and_(form.sign))
-    if plan.is_marked:
-        _apply_marks(bits, rows[-1], form)
-    return bits.to(form.bits).view(dtype)
-
-
-def _is_rounded_by_conversion(plan: Layout, form: Format) -> bool:
-    """Tell whether one limb is all there is, and its sum no number near the dtype's ends.
-
-    Float16 and bfloat16 aren't: torch rounds an integer to float32 first, so twice.
-    """
-    is_wide = form.fraction >= FORMATS[torch.float32].fraction
-    is_inside = form.fraction <= plan.low < (form.infinity >> form.fraction) - _ROOM_BITS
-    return plan.limbs == 1 and not plan.is_marked and is_wide and is_inside
+    return bits.to(form.bits).view(form.dtype)
 
 
 def _carry(limbs: Tensor, limb_bits: int) -> None:
@@ -281,16 +308,21 @@ def _carry(limbs: Tensor, limb_bits: int) -> None:
 
 
 def _leading(limbs: Tensor, plan: Layout) -> tuple[Tensor, Tensor]:
-    """Give the first 62 bits and the exponent of the last of them, which is set if more follow."""
+    """Give the first 62 bits and the exponent of the last of them, which is set if more follow.
+
+    Of a negative sum in two's complement: an odd number stands for what lies beside it there, too.
+    """
     value = limbs[-1]
     exponent = torch.full_like(value, plan.low + (plan.limbs - 1) * plan.limb_bits)
-    mask, rest = (1 << plan.limb_bits) - 1, torch.zeros_like(value)
+    mask, rest = (1 << plan.limb_bits) - 1, None
     for limb in limbs[:-1].flip(0):
-        room = (_ROOM_BITS - _length(value)).clamp_(0, plan.limb_bits)
-        value = (value << room) | (limb >> (plan.limb_bits - room))
-        rest |= (limb << room).bitwise_and_(mask)
+        room = (_ROOM_BITS - _length(value ^ (value >> 63))).clamp_(0, plan.limb_bits)
         exponent -= room
-    return (value | (rest != 0) if plan.limbs > 1 else value), exponent
+        cut = (limb << room).bitwise_and_(mask)
+        rest = cut if rest is None else rest.bitwise_or_(cut)
+        value = value << room
+        value |= limb >> room.neg_().add_(plan.limb_bits)
+    return value if rest is None else value.bitwise_or_(rest != 0), exponent
 
 
 def _length(value: Tensor) -> Tensor:

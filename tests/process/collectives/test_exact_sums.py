@@ -27,3 +27,17 @@ def test_plain_sums_of_the_same_have_another_on_every_number_of_ranks() -> None:
     ]
     assert len(set(found)) == 4
     assert digest_wanted(torch.float32) not in found
+
+
+@pytest.mark.parametrize("is_shared", [True, False], ids=["memory", "ring"])
+def test_a_second_job_gives_plain_sums_the_same_bits(
+    is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_shared:
+        monkeypatch.setenv("UNISONO_INLINE_BYTES", "0")
+        monkeypatch.setenv("UNISONO_SHARED_BYTES", "0")
+    first, second = (
+        idist.spawn("gloo", plain_digest, (torch.float32,), nproc_per_node=3) for _ in range(2)
+    )
+    assert first == second
+    assert len(set(first)) == 1

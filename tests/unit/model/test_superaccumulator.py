@@ -14,7 +14,7 @@ from torch import Tensor
 from unisono.model import superaccumulator
 from unisono.model.superaccumulator import FORMATS, Layout, Span, add, layout, rounded, span
 from unisono.testing.cases._law import same
-from unisono.testing.cases.sums import correctly_rounded
+from unisono.testing.cases.sums import correctly_rounded, rough
 
 DTYPES = list(FORMATS)
 _WIDTHS = {2: "<h", 4: "<i", 8: "<q"}
@@ -40,8 +40,8 @@ def total(parts: list[Tensor], count: int = 0) -> Tensor:
 def due(terms: Tensor) -> Tensor:
     columns = terms.double().T.tolist()
     sums = [correctly_rounded(column, terms.dtype) for column in columns]
-    sums = [math.nan if value != value else value for value in sums]
-    return torch.tensor(sums, dtype=torch.float64).to(terms.dtype)
+    rounded_once = torch.tensor(sums, dtype=torch.float64).to(terms.dtype)
+    return rounded_once.masked_fill(rounded_once.isnan(), math.nan)
 
 
 def any_bits(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -97,21 +97,46 @@ def test_doubles_give_what_fsum_gives(values: list[float]) -> None:
     assert total([terms]).item() == exact
 
 
+def in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what is quicker for normal numbers."""
+    monkeypatch.setattr(superaccumulator, "_are_normal", lambda *_: False)
+    monkeypatch.setattr(superaccumulator, "_are_normal_in_double", lambda *_: False)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("limbs", [1, 2, 3])
 def test_a_conversion_rounds_as_the_bits_do(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, limbs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(2)
-    values = torch.randint(-(2**61), 2**61, (40_000,), generator=generator)
-    values >>= torch.randint(0, 62, (40_000,), generator=generator)
-    halves = ((values >> 36) << 1 | 1) << torch.randint(0, 34, (40_000,), generator=generator)
-    plan = Layout(200, 58, 1, False)
-    assert superaccumulator._is_rounded_by_conversion(plan, FORMATS[dtype])
-    for each in (values, halves.clamp(-(2**61), 2**61), torch.zeros(3, dtype=torch.int64)):
-        quick = rounded(each[None].clone(), plan, dtype)
+    shape = (limbs, 40_000)
+    values = torch.randint(-(2**61), 2**61, shape, generator=generator)
+    values >>= torch.randint(0, 64, shape, generator=generator)
+    halves = ((values >> 36) << 1 | 1) << torch.randint(0, 34, shape, generator=generator)
+    alone = values.clone()
+    alone[:-1] = torch.randint(-1, 2, shape, generator=generator)[:-1]
+    plan = Layout(60, 58, limbs, False)
+    assert superaccumulator._are_normal(plan, FORMATS[dtype])
+    for each in (values, halves.clamp(-(2**61), 2**61), alone, torch.zeros_like(values)):
+        quick = rounded(each.clone(), plan, dtype)
         with monkeypatch.context() as patch:
-            patch.setattr(superaccumulator, "_is_rounded_by_conversion", lambda *_: False)
-            same(rounded(each[None].clone(), plan, dtype), quick)
+            in_full(patch)
+            same(rounded(each.clone(), plan, dtype), quick)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("spread", [0, 5, 40, 200])
+def test_normal_numbers_are_cut_as_all_are(
+    dtype: torch.dtype, spread: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spread = min(spread, {torch.float16: 5, torch.float64: 200}.get(dtype, 40))
+    terms = torch.stack([rough(seed, 700, dtype, spread) for seed in range(5)])
+    terms[4, 300:] = -terms[3, 300:]
+    quick = total([terms])
+    same(quick, due(terms))
+    with monkeypatch.context() as patch:
+        in_full(patch)
+        same(total([terms]), quick)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -62,9 +62,8 @@ def _expected(parts: Sequence[Tensor]) -> Tensor:
 
 def _sums(columns: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
     sums = [correctly_rounded(column, dtype) for column in columns]
-    # A NaN that was computed may have a sign; the one that a sum gives has none.
-    plain = [NAN if value != value else value for value in sums]
-    return torch.tensor(plain, dtype=torch.float64).to(dtype)
+    total = torch.tensor(sums, dtype=torch.float64).to(dtype)
+    return total.masked_fill(total.isnan(), NAN)  # conversions give it other bits, here and there
 
 
 def _hard(rank: int, size: int, dtype: torch.dtype) -> Tensor:
