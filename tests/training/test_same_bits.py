@@ -56,12 +56,13 @@ def train(local_rank: int, folder: str, is_exact: bool) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("backend", ["threads", "gloo"])
+@pytest.mark.parametrize(("backend", "sizes"), [("threads", (2, 4, 5)), ("gloo", (2, 3))])
 def test_a_checkpoint_has_the_same_bytes_on_any_number_of_ranks(
-    backend: str, tmp_path: Path
+    backend: str, sizes: tuple[int, ...], tmp_path: Path
 ) -> None:
+    """With 3 one rank has two shards, with 5 one has none; 4 on gloo are in the recipe."""
     alone = train(0, str(tmp_path), True)
-    for size in (2, 4, 5) if backend == "threads" else (2, 4):
+    for size in sizes:
         found = idist.spawn(backend, train, (str(tmp_path), True), nproc_per_node=size)
         assert found == [alone] * size
 

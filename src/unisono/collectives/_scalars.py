@@ -133,7 +133,7 @@ class _ExactTerms(_ExactSum):
 
     def look_at_number(self, value: Number, path: str) -> None:
         raise PayloadError(
-            f"a {type(value).__name__}{_at(path)} is no tensor: stack the terms along dim 0"
+            f"a {type(value).__name__}{_at(path)} isn't a tensor: stack the terms along dim 0"
         )
 
 
