@@ -85,12 +85,14 @@ def _hard(rank: int, size: int, dtype: torch.dtype) -> Tensor:
 def sums_have_the_same_bits_on_every_rank() -> None:
     """Whichever way a tensor takes: short ones and long ones, with each operation that rounds."""
     rank, _ = worlds()
-    for count in (5, 3_000, 80_000):
+    for count in (5, 3_000, 40_000):
+        totals = []
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
             value = rough(rank, count, dtype)
-            for op in ("SUM", "AVERAGE", "PRODUCT"):
-                total = idist.all_reduce(value, op)
-                same(total, idist.broadcast(total, src=0), (count, dtype, op))
+            totals.append(idist.all_reduce(value))
+            if dtype is torch.float32:
+                totals += [idist.all_reduce(value, "MEAN"), idist.all_reduce(value, "PRODUCT")]
+        same(totals, idist.broadcast(totals, src=0), count)
     tree = {"loss": 0.1 * 3**rank, "grads": [rough(rank, 700, torch.float32)]}
     total = idist.all_reduce(tree)
     same(total, idist.broadcast(total, src=0), "a container")
@@ -99,7 +101,7 @@ def sums_have_the_same_bits_on_every_rank() -> None:
 @law()
 def sums_have_the_same_bits_when_they_are_made_again() -> None:
     rank, _ = worlds()
-    values = [rough(rank, count, torch.float32) for count in (5, 3_000, 80_000)]
+    values = [rough(rank, count, torch.float32) for count in (5, 3_000, 40_000)]
     first = [idist.all_reduce(value) for value in values]
     numbers = idist.all_reduce([0.1 * 3**rank, 1e16])
     for value, total in zip(values, first, strict=True):
@@ -196,8 +198,7 @@ def exact_sums_of_parts_are_those_of_the_whole() -> None:
     whole = idist.all_reduce(value, exact=True)
     parts = list(torch.split(value, 29_000))
     same(torch.cat(idist.all_reduce(parts, exact=True)), whole, "in a list")
-    one_by_one = [idist.all_reduce(part, exact=True) for part in parts]
-    same(torch.cat(one_by_one), whole, "one by one")
+    same(idist.all_reduce(parts[2], exact=True), whole[58_000:], "by itself")
     same(whole, idist.broadcast(whole), "on every rank")
 
 
