@@ -17,8 +17,10 @@ import torch
 from unisono import registry
 from unisono.arguments import number_in
 from unisono.environments.detection import environments, explain
+from unisono.environments.nodes import explain_nodes, meaning
 from unisono.errors import EnvironmentDetectionError
 from unisono.host import arena, memory
+from unisono.node import MACHINE
 from unisono.plugins import load
 from unisono.topology import usable_cores
 
@@ -37,9 +39,10 @@ def diagnose(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
         environ: the variables to explain; None for this process's.
 
     Returns:
-        A dict for JSON: ``environment``, ``backends``, ``launchers``, ``devices``,
+        A dict for JSON: ``environment``, ``node``, ``backends``, ``launchers``, ``devices``,
         ``interfaces``, ``versions``, ``host``, ``memory``.
     """
+    variables = os.environ if environ is None else environ
     return {
         "host": {
             "name": socket.gethostname(),
@@ -47,7 +50,8 @@ def diagnose(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
             "cores": usable_cores(),
         },
         "memory": _memory(max(2, usable_cores())),
-        "environment": _environment(os.environ if environ is None else environ),
+        "environment": _environment(variables),
+        "node": _node(variables),
         "backends": registry.availability(),
         "launchers": registry.launcher_availability(),
         "devices": _devices(),
@@ -101,6 +105,28 @@ def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
+def _node(environ: Mapping[str, str]) -> dict[str, Any]:
+    findings: list[dict[str, Any]] = [
+        {
+            "source": finding.source,
+            "verdict": finding.verdict,
+            "error": finding.error,
+            "facts": None if finding.info is None else asdict(finding.info),
+            "variables": dict(finding.variables),
+        }
+        for finding in explain_nodes(environ, MACHINE)
+        if finding.verdict != "absent"
+    ]
+    winner = next((finding for finding in findings if finding["verdict"] == "won"), None)
+    refused = next((finding for finding in findings if finding["verdict"] == "refused"), None)
+    return {
+        "source": None if winner is None else winner["source"],
+        "error": refused["error"] if winner is None and refused is not None else None,
+        "meaning": meaning(environ, MACHINE),
+        "findings": findings,
+    }
+
+
 def _devices() -> dict[str, Any]:
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if kind is None:
@@ -150,7 +176,9 @@ def problems(facts: Mapping[str, Any], backend: str | None, launcher: str | None
     Returns:
         One line for each problem.
     """
-    reasons = [] if facts["environment"]["error"] is None else [facts["environment"]["error"]]
+    is_node = facts["node"]["source"] is not None  # whose ranks get variables of their own
+    errors = [None if is_node else facts["environment"]["error"], facts["node"]["error"]]
+    reasons = [error for error in errors if error is not None]
     for what, name, find in (
         ("backend", backend, registry.find_model),
         ("launcher", launcher, registry.find_launcher),

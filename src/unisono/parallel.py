@@ -14,8 +14,10 @@ from unisono.arguments import check_names
 from unisono.errors import ArgumentError, NotInitializedError
 from unisono.lifecycle import best_backend, check_job, finalize, initialize, spawn
 from unisono.model.contract import ComputationModel
+from unisono.node import count_ranks, devices_here, read_node
 from unisono.options import ParallelOptions
 from unisono.registry import find_launcher, find_model
+from unisono.topology import NodeInfo
 from unisono.tracebacks import hides
 
 if TYPE_CHECKING:
@@ -40,10 +42,15 @@ class Parallel:
     if the environment describes a job, and no context at all if not; under
     ``unisono run --backend`` it means the backend named there.
 
+    On a platform that starts one program on each node (Kubeflow, SkyPilot, AWS Batch, SageMaker and
+    others) its variables say which node this is, and `run` spawns this node's ranks, which meet
+    those of the other nodes. ``nproc_per_node`` is then what the platform says, else the number of
+    accelerators, else of cores; every node needs the same. ``nnodes=1`` keeps a job on this node.
+
     Args:
         backend: as in ``initialize``.
         nproc_per_node: replicas to spawn on this node.
-        nnodes: nodes in the job.
+        nnodes: nodes in the job; None for what the platform says, else 1.
         node_rank: which of them this is.
         master_addr: host of node 0, for several nodes.
         master_port: port there, for several nodes.
@@ -97,6 +104,8 @@ class Parallel:
         if init_method is not None:
             self._options["init_method"] = init_method
         self._check(cls, for_spawn)
+        self._count = nproc_per_node
+        self._place: dict[str, Any] = {}
         self._is_entered = False
         self._has_context = False
 
@@ -115,12 +124,59 @@ class Parallel:
         return self._backend
 
     def __enter__(self) -> Self:
+        self._take_place()
         self._is_entered = True
-        if self._nproc_per_node is None and self._needs_context():
+        if self._count is None and self._needs_context():
             initialize(self._backend, **self._options)
             self._has_context = True
             self._say("initialised: %s, backend %s", facts.model_name(), facts.backend())
         return self
+
+    def _take_place(self) -> None:
+        """Find out whether this is a node of several whose ranks are still to be started. Local."""
+        self._count, self._place = self._nproc_per_node, {}
+        node = read_node() if self._may_be_node() else None
+        if node is None or node.is_ambiguous or not self._can_spawn_on_nodes():
+            return
+        if self._count is None:
+            self._count = _count(node, context.detect_environment() is not None)
+        if self._count is None or node.max_nnodes == 1:
+            return
+        if node.node_rank is None:
+            raise ArgumentError(
+                f"{node.source} lets the nodes seat themselves ({node.nnodes} to "
+                f"{node.max_nnodes} of them), which Parallel can't: start the script with "
+                "unisono run"
+            )
+        self._place = {
+            "nnodes": node.nnodes,
+            "node_rank": node.node_rank,
+            "master_addr": node.master_addr,
+            "master_port": node.master_port,
+        }
+        check_job("Parallel", self._backend, self._count, {**self._place, **self._options})
+        text = "node %s of %s, as %s says: %s processes here, node 0 is %s, port %s"
+        where = (node.node_rank, node.nnodes, node.source, self._count)
+        self._say(text, *where, node.master_addr, node.master_port)
+
+    def _may_be_node(self) -> bool:
+        """Tell whether nothing that was given, and no live context, says who this is. Local."""
+        decides = ("nnodes", "node_rank", "init_method", "rank", "world_size")
+        if any(self._options.get(name) is not None for name in decides):
+            return False
+        if self._options.get("launcher") not in (None, "processes", "torchrun"):
+            return False
+        if self._nproc_per_node is None:
+            info = context.detect_environment()
+            if info is not None and info.local_rank is not None:
+                return False
+        return context.current_model().topology.world_size == 1
+
+    def _can_spawn_on_nodes(self) -> bool:
+        """Tell whether the backend's replicas are processes of a launcher of ours. Local."""
+        cls = find_model(self._backend or best_backend())
+        own = cls.replicas_are_threads or "launch" in cls.capabilities
+        return cls.launcher == "processes" and not own
 
     def _needs_context(self) -> bool:
         return self._backend is not None or context.read_environment() is not None
@@ -147,13 +203,13 @@ class Parallel:
         """
         if not self._is_entered:
             raise NotInitializedError("Parallel.run works inside of its with block")
-        if self._nproc_per_node is None:
+        if self._count is None:
             self._say("Run %r in %s processes", fn, facts.get_world_size())
             results = [fn(facts.get_local_rank(), *args, **kwargs)]
         else:
-            count = self._nproc_per_node
+            count, options = self._count, {**self._place, **self._options}
             self._say("Spawn function %r in %s processes", fn, count)
-            results = spawn(self._backend, fn, args, kwargs, nproc_per_node=count, **self._options)
+            results = spawn(self._backend, fn, args, kwargs, nproc_per_node=count, **options)
         self._say("End of run")
         return list(results)
 
@@ -177,3 +233,17 @@ class Parallel:
         else:  # finalize() would wait for ranks that may never come
             context.current_model().abort()
             context.forget()
+
+
+def _count(node: NodeInfo, is_rank: bool) -> int | None:
+    """Count the ranks to start on a node; None where this process is the only one.
+
+    Where RANK and WORLD_SIZE are those of a rank as well, both meanings are the same with one rank
+    on each node; with several only the platform's is right.
+    """
+    said = node.nproc_per_node
+    if is_rank or node.max_nnodes == 1:
+        has_number = said is not None and said.isdecimal()
+        count = int(said) if said is not None and has_number else devices_here() * is_rank
+        return count if count > 1 else None
+    return count_ranks("nproc_per_node", said or "auto")

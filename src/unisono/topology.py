@@ -14,6 +14,7 @@ __all__ = (
     "ContextHint",
     "Group",
     "LaunchPlan",
+    "NodeInfo",
     "RankInfo",
     "Topology",
     "members_of_pair",
@@ -241,6 +242,32 @@ class Group:
 def name_of(group: Group | None) -> str:
     """Give the name of a group; None stands for all ranks. Local."""
     return EVERYBODY if group is None else group.name
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """What a platform says about one node of a job; the ranks on it are still to be started.
+
+    Args:
+        node_rank: rank of this node; None where the nodes seat themselves.
+        nnodes: number of nodes, at least.
+        max_nnodes: number of nodes, at most.
+        master_addr: host of node 0; None where there is no other node.
+        master_port: TCP port there.
+        nproc_per_node: ranks to start here: a number, or ``"auto"``, ``"gpu"`` or ``"cpu"``; None
+            where the platform doesn't say.
+        source: name of the platform.
+        is_ambiguous: whether the same variables could as well be those of one rank.
+    """
+
+    node_rank: int | None
+    nnodes: int
+    max_nnodes: int
+    master_addr: str | None
+    master_port: int
+    nproc_per_node: str | None
+    source: str
+    is_ambiguous: bool = False
 
 
 _PAIR = re.compile(r"rank ([0-9]+) to rank ([0-9]+)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +16,7 @@ _FACTS = (
     *("rank", "world_size", "local_rank", "local_world_size", "node_rank", "nnodes"),
     *("master_addr", "master_port"),
 )
+_FACTS_OF_NODE = ("node_rank", "nnodes", "nproc_per_node", "master_addr", "master_port")
 _VERDICTS = {
     "won": "this one decides",
     "agrees": "says the same",
@@ -88,6 +89,7 @@ def _sections(report: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
             ],
         ),
         ("environment", _environment(report["environment"])),
+        ("node, where unisono run and Parallel start the ranks", _node(report["node"])),
         ("host", [f"{host['name']}: {host['system']}, {host['cores']} cores"]),
         ("memory for CPU tensors, shared by the ranks of this host", [_memory(report["memory"])]),
         ("devices", [accelerators, *devices["names"]]),
@@ -114,16 +116,31 @@ def _mib(size_bytes: int) -> str:
 
 
 def _environment(environment: Mapping[str, Any]) -> list[str]:
+    lines = _findings(environment, _VERDICTS, _FACTS)
+    return lines or ["none: no launcher's variables are set, so this process is alone"]
+
+
+def _node(node: Mapping[str, Any]) -> list[str]:
+    lines = _findings(node, {**_VERDICTS, "unused": "is ignored"}, _FACTS_OF_NODE)
+    lines = lines or ["none: no platform's variables are set, so there is no other node"]
+    return lines if node["meaning"] is None else [*lines, node["meaning"]]
+
+
+def _findings(
+    part: Mapping[str, Any], verdicts: Mapping[str, str], names: Sequence[str]
+) -> list[str]:
+    """Write what each one found, what it says, and the variables behind it."""
     lines: list[str] = []
-    for each in environment["findings"]:
-        lines.append(f"{each['source']}: {_VERDICTS[each['verdict']]}")
+    for each in part["findings"]:
+        lines.append(f"{each['source']}: {verdicts[each['verdict']]}")
         if each["facts"] is not None:
-            facts = [f"{name} {each['facts'][name]}" for name in _FACTS]
+            facts = [f"{name} {each['facts'][name]}" for name in names]
             lines.append(f"  says: {', '.join(facts)}".replace("None", "unknown"))
         if each["error"] is not None:
             lines.append(f"  {each['error']}")
-        lines += [f"  because of {name}={value}" for name, value in each["variables"].items()]
-    return lines or ["none: no launcher's variables are set, so this process is alone"]
+        for name, value in each["variables"].items():
+            lines.append(f"  because of {name}={' '.join(value.splitlines())}")
+    return lines
 
 
 def _table(table: Mapping[str, str | None]) -> list[str]:

@@ -19,7 +19,7 @@ from unisono.launchers.script.rank.report import Report
 from unisono.launchers.script.script import Script
 from unisono.launchers.script.supervisor import Outcome, held_back
 from unisono.plugins import LAUNCHERS, load
-from unisono.topology import usable_cores
+from unisono.topology import NodeInfo
 
 __all__ = ("run",)
 
@@ -42,14 +42,22 @@ def run(
         typer.Option(metavar="NAME", help="processes, torchrun, mpi, slurm, ray, or a plug-in's."),
     ] = None,
     nproc_per_node: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "-n", "--nproc-per-node", metavar="N|gpu|cpu|auto", help="Ranks on each node."
+            "-n",
+            "--nproc-per-node",
+            metavar="N|gpu|cpu|auto",
+            help="Ranks on each node. By default what the platform says, else auto.",
         ),
-    ] = "auto",
+    ] = None,
     nnodes: Annotated[
-        str, typer.Option(metavar="N|MIN:MAX", help="Nodes; a range for torchrun and slurm.")
-    ] = "1",
+        str | None,
+        typer.Option(
+            metavar="N|MIN:MAX",
+            help="Nodes; a range for torchrun and slurm. By default what the platform says, else "
+            "1; with 1 the platform isn't asked.",
+        ),
+    ] = None,
     node_rank: Annotated[
         int | None, typer.Option(metavar="R", help="Which node this is, for torchrun.")
     ] = None,
@@ -111,22 +119,26 @@ def run(
     from unisono import registry
 
     check_variables()
-    name = launcher or _default_launcher(backend, nnodes)
+    node = None
+    if nnodes is None and node_rank is None and hosts is None:
+        node = _node(backend, launcher, nproc_per_node)
+    asked = "1" if node is None else _text(node)
+    name = launcher or _default_launcher(backend, nnodes or asked)
     registry.find_launcher(name)
     if backend is not None:
         _check_backend(backend)
         os.environ["UNISONO_BACKEND"] = backend  # this process is the command's own
     if trace is not None:
         os.environ["UNISONO_TRACE"] = str(trace.absolute())
-    least, most = _nodes(nnodes)
+    least, most = _nodes(nnodes or asked)
     job = Script(
         _program(script, args or [], module, no_python),
-        _count(nproc_per_node),
+        _count(nproc_per_node, node),
         least,
         most,
-        node_rank,
-        master_addr,
-        master_port,
+        node_rank if node is None or most == 1 else node.node_rank,
+        master_addr if node is None else master_addr or node.master_addr,
+        master_port if node is None or most == 1 else master_port or node.master_port,
         _hosts(hosts),
         max_restarts,
         timeout,
@@ -193,24 +205,36 @@ def _program(script: str, args: list[str], module: bool, no_python: bool) -> tup
     return (sys.executable, script, *args)
 
 
-def _count(text: str) -> int:
-    """Read --nproc-per-node: a number, or what this host has."""
-    if text.isascii() and text.isdigit() and 0 < int(text) < 2**31:
-        return int(text)
-    import torch
+def _node(backend: str | None, launcher: str | None, nproc_per_node: str | None) -> NodeInfo | None:
+    """Ask the platform which node this is; say aloud what it says."""
+    from unisono.environments.nodes import ambiguity
+    from unisono.node import read_node
 
-    cores = usable_cores()
-    has_devices = torch.accelerator.is_available()
-    kind = text.lower()
-    if kind == "cpu" or (kind == "auto" and not has_devices):
-        return cores
-    if kind in ("gpu", "auto"):
-        if not has_devices:
-            raise ArgumentError("--nproc-per-node gpu: torch finds no accelerator here; use cpu")
-        return torch.accelerator.device_count()
-    raise ArgumentError(
-        f"--nproc-per-node {text} should be a number of at least 1, or gpu, cpu or auto"
-    )
+    if launcher != "torchrun" and (launcher or _default_launcher(backend, "1") != "processes"):
+        return None
+    node = read_node()
+    if node is not None and node.is_ambiguous and _count(nproc_per_node, None) != 1:
+        raise ambiguity(node)
+    if node is not None and node.max_nnodes > 1:
+        which = "a node" if node.node_rank is None else f"node {node.node_rank}"
+        where = f"node 0 is {node.master_addr}, port {node.master_port}"
+        line = f"unisono run: {which} of {_text(node)}, as {node.source} says; {where}"
+        typer.echo(line, err=True)
+    return node
+
+
+def _text(node: NodeInfo) -> str:
+    """Write a platform's number of nodes as --nnodes has it."""
+    least, most = node.nnodes, node.max_nnodes
+    return str(least) if least == most else f"{least}:{most}"
+
+
+def _count(text: str | None, node: NodeInfo | None) -> int:
+    """Read --nproc-per-node: a number, or what this host has; by default what the platform says."""
+    from unisono.node import count_ranks
+
+    said = None if node is None else node.nproc_per_node
+    return count_ranks("--nproc-per-node", text or said or "auto")
 
 
 def _nodes(text: str) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from unisono.environments import slurm, torchrun
-from unisono.environments.mpi_family import CRAY, LSF, MPICH, MVAPICH, OPENMPI, PALS
+from unisono.environments.mpi_family import CRAY, FLUX, LSF, MPICH, MVAPICH, OPENMPI, PALS
 from unisono.errors import EnvironmentDetectionError
 from unisono.plugins import PluginRegistry
 from unisono.topology import RankInfo
@@ -58,6 +58,7 @@ ENVIRONMENTS: tuple[Environment, ...] = (
     torchrun,
     slurm,
     OPENMPI,
+    FLUX,
     MPICH,
     MVAPICH,
     PALS,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from unisono.environments.reader import Reader, UncheckedInfo, make_info, port_of
 from unisono.topology import RankInfo
 
-__all__ = ("CRAY", "LSF", "MPICH", "MVAPICH", "OPENMPI", "PALS", "MpiEnvironment")
+__all__ = ("CRAY", "FLUX", "LSF", "MPICH", "MVAPICH", "OPENMPI", "PALS", "MpiEnvironment")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class MpiEnvironment:
         local_rank: rank within the node.
         local_world_size: processes on this node.
         node_rank: rank of the node.
+        nnodes: number of nodes.
         job: an id that all ranks share and that no other job on these hosts has.
         step: an id within the job.
         owners: where one of these is set, another environment answers, and this one is absent.
@@ -43,6 +44,7 @@ class MpiEnvironment:
     local_rank: tuple[str, ...] = ()
     local_world_size: tuple[str, ...] = ()
     node_rank: tuple[str, ...] = ()
+    nnodes: tuple[str, ...] = ()
     job: tuple[str, ...] = ()
     step: tuple[str, ...] = ()
     owners: tuple[str, ...] = ()
@@ -78,7 +80,9 @@ class MpiEnvironment:
         rank = reader.needed(*self.rank)
         world_size = reader.needed(*self.world_size, least=1)
         local_world_size = reader.number(*self.local_world_size, least=1)
+        nnodes = reader.number(*self.nnodes, least=1)
         is_one_node = local_world_size is not None and local_world_size.value == world_size.value
+        is_one_node = is_one_node or (nnodes is not None and nnodes.value == 1)
         address, port = self._rendezvous(reader, "127.0.0.1" if is_one_node else first_host)
         return UncheckedInfo(
             rank,
@@ -86,6 +90,7 @@ class MpiEnvironment:
             local_rank=reader.number(*self.local_rank),
             local_world_size=local_world_size,
             node_rank=reader.number(*self.node_rank),
+            nnodes=nnodes,
             master_addr=address,
             master_port=port,
             job_id=self._job_id(reader),
@@ -152,7 +157,7 @@ MPICH = MpiEnvironment(
     local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
     local_world_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
     job=("I_MPI_HYDRA_UUID",),
-    owners=("MV2_COMM_WORLD_RANK", "PALS_RANKID", "ALPS_APP_PE"),
+    owners=("MV2_COMM_WORLD_RANK", "PALS_RANKID", "ALPS_APP_PE", "FLUX_TASK_RANK"),
     remedy="start the program with mpiexec of MPICH or Intel MPI, or unset the PMI_ variables",
     EXAMPLES=(
         {
@@ -223,6 +228,33 @@ PALS = MpiEnvironment(
             "PALS_APID": "7d5a1e52-0a34-4f8e-8d5d-0f9c3f6c2b77",
             "PALS_LOCAL_RANKID": "3",
             "PALS_NODEID": "0",
+        },
+    ),
+)
+
+# Flux: the tasks of `flux run` and `flux submit`.
+#
+# FLUX_TASK_RANK, FLUX_JOB_SIZE, FLUX_TASK_LOCAL_ID, FLUX_JOB_NNODES and FLUX_JOB_ID are what the
+# job shell sets in each task: `flux-environment(7)`. The number of tasks on a node isn't among
+# them, and neither are the hosts: in a job, `flux run --env=MASTER_ADDR=$(flux hostlist --nth=0)`
+# names the first. Flux's own PMI sets PMI_RANK and PMI_SIZE beside them.
+FLUX = MpiEnvironment(
+    "flux",
+    marks=("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    rank=("FLUX_TASK_RANK",),
+    world_size=("FLUX_JOB_SIZE",),
+    local_rank=("FLUX_TASK_LOCAL_ID",),
+    nnodes=("FLUX_JOB_NNODES",),
+    job=("FLUX_JOB_ID",),
+    owners=("OMPI_COMM_WORLD_RANK",),
+    remedy="start the program with flux run, or unset FLUX_TASK_RANK and FLUX_JOB_SIZE",
+    EXAMPLES=(
+        {
+            "FLUX_TASK_RANK": "1",
+            "FLUX_JOB_SIZE": "2",
+            "FLUX_TASK_LOCAL_ID": "1",
+            "FLUX_JOB_NNODES": "1",
+            "FLUX_JOB_ID": "f3ETxsR9H",
         },
     ),
 )

@@ -10,7 +10,19 @@ from dataclasses import dataclass
 from unisono.errors import EnvironmentDetectionError
 from unisono.topology import RankInfo
 
-__all__ = ("Number", "Reader", "UncheckedInfo", "make_info", "port_of", "shown")
+__all__ = (
+    "RANK_COUNTS",
+    "Number",
+    "Reader",
+    "UncheckedInfo",
+    "counts_nodes",
+    "make_info",
+    "port_of",
+    "shown",
+)
+
+RANK_COUNTS = "UNISONO_RANK_COUNTS"
+"""Variable that says whether RANK and WORLD_SIZE count ``nodes`` or ``ranks``."""
 
 _DIGITS = re.compile(r"[0-9]{1,20}")
 _MOST = 2**31 - 1  # MPI and torch keep ranks and sizes in a C int
@@ -174,10 +186,24 @@ class Reader:
             EnvironmentDetectionError: no host can be named so.
         """
         variable = self.text("MASTER_ADDR")
-        if variable is None:
-            return None
-        name, value = variable
-        if len(value) > 255 or not value.isprintable() or any(map(str.isspace, value)):
+        return None if variable is None else self.host(*variable)
+
+    def host(self, name: str, value: str) -> str:
+        """Check that a host can be named so.
+
+        Local.
+
+        Args:
+            name: the variable that says it.
+            value: the host that it says.
+
+        Returns:
+            `value`.
+
+        Raises:
+            EnvironmentDetectionError: no host can be named so.
+        """
+        if not 0 < len(value) <= 255 or not value.isprintable() or any(map(str.isspace, value)):
             raise self.error(f"{name}={shown(value)} is not the name of a host", name, value)
         return value
 
@@ -194,6 +220,23 @@ class Reader:
         """
         number = self.number("MASTER_PORT", least=1, most=65535)
         return None if number is None else number.value
+
+
+def counts_nodes(reader: Reader) -> bool | None:
+    """Read what RANK and WORLD_SIZE count by the user's own word.
+
+    Local.
+
+    Returns:
+        Whether they count nodes; None where the user doesn't say.
+
+    Raises:
+        EnvironmentDetectionError: it is another word.
+    """
+    said = reader.text(RANK_COUNTS)
+    if said is not None and said[1] not in ("nodes", "ranks"):
+        raise reader.error(f"{said[0]}={shown(said[1])} should be nodes or ranks", *said)
+    return None if said is None else said[1] == "nodes"
 
 
 @dataclass(frozen=True, slots=True)

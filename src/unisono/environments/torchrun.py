@@ -5,16 +5,16 @@ MASTER_PORT are documented in PyTorch's "torchrun (Elastic Launch)", "Environmen
 TORCHELASTIC_USE_AGENT_STORE is read in ``torch/distributed/rendezvous.py``, TORCHELASTIC_RUN_ID is
 torchrun's ``--rdzv-id``.
 
-The same names are set by Kubeflow's PyTorchJob (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT alone:
-Kubeflow's "Getting Started with PyTorchJob"), by SageMaker's ``torch_distributed``, which runs
-torchrun (SageMaker Python SDK, "PyTorch Estimator"), by accelerate and by DeepSpeed.
+The same names are set by Kubeflow's PyTorchJob (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT alone,
+which count pods: right as ranks where each pod has one), by SageMaker's ``torch_distributed``,
+which runs torchrun (SageMaker Python SDK, "PyTorch Estimator"), by accelerate and by DeepSpeed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unisono.environments.reader import Reader, UncheckedInfo, make_info
+from unisono.environments.reader import Reader, UncheckedInfo, counts_nodes, make_info, shown
 from unisono.topology import RankInfo
 
 __all__ = ("EXAMPLES", "NAME", "detect")
@@ -52,8 +52,8 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
         env: the variables.
 
     Returns:
-        The facts; None if neither RANK nor WORLD_SIZE is set. Without MASTER_ADDR or MASTER_PORT
-        the address or the port is None.
+        The facts; None if neither RANK nor WORLD_SIZE is set, and where UNISONO_RANK_COUNTS says
+        that they count nodes. Without MASTER_ADDR or MASTER_PORT the address or the port is None.
 
     Raises:
         EnvironmentDetectionError: the variables are partial, malformed or contradict each other.
@@ -61,6 +61,10 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     reader = Reader(env, NAME, _REMEDY)
     if not reader.has("RANK", "WORLD_SIZE"):
         return None
+    if not reader.has("LOCAL_RANK"):
+        if counts_nodes(reader):
+            return None
+        _refuse_both_meanings(reader)
     return make_info(
         reader,
         UncheckedInfo(
@@ -76,6 +80,22 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
             job_id=_job_id(reader),
         ),
     )
+
+
+def _refuse_both_meanings(reader: Reader) -> None:
+    """Refuse a RANK that counts nodes beside a WORLD_SIZE that counts ranks."""
+    names = ("RANK", "WORLD_SIZE", "PET_NODE_RANK", "PET_NNODES")
+    rank, size, node_rank, nnodes = map(reader.text, names)
+    if None in (rank, size, node_rank, nnodes):
+        return
+    assert rank is not None and size is not None and node_rank is not None and nnodes is not None
+    if rank[1] == node_rank[1] and nnodes[1].isdecimal() and nnodes[1] != size[1]:
+        message = (
+            f"RANK={shown(rank[1])} counts nodes, as PET_NODE_RANK does, but "
+            f"WORLD_SIZE={shown(size[1])} isn't PET_NNODES={shown(nnodes[1])}: it counts ranks, "
+            "which are still to be started, by unisono run or Parallel"
+        )
+        raise reader.error(message, *size)
 
 
 def _job_id(reader: Reader) -> str | None:

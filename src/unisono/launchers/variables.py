@@ -21,10 +21,11 @@ __all__ = (
     "without",
 )
 
-# What a job around this process has set for its own ranks, by the library that sets it.
+# What a job around this process has set for its own ranks, by the library that sets it. PET_ is for
+# torchrun, each of whose options has a variable: one that isn't given would be taken from there.
 OF_TORCH = re.compile(
     r"((LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_|GROUP_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
-    rf"|{PRIVATE_STORE}|{PREFIXED})$|TORCHELASTIC_|ROLE_"
+    rf"|{PRIVATE_STORE}|{PREFIXED})$|TORCHELASTIC_|ROLE_|PET_"
 )
 OF_MPI = re.compile(
     r"OMPI_(?!MCA_|ALLOW_)|OMPI_MCA_(ess|orte|pmix|orted)(_|$)|PMIX?_|PMI2_|PRTE_(?!MCA_|ALLOW_)"

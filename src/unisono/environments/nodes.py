@@ -1,0 +1,207 @@
+"""Who is this node? What platforms' variables say to a launcher that still has to start the ranks.
+
+A process that is a rank already has none of this to do, so `detection` is asked first. RANK and
+WORLD_SIZE count ranks for torch and nodes for several platforms: where nothing decides, the answer
+says so, and whoever asked has to refuse it or to be sure that both meanings are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from unisono.environments.detection import Environment, Verdict, _Recorder, detect
+from unisono.environments.platforms import PLATFORMS, PORT, Machine, Platform
+from unisono.environments.reader import RANK_COUNTS, Reader, counts_nodes
+from unisono.errors import EnvironmentDetectionError
+from unisono.topology import NodeInfo, RankInfo
+
+__all__ = ("NodeFinding", "ambiguity", "detect_node", "explain_nodes", "meaning")
+
+_OF_RANKS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
+_BARE = "torch"
+"""The source of a node that only RANK and WORLD_SIZE speak of."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFinding:
+    """What one platform says, for a person to read.
+
+    Args:
+        source: name of the platform.
+        info: the facts; None if its variables are not there or can't be used.
+        error: why they can't be used; None if they can, or are not there.
+        variables: the variables that it read and that are set, in the order of reading.
+        verdict: ``"won"``: `detect_node` gives this one. ``"agrees"``, ``"disagrees"``: another one
+            won and says the same, or not the same. ``"unused"``: this process is a rank already, or
+            another one is refused. ``"refused"``: see `error`. ``"absent"``: it isn't there.
+    """
+
+    source: str
+    info: NodeInfo | None = None
+    error: str | None = None
+    variables: tuple[tuple[str, str], ...] = ()
+    verdict: Verdict = "absent"
+
+
+def detect_node(
+    env: Mapping[str, str], machine: Machine, extra: Iterable[Environment] = ()
+) -> NodeInfo | None:
+    """Say which node of which job this is: what the first platform that is there says.
+
+    Local. In the order of `PLATFORMS`.
+
+    Args:
+        env: the variables, such as ``os.environ``; only read.
+        machine: what the node knows besides.
+        extra: environments of plug-ins, which may say that this is a rank.
+
+    Returns:
+        The facts; None if no platform is there, and in a rank, whose node has been taken care of.
+
+    Raises:
+        EnvironmentDetectionError: the variables of the platform are partial, malformed or
+            contradict each other.
+    """
+    rank = _rank(env, extra)
+    if rank is not None and rank.local_rank is not None:
+        return _only_rank(env, machine, rank)
+    for platform in PLATFORMS:
+        info = platform.detect(env, machine)
+        if info is not None:
+            return info
+    return _either(env, rank)
+
+
+def _rank(env: Mapping[str, str], extra: Iterable[Environment]) -> RankInfo | None:
+    try:
+        return detect(env, extra)
+    except EnvironmentDetectionError:
+        return None
+
+
+def _only_rank(env: Mapping[str, str], machine: Machine, rank: RankInfo) -> NodeInfo | None:
+    """Give the node of a rank that its platform started as the only one there."""
+    if Reader(env, _BARE, "").has(*_OF_RANKS[2:]):  # torch's agent has started it
+        return None
+    for platform in PLATFORMS:
+        info = _asked(platform, env, machine)[0] if platform.starts_ranks else None
+        if info is not None and (rank.rank, rank.world_size) == (info.node_rank, info.nnodes):
+            return info
+    return None
+
+
+def _either(env: Mapping[str, str], rank: RankInfo | None) -> NodeInfo | None:
+    """Give the node that RANK and WORLD_SIZE could mean, where they don't mean a rank for sure."""
+    reader = Reader(env, _BARE, "")
+    if rank is None or rank.source != "torchrun" or rank.world_size == 1:
+        return None
+    if reader.has(*_OF_RANKS) or counts_nodes(reader) is not None:
+        return None
+    size, port = rank.world_size, rank.master_port or PORT
+    return NodeInfo(rank.rank, size, size, rank.master_addr, port, None, _BARE, is_ambiguous=True)
+
+
+def ambiguity(info: NodeInfo) -> EnvironmentDetectionError:
+    """Make the error for a RANK and a WORLD_SIZE that could count nodes and ranks.
+
+    Local.
+
+    Args:
+        info: what `detect_node` gave, ``is_ambiguous``.
+
+    Returns:
+        The error, with all remedies.
+    """
+    return EnvironmentDetectionError(
+        f"RANK={info.node_rank} and WORLD_SIZE={info.nnodes} are set, and nothing says whether "
+        f"they count nodes or ranks: set {RANK_COUNTS}=nodes if this is one of {info.nnodes} "
+        f"nodes, whose ranks are to be started here, or {RANK_COUNTS}=ranks if this is one of "
+        f"{info.nnodes} ranks, in which a job of its own starts; or say --nnodes and --node-rank; "
+        "or unset RANK and WORLD_SIZE",
+        source=info.source,
+        variable="RANK",
+        value=str(info.node_rank),
+    )
+
+
+def meaning(env: Mapping[str, str], machine: Machine) -> str | None:
+    """Say what RANK and WORLD_SIZE count, and what decides that.
+
+    Local. Raises nothing.
+
+    Args:
+        env: the variables.
+        machine: what the node knows besides.
+
+    Returns:
+        One sentence; None where they aren't set, or where LOCAL_RANK leaves no doubt.
+    """
+    reader = Reader(env, _BARE, "")
+    if reader.has("LOCAL_RANK") or not (reader.has("RANK") and reader.has("WORLD_SIZE")):
+        return None
+    what = f"RANK={env['RANK']} and WORLD_SIZE={env['WORLD_SIZE']}"
+    try:
+        info = detect_node(env, machine)
+    except EnvironmentDetectionError as error:
+        return f"{what}: what they count isn't known: {error}"
+    if info is None:
+        return f"{what} count ranks"
+    if info.is_ambiguous:
+        return (
+            f"{what} are AMBIGUOUS: initialize() and Parallel() take them for a rank, and unisono "
+            f"run refuses them; set {RANK_COUNTS}=nodes or {RANK_COUNTS}=ranks"
+        )
+    return f"{what} count nodes, by {info.source}; as ranks they are right with one on each node"
+
+
+def explain_nodes(env: Mapping[str, str], machine: Machine) -> list[NodeFinding]:
+    """Say what each platform found, which one `detect_node` gives, and which ones disagree.
+
+    Local. Raises nothing.
+
+    Args:
+        env: the variables, such as ``os.environ``; only read.
+        machine: what the node knows besides.
+
+    Returns:
+        One finding for each platform, in order of priority.
+    """
+    winner, refused = None, ""
+    try:
+        winner = detect_node(env, machine)
+    except EnvironmentDetectionError as error:
+        refused = error.source
+    findings = []
+    for platform in PLATFORMS:
+        view = _Recorder(env)
+        info, error = _asked(platform, view, machine)
+        verdict: Verdict = "refused" if refused == platform.NAME else _verdict(info, error, winner)
+        text = None if error is None else str(error)
+        seen = tuple(view.seen.items()) if verdict != "absent" else ()
+        findings.append(NodeFinding(platform.NAME, info, text, seen, verdict))
+    return findings
+
+
+def _asked(
+    platform: Platform, env: Mapping[str, str], machine: Machine
+) -> tuple[NodeInfo | None, EnvironmentDetectionError | None]:
+    try:
+        return platform.detect(env, machine), None
+    except EnvironmentDetectionError as error:
+        return None, error
+
+
+def _verdict(
+    info: NodeInfo | None, error: EnvironmentDetectionError | None, winner: NodeInfo | None
+) -> Verdict:
+    if error is not None:
+        return "unused"
+    if info is None:
+        return "absent"
+    if winner is None:
+        return "unused"
+    if info.source == winner.source:
+        return "won"
+    same = (info.node_rank, info.nnodes) == (winner.node_rank, winner.nnodes)
+    return "agrees" if same else "disagrees"

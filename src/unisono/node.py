@@ -1,0 +1,79 @@
+"""This node: what its variables, its name and its files say, and how many ranks it has room for."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from unisono.control.addresses import own_address
+from unisono.environments.detection import environments
+from unisono.environments.nodes import detect_node
+from unisono.environments.platforms import Machine
+from unisono.errors import ArgumentError
+from unisono.topology import NodeInfo, usable_cores
+
+__all__ = ("MACHINE", "count_ranks", "devices_here", "read_node")
+
+
+def _name() -> str:
+    """Give this host's name with its domain, where its own files or DNS know one."""
+    name = socket.gethostname()
+    full = name if "." in name else socket.getfqdn(name)
+    return full if full.partition(".")[0] == name.partition(".")[0] else name
+
+
+MACHINE = Machine(_name, own_address, lambda path: Path(path).read_text(encoding="utf-8"))
+"""This machine, as platforms ask for it."""
+
+
+def read_node(environ: Mapping[str, str] | None = None) -> NodeInfo | None:
+    """Read which node of which job this is.
+
+    Local. A file that a variable names is read; nothing is sent but to look up this host's name.
+
+    Args:
+        environ: the variables; None for this process's.
+
+    Returns:
+        The facts; None where no platform has started this process, or where it is a rank already.
+
+    Raises:
+        EnvironmentDetectionError: they are partial, malformed or contradict each other.
+    """
+    variables = os.environ if environ is None else environ
+    return detect_node(variables, MACHINE, environments.load_plugins())
+
+
+def devices_here() -> int:
+    """Count the accelerators of this node. Local."""
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def count_ranks(name: str, text: str) -> int:
+    """Count the ranks that a node is to have.
+
+    Local.
+
+    Args:
+        name: what the count is called, for messages.
+        text: a number, ``"gpu"`` for the accelerators, ``"cpu"`` for the cores, ``"auto"`` for the
+            accelerators where there are any, else the cores.
+
+    Raises:
+        ArgumentError: it is none of these, or there is no accelerator.
+    """
+    if text.isascii() and text.isdigit() and 0 < int(text) < 2**31:
+        return int(text)
+    has_devices = devices_here() > 0
+    kind = text.lower()
+    if kind == "cpu" or (kind == "auto" and not has_devices):
+        return usable_cores()
+    if kind in ("gpu", "auto"):
+        if not has_devices:
+            raise ArgumentError(f"{name} gpu: torch finds no accelerator here; use cpu")
+        return devices_here()
+    raise ArgumentError(f"{name} {text} should be a number of at least 1, or gpu, cpu or auto")

@@ -1,0 +1,330 @@
+"""Which node is this: dumps of platforms, sets that are partial or wrong, and what is ambiguous."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.platforms import JOBS, NODES, facts
+from unisono.environments.detection import detect
+from unisono.environments.nodes import ambiguity, detect_node, explain_nodes, meaning
+from unisono.environments.platforms import PLATFORMS, Machine
+from unisono.errors import EnvironmentDetectionError
+from unisono.topology import NodeInfo
+
+HERE = Machine(lambda: "host", lambda: "10.0.0.9", lambda path: "host\nother\n")
+
+
+def read(name: str, **changes: str | None) -> NodeInfo | None:
+    """Ask about a dump, some of its variables changed or, where None, left out."""
+    node = NODES[name]
+    env = {key: value for key, value in {**node.env, **changes}.items() if value is not None}
+    return detect_node(MappingProxyType(env), node.machine())
+
+
+def found(name: str, **changes: str | None) -> NodeInfo:
+    info = read(name, **changes)
+    assert info is not None
+    return info
+
+
+def refused(name: str, **changes: str | None) -> EnvironmentDetectionError:
+    with pytest.raises(EnvironmentDetectionError) as caught:
+        read(name, **changes)
+    error = caught.value
+    assert str(error).startswith(f"{error.source} environment: ")
+    assert error.variable in str(error)
+    assert "--nnodes 1" in str(error)  # the remedy that always helps
+    return error
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_dump(name: str) -> None:
+    assert facts(found(name)) == NODES[name].says
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_both_nodes_of_a_job_agree(job: str) -> None:
+    one, other = (found(f"{job}.node{number}") for number in (0, 1))
+    assert (one.node_rank, other.node_rank) == (0, 1)
+    assert one.nnodes == one.max_nnodes == other.nnodes == 2
+    assert (one.master_addr, one.master_port) == (other.master_addr, other.master_port)
+    assert (one.source, one.nproc_per_node) == (other.source, other.nproc_per_node)
+
+
+def test_every_platform_has_a_dump_and_a_page() -> None:
+    stated = {"stated"}  # no platform's, but the user's word
+    assert {found(name).source for name in NODES} | stated == {each.NAME for each in PLATFORMS}
+    assert len(PLATFORMS) >= 12
+    for platform in PLATFORMS:
+        assert platform.documentation.startswith("https://")
+
+
+LACKING = [
+    ("kubeflow.node1", "PET_NNODES"),
+    ("kubeflow.node1", "PET_MASTER_ADDR"),
+    ("kubeflow-pytorchjob.node1", "PET_NNODES"),
+    ("volcano.node1", "VC_TASK_INDEX VK_TASK_INDEX"),
+    ("volcano-pytorch.node1", "WORLD_SIZE"),
+    ("kubernetes.node1", "PET_NNODES"),
+    ("skypilot.node1", "SKYPILOT_NODE_IPS"),
+    ("aws-batch.node1", "AWS_BATCH_JOB_NUM_NODES"),
+    ("aws-batch.node1", "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"),
+    ("sagemaker.node1", "SM_HOSTS"),
+    ("sagemaker.node1", "SM_CURRENT_HOST"),
+    ("azureml.node1", "NODE_RANK"),
+    ("tpu.node1", "TPU_WORKER_HOSTNAMES"),
+]
+
+
+@pytest.mark.parametrize(("name", "missing"), LACKING)
+def test_a_partial_set_is_refused_by_name(name: str, missing: str) -> None:
+    names = missing.split()
+    error = refused(name, **dict.fromkeys(names))
+    assert all(each in str(error) for each in names)
+    assert error.value is None
+    assert error.source == name.partition(".")[0].partition("-")[0].replace("aws", "aws-batch")
+
+
+WRONG = [
+    ("kubeflow.node1", "PET_NODE_RANK", "2"),
+    ("kubeflow.node1", "PET_NODE_RANK", "one"),
+    ("kubeflow.node1", "PET_NNODES", "0"),
+    ("kubeflow.node1", "PET_NNODES", "4:2"),
+    ("kubeflow.node1", "PET_MASTER_PORT", "0"),
+    ("kubeflow.node1", "PET_NPROC_PER_NODE", "many"),
+    ("kubeflow.node1", "PET_MASTER_ADDR", "two words"),
+    ("pai.node1", "RANK", "2"),
+    ("pai.node1", "NPROC_PER_NODE", "-1"),
+    ("volcano.node1", "VC_TASK_INDEX", "2"),
+    ("volcano.node1", "VC_WORKER_HOSTS", " , "),
+    ("pytorchjob.node1", "WORLD_SIZE", "1"),
+    ("kubernetes.node1", "JOB_COMPLETION_INDEX", "-1"),
+    ("skypilot.node1", "SKYPILOT_NODE_IPS", "10.0.0.1"),
+    ("aws-batch.node1", "AWS_BATCH_JOB_NODE_INDEX", "7"),
+    ("aws-batch.node1", "AWS_BATCH_JOB_MAIN_NODE_INDEX", "7"),
+    ("sagemaker.node1", "SM_CURRENT_HOST", "algo-3"),
+    ("sagemaker.node1", "SM_HOSTS", "algo-1,algo-2"),
+    ("sagemaker.node1", "SM_HOSTS", "[1, 2]"),
+    ("azureml.node1", "AZUREML_NODE_COUNT", "1"),
+    ("pbs.node1", "PBS_NODEFILE", "/not/there"),
+    ("sge.node1", "PE_HOSTFILE", "/not/there"),
+    ("tpu.node1", "TPU_WORKER_ID", "2"),
+    ("tpu.node1", "MEGASCALE_NUM_SLICES", "2"),
+]
+
+
+@pytest.mark.parametrize(("name", "variable", "value"), WRONG)
+def test_a_wrong_variable_is_refused_by_name(name: str, variable: str, value: str) -> None:
+    error = refused(name, **{variable: value})
+    assert value.strip() in str(error) or error.variable != variable
+    assert variable in str(error) or error.value is not None
+
+
+def test_a_node_that_isn_t_in_the_list_is_refused() -> None:
+    node = NODES["pbs.node1"]
+    elsewhere = Machine(lambda: "login.cluster", node.machine().address, node.machine().read)
+    with pytest.raises(EnvironmentDetectionError, match=r"'login.cluster', isn't one host of PBS"):
+        detect_node(node.env, elsewhere)
+
+
+def test_two_tasks_of_volcano_are_not_numbered_by_guess() -> None:
+    error = refused("volcano.node1", VC_PS_HOSTS="train-ps-0.train", VC_PS_NUM="1")
+    assert "VC_PS_HOSTS and VC_WORKER_HOSTS are lists" in str(error)
+    assert "pytorch" in str(error)
+
+
+def test_a_pod_without_a_service_is_told_what_is_missing() -> None:
+    node = NODES["kubernetes.node1"]
+    for name, said in (("train-1", "headless Service"), ("web.train.svc", "doesn't end so")):
+        machine = Machine(lambda name=name: name, node.machine().address, node.machine().read)  # type: ignore[misc]
+        with pytest.raises(EnvironmentDetectionError, match=said) as caught:
+            detect_node(node.env, machine)
+        assert caught.value.variable == "MASTER_ADDR"
+        info = detect_node({**node.env, "MASTER_ADDR": "train-0.train"}, machine)
+        assert info is not None
+        assert info.master_addr == "train-0.train"
+
+
+def test_the_main_node_of_aws_batch_leads_whatever_its_index() -> None:
+    index = "AWS_BATCH_JOB_NODE_INDEX"
+    ranks = {
+        number: found(
+            "aws-batch.node1",
+            AWS_BATCH_JOB_NUM_NODES="4",
+            AWS_BATCH_JOB_MAIN_NODE_INDEX="2",
+            **{index: str(number)},
+        ).node_rank
+        for number in range(4)
+    }
+    assert ranks == {2: 0, 0: 1, 1: 2, 3: 3}
+
+
+def test_an_elastic_job_seats_itself() -> None:
+    info = found(
+        "kubeflow.node1",
+        PET_NNODES="1:4",
+        PET_NODE_RANK=None,
+        PET_MASTER_ADDR=None,
+        PET_MASTER_PORT=None,
+        PET_RDZV_ENDPOINT="train-worker-0:23456",
+    )
+    assert (info.node_rank, info.nnodes, info.max_nnodes) == (None, 1, 4)
+    assert (info.master_addr, info.master_port) == ("train-worker-0", 23456)
+
+
+def test_one_node_needs_no_leader() -> None:
+    for name, changes in (
+        ("kubernetes.node0", {"PET_NNODES": "1"}),
+        ("skypilot.node0", {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_IPS": "10.0.0.1"}),
+        ("sagemaker.node0", {"SM_HOSTS": '["algo-1"]'}),
+    ):
+        info = found(name, **changes)
+        assert (info.node_rank, info.nnodes, info.master_addr) == (0, 1, None)
+
+
+def test_no_accelerator_leaves_the_count_open() -> None:
+    assert found("skypilot.node0", SKYPILOT_NUM_GPUS_PER_NODE="0").nproc_per_node is None
+    assert found("kubeflow.node0", PET_NPROC_PER_NODE="auto").nproc_per_node == "auto"
+
+
+def test_address_and_port_from_the_user_come_first() -> None:
+    for job in ("skypilot", "aws-batch", "sagemaker", "pbs", "sge", "tpu", "kubernetes"):
+        info = found(f"{job}.node1", MASTER_ADDR="fd00::7", MASTER_PORT="4711")
+        assert (info.master_addr, info.master_port) == ("fd00::7", 4711)
+
+
+BARE = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "c01"}
+
+
+def test_rank_and_world_size_alone_are_ambiguous() -> None:
+    info = detect_node(BARE, HERE)
+    assert info is not None
+    assert info.is_ambiguous
+    error = ambiguity(info)
+    assert error.variable == "RANK"
+    for remedy in ("UNISONO_RANK_COUNTS=nodes", "UNISONO_RANK_COUNTS=ranks", "--nnodes"):
+        assert remedy in str(error)
+    assert "AMBIGUOUS" in str(meaning(BARE, HERE))
+    stated = detect_node({**BARE, "UNISONO_RANK_COUNTS": "nodes"}, HERE)
+    assert stated is not None
+    assert (stated.node_rank, stated.nnodes, stated.is_ambiguous) == (1, 2, False)
+    assert detect({**BARE, "UNISONO_RANK_COUNTS": "nodes"}) is None
+    assert detect_node({**BARE, "UNISONO_RANK_COUNTS": "ranks"}, HERE) is None
+    assert meaning({**BARE, "UNISONO_RANK_COUNTS": "ranks"}, HERE) == (
+        "RANK=1 and WORLD_SIZE=2 count ranks"
+    )
+    for ask in (lambda env: detect_node(env, HERE), detect):
+        with pytest.raises(
+            EnvironmentDetectionError, match=r"UNISONO_RANK_COUNTS='pods' should be"
+        ):
+            ask({**BARE, "UNISONO_RANK_COUNTS": "pods"})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"LOCAL_RANK": "0"},
+        {"GROUP_RANK": "1"},
+        {"LOCAL_WORLD_SIZE": "1"},
+        {"TORCHELASTIC_RUN_ID": "b5a7"},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+    ],
+)
+def test_what_tells_a_rank_leaves_no_doubt(changes: dict[str, str]) -> None:
+    assert detect_node({**BARE, **changes}, HERE) is None
+
+
+def test_a_pod_s_name_is_needed_for_what_its_rank_counts() -> None:
+    for changes in (
+        {"HOSTNAME": None},
+        {"HOSTNAME": "other-worker-0"},
+        {"HOSTNAME": "digits-worker-4"},
+        {"MASTER_ADDR": "c01"},
+    ):
+        assert found("pytorchjob.node1", **changes).is_ambiguous, changes
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_a_rank_on_a_platform_is_no_node(name: str) -> None:
+    """What `unisono run` and torchrun start there has the platform's variables, too."""
+    rank = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    agent = {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+    assert read(name, **rank) is None
+    assert read(name, **rank, **agent) is None
+    one_each = {**rank, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    assert read(name, **one_each, **agent) is None
+
+
+def test_azure_s_only_rank_of_a_node_may_start_more() -> None:
+    assert found("azureml.node1", LOCAL_RANK="0").source == "azureml"
+    assert read("azureml.node1", LOCAL_RANK="0", WORLD_SIZE="4", RANK="2") is None
+
+
+def test_a_world_size_in_ranks_beside_a_rank_in_nodes_is_no_rank() -> None:
+    node = NODES["kubeflow-pytorchjob.node1"]
+    with pytest.raises(
+        EnvironmentDetectionError, match="isn't PET_NNODES='2': it counts"
+    ) as caught:
+        detect(node.env)
+    assert caught.value.variable == "WORLD_SIZE"
+    assert "count nodes, by kubeflow" in str(meaning(node.env, node.machine()))
+    same = {**node.env, "WORLD_SIZE": "2"}
+    info = detect(same)
+    assert info is not None
+    assert (info.rank, info.world_size) == (1, 2)
+
+
+def verdicts(env: Mapping[str, str], machine: Machine) -> dict[str, str]:
+    findings = explain_nodes(env, machine)
+    assert [each.source for each in findings] == [each.NAME for each in PLATFORMS]
+    return {each.source: each.verdict for each in findings if each.verdict != "absent"}
+
+
+def test_explain_names_the_winner_and_its_variables() -> None:
+    tpu = NODES["tpu.node1"]
+    assert verdicts(tpu.env, tpu.machine()) == {"tpu": "won", "kubernetes": "unused"}
+    both = {**tpu.env, "PET_NNODES": "2"}
+    assert verdicts(both, tpu.machine())["kubernetes"] in ("agrees", "unused")
+    sky = NODES["skypilot.node1"]
+    findings = {each.source: each for each in explain_nodes(sky.env, sky.machine())}
+    assert set(dict(findings["skypilot"].variables)) >= {"SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"}
+    odd = {**sky.env, "TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "a,b"}
+    assert verdicts(odd, sky.machine()) == {"skypilot": "won", "tpu": "disagrees"}
+    partial = {"SKYPILOT_NODE_RANK": "1"}
+    assert verdicts(partial, HERE) == {"skypilot": "refused"}
+    in_a_rank = {**partial, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    assert verdicts(in_a_rank, HERE) == {"skypilot": "unused"}
+
+
+NAMES = sorted({name for node in NODES.values() for name in node.env})
+VALUES = st.text(max_size=12) | st.integers(-2, 9).map(str) | st.text('n0123456789[]:,.x\n" ')
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(sorted(NODES)),
+    st.dictionaries(st.sampled_from(NAMES) | st.just("VC_X_HOSTS"), VALUES, max_size=5),
+)
+def test_any_text_gives_facts_or_our_error(name: str, noise: dict[str, str]) -> None:
+    node = NODES[name]
+    env = MappingProxyType({**node.env, **noise})
+    explain_nodes(env, node.machine())
+    try:
+        info = detect_node(env, node.machine())
+    except EnvironmentDetectionError as error:
+        assert len(str(error)) < 1500
+        return
+    if info is not None:
+        assert 1 <= info.nnodes <= info.max_nnodes
+        assert info.node_rank is None or 0 <= info.node_rank < info.max_nnodes
+        assert 1 <= info.master_port <= 65535
+        assert info.is_ambiguous or (info.master_addr is None) == (info.max_nnodes == 1)
+        assert info.nproc_per_node is None or re.fullmatch(
+            r"[0-9]+|auto|gpu|cpu", info.nproc_per_node
+        )
