@@ -38,6 +38,7 @@ extensions = [
     "command_line",
     "outside_links",
     "notebooks",
+    "platforms",
 ]
 
 root_doc = "docs/index"

@@ -21,7 +21,13 @@ from unisono.arguments import check_count, check_names, check_port, check_variab
 from unisono.collectives.call import introduce
 from unisono.control.signatures import level, line_of_call
 from unisono.deadlines import Limit, within
-from unisono.errors import ArgumentError, CollectiveTimeoutError, ContextError, WorkerFailedError
+from unisono.errors import (
+    ArgumentError,
+    CollectiveTimeoutError,
+    ContextError,
+    EnvironmentDetectionError,
+    WorkerFailedError,
+)
 from unisono.host.status_page import close_all as close_pages
 from unisono.launchers.job.lifetime import Lifetime
 from unisono.launchers.job.output import begin_lines_with_rank
@@ -29,6 +35,7 @@ from unisono.launchers.job.process_state import streams_filled
 from unisono.launchers.job.title import name_thread
 from unisono.model.contract import ComputationModel
 from unisono.model.launching import launch_hooks_of
+from unisono.node import read_node
 from unisono.options import InitializeOptions, SpawnOptions
 from unisono.plugins import OF_MODELS, by_name, load, seats_nodes
 from unisono.recording import CallLog, job_of
@@ -186,6 +193,10 @@ def initialize(backend: str | None = None, **options: Unpack[InitializeOptions])
             of ours has a bad value.
         ContextError: the ranks couldn't meet.
 
+    Warns:
+        UserWarning: this process is alone, but on a platform that says that it is a node of
+            several, whose ranks nobody has started.
+
     Example:
         >>> import unisono as idist
         >>> idist.initialize("gloo")
@@ -199,6 +210,8 @@ def initialize(backend: str | None = None, **options: Unpack[InitializeOptions])
     check_names(f"initialize({name!r})", options, {*cls.options, "rank", "world_size"})
     given: dict[str, Any] = {**options}
     info = _who_am_i(given)
+    if info.source == "none" and not (cls.replicas_are_threads or "launch" in cls.capabilities):
+        _warn_on_a_node()
     if given.get("timeout") is not None:
         given["timeout"] = seconds("timeout", given["timeout"])
     given = {key: value for key, value in given.items() if value is not None}
@@ -236,6 +249,23 @@ def _who_am_i(options: dict[str, Any]) -> RankInfo:
         raise ArgumentError("init_method= needs rank= and world_size= as well")
     options.pop("init_method", None)
     return RankInfo(0, 1, 0, 1, 0, 1, source="none")
+
+
+def _warn_on_a_node() -> None:
+    """Say that this process is alone where its platform speaks of several nodes. Local."""
+    try:
+        node = read_node()
+    except EnvironmentDetectionError:
+        return
+    if node is None or node.max_nnodes == 1:
+        return
+    warnings.warn(
+        f"this process is alone: {node.source} says that it is one of {node.nnodes} nodes, and "
+        "nothing has started their ranks; start the script with unisono run, or call Parallel(), "
+        "which starts them; rank=0 and world_size=1 say that this is meant",
+        UserWarning,
+        stacklevel=level(),
+    )
 
 
 def _port_of(text: str | None) -> int | None:

@@ -11,7 +11,7 @@ from typing_extensions import ParamSpec, Unpack
 
 from unisono import context, facts
 from unisono.arguments import check_names
-from unisono.errors import ArgumentError, NotInitializedError
+from unisono.errors import ArgumentError, ContextError, NotInitializedError
 from unisono.lifecycle import best_backend, check_job, finalize, initialize, spawn
 from unisono.model.contract import ComputationModel
 from unisono.node import count_ranks, devices_here, read_node
@@ -135,7 +135,8 @@ class Parallel:
     def _take_place(self) -> None:
         """Find out whether this is a node of several whose ranks are still to be started. Local."""
         self._count, self._place = self._nproc_per_node, {}
-        node = read_node() if self._may_be_node() else None
+        is_asked = self._may_be_node() and (self._backend is None or self._can_spawn_on_nodes())
+        node = read_node() if is_asked else None
         if node is None or node.is_ambiguous or not self._can_spawn_on_nodes():
             return
         if self._count is None:
@@ -170,7 +171,10 @@ class Parallel:
             info = context.detect_environment()
             if info is not None and info.local_rank is not None:
                 return False
-        return context.current_model().topology.world_size == 1
+        try:
+            return context.current_model().topology.world_size == 1
+        except ContextError:  # a thread that isn't a replica
+            return False
 
     def _can_spawn_on_nodes(self) -> bool:
         """Tell whether the backend's replicas are processes of a launcher of ours. Local."""

@@ -33,6 +33,7 @@ def main() -> None:
         os.environ.clear()
         os.environ.update({**before, **job["env"]})
         socket.sethostname(job["host"] or name)
+        said: object
         try:
             with unisono.Parallel("gloo", nproc_per_node=job["ranks"]) as parallel:
                 said = parallel.run(facts)

@@ -2,7 +2,7 @@
 
 A process that is a rank already has none of this to do, so `detection` is asked first. RANK and
 WORLD_SIZE count ranks for torch and nodes for several platforms: where nothing decides, the answer
-says so, and whoever asked has to refuse it or to be sure that both meanings are the same.
+says so, and the caller has to refuse it or to be sure that both meanings are the same.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ def explain_nodes(env: Mapping[str, str], machine: Machine) -> list[NodeFinding]
     winner, refused = None, ""
     try:
         winner = detect_node(env, machine)
-    except EnvironmentDetectionError as error:
-        refused = error.source
+    except EnvironmentDetectionError as raised:
+        refused = raised.source
     findings = []
     for platform in PLATFORMS:
         view = _Recorder(env)

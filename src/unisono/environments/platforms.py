@@ -343,15 +343,15 @@ def _own_address(reader: Reader, machine: Machine, rank: int) -> str | None:
         raise reader.error(f"{message}; or set MASTER_ADDR", "MASTER_ADDR", None) from error
 
 
-_ALONE = "or say --nnodes 1 for a job of this node alone"
+_ALONE = "or say --nnodes 1 (nnodes=1 to Parallel) for a job of this node alone"
 _TORCH = ("MASTER_ADDR", "PET_MASTER_ADDR")
 
 # In order of priority: what is built on another one, and says more, comes first.
 #
-# Kubeflow Trainer, Kubeflow's PyTorchJob from 1.7 on, and charts that follow them: torchrun takes
-# each of its options from PET_ and the option's name. PET_NNODES may be MIN:MAX; then the nodes
-# seat themselves at PET_RDZV_ENDPOINT. PyTorchJob sets RANK and WORLD_SIZE too: RANK counts pods,
-# and so does WORLD_SIZE, unless nprocPerNode is a number: then it counts ranks.
+# Kubeflow Trainer, newer releases of Kubeflow's PyTorchJob, and charts that follow them: torchrun
+# takes each of its options from PET_ and the option's name. PET_NNODES may be MIN:MAX; then the
+# nodes seat themselves at PET_RDZV_ENDPOINT. PyTorchJob sets RANK and WORLD_SIZE too: RANK counts
+# pods, and so does WORLD_SIZE, unless nprocPerNode is a number: then it counts ranks.
 #
 # PAI DLC of Alibaba Cloud: RANK and WORLD_SIZE count nodes. The address of the first node begins
 # with the job's id, dlc and letters.
@@ -360,8 +360,8 @@ _TORCH = ("MASTER_ADDR", "PET_MASTER_ADDR")
 # by task, as VC_WORKER_HOSTS. The plug-in pytorch sets RANK, which counts pods over the tasks
 # master and worker, WORLD_SIZE and MASTER_ADDR; without it only one task can be numbered.
 #
-# PyTorchJob before 1.7: RANK and WORLD_SIZE alone, which count pods. That they are a pod's is known
-# by its name, JOB-master-0 or JOB-worker-N, where MASTER_ADDR is JOB-master-0.
+# Older releases of PyTorchJob: RANK and WORLD_SIZE alone, which count pods. That they are a pod's
+# is known by its name, JOB-master-0 or JOB-worker-N, where MASTER_ADDR is JOB-master-0.
 #
 # UNISONO_RANK_COUNTS=nodes: what the user says of a RANK and a WORLD_SIZE that nothing explains.
 #
@@ -422,7 +422,7 @@ PLATFORMS: tuple[Platform, ...] = (
     ),
     Platform(
         "pytorchjob",
-        "PyTorchJob before 1.7",
+        "older PyTorchJob",
         "https://github.com/kubeflow/training-operator/blob/"
         "1417bbc35b6e7840b3ecab1cec17dbf553ad9e85/pkg/controller.v1/pytorch/envvar.go",
         f"set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT together, or unset them all, {_ALONE}",

@@ -1,0 +1,100 @@
+"""``unisono run`` on a platform's node: what it starts by variables alone, and what it refuses."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from tests.support.command import JOB
+from tests.support.platforms import NODES
+from unisono.cli import main
+
+ALONE = ["--nnodes", "1"]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[str], str]:
+    """Give the exit code, the command that would run, and what is said besides."""
+    with pytest.raises(SystemExit) as caught:
+        main(["run", *words, "--print", JOB])
+    said, code = capsys.readouterr(), caught.value.code
+    assert isinstance(code, int)
+    return code, shlex.split(said.out), said.err
+
+
+def on(monkeypatch: pytest.MonkeyPatch, name: str, **changes: str) -> None:
+    for variable, value in {**NODES[name].env, **changes}.items():
+        monkeypatch.setenv(variable, value)
+
+
+def option(words: list[str], name: str) -> str:
+    return words[words.index(name) + 1]
+
+
+@pytest.mark.parametrize(
+    "job",
+    ["kubeflow", "kubeflow-pytorchjob", "pai", "pytorchjob", "volcano", "skypilot", "sagemaker",
+     "azureml", "tpu"],
+)  # fmt: skip
+def test_the_agent_gets_what_the_platform_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], job: str
+) -> None:
+    node = NODES[f"{job}.node1"]
+    on(monkeypatch, node.name)
+    code, words, said = printed(capsys)
+    assert code == 0, said
+    assert (option(words, "--nnodes"), option(words, "--node-rank")) == ("2", "1")
+    where = f"at {option(words, '--master-addr')}:{option(words, '--master-port')}"
+    assert node.says.endswith(where)
+    if "ranks 2" in node.says:
+        assert option(words, "--nproc-per-node") == "2"
+    assert f"unisono run: node 1 of 2, as {node.says.partition(',')[0]} says" in said
+
+
+def test_options_come_before_the_platform(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on(monkeypatch, "skypilot.node1")
+    _, words, _ = printed(capsys, "-n", "3", "--master-port", "4711")
+    assert (option(words, "--nproc-per-node"), option(words, "--master-port")) == ("3", "4711")
+    assert option(words, "--master-addr") == "10.0.0.1"
+    code, _, said = printed(capsys, *ALONE)  # processes of this host, which have no command
+    assert "launcher 'processes'" in said
+    assert code != 0
+
+
+def test_an_elastic_job_has_no_node_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on(monkeypatch, "kubeflow.node1", PET_NNODES="1:4")
+    code, words, said = printed(capsys)
+    assert code == 0, said
+    assert option(words, "--nnodes") == "1:4"
+    assert "--node-rank" not in words
+    assert option(words, "--rdzv-endpoint") == "train-node-0-0.train:29400"
+
+
+def test_a_partial_set_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
+    code, _, said = printed(capsys)
+    assert code != 0
+    assert "kubernetes environment: PET_NNODES is not set" in said
+
+
+def test_a_rank_that_may_be_a_node_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "c01"}.items():
+        monkeypatch.setenv(name, value)
+    code, _, said = printed(capsys, "-n", "2")
+    assert code != 0
+    assert "RANK=1 and WORLD_SIZE=2 are set, and nothing says" in said
+    code, words, _ = printed(capsys, "-n", "1")  # both meanings are the same
+    assert (code, option(words, "--node-rank"), option(words, "--nnodes")) == (0, "1", "2")
+    monkeypatch.setenv("UNISONO_RANK_COUNTS", "nodes")
+    code, words, _ = printed(capsys, "-n", "2")
+    assert (code, option(words, "--node-rank"), option(words, "--nnodes")) == (0, "1", "2")
+    monkeypatch.setenv("UNISONO_RANK_COUNTS", "ranks")
+    assert "launcher 'processes'" in printed(capsys, "-n", "2")[2]
