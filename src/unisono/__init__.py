@@ -75,7 +75,9 @@ if TYPE_CHECKING:
     from unisono.training.checkpoints import load_checkpoint, save_checkpoint
     from unisono.training.data_parallel import Replicated
     from unisono.training.evaluation import EvaluationSampler, gather_results
+    from unisono.training.loader import ReplicaLoader
     from unisono.training.loading import DistributedProxySampler, auto_dataloader
+    from unisono.training.preemption import preemptible, preemption_point
     from unisono.training.randomness import (
         get_rng_state,
         rank_generator,
@@ -124,6 +126,7 @@ __all__ = (
     "RankFormatter",
     "RankInfo",
     "ReduceOp",
+    "ReplicaLoader",
     "Replicated",
     "SyncBatchNorm",
     "Topology",
@@ -185,6 +188,8 @@ __all__ = (
     "no_sync",
     "one_rank_first",
     "one_rank_only",
+    "preemptible",
+    "preemption_point",
     "print",
     "progress",
     "rank_generator",
@@ -326,10 +331,12 @@ _EXTRAS = {
         "EvaluationSampler",
         "gather_results",
     ),
+    "unisono.training.loader": ("ReplicaLoader",),
     "unisono.training.loading": (
         "DistributedProxySampler",
         "auto_dataloader",
     ),
+    "unisono.training.preemption": ("preemptible", "preemption_point"),
     "unisono.training.toolbox": (
         "RankFilter",
         "RankFormatter",

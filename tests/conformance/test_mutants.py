@@ -30,6 +30,7 @@ from unisono.observe import waits
 from unisono.payload import codec, pickling
 from unisono.registry import register_model
 from unisono.testing import Outcome, check
+from unisono.training import loader, preemption
 
 
 class _Caught(Exception):
@@ -223,6 +224,12 @@ _written, _object_written = codec._write_tensor, codec._write_object
 _header_read = codec._header_at
 # Above the models: what breaks the law, wherever its name is used.
 BREAKS: dict[str, list[tuple[Any, str, Any]]] = {
+    "a_position_is_followed_by_what_was_not_seen": [
+        (loader._Rest, "__iter__", lambda rest: iter(rest._whole))
+    ],
+    "a_signal_to_one_rank_is_told_to_all_at_the_same_point": [
+        (preemption, "_is_main", lambda: True)
+    ],
     "a_fork_of_a_rank_is_told_so_in_every_call": [(context, "refuse_fork", _knows_no_fork)],
     "a_mean_overflows_nowhere": [(_dtype_emulation, "_scaled", _divides_last)],
     "containers_of_different_kinds_are_an_error_on_every_rank": [

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
@@ -16,7 +20,9 @@ from torch.utils.data import (
 
 import unisono as idist
 from tests.support.worlds import several
+from unisono import ReplicaLoader
 from unisono.errors import ArgumentError
+from unisono.training.loader import moved
 
 
 @several
@@ -110,3 +116,68 @@ def test_bad_samplers_and_sizes_are_refused_alone_too() -> None:
     for size in (0, -1, "4", True):
         with pytest.raises(ArgumentError, match="batch_size"):
             idist.auto_dataloader(data, batch_size=size)
+
+
+@pytest.mark.ranks(2, on="threads")
+def test_a_ready_loader_is_made_again_for_each_rank() -> None:
+    rank, size = idist.get_rank(), idist.get_world_size()
+    data: Any = list(range(6 * size))
+    plain = DataLoader(data, batch_size=2 * size, collate_fn=tuple, drop_last=True)
+    loader = idist.auto_dataloader(plain)
+    assert (loader.batch_size, loader.drop_last) == (2, True)
+    assert next(iter(loader)) == (rank, rank + size)
+    assert idist.auto_dataloader(plain, per_replica=True).batch_size == 2 * size
+    assert idist.auto_dataloader(data, batch_size=1, per_replica=True).batch_size == 1
+    assert idist.auto_dataloader(plain, batch_size=size).batch_size == 1
+    shuffled = idist.auto_dataloader(DataLoader(data, batch_size=size, shuffle=True))
+    ours = idist.auto_dataloader(data, batch_size=size)
+    assert [rows.tolist() for rows in shuffled] == [rows.tolist() for rows in ours]
+    weighted = DataLoader(data, size, sampler=WeightedRandomSampler([1.0] * 4, 4))
+    assert isinstance(idist.auto_dataloader(weighted).sampler, idist.DistributedProxySampler)
+    mine = BatchSampler(idist.DistributedProxySampler(SequentialSampler(data)), 3, False)
+    own = type("OwnBatches", (BatchSampler,), {})(mine.sampler, 3, False)
+    assert idist.auto_dataloader(DataLoader(data, batch_sampler=own)).batch_sampler is own
+    assert idist.auto_dataloader(plain, batch_sampler=mine).batch_sampler is mine
+    assert idist.auto_dataloader(plain, shuffle=True).sampler.shuffle
+    whole = idist.auto_dataloader(DataLoader(data, batch_size=None))
+    assert list(whole) == data[rank::size]
+    for again in (loader, type("OwnLoader", (DataLoader,), {})(data)):
+        with pytest.raises(ArgumentError, match="can't be made again"):
+            idist.auto_dataloader(again)
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclass
+class Item:
+    x: Any
+    name: str
+
+
+def test_everything_in_a_batch_is_moved() -> None:
+    meta, row = torch.device("meta"), torch.ones(2)
+    packed = pack_sequence([torch.ones(2, 3)])
+    batch: dict[str, Any] = {
+        "a": [row, "text", 3],
+        "b": Pair(row, (row, None)),
+        "c": Item(row, "n"),
+        "d": packed,
+    }
+    made = moved(OrderedDict(batch), meta)
+    assert type(made) is OrderedDict
+    tensors = [made["a"][0], made["b"].x, made["b"].y[0], made["c"].x, made["d"].data]
+    assert {item.device for item in tensors} == {meta}
+    assert (made["a"][1:], made["b"].y[1], made["c"].name) == (["text", 3], None, "n")
+    assert made["d"].batch_sizes.device.type == "cpu"  # which is what its own `to` does
+    assert batch["a"][0] is row
+    assert moved(batch["a"][1:], meta) == ["text", 3]
+
+
+def test_batches_come_on_the_device() -> None:
+    data: Any = [{"x": torch.ones(2)} for _ in range(3)]
+    loader = ReplicaLoader(data, torch.device("meta"), batch_size=2)
+    assert [batch["x"].device.type for batch in loader] == ["meta", "meta"]
+    assert [batch["x"].device.type for batch in ReplicaLoader(data)] == ["cpu"] * 3

@@ -288,6 +288,9 @@ STATE = {
     "training.batchnorm:_converters": "what plug-ins and programs bring",
     "training.data_parallel:_alive": "wrapped modules whose gradients are averaged",
     "training.loading:_drawing": "the sampler that draws in this thread",
+    "training.preemption:_noted": "signals of the process",
+    "training.preemption:_told": "signals of the process",
+    "training.preemption:_watched": "signals of the process",
     "training.states:_custom": "states that programs register",
     "training.wrapping:_wrappers": "what plug-ins and programs bring",
 }

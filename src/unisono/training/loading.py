@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -22,8 +23,10 @@ from torch.utils.data.distributed import DistributedSampler
 from unisono import facts
 from unisono.collectives.call import introduce
 from unisono.context import current, current_model
+from unisono.control.signatures import level
 from unisono.errors import ArgumentError
 from unisono.model.training import hooks_of
+from unisono.training.loader import ReplicaLoader
 
 __all__ = ("DistributedProxySampler", "auto_dataloader")
 
@@ -31,7 +34,13 @@ _log = logging.getLogger(__name__)
 _drawing = threading.Lock()
 
 
-def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Any:
+def auto_dataloader(
+    dataset: Dataset[Any] | Sequence[Any] | DataLoader[Any],
+    *,
+    per_replica: bool = False,
+    to_device: bool = True,
+    **kwargs: Any,
+) -> Any:
     """Make a data loader whose replicas share the dataset, and each ``batch_size``.
 
     Collective over all ranks, at the first such call, in a context that somebody else made; else
@@ -40,20 +49,25 @@ def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Any
     ``batch_size`` is that of all replicas together and is divided by their number; ``num_workers``
     is that of a node and is divided among its replicas. Without ``sampler`` the loader shuffles
     (unless ``shuffle=False``) in an order that is the same on every run, and that
-    ``loader.sampler.set_epoch(epoch)`` changes, alone as with several replicas. Several replicas
+    ``loader.set_epoch(epoch)`` changes, alone as with several replicas. Several replicas
     put a sampler of yours into a `DistributedProxySampler`; a distributed one is used as it is.
     Memory is pinned where that helps the device.
 
     Args:
         dataset: the same on every rank, a list for example; an iterable one must give each rank
-            its own part itself.
-        kwargs: those of ``DataLoader``; ``batch_size`` is global.
+            its own part itself. Or a ``DataLoader``, of which another one is made: what it was
+            given counts as `kwargs`, and those given here come first.
+        per_replica: whether ``batch_size`` and ``num_workers`` are those of each replica.
+        to_device: whether batches are moved to `device`, from pinned memory in the background.
+        kwargs: those of ``DataLoader``.
 
     Returns:
-        A ``DataLoader``, or the model's own loader that feeds its device.
+        A `ReplicaLoader`, which is a ``DataLoader`` with a position for checkpoints; or the
+        model's own loader.
 
     Raises:
-        ArgumentError: ``batch_size`` isn't an int of at least 1.
+        ArgumentError: ``batch_size`` isn't an int of at least 1, or the ``DataLoader`` is of a
+            class of its own.
 
     Example:
         >>> import unisono as idist
@@ -61,6 +75,8 @@ def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Any
         >>> [batch.tolist() for batch in loader]
         [[1, 2], [3]]
     """
+    if isinstance(dataset, DataLoader):
+        dataset, kwargs = _taken_apart(dataset, kwargs)
     context = current()
     hooks, world_size = hooks_of(context.model), context.model.topology.world_size
     batch_size = kwargs.get("batch_size", 1)
@@ -68,23 +84,77 @@ def auto_dataloader(dataset: Dataset[Any] | Sequence[Any], **kwargs: Any) -> Any
     if batch_size is not None and not is_count:
         raise ArgumentError(f"batch_size={batch_size!r} should be an int of at least 1, or None")
     if world_size > 1:
-        if kwargs.get("batch_size") is not None:
-            kwargs["batch_size"] = _share(kwargs["batch_size"], world_size)
         introduce(context, "auto_dataloader")
-        n_local = facts.get_nproc_per_node()
-        if kwargs.get("num_workers", 0) >= n_local:
-            kwargs["num_workers"] = (kwargs["num_workers"] + n_local - 1) // n_local
-        if kwargs.get("batch_sampler") is not None:
-            _check_batch_sampler(kwargs["batch_sampler"], world_size)
-        elif isinstance(dataset, IterableDataset):
-            _log.info("an iterable dataset isn't split: it must give each rank its own part")
-        else:
-            kwargs["sampler"] = _sampler(dataset, kwargs)
+        if not per_replica:
+            _divide(kwargs, world_size)
+        _order(dataset, kwargs, world_size)
     elif not isinstance(dataset, IterableDataset) and _chooses_order(kwargs):
         is_shuffled = kwargs.pop("shuffle", True)
         kwargs["sampler"] = (_Shuffled if is_shuffled else _InOrder)(cast("Sized", dataset))
     kwargs.setdefault("pin_memory", hooks.can_pin_memory)
-    return hooks.wrap_loader(DataLoader(cast("Dataset[Any]", dataset), **kwargs))
+    device = context.model.device if to_device and context.model.device.type != "cpu" else None
+    return hooks.wrap_loader(ReplicaLoader(dataset, device, **kwargs))
+
+
+_SAME = ("num_workers", "collate_fn", "timeout", "worker_init_fn", "multiprocessing_context")
+_TAKEN = (*_SAME, "generator", "prefetch_factor", "persistent_workers")
+
+
+def _taken_apart(loader: DataLoader[Any], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Give the dataset and the arguments of a loader. Local."""
+    if type(loader) is not DataLoader:
+        raise ArgumentError(
+            f"a {type(loader).__qualname__} can't be made again for this rank: give "
+            "auto_dataloader the data set, or a torch DataLoader"
+        )
+    kwargs: dict[str, Any] = {name: getattr(loader, name) for name in _TAKEN}
+    kwargs["in_order"] = getattr(loader, "in_order", True)
+    if loader.pin_memory:
+        kwargs["pin_memory"] = True
+    if type(loader.batch_sampler) not in (BatchSampler, type(None)):
+        kwargs["batch_sampler"] = loader.batch_sampler
+    else:
+        kwargs |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        if not isinstance(loader.dataset, IterableDataset):
+            kwargs |= _order_of(loader.sampler)
+    if given.keys() & {"sampler", "shuffle", "batch_sampler"}:
+        for name in ("sampler", "shuffle", "batch_sampler"):
+            kwargs.pop(name, None)
+    if given.get("batch_sampler") is not None:
+        kwargs = {name: kwargs[name] for name in kwargs if name not in ("batch_size", "drop_last")}
+    return loader.dataset, {**kwargs, **given}
+
+
+def _order_of(sampler: Any) -> dict[str, Any]:
+    """Give the arguments that a loader's sampler comes from. Local."""
+    if type(sampler) is SequentialSampler:
+        return {"shuffle": False}
+    is_plain = type(sampler) is RandomSampler and (sampler.replacement, sampler.generator) == (
+        False,
+        None,
+    )
+    if is_plain and sampler.num_samples == len(sampler.data_source):
+        return {"shuffle": True}
+    return {"sampler": sampler}
+
+
+def _divide(kwargs: dict[str, Any], world_size: int) -> None:
+    """Divide what is given for all replicas together. Local."""
+    if kwargs.get("batch_size") is not None:
+        kwargs["batch_size"] = _share(kwargs["batch_size"], world_size)
+    n_local = facts.get_nproc_per_node()
+    if kwargs.get("num_workers", 0) >= n_local:
+        kwargs["num_workers"] = (kwargs["num_workers"] + n_local - 1) // n_local
+
+
+def _order(dataset: Any, kwargs: dict[str, Any], world_size: int) -> None:
+    """Choose a sampler that deals out the samples. Local."""
+    if kwargs.get("batch_sampler") is not None:
+        _check_batch_sampler(kwargs["batch_sampler"], world_size)
+    elif isinstance(dataset, IterableDataset):
+        _log.info("an iterable dataset isn't split: it must give each rank its own part")
+    else:
+        kwargs["sampler"] = _sampler(dataset, kwargs)
 
 
 def _chooses_order(kwargs: dict[str, Any]) -> bool:
@@ -99,7 +169,7 @@ def _share(batch_size: int, world_size: int) -> int:
             f"batch_size={batch_size} can't be divided among {world_size} replicas: each loads "
             f"batches of {share}, {share * world_size} together",
             UserWarning,
-            stacklevel=3,
+            stacklevel=level(),
         )
     return share
 
@@ -112,7 +182,7 @@ def _check_batch_sampler(batch_sampler: Any, world_size: int) -> None:
             f"distributed over {world_size} replicas, so each replica would load every batch: give "
             "it a DistributedSampler or DistributedProxySampler, or pass sampler= and batch_size=",
             UserWarning,
-            stacklevel=3,
+            stacklevel=level(),
         )
 
 
@@ -130,7 +200,7 @@ def _sampler(dataset: Any, kwargs: dict[str, Any]) -> Sampler[Any]:
             f"the sampler is for rank {sampler_share[1]} of {sampler_share[0]}, but this is rank "
             f"{topology.rank} of {topology.world_size}",
             UserWarning,
-            stacklevel=3,
+            stacklevel=level(),
         )
     made: Sampler[Any] = sampler
     return made
@@ -140,6 +210,7 @@ class _Shuffled(RandomSampler):
     """The order that a ``DistributedSampler`` of one replica has, of the type of one alone."""
 
     epoch = 0
+    deals_in_turn = True
 
     def __init__(self, dataset: Sized) -> None:
         super().__init__(dataset)
@@ -158,6 +229,7 @@ class _InOrder(SequentialSampler):
     """The order of the dataset, of the type of one alone."""
 
     epoch = 0
+    deals_in_turn = True
 
     def set_epoch(self, epoch: int) -> None:
         """Note the epoch, as a distributed sampler does."""
@@ -180,6 +252,8 @@ class DistributedProxySampler(DistributedSampler[Any]):
     Raises:
         ArgumentError: `sampler` isn't one of these.
     """
+
+    deals_in_turn = True
 
     def __init__(
         self, sampler: Sampler[Any], num_replicas: int | None = None, rank: int | None = None

@@ -225,9 +225,6 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
             return None
         return training.wrap_optimizer(self, optimizer, partial(self._step.cut, str(self._device)))
 
-    def wrap_loader(self, loader: Any) -> Any:
-        return training.FeedingLoader(loader, self._device)
-
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
         n = self._topology.size(group)
         if n == 1:

@@ -5,7 +5,7 @@ Backward only records a graph there, and may run in a thread of autograd's that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from unisono.model.contract import ComputationModel
 from unisono.model.reduction import ReduceOp
 
-__all__ = ("FeedingLoader", "spread", "wrap_optimizer")
+__all__ = ("spread", "wrap_optimizer")
 
 
 def spread(model: ComputationModel, module: nn.Module) -> nn.Module:
@@ -77,40 +77,3 @@ def _average(model: ComputationModel, parameters: list[Tensor]) -> None:
                 if count:
                     mean = (part / size).to(dtype).view(parameter.shape)
                     parameter.grad = mean.to(parameter.device)
-
-
-class FeedingLoader:
-    """A data loader whose batches are on the device.
-
-    Local.
-
-    Args:
-        loader: a ``DataLoader``; its attributes are this one's.
-        device: where the batches go.
-    """
-
-    def __init__(self, loader: Any, device: torch.device) -> None:
-        self._loader = loader
-        self._device = device
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
-            yield _moved(batch, self._device)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_loader"], name)
-
-
-def _moved(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to(device)
-    if isinstance(batch, dict):
-        return {key: _moved(item, device) for key, item in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_moved(item, device) for item in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(_moved(item, device) for item in batch)
-    return batch

@@ -18,6 +18,7 @@ from unisono.testing.cases import (
     sections,
     sharing,
     sums,
+    training,
     transfers,
     values,
 )
@@ -38,6 +39,7 @@ __all__ = (
     "sections",
     "sharing",
     "sums",
+    "training",
     "transfers",
     "values",
 )

@@ -1,0 +1,128 @@
+"""Preemption: a signal to one rank is noted, and all ranks leave at the same step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from unisono.collectives.call import guarded, swap
+from unisono.context import communicator
+from unisono.errors import ArgumentError, UnsupportedOperation
+
+__all__ = ("preemptible", "preemption_point")
+
+_watched: dict[int, Any] = {}  # signals that are noted, with the handlers from before
+_noted: list[int] = []  # those that came
+_told: list[int] = []  # those that a preemption_point has told of
+_NO, _YES, _CANNOT = b"n", b"y", b"c"
+
+
+@contextmanager
+def preemptible(*signals: int) -> Iterator[None]:
+    """Note signals in a block, instead of dying of them; `preemption_point` tells all ranks.
+
+    Local. For signals other than SIGTERM, for ranks that are threads, and for programs that go on
+    afterwards. Handlers from before are put back at the end; a signal that came, and that no
+    `preemption_point` has told of, comes again then.
+
+    Args:
+        signals: such as ``signal.SIGUSR1``; none for SIGTERM.
+
+    Yields:
+        None.
+
+    Raises:
+        ArgumentError: a signal can't be handled, or this isn't the main thread of the process,
+            which alone may do it.
+
+    Example:
+        >>> import signal, unisono as idist
+        >>> with idist.preemptible(signal.SIGUSR1):
+        ...     signal.raise_signal(signal.SIGUSR1)
+        ...     idist.preemption_point()
+        True
+    """
+    if not _is_main():
+        raise ArgumentError(
+            "only the main thread of a process can handle signals: open preemptible() there, "
+            "before ranks that are threads begin"
+        )
+    before = {number: _watched.get(number) for number in signals or (signal.SIGTERM,)}
+    try:
+        for number in before:
+            _watch(number)
+        yield
+    finally:
+        is_untold = [number for number in _noted if number in before and number not in _told]
+        for number, handler in before.items():
+            if handler is None and number in _watched:
+                signal.signal(number, _watched.pop(number))
+        _noted[:] = [number for number in _noted if number in _watched]
+        _told[:] = [number for number in _told if number in _watched]
+        for number in is_untold:
+            if number not in _watched:
+                os.kill(os.getpid(), number)
+
+
+def _watch(number: int) -> None:
+    if number in _watched:
+        return
+    try:
+        before = signal.signal(number, _note)
+    except (OSError, TypeError, ValueError) as error:
+        raise ArgumentError(f"signal {number!r} can't be handled: {error}") from error
+    _watched[number] = signal.SIG_DFL if before is None else before
+
+
+def _note(number: int, frame: Any) -> None:
+    _noted.append(number)
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+@guarded
+def preemption_point() -> bool:
+    """Tell whether some rank got a signal to leave, so that all save at the same step and leave.
+
+    Collective over all ranks.
+
+    From the first call on, SIGTERM is noted in this process, and ends it no more. A block of
+    `preemptible` notes other signals. Signals reach the main thread alone: where a rank is another
+    thread, open that block in the main thread.
+
+    Returns:
+        Whether a rank had been signalled before it called this, the same on every rank; from then
+        on True at each call.
+
+    Raises:
+        UnsupportedOperation: a rank is a thread, and nothing notes signals in its process (on every
+            rank).
+        CollectiveError: a peer failed or didn't come in time.
+
+    Example:
+        >>> import unisono as idist
+        >>> with idist.preemptible():
+        ...     idist.preemption_point()
+        False
+    """
+    context = communicator()
+    if not _watched and _is_main():
+        _watch(signal.SIGTERM)
+    _told[:] = _noted
+    mark = _CANNOT if not _watched else _YES if _told else _NO
+    with context.calls.call("preemption_point", None):
+        marks = [bytes(each) for each in swap(context, "preemption_point", mark, None)]
+    if _CANNOT in marks:
+        ranks = [rank for rank, each in enumerate(marks) if each == _CANNOT]
+        raise UnsupportedOperation(
+            context.model.name,
+            f"preemption_point without preemptible: ranks {ranks} are threads, which get no signal",
+            "open `with preemptible():` in the main thread, around what starts the ranks",
+        )
+    return _YES in marks

@@ -1,0 +1,225 @@
+"""A run that is interrupted in the middle of an epoch ends as one that never was."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import RandomSampler, SequentialSampler
+
+import unisono as idist
+from tests.support.processes import python
+from unisono.errors import ArgumentError, UnsupportedOperation, WorkerFailedError
+
+GLOBAL_BATCH, EPOCHS, SAMPLES = 12, 3, 130  # 11 batches, and the last one is short
+
+
+def network() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def rows() -> Any:
+    x = torch.sin(torch.arange(SAMPLES * 6.0)).view(SAMPLES, 6)
+    return [(row, row.sum().view(1)) for row in x]
+
+
+def everything() -> dict[str, Any]:
+    model = idist.auto_model(network())
+    optimizer = idist.auto_optim(torch.optim.Adam(model.parameters(), lr=0.01))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    loader = idist.auto_dataloader(rows(), batch_size=GLOBAL_BATCH)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
+
+
+def train(local_rank: int, path: str, signal_at: tuple[int, int] | None) -> Any:
+    """Train; at an epoch and batch rank 0 sends SIGTERM to the last rank."""
+    torch.set_num_threads(1)
+    pids = idist.all_gather(os.getpid())
+    state = everything()
+    model, optimizer, loader = state["model"], state["optimizer"], state["loader"]
+    if Path(path).exists():
+        idist.load_checkpoint(path, into=state)
+    assert idist.preemption_point() is False
+    for epoch in range(loader.epoch, EPOCHS):
+        loader.set_epoch(epoch)
+        for step, (x, y) in enumerate(loader):
+            loss: Any = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if (epoch, step) == signal_at and idist.get_rank() == 0:
+                os.kill(pids[-1], signal.SIGTERM)
+            if idist.preemption_point():
+                idist.save_checkpoint(state, path)
+                return loader.state_dict()
+        state["scheduler"].step()
+    return [item.detach() for item in idist.unwrap_model(model).state_dict().values()]
+
+
+def bits(tensors: list[Tensor]) -> list[bytes]:
+    return [item.contiguous().numpy().tobytes() for item in tensors]
+
+
+def test_sigterm_to_one_rank_and_resumption_change_no_bit(tmp_path: Path) -> None:
+    path = str(tmp_path / "last.pt")
+    undisturbed = idist.spawn("gloo", train, args=(path, None), nproc_per_node=2)
+    stopped = idist.spawn("gloo", train, args=(path, (1, 4)), nproc_per_node=2)
+    assert stopped[0] == stopped[1]
+    assert stopped[0]["epoch"] == 1
+    assert 4 < stopped[0]["batches"] < 11
+    resumed = idist.spawn("gloo", train, args=(path, None), nproc_per_node=2)
+    assert [bits(each) for each in resumed] == [bits(each) for each in undisturbed]
+    saved = bits(list(torch.load(path, weights_only=True)["model"].values()))
+    for size in (1, 3, 4):
+        assert idist.spawn("threads", loads, args=(path,), nproc_per_node=size) == [saved] * size
+    done = python("-c", PLAIN, path)
+    assert done.returncode == 0, done.stderr
+
+
+def loads(local_rank: int, path: str) -> list[bytes]:
+    state = everything()
+    idist.load_checkpoint(path, into=state)
+    return bits(list(idist.unwrap_model(state["model"]).state_dict().values()))
+
+
+PLAIN = """
+import sys
+import torch
+from torch import nn
+
+state = torch.load(sys.argv[1], weights_only=True)
+model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+model.load_state_dict(state["model"])
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+optimizer.load_state_dict(state["optimizer"])
+model(torch.ones(2, 6)).sum().backward()
+optimizer.step()
+assert "unisono" not in sys.modules
+"""
+
+
+def test_a_block_puts_handlers_back_and_loses_no_signal() -> None:
+    came: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
+    try:
+        with idist.preemptible(signal.SIGUSR1):
+            assert not idist.preemption_point()
+            with idist.preemptible(signal.SIGUSR1):
+                signal.raise_signal(signal.SIGUSR1)
+            assert idist.preemption_point()
+            assert idist.preemption_point()
+            assert not came
+        signal.raise_signal(signal.SIGUSR1)
+        assert came == [signal.SIGUSR1]
+        with idist.preemptible(signal.SIGUSR1):
+            assert not idist.preemption_point()
+            signal.raise_signal(signal.SIGUSR1)  # and no point tells of it
+        assert came == [signal.SIGUSR1] * 2
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    with pytest.raises(ArgumentError, match="can't be handled"), idist.preemptible(signal.SIGKILL):
+        pass
+
+
+def test_a_signal_to_the_process_reaches_ranks_that_are_threads() -> None:
+    with pytest.raises(WorkerFailedError, match=r"ranks \[0, 1\] are threads"):
+        idist.spawn("threads", points, nproc_per_node=2)
+    with idist.preemptible(signal.SIGUSR1):
+        told = idist.spawn("threads", points, nproc_per_node=2)
+    assert told[0] == told[1] > 0
+
+
+def points(local_rank: int) -> int:
+    """Count the points until one tells of the signal, which rank 0 sends at the third."""
+    for count in range(1_000_000):
+        if idist.preemption_point():
+            return count
+        if count == 2 and local_rank == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+    raise AssertionError("no point has told of the signal")
+
+
+@pytest.mark.ranks(2, on="gloo")
+def test_a_position_goes_on_with_the_rest() -> None:
+    size = idist.get_world_size()
+    data: Any = list(range(12 * size + 5))
+    loader = idist.auto_dataloader(data, batch_size=2 * size)
+    loader.set_epoch(3)
+    whole = [rows.tolist() for rows in loader]
+    assert loader.epoch == 4
+    loader.set_epoch(3)
+    for count, _ in enumerate(loader, 1):
+        if count == 4:
+            break
+    state = loader.state_dict()
+    for workers in (0, 1):
+        again = idist.auto_dataloader(
+            data, batch_size=2 * size, num_workers=workers, persistent_workers=bool(workers)
+        )
+        again.load_state_dict(state)
+        assert again.state_dict() == state
+        again.set_epoch(again.epoch)
+        assert len(again) == len(whole)
+        assert [rows.tolist() for rows in again] == whole[4:]
+        assert again.epoch == 4
+        again.sampler.set_epoch(3)
+        assert [rows.tolist() for rows in again] == whole
+    again.load_state_dict(state)
+    again.set_epoch(5)  # another epoch begins at its start
+    assert len(list(again)) == len(whole)
+
+
+def test_a_position_goes_on_with_another_number_of_ranks() -> None:
+    def see(local_rank: int, state: Any, count: int) -> Any:
+        loader = idist.auto_dataloader(list(range(50)), batch_size=12)
+        if state is not None:
+            loader.load_state_dict(state)
+        seen = [rows.tolist() for _, rows in zip(range(count), loader, strict=False)]
+        return seen, loader.state_dict()
+
+    whole = together(idist.spawn("threads", see, args=(None, 99), nproc_per_node=2))
+    begun = idist.spawn("threads", see, args=(None, 2), nproc_per_node=2)
+    for size in (1, 3, 4):
+        rest = idist.spawn("threads", see, args=(begun[1][1], 99), nproc_per_node=size)
+        assert (together(begun) + together(rest))[:50] == whole
+
+
+def together(parts: list[Any]) -> list[int]:
+    """Put what ranks saw into the order that it was dealt out in."""
+    mine = [[i for batch in seen for i in batch] for seen, _ in parts]
+    return [i for row in zip(*mine, strict=True) for i in row][:50]
+
+
+def test_positions_that_lead_nowhere_are_refused() -> None:
+    data: Any = list(range(24))
+    loader = idist.auto_dataloader(data, batch_size=4)
+    next(iter(loader))
+    state = loader.state_dict()
+    with pytest.raises(ArgumentError, match="a position has"):
+        loader.load_state_dict({"epoch": 1})
+    with pytest.raises(ArgumentError, match=r"in 24 samples, and here are 3"):
+        idist.auto_dataloader([1, 2, 3]).load_state_dict(state)
+    with pytest.raises(ArgumentError, match=r"aren't whole batches of 3"):
+        idist.auto_dataloader(data, batch_size=3).load_state_dict(state)
+    halves = idist.auto_dataloader(data, batch_size=2)
+    halves.load_state_dict(state)
+    assert len(list(halves)) == 10
+    drawn = idist.auto_dataloader(data, batch_size=4, sampler=RandomSampler(data))
+    drawn.load_state_dict(drawn.state_dict())
+    next(iter(drawn))
+    with pytest.raises(UnsupportedOperation, match="draws another order each time"):
+        drawn.state_dict()
+    own = idist.auto_dataloader(data, batch_size=4, sampler=Own(data))
+    with pytest.raises(UnsupportedOperation, match="a position of 2 ranks on 1"):
+        own.load_state_dict({**state, "world_size": 2})
+
+
+class Own(SequentialSampler):
+    def set_epoch(self, epoch: int) -> None:
+        pass
