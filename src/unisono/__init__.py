@@ -67,14 +67,17 @@ if TYPE_CHECKING:
         broadcast_optimizer_state,
         broadcast_params,
     )
+    from unisono.training.batch_size import find_executable_batch_size
     from unisono.training.batchnorm import (
         SyncBatchNorm,
         convert_sync_batchnorm,
         register_sync_batchnorm,
     )
     from unisono.training.checkpoints import load_checkpoint, save_checkpoint
+    from unisono.training.clipping import clip_grad_norm_
     from unisono.training.data_parallel import Replicated
-    from unisono.training.evaluation import EvaluationSampler, gather_results
+    from unisono.training.equality import assert_equal
+    from unisono.training.evaluation import EvaluationSampler, evaluate, gather_results
     from unisono.training.loader import ReplicaLoader
     from unisono.training.loading import DistributedProxySampler, auto_dataloader
     from unisono.training.preemption import preemptible, preemption_point
@@ -141,6 +144,7 @@ __all__ = (
     "all_reduce_grads",
     "all_reduce_params",
     "all_to_all",
+    "assert_equal",
     "auto_dataloader",
     "auto_model",
     "auto_optim",
@@ -151,12 +155,15 @@ __all__ = (
     "broadcast_",
     "broadcast_optimizer_state",
     "broadcast_params",
+    "clip_grad_norm_",
     "convert_sync_batchnorm",
     "deadline",
     "device",
     "errors",
+    "evaluate",
     "exact_sum",
     "finalize",
+    "find_executable_batch_size",
     "gather",
     "gather_results",
     "get_current_memory_gb",
@@ -318,6 +325,7 @@ _EXTRAS = {
         "broadcast_optimizer_state",
         "broadcast_params",
     ),
+    "unisono.training.batch_size": ("find_executable_batch_size",),
     "unisono.training.batchnorm": (
         "SyncBatchNorm",
         "convert_sync_batchnorm",
@@ -327,8 +335,11 @@ _EXTRAS = {
         "load_checkpoint",
         "save_checkpoint",
     ),
+    "unisono.training.clipping": ("clip_grad_norm_",),
+    "unisono.training.equality": ("assert_equal",),
     "unisono.training.evaluation": (
         "EvaluationSampler",
+        "evaluate",
         "gather_results",
     ),
     "unisono.training.loader": ("ReplicaLoader",),

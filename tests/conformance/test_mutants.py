@@ -30,7 +30,7 @@ from unisono.observe import waits
 from unisono.payload import codec, pickling
 from unisono.registry import register_model
 from unisono.testing import Outcome, check
-from unisono.training import loader, preemption
+from unisono.training import batch_size, equality, evaluation, loader, preemption
 
 
 class _Caught(Exception):
@@ -219,11 +219,37 @@ def _rounds_long_ones_once_more(context: Any, call: str, tensors: Any, group: An
 
 
 _summed_exactly = _exact_sums.sum_exactly
+
+
+def _clips_half(tensors: Any, *args: Any) -> Any:
+    for tensor in tensors:
+        tensor.grad = tensor.grad / 2
+    return _clipped(tensors, *args)
+
+
+def _gathers_by_rank(part: Any, size: int, dst: Any) -> Any:
+    return _gathered(part, size, dst) if dst is not None else evaluation.all_gather(part)
+
+
+_clipped = torch.nn.utils.clip_grad_norm_
+_gathered = evaluation.gather_results
 _begun, _ended = recording.CallLog.begin, recording.Token.end
 _written, _object_written = codec._write_tensor, codec._write_object
 _header_read = codec._header_at
 # Above the models: what breaks the law, wherever its name is used.
 BREAKS: dict[str, list[tuple[Any, str, Any]]] = {
+    "a_rank_out_of_memory_halves_the_batch_on_all": [
+        (batch_size, "CollectiveMismatchError", KeyboardInterrupt)
+    ],
+    "each_sample_is_evaluated_once_and_results_are_in_order": [
+        (evaluation, "gather_results", _gathers_by_rank)
+    ],
+    "gradients_are_clipped_by_the_norm_of_their_mean": [
+        (torch.nn.utils, "clip_grad_norm_", _clips_half)
+    ],
+    "values_that_differ_are_named_with_their_ranks": [
+        (equality, "_leaf", lambda value: (type(value).__name__, b""))
+    ],
     "a_position_is_followed_by_what_was_not_seen": [
         (loader._Rest, "__iter__", lambda rest: iter(rest._whole))
     ],

@@ -286,12 +286,14 @@ STATE = {
     "testing.ranks.body:_here": "the session of pytest within a rank, which may be a thread",
     "testing.ranks.body:_lock": "ranks that are threads import one after the other",
     "training.batchnorm:_converters": "what plug-ins and programs bring",
+    "training.clipping:_settled": "optimizers whose gradients are averaged already",
     "training.data_parallel:_alive": "wrapped modules whose gradients are averaged",
     "training.loading:_drawing": "the sampler that draws in this thread",
     "training.preemption:_noted": "signals of the process",
     "training.preemption:_told": "signals of the process",
     "training.preemption:_watched": "signals of the process",
     "training.states:_custom": "states that programs register",
+    "training.wrapping:_averaging": "optimizers whose step averages gradients",
     "training.wrapping:_wrappers": "what plug-ins and programs bring",
 }
 STATEFUL = frozenset(

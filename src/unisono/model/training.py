@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,6 +51,20 @@ class TrainingHooks:
         Returns:
             An optimizer whose ``step`` averages the gradients itself, instead of backward; None
             where there is nothing to adapt, and no option is known.
+        """
+        return None
+
+    def settle_gradients(self, optimizer: Optimizer) -> Callable[[], None] | None:
+        """Average the gradients now, which ``optimizer.step`` would do next, and then doesn't.
+
+        Collective over all ranks, where the step would be.
+
+        Args:
+            optimizer: from `wrap_optimizer`, or made by the library's own means.
+
+        Returns:
+            What lets the step average again; it is called after a step, and at the next gradient.
+            None where the step doesn't average.
         """
         return None
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from typing import Any, overload
 
-from torch import Tensor
-from torch.utils.data import Sampler
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler
 
 from unisono.arguments import check_count
+from unisono.collectives.call import guarded, swap
 from unisono.collectives.gathers import all_gather, gather
 from unisono.collectives.membership import check_rank
+from unisono.collectives.outcomes import Report, failure, report
 from unisono.collectives.value_types import T
-from unisono.context import current, current_model
+from unisono.context import ContextState, communicator, current, current_model
 from unisono.errors import ArgumentError, CollectiveMismatchError
+from unisono.payload.codec import decode, encode
+from unisono.training.loading import auto_dataloader
 
-__all__ = ("EvaluationSampler", "gather_results")
+__all__ = ("EvaluationSampler", "evaluate", "gather_results")
 
 
 class EvaluationSampler(Sampler[int]):
@@ -135,3 +141,126 @@ def _interleaved(parts: Sequence[Tensor], size: int) -> Tensor:
         target = joined[rank :: len(parts)]
         target.copy_(item[: len(target)])
     return joined
+
+
+def evaluate(fn: Callable[[Any], Any], data: Any, dst: int | None = None, **kwargs: Any) -> Any:
+    """Run a function on each sample of a dataset once, on all ranks together.
+
+    Collective over all ranks. Each rank gets its part of the samples. All ranks call `fn` equally
+    often, so that it may call collectives, as a sharded model does; a rank that has fewer samples
+    computes one again, whose result is left out.
+
+    Args:
+        fn: called with a batch, on this rank's device, without gradients. Returns a result for each
+            sample: a tensor [b, ...], a list or tuple of b values, or a dict of these. A module is
+            in evaluation mode meanwhile.
+        data: a dataset with a length, or a ``DataLoader``, whose order doesn't count.
+        dst: global rank that gets the results; None for all.
+        kwargs: those of `auto_dataloader` that don't choose an order, such as ``batch_size``.
+
+    Returns:
+        The results in the order of the dataset: a tensor [samples, ...], a list, or a dict of
+        these; an empty list for no samples; None on ranks other than `dst`.
+
+    Raises:
+        ArgumentError: `data` has no length, or the arguments choose an order.
+        PeerFailedError: `fn` raised on some rank, or its results aren't one for each sample (on
+            every rank; the original is the cause on the rank that failed).
+        CollectiveMismatchError: ranks have results of different kinds (on every rank).
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.evaluate(lambda batch: batch * 2, [1, 2, 3], batch_size=2)
+        tensor([2, 4, 6])
+    """
+    dataset = data.dataset if isinstance(data, DataLoader) else data
+    chosen = sorted(kwargs.keys() & {"sampler", "batch_sampler", "shuffle", "drop_last"})
+    if chosen or not isinstance(dataset, Sized):
+        what = f"{', '.join(chosen)} can't be given" if chosen else "the dataset has no length"
+        raise ArgumentError(f"evaluate takes all samples in order: {what}")
+    context = communicator()
+    check_rank(context, None, 0 if dst is None else dst, "dst")
+    loader = auto_dataloader(data, shuffle=False, drop_last=False, **kwargs)
+    error: Exception | None = None
+    columns: dict[str | None, Any] = {}
+    reported: Report | None = None
+    try:
+        columns = _joined(_results(fn, loader))
+    except Exception as raised:  # what the function of the user raises
+        error, reported = raised, report(raised)
+    kinds = {name: isinstance(part, Tensor) for name, part in columns.items()}
+    replies = _told(context, (reported, kinds))
+    for rank, (how, _) in enumerate(replies):
+        if how is not None:
+            raise failure(rank, "evaluate", how) from error
+    if any(other != kinds for _, other in replies):
+        raise CollectiveMismatchError(
+            f"evaluate: results differ in kind between ranks: {[other for _, other in replies]}"
+        )
+    made: dict[str | None, Any] = dict.fromkeys(columns)
+    for name in sorted(columns, key=str):  # ranks may have made them in another order
+        made[name] = gather_results(columns[name], len(dataset), dst)
+    if dst not in (None, context.model.topology.rank):
+        return None
+    return made.get(None, made) if made else []
+
+
+@guarded
+def _told(context: ContextState, mine: Any) -> list[Any]:
+    """Tell all ranks how it went. Collective over all ranks."""
+    with context.calls.call("evaluate", None):
+        frames = swap(context, "evaluate", encode(mine), None)
+    return [decode(frame, context.model.device) for frame in frames]
+
+
+def _results(fn: Callable[[Any], Any], loader: Any) -> list[dict[str | None, Any]]:
+    """Give the results of each batch, by their names. Local, but for what `fn` does."""
+    made = []
+    left = len(loader.sampler)
+    with torch.no_grad(), _evaluating(fn):
+        for batch in loader:
+            count = min(loader.batch_size or 1, left)
+            left -= count
+            results = fn(batch)
+            named = results if isinstance(results, dict) else {None: results}
+            for name, part in named.items():
+                _check_results(name, part, count)
+            made.append(named)
+    return made
+
+
+def _check_results(name: str | None, part: Any, count: int) -> None:
+    if not isinstance(part, (Tensor, list, tuple)) or (isinstance(part, Tensor) and not part.dim()):
+        shown = "a 0-dim tensor" if isinstance(part, Tensor) else f"a {type(part).__qualname__}"
+    elif len(part) != count:
+        shown = f"{len(part)} results"
+    else:
+        return
+    raise ArgumentError(
+        f"evaluate: a batch of {count} samples gave {shown}{f' as {name!r}' if name else ''}: "
+        "return one result for each, in a tensor or a list"
+    )
+
+
+def _joined(batches: list[dict[str | None, Any]]) -> dict[str | None, Any]:
+    """Join what batches gave, by the names of the first. Local."""
+    joined: dict[str | None, Any] = {}
+    for name in batches[0] if batches else ():
+        parts = [batch[name] for batch in batches]
+        are_tensors = all(isinstance(part, Tensor) for part in parts)
+        joined[name] = (
+            torch.cat(parts) if are_tensors else [item for part in parts for item in part]
+        )
+    return joined
+
+
+@contextmanager
+def _evaluating(fn: Any) -> Iterator[None]:
+    modules = [part for part in fn.modules() if part.training] if isinstance(fn, nn.Module) else []
+    if modules:
+        fn.eval()
+    try:
+        yield
+    finally:
+        for part in modules:
+            part.training = True

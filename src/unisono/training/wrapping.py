@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.arguments import check_names
@@ -31,13 +32,22 @@ from unisono.training.data_parallel import Replicated, owners
 from unisono.training.ddp_hook import average_in_shared_memory
 from unisono.training.states import remember_wrapper, unwrapped
 
-__all__ = ("auto_model", "auto_optim", "join", "no_sync", "register_wrapper", "unwrap_model")
+__all__ = (
+    "auto_model",
+    "auto_optim",
+    "averaging_optimizers",
+    "join",
+    "no_sync",
+    "register_wrapper",
+    "unwrap_model",
+)
 
 Wrapper = Callable[..., nn.Module]
 _DDP = nn.parallel.DistributedDataParallel
 _DDP_OPTIONS = frozenset(inspect.signature(_DDP).parameters) - {
     *("module", "device_ids", "output_device", "dim", "device_mesh")
 }
+_averaging: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those whose step averages
 _wrappers: PluginRegistry[Wrapper | None] = PluginRegistry(
     "wrapper",
     "unisono.wrappers",
@@ -242,7 +252,18 @@ def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
         return optimizer
     for each in wrappers:
         each.release()
+    _averaging.add(made)
     return made
+
+
+def averaging_optimizers(parameters: Iterable[Tensor]) -> list[Optimizer]:
+    """List the optimizers of these parameters whose step averages gradients. Local."""
+    keys = {id(parameter) for parameter in parameters}
+    return [
+        each
+        for each in list(_averaging)
+        if any(id(item) in keys for entry in each.param_groups for item in entry["params"])
+    ]
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -30,6 +31,7 @@ __all__ = (
     "seat",
     "seconds",
     "topology_of",
+    "settle_gradients",
     "wrap_optimizer",
 )
 
@@ -202,3 +204,23 @@ def wrap_optimizer(
         return None
     made: Optimizer = hvd.DistributedOptimizer(optimizer, **options)
     return made
+
+
+def settle_gradients(optimizer: Optimizer) -> Callable[[], None] | None:
+    """Wait for the averages of a ``DistributedOptimizer``, and let its step not do so.
+
+    Collective over all ranks.
+
+    Args:
+        optimizer: nothing is done for one of another class.
+
+    Returns:
+        What lets the step do so again.
+    """
+    own: Any = optimizer
+    if not hasattr(own, "skip_synchronize"):
+        return None
+    own.synchronize()
+    skipping = own.skip_synchronize()
+    skipping.__enter__()
+    return partial(skipping.__exit__, None, None, None)

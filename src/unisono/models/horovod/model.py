@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import horovod.torch as hvd  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -152,6 +153,9 @@ class HorovodModel(ComputationModel, TrainingHooks):
         self, optimizer: Optimizer, *, is_averaged: bool, **options: Any
     ) -> Optimizer | None:
         return context.wrap_optimizer(hvd, optimizer, is_averaged, **options)
+
+    def settle_gradients(self, optimizer: Optimizer) -> Callable[[], None] | None:
+        return context.settle_gradients(optimizer)
 
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
         row = tensor.unsqueeze(0)

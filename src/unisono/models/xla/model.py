@@ -225,6 +225,10 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
             return None
         return training.wrap_optimizer(self, optimizer, partial(self._step.cut, str(self._device)))
 
+    def settle_gradients(self, optimizer: Optimizer) -> Callable[[], None] | None:
+        settle: Callable[[], Callable[[], None]] | None = getattr(optimizer, "settle", None)
+        return None if settle is None else settle()
+
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
         n = self._topology.size(group)
         if n == 1:

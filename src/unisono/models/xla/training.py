@@ -37,7 +37,8 @@ def wrap_optimizer(
 
     Args:
         model: the active model.
-        optimizer: its class is replaced by one that inherits from it.
+        optimizer: its class is replaced by one that inherits from it, whose ``settle`` averages
+            before the step.
         cut: computes what is recorded.
 
     Returns:
@@ -46,8 +47,19 @@ def wrap_optimizer(
     kind = type(optimizer)
 
     class Averaging(kind):  # type: ignore[misc, valid-type]
-        def step(self, closure: Any = None) -> Any:
+        is_settled = False
+
+        def settle(self) -> Callable[[], None]:
             _average(model, [p for entry in self.param_groups for p in entry["params"]])
+            self.is_settled = True
+            return self._unsettle
+
+        def _unsettle(self) -> None:
+            self.is_settled = False
+
+        def step(self, closure: Any = None) -> Any:
+            if not self.is_settled:
+                _average(model, [p for entry in self.param_groups for p in entry["params"]])
             result = kind.step(self) if closure is None else kind.step(self, closure)
             cut()
             return result

@@ -6,9 +6,17 @@ import signal
 import threading
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 import unisono as idist
-from unisono.errors import UnsupportedOperation
-from unisono.testing.cases._law import law, raises, same, worlds
+from unisono.errors import (
+    ArgumentError,
+    CollectiveMismatchError,
+    PeerFailedError,
+    UnsupportedOperation,
+)
+from unisono.testing.cases._law import law, needs_ranks, raises, same, worlds
 
 __all__ = ()
 
@@ -51,3 +59,106 @@ def a_signal_to_one_rank_is_told_to_all_at_the_same_point() -> None:
         same(idist.preemption_point(), True)
         same(idist.preemption_point(), True)
         idist.barrier()
+
+
+@law()
+def values_that_differ_are_named_with_their_ranks() -> None:
+    rank, size = worlds()
+    tree: Any = {"model": nn.Linear(2, 1), "steps": [3, "x", None], "weights": torch.ones(4)}
+    with torch.no_grad():
+        for parameter in tree["model"].parameters():
+            parameter.fill_(0.5)
+    idist.assert_equal(tree)
+    idist.assert_equal([float("nan"), -0.0, {}, torch.tensor([float("nan")])])
+    same(idist.all_reduce(1), size)
+    if not needs_ranks(2):
+        return
+    last = rank == size - 1
+    others, alone = str([*range(size - 1)]), str([size - 1])
+    tree["steps"][0] += last
+    parts = ["{'steps'}[0]", f"ranks {others}: 3", f"ranks {alone}: 4", "1 of"]
+    raises(CollectiveMismatchError, lambda: idist.assert_equal(tree), parts)
+    tree["steps"][0] = 3
+    if last:
+        tree["model"].weight.data[0, 1] = -0.5
+    parts = ["{'model'}{'weight'}", "float32[1, 2]", f"ranks {alone}", "digest"]
+    raises(CollectiveMismatchError, lambda: idist.assert_equal(tree), parts)
+    one: Any = 0.0 if rank else -0.0
+    raises(CollectiveMismatchError, lambda: idist.assert_equal(one), ["ranks [0]: -0.0"])
+    raises(CollectiveMismatchError, lambda: idist.assert_equal({str(last): 1}), ["nothing"])
+    same(idist.all_reduce(1), size, "ranks are in step")
+
+
+@law()
+def each_sample_is_evaluated_once_and_results_are_in_order() -> None:
+    rank, size = worlds()
+    for count in (0, 1, size, 4 * size + 1):
+        data = [torch.tensor([float(i), 1.0]) for i in range(count)]
+        calls: list[int] = []
+
+        def double(batch: Tensor, calls: list[int] = calls) -> dict[str, Any]:
+            calls.append(idist.all_reduce(1))  # all ranks call it equally often
+            return {"twice": batch * 2, "names": [f"{row[0]:.0f}" for row in batch.tolist()]}
+
+        made: Any = idist.evaluate(double, data, batch_size=2 * size)
+        if not count:
+            same(made, [])
+            continue
+        same(made["twice"].cpu(), torch.stack(data) * 2, f"{count} samples")
+        same(made["names"], [str(i) for i in range(count)])
+        same(set(calls), {size})
+    to_last = idist.evaluate(lambda rows: rows.tolist(), list(range(5)), dst=size - 1)
+    same(to_last, list(range(5)) if rank == size - 1 else None)
+    raises(ArgumentError, lambda: idist.evaluate(len, [1], shuffle=True), ["shuffle"])
+    raises(PeerFailedError, lambda: idist.evaluate(lambda rows: [], [1, 2, 3]), ["0 results"])
+    same(idist.all_reduce(1), size, "ranks are in step")
+
+
+@law()
+def a_rank_out_of_memory_halves_the_batch_on_all() -> None:
+    rank, size = worlds()
+    tried: list[int] = []
+
+    @idist.find_executable_batch_size(64)
+    def train(batch_size: int, room: int) -> tuple[int, int]:
+        tried.append(batch_size)
+        total = idist.all_reduce(1)
+        if rank == size - 1 and batch_size > room:
+            raise MemoryError(f"no room for {batch_size}")
+        return batch_size, total + idist.all_reduce(1)  # the others wait here
+
+    same(idist.all_gather(train(20)), [(16, 2 * size)] * size)
+    same(tried, [64, 32, 16])
+    raises(MemoryError, lambda: train(0), ["a batch of 1"])
+
+    @idist.find_executable_batch_size(4)
+    def fails(batch_size: int) -> None:
+        if rank == size - 1:
+            raise KeyError("mine")
+
+    raises(KeyError if rank == size - 1 else PeerFailedError, fails, ["mine"])
+    same(idist.all_reduce(1), size, "ranks are in step")
+
+
+@law()
+def gradients_are_clipped_by_the_norm_of_their_mean() -> None:
+    rank, size = worlds()
+    net = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        net.weight.fill_(1.0)
+    model = idist.auto_model(net)
+    optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=1.0))
+    mean = sum(range(1, size + 1)) / size
+    for _ in range(2):
+        x = torch.tensor([[3.0, 4.0]], device=idist.device()) * (rank + 1)
+        model(x).sum().backward()
+        norm = idist.clip_grad_norm_(model, 1.0)
+        torch.testing.assert_close(norm.cpu(), torch.tensor(5 * mean))
+        optimizer.step()
+        optimizer.zero_grad()
+    (weight,) = (item.detach().cpu() for item in idist.unwrap_model(model).parameters())
+    torch.testing.assert_close(weight, torch.tensor([[1 - 2 * 0.6, 1 - 2 * 0.8]]))
+    idist.assert_equal(weight)
+    scaler = torch.amp.GradScaler(idist.device().type, enabled=False)
+    alone: Any = lambda: idist.clip_grad_norm_(model, 1.0, scaler=scaler)  # noqa: E731
+    raises(ArgumentError, alone, ["optimizer"])

@@ -1,0 +1,143 @@
+"""The largest batch size that fits into the memory of every rank."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Concatenate, Literal, TypeVar
+
+import torch
+from typing_extensions import ParamSpec
+
+from unisono.arguments import check_count
+from unisono.collectives.call import guarded, swap
+from unisono.collectives.outcomes import Report, failure, report
+from unisono.context import ContextState, communicator
+from unisono.errors import CollectiveMismatchError, UnisonoError
+from unisono.payload.codec import decode, encode
+
+__all__ = ("find_executable_batch_size",)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Ending = Literal["done", "out of memory", "failed", "out of step"]
+_NAME = "find_executable_batch_size"
+_TEXTS = (
+    "out of memory",
+    "can't allocate memory",
+    "ALLOC_FAILED",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+    "RESOURCE_EXHAUSTED",
+)
+
+
+def find_executable_batch_size(
+    starting_batch_size: int = 128,
+) -> Callable[[Callable[Concatenate[int, P], T]], Callable[P, T]]:
+    """Decorate a function so that it gets the largest batch size that fits on every rank.
+
+    Collective over all ranks, at each call. The function begins with `starting_batch_size`. If some
+    rank is out of memory, all of them begin again with half of it. So make in it what is to be
+    freed between: model, optimizer, loader.
+
+    A rank that is out of memory while others wait for it in a collective is noticed where ranks
+    compare calls: in those of the facade, and in backward under `Replicated`. In backward under
+    ``DistributedDataParallel``, and on accelerators, they wait until the deadline: there, let the
+    function try a step in `no_sync` and return its batch size.
+
+    Args:
+        starting_batch_size: the first one, the same on every rank.
+
+    Returns:
+        A decorator. The function's first argument is the batch size, which callers leave out.
+
+    Raises:
+        ArgumentError: `starting_batch_size` isn't an int of at least 1.
+        MemoryError: a batch of 1 doesn't fit either (at the call, on every rank).
+        PeerFailedError: the function raised something else on another rank (at the call).
+
+    Example:
+        >>> import unisono as idist
+        >>> @idist.find_executable_batch_size(64)
+        ... def train(batch_size):
+        ...     if batch_size > 20:
+        ...         raise MemoryError
+        ...     return batch_size
+        >>> train()
+        16
+    """
+    begin = check_count("starting_batch_size", starting_batch_size)
+
+    def decorate(fn: Callable[Concatenate[int, P], T]) -> Callable[P, T]:
+        @functools.wraps(fn)
+        def search(*args: P.args, **kwargs: P.kwargs) -> T:
+            size = begin
+            while size:
+                ending, value = _try(lambda: fn(size, *args, **kwargs), size)  # noqa: B023
+                if ending == "done":
+                    return value
+                _free()
+                size //= 2
+            raise MemoryError(f"{fn.__qualname__} is out of memory with a batch of 1")
+
+        return search
+
+    return decorate
+
+
+def _try(call: Callable[[], T], size: int) -> tuple[Ending, T]:
+    """Call something, and hear how it ended on all ranks. Collective over all ranks."""
+    ending: Ending = "done"
+    value: Any = None
+    error: Exception | None = None
+    reported: Report | None = None
+    try:
+        value = call()
+    except Exception as raised:
+        ending = _ending(raised)
+        if ending != "out of memory":  # then nothing may keep what the function's frames hold
+            error, reported = raised, report(raised)
+    context = communicator()
+    with context.calls.call(_NAME, None):
+        frames = _told(context, f"{_NAME}: {size}", encode((ending, reported)))
+    replies = [decode(frame, context.model.device) for frame in frames]
+    endings = [reply[0] for reply in replies]
+    if "out of memory" in endings:
+        return "out of memory", value
+    for worst in ("failed", "out of step"):
+        if error is not None and ending == worst:
+            raise error
+        if worst in endings:
+            rank = endings.index(worst)
+            raise failure(rank, f"a function with batch size {size}", replies[rank][1]) from error
+    return "done", value
+
+
+def _ending(error: Exception) -> Ending:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return "out of memory"
+    if isinstance(error, CollectiveMismatchError):
+        return "out of step"
+    is_of_torch = isinstance(error, RuntimeError) and not isinstance(error, UnisonoError)
+    is_told = is_of_torch and any(text in str(error) for text in _TEXTS)
+    return "out of memory" if is_told else "failed"
+
+
+@guarded
+def _told(context: ContextState, call: str, frame: bytes) -> list[bytes]:
+    """Tell every rank how it ended here; others may still be in collectives of the function."""
+    while True:
+        with suppress(CollectiveMismatchError):  # it is theirs as well, and brings them here
+            return swap(context, call, frame, None)
+
+
+def _free() -> None:
+    """Give back what caches hold. Local."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        empty: Any = getattr(getattr(torch, kind.type if kind else "", None), "empty_cache", None)
+        if empty is not None:
+            empty()

@@ -1,0 +1,105 @@
+"""Clip gradients by their norm, after they are averaged and before the step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.context import communicator
+from unisono.errors import ArgumentError, UnsupportedOperation
+from unisono.model.contract import ComputationModel
+from unisono.model.training import hooks_of
+from unisono.training.agreement import as_tensors, is_sharded
+from unisono.training.wrapping import averaging_optimizers
+
+__all__ = ("clip_grad_norm_",)
+
+# Optimizers whose gradients were averaged here, with what lets their step average again.
+_settled: weakref.WeakKeyDictionary[Optimizer, Callable[[], None] | None]
+_settled = weakref.WeakKeyDictionary()
+
+
+def clip_grad_norm_(
+    parameters: Any,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    *,
+    optimizer: Optimizer | None = None,
+    scaler: Any = None,
+) -> Tensor:
+    """Scale the averaged gradients down until their norm is at most `max_norm`.
+
+    Collective over all ranks. Call it between backward and step. Where backward averages, this is
+    ``torch.nn.utils.clip_grad_norm_``. Where the optimizer's step averages (Horovod's with options,
+    XLA's), the gradients are averaged here first, and the step doesn't do it again.
+
+    Args:
+        parameters: a module, wrapped or not, a tensor, or an iterable of parameters.
+        max_norm: ``math.inf`` to clip nothing.
+        norm_type: such as 2.0 or ``math.inf``.
+        error_if_nonfinite: whether a norm that is infinite or NaN is an error.
+        optimizer: the result of `auto_optim`. Needed with `scaler`, and with a
+            ``DistributedOptimizer`` that you made yourself.
+        scaler: a ``GradScaler``, which takes the scale off the averaged gradients first.
+
+    Returns:
+        The norm of all gradients before clipping, 0-dim, the same on every rank.
+
+    Raises:
+        ArgumentError: a scaler without an optimizer, or `parameters` has something else.
+        UnsupportedOperation: a scaler, and gradients that are sharded.
+
+    Example:
+        >>> import torch, unisono as idist
+        >>> model = idist.auto_model(torch.nn.Linear(2, 1, bias=False))
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> norm = idist.clip_grad_norm_(model, 0.5)
+        >>> round(norm.item(), 3), round(model.weight.grad.norm().item(), 3)
+        (1.414, 0.5)
+    """
+    tensors = as_tensors(parameters)
+    if scaler is not None and optimizer is None:
+        raise ArgumentError("give clip_grad_norm_ the optimizer, too, whose gradients are scaled")
+    context = communicator()
+    if scaler is not None and any(map(is_sharded, tensors)):
+        raise UnsupportedOperation(
+            context.model.name,
+            "GradScaler over sharded gradients",
+            "train in bfloat16, which needs no scaler",
+        )
+    settled = [optimizer] if optimizer is not None else averaging_optimizers(tensors)
+    for each in settled:
+        _settle(context.model, each)
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(tensors, max_norm, norm_type, error_if_nonfinite)
+    shards: Any = norm
+    whole: Tensor = shards.full_tensor() if is_sharded(norm) else norm
+    return whole
+
+
+def _settle(model: ComputationModel, optimizer: Optimizer) -> None:
+    """Let an optimizer's step leave the averaging, until it is done or a gradient comes."""
+    _unsettle(optimizer)
+    undo = hooks_of(model).settle_gradients(optimizer)
+    if undo is None:
+        return
+    if optimizer not in _settled:
+        optimizer.register_step_post_hook(lambda each, *_: _unsettle(each))
+        reference = weakref.ref(optimizer)
+        for item in [item for entry in optimizer.param_groups for item in entry["params"]]:
+            if item.requires_grad:  # a scaler may leave the step out
+                item.register_post_accumulate_grad_hook(lambda _: _unsettle(reference()))
+    _settled[optimizer] = undo
+
+
+def _unsettle(optimizer: Optimizer | None) -> None:
+    undo = None if optimizer is None else _settled.get(optimizer)
+    if undo is not None and optimizer is not None:
+        _settled[optimizer] = None
+        undo()
