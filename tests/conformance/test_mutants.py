@@ -228,7 +228,7 @@ def _clips_half(tensors: Any, *args: Any) -> Any:
 
 
 def _gathers_by_rank(part: Any, size: int, dst: Any) -> Any:
-    return _gathered(part, size, dst) if dst is not None else evaluation.all_gather(part)
+    return _gathered(part, size, dst) if dst is not None else gathers.all_gather(part)
 
 
 _clipped = torch.nn.utils.clip_grad_norm_
