@@ -17,9 +17,16 @@ from pathlib import Path
 import nox
 from nox.command import CommandFailed
 
+PAIRS = {  # of Python and torch; torch of the others is that of constraints.txt
+    "oldest": ("3.10", "2.6.0"),
+    "3.12": ("3.12", "2.13.0"),
+    "3.13": ("3.13", "2.13.0"),
+    "3.14": ("3.14", "2.15.0"),
+    "newest": ("3.13", "2.15.0"),
+}
 nox.options.sessions = [
     *("lint", "types", "tests", "docs", "faults", "package"),
-    *("plugins", "mpi", "horovod", "xla"),
+    *("plugins", "mpi", "horovod", "xla", "pythons(oldest)", "pythons(newest)"),
 ]
 nox.needs_version = ">=2026.8.10"  # the first that runs sessions at once
 nox.options.default_venv_backend = "venv"
@@ -31,6 +38,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "unison
 REPORTS = Path(".nox", "reports")  # what `unisono check` found, backend by backend
 SITE = Path(".nox", "site")
 FEW = 3  # more tests than this don't fail by chance
+UNIT = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "numpy", "scikit-learn")
 ALL_SIZES = ("-n", "1", "-n", "2", "-n", "3")
 
 
@@ -64,23 +72,26 @@ def needing(session: nox.Session, what: str) -> Iterator[None]:
         session.skip(text)
 
 
-def run_tests(session: nox.Session, *args: str, env: dict[str, str] | None = None) -> None:
+def run_tests(
+    session: nox.Session, *args: str, env: dict[str, str] | None = None, python: str = "python"
+) -> None:
     """Run tests; run the few that failed once more by themselves, and name those that pass then.
 
     Thousands of tests of processes share two cores here. One that another's load has pushed over
     its limit mustn't cost the whole run, nor may it be hidden: it's a fault to look for.
     """
-    cache = Path(".nox", "pytest", session.name).resolve()
+    cache = Path(".nox", "pytest", session.name.replace(" ", "")).resolve()
     shutil.rmtree(cache, ignore_errors=True)
-    command = ("pytest", "-o", f"cache_dir={cache}")
+    command = (python, "-m", "pytest", "-o", f"cache_dir={cache}")
+    external = python != "python"
     try:
-        session.run(*command, *args, env=env)
+        session.run(*command, *args, env=env, external=external)
     except CommandFailed as error:
         failed = cache / "v" / "cache" / "lastfailed"  # a run that broke off leaves none
         names = list(json.loads(failed.read_text())) if failed.exists() else []
         if error.return_code != 1 or not 0 < len(names) <= FEW:
             raise
-        session.run(*command, *names, env=env)
+        session.run(*command, *names, env=env, external=external)
         text = "\n".join(("FAILED AT FIRST, and passed by itself:", *names))
         print(f"\n{'!' * 78}\n{session.name}: {text}\n{'!' * 78}\n", file=sys.stderr)
 
@@ -191,6 +202,56 @@ def tests(session: nox.Session) -> None:
     peers += "nbclient, kubernetes_validate, kubeflow_trainer_api, torch.utils.tensorboard"
     session.run("python", "-c", peers)  # else tests are skipped
     run_all(session)
+
+
+@nox.session(venv_backend="none", allow_parallel=True)
+@nox.parametrize("pair", list(PAIRS), ids=list(PAIRS))
+def pythons(session: nox.Session, pair: str) -> None:
+    """Unit tests, and the laws on threads and gloo, with each Python and torch that users have.
+
+    CI runs ``nox -s "pythons(oldest)" "pythons(newest)"``. An interpreter that isn't on this
+    machine is said loudly, and fails if it is required. At the end stands a table of all pairs
+    that were run here.
+    """
+    version, torch = PAIRS[pair]
+    python = find_python(version)
+    if python is None:
+        text = f"there is no Python {version} on this machine"
+        not_tested(session, text)
+        if os.environ.get("CI") or "--required" in session.posargs:
+            session.error(f"{text}. CI or --required says that it may not be skipped.")
+        session.skip(text)
+    folder = Path(".nox", f"pythons-{version}-{torch}").resolve()
+    own = str(folder / "bin" / "python")
+    if not folder.exists():
+        session.run(python, "-m", "venv", str(folder), external=True)
+    env = {"PYTHONPATH": "", "PIP_QUIET": "1"}
+    packages = ["-e", ".[demo]", *UNIT, f"torch=={torch}"]
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        lines = Path("constraints.txt").read_text().splitlines(keepends=True)
+        constraints.writelines(each for each in lines if not each.startswith("torch=="))
+        constraints.flush()
+        command = ("-m", "pip", "install", "-c", constraints.name, *packages)
+        session.run(own, *command, env=env, external=True)
+    session.run(own, "-m", "pip", "install", "--no-deps", "./tests/plugin", env=env, external=True)
+    run_tests(session, "-n", "2", "-m", "not timed", "tests/unit", env=env, python=own)
+    found = {"Python": version, "torch": torch}
+    for backend in ("serial", "threads", "gloo"):
+        save = REPORTS / "pythons" / f"{pair}-{backend}.json"
+        save.parent.mkdir(parents=True, exist_ok=True)
+        size = "1" if backend == "serial" else "2"
+        command = ("-m", "unisono", "check", backend, "-n", size, "--save", str(save))
+        session.run(own, *command, env=env, external=True, silent=True)
+        found[backend] = f"{len(json.loads(save.read_text())['laws'])} laws"
+    (REPORTS / "pythons" / f"{pair}.row").write_text(json.dumps(found))
+    print_pairs()
+
+
+def print_pairs() -> None:
+    """Print which pairs of Python and torch were run here, and on what."""
+    rows = [json.loads(path.read_text()) for path in (REPORTS / "pythons").glob("*.row")]
+    for row in [dict(zip(rows[0], rows[0], strict=True)), *sorted(rows, key=str)]:
+        print("  ".join(f"{cell:<10}" for cell in row.values()))
 
 
 @nox.session

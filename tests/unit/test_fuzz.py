@@ -27,7 +27,7 @@ from unisono.control.connection import (
     ALL,
     FAIL,
     GIVE,
-    LATE,
+    LEAVE,
     Connection,
     ConnectionClosed,
     read_failure,
@@ -100,7 +100,7 @@ def test_a_line_gives_frames_within_its_limit_or_closes(stream: bytes, step: int
             pass
     again = b"".join(HEAD.pack(kind, seq, len(body)) + body for kind, seq, body in taken)
     assert stream.startswith(again)
-    assert all(kind <= LATE and len(body) <= LIMIT_BYTES for kind, _, body in taken)
+    assert all(kind <= LEAVE and len(body) <= LIMIT_BYTES for kind, _, body in taken)
 
 
 @pytest.mark.parametrize("size", [LIMIT_BYTES + 1, 2**40, 2**64 - 1])

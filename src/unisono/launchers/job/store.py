@@ -11,12 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
-
 from unisono.control.addresses import (
     listen_at,
     listen_everywhere,
     listen_for_others,
+    store_at,
     why_unreachable,
 )
 from unisono.errors import LaunchError
@@ -112,7 +111,7 @@ def host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
     port = listener.getsockname()[1]
     fd = listener.fileno()
     try:
-        store = TCPStore(
+        store = store_at(
             own, port, None, is_master=True, wait_for_workers=False, master_listen_fd=fd
         )
     except Exception:  # the store has taken it, and has failed

@@ -105,6 +105,9 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             settle_at_exit()
         self._calls = Calls(self, self.transport_device.type == "cpu" and topology.world_size > 1)
         self._ops = {**_EVERYWHERE, **_BITWISE} if is_gloo else _EVERYWHERE
+        # That of gloo sums, whatever it is told to do: in torch 2.6, and no more in torch 2.9.
+        only_sums = is_gloo and torch.__version__ < "2.9"
+        self._scatter_ops = {ReduceOp.SUM: self._ops[ReduceOp.SUM]} if only_sums else self._ops
 
     @classmethod
     def why_unavailable(cls, backend: str) -> str | None:
@@ -256,7 +259,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         return tensor
 
     def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
-        native = self._ops.get(op)
+        native = self._scatter_ops.get(op)
         if native is None:
             return super().reduce_scatter(rows, op, group)
         row = rows.new_empty(rows.shape[1:])

@@ -21,12 +21,13 @@ from dataclasses import replace
 from datetime import timedelta
 from urllib.parse import urlsplit
 
-from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store
 
 from unisono.control.addresses import (
     is_loopback,
     listen_at,
     listen_for_others,
+    store_at,
     why_unreachable,
 )
 from unisono.deadlines import end_of_block, format_s, limit_of
@@ -188,7 +189,7 @@ class Rendezvous:
         shape = (self.info.world_size, is_host)
         with self._reporting(" Rank 0 may have given up or ended"):
             return self._await_all(
-                TCPStore(
+                store_at(
                     addr,
                     port,
                     *shape,
