@@ -238,7 +238,7 @@ def store_at(*args: Any, **options: Any) -> TCPStore:
 
     With libuv it takes none in torch 2.6; it is known to take one in torch 2.9.
     """
-    return TCPStore(*args, **options, use_libuv=torch.__version__ >= "2.9")
+    return TCPStore(*args, **{**options, "use_libuv": torch.__version__ >= "2.9"})
 
 
 def listen_at(addr: str, port: int) -> socket.socket:
