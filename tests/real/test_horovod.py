@@ -25,13 +25,21 @@ import pytest
 import torch
 
 import unisono
-from tests.support import hangs
 from tests.support.at_a_glance import check_in_child
 from tests.support.coming_from import PYTHON, jobs_of, lines_of, ours, theirs
+from tests.support.hangs import VARIABLES
 from tests.support.launched import with_model
 from tests.support.processes import MARK, SOURCES, marked
 from tests.support.requirements import require, require_backend
-from tests.support.tops import check, job_of_processes, own_pages, told
+from tests.support.tops import (
+    check,
+    check_end,
+    ends_on,
+    hangs_on,
+    job_of_processes,
+    own_pages,
+    told,
+)
 from unisono.errors import (
     ArgumentError,
     CollectiveMismatchError,
@@ -593,8 +601,15 @@ def test_every_call_of_horovod_at_a_glance_can_be_made() -> None:
 
 
 @pytest.mark.usefixtures("own_pages")
-@pytest.mark.parametrize("kind", [each for each in hangs.KINDS if each not in ("dead", "mismatch")])
-def test_top_names_the_rank_that_hangs(kind: str) -> None:
-    """A dead rank ends a job of Horovod, and calls are compared."""
+@pytest.mark.parametrize("kind", hangs_on("horovod"))
+def test_top_names_the_rank_that_hangs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in VARIABLES.get((kind, "horovod"), {}).items():
+        monkeypatch.setenv(name, value)
     with job_of_processes(kind, "horovod"):
         check(kind, told())
+
+
+@pytest.mark.usefixtures("own_pages")
+@pytest.mark.parametrize("kind", ends_on("horovod"))
+def test_a_job_that_does_not_hang_names_the_rank_as_it_ends(kind: str) -> None:
+    check_end(kind, "horovod")

@@ -19,13 +19,20 @@ import pytest
 import torch
 
 import unisono as idist
-from tests.support import hangs
 from tests.support.coming_from import PYTHON, jobs_of, lines_of, ours, theirs
 from tests.support.launched import with_model
 from tests.support.processes import MARK, SOURCES, python
 from tests.support.random_sums import SIZES, TERMS, digest, digest_wanted
 from tests.support.requirements import require
-from tests.support.tops import check, job_of_processes, own_pages, told
+from tests.support.tops import (
+    check,
+    check_end,
+    ends_on,
+    hangs_on,
+    job_of_processes,
+    own_pages,
+    told,
+)
 from unisono.errors import (
     ArgumentError,
     BackendUnavailableError,
@@ -565,8 +572,13 @@ def test_a_program_of_mpi4py_and_ours_print_the_same(
 
 
 @pytest.mark.usefixtures("runtime", "own_pages")
-@pytest.mark.parametrize("kind", [kind for kind in hangs.KINDS if kind not in ("dead", "mismatch")])
+@pytest.mark.parametrize("kind", hangs_on("mpi4py"))
 def test_top_names_the_rank_that_hangs(kind: str) -> None:
-    """A dead rank ends a job of MPI, and calls are always compared there."""
     with job_of_processes(kind, "mpi4py"):
         check(kind, told())
+
+
+@pytest.mark.usefixtures("runtime", "own_pages")
+@pytest.mark.parametrize("kind", ends_on("mpi4py"))
+def test_a_job_that_does_not_hang_names_the_rank_as_it_ends(kind: str) -> None:
+    check_end(kind, "mpi4py")

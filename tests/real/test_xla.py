@@ -26,6 +26,7 @@ from torch import Tensor
 
 import unisono as idist
 from tests.support.launched import with_model
+from tests.support.tops import check, check_end, ends_on, hangs_on, job_of_program, own_pages, told
 from unisono.context import ContextState
 from unisono.errors import (
     ArgumentError,
@@ -42,6 +43,7 @@ from unisono.model.reduction import ReduceOp, fold_tensors
 from unisono.models.xla.model import REPLICAS, XlaModel
 from unisono.topology import ContextHint, LaunchPlan, RankInfo, Topology
 
+__all__ = ("own_pages",)
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
 ROOT = Path(__file__).parents[2]
@@ -768,3 +770,18 @@ def test_a_torch_xla_that_lacks_something_is_left_out_with_one_warning() -> None
     )
     lines = run_script(code).splitlines()
     assert (lines[0], lines[1], lines[-1]) == ("[0, 0, 0] serial", "['RuntimeWarning']", "2")
+
+
+@pytest.mark.usefixtures("own_pages")
+@pytest.mark.parametrize("kind", ["stopped", "in_c", "extra_call", "slow_loader"])
+def test_top_names_the_replica_that_hangs(kind: str) -> None:
+    """All kinds are in benchmarks/hangs.py: each takes seconds until torch_xla is there."""
+    assert kind in hangs_on("xla-cpu")
+    with job_of_program(kind, "xla-cpu"):
+        check(kind, told())
+
+
+@pytest.mark.usefixtures("own_pages")
+@pytest.mark.parametrize("kind", ends_on("xla-cpu"))
+def test_a_job_that_does_not_hang_names_the_replica_as_it_ends(kind: str) -> None:
+    check_end(kind, "xla-cpu")

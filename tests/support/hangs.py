@@ -1,10 +1,8 @@
-"""Twelve ways in which rank 1 of three keeps a job from going on, and a program that hangs so.
+"""Ways in which rank 1 keeps a job from going on, and a program that hangs so.
 
-    python -m tests.support.hangs BACKEND KIND                  three ranks, by spawn
-    python -m tests.support.hangs BACKEND KIND RANK STORE       one of three, by hand
-    mpiexec -n 3 python -m tests.support.hangs mpi4py KIND      one of three, by MPI
+    python -m tests.support.hangs BACKEND KIND [SIZE]
 
-The line that rank 1 is in has a remark ``here: KIND``.
+It spawns three ranks, or SIZE. The line that rank 1 is in has a remark ``here: KIND``.
 """
 
 from __future__ import annotations
@@ -12,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,28 @@ import torch
 
 import unisono as idist
 
-__all__ = ("KINDS", "LATE", "SIZE", "lines_of", "work")
+__all__ = (
+    "BY_HAND",
+    "ENDS",
+    "KINDS",
+    "LATE",
+    "MODELS",
+    "SIZE",
+    "TWELVE",
+    "VARIABLES",
+    "is_blamed",
+    "lines_of",
+    "work",
+)
 
 SIZE, LATE = 3, 1
+MODELS = {
+    "gloo": "native (gloo)",
+    "threads": "threads",
+    "mpi4py": "MPI",
+    "horovod": "Horovod",
+    "xla-cpu": "XLA (CPU)",
+}
 N_WORDS = 1 << 18
 
 
@@ -50,7 +70,10 @@ def busy(rank: int) -> None:
 
 def stopped(rank: int) -> None:
     if rank == LATE:
-        os.kill(os.getpid(), signal.SIGSTOP)  # here: stopped
+        if is_thread():
+            others_wait()
+        # Sent to the process, another thread may take it while this one goes on.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # here: stopped
     idist.barrier()
 
 
@@ -72,21 +95,39 @@ def in_c(rank: int) -> None:
     idist.barrier()
 
 
-def others_wait() -> None:
-    """Give ranks that are threads of this process time to come to their call: they need the lock.
+def is_thread() -> bool:
+    """Tell whether the ranks are threads of one process."""
+    return threading.current_thread() is not threading.main_thread()
 
-    A page tells that they are in it.
+
+def others_wait() -> None:
+    """Give ranks that are threads of this process time to come to their next call.
+
+    A page tells that they are in it. They may need what is about to be taken from all of them.
     """
     from unisono.observe.jobs import Meter, look
 
-    while sum(not call.end_ns for job in look(Meter()) for each in job.ranks
-              for call in each.rank.calls) < SIZE - 1:  # fmt: skip
+    def n_waiting() -> int:
+        calls = {each.rank.rank: each.rank.calls for job in look(Meter()) for each in job.ranks}
+        mine = max((call.number for call in calls.get(LATE, ())), default=0)
+        return sum(any(_is_in(call, mine + 1) for call in each) for each in calls.values())
+
+    while n_waiting() < idist.get_world_size() - 1:
         time.sleep(0.01)
 
 
+def _is_in(call: Any, number: int) -> bool:
+    return bool(call.number == number and not call.end_ns)
+
+
 def dead(rank: int) -> None:
+    """End the rank's process, or its thread as a thread ends: by an exception."""
+    if rank == LATE and is_thread():
+        raise EOFError("this rank ends")  # here: dead
     if rank == LATE:
         os.kill(os.getpid(), signal.SIGKILL)
+    if is_thread():
+        idist.barrier()
     with contextlib.suppress(idist.errors.CollectiveError):
         idist.barrier()
     threading.Event().wait()
@@ -136,8 +177,8 @@ class Stuck(torch.utils.data.Dataset[int]):
 
 def slow_loader(rank: int) -> None:
     if rank == LATE:
-        is_thread = threading.current_thread() is not threading.main_thread()
-        loader = torch.utils.data.DataLoader(Stuck(), num_workers=0 if is_thread else 1)
+        n_workers = 0 if is_thread() else 1
+        loader = torch.utils.data.DataLoader(Stuck(), num_workers=n_workers)
         for _ in loader:  # here: slow_loader
             pass
     idist.barrier()
@@ -175,6 +216,39 @@ KINDS: dict[str, Callable[[int], None]] = {each.__name__: each for each in _ALL}
 _WAYS = {**KINDS, "in_step": in_step}
 
 
+TWELVE = tuple(kind for kind in KINDS if kind != "other_group")
+"""Those that every model is asked about."""
+BY_HAND = {("dead", "gloo"): "where one program starts all ranks, it ends them all at once"}
+"""What is run as a program for each rank, and why."""
+_ALONE = {"UNISONO_DEBUG": "0", "UNISONO_SHARED_BYTES": "0"}
+VARIABLES: Mapping[tuple[str, str], Mapping[str, str]] = {
+    ("mismatch", "gloo"): _ALONE,
+    ("mismatch", "horovod"): _ALONE,
+}
+"""What a job is run with: here calls aren't compared, so that the libraries hang."""
+_COMPARED = "the ranks' calls are always compared"
+_CRASHES = "the ranks' calls are compared; where they aren't, MPI crashes"
+_THREAD = "a thread can't be killed alone; it ends by an exception"
+_LIBRARY = "the library ends a job with each of its ranks"
+ENDS: Mapping[tuple[str, str], str] = {
+    ("dead", "threads"): _THREAD,
+    ("dead", "xla-cpu"): _THREAD,
+    ("dead", "mpi4py"): _LIBRARY,
+    ("dead", "horovod"): _LIBRARY,
+    ("mismatch", "mpi4py"): _CRASHES,
+    ("mismatch", "threads"): _COMPARED,
+    ("mismatch", "xla-cpu"): _COMPARED,
+}
+"""What doesn't hang, and why: the job ends at once, with an error that names the rank."""
+
+
+def is_blamed(kind: str, printed: str) -> bool:
+    """Tell whether a job's error begins with rank 1, and has its line where there is one."""
+    begins = re.search(rf"Error: rank {LATE} (?:of \d+ (?:was ended|raised)|called) ", printed)
+    has_line = any(f"{Path(__file__).name}:{line}" in printed for line in lines_of(kind))
+    return begins is not None and (has_line or "was ended by SIGKILL" in printed)
+
+
 def work(local_rank: int, kind: str) -> None:
     """Call something together, then hang."""
     torch.set_num_threads(1)
@@ -183,16 +257,27 @@ def work(local_rank: int, kind: str) -> None:
     _WAYS[kind](idist.get_rank())
 
 
-def _main(backend: str, kind: str, *place: str) -> None:
-    if not place and backend != "mpi4py":
-        idist.spawn(backend, work, (kind,), nproc_per_node=SIZE)
-        return
-    options: dict[str, Any] = {}
+def _main(backend: str, kind: str, size: str = str(SIZE), *place: str) -> None:
     if place:
         rank, store = place
-        options = {"rank": int(rank), "world_size": SIZE, "init_method": f"file://{store}"}
-    idist.initialize(backend, **options)
-    work(0, kind)
+        options: dict[str, Any] = {"rank": int(rank), "init_method": f"file://{store}"}
+        idist.initialize(backend, world_size=int(size), **options)
+        work(0, kind)
+    elif (kind, backend) in BY_HAND:
+        _by_hand(backend, kind, size)
+    else:
+        os.environ.update(VARIABLES.get((kind, backend), {}))
+        idist.spawn(backend, work, (kind,), nproc_per_node=int(size))
+
+
+def _by_hand(backend: str, kind: str, size: str) -> None:
+    """Run a program for each rank, and let them go on when one has ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = (sys.executable, "-m", "tests.support.hangs", backend, kind, size)
+        places = ((str(rank), str(Path(folder, "store"))) for rank in range(int(size)))
+        ranks = [subprocess.Popen([*words, *place]) for place in places]
+        for rank in ranks:
+            rank.wait()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,14 +20,27 @@ import pytest
 
 import unisono as idist
 from tests.support import hangs
-from tests.support.command import wait_until
+from tests.support.command import Started, started, wait_until
 from tests.support.hangs import LATE, SIZE
 from tests.support.processes import python
 from unisono.errors import WorkerFailedError
 from unisono.observe.jobs import Meter, look
 from unisono.observe.report import reports
 
-__all__ = ("LIMIT_S", "check", "end_ranks", "job_of_processes", "own_pages", "seen", "told", "top")
+__all__ = (
+    "LIMIT_S",
+    "check",
+    "check_end",
+    "end_ranks",
+    "ends_on",
+    "hangs_on",
+    "job_of_processes",
+    "job_of_program",
+    "own_pages",
+    "seen",
+    "told",
+    "top",
+)
 
 LIMIT_S = 120.0
 ANSWER_S = 2.0
@@ -89,7 +103,25 @@ def check(kind: str, job: dict[str, Any]) -> None:
     assert Path(culprit["file"]).name == "hangs.py", culprit
     if lines := hangs.lines_of(kind):
         is_last_call = culprit["from"] == "last call"  # of one that is stopped, without py-spy
-        assert culprit["line"] in lines or (is_last_call and kind == "stopped"), culprit
+        has_another = is_last_call and kind in ("stopped", "dead")
+        assert culprit["line"] in lines or has_another, culprit
+
+
+def hangs_on(backend: str) -> list[str]:
+    """List the kinds that hang on a backend."""
+    return [kind for kind in hangs.KINDS if (kind, backend) not in hangs.ENDS]
+
+
+def ends_on(backend: str) -> list[str]:
+    """List the kinds with which a job of a backend ends at once."""
+    return [kind for kind in hangs.KINDS if (kind, backend) in hangs.ENDS]
+
+
+def check_end(kind: str, backend: str) -> None:
+    """Have a job end at once, and find rank 1 in its error."""
+    with job_of_program(kind, backend) as job:
+        assert wait_until(lambda: job.process.poll() is not None, LIMIT_S)
+        assert hangs.is_blamed(kind, job.err()), job.err()
 
 
 def end_ranks() -> bool:
@@ -101,6 +133,18 @@ def end_ranks() -> bool:
                     child.kill()
                 os.kill(each.rank.pid, signal.SIGKILL)
     return False
+
+
+@contextmanager
+def job_of_program(kind: str, backend: str) -> Iterator[Started]:
+    """Run a job that hangs as a program of its own."""
+    words = [sys.executable, "-m", "tests.support.hangs", backend, kind]
+    root = Path(hangs.__file__).parents[2]
+    with started(words, PYTHONPATH=os.pathsep.join([str(root), *sys.path])) as job:
+        try:
+            yield job
+        finally:
+            assert wait_until(lambda: end_ranks() or job.process.poll() is not None, LIMIT_S)
 
 
 @contextmanager

@@ -232,6 +232,10 @@ class _Job:
     def is_gone(self, rank: int) -> bool:
         return self.ranks[rank].condition in ("dead", "stopped")
 
+    def _is_gone_alone(self, rank: int, waiter: int) -> bool:
+        """Tell whether a rank has gone, and not the process of a waiter with it."""
+        return self.is_gone(rank) and self.ranks[rank].pid != self.ranks[waiter].pid
+
     def _wait(self, rank: int) -> _Wait | None:
         """Tell what a rank waits for; the call that most are missing in, where it has several."""
         if self.ranks[rank].condition == "dead":
@@ -247,7 +251,7 @@ class _Job:
             if other in self.ranks
             and (
                 self.newest[other].get(call.key, 0) < call.number
-                or (self.is_gone(other) and self._is_in(other, call))
+                or (self._is_gone_alone(other, rank) and self._is_in(other, call))
             )
         ]
         unseen = [other for other in others if other not in self.ranks]

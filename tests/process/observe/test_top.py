@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from tests.support import hangs
-from tests.support.command import environ, nobody_is_left, started, wait_until
-from tests.support.hangs import KINDS, SIZE
+from tests.support.command import wait_until
+from tests.support.hangs import BY_HAND, VARIABLES
 from tests.support.processes import python
 from tests.support.tops import (
     LIMIT_S,
     check,
-    end_ranks,
+    check_end,
+    ends_on,
+    hangs_on,
     job_of_processes,
+    job_of_program,
     own_pages,
     seen,
     told,
@@ -31,57 +28,32 @@ from unisono.observe.report import reports
 
 __all__ = ("own_pages",)
 
-OF_PROCESSES = ("dead", "stopped", "mismatch")  # threads share their process, and always compare
 pytestmark = pytest.mark.usefixtures("own_pages")
 
 
-@contextmanager
-def job_by_hand(backend: str, kind: str, tmp_path: Path, mark: str) -> Iterator[None]:
-    """Run each rank as a program, as nobody's job who would end the others."""
-    words = [sys.executable, "-m", "tests.support.hangs", backend, kind]
-    root = Path(hangs.__file__).parents[2]
-    store = str(tmp_path / "store")
-    processes = [
-        subprocess.Popen([*words, str(rank), store], env=environ(mark), cwd=root)
-        for rank in range(SIZE)
-    ]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-        nobody_is_left(mark)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("dead", "mismatch")])
-def test_the_rank_that_hangs_is_named_with_its_line(kind: str) -> None:
+@pytest.mark.parametrize("kind", hangs_on("gloo"))
+def test_the_rank_that_hangs_is_named_with_its_line(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in VARIABLES.get((kind, "gloo"), {}).items():
+        monkeypatch.setenv(name, value)
+    if (kind, "gloo") in BY_HAND:
+        with job_of_program(kind, "gloo"):
+            check(kind, told())
+        return
     with job_of_processes(kind):
         check(kind, told())
 
 
-def test_another_call_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where calls aren't compared, gloo itself waits forever."""
-    monkeypatch.setenv("UNISONO_DEBUG", "0")
-    monkeypatch.setenv("UNISONO_SHARED_BYTES", "0")
-    with job_of_processes("mismatch"):
-        check("mismatch", told())
-
-
-def test_a_dead_rank_is_named(tmp_path: Path) -> None:
-    with job_by_hand("gloo", "dead", tmp_path, "top-dead"):
-        check("dead", told())
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in OF_PROCESSES])
+@pytest.mark.parametrize("kind", hangs_on("threads"))
 def test_a_rank_that_is_a_thread_is_named_with_its_line(kind: str) -> None:
-    words = [sys.executable, "-m", "tests.support.hangs", "threads", kind]
-    root = Path(hangs.__file__).parents[2]
-    with started(words, PYTHONPATH=os.pathsep.join([str(root), *sys.path])):
-        try:
-            check(kind, told())
-        finally:
-            end_ranks()
+    with job_of_program(kind, "threads"):
+        check(kind, told())
+
+
+@pytest.mark.parametrize("kind", ends_on("threads"))
+def test_a_job_of_threads_that_does_not_hang_names_the_rank_as_it_ends(kind: str) -> None:
+    check_end(kind, "threads")
 
 
 def test_where_prints_equal_stacks_once_and_top_its_lines() -> None:

@@ -105,6 +105,15 @@ def test_a_job_that_is_stopped_as_a_whole_has_no_culprit() -> None:
     assert judge(ranks, NOW).kind == "none"
 
 
+def test_of_ranks_that_are_stopped_together_the_one_that_did_not_come_is_named() -> None:
+    """Threads share their process: the others are stopped too, but in the call."""
+    ranks = [rank(0, done(), waiting()), rank(1, done()), rank(2, done(), waiting())]
+    together = [replace(each, pid=100, condition="stopped") for each in ranks]
+    apart = [replace(each, condition="stopped") for each in ranks]
+    assert [each.rank for each in judge(together, NOW).culprits] == [1]
+    assert [each.rank for each in judge(apart, NOW).culprits] == [0, 1, 2]
+
+
 def test_another_call_of_the_same_number_is_a_mismatch() -> None:
     ranks = [rank(0, waiting()), rank(1, call("broadcast", 2, 80)), rank(2, waiting())]
     verdict = judge(ranks, NOW)
