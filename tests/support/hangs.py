@@ -203,6 +203,13 @@ def disk_full(rank: int) -> None:
     idist.barrier()
 
 
+def early(rank: int) -> None:
+    """Rank 1 is alone in a call to which the idle others are about to come."""
+    if rank != LATE:
+        time.sleep(600)  # here: early
+    idist.barrier()
+
+
 def in_step(rank: int) -> None:
     """No fault: nobody waits for another."""
     threading.Event().wait()
@@ -213,7 +220,7 @@ _ALL = (
     *(slow_loader, fork, disk_full),
 )
 KINDS: dict[str, Callable[[int], None]] = {each.__name__: each for each in _ALL}
-_WAYS = {**KINDS, "in_step": in_step}
+_WAYS = {**KINDS, "early": early, "in_step": in_step}
 
 
 TWELVE = tuple(kind for kind in KINDS if kind != "other_group")

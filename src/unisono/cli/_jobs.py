@@ -48,6 +48,7 @@ _SOURCES = {
     "call": "where it made that call",
     "last call": "where it made its last call",
 }
+_NOW_S = 2.0
 _MIB = 1 << 20
 _MINUTE_S, _HOUR_S = 60, 3600
 
@@ -101,7 +102,7 @@ def _culprit(culprit: Mapping[str, Any], cwd: str, host: str) -> str:
         inside = f" in {culprit['function']}" if culprit["function"] else ""
         file = culprit["file"].removeprefix(f"{cwd}{os.sep}") if cwd else culprit["file"]
         line += f", at {file}:{culprit['line']}{inside}"
-        line += f" ({_SOURCES[culprit['from']]})"
+        line += f" ({_source(culprit)})"
     if culprit["waiters"]:
         waiters = culprit["waiters"]
         has = "has" if len(waiters) == 1 else "have"
@@ -114,6 +115,13 @@ def _culprit(culprit: Mapping[str, Any], cwd: str, host: str) -> str:
             f"median {_duration(culprit['median_late_s'])} late"
         )
     return line
+
+
+def _source(culprit: Mapping[str, Any]) -> str:
+    """Say where a culprit's line comes from; one that stays where it is isn't asked again."""
+    if culprit["from"] == "stack" and culprit["told_s"] > _NOW_S:
+        return f"where its stack was {_duration(culprit['told_s'])} ago"
+    return _SOURCES[culprit["from"]]
 
 
 def rows(job: Mapping[str, Any]) -> list[list[Text]]:

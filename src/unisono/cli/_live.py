@@ -28,6 +28,7 @@ from unisono.cli._jobs import (
     rows,
     verdict_lines,
 )
+from unisono.observe.asking import Asked
 from unisono.observe.hosts import gather
 from unisono.observe.jobs import Job, Meter, look, send
 from unisono.observe.report import calls_of, chosen, report_of, stacks_of
@@ -58,6 +59,7 @@ class LiveView:
         self.name: str | None = None  # of the one job, once it has been seen
         self.console = console or Console()
         self.meter = Meter()
+        self.asked = Asked()
         self.jobs: list[Job] = []
         self.report: Mapping[str, Any] | None = None
         self.at = 0
@@ -104,7 +106,7 @@ class LiveView:
     def _report(self) -> Mapping[str, Any]:
         """Ask the other hosts of the job that is shown."""
         self.jobs[self.at] = gather(self.jobs[self.at], self.meter)
-        return report_of(self.jobs[self.at])
+        return report_of(self.jobs[self.at], self.asked)
 
     def press(self, key: str) -> None:
         """Do what a key stands for. Local."""
@@ -152,6 +154,7 @@ class LiveView:
 
     def _show_rank(self, typed: str) -> None:
         rank = int(typed) if typed.isdecimal() else self._suspect()
+        self.asked = Asked()  # who asks to see stacks takes what that interrupts
         found = stacks_of(self.jobs[self.at], _ANSWER_S, all_threads=True)
         self._show([f"there isn't a rank {rank} here"])
         if rank in found:

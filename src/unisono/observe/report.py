@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from unisono.errors import ArgumentError
 from unisono.observe import stacks
-from unisono.observe.hosts import gather, stacks_elsewhere
+from unisono.observe.asking import Answer, Asked, ask
+from unisono.observe.hosts import gather
 from unisono.observe.jobs import Job, Meter, Seen, look
 from unisono.observe.stacks import Frame, Stack
 from unisono.observe.verdict import Call, Culprit, State, Verdict, judge
@@ -17,7 +18,6 @@ from unisono.observe.verdict import Call, Culprit, State, Verdict, judge
 __all__ = ("calls_of", "chosen", "report_of", "reports", "stacks_of")
 
 _S = 1e9
-_ANSWER_S = 0.3
 _MOST_ASKED = 8  # culprits whose stacks are asked for
 
 
@@ -40,7 +40,8 @@ def reports(meter: Meter, wanted: str | None = None) -> dict[str, Any]:
     jobs = look(meter)
     if wanted is not None:
         jobs = [chosen(jobs, wanted)]
-    found = [report_of(gather(job, meter)) for job in jobs]
+    asked = Asked()
+    found = [report_of(gather(job, meter), asked) for job in jobs]
     return {"host": socket.gethostname(), "jobs": found}
 
 
@@ -65,12 +66,23 @@ def chosen(jobs: Sequence[Job], wanted: str) -> Job:
     raise ArgumentError(f"{many} called {wanted!r} on this host; jobs of this user: {names}")
 
 
-def report_of(job: Job) -> dict[str, Any]:
-    """Say of one job what each rank does, and who makes the others wait. Local."""
+def report_of(job: Job, asked: Asked) -> dict[str, Any]:
+    """Say of one job what each rank does, and who makes the others wait.
+
+    Local.
+
+    Args:
+        job: the job.
+        asked: the ranks that have told their stacks already.
+    """
     now_ns = time.monotonic_ns()
-    verdict = judge([each.rank for each in job.ranks], now_ns)
+    ranks = [each.rank for each in job.ranks]
+    verdict = judge(ranks, now_ns)
+    if verdict.kind == "extra call" and _is_early(job, verdict, asked):
+        verdict = judge(ranks, now_ns, is_early=True)
     seen = {each.rank.rank: each for each in job.ranks}
-    asked = _asked(job, verdict, seen)
+    culprits = [each.rank for each in verdict.culprits[:_MOST_ASKED]]
+    answers = asked.stacks(job, verdict, culprits)
     facts = job.facts
     return {
         "job": job.name,
@@ -82,7 +94,8 @@ def report_of(job: Job) -> dict[str, Any]:
         "up_s": (now_ns - min(each.rank.made_ns for each in job.ranks)) / _S,
         "verdict": {"kind": verdict.kind, "text": verdict.text},
         "culprits": [
-            {**_culprit(each), **_place(each, verdict, asked)} for each in verdict.culprits
+            {**_culprit(each), **_place(each, verdict, answers.get(each.rank))}
+            for each in verdict.culprits
         ],
         "ranks": [
             _rank(seen[rank], verdict.states[rank], now_ns) for rank in sorted(verdict.states)
@@ -101,17 +114,7 @@ def stacks_of(
     """Ask all ranks of a job that live for their stacks; of a dead one say so. Local."""
     living = [each for each in job.ranks if each.rank.condition != "dead"]
     dead = {each.rank.rank: "is dead" for each in job.ranks if each not in living}
-    return {**_stacks(job, living, timeout_s, all_threads=all_threads), **dead}
-
-
-def _stacks(
-    job: Job, ranks: Sequence[Seen], timeout_s: float, *, all_threads: bool = False
-) -> dict[int, list[Stack] | str]:
-    """Ask ranks, on whatever host they are."""
-    here = {each.rank.rank: _to_ask(each) for each in ranks if each.is_here}
-    far = [each.rank.rank for each in ranks if not each.is_here]
-    found = stacks.of_ranks(here, timeout_s, all_threads=all_threads)
-    return {**found, **stacks_elsewhere(job, far, timeout_s, all_threads=all_threads)}
+    return {**ask(job, living, timeout_s, all_threads=all_threads), **dead}
 
 
 def calls_of(job: Job) -> dict[int, str]:
@@ -124,18 +127,19 @@ def calls_of(job: Job) -> dict[int, str]:
     }
 
 
-def _to_ask(seen: Seen) -> tuple[Mapping[str, Any], bool]:
-    return seen.facts, seen.rank.condition == "stopped"
+def _is_early(job: Job, verdict: Verdict, asked: Asked) -> bool:
+    """Tell whether others have yet to come to the line where a rank is alone, by their stacks."""
+    alone = verdict.culprits[0].rank
+    others = [each.rank.rank for each in job.ranks if each.rank.rank != alone][:_MOST_ASKED]
+    answers = asked.stacks(job, verdict, [alone, *others])
+    frames = {rank: _own_stack(answer) for rank, answer in answers.items()}
+    return any(stacks.is_before(frames.get(rank, ()), frames.get(alone, ())) for rank in others)
 
 
-def _asked(job: Job, verdict: Verdict, seen: Mapping[int, Seen]) -> dict[int, list[Stack] | str]:
-    """Ask those of the culprits for their stacks whose line the pages don't tell."""
-    unknown = [
-        seen[each.rank]
-        for each in verdict.culprits[:_MOST_ASKED]
-        if seen[each.rank].rank.condition != "dead"
-    ]
-    return _stacks(job, unknown, _ANSWER_S)
+def _own_stack(answer: Answer | None) -> tuple[Frame, ...]:
+    """Give the stack of a rank's own thread; none where it hasn't told it."""
+    told = answer.stacks if answer is not None else ""
+    return told[0].frames if isinstance(told, list) and told else ()
 
 
 def _culprit(culprit: Culprit) -> dict[str, Any]:
@@ -151,14 +155,14 @@ def _culprit(culprit: Culprit) -> dict[str, Any]:
     }
 
 
-def _place(
-    culprit: Culprit, verdict: Verdict, asked: Mapping[int, list[Stack] | str]
-) -> dict[str, Any]:
+def _place(culprit: Culprit, verdict: Verdict, answer: Answer | None) -> dict[str, Any]:
     """Say where a culprit is: in its call's line, in its stack, or where it was last seen."""
-    state, answer = verdict.states[culprit.rank], asked.get(culprit.rank)
-    frames = answer[0].frames if isinstance(answer, list) and answer else ()
+    state, frames = verdict.states[culprit.rank], _own_stack(answer)
     own, call = stacks.own_frame(frames), state.call
-    told = {"no_stack": answer if isinstance(answer, str) else None, "stack": _frames(frames)}
+    told: dict[str, Any] = {"no_stack": None, "told_s": None, "stack": _frames(frames)}
+    if answer is not None:
+        told["no_stack"] = answer.stacks if isinstance(answer.stacks, str) else None
+        told["told_s"] = time.monotonic() - answer.at_s
     if verdict.kind in ("mismatch", "deadlock", "extra call") and call is not None:
         return {"file": call.file, "line": call.line, "function": "", "from": "call", **told}
     if own is not None:

@@ -23,6 +23,7 @@ __all__ = (
     "Stack",
     "equal",
     "folded",
+    "is_before",
     "of_ranks",
     "own_frame",
     "parse",
@@ -207,6 +208,23 @@ def _own_first(found: list[Stack], facts: Mapping[str, Any]) -> list[Stack]:
     ident = facts.get("thread_id")
     own = [stack for stack in found if stack.ident == ident] or found[-1:]
     return [*own, *(stack for stack in found if stack not in own)]
+
+
+def is_before(one: Sequence[Frame], other: Sequence[Frame]) -> bool:
+    """Tell whether a rank has yet to come to where another is, in the function where they part.
+
+    Local, and pure. False where they part in different functions. In a loop, lines say little.
+
+    Args:
+        one: the stack of the rank, the innermost first.
+        other: that of the other.
+    """
+    for mine, theirs in zip(reversed(one), reversed(other), strict=False):
+        if (mine.file, mine.function) != (theirs.file, theirs.function):
+            return False
+        if mine.line != theirs.line:
+            return mine.line < theirs.line
+    return False
 
 
 def equal(stacks: Mapping[int, Iterable[Frame]]) -> list[tuple[tuple[int, ...], tuple[Frame, ...]]]:

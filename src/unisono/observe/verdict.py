@@ -175,7 +175,13 @@ def named(ranks: Iterable[int]) -> str:
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(parts)}"
 
 
-def judge(ranks: Sequence[Rank], now_ns: int, patience_s: float = PATIENCE_S) -> Verdict:
+def judge(
+    ranks: Sequence[Rank],
+    now_ns: int,
+    patience_s: float = PATIENCE_S,
+    *,
+    is_early: bool = False,
+) -> Verdict:
     """Say what each rank does, and who makes the others wait.
 
     Local, and pure.
@@ -184,6 +190,7 @@ def judge(ranks: Sequence[Rank], now_ns: int, patience_s: float = PATIENCE_S) ->
         ranks: those whose pages are here, each once.
         now_ns: when they were read, on the clock of the calls.
         patience_s: see `PATIENCE_S`.
+        is_early: whether a rank that is alone in a call is known to have come before the others.
 
     Returns:
         The verdict, with the state of each rank.
@@ -191,7 +198,7 @@ def judge(ranks: Sequence[Rank], now_ns: int, patience_s: float = PATIENCE_S) ->
     job = _Job(ranks, now_ns, patience_s)
     states = {rank: job.state(rank) for rank in sorted(job.ranks)}
     for rule in (_gone, _mismatch, _extra, _late, _deadlock, _unseen):
-        found = rule(job)
+        found = None if rule is _extra and is_early else rule(job)
         if found is not None:
             kind, text, culprits = found
             return Verdict(kind, text, job.weighed(culprits), states)
@@ -407,7 +414,7 @@ def _names(job: _Job, call: Call) -> dict[str, list[int]]:
 
 
 def _extra(job: _Job) -> _Found:
-    """Find a rank that waits alone while all others, who are idle, are in no call."""
+    """Find a rank that waits alone, in a line new to all others, who are idle outside of calls."""
     waiting = [rank for rank, wait in job.waits.items() if wait.ranks]
     if len(waiting) != 1 or len(job.ranks) < 3 or not job.is_worth_a_word(waiting):
         return None
@@ -415,14 +422,21 @@ def _extra(job: _Job) -> _Found:
     others = [rank for rank in job.ranks if rank != alone]
     is_every = set(job.waits[alone].ranks) == set(others)
     are_idle = all(not job.open[rank] and job.ranks[rank].is_idle for rank in others)
-    if not is_every or not are_idle:
+    call = job.waits[alone].call
+    if not is_every or not are_idle or any(_has_called(job.ranks[rank], call) for rank in others):
         return None
-    name = job.waits[alone].call.name
+    name = call.name
     text = (
         f"rank {alone} is alone in {name}, and the others are idle outside of calls: one call too "
         "many there, or one too few of theirs"
     )
     return "extra call", text, [Culprit(alone, f"is alone in {name}", (alone,))]
+
+
+def _has_called(rank: Rank, call: Call) -> bool:
+    """Tell whether a rank was in that line before, so that it may come again, as in a loop."""
+    place = call.key, call.name, call.file, call.line
+    return any((each.key, each.name, each.file, each.line) == place for each in rank.calls)
 
 
 def _late(job: _Job) -> _Found:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -23,8 +25,9 @@ from tests.support.tops import (
     told,
     top,
 )
-from unisono.observe.jobs import Meter
-from unisono.observe.report import reports
+from unisono.observe.asking import Asked
+from unisono.observe.jobs import Meter, look
+from unisono.observe.report import report_of, reports
 
 __all__ = ("own_pages",)
 
@@ -54,6 +57,37 @@ def test_a_rank_that_is_a_thread_is_named_with_its_line(kind: str) -> None:
 @pytest.mark.parametrize("kind", ends_on("threads"))
 def test_a_job_of_threads_that_does_not_hang_names_the_rank_as_it_ends(kind: str) -> None:
     check_end(kind, "threads")
+
+
+def test_who_comes_early_has_not_made_a_call_too_many() -> None:
+    with job_of_processes("early"):
+        job = told()
+    assert (job["verdict"]["kind"], job["verdict"]["text"]) == (
+        "late",
+        "rank 1 waits for ranks 0, 2",
+    )
+    assert [each["rank"] for each in job["culprits"]] == [0, 2]
+    assert {each["line"] for each in job["culprits"]} == hangs.lines_of("early")
+
+
+def test_a_rank_that_stays_where_it_is_is_asked_once() -> None:
+    """To ask it interrupts what waits in C there; what it has written says how often it was."""
+    with job_of_processes("locked"):
+        seen()
+        (job,) = look(Meter())
+        late, asked = job.ranks[hangs.LATE], Asked()
+        written = Path(f"/proc/{late.rank.pid}/fd/{late.facts['stacks_fd']}")
+        (first,) = report_of(job, asked)["culprits"]
+        n_bytes = written.stat().st_size
+        (again,) = report_of(job, asked)["culprits"]
+        assert written.stat().st_size == n_bytes
+        assert again["stack"] == first["stack"] != []
+        assert again["told_s"] > first["told_s"] >= 0.0
+        calls = (*late.rank.calls[:-1], replace(late.rank.calls[-1], begin_ns=job.facts["made_ns"]))
+        moved = replace(late, rank=replace(late.rank, calls=calls))
+        ranks = tuple(moved if each is late else each for each in job.ranks)
+        report_of(replace(job, ranks=ranks), asked)
+        assert written.stat().st_size > n_bytes
 
 
 def test_where_prints_equal_stacks_once_and_top_its_lines() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.hanging import hanging
-from unisono.observe.stacks import Frame, equal, folded, of_ranks, own_frame, parse
+from unisono.observe.stacks import Frame, equal, folded, is_before, of_ranks, own_frame, parse
 
 TEXT = """\
 Stack (most recent call first):
@@ -58,6 +58,18 @@ def test_the_inside_of_a_collective_is_folded() -> None:
     started = Frame("<string>", 5, "<module>")
     assert folded([own, ours, started]) == (own,)
     assert folded([own, started]) == (own, started)
+
+
+def test_who_has_yet_to_come_to_a_line_is_before_it() -> None:
+    main = Frame("train.py", 40, "main")
+    here, load = Frame("train.py", 9, "step"), Frame("data.py", 3, "load")
+    before, past = Frame("train.py", 8, "step"), Frame("train.py", 10, "step")
+    elsewhere = Frame("train.py", 8, "save")
+    assert is_before((load, before, main), (here, main))
+    assert not is_before((load, past, main), (here, main))
+    assert not is_before((load, elsewhere, main), (here, main))
+    assert not is_before((here, main), (load, here, main))
+    assert not is_before((), (here, main))
 
 
 def test_equal_stacks_are_told_once_the_most_ranks_first() -> None:

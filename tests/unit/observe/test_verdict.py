@@ -39,6 +39,10 @@ def waiting(number: int = 2, begin_s: float = 90) -> Call:
     return call("all_reduce", number, begin_s)
 
 
+def stepped(number: int = 1) -> Call:
+    return call("all_reduce", number, 10, 11)
+
+
 ALONE = [rank(0, done()), rank(1, done(), waiting()), rank(2, done())]
 
 
@@ -144,6 +148,20 @@ def test_who_waits_alone_while_all_others_are_idle_made_a_call_too_many() -> Non
     verdict = judge(ALONE, NOW)
     assert verdict.kind == "extra call"
     assert [each.rank for each in verdict.culprits] == [1]
+
+
+def test_who_waits_alone_in_a_line_that_others_know_is_early() -> None:
+    """As in a loop, where two of three wait for data: they come to that line again."""
+    ranks = [rank(0, stepped()), rank(1, stepped(), waiting()), rank(2, stepped())]
+    verdict = judge(ranks, NOW)
+    assert verdict.kind == "late"
+    assert [each.rank for each in verdict.culprits] == [0, 2]
+
+
+def test_who_is_known_to_be_early_made_no_call_too_many() -> None:
+    verdict = judge(ALONE, NOW, is_early=True)
+    assert verdict.kind == "late"
+    assert [each.rank for each in verdict.culprits] == [0, 2]
 
 
 def test_who_waits_alone_for_busy_ranks_did_not() -> None:
