@@ -7,7 +7,8 @@ hang on a model, the error that the job ends with has to name the rank: why is i
     python -m benchmarks.hangs [--models gloo threads] [--kinds busy] [--rounds 3] [--save FILE]
 
 One environment may lack a library, and torch_xla needs a torch of its own: ``--save`` adds what was
-found to that of other environments, and the table shows all of it.
+found to that of other environments, and the table shows all of it; ``--models`` without a name
+measures nothing more, and ``--markdown`` prints it for a page.
 """
 
 from __future__ import annotations
@@ -185,17 +186,22 @@ def error_of(text: str) -> str:
     return f"ends with: {line.partition('Error: ')[2] or line}"
 
 
-def show(answers: Sequence[Answer], missing: Mapping[str, str]) -> int:
+def show(answers: Sequence[Answer], missing: Mapping[str, str], *, is_markdown: bool) -> int:
     """Print the table and the last line; give the exit code."""
     by_cell: dict[tuple[str, str], list[Answer]] = {}
     for answer in answers:
         by_cell.setdefault((answer.kind, answer.backend), []).append(answer)
-    kinds = sorted({kind for kind, _ in by_cell}, key=list(TWELVE).index)
+    kinds = [kind for kind in TWELVE if any(kind == each for each, _ in by_cell)]
     backends = [each for each in MODELS if any(each == backend for _, backend in by_cell)]
-    print(f"\n{'':14}{''.join(f'{MODELS[each]:>20}' for each in backends)}")
-    for kind in kinds:
-        cells = (cell(by_cell.get((kind, backend), [])) for backend in backends)
-        print(f"{kind:14}{''.join(f'{each:>20}' for each in cells)}")
+    table = [["", *(MODELS[each] for each in backends)]]
+    table += [
+        [kind, *(cell(by_cell.get((kind, backend), [])) for backend in backends)] for kind in kinds
+    ]
+    if is_markdown:
+        table = [table[0], ["---"] * len(table[0]), *table[1:]]
+    for first, *row in table:
+        words = f"| {' | '.join([first, *row])} |" if is_markdown else ""
+        print(words or f"{first:14}{''.join(f'{each:>20}' for each in row)}")
     print("✓ named with its line, ■ the job ends at once and its error names the rank, ✗ not named")
     for backend, reason in missing.items():
         print(f"\n{'!' * 78}\nNOT MEASURED: {MODELS[backend]}: {reason}\n{'!' * 78}")
@@ -227,10 +233,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--kinds", nargs="+", choices=TWELVE, default=list(TWELVE))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--save", type=Path)
+    parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
     known = registry.availability()
     here = [each for each in options.models if known[each] is None]
@@ -250,7 +257,7 @@ def main() -> int:
     missing = {
         each: known[each] or "--models leaves it out" for each in MODELS if each not in measured
     }
-    return show(answers, missing)
+    return show(answers, missing, is_markdown=options.markdown)
 
 
 if __name__ == "__main__":
