@@ -228,6 +228,13 @@ def read(path: Path | None, again: Sequence[str]) -> list[Answer]:
     return [each for each in found if each.backend not in again]
 
 
+def write(path: Path | None, answers: Sequence[Answer]) -> None:
+    """Keep what was found, also by a run that doesn't come to its end."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps([asdict(each) for each in answers], indent=1))
+
+
 def main() -> int:
     """Measure what is here; the exit code says whether all of it was named."""
     parser = argparse.ArgumentParser(
@@ -250,9 +257,7 @@ def main() -> int:
                 words = (kind, MODELS[backend], sign, f"{answer.seconds:.2f} s", answer.said)
                 print("  ".join(words), flush=True)
                 answers.append(answer)
-    if options.save is not None:
-        options.save.parent.mkdir(parents=True, exist_ok=True)
-        options.save.write_text(json.dumps([asdict(each) for each in answers], indent=1))
+                write(options.save, answers)
     measured = {each.backend for each in answers}
     missing = {
         each: known[each] or "--models leaves it out" for each in MODELS if each not in measured
