@@ -121,7 +121,7 @@ class _Line(threading.local):
     """Of the call that this thread is in, where somebody has looked already."""
 
 
-line = _Line()
+line: _Line = _Line()
 
 
 def from_here() -> Context:

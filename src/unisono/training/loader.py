@@ -43,7 +43,7 @@ class ReplicaLoader(DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that comes or goes on: one more once an epoch is at its end. Local."""
+        """The epoch that goes on, or comes next; it is one more once an epoch has ended. Local."""
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
