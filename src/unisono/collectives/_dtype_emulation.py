@@ -142,7 +142,9 @@ def fill(tensor: Tensor, total: Tensor) -> Tensor:
     """Overwrite a user's tensor, unseen by autograd; give it back. Local."""
     # A tensor made in inference mode may be written to in inference mode alone.
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
-        plain(tensor).copy_(total)
+        # Moved first: between devices that torch only knows by name, a copy into a negative view is
+        # lost (torch 2.13).
+        plain(tensor).copy_(total.to(tensor.device))
     return tensor
 
 

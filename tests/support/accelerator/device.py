@@ -1,0 +1,227 @@
+"""The device as torch sees it: its module, its place in ``torch.accelerator``, its kernels.
+
+Torch's hooks for devices written in Python know one index, 0; so the functions of
+``torch.accelerator`` that deal with an index are replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import backend_registration
+from torch.utils._pytree import tree_map
+
+from tests.support.accelerator.memory import to_device, to_host, view_of
+
+NAME = "pretend"
+VISIBLE = "PRETEND_VISIBLE_DEVICES"
+_KEY = "PrivateUse1"
+_libraries: list[torch.library.Library] = []  # whose kernels last as long as they do
+_pinned: weakref.WeakSet[Tensor] = weakref.WeakSet()
+
+
+class Module:
+    """What ``torch.pretend`` is. As with CUDA, a process that has initialised it can't be forked."""
+
+    def __init__(self) -> None:
+        self._current = 0
+        self.initialised_by = 0
+        self.events: list[str] = []
+
+    def initialise(self) -> None:
+        """Do what the first use of a real device does."""
+        if self._is_in_bad_fork():
+            raise RuntimeError(f"Cannot re-initialize {NAME} in forked subprocess")
+        self.initialised_by = os.getpid()
+
+    def is_initialized(self) -> bool:
+        return self.initialised_by == os.getpid()
+
+    def _is_in_bad_fork(self) -> bool:
+        return self.initialised_by not in (0, os.getpid())
+
+    def is_available(self) -> bool:
+        """As ``torch.cuda.is_available``, which asks the driver, and the driver initialises."""
+        self.initialise()
+        return self.device_count() > 0
+
+    def device_count(self) -> int:
+        """As ``torch.cuda.device_count``, which asks without the driver."""
+        return len(self._visible())
+
+    def _visible(self) -> list[int]:
+        return [int(each) for each in os.environ.get(VISIBLE, "0,1").split(",") if each]
+
+    def physical(self, index: int) -> int:
+        """Tell which device is behind an index, which counts the visible ones."""
+        return self._visible()[index]
+
+    def current_device(self) -> int:
+        self.initialise()
+        return self._current
+
+    def set_device(self, device: Any) -> None:
+        self.initialise()
+        index = device if isinstance(device, int) else torch.device(device).index or 0
+        if not 0 <= index < self.device_count():
+            raise RuntimeError(f"{NAME}: invalid device ordinal {index}")
+        self.events.append(f"set {index}")
+        self._current = index
+
+    def synchronize(self, device: Any = None) -> None:
+        self.initialise()
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Nothing: numbers are drawn by the CPU's generator."""
+
+    @contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        before = self.current_device()
+        self.set_device(device)
+        yield
+        self.set_device(before)
+
+
+MODULE = Module()
+
+
+def load() -> None:
+    """Register the device with torch. What torch calls at the end of ``import torch``."""
+    setup: Any = backend_registration._setup_privateuseone_for_python_backend  # type: ignore[attr-defined]
+    setup(NAME, MODULE)
+    for name, what in {
+        "device_count": MODULE.device_count,
+        "current_device_index": MODULE.current_device,
+        "set_device_index": MODULE.set_device,
+        "synchronize": MODULE.synchronize,
+    }.items():
+        setattr(torch.accelerator, name, what)
+    _register_kernels()
+    from tests.support.accelerator import collectives
+
+    collectives.register()
+
+
+def _register_kernels() -> None:
+    every = torch.library.Library("_", "IMPL")
+    every.fallback(_run_on_host, _KEY)
+    aten = torch.library.Library("aten", "IMPL")
+    aten.impl("empty.memory_format", _empty, _KEY)
+    aten.impl("empty_strided", _empty_strided, _KEY)
+    aten.impl("_copy_from", _copy_from, _KEY)
+    aten.impl("set_.source_Storage_storage_offset", _set_storage, _KEY)
+    _libraries.extend((every, aten))
+
+
+def index_of(device: Any) -> int:
+    index = None if device is None else torch.device(device).index
+    return MODULE.current_device() if index is None else index
+
+
+def is_ours(value: object) -> bool:
+    return isinstance(value, Tensor) and value.device.type == NAME
+
+
+def _empty(size: Any, *, device: Any = None, **options: Any) -> Tensor:
+    options.pop("pin_memory", None)
+    MODULE.initialise()
+    return to_device(torch.empty(size, device="cpu", **options), index_of(device))
+
+
+def _empty_strided(size: Any, stride: Any, *, device: Any = None, **options: Any) -> Tensor:
+    options.pop("pin_memory", None)
+    MODULE.initialise()
+    host = torch.empty_strided(size, stride, device="cpu", **options)
+    return to_device(host, index_of(device))
+
+
+def _copy_from(source: Tensor, into: Tensor, non_blocking: bool = False) -> Tensor:
+    here, there = (to_host(each) if is_ours(each) else each for each in (source, into))
+    there.copy_(here)
+    return into
+
+
+def _set_storage(into: Tensor, storage: Any, offset: int, size: Any, stride: Any = ()) -> Tensor:
+    raise NotImplementedError(f"{NAME}: tensors of a storage")
+
+
+def _run_on_host(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run any operation on the same memory as the CPU's, and give what it gives on the device."""
+    names = [argument.name for argument in op._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    ours: list[tuple[Tensor, Tensor]] = []
+    target: list[torch.device] = []
+
+    def on_host(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            target.append(value)
+            return torch.device("cpu") if value.type == NAME else value
+        if not is_ours(value):
+            return value
+        host = to_host(value)
+        ours.append((value, host))
+        return host
+
+    changed = tree_map(on_host, given)
+    index = _one_index([tensor for tensor, _ in ours], target)
+    grown = _lend_room(op, given, changed, ours)
+    result = _call(op, changed)
+    for tensor, host in grown:
+        tensor.data = to_device(host, tensor.device.index)
+    if target and target[0].type != NAME:
+        return result
+    return tree_map(lambda value: _on_device(value, ours + grown, index), result)
+
+
+def _call(op: Any, given: dict[str, Any]) -> Any:
+    """Call an operation, its overload for numbers where a number stands for a tensor."""
+    for argument in op._schema.arguments:
+        is_number = isinstance(given.get(argument.name), (bool, int, float, complex))
+        if is_number and isinstance(argument.type, torch.TensorType):
+            return op.overloadpacket(**given)
+    return op(**given)
+
+
+def _one_index(ours: list[Tensor], target: list[torch.device]) -> int:
+    """Tell on which device an operation is; refuse tensors of two, but for single numbers."""
+    indices = {tensor.device.index for tensor in ours if tensor.dim()}
+    if len(indices) > 1:
+        raise RuntimeError(f"expected all tensors on one {NAME} device, not on {sorted(indices)}")
+    if target and target[0].index is not None:
+        return target[0].index
+    indices = indices or {tensor.device.index for tensor in ours}
+    return next(iter(indices)) if indices else MODULE.current_device()
+
+
+def _lend_room(op: Any, given: Any, changed: Any, ours: Any) -> list[tuple[Tensor, Tensor]]:
+    """Let what an operation writes into grow where it is empty, as ``out=`` of torch's own."""
+    grown = []
+    for argument in op._schema.arguments:
+        value = given.get(argument.name)
+        if argument.is_write and is_ours(value) and value.numel() == 0:
+            host = torch.empty(value.shape, dtype=value.dtype)
+            changed[argument.name] = host
+            ours[:] = [pair for pair in ours if pair[0] is not value]
+            grown.append((value, host))
+    return grown
+
+
+def _on_device(value: Any, ours: list[tuple[Tensor, Tensor]], index: int) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    for tensor, host in ours:
+        if value is host:
+            return tensor
+    for tensor, host in ours:
+        if value.numel() and value.untyped_storage().data_ptr() == host.untyped_storage().data_ptr():
+            return view_of(tensor, value)
+    return to_device(value, index)
