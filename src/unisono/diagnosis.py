@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from unisono import registry
+from unisono.accelerators import accelerator, accelerator_count
 from unisono.arguments import number_in
 from unisono.environments.detection import environments, explain
 from unisono.environments.nodes import explain_nodes, meaning
@@ -128,10 +129,10 @@ def _node(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _devices() -> dict[str, Any]:
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = accelerator()
     if kind is None:
         return {"type": "cpu", "count": 0, "names": []}
-    count = torch.accelerator.device_count()
+    count = accelerator_count()
     module = getattr(torch, kind.type, None)
     name_of = getattr(module, "get_device_name", lambda index: f"{kind.type}:{index}")
     return {"type": kind.type, "count": count, "names": [name_of(i) for i in range(count)]}

@@ -17,6 +17,7 @@ import torch
 from typing_extensions import TypeVarTuple, Unpack
 
 from unisono import context
+from unisono.accelerators import accelerator
 from unisono.arguments import check_count, check_names, check_port, check_variables, seconds
 from unisono.collectives.call import introduce
 from unisono.control.signatures import level, line_of_call
@@ -163,11 +164,8 @@ def best_backend() -> str:
     asked = os.environ.get("UNISONO_BACKEND")
     if asked:
         return asked
-    if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator()
-        assert kind is not None
-        return torch.distributed.get_default_backend_for_device(kind)
-    return "gloo"
+    kind = accelerator()
+    return "gloo" if kind is None else torch.distributed.get_default_backend_for_device(kind)
 
 
 def initialize(backend: str | None = None, **options: Unpack[InitializeOptions]) -> None:

@@ -7,8 +7,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
+from unisono.accelerators import accelerator_count
 from unisono.control.addresses import own_address
 from unisono.environments.detection import environments
 from unisono.environments.nodes import detect_node
@@ -50,7 +49,7 @@ def read_node(environ: Mapping[str, str] | None = None) -> NodeInfo | None:
 
 def devices_here() -> int:
     """Count the accelerators of this node. Local."""
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    return accelerator_count()
 
 
 def count_ranks(name: str, text: str) -> int:

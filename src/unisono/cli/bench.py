@@ -84,11 +84,12 @@ def _machine() -> dict[str, Any]:
     """Say what the figures depend on. Local."""
     import torch
 
+    from unisono.accelerators import accelerator_count
     from unisono.topology import usable_cores
 
     lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    devices = accelerator_count()
     return {
         "processor": models[0] if models else platform.processor() or platform.machine(),
         "cores": usable_cores(),

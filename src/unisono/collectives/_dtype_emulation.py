@@ -86,9 +86,9 @@ def _overlaps(tensor: Tensor) -> bool:
         reach += stride * (size - 1)
     else:
         return False
-    places = torch.zeros((), dtype=torch.int64)
+    places = torch.zeros((), dtype=torch.int64, device="cpu")
     for stride, size in dims:
-        places = places.unsqueeze(-1) + torch.arange(size) * stride
+        places = places.unsqueeze(-1) + torch.arange(size, device="cpu") * stride
     return bool((places.reshape(-1).sort().values.diff() == 0).any())
 
 
@@ -142,9 +142,7 @@ def fill(tensor: Tensor, total: Tensor) -> Tensor:
     """Overwrite a user's tensor, unseen by autograd; give it back. Local."""
     # A tensor made in inference mode may be written to in inference mode alone.
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
-        # Moved first: between devices that torch only knows by name, a copy into a negative view is
-        # lost (torch 2.13).
-        plain(tensor).copy_(total.to(tensor.device))
+        plain(tensor).copy_(total)
     return tensor
 
 

@@ -27,7 +27,7 @@ from unisono.topology import Group
 __all__ = ("HostCollectives",)
 
 _COPIED_BYTES = 1 << 16
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _AS_IT_IS = nullcontext()
 Copy = Callable[[int, int], None]
 """Copies block i from or to the slots of a parity."""

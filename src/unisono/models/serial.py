@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from unisono.accelerators import accelerator
 from unisono.arguments import check_names
 from unisono.errors import ArgumentError, WorkerFailedError
 from unisono.model.contract import COMMON_DTYPES, ComputationModel
@@ -65,10 +66,9 @@ class SerialModel(ComputationModel, LaunchHooks):
 
     @property
     def device(self) -> torch.device:
-        if not torch.accelerator.is_available():
+        kind = accelerator()
+        if kind is None:
             return torch.device("cpu")
-        kind = torch.accelerator.current_accelerator()
-        assert kind is not None
         return torch.device(kind.type, torch.accelerator.current_device_index())
 
     @property

@@ -74,7 +74,7 @@ def from_bytes(
     if len(data) != math.prod(shape) * dtype.itemsize:
         raise PayloadError(f"{len(data)} bytes aren't a tensor of {dtype} and shape {shape}")
     try:
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
     except RuntimeError as error:  # a size of 0 hides others that torch can't take
         raise PayloadError(
             f"a tensor of {dtype} and shape {shape} can't be made: {error}"
@@ -106,7 +106,7 @@ def stack_bytes(rows: Sequence[bytes], dtype: torch.dtype, shape: tuple[int, ...
             f"{len(data)} bytes aren't {len(rows)} tensors of {dtype} and shape {shape}"
         )
     if not data:
-        return torch.empty((len(rows), *shape), dtype=dtype)
+        return torch.empty((len(rows), *shape), dtype=dtype, device="cpu")
     return torch.frombuffer(data, dtype=dtype).view(len(rows), *shape)
 
 

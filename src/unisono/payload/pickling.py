@@ -18,6 +18,7 @@ from unisono.payload.memory import from_bytes, view_bytes
 
 __all__ = ("dump", "load")
 
+_REBUILD: Any = torch._utils._rebuild_device_tensor_from_cpu_tensor
 _device: ContextVar[torch.device] = ContextVar("_device")
 
 
@@ -37,6 +38,18 @@ def _lay_over(
     return tensor.to(_device.get()) if on_accelerator else tensor
 
 
+def _restore_storage(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location=_device.get(), weights_only=False)
+
+
+def _restorer() -> Any:
+    return _restore_from_cpu
+
+
+def _restore_from_cpu(data: Tensor, dtype: torch.dtype, _: Any, requires_grad: bool) -> Tensor:
+    return data.to(_device.get(), dtype).requires_grad_(requires_grad)
+
+
 def _restore_view(data: bytes, kind: str, shape: tuple[int, ...], is_readonly: bool) -> memoryview:
     memory = memoryview(data if is_readonly else bytearray(data))
     return memory if kind == "B" and len(shape) == 1 else memory.cast(kind, shape)  # type: ignore[call-overload]
@@ -46,6 +59,12 @@ def _is_strided(tensor: Tensor) -> bool:
     """Whether its memory, once it is contiguous, is all of it. Torch knows the others."""
     is_known = tensor.layout is torch.strided and not tensor.is_quantized
     return is_known and not tensor.is_nested
+
+
+def _is_storage_of_accelerator(value: Any) -> bool:
+    if isinstance(value, torch.TypedStorage):
+        value = value._untyped_storage
+    return isinstance(value, torch.UntypedStorage) and value.device.type != "cpu"
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -65,6 +84,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             buffer = pickle.PickleBuffer(view_bytes(data))
             facts = (obj.dtype, tuple(obj.shape), obj.device.type != "cpu")
             return _restore, (buffer, *facts)
+        if _is_storage_of_accelerator(obj):
+            _, saved = obj.__reduce__()  # torch would load it onto the sender's own device
+            return _restore_storage, saved
+        if obj is _REBUILD:  # the same, of devices without storages, such as XLA's
+            return _restorer, ()
         return super().reducer_override(obj)
 
 

@@ -116,7 +116,7 @@ def _share_by_elements(cluster: list[_Extent], owners: list[int]) -> None:
     """Do as `_share` where only the elements tell: columns of a matrix, diagonals. Local."""
     unit = min(each.tensor.itemsize for each in cluster)
     start = cluster[0].start
-    marks = torch.full(((max(each.end for each in cluster) - start) // unit,), -1)
+    marks = torch.full(((max(each.end for each in cluster) - start) // unit,), -1, device="cpu")
     for each in sorted(cluster, key=lambda each: (-each.tensor.nbytes, each.index)):
         width = each.tensor.itemsize // unit
         mine = marks.as_strided(

@@ -53,9 +53,9 @@ class _Bucket:
                 torch.div(parameter.grad, size, out=part)
             else:
                 part.zero_()
-        self.counts.copy_(torch.tensor(has))
+        self.counts.copy_(torch.tensor(has, device="cpu"))
         if self.notes.numel():
-            self.notes.copy_(torch.tensor(notes))
+            self.notes.copy_(torch.tensor(notes, device="cpu"))
         self.handle = all_reduce_(self.flat, "SUM", async_op=True)
 
     def wait(self) -> None:

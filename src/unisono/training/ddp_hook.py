@@ -90,7 +90,7 @@ class Averaging:
             return None
         if module._divide_by_initial_world_size:
             return None
-        return host.all_reduce(torch.tensor([float(self._is_live)]), ReduceOp.SUM)
+        return host.all_reduce(torch.tensor([float(self._is_live)], device="cpu"), ReduceOp.SUM)
 
     def end_step(self) -> None:
         """Take note that a backward is done: a rank without inputs has no forward before the next.

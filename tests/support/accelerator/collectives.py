@@ -1,7 +1,7 @@
 """The backend of the device: gloo on the memory behind it, with the manners of a real one.
 
-It has no tensor of the CPU; a tensor is on the device that is current at the first collective, and no
-two ranks of a group have the same one.
+It takes no tensor of the CPU. Tensors are on the current device, the same one for the life of a
+group, and no two ranks of a group have the same one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.utils._pytree import tree_map
 
-from tests.support.accelerator.device import MODULE, NAME, _libraries, is_ours
+from tests.support.accelerator.device import LIBRARIES, MODULE, NAME, is_ours, new_library
 from tests.support.accelerator.memory import to_host
 
 BACKEND = "pretendccl"
@@ -66,14 +66,15 @@ def register() -> None:
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=[NAME])
     gloo: Any = c10d.ProcessGroupGloo  # torch splits groups of what is bound to a device
     gloo.perform_nocolor_split = lambda backend, device: None
-    library = torch.library.Library("c10d", "IMPL")
+    library = new_library("c10d", "IMPL")
     for schema in torch._C._jit_get_all_schemas():
         name = schema.name.removeprefix("c10d::")
         takes_group = any(argument.name == "process_group" for argument in schema.arguments)
         if schema.name.startswith("c10d::") and takes_group:
-            with warnings.catch_warnings(action="ignore"):  # torch's own kernels stand there
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's own kernels stand there
                 library.impl(name, _kernel(name), "PrivateUse1", allow_override=True)
-    _libraries.append(library)
+    LIBRARIES.append(library)
 
 
 def _kernel(name: str) -> Any:
@@ -123,4 +124,5 @@ def _work(work: Any, pairs: list[tuple[Tensor, Tensor]]) -> Any:
         done.wait()  # raises what it failed with
         return tensors
 
-    return c10d._create_work_from_future(future.then(value))
+    make: Any = c10d._create_work_from_future  # type: ignore[attr-defined]  # not in torch's stubs
+    return make(future.then(value))

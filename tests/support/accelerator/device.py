@@ -7,8 +7,7 @@ Torch's hooks for devices written in Python know one index, 0; so the functions 
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,17 +21,20 @@ from tests.support.accelerator.memory import to_device, to_host, view_of
 NAME = "pretend"
 VISIBLE = "PRETEND_VISIBLE_DEVICES"
 _KEY = "PrivateUse1"
-_libraries: list[torch.library.Library] = []  # whose kernels last as long as they do
-_pinned: weakref.WeakSet[Tensor] = weakref.WeakSet()
+LIBRARIES: list[Any] = []  # whose kernels last as long as they do
+_c: Any = torch._C
+new_library: Any = torch.library.Library
+_to_elsewhere: Any = torch.UntypedStorage.to
 
 
 class Module:
-    """What ``torch.pretend`` is. As with CUDA, a process that has initialised it can't be forked."""
+    """What ``torch.pretend`` is. As with CUDA, no fork of a process that has used it can use it."""
 
     def __init__(self) -> None:
         self._current = 0
         self.initialised_by = 0
         self.events: list[str] = []
+        self.n_kernels = 0
 
     def initialise(self) -> None:
         """Do what the first use of a real device does."""
@@ -96,7 +98,7 @@ MODULE = Module()
 
 def load() -> None:
     """Register the device with torch. What torch calls at the end of ``import torch``."""
-    setup: Any = backend_registration._setup_privateuseone_for_python_backend  # type: ignore[attr-defined]
+    setup: Any = backend_registration._setup_privateuseone_for_python_backend
     setup(NAME, MODULE)
     for name, what in {
         "device_count": MODULE.device_count,
@@ -105,6 +107,7 @@ def load() -> None:
         "synchronize": MODULE.synchronize,
     }.items():
         setattr(torch.accelerator, name, what)
+    torch.UntypedStorage.to = _storage_to  # type: ignore[method-assign, assignment]
     _register_kernels()
     from tests.support.accelerator import collectives
 
@@ -112,14 +115,26 @@ def load() -> None:
 
 
 def _register_kernels() -> None:
-    every = torch.library.Library("_", "IMPL")
+    every = new_library("_", "IMPL")
     every.fallback(_run_on_host, _KEY)
-    aten = torch.library.Library("aten", "IMPL")
+    aten = new_library("aten", "IMPL")
     aten.impl("empty.memory_format", _empty, _KEY)
     aten.impl("empty_strided", _empty_strided, _KEY)
-    aten.impl("_copy_from", _copy_from, _KEY)
+    aten.impl("copy_", _copy, _KEY)
     aten.impl("set_.source_Storage_storage_offset", _set_storage, _KEY)
-    _libraries.extend((every, aten))
+    aten.impl("set_.source_Storage", _set_storage, _KEY)
+    autocast = f"Autocast{_KEY}"
+    others = new_library("_", "IMPL")
+    others.fallback(torch.library.fallthrough_kernel, autocast)
+    aten.impl("linear", _linear_in_autocast, autocast)
+    LIBRARIES.extend((every, aten, others))
+
+
+def _linear_in_autocast(*tensors: Tensor | None) -> Tensor:
+    dtype = torch.get_autocast_dtype(NAME)
+    with torch.autocast(NAME, enabled=False):
+        cast: Any = [None if each is None else each.to(dtype) for each in tensors]
+        return torch.nn.functional.linear(*cast)
 
 
 def index_of(device: Any) -> int:
@@ -144,18 +159,39 @@ def _empty_strided(size: Any, stride: Any, *, device: Any = None, **options: Any
     return to_device(host, index_of(device))
 
 
-def _copy_from(source: Tensor, into: Tensor, non_blocking: bool = False) -> Tensor:
-    here, there = (to_host(each) if is_ours(each) else each for each in (source, into))
+def _copy(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    there, here = (to_host(each) if is_ours(each) else each for each in (into, source))
     there.copy_(here)
     return into
 
 
-def _set_storage(into: Tensor, storage: Any, offset: int, size: Any, stride: Any = ()) -> Tensor:
-    raise NotImplementedError(f"{NAME}: tensors of a storage")
+def _set_storage(
+    into: Tensor, storage: Any, offset: int = 0, size: Any = None, stride: Any = (1,)
+) -> Tensor:
+    """Let a tensor show a storage; how ``torch.load`` makes tensors."""
+    host = _c._construct_storage_from_data_pointer(
+        storage.data_ptr(), torch.device("cpu"), storage.nbytes()
+    )
+    n_items = storage.nbytes() // into.itemsize
+    flat = torch.empty(0, dtype=into.dtype, device="cpu").set_(host, 0, (n_items,), (1,))
+    into.data = to_device(flat, storage.device.index).as_strided_(
+        (n_items,) if size is None else size, stride, offset
+    )
+    into.memory = storage  # type: ignore[attr-defined]  # which must live as long
+    return into
+
+
+def _storage_to(storage: Any, *, device: torch.device, non_blocking: bool = False) -> Any:
+    if device.type != NAME:
+        return _to_elsewhere(storage, device=device, non_blocking=non_blocking)
+    bytes_of = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage.cpu())
+    return to_device(bytes_of.clone(), index_of(device)).untyped_storage()
 
 
 def _run_on_host(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run any operation on the same memory as the CPU's, and give what it gives on the device."""
+    MODULE.initialise()
+    MODULE.n_kernels += 1
     names = [argument.name for argument in op._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     ours: list[tuple[Tensor, Tensor]] = []
@@ -221,7 +257,12 @@ def _on_device(value: Any, ours: list[tuple[Tensor, Tensor]], index: int) -> Any
     for tensor, host in ours:
         if value is host:
             return tensor
+    if value.layout is not torch.strided:  # without a kernel here, as on many devices
+        raise NotImplementedError(f"{NAME}: tensors of {value.layout}")
     for tensor, host in ours:
-        if value.numel() and value.untyped_storage().data_ptr() == host.untyped_storage().data_ptr():
+        if (
+            value.numel()
+            and value.untyped_storage().data_ptr() == host.untyped_storage().data_ptr()
+        ):
             return view_of(tensor, value)
     return to_device(value, index)

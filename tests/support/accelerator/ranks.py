@@ -1,6 +1,6 @@
-"""Ranks on the device: forks of a process that knows it and hasn't touched it, each with its job.
+"""Ranks on the device: forks of a process that knows it and hasn't touched it.
 
-What is tested here happens in `initialize`, so ranks call it themselves, after a mutant has its way.
+What is tested happens in `initialize`, so ranks call it themselves, after a mutant has its way.
 """
 
 from __future__ import annotations
@@ -8,15 +8,16 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import tempfile
-import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 import unisono as idist
-from unisono.errors import WorkerFailedError
+from unisono.errors import LaunchError, WorkerFailedError
 
 LIMIT_S = 30.0
 
@@ -33,55 +34,62 @@ def launch(
 ) -> list[Any]:
     """Run `fn` in forked ranks that have initialised, and give the results by rank."""
     context = mp.get_context("fork")
-    results = context.SimpleQueue()
+    ranks, ends = [], []
     with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder, "store"))
-        ranks = [
-            context.Process(
-                target=_run,
-                args=(rank, nproc_per_node, backend, fn, args, before, environ(rank), options),
-                kwargs={"path": store, "results": results},
-            )
-            for rank in range(nproc_per_node)
-        ]
-        for process in ranks:
+        for rank in range(nproc_per_node):
+            ours, theirs = context.Pipe(duplex=False)
+            facts = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(nproc_per_node)}
+            job = partial(_run, backend, fn, args, before, str(Path(folder, "store")), options)
+            process = context.Process(target=job, args=({**facts, **environ(rank)}, theirs))
             process.start()
-        found: dict[int, Any] = {}
+            theirs.close()
+            ranks.append(process)
+            ends.append(ours)
         try:
-            while len(found) < nproc_per_node:
-                rank, result, error = results.get()
-                if error is not None:
-                    raise WorkerFailedError.of(error, rank, nproc_per_node) from error
-                found[rank] = result
+            return _results(ends)
         finally:
             for process in ranks:
-                process.join(0 if len(found) < nproc_per_node else LIMIT_S)
                 process.kill()
                 process.join()
-    return [found[rank] for rank in range(nproc_per_node)]
+
+
+def _results(ends: list[Any]) -> list[Any]:
+    found: dict[int, Any] = {}
+    while len(found) < len(ends):
+        waiting = [end for rank, end in enumerate(ends) if rank not in found]
+        ready = wait(waiting, LIMIT_S)
+        if not ready:
+            raise LaunchError(f"no result after {LIMIT_S} s")
+        rank = ends.index(ready[0])
+        try:
+            result, error = ends[rank].recv()
+        except EOFError:
+            raise WorkerFailedError("it ended without a result", rank) from None
+        if error is not None:
+            raise WorkerFailedError.of(error, rank, len(ends)) from error
+        found[rank] = result
+    return [found[rank] for rank in range(len(ends))]
 
 
 def _run(
-    rank: int,
-    size: int,
     backend: str | None,
     fn: Callable[..., Any],
     args: Sequence[Any],
     before: Callable[[], None],
-    environ: Mapping[str, str],
-    options: Mapping[str, Any],
-    *,
     path: str,
+    options: Mapping[str, Any],
+    environ: Mapping[str, str],
     results: Any,
 ) -> None:
-    os.environ.update(
-        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), **environ}
-    )
+    os.environ.update(environ)
+    size = int(environ["WORLD_SIZE"])
+    result: Any = None
+    error: Exception | None = None
     try:
         before()
-        idist.initialize(backend, store=dist.FileStore(path, size), **options)
-        results.put((rank, fn(int(os.environ["LOCAL_RANK"]), *args), None))
+        idist.initialize(backend, store=FileStore(path, size), **options)
+        result = fn(int(environ["LOCAL_RANK"]), *args)
         idist.finalize()
-    except Exception as error:
-        traceback.print_exc()
-        results.put((rank, None, error))
+    except Exception as raised:
+        error = raised
+    results.send((result, error))

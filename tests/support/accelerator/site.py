@@ -11,6 +11,8 @@ def write_site(folder: Path) -> str:
     """Write what an installed package would be, and give the path to be searched."""
     about = folder / "pretend_accelerator-1.0.dist-info"
     about.mkdir(parents=True)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: pretend-accelerator\nVersion: 1.0\n")
+    (about / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: pretend-accelerator\nVersion: 1.0\n"
+    )
     (about / "entry_points.txt").write_text(ENTRY)
     return str(folder)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from unisono.accelerators import accelerator, accelerator_count
 from unisono.at_exit import LastCalls
 from unisono.control.missing import named
 from unisono.deadlines import format_s, limit_of
@@ -277,12 +278,11 @@ def choose_device(local_rank: int | None, choice: Any) -> torch.device:
     """
     if choice is not None:
         return torch.device(choice)
-    if not torch.accelerator.is_available():
+    kind = accelerator()
+    if kind is None:
         return torch.device("cpu")
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
     if local_rank is not None:
-        torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
+        torch.accelerator.set_device_index(local_rank % accelerator_count())
     return torch.device(kind.type, torch.accelerator.current_device_index())
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from unisono.accelerators import accelerator
 from unisono.control.handshake import authenticate
 from unisono.control.plane import SocketControlPlane
 from unisono.deadlines import deadline, limit_of
@@ -213,7 +214,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         return self._device if self._device is not None else self._user_device()
 
     def _user_device(self) -> torch.device:
-        kind = process_group.accelerator()
+        kind = accelerator()
         if kind is None or kind.type not in process_group.backends_by_device(self._backend):
             return torch.device("cpu")
         if dist.get_default_backend_for_device(kind) not in _parts(self._backend):

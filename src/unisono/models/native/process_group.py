@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
 
+from unisono.accelerators import accelerator, accelerator_count
 from unisono.errors import ArgumentError, BackendUnavailableError
 from unisono.model.contract import ComputationModel
 from unisono.topology import RankInfo, Topology
 
 __all__ = (
-    "accelerator",
     "backends_by_device",
     "choose_device",
     "join",
@@ -39,11 +39,6 @@ def known_backends() -> tuple[str, ...]:
     if not dist.is_available():
         return ()
     return tuple(name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED)
-
-
-def accelerator() -> torch.device | None:
-    """Give this machine's accelerator, without index, or None. Local."""
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def backends_by_device(backend: str) -> dict[str, str]:
@@ -109,7 +104,7 @@ def choose_device(backend: str, info: RankInfo, choice: Any) -> torch.device:
     elif kind is None or not _serves(backend, kind.type):
         return torch.device("cpu")
     else:
-        count = torch.accelerator.device_count()
+        count = accelerator_count()
         index = info.rank % count if info.local_rank is None else info.local_rank
         if count == 1:
             index = 0

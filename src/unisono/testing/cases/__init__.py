@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from unisono.testing.cases import (
     contract,
+    devices,
     facts,
     forks,
     gathers,
@@ -28,6 +29,7 @@ __all__ = (
     "LAWS",
     "Law",
     "contract",
+    "devices",
     "facts",
     "forks",
     "gathers",

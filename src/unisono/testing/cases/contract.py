@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,13 @@ def _ops(dtype: torch.dtype) -> list[ReduceOp]:
     return _OF_FLOATS if dtype.is_floating_point else _EXACT
 
 
+def _agree(model: ComputationModel, got: Tensor, expected: Tensor, what: Any) -> None:
+    """Demand the same bits, on the device on which the model takes tensors. Local."""
+    place = torch.empty(0, device=model.transport_device).device
+    assert got.device == place, f"{what}: got a tensor of device {got.device}, wanted {place}"
+    same(got.cpu(), expected.cpu(), what)
+
+
 @law()
 def all_gather_stacks_in_rank_order_for_every_declared_dtype() -> None:
     model = communicator().model
@@ -35,7 +44,7 @@ def all_gather_stacks_in_rank_order_for_every_declared_dtype() -> None:
         for shape in ((), (3,), (2, 3), (0, 2)):
             rows = model.all_gather(_mine(model, shape, dtype))
             expected = torch.stack([tensor_of(r, shape, dtype) for r in range(size)])
-            same(rows.cpu(), expected, (dtype, shape))
+            _agree(model, rows, expected, (dtype, shape))
 
 
 def _all_reduces_agree(
@@ -43,10 +52,10 @@ def _all_reduces_agree(
 ) -> None:
     expected = ComputationModel.all_reduce(model, _mine(model, shape, dtype), op)
     got = model.all_reduce(_mine(model, shape, dtype), op)
-    same(got.cpu(), expected.cpu(), (dtype, op, shape))
+    _agree(model, got, expected, (dtype, op, shape))
     handle = model.start_all_reduce(_mine(model, shape, dtype), op)
     if handle is not None:
-        same(handle.wait().cpu(), expected.cpu(), (dtype, op, shape, "async"))
+        _agree(model, handle.wait(), expected, (dtype, op, shape, "async"))
 
 
 @law()
@@ -60,12 +69,12 @@ def reductions_agree_with_the_derived_ones() -> None:
                 _all_reduces_agree(model, shape, dtype, op)
             part = model.reduce_scatter(_mine(model, (size, 3), dtype), op)
             expected = base.all_reduce(model, _mine(model, (size, 3), dtype), op)[rank]
-            same(part.cpu(), expected.cpu(), (dtype, op, "reduce_scatter"))
+            _agree(model, part, expected, (dtype, op, "reduce_scatter"))
             total = model.reduce(_mine(model, (3,), dtype), size - 1, op)
             expected = base.all_reduce(model, _mine(model, (3,), dtype), op)
             if rank == size - 1:
                 assert total is not None
-                same(total.cpu(), expected.cpu(), (dtype, op, "reduce"))
+                _agree(model, total, expected, (dtype, op, "reduce"))
             else:
                 assert total is None
 
@@ -77,17 +86,18 @@ def movements_agree_with_the_derived_ones() -> None:
     base = ComputationModel
     for dtype in sorted(model.dtypes, key=str):
         for root in range(size):
-            same(
-                model.broadcast(_mine(model, (4,), dtype), root).cpu(),
+            _agree(
+                model,
+                model.broadcast(_mine(model, (4,), dtype), root),
                 tensor_of(root, (4,), dtype),
                 (dtype, root, "broadcast"),
             )
             mine = tensor_of(root, (size, 2), dtype).to(model.transport_device)
             into = torch.empty(2, dtype=dtype, device=model.transport_device)
             row = model.scatter(mine if rank == root else None, into, root)
-            same(row.cpu(), tensor_of(root, (size, 2), dtype)[rank], (dtype, root, "scatter"))
+            _agree(model, row, tensor_of(root, (size, 2), dtype)[rank], (dtype, root, "scatter"))
         expected = base.all_to_all(model, _mine(model, (size, 2), dtype))
-        same(model.all_to_all(_mine(model, (size, 2), dtype)).cpu(), expected.cpu(), dtype)
+        _agree(model, model.all_to_all(_mine(model, (size, 2), dtype)), expected, dtype)
 
 
 @law()

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
 
 import unisono as idist
 from unisono import registry
+from unisono.accelerators import accelerator
 from unisono.errors import ArgumentError, BackendUnavailableError, ContextError
 from unisono.models.native import process_group as setup
 from unisono.topology import RankInfo
@@ -72,7 +73,7 @@ def _join_file(rank: int, backend: str, url: str) -> tuple[Any, ...]:
 
 
 def _of_a_device_that_is_not_here(_: int) -> tuple[str, bool, str | None, str]:
-    kind = setup.accelerator()
+    kind = accelerator()
     name = "cuda" if kind is None or kind.type != "cuda" else "xpu"
     dist.Backend.register_backend("faraway", lambda *_: None, devices=[name])
     known = registry.availability()["faraway"]
@@ -129,9 +130,8 @@ class _FakeAccelerator:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         self.chosen: list[int] = []
-        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.accelerator, "set_device_index", self.chosen.append)
 
 

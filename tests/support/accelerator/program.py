@@ -1,0 +1,158 @@
+"""What a process that knows the device runs: laws, mutants, training. Prints a JSON object."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import unisono as idist
+from tests.support.accelerator.collectives import BACKEND
+from tests.support.accelerator.device import MODULE, NAME, VISIBLE
+from tests.support.accelerator.mutants import MUTANTS
+from tests.support.accelerator.ranks import launch
+from unisono.errors import LaunchError
+from unisono.testing import check, keep_laws, law_names
+
+# Laws that are about memory of the CPU, sparse tensors, which the device hasn't, or forks, which
+# can't use it; and those of the contract, which choose their device themselves.
+_OFF_THE_DEVICE = (
+    *("shared", "sparse", "tensors_of_other", "one_rank_refuses", "fork"),
+    *("for_every_declared", "movements_agree"),
+)
+
+
+def laws() -> list[str]:
+    """Every law with tensors that are on the device unless it says otherwise."""
+    names = [name for name in law_names() if not any(word in name for word in _OFF_THE_DEVICE)]
+    outcomes = check(BACKEND, 2, laws=names, launch=partial(_launched, _on_device), timeout_s=20)
+    assert len(outcomes) == len(names) > 80
+    return [f"{each.law}: {each.reason}" for each in outcomes if each.status == "failed"]
+
+
+def _launched(wrap: Callable[..., Any], backend: str, fn: Callable[..., Any], **given: Any) -> Any:
+    return launch(backend, wrap, **given)
+
+
+def _on_device(local_rank: int, *args: Any) -> Any:
+    with torch.device(idist.device()):
+        return keep_laws(local_rank, *args)
+
+
+def mutants() -> dict[str, str]:
+    """How each mutant is found."""
+    laws_used = {law for _, law in MUTANTS.values()}
+    outcomes = check(BACKEND, 2, laws=laws_used, launch=launch)
+    assert not [each for each in outcomes if each.status == "failed"]
+    return {name: _found(*mutant) for name, mutant in MUTANTS.items()}
+
+
+def _found(before: Callable[[], None], law: str) -> str:
+    try:
+        (outcome,) = check(BACKEND, 2, laws=[law], launch=partial(launch, before=before))
+    except LaunchError as error:  # it didn't get so far
+        return f"failed: {error}"
+    return f"{outcome.status}: {outcome.reason}"
+
+
+def places() -> list[Any]:
+    """What no backend named and nothing but the environment decide."""
+    assert BACKEND in idist.available_backends()
+    masked = launch(None, _place, environ=lambda rank: {VISIBLE: str(1 - rank)})
+    moved = launch(None, _place, environ=lambda rank: {"LOCAL_RANK": str(1 - rank)})
+    gloo = launch("gloo", _place)
+    return [launch(None, _place), masked, moved, gloo]
+
+
+def _place(_: int) -> list[Any]:
+    return [idist.backend(), str(idist.device()), MODULE.events[:1]]
+
+
+def values() -> list[Any]:
+    """How often the device computes while values travel that aren't on it."""
+    return launch(None, _values)
+
+
+def _values(_: int) -> int:
+    before = MODULE.n_kernels
+    rank = idist.get_rank()
+    assert idist.all_reduce(rank + 0.5) == 2.0
+    assert idist.all_gather(f"rank {rank}") == ["rank 0", "rank 1"]
+    assert idist.broadcast({"é": [2**60, None]} if rank == 0 else None) == {"é": [2**60, None]}
+    assert idist.all_gather([torch.ones(3)])[1][0].device.type == "cpu"
+    with idist.one_rank_first():
+        pass
+    idist.barrier()
+    return MODULE.n_kernels - before
+
+
+def training() -> list[Any]:
+    """A wrapped model, a loader, autocast, and a file that is loaded elsewhere."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder, "file.pt"))
+        # Torch's autograd takes a device written in Python for one with index 0 alone.
+        ranks = launch(None, _train, (path,), environ=lambda rank: {VISIBLE: str(rank)})
+        loaded = torch.load(path, map_location="cpu")
+        again = launch(None, _load, (path,))
+    return [ranks, {name: value.tolist() for name, value in loaded.items()}, again]
+
+
+def _train(_: int, path: str) -> dict[str, Any]:
+    rank = idist.get_rank()
+    torch.manual_seed(rank)
+    model = idist.auto_model(nn.Linear(2, 1))
+    optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = idist.auto_dataloader(list(torch.arange(16.0).view(8, 2)), batch_size=2, shuffle=False)
+    for batch in loader:
+        optimizer.zero_grad()
+        with torch.autocast(NAME, torch.bfloat16):
+            output = model(batch.to(idist.device()))
+            loss = output.float().mean()
+        loss.backward()
+        optimizer.step()
+    plain = idist.unwrap_model(model)
+    idist.save_checkpoint(plain.state_dict(), path)
+    return {
+        "wrapper": type(model).__name__,
+        "output": [str(output.dtype), str(output.device)],
+        "devices": sorted({str(each.device) for each in model.parameters()}),
+        "gradients": sorted(
+            {str(each.grad.device) for each in model.parameters() if each.grad is not None}
+        ),
+        "weights": [each.tolist() for each in plain.parameters()],
+    }
+
+
+def _load(_: int, path: str) -> list[Any]:
+    own = idist.load_checkpoint(path)
+    host = idist.load_checkpoint(path, map_location="cpu")
+    return [str(own["weight"].device), str(host["weight"].device), own["weight"].tolist()]
+
+
+def _attempt(part: Callable[[], Any]) -> Any:
+    """Run a part; one that raises mustn't hide what the others find."""
+    try:
+        return part()
+    except Exception:
+        return {"error": traceback.format_exc()}
+
+
+def main() -> None:
+    found: dict[str, Any] = {}
+    for part in (laws, mutants, places, values, training):
+        found[part.__name__] = _attempt(part)
+    found["parent initialised the device"] = MODULE.initialised_by == os.getpid()
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
