@@ -14,10 +14,6 @@ import struct
 import sys
 import tempfile
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch._C._distributed_c10d import TCPStore
 
 __all__ = (
     "BACKLOG",
@@ -31,7 +27,6 @@ __all__ = (
     "local_address",
     "own_address",
     "peer",
-    "store_at",
     "why_unreachable",
 )
 
@@ -231,14 +226,6 @@ def why_unreachable(addr: str, port: int, limit_s: float) -> OSError | None:
     except OSError as error:
         return error
     return None
-
-
-def store_at(*args: Any, **options: Any) -> TCPStore:
-    """Make torch's store of a listener that is there. Local. The arguments are those of the store.
-
-    With libuv it takes none in torch 2.6; it is known to take one in torch 2.9.
-    """
-    return TCPStore(*args, **{**options, "use_libuv": torch.__version__ >= "2.9"})
 
 
 def listen_at(addr: str, port: int) -> socket.socket:

@@ -15,9 +15,9 @@ from unisono.control.addresses import (
     listen_at,
     listen_everywhere,
     listen_for_others,
-    store_at,
     why_unreachable,
 )
+from unisono.control.stores import store_at
 from unisono.errors import LaunchError
 from unisono.topology import PRIVATE_STORE, LaunchPlan
 

@@ -27,9 +27,9 @@ from unisono.control.addresses import (
     is_loopback,
     listen_at,
     listen_for_others,
-    store_at,
     why_unreachable,
 )
+from unisono.control.stores import store_at
 from unisono.deadlines import end_of_block, format_s, limit_of
 from unisono.errors import ArgumentError, ContextError
 from unisono.model.handle import Outcome
