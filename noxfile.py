@@ -221,10 +221,11 @@ def pythons(session: nox.Session, pair: str) -> None:
         if os.environ.get("CI") or "--required" in session.posargs:
             session.error(f"{text}. CI or --required says that it may not be skipped.")
         session.skip(text)
+    row = REPORTS / "pythons" / f"{pair}.row"
+    row.unlink(missing_ok=True)  # of a run before this one
     folder = Path(".nox", f"pythons-{version}-{torch}").resolve()
     own = str(folder / "bin" / "python")
-    if not folder.exists():
-        session.run(python, "-m", "venv", str(folder), external=True)
+    session.run(python, "-m", "venv", str(folder), external=True)
     env = {"PYTHONPATH": "", "PIP_QUIET": "1"}
     packages = ["-e", ".[demo]", *UNIT, f"torch=={torch}"]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
@@ -243,7 +244,7 @@ def pythons(session: nox.Session, pair: str) -> None:
         command = ("-m", "unisono", "check", backend, "-n", size, "--save", str(save))
         session.run(own, *command, env=env, external=True, silent=True)
         found[backend] = f"{len(json.loads(save.read_text())['laws'])} laws"
-    (REPORTS / "pythons" / f"{pair}.row").write_text(json.dumps(found))
+    row.write_text(json.dumps(found))
     print_pairs()
 
 

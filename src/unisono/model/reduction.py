@@ -231,8 +231,10 @@ def sum_numbers_exactly(values: Sequence[Any]) -> Number:
 
 def _float_sum(values: Sequence[float]) -> float:
     special = [value for value in values if not math.isfinite(value)]
+    if any(map(math.isnan, special)) or len(set(special)) > 1:
+        return math.nan  # the same one always: which of them a sum of them gives depends on order
     if special:
-        return sum(special)  # infinity, or NaN: in any order
+        return float(special[0])
     if all(value == 0 and math.copysign(1, value) < 0 for value in values):
         return -0.0
     total = sum(map(Fraction, values), Fraction())

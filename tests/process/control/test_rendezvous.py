@@ -224,6 +224,23 @@ def test_of_ranks_that_wait_for_one_that_is_slow_one_warns(
     assert all(error.startswith("rank 7 of 8 did not come to ") for error in errors)
 
 
+def test_ranks_that_dont_agree_how_many_they_are_say_so() -> None:
+    """Nodes that count their own devices may differ; nobody is blamed for not coming."""
+    store = TCPStore("127.0.0.1", 0, 4, is_master=True, wait_for_workers=False)
+    job = RankInfo(0, 4, nnodes=1, master_addr="127.0.0.1", master_port=store.port)
+
+    def come(rank: int, size: int) -> str:
+        info = replace(job, rank=rank, world_size=size, source="torchrun", store_is_hosted=True)
+        with pytest.raises(ContextError) as caught:
+            native_rendezvous.Rendezvous(info, timedelta(seconds=20)).store()
+        return str(caught.value)
+
+    with ThreadPoolExecutor(3) as ranks:
+        errors = list(ranks.map(come, [0, 2, 1], [4, 4, 2]))
+    assert all("as one of 4" in error and "as one of 2" in error for error in errors), errors
+    assert all("nproc_per_node" in error for error in errors)
+
+
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_comes_too_late_is_told_so(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store outlives ranks that gave up; a rank that comes late isn't blamed for it."""

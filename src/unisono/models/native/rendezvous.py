@@ -228,6 +228,8 @@ class Rendezvous:
         turn, missing = self._gather_ranks(ours)
         if not missing:
             return PrefixStore(f"turn/{turn}", ours)
+        if isinstance(missing, str):
+            raise ContextError(missing)
         limit = f"within {format_s(self._limit_s)}"
         del store, ours  # it listens as long as it is held, and this frame by the error
         if self.info.rank in missing:
@@ -281,18 +283,28 @@ class Rendezvous:
             self._warn(now, f"for somebody to listen ({reason})", "rank 0")
             time.sleep(_TRY_S)
 
-    def _gather_ranks(self, store: PrefixStore) -> tuple[int, list[int]]:
+    def _gather_ranks(self, store: PrefixStore) -> tuple[int, list[int] | str]:
         """Wait until all ranks have come to the store, or one of them has waited long enough.
 
         A store that outlives a context is met at again: turns are told apart, and each has keys of
         its own, as has each attempt of torchrun.
 
         Returns:
-            Which turn this is, and who didn't come in time: the same on all who did.
+            Which turn this is, and who didn't come in time: the same on all who did. Or what is
+            wrong, where ranks don't agree how many they are.
         """
         rank, size = self.info.rank, self.info.world_size
         turn = store.add(f"came/{rank}", 1)
         end, begin = f"end/{turn}", time.monotonic()
+        first = store.compare_set(f"size/{turn}", "", f"{rank} {size}").decode().split()
+        if first[1] != str(size):
+            text = (
+                f"rank {rank} came to {self._at()} as one of {size}, and rank {first[0]} as one "
+                f"of {first[1]}: give each node the same number of ranks (nproc_per_node)"
+            )
+            store.compare_set(end, "", json.dumps(text))
+            time.sleep(_LINGER_S)  # as below
+            return turn, text
         n_ranks = store.add(f"ranks/{turn}", 1)
         if n_ranks == size:
             return turn, json.loads(store.compare_set(end, "", _ALL))

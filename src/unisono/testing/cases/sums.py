@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -170,7 +171,15 @@ def exact_sums_of_containers_and_numbers_keep_their_shape() -> None:
     same(idist.all_reduce(True, exact=True), True)
     numbers = [1e308, 1e308, -1e308][: min(size, 3)] + [0.0] * (size - 3)
     same(idist.all_reduce(numbers[rank], exact=True), correctly_rounded(numbers, torch.float64))
+    infinity = INF if rank == 0 else -INF if rank == size - 1 else 0.0
+    for number in (-NAN, infinity, NAN if rank == 0 else 1.0):
+        wanted = INF if number == INF and size == 1 else NAN
+        same(_bits(idist.all_reduce(number, exact=True)), _bits(wanted), number)
     same(idist.all_reduce(complex(0.1, -0.0), exact=True), complex(math.fsum([0.1] * size), -0.0))
+
+
+def _bits(number: Any) -> bytes:
+    return struct.pack("<d", number)
 
 
 @law()
