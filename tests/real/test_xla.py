@@ -10,8 +10,10 @@ import re
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -524,16 +526,22 @@ def test_the_parent_stays_as_it_was() -> None:
 
 def run_script(code: str, first: Path | None = None, **variables: str) -> str:
     path = os.pathsep.join([*([str(first)] if first else []), SOURCE, str(ROOT)])
-    outcome = subprocess.run(
-        [sys.executable, "-c", code],
+    process = subprocess.Popen(
+        [sys.executable, "-X", "faulthandler", "-c", code],
         env={**os.environ, "PYTHONPATH": path, "PJRT_DEVICE": "CPU", **variables},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=120,
-        check=False,
+        start_new_session=True,
     )
-    assert outcome.returncode == 0, outcome.stderr
-    lines = outcome.stdout.splitlines(keepends=True)  # gloo's own, of C++, come when they like
+    try:
+        output, errors = process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGABRT)  # its stacks; a fork of it ends, too
+        output, errors = process.communicate()
+        errors += "\nIt didn't end by itself."
+    assert process.returncode == 0, errors
+    lines = output.splitlines(keepends=True)  # gloo's own, of C++, come when they like
     return "".join(line for line in lines if not line.startswith("[Gloo]"))
 
 
@@ -585,13 +593,22 @@ def facts_in_users_launch() -> tuple[Any, ...]:
     return idist.all_reduce(ones).tolist(), idist.all_reduce(rank)
 
 
+GROUP_MADE = threading.Event()
+
+
 def users_facade(_index: int, how: str) -> None:
     """Use the facade in replicas that the program made itself, in one of the ways to do so."""
     if how == "process group":
         import torch.distributed as dist
         import torch_xla.distributed.xla_backend  # noqa: F401 - it registers the backend
+        import torch_xla.runtime as xr
 
-        dist.init_process_group("xla", init_method="xla://")
+        # Replicas that are threads share what torch knows of process groups: one makes it for all.
+        if xr.global_ordinal() == 0:
+            dist.init_process_group("xla", init_method="xla://")
+            GROUP_MADE.set()
+        assert GROUP_MADE.wait(60)
+        assert dist.get_backend() == "xla"
     if how == "initialize":
         for _ in range(3):  # a rank that is back early isn't taken for one that is gone
             idist.initialize("xla-cpu", timeout=60)
@@ -615,7 +632,10 @@ def test_the_facade_finds_the_replicas_of_xmp_spawn(how: str) -> None:
         "from tests.real import test_xla\n"
         f"xmp.spawn(test_xla.users_facade, args=({how!r},), start_method='fork')\n"
     )
-    assert run_script(code, CPU_NUM_DEVICES="2") == "<([3.0, 3.0, 3.0], 1)>" * 2
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    out = run_script(code, CPU_NUM_DEVICES="2", MASTER_PORT=port, TORCH_DIST_INIT_BARRIER="0")
+    assert out == "<([3.0, 3.0, 3.0], 1)>" * 2
 
 
 def test_initialize_alone_needs_no_launcher() -> None:
