@@ -38,7 +38,12 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "unison
 REPORTS = Path(".nox", "reports")  # what `unisono check` found, backend by backend
 SITE = Path(".nox", "site")
 FEW = 3  # more tests than this don't fail by chance
-UNIT = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "numpy", "scikit-learn")
+# A file runs in one process. What has limits in seconds runs afterwards, by itself.
+TWO_AT_A_TIME = ("-n", "2", "--dist", "loadfile", "-m", "not timed")
+UNIT = (  # what the unit tests need
+    *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis"),
+    *("matplotlib", "numpy", "scikit-learn"),
+)
 ALL_SIZES = ("-n", "1", "-n", "2", "-n", "3")
 
 
@@ -94,12 +99,6 @@ def run_tests(
         session.run(*command, *names, env=env, external=external)
         text = "\n".join(("FAILED AT FIRST, and passed by itself:", *names))
         print(f"\n{'!' * 78}\n{session.name}: {text}\n{'!' * 78}\n", file=sys.stderr)
-
-
-def run_all(session: nox.Session, *args: str, env: dict[str, str] | None = None) -> None:
-    """Run tests two at a time, a file in one process; then by themselves those that are timed."""
-    run_tests(session, "-n", "2", "--dist", "loadfile", "-m", "not timed", *args, env=env)
-    run_tests(session, "-m", "timed", *args, env=env)
 
 
 def arguments(session: nox.Session) -> list[str]:
@@ -193,7 +192,11 @@ def find_python(version: str) -> str | None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Unit, process and conformance tests on serial, threads and gloo: ``nox -s tests -- ARGS``."""
+    """Unit, process and conformance tests on serial, threads and gloo: ``nox -s tests -- ARGS``.
+
+    In CI the unit tests run in `pythons` alone, on the oldest and the newest pair: there, a missing
+    Python is a failure, so they do run.
+    """
     install(session, "test", "peers", "notebook", "manifests", "recipes")
     if session.posargs:
         session.run("pytest", *session.posargs)
@@ -201,7 +204,9 @@ def tests(session: nox.Session) -> None:
     peers = "import accelerate, ignite, lightning_fabric, mmengine, torchmetrics, ipykernel, "
     peers += "nbclient, kubernetes_validate, kubeflow_trainer_api, torch.utils.tensorboard"
     session.run("python", "-c", peers)  # else tests are skipped
-    run_all(session)
+    elsewhere = ("--ignore", "tests/unit") if os.environ.get("CI") else ()
+    run_tests(session, *TWO_AT_A_TIME, *elsewhere)
+    run_tests(session, "-m", "timed")
 
 
 @nox.session(venv_backend="none", allow_parallel=True)
@@ -235,7 +240,7 @@ def pythons(session: nox.Session, pair: str) -> None:
         command = ("-m", "pip", "install", "-c", constraints.name, *packages)
         session.run(own, *command, env=env, external=True)
     session.run(own, "-m", "pip", "install", "--no-deps", "./tests/plugin", env=env, external=True)
-    run_tests(session, "-n", "2", "-m", "not timed", "tests/unit", env=env, python=own)
+    run_tests(session, *TWO_AT_A_TIME, "tests/unit", env=env, python=own)
     found = {"Python": version, "torch": torch}
     for backend in ("serial", "threads", "gloo"):
         save = REPORTS / "pythons" / f"{pair}-{backend}.json"
@@ -531,7 +536,8 @@ def faults(session: nox.Session) -> None:
     if args:  # the table that they write is of one process
         run_tests(session, *paths, *args, env=required)
     else:
-        run_all(session, *paths, env=required)
+        run_tests(session, *TWO_AT_A_TIME, *paths, env=required)
+        run_tests(session, "-m", "timed", *paths, env=required)
 
 
 @nox.session

@@ -17,14 +17,18 @@ ORDER = ("serial", "threads", "gloo", "mpi4py", "horovod", "xla-cpu", "kvstore")
 MARKS = {"passed": "yes", "derived": "derived", "unsupported": "–", "failed": "**FAILED**"}
 GROUPS = {
     "contract": "The contract of a model",
+    "devices": "Devices",
     "facts": "Facts",
     "forks": "Forks",
+    "recording": "Records, traces and hooks",
     "reductions": "Reductions",
     "gathers": "Gathers",
     "groups": "Groups",
     "refusals": "Refusals",
     "sections": "Sections",
     "sharing": "Memory of a host",
+    "sums": "Exact sums",
+    "training": "Training",
     "transfers": "Broadcast, scatter, all_to_all, messages",
     "values": "Values",
 }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 from typing import get_args
 
 from tests.support.pages import ROOT
-from unisono.testing import runner
+from unisono.testing import cases, runner
 
 
 def section(page: str, heading: str) -> str:
@@ -40,3 +41,9 @@ def test_models_names_every_way_in_which_a_law_ends() -> None:
     text = (ROOT / "docs" / "models.md").read_text()
     sentence = text.partition("A law ends as ")[2].partition(" with the rank")[0]
     assert set(re.findall(r"`([a-z]+)`", sentence)) == set(get_args(runner.Status))
+
+
+def test_the_page_of_support_has_a_title_for_every_group_of_laws() -> None:
+    groups = runpy.run_path(str(ROOT / ".ci" / "support.py"))["GROUPS"]
+    modules = Path(cases.__file__).parent.glob("[!_]*.py")
+    assert sorted(groups) == sorted(path.stem for path in modules)
