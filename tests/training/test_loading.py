@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
@@ -174,6 +174,35 @@ def test_everything_in_a_batch_is_moved() -> None:
     assert made["d"].batch_sizes.device.type == "cpu"  # which is what its own `to` does
     assert batch["a"][0] is row
     assert moved(batch["a"][1:], meta) == ["text", 3]
+
+
+def test_what_has_nothing_to_move_stays_the_same_object() -> None:
+    cpu, row = torch.device("cpu"), torch.ones(2)
+    made = Made(row, factor=2)
+    made.sum += 1
+    for batch in ({"a": [row, "text"]}, [row, 3], Pair(row, (row, None)), made, Frozen(row), "a"):
+        assert moved(batch, cpu) is batch
+    there = moved({"made": made, "frozen": Frozen(row), "other": [1]}, torch.device("meta"))
+    assert there["made"].x.device.type == there["frozen"].x.device.type == "meta"
+    assert there["made"].sum.device.type == "meta"
+    assert there["made"].notes is made.notes
+    assert made.x is row
+
+
+@dataclass
+class Made:
+    x: Any
+    factor: InitVar[int]
+    sum: Any = field(init=False)
+    notes: list[str] = field(init=False, default_factory=list)
+
+    def __post_init__(self, factor: int) -> None:
+        self.sum = self.x.sum() * factor
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Any
 
 
 def test_batches_come_on_the_device() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 import unisono as idist
 from tests.support.processes import python
@@ -223,3 +226,123 @@ def test_positions_that_lead_nowhere_are_refused() -> None:
 class Own(SequentialSampler):
     def set_epoch(self, epoch: int) -> None:
         pass
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[("epoch", -1), ("order", "first"), ("batches", 1.5), ("is_dealt_in_turn", 1)],
+        *[("batch_size", 0), ("world_size", None), ("samples", True)],
+    ],
+)
+def test_a_position_with_a_wrong_value_is_refused_and_changes_nothing(key: str, value: Any) -> None:
+    loader = idist.auto_dataloader(list(range(24)), batch_size=4)
+    next(iter(loader))
+    state = loader.state_dict()
+    with pytest.raises(ArgumentError, match=f"{key}="):
+        loader.load_state_dict({**state, key: value})
+    assert loader.state_dict() == state
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_goes_on_after_an_error_of_the_data_set(workers: int) -> None:
+    data: Any = OneIsBad(range(6))
+    plain = torch.utils.data.DataLoader(data, num_workers=workers)
+    ours = idist.auto_dataloader(data, shuffle=False, num_workers=workers)
+    assert values_of(ours) == values_of(plain) == [0, 1, "bad", 3, 4, 5]
+    assert (ours.epoch, ours.state_dict()["batches"]) == (1, 0)
+    batches = iter(ours)
+    next(batches), next(batches)
+    with pytest.raises(LookupError, match="a bad sample"):
+        next(batches)
+    state = ours.state_dict()
+    assert [rows.item() for rows in batches] == [3, 4, 5]
+    again = idist.auto_dataloader(data, shuffle=False)
+    again.load_state_dict(state)
+    assert values_of(again) == [3, 4, 5]
+
+
+class OneIsBad(list[int]):
+    def __getitem__(self, index: Any) -> Any:
+        if index == 2:
+            raise LookupError("a bad sample")
+        return super().__getitem__(index)
+
+
+def values_of(loader: Any) -> list[Any]:
+    batches = iter(loader)
+
+    def value() -> Any:
+        try:
+            return next(batches, torch.tensor(-1)).item()
+        except LookupError:
+            return "bad"
+
+    return list(iter(value, -1))
+
+
+def test_workers_start_with_the_iterator_and_end_with_the_loader() -> None:
+    before = set(multiprocessing.active_children())
+    loader = idist.auto_dataloader([1, 2, 3], num_workers=1, persistent_workers=True)
+    batches = iter(loader)
+    (worker,) = set(multiprocessing.active_children()) - before
+    assert len(list(batches)) == len(list(loader)) == 3
+    gc.disable()  # a cycle would keep the loader
+    try:
+        del batches, loader
+        worker.join(30)
+        assert not worker.is_alive()
+    finally:
+        gc.enable()
+
+
+def test_a_look_at_the_first_batch_keeps_the_position() -> None:
+    loader = idist.auto_dataloader(list(range(10)), batch_size=2, shuffle=False)
+    for _ in zip(range(2), loader, strict=False):
+        pass
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    abandoned = iter(loader)
+    assert next(abandoned).tolist() == [4, 5]
+    assert [rows.tolist() for rows in loader] == [[4, 5], [6, 7], [8, 9]]
+    assert len(list(loader)) == 5
+    assert next(abandoned).tolist() == [6, 7]  # it moves the position no more
+    assert loader.state_dict()["batches"] == 0
+    loader.load_state_dict(state)
+    loader.set_epoch(7)
+    assert len(list(loader)) == 5
+
+
+def test_batches_of_a_sampler_of_ones_own_are_resumed_only_if_they_come_again() -> None:
+    data = list(range(12))
+    loader = idist.auto_dataloader(data, batch_sampler=Drawn(SequentialSampler(data), 2, False))
+    loader.load_state_dict(loader.state_dict())
+    next(iter(loader))
+    with pytest.raises(UnsupportedOperation, match=r"a Drawn, .*set_epoch"):
+        loader.state_dict()
+    seeded = idist.auto_dataloader(data, batch_sampler=Seeded(SequentialSampler(data), 2, False))
+    whole = [rows.tolist() for rows in seeded]
+    seeded.set_epoch(0)
+    next(iter(seeded))
+    again = idist.auto_dataloader(data, batch_sampler=Seeded(SequentialSampler(data), 2, False))
+    again.load_state_dict(seeded.state_dict())
+    assert [rows.tolist() for rows in again] == whole[1:]
+
+
+class Drawn(BatchSampler):
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = list(super().__iter__())
+        return iter([batches[i] for i in torch.randperm(len(batches), generator=self.drawn_from())])
+
+    def drawn_from(self) -> torch.Generator | None:
+        return None
+
+
+class Seeded(Drawn):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def drawn_from(self) -> torch.Generator | None:
+        return torch.Generator().manual_seed(self.epoch)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sized
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from unisono.arguments import check_count
@@ -36,15 +36,15 @@ class ReplicaLoader(DataLoader[Any]):
     def __init__(self, dataset: Any, to_device: torch.device | None = None, **kwargs: Any) -> None:
         self._target = to_device
         self._world_size = current_model().topology.world_size
-        self._epoch = self._order = self._batches = self._left_out = 0
-        self._is_resumed = False
+        self._order = 0
+        self._position = _Position()
         super().__init__(dataset, **kwargs)
-        self._epoch = self._order = self._order_of_sampler()
+        self._position.epoch = self._order = self._order_of_sampler()
 
     @property
     def epoch(self) -> int:
         """The epoch that goes on, or comes next; it is one more once an epoch has ended. Local."""
-        return self._epoch
+        return self._position.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of an epoch; another one than `epoch` begins at its start. Local."""
@@ -56,8 +56,8 @@ class ReplicaLoader(DataLoader[Any]):
         self._go_to(epoch)
 
     def _go_to(self, epoch: int) -> None:
-        if epoch != self._epoch:
-            self._epoch, self._batches, self._is_resumed = epoch, 0, False
+        if epoch != self._position.epoch:
+            self._position.begin(epoch, 0)
 
     def _holder(self) -> Any:
         """Give the sampler that orders by epochs, None where none does. Local."""
@@ -69,24 +69,18 @@ class ReplicaLoader(DataLoader[Any]):
 
     @property
     def _index_sampler(self) -> Any:  # torch's loader and its iterators ask for it
-        return _Rest(self, super()._index_sampler)
+        is_drawn_from = not isinstance(self.dataset, IterableDataset)
+        return _Rest(self._position if is_drawn_from else _Position(), super()._index_sampler)
 
     def __iter__(self) -> Any:
         order = self._order_of_sampler()
         if order != self._order:  # the program has called set_epoch of the sampler itself
             self._order = order
             self._go_to(order)
-        if not self._is_resumed:
-            self._batches = 0
-        self._is_resumed = False
-        self._left_out = self._batches
-        batches: Iterator[Any] = super().__iter__()
-        if isinstance(self.dataset, IterableDataset):
-            batches = islice(batches, self._left_out, None)
-        for batch in batches:
-            self._batches += 1
-            yield batch if self._target is None else moved(batch, self._target, self.pin_memory)
-        self._epoch, self._batches = self._epoch + 1, 0
+        self._position.begin(self._position.epoch, self._position.start)
+        left_out = self._position.start if isinstance(self.dataset, IterableDataset) else 0
+        batches = super().__iter__()
+        return _Batches(batches, self._position, left_out, self._target, self.pin_memory)
 
     def state_dict(self) -> dict[str, Any]:
         """Give the position, for a checkpoint.
@@ -99,16 +93,28 @@ class ReplicaLoader(DataLoader[Any]):
         Raises:
             UnsupportedOperation: an epoch is under way, and the sampler can't repeat its order.
         """
-        if self._batches and not self._repeats():
-            raise UnsupportedOperation(
-                current_model().name,
-                f"a position within an epoch of a {type(self.sampler).__qualname__}, which draws "
-                "another order each time",
-                "leave the sampler out, or wrap it in a DistributedProxySampler",
-            )
+        at = self._position
+        if at.batches and not self._repeats():
+            self._refuse()
         is_dealt = self._is_dealt_in_turn()
-        position = (self._epoch, self._order, self._batches, is_dealt, *self._shape())
+        position = (at.epoch, self._order, at.batches, is_dealt, *self._shape())
         return dict(zip(_KEYS, position, strict=True))
+
+    def _refuse(self) -> NoReturn:
+        if self._has_own_batches():
+            kind, remedy = type(self.batch_sampler), "give it a set_epoch that chooses the order"
+        else:
+            kind = type(self.sampler)
+            remedy = "leave the sampler out, or wrap it in a DistributedProxySampler"
+        raise UnsupportedOperation(
+            current_model().name,
+            f"a position within an epoch of a {kind.__qualname__}, which draws another order each "
+            "time",
+            remedy,
+        )
+
+    def _has_own_batches(self) -> bool:
+        return type(self.batch_sampler) not in (BatchSampler, type(None))
 
     def _shape(self) -> tuple[int | None, int, int | None]:
         size = None if self.batch_size is None else self.batch_size * self._world_size
@@ -119,7 +125,8 @@ class ReplicaLoader(DataLoader[Any]):
         holder = self._holder()
         if holder is None:
             inner = getattr(self.batch_sampler, "sampler", self.sampler)
-            return isinstance(inner, SequentialSampler) or isinstance(self.dataset, IterableDataset)
+            is_in_order = isinstance(inner, SequentialSampler) and not self._has_own_batches()
+            return is_in_order or isinstance(self.dataset, IterableDataset)
         inner = getattr(holder, "sampler", None)
         return getattr(inner, "generator", None) is None
 
@@ -138,13 +145,13 @@ class ReplicaLoader(DataLoader[Any]):
         """
         if not isinstance(state, dict) or set(state) != set(_KEYS):
             raise ArgumentError(f"a position has {', '.join(_KEYS)}: this is {state!r}")
-        epoch, order, batches, *shape = (state[key] for key in _KEYS)
+        epoch, order, batches, *shape = _checked(state)
         batches = self._batches_here(batches, *shape) if batches else 0
         holder = self._holder()
         if holder is not None:
             holder.set_epoch(order)
         self._order = self._order_of_sampler()
-        self._epoch, self._batches, self._is_resumed = epoch, batches, batches > 0
+        self._position.begin(epoch, batches)
 
     def _batches_here(
         self,
@@ -180,16 +187,90 @@ class ReplicaLoader(DataLoader[Any]):
         return kind is DistributedSampler or getattr(kind, "deals_in_turn", False)
 
 
+def _checked(state: dict[str, Any]) -> list[Any]:
+    """Give the values of a position in the order of its keys. Local."""
+    is_dealt_in_turn = state["is_dealt_in_turn"]
+    if not isinstance(is_dealt_in_turn, bool):
+        raise ArgumentError(f"is_dealt_in_turn={is_dealt_in_turn!r} should be a bool")
+    least = {"batch_size": 1, "world_size": 1}
+    none = {key for key in ("batch_size", "samples") if state[key] is None}
+    checked = {
+        key: check_count(key, state[key], least.get(key, 0))
+        for key in state.keys() - none - {"is_dealt_in_turn"}
+    }
+    return [checked.get(key, state[key]) for key in _KEYS]
+
+
+@dataclass(eq=False)
+class _Position:
+    """Where a loader is. Its iterators hold this, not the loader, which would be a cycle."""
+
+    epoch: int = 0
+    start: int = 0  # the batches that an iterator of this epoch leaves out
+    batches: int = 0  # those that were left out or seen
+    turn: int = 0  # of the iterator that moves the position: the last one
+
+    def begin(self, epoch: int, start: int) -> None:
+        """Go to the start of an epoch, or of what is left of it. Local."""
+        self.epoch, self.start, self.batches = epoch, start, start
+        self.turn += 1
+
+
+class _Batches:
+    """The batches of an epoch, on the device. As torch's iterator, it goes on after an error."""
+
+    def __init__(
+        self,
+        inner: Any,
+        position: _Position,
+        left_out: int,
+        target: torch.device | None,
+        non_blocking: bool,
+    ) -> None:
+        self._inner = inner
+        self._position = position
+        self._turn = position.turn
+        self._left_out = left_out
+        self._target = target
+        self._non_blocking = non_blocking
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __next__(self) -> Any:
+        position, is_new = self._position, False
+        try:
+            while self._left_out:
+                self._left_out -= 1
+                next(self._inner)
+            is_new = True
+            batch = next(self._inner)
+        except StopIteration:
+            if self._turn == position.turn:
+                position.begin(position.epoch + 1, 0)
+            raise
+        except Exception:  # of the dataset: the next call gives the batch after this one
+            self._count(is_new)
+            raise
+        self._count(is_new)
+        return batch if self._target is None else moved(batch, self._target, self._non_blocking)
+
+    def _count(self, is_new: bool) -> None:
+        self._position.batches += is_new and self._turn == self._position.turn
+
+
 class _Rest:
     """The batches of indices that come, without those that were left out."""
 
-    def __init__(self, loader: ReplicaLoader, whole: Any) -> None:
-        self._loader = loader
+    def __init__(self, position: _Position, whole: Any) -> None:
+        self._position = position
         self._whole = whole
 
     def __iter__(self) -> Iterator[Any]:
-        is_drawn_from = not isinstance(self._loader.dataset, IterableDataset)
-        return islice(iter(self._whole), self._loader._left_out if is_drawn_from else 0, None)
+        return islice(iter(self._whole), self._position.start, None)
 
     def __len__(self) -> int:
         return len(self._whole)
@@ -207,25 +288,45 @@ def moved(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
         non_blocking: whether copies from pinned memory go on in the background.
 
     Returns:
-        The same where nothing was to be moved; else new containers of the same types.
+        The same object where nothing was to be moved; else new containers of the same types.
     """
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=non_blocking)
     if callable(getattr(batch, "to", None)) and not isinstance(batch, type):
         return batch.to(device)
 
-    def inner(item: Any) -> Any:
-        return moved(item, device, non_blocking)
-
     if isinstance(batch, dict):
-        made = copy.copy(batch)
-        made.update({key: inner(item) for key, item in batch.items()})
-        return made
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(inner, batch))
+        made = _changed(batch.items(), device, non_blocking)
+        return _copied_with(batch, made, lambda new: new.update(made))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(map(inner, batch))
+        made = _changed(enumerate(batch), device, non_blocking)
+        if not made:
+            return batch
+        items = [made.get(index, item) for index, item in enumerate(batch)]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     if is_dataclass(batch) and not isinstance(batch, type):
-        names = [field.name for field in fields(batch) if field.init]
-        return replace(batch, **{name: inner(getattr(batch, name)) for name in names})
+        names = [field.name for field in fields(batch) if hasattr(batch, field.name)]
+        made = _changed([(name, getattr(batch, name)) for name in names], device, non_blocking)
+        return _copied_with(batch, made, lambda new: _set_fields(new, made))
     return batch
+
+
+def _changed(
+    items: Iterable[tuple[Any, Any]], device: torch.device, non_blocking: bool
+) -> dict[Any, Any]:
+    """Move what is named, and give those that are other objects then. Local."""
+    pairs = ((key, item, moved(item, device, non_blocking)) for key, item in items)
+    return {key: made for key, item, made in pairs if made is not item}
+
+
+def _copied_with(batch: Any, made: dict[Any, Any], change: Callable[[Any], None]) -> Any:
+    if not made:
+        return batch
+    new = copy.copy(batch)
+    change(new)
+    return new
+
+
+def _set_fields(new: Any, made: dict[str, Any]) -> None:
+    for name, item in made.items():
+        object.__setattr__(new, name, item)  # it may be frozen
