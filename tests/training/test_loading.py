@@ -141,9 +141,13 @@ def test_a_ready_loader_is_made_again_for_each_rank() -> None:
     assert idist.auto_dataloader(plain, shuffle=True).sampler.shuffle
     whole = idist.auto_dataloader(DataLoader(data, batch_size=None))
     assert list(whole) == data[rank::size]
-    for again in (loader, type("OwnLoader", (DataLoader,), {})(data)):
-        with pytest.raises(ArgumentError, match="can't be made again"):
-            idist.auto_dataloader(again)
+    for is_per_replica in (False, True):
+        again = idist.auto_dataloader(loader, per_replica=is_per_replica)
+        assert (again.batch_size, again.sampler) == (2, loader.sampler)
+    with_workers = idist.auto_dataloader(data, num_workers=size, per_replica=True)
+    assert idist.auto_dataloader(with_workers, shuffle=False).num_workers == size
+    with pytest.raises(ArgumentError, match="can't be made again"):
+        idist.auto_dataloader(type("OwnLoader", (DataLoader,), {})(data))
 
 
 class Pair(NamedTuple):

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import math
+import threading
 import warnings
+import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import unisono as idist
 from tests.support.worlds import QUICK, REAL, run
 from unisono.errors import UnsupportedOperation
+from unisono.model.training import TrainingHooks
+from unisono.models.threads import ThreadsModel
+from unisono.registry import unregister_model
 
 STEPS, SIZE = 5, 6
+_seeding = threading.Lock()
 
 
 def network() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    with _seeding:  # ranks that are threads share the generator
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
 def rows(step: int) -> Tensor:
@@ -106,6 +115,41 @@ def with_options(local_rank: int) -> None:
     idist.assert_equal(model)
 
 
+class Averaging(ThreadsModel, TrainingHooks):
+    """Averages gradients in the optimizer's step."""
+
+    name = "averaging"
+    backends = ("averaging",)
+
+    def wrap_optimizer(
+        self, optimizer: Optimizer, *, is_averaged: bool, **options: Any
+    ) -> Optimizer:
+        return optimizer
+
+    def settle_gradients(self, optimizer: Optimizer) -> Callable[[], None]:
+        number = optimizer.param_groups[0]["number"]
+        assert idist.all_gather(number) == [number] * idist.get_world_size()
+        return lambda: None
+
+
+def test_gradients_are_averaged_in_the_order_of_the_optimizers() -> None:
+    idist.register_model(Averaging)
+    try:
+        run("averaging", 2, averages)
+    finally:
+        unregister_model(Averaging)
+
+
+def averages(local_rank: int) -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    optimizers = []
+    for number in range(20):
+        groups: Any = [{"params": [parameter], "number": number}]
+        optimizers.append(idist.auto_optim(torch.optim.SGD(groups, lr=1.0)))
+    idist.clip_grad_norm_([parameter], 1.0)
+    assert len(optimizers) == 20
+
+
 def test_a_scaler_of_sharded_gradients_is_refused() -> None:
     run("gloo", 2, sharded)
 
@@ -140,3 +184,23 @@ def searches(local_rank: int, is_without_sync: bool) -> int:
         return batch_size
 
     return train()
+
+
+def test_a_result_is_freed_before_a_smaller_batch_is_tried() -> None:
+    assert run("threads", 2, frees) == [(8, [True, True]), (8, [True, True])]
+
+
+def frees(local_rank: int) -> tuple[int, list[bool]]:
+    before: list[weakref.ref[nn.Module]] = []
+    freed: list[bool] = []
+
+    @idist.find_executable_batch_size(32)
+    def train(batch_size: int) -> tuple[int, nn.Module]:
+        freed.extend(each() is None for each in before[-1:])
+        model = network()
+        before.append(weakref.ref(model))
+        if local_rank and batch_size > 8:
+            raise MemoryError
+        return batch_size, model
+
+    return train()[0], freed

@@ -130,6 +130,19 @@ def test_a_block_puts_handlers_back_and_loses_no_signal() -> None:
         pass
 
 
+def test_a_child_of_a_rank_dies_of_the_signal() -> None:
+    with idist.preemptible():
+        child = multiprocessing.get_context("fork").Process(
+            target=signal.raise_signal, args=(signal.SIGTERM,)
+        )
+        child.start()
+        child.join(60)
+        assert child.exitcode == -signal.SIGTERM
+        assert not idist.preemption_point()
+        signal.raise_signal(signal.SIGTERM)
+        assert idist.preemption_point()
+
+
 def test_a_signal_to_the_process_reaches_ranks_that_are_threads() -> None:
     with pytest.raises(WorkerFailedError, match=r"ranks \[0, 1\] are threads"):
         idist.spawn("threads", points, nproc_per_node=2)

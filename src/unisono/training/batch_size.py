@@ -55,6 +55,8 @@ def find_executable_batch_size(
 
     Raises:
         ArgumentError: `starting_batch_size` isn't an int of at least 1.
+        CollectiveMismatchError: `starting_batch_size` differs between ranks; names each rank's (at
+            the call, on every rank).
         MemoryError: a batch of 1 doesn't fit either (at the call, on every rank).
         PeerFailedError: the function raised something else on another rank (at the call).
 
@@ -74,6 +76,7 @@ def find_executable_batch_size(
         @functools.wraps(fn)
         def search(*args: P.args, **kwargs: P.kwargs) -> T:
             size = begin
+            _compare(size)
             while size:
                 ending, value = _try(lambda: fn(size, *args, **kwargs), size)  # noqa: B023
                 if ending == "done":
@@ -85,6 +88,14 @@ def find_executable_batch_size(
         return search
 
     return decorate
+
+
+@guarded
+def _compare(size: int) -> None:
+    """Compare the first batch size. Collective over all ranks."""
+    context = communicator()
+    with context.calls.call(_NAME, None):
+        swap(context, f"{_NAME} from {size}", b"", None)
 
 
 def _try(call: Callable[[], T], size: int) -> tuple[Ending, T]:
@@ -105,6 +116,7 @@ def _try(call: Callable[[], T], size: int) -> tuple[Ending, T]:
     replies = [decode(frame, context.model.device) for frame in frames]
     endings = [reply[0] for reply in replies]
     if "out of memory" in endings:
+        value = None  # the next try needs its room
         return "out of memory", value
     for worst in ("failed", "out of step"):
         if error is not None and ending == worst:

@@ -39,8 +39,8 @@ def assert_equal(tree: Any, group: GroupLike = None) -> None:
     Args:
         tree: a tensor, number, text or other object, a module, an optimizer or what else has a
             state dict, and dicts, lists, tuples and dataclasses of these. Tensors are the same if
-            dtype, shape and bits are, wherever they lie; other objects if their pickles are. Of a
-            DTensor only dtype and shape are compared.
+            dtype, shape and bits are, wherever they lie; sets if their items are; other objects if
+            their pickles are. Of a DTensor only dtype and shape are compared.
         group: a Group, a list of ranks, or None for all ranks.
 
     Raises:
@@ -82,8 +82,19 @@ def _leaf(value: Any) -> Leaf:
         if is_sharded(value):
             return look, b""
         return look, _digest(view_bytes(plain_tensor(value.detach()).cpu().contiguous()))
+    ordered = _in_order(value)
+    if ordered is not value:
+        return f"{ordered[0]}({reprlib.repr(ordered[1])})", _digest(encode(ordered))
     shown = type(value).__qualname__ if isinstance(value, Tensor) else reprlib.repr(value)
     return shown, _digest(encode(value))
+
+
+def _in_order(value: Any) -> Any:
+    """Put the items of a set, whose order may be another on each rank, into one order. Local."""
+    if type(value) not in (set, frozenset):
+        return value
+    items = [_in_order(item) for item in value]
+    return type(value).__name__, sorted(items, key=lambda item: encode([item]))
 
 
 def _digest(data: Any) -> bytes:

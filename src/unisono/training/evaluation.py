@@ -154,7 +154,8 @@ def evaluate(fn: Callable[[Any], Any], data: Any, dst: int | None = None, **kwar
         fn: called with a batch, on this rank's device, without gradients. Returns a result for each
             sample: a tensor [b, ...], a list or tuple of b values, or a dict of these. A module is
             in evaluation mode meanwhile.
-        data: a dataset with a length, or a ``DataLoader``, whose order doesn't count.
+        data: a dataset with a length, or a ``DataLoader``, whose order doesn't count; also one from
+            `auto_dataloader`.
         dst: global rank that gets the results; None for all.
         kwargs: those of `auto_dataloader` that don't choose an order, such as ``batch_size``.
 

@@ -56,7 +56,8 @@ def auto_dataloader(
     Args:
         dataset: the same on every rank, a list for example; an iterable one must give each rank
             its own part itself. Or a ``DataLoader``, of which another one is made: what it was
-            given counts as `kwargs`, and those given here come first.
+            given counts as `kwargs`, and those given here come first. One from here keeps its
+            batches, if `batch_size` isn't given.
         per_replica: whether ``batch_size`` and ``num_workers`` are those of each replica.
         to_device: whether batches are moved to `device`, from pinned memory in the background.
         kwargs: those of ``DataLoader``.
@@ -75,10 +76,10 @@ def auto_dataloader(
         >>> [batch.tolist() for batch in loader]
         [[1, 2], [3]]
     """
-    if isinstance(dataset, DataLoader):
-        dataset, kwargs = _taken_apart(dataset, kwargs)
     context = current()
     hooks, world_size = hooks_of(context.model), context.model.topology.world_size
+    if isinstance(dataset, DataLoader):
+        dataset, kwargs = _taken_apart(dataset, kwargs, 1 if per_replica else world_size)
     batch_size = kwargs.get("batch_size", 1)
     is_count = isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size > 0
     if batch_size is not None and not is_count:
@@ -100,9 +101,11 @@ _SAME = ("num_workers", "collate_fn", "timeout", "worker_init_fn", "multiprocess
 _TAKEN = (*_SAME, "generator", "prefetch_factor", "persistent_workers")
 
 
-def _taken_apart(loader: DataLoader[Any], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Give the dataset and the arguments of a loader. Local."""
-    if type(loader) is not DataLoader:
+def _taken_apart(
+    loader: DataLoader[Any], given: dict[str, Any], world_size: int
+) -> tuple[Any, dict[str, Any]]:
+    """Give the dataset and the arguments of a loader; `world_size` is what divides them. Local."""
+    if type(loader) not in (DataLoader, ReplicaLoader):
         raise ArgumentError(
             f"a {type(loader).__qualname__} can't be made again for this rank: give "
             "auto_dataloader the data set, or a torch DataLoader"
@@ -117,6 +120,10 @@ def _taken_apart(loader: DataLoader[Any], given: dict[str, Any]) -> tuple[Any, d
         kwargs |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         if not isinstance(loader.dataset, IterableDataset):
             kwargs |= _order_of(loader.sampler)
+    if type(loader) is ReplicaLoader and world_size > 1:
+        kwargs["num_workers"] *= facts.get_nproc_per_node()
+        if kwargs.get("batch_size") is not None:
+            kwargs["batch_size"] *= world_size
     if given.keys() & {"sampler", "shuffle", "batch_sampler"}:
         for name in ("sampler", "shuffle", "batch_sampler"):
             kwargs.pop(name, None)

@@ -82,6 +82,19 @@ def _note(number: int, frame: Any) -> None:
     _noted.append(number)
 
 
+def _after_fork() -> None:
+    """Let a child die of signals: they concern the rank. Local."""
+    for number, handler in _watched.items():
+        signal.signal(number, handler)
+    _watched.clear()
+    _noted.clear()
+    _told.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 def _is_main() -> bool:
     return threading.current_thread() is threading.main_thread()
 

@@ -47,7 +47,8 @@ _DDP = nn.parallel.DistributedDataParallel
 _DDP_OPTIONS = frozenset(inspect.signature(_DDP).parameters) - {
     *("module", "device_ids", "output_device", "dim", "device_mesh")
 }
-_averaging: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those whose step averages
+# Those whose step averages, in the order in which they were made: it is the same on every rank.
+_averaging: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
 _wrappers: PluginRegistry[Wrapper | None] = PluginRegistry(
     "wrapper",
     "unisono.wrappers",
@@ -252,12 +253,12 @@ def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
         return optimizer
     for each in wrappers:
         each.release()
-    _averaging.add(made)
+    _averaging[made] = None
     return made
 
 
 def averaging_optimizers(parameters: Iterable[Tensor]) -> list[Optimizer]:
-    """List the optimizers of these parameters whose step averages gradients. Local."""
+    """List the optimizers of these parameters whose step averages, the oldest first. Local."""
     keys = {id(parameter) for parameter in parameters}
     return [
         each

@@ -70,6 +70,8 @@ def values_that_differ_are_named_with_their_ranks() -> None:
             parameter.fill_(0.5)
     idist.assert_equal(tree)
     idist.assert_equal([float("nan"), -0.0, {}, torch.tensor([float("nan")])])
+    numbers = [0, 8, 2**70] if rank else [2**70, 8, 0]  # a set keeps them in the order they came in
+    idist.assert_equal([set(numbers), frozenset([frozenset(numbers), "a"]), set(map(str, numbers))])
     same(idist.all_reduce(1), size)
     if not needs_ranks(2):
         return
@@ -86,6 +88,8 @@ def values_that_differ_are_named_with_their_ranks() -> None:
     one: Any = 0.0 if rank else -0.0
     raises(CollectiveMismatchError, lambda: idist.assert_equal(one), ["ranks [0]: -0.0"])
     raises(CollectiveMismatchError, lambda: idist.assert_equal({str(last): 1}), ["nothing"])
+    parts = [f"ranks {others}: set([0])", f"ranks {alone}: set([1])"]
+    raises(CollectiveMismatchError, lambda: idist.assert_equal({int(last)}), parts)
     same(idist.all_reduce(1), size, "ranks are in step")
 
 
@@ -107,8 +111,12 @@ def each_sample_is_evaluated_once_and_results_are_in_order() -> None:
         same(made["twice"].cpu(), torch.stack(data) * 2, f"{count} samples")
         same(made["names"], [str(i) for i in range(count)])
         same(set(calls), {size})
-    to_last = idist.evaluate(lambda rows: rows.tolist(), list(range(5)), dst=size - 1)
-    same(to_last, list(range(5)) if rank == size - 1 else None)
+    numbers = list(range(3 * size))
+    to_last = idist.evaluate(lambda rows: rows.tolist(), numbers, dst=size - 1)
+    same(to_last, numbers if rank == size - 1 else None)
+    loader = idist.auto_dataloader(numbers, batch_size=2 * size)
+    sizes = idist.evaluate(lambda rows: [len(rows)] * len(rows), loader)
+    same(sizes, [2] * 2 * size + [1] * size, "batches are those of the loader")
     raises(ArgumentError, lambda: idist.evaluate(len, [1], shuffle=True), ["shuffle"])
     raises(PeerFailedError, lambda: idist.evaluate(lambda rows: [], [1, 2, 3]), ["0 results"])
     same(idist.all_reduce(1), size, "ranks are in step")
@@ -137,6 +145,10 @@ def a_rank_out_of_memory_halves_the_batch_on_all() -> None:
             raise KeyError("mine")
 
     raises(KeyError if rank == size - 1 else PeerFailedError, fails, ["mine"])
+    begin = 32 + (rank == size - 1)
+    unlike = idist.find_executable_batch_size(begin)(lambda batch_size: batch_size)
+    if size > 1:
+        raises(CollectiveMismatchError, unlike, ["rank 0: ", "from 32", "from 33"])
     same(idist.all_reduce(1), size, "ranks are in step")
 
 
