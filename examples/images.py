@@ -71,10 +71,10 @@ def train(local_rank: int, options: argparse.Namespace) -> dict[str, Any]:
         model.train()
         loader.sampler.set_epoch(epoch)  # another order in each epoch
         losses: list[Tensor] = []
-        for images, labels in loader:
+        for images, labels in loader:  # on this worker's device
             with torch.autocast(device.type, torch.bfloat16, enabled=options.bfloat16):
-                logits = model(images.to(device))
-            loss = nn.functional.cross_entropy(logits.float(), labels.to(device))
+                logits = model(images)
+            loss = nn.functional.cross_entropy(logits.float(), labels)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
