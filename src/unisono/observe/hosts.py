@@ -21,7 +21,7 @@ from unisono.control.addresses import peer
 from unisono.host.page_copies import PageCopy, from_plain, unpacked
 from unisono.host.status_socket import connected, sockets_of
 from unisono.observe import stacks
-from unisono.observe.jobs import Job, Meter, Seen, Silent, seen_in
+from unisono.observe.jobs import Job, Meter, Seen, Silent, job_of, newness, seen_in
 from unisono.observe.stacks import Stack
 from unisono.observe.verdict import named
 
@@ -78,21 +78,23 @@ def gather(job: Job, meter: Meter) -> Job:
         The job with all ranks whose pages could be read; the same one where none can be asked.
     """
     paths = _sockets(job)
-    if not job.elsewhere or not paths:
+    dead = {each.rank.rank for each in job.ranks if each.rank.condition == "dead"}
+    if not paths or not (job.elsewhere or dead):
         return job
     asked = _ask(paths, {"ranks": [], "limit_s": _LIMIT_S})
     if asked is None:
         why = "no rank of this host answers: each is stopped, or keeps Python's lock"
-        return replace(job, silent=(Silent("", job.elsewhere, why),), is_asked=True)
-    answers, silent = asked.answers, _explained(asked, job)
-    known = {each.rank.rank: each for each in job.ranks}
-    for answer in answers:
+        silent = Silent("", tuple(sorted(dead.union(job.elsewhere))), why)
+        return replace(job, silent=(silent,), is_asked=True)
+    # A page of a rank that another host has is an earlier run's, even if that host is silent.
+    old = dead.intersection(rank for _, ranks in asked.silent for rank in ranks)
+    known = {each.rank.rank: each for each in job.ranks if each.rank.rank not in old}
+    for answer in asked.answers:
         for seen in seen_in(_pages(answer), meter, answer.host or _NAMELESS):
-            known.setdefault(seen.rank.rank, seen)
-    world_size = max(each.facts["world_size"] for each in known.values())
-    elsewhere = tuple(rank for rank in range(world_size) if rank not in known)
-    ranks = tuple(known[rank] for rank in sorted(known))
-    return Job(job.name, ranks, world_size, elsewhere, silent, is_asked=True)
+            rank = seen.rank.rank
+            known[rank] = max(known.get(rank, seen), seen, key=newness)
+    gathered = job_of(job.name, known.values())
+    return replace(gathered, silent=_explained(asked, gathered), is_asked=True)
 
 
 def _pages(answer: _Answer) -> Iterable[PageCopy]:
@@ -208,9 +210,9 @@ def _answer(plain: Mapping[str, Any]) -> _Answer:
 
 def _explained(asked: _Asked, job: Job) -> tuple[Silent, ...]:
     """Say why hosts may not have answered: all ways from a host lead through its first rank."""
-    first = next(each.rank for each in job.ranks if each.is_here)
+    first = next((each.rank for each in job.ranks if each.is_here), None)
     here = ""
-    if first.pid != asked.pid:
+    if first is not None and first.pid != asked.pid:
         how = _HOW.get(first.condition, "doesn't answer, as one that keeps Python's lock")
         here = f"rank {first.rank}, through which this host asks, {how}"
     found = []

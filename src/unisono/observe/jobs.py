@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from unisono.host.status_page import IN_FLIGHT, is_running, pages, ranks_of
 from unisono.observe.verdict import Call, Rank
 from unisono.topology import EVERYBODY, members_of_pair
 
-__all__ = ("Job", "Meter", "Seen", "Silent", "look", "seen_in", "send")
+__all__ = ("Job", "Meter", "Seen", "Silent", "job_of", "look", "newness", "seen_in", "send")
 
 _S = 1e9
 
@@ -118,11 +118,35 @@ def look(meter: Meter) -> list[Job]:
     for name, found in sorted(by_job.items()):
         here = seen_in(found, meter)
         if any(each.rank.condition != "dead" for each in here):
-            world_size = max(each.facts["world_size"] for each in here)
-            known = {each.rank.rank for each in here}
-            elsewhere = tuple(rank for rank in range(world_size) if rank not in known)
-            jobs.append(Job(name, tuple(here), world_size, elsewhere))
+            jobs.append(job_of(name, here))
     return jobs
+
+
+def job_of(name: str, found: Collection[Seen]) -> Job:
+    """Make a job of its ranks: as many as the newest one that lives says.
+
+    Local, and pure.
+
+    Args:
+        name: of the job.
+        found: one of each rank; a dead one that the job has no more is left out.
+    """
+    world_size = int(max(found, key=newness).facts["world_size"])
+    by_rank = {
+        each.rank.rank: each
+        for each in found
+        if each.rank.rank < world_size or each.rank.condition != "dead"
+    }
+    elsewhere = tuple(rank for rank in range(world_size) if rank not in by_rank)
+    return Job(name, tuple(by_rank[rank] for rank in sorted(by_rank)), world_size, elsewhere)
+
+
+def newness(seen: Seen) -> tuple[bool, int]:
+    """Order what is known of one rank: one that lives, then the one that began last.
+
+    Local, and pure.
+    """
+    return seen.rank.condition != "dead", seen.rank.made_ns
 
 
 def seen_in(found: Iterable[PageCopy], meter: Meter, host: str = "") -> list[Seen]:

@@ -1,0 +1,152 @@
+"""What other hosts answer to a rank of this one, and what is made of that.
+
+This process is the rank that is asked. What its frames meet on their way is played here: the pages
+and stacks of other hosts. Whole jobs are in tests/process/observe.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.observe.test_jobs import leave_page
+from unisono.control.connection import LOOK, SEEN
+from unisono.control.inquiry import Inquiries
+from unisono.control.tree import Seat
+from unisono.host.page_copies import copied, packed, to_plain
+from unisono.host.status_page import StatusPage, pages
+from unisono.observe.hosts import gather
+from unisono.observe.jobs import Job, Meter, look
+
+SEATS = (Seat("a", (0,)), Seat("b", (1,)), Seat("c", (2,)))
+FACTS = {"job": "job a", "world_size": 3, "groups": {}, "model": "native"}
+
+
+@pytest.fixture(autouse=True)
+def status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "pages"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("UNISONO_STATUS", str(folder))
+    return folder
+
+
+@contextmanager
+def page(rank: int, **more: Any) -> Iterator[StatusPage]:
+    facts = {**FACTS, "rank": rank, "thread_id": threading.get_native_id(), **more}
+    made = StatusPage.make(facts)
+    assert made is not None
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def copy_of(rank: int, **more: Any) -> dict[str, Any]:
+    """Have a page of a rank as another host reads it."""
+    with page(rank, **more) as made:
+        (copy,) = copied(each for each in pages() if each.path == made.path)
+        return to_plain(copy)
+
+
+class Others:
+    """The other hosts, and the inquiries of this one.
+
+    Args:
+        bodies: what each place answers, as it is packed; one that isn't there is silent.
+    """
+
+    def __init__(self, bodies: Mapping[int, Sequence[str]]) -> None:
+        self.bodies = bodies
+        self.looks: list[Mapping[str, Any]] = []
+        self.inquiries = Inquiries(0, SEATS, self.offer)
+        self.over, self.end = os.pipe()
+
+    def offer(self, kind: int, message: Mapping[str, Any], place: int, _: float) -> bool:
+        assert kind == LOOK
+        self.looks.append(message)
+        now = time.monotonic_ns()
+        head = packed({"host": SEATS[place].host, "got_ns": now, "sent_ns": now})
+        if place in self.bodies:
+            parts = [head, *self.bodies[place]]
+            facts = {"to": 0, "of": place, "id": message["id"], "parts": len(parts)}
+            for part, body in enumerate(parts):
+                self.inquiries.handle(SEEN, {**facts, "part": part, "body": body})
+        return True
+
+    def serve(self) -> None:
+        fd = self.inquiries.fd
+        assert fd is not None
+        while self.over not in (ready := select.select([fd, self.over], [], [])[0]):
+            assert ready == [fd]
+            self.inquiries.accept()
+
+
+@contextmanager
+def others(bodies: Mapping[int, Sequence[str]]) -> Iterator[Others]:
+    made = Others(bodies)
+    thread = threading.Thread(target=made.serve)
+    thread.start()
+    with ExitStack() as stack:
+        for fd in (made.over, made.end):
+            stack.callback(os.close, fd)
+        stack.callback(made.inquiries.close)
+        stack.callback(thread.join)
+        stack.callback(os.write, made.end, b"!")
+        yield made
+
+
+def gathered() -> Job:
+    (job,) = look(Meter())
+    return gather(job, Meter())
+
+
+def conditions(job: Job) -> dict[int, tuple[bool, bool]]:
+    """Tell by rank whether it lives, and whether it is here."""
+    return {each.rank.rank: (each.rank.condition != "dead", each.is_here) for each in job.ranks}
+
+
+def test_pages_of_an_earlier_run_hide_no_rank_of_another_host() -> None:
+    """Even where they leave no rank without a page."""
+    bodies = {rank: [packed(copy_of(rank))] for rank in (1, 2)}
+    with page(0), others(bodies):
+        leave_page(rank=1)
+        leave_page(rank=2)
+        job = gathered()
+    assert conditions(job) == {0: (True, True), 1: (True, False), 2: (True, False)}
+    assert (job.elsewhere, job.silent, job.is_asked) == ((), (), True)
+
+
+def test_a_rank_of_a_silent_host_is_not_dead_by_an_old_page_of_this_one() -> None:
+    bodies = {2: [packed(copy_of(2))]}
+    with page(0), others(bodies):
+        leave_page(rank=1)
+        leave_page(rank=2)
+        job = gathered()
+    assert conditions(job) == {0: (True, True), 2: (True, False)}
+    assert job.elsewhere == (1,)
+    assert [(each.host, each.ranks) for each in job.silent] == [("b", (1,))]
+
+
+def test_of_two_pages_of_a_dead_rank_the_newer_counts() -> None:
+    older, newer = ({**copy_of(1, program=name), "vitals": None} for name in ("old", "new"))
+    for first, second in ((older, newer), (newer, older)):
+        with page(0), others({1: [packed(first)], 2: [packed(second)]}):
+            job = gathered()
+        assert job.ranks[1].facts["program"] == "new"
+
+
+def test_a_job_that_was_started_again_has_the_size_of_its_newest_rank() -> None:
+    bodies = {rank: [packed(copy_of(rank))] for rank in (1, 2)}
+    with page(0), others(bodies):
+        leave_page(rank=2, world_size=5)
+        job = gathered()
+    assert (job.world_size, job.elsewhere) == (3, ())
+    assert [each.rank.rank for each in job.ranks] == [0, 1, 2]
