@@ -170,7 +170,8 @@ def _ask(paths: Sequence[Path], request: Mapping[str, Any]) -> _Asked | None:
                 if "silent" in plain:
                     silent = [(str(each["host"]), tuple(each["ranks"])) for each in plain["silent"]]
                     return _Asked(answers, silent, peer(sock).pid)
-                answers.append(_answer(plain))
+                with suppress(*_CANNOT):
+                    answers.append(_answer(plain))
     return None
 
 

@@ -150,3 +150,10 @@ def test_a_job_that_was_started_again_has_the_size_of_its_newest_rank() -> None:
         job = gathered()
     assert (job.world_size, job.elsewhere) == (3, ())
     assert [each.rank.rank for each in job.ranks] == [0, 1, 2]
+
+
+def test_an_answer_that_cannot_be_read_costs_its_own_host_alone() -> None:
+    with page(0), others({1: ["?"], 2: [packed(copy_of(2))]}):
+        job = gathered()
+    assert conditions(job) == {0: (True, True), 2: (True, False)}
+    assert (job.elsewhere, job.silent) == ((1,), ())
