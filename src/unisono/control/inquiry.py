@@ -41,6 +41,8 @@ _SEND_S = 0.5  # for room, for each part of an answer
 _LOOK_S = 0.02  # the same for a question
 _N_AT_ONCE = 16
 _NAME = "unisono-sideband-inquiry"
+# What is asked can't be read (RecursionError is a RuntimeError), or this process ends.
+_CANNOT = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError)
 
 
 @dataclass(slots=True)
@@ -117,14 +119,28 @@ class Inquiries:
         if self._socket is not None:
             self._socket.close()
 
-    def accept(self) -> None:
-        """Let a thread serve who came. Local; doesn't wait."""
+    def accept(self) -> bool:
+        """Let a thread serve who came.
+
+        Local; doesn't wait.
+
+        Returns:
+            Whether somebody may come next; False where this process can't take anybody for a
+            while, as without a free descriptor: who came stays, and the socket readable.
+        """
         if self._socket is None:
-            return
-        with suppress(OSError):
+            return False
+        try:
             sock, _ = self._socket.sock.accept()
-            if not peer(sock).is_own_user or not self._start(self._serve, sock):
-                sock.close()
+        except (BlockingIOError, ConnectionAbortedError):
+            return True
+        except OSError:
+            return False
+        with suppress(OSError):
+            if peer(sock).is_own_user and self._start(self._serve, sock):
+                return True
+        sock.close()
+        return True
 
     def handle(self, kind: int, message: Mapping[str, Any]) -> None:
         """Take a frame of another rank's or for one of this rank's inquiries.
@@ -169,7 +185,7 @@ class Inquiries:
                 self._condition.notify_all()
 
     def _serve(self, sock: socket.socket) -> None:
-        with sock, suppress(OSError, ValueError, KeyError, TypeError):
+        with sock, suppress(*_CANNOT):
             sock.settimeout(_REQUEST_S)
             with sock.makefile("rwb") as lines:
                 _write(lines, {"place": self._place})
@@ -210,7 +226,7 @@ class Inquiries:
 
     def _answer(self, message: Mapping[str, Any]) -> None:
         got_ns = time.monotonic_ns()
-        with suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):
+        with suppress(*_CANNOT):
             asker, found = int(message["of"]), _pages_of_this_job()
             if message["ranks"]:
                 bodies = _stacks(found, message)

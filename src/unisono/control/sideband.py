@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import sys
@@ -40,6 +41,7 @@ __all__ = ("Sideband", "State", "stack_of")
 
 _SEND_S = 1.0
 _FORWARD_S = 0.02  # for room in the kernel, before a part of an inquiry is dropped
+_DEAF_S = 1.0  # where there is no descriptor for who asks from outside of the job
 _FAREWELL_S = 1.0  # for the farewell of a rank that is gone, or the end of its connection
 _ASK_S = 0.4  # short: a rank stuck in C never answers, and the caller is past its deadline
 _FRAMES = 6
@@ -290,24 +292,30 @@ class Sideband:
         readable = select.poll()
         for fd in (wake, *places, *([] if asked is None else [asked])):
             readable.register(fd, select.POLLIN)
-        is_over = False
+        is_over, deaf_until = False, math.inf
         while not is_over:
-            for fd, _ in readable.poll():
+            for fd, _ in readable.poll(_left_ms(deaf_until)):
                 if fd == wake:
                     is_over = True
-                    continue
-                if fd == asked:
-                    self._inquiries.accept()
-                    continue
-                try:
-                    self._receive(places[fd])
-                except ConnectionClosed:
+                elif fd != asked:
+                    self._serve_neighbour(places[fd], readable)
+                elif not self._inquiries.accept():
                     readable.unregister(fd)
-                    self._note_departure(places[fd], None, places[fd])
+                    deaf_until = time.monotonic() + _DEAF_S
+            if asked is not None and time.monotonic() >= deaf_until:
+                readable.register(asked, select.POLLIN)
+                deaf_until = math.inf
         os.close(wake)
         self._inquiries.close()
         for connection in self._connections.values():
             connection.close()
+
+    def _serve_neighbour(self, place: int, readable: select.poll) -> None:
+        try:
+            self._receive(place)
+        except ConnectionClosed:
+            readable.unregister(self._connections[place].fd)
+            self._note_departure(place, None, place)
 
     def _receive(self, source: int) -> None:
         while (frame := self._connections[source].take()) is not None:
@@ -355,6 +363,10 @@ class Sideband:
             with self._condition.lock:
                 self._answers[int(message["of"])] = _decode_state(message["state"])
                 self._condition.notify_all()
+
+
+def _left_ms(until: float) -> float | None:
+    return None if until == math.inf else max(until - time.monotonic(), 0.0) * 1000
 
 
 def _encode_farewell(place: int, farewell: Farewell | None) -> bytes:
