@@ -100,6 +100,7 @@ class Connection:
         self._limit = limit_bytes
         self._held = bytearray()
         self._is_within = False  # a frame that was begun, and may not have been ended
+        self._rest = memoryview(b"")  # of a frame that was offered
         self.fd: int = sock.fileno()
 
     def send(self, kind: int, seq: int, body: bytes, until: float) -> None:
@@ -127,23 +128,52 @@ class Connection:
             return
         self._transmit(kind, seq, body, until)
 
+    def offer(self, kind: int, seq: int, body: bytes, until: float) -> None:
+        """Send one frame as `send` does; what isn't taken in time goes before the next frame.
+
+        Local. So a peer that doesn't read costs no connection.
+
+        Raises:
+            ConnectionClosed: the peer is gone.
+            TimeoutError: it doesn't read, and nothing was sent.
+        """
+        self._resume(until)
+        self._is_within = True
+        self._rest = self._put_all(_packed(kind, seq, body), until)
+        self._is_within = False
+
     def _transmit(self, kind: int, seq: int, body: bytes, until: float) -> None:
+        self._resume(until)
+        self._is_within = True
+        if self._put_all(_packed(kind, seq, body), until):
+            raise TimeoutError
+        self._is_within = False
+
+    def _resume(self, until: float) -> None:
+        """Send what an offer has left."""
         if self._is_within:  # what follows half a frame can't be read
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
             raise ConnectionClosed("this rank left a message half-way")
-        data = memoryview(HEADER.pack(kind, seq, len(body)) + body)
-        self._is_within = True
+        if self._rest:
+            self._is_within = True
+            self._rest = self._put_all(self._rest, until)
+            self._is_within = False
+            if self._rest:
+                raise TimeoutError
+
+    def _put_all(self, data: memoryview, until: float) -> memoryview:
+        """Wait for room; give what there was none for."""
         data = data[self._put(data) :]
         while data:
             writable = select.poll()
             writable.register(self.fd, select.POLLOUT)
             left = until - time.monotonic()
             if left <= 0:
-                raise TimeoutError
+                break
             writable.poll(min(left, _LONGEST_WAIT_S) * 1000)
             data = data[self._put(data) :]
-        self._is_within = False
+        return data
 
     def _put(self, data: memoryview) -> int:
         try:
@@ -237,3 +267,7 @@ class Connection:
         """Close the connection. Local."""
         self._sock.close()
         self.mailbox = None  # the memory goes once nobody looks at it
+
+
+def _packed(kind: int, seq: int, body: bytes) -> memoryview:
+    return memoryview(HEADER.pack(kind, seq, len(body)) + body)

@@ -276,15 +276,15 @@ class Sideband:
                 self._connections[place].send(kind, 0, body, time.monotonic() + _SEND_S)
 
     def _offer(self, kind: int, message: Mapping[str, Any], place: int, wait_s: float) -> bool:
-        """Send what isn't needed by the job, unless the way to a place has no room for it.
-
-        So it never ends half-way, which would cost the connection.
-        """
+        """Send what isn't needed by the job, unless the way to a place has no room for it."""
         hop = self.next_hop(place)
         if hop not in self._connections or not self._connections[hop].is_writable(wait_s):
             return False
-        self._send(kind, json.dumps(message).encode(), hop)
-        return True
+        until = time.monotonic() + _SEND_S
+        with contextlib.suppress(ConnectionClosed, TimeoutError), self._condition.lock:
+            self._connections[hop].offer(kind, 0, json.dumps(message).encode(), until)
+            return True
+        return False
 
     def _serve(self) -> None:
         wake, asked = self._wake_reader, self._inquiries.fd

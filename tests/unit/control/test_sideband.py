@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
+import select
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.support.command import wait_until
-from unisono.control.connection import Connection
+from unisono.control.connection import ANSWER, ASK, FAIL, SEEN, Connection, Frame
 from unisono.control.sideband import Sideband, State
 from unisono.control.tree import Links, Seat
 from unisono.host.status_socket import connected
 
 LIMIT_S = 20.0
-LINKS = Links(None, (1,), {1: (1,)})
-SEATS = (Seat("a", (0,)), Seat("b", (1,)))
+LINKS = Links(None, (1, 2), {1: (1,), 2: (2,)})
+SEATS = (Seat("a", (0,)), Seat("b", (1,)), Seat("c", (2,)))
+LONG_BYTES = 1 << 21
 
 
 @pytest.fixture(autouse=True)
@@ -33,21 +37,32 @@ def status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @contextmanager
-def sideband(room_bytes: int = 1 << 17) -> Iterator[tuple[Sideband, Connection]]:
-    """Serve a rank whose one neighbour, on another host, is played here."""
-    ours, theirs = socket.socketpair()
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room_bytes)
-    connection = Connection(theirs, None, 1 << 24)
+def sideband() -> Iterator[tuple[Sideband, Connection, Connection]]:
+    """Serve a rank whose two neighbours, on other hosts, are played here."""
+    pairs = [socket.socketpair() for _ in (1, 2)]
+    ours, theirs = (
+        [Connection(sock, None, 1 << 24) for sock in end] for end in zip(*pairs, strict=True)
+    )
     before = set(threading.enumerate())
-    made = Sideband(0, LINKS, {1: Connection(ours, None, 1 << 24)}, (), lambda _: State(), SEATS)
+    made = Sideband(0, LINKS, dict(enumerate(ours, 1)), (), lambda _: State(), SEATS)
     (thread,) = set(threading.enumerate()) - before
     try:
-        yield made, connection
+        yield made, theirs[0], theirs[1]
     finally:
         made.close()
         thread.join(LIMIT_S)
-        connection.close()
+        for connection in theirs:
+            connection.close()
     assert not thread.is_alive()
+
+
+def taken(connection: Connection) -> Frame:
+    """Wait for the next frame."""
+    until = time.monotonic() + LIMIT_S
+    while (frame := connection.take()) is None:
+        left_s = until - time.monotonic()
+        assert select.select([connection.fd], [], [], max(left_s, 0.0))[0]
+    return frame
 
 
 def greeting(path: Path) -> bytes:
@@ -58,7 +73,7 @@ def greeting(path: Path) -> bytes:
 
 
 def test_without_a_descriptor_for_who_asks_its_thread_rests(status: Path) -> None:
-    with sideband() as (_, _):
+    with sideband():
         (path,) = status.iterdir()
         at = os.open(status, os.O_RDONLY)
         asker = socket.socket(socket.AF_UNIX)
@@ -98,3 +113,16 @@ def test_a_request_that_cannot_be_read_ends_its_connection_alone(
         own = "unisono-sideband-inquiry"
         assert wait_until(lambda: own not in {each.name for each in threading.enumerate()}, LIMIT_S)
         assert greeting(path) == b'{"place": 0}\n'
+
+
+def test_a_rank_that_reads_late_gets_a_long_part_of_an_inquiry_whole() -> None:
+    """Half of it ended the connection, and so the job."""
+    body = json.dumps({"to": 2, "of": 1, "body": "x" * LONG_BYTES}).encode()
+    with sideband() as (made, first, second), ThreadPoolExecutor(1) as executor:
+        until = time.monotonic() + LIMIT_S
+        executor.submit(first.send, SEEN, 0, body, until).result()
+        first.send(ASK, 0, b'{"to": 0, "of": 1, "group": ""}', until)
+        assert taken(first)[0] == ANSWER  # it has waited for room, and given that up
+        executor.submit(made.broadcast_failure, b'{"kind": "peer", "text": "gone"}')
+        assert taken(second) == (SEEN, 0, body)
+        assert taken(second)[0] == FAIL
