@@ -21,8 +21,10 @@ from unisono.host import stack_signal
 from unisono.host.status_page import start_ticks
 
 _LIMIT_S = 60.0
+_mutex = ctypes.create_string_buffer(64)  # all zeros: PTHREAD_MUTEX_INITIALIZER
 ROOT = Path(__file__).parents[2]
-__all__ = ("Hanging", "hang", "hanging")
+THREADS_OF_C = 96
+__all__ = ("THREADS_OF_C", "Hanging", "hang", "hanging")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +51,26 @@ def hang(how: str) -> None:
     """Hang until the process is ended."""
     for _ in range(2 if how == "calls" else 0):
         threading.Thread(target=_call, daemon=True).start()
-    if how in ("lock", "thread", "calls"):
+    if how == "threads of C":
+        _hang_in_c()
+    if how in ("lock", "thread", "calls", "threads of C"):
         lock = threading.Lock()
         lock.acquire()
         lock.acquire()
     while how == "loop":
         pass
-    mutex = ctypes.create_string_buffer(64)  # all zeros: PTHREAD_MUTEX_INITIALIZER
     python = ctypes.PyDLL(None)
-    python.pthread_mutex_lock(mutex)
-    python.pthread_mutex_lock(mutex)  # it keeps the interpreter lock
+    python.pthread_mutex_lock(_mutex)
+    python.pthread_mutex_lock(_mutex)  # it keeps the interpreter lock
+
+
+def _hang_in_c() -> None:
+    """Start threads that run no Python."""
+    mutex, thread, libc = _mutex, ctypes.c_ulong(), ctypes.CDLL(None)
+    libc.pthread_mutex_lock(mutex)
+    lock = ctypes.cast(libc.pthread_mutex_lock, ctypes.c_void_p)
+    for _ in range(THREADS_OF_C):
+        assert libc.pthread_create(ctypes.byref(thread), None, lock, mutex) == 0
 
 
 def _call() -> None:

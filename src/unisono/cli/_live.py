@@ -155,7 +155,7 @@ class LiveView:
     def _show_rank(self, typed: str) -> None:
         rank = int(typed) if typed.isdecimal() else self._suspect()
         self.asked = Asked()  # who asks to see stacks takes what that interrupts
-        found = stacks_of(self.jobs[self.at], _ANSWER_S, all_threads=True)
+        found = stacks_of(self.jobs[self.at], _ANSWER_S, all_threads=True, ranks=[rank])
         self._show([f"there isn't a rank {rank} here"])
         if rank in found:
             self._show(one_stack(rank, found[rank]))

@@ -17,7 +17,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -259,16 +258,32 @@ def _stacks(found: Sequence[PageCopy], request: Mapping[str, Any]) -> list[dict[
         for copy in sorted(found, key=lambda copy: int(copy.facts["made_ns"]))
         if copy.vitals is not None and copy.facts["rank"] in request["ranks"]
     }
-    timeout_s, all_threads = float(request["timeout_s"]), bool(request["all_threads"])
+    timeout_s = min(float(request["timeout_s"]), stack_signal.LONGEST_S)
+    all_threads = bool(request["all_threads"])
+    texts: dict[int, dict[int, str] | None] = dict.fromkeys(newest)
+    left = iter(newest.items())
 
-    def ask(rank: int) -> dict[str, Any]:
-        copy = newest[rank]
-        assert copy.vitals is not None
-        texts = None
-        if copy.vitals.condition != "stopped":
-            own = copy.vitals.thread_id
-            texts = stack_signal.texts(copy.facts["pid"], copy.facts, own, timeout_s, all_threads)
-        return {"rank": rank, "stacks": None if texts is None else list(texts.items())}
+    def ask() -> None:
+        for rank, copy in left:
+            texts[rank] = _texts(copy, timeout_s, all_threads)
 
-    with ThreadPoolExecutor(_N_AT_ONCE) as executor:
-        return list(executor.map(ask, newest))
+    # Unlike an executor's, threads that the interpreter doesn't wait for at its end.
+    threads = [
+        threading.Thread(target=ask, name=_NAME, daemon=True)
+        for _ in range(min(len(newest), _N_AT_ONCE))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [
+        {"rank": rank, "stacks": None if each is None else list(each.items())}
+        for rank, each in texts.items()
+    ]
+
+
+def _texts(copy: PageCopy, timeout_s: float, all_threads: bool) -> dict[int, str] | None:
+    if copy.vitals is None or copy.vitals.condition == "stopped":
+        return None
+    pid, own = copy.facts["pid"], copy.vitals.thread_id
+    return stack_signal.texts(pid, copy.facts, own, timeout_s, all_threads)

@@ -24,10 +24,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-__all__ = ("ask", "install", "texts", "threads")
+__all__ = ("LONGEST_S", "ask", "install", "texts", "threads")
+
+LONGEST_S = 10.0
+"""How long a rank may take where another host asks, whatever it asks for."""
 
 _HIGHEST = 4  # below SIGRTMAX: the last ones are what other runtimes take first
 _LOOK_S = 0.002
@@ -125,14 +128,37 @@ def ask(pid: int, facts: Mapping[str, int], thread_id: int, timeout_s: float) ->
     Returns:
         What faulthandler wrote; None where it doesn't answer in time, or can't be asked.
     """
+    return _ask(pid, facts, thread_id, time.monotonic() + timeout_s)
+
+
+def _ask(pid: int, facts: Mapping[str, int], thread_id: int, until: float) -> str | None:
     number, memory = facts.get("signal"), Path(f"/proc/{pid}/fd/{facts.get('stacks_fd')}")
     with contextlib.suppress(OSError):
         if number is None or memory.stat().st_ino != facts.get("stacks_inode"):
             return None
-        with memory.open("r+b", buffering=0) as file:
-            until = time.monotonic() + timeout_s
-            return _answer(pid, thread_id, number, file.fileno(), until)
+        with memory.open("r+b", buffering=0) as file, _alone(file.fileno(), until) as is_alone:
+            return _answer(pid, thread_id, number, file.fileno(), until) if is_alone else None
     return None
+
+
+@contextlib.contextmanager
+def _alone(fd: int, until: float) -> Iterator[bool]:
+    """Be the one asker of a process: each takes what is appended next for its own thread's."""
+    while not (is_alone := _locked(fd)) and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+    try:
+        yield is_alone
+    finally:
+        if is_alone:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a child forked meanwhile may hold the descriptor
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def texts(
@@ -140,17 +166,22 @@ def texts(
 ) -> dict[int, str] | None:
     """Ask a process for the stacks of one thread, or of all, one after the other.
 
-    Local. The arguments are those of `ask`.
+    Local. The arguments are those of `ask`, but that the process has `timeout_s` for all threads.
 
     Returns:
-        What each thread that answered wrote, that one's first; None where that doesn't answer.
+        What each thread wrote that answered in that time, that one's first; None where that
+        doesn't answer.
     """
-    own = ask(pid, facts, thread_id, timeout_s)
+    until = time.monotonic() + timeout_s
+    own = _ask(pid, facts, thread_id, until)
     if own is None:
         return None
-    others = [each for each in threads(pid, facts) if each != thread_id] if all_threads else []
-    found = {each: ask(pid, facts, each, timeout_s) for each in others}
-    return {thread_id: own, **{each: text for each, text in found.items() if text}}
+    found = {thread_id: own}
+    for each in threads(pid, facts) if all_threads else []:
+        if each != thread_id and time.monotonic() < until:
+            text = _ask(pid, facts, each, until)
+            found |= {each: text} if text else {}
+    return found
 
 
 def threads(pid: int, facts: Mapping[str, int]) -> list[int]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.control.addresses import peer
+from unisono.host import stack_signal
 from unisono.host.page_copies import PageCopy, from_plain, unpacked
 from unisono.host.status_socket import connected, sockets_of
 from unisono.observe import stacks
@@ -113,7 +114,7 @@ def stacks_elsewhere(
     Args:
         job: as `gather` has found it.
         ranks: ranks of other hosts.
-        timeout_s: how long each may take.
+        timeout_s: how long each may take; there is an upper limit.
         all_threads: whether to ask for other threads, too.
 
     Returns:
@@ -121,9 +122,11 @@ def stacks_elsewhere(
     """
     by_rank = {each.rank.rank: each for each in job.ranks}
     found: dict[int, list[Stack] | str] = dict.fromkeys(ranks, "its host doesn't answer")
+    timeout_s = min(timeout_s, stack_signal.LONGEST_S)
     request = {
         "ranks": sorted(ranks),
-        "limit_s": timeout_s + _LIMIT_S,
+        # Each of two ranks of a host has half of it: both would ask the same processes.
+        "limit_s": 2 * timeout_s + _LIMIT_S,
         "timeout_s": timeout_s,
         "all_threads": all_threads,
     }

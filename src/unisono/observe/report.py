@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from unisono.errors import ArgumentError
@@ -109,11 +109,25 @@ def report_of(job: Job, asked: Asked) -> dict[str, Any]:
 
 
 def stacks_of(
-    job: Job, timeout_s: float, *, all_threads: bool = False
+    job: Job,
+    timeout_s: float,
+    *,
+    all_threads: bool = False,
+    ranks: Collection[int] | None = None,
 ) -> dict[int, list[Stack] | str]:
-    """Ask all ranks of a job that live for their stacks; of a dead one say so. Local."""
-    living = [each for each in job.ranks if each.rank.condition != "dead"]
-    dead = {each.rank.rank: "is dead" for each in job.ranks if each not in living}
+    """Ask ranks of a job that live for their stacks; of a dead one say so.
+
+    Local.
+
+    Args:
+        job: the job.
+        timeout_s: how long each may take.
+        all_threads: whether to ask for other threads than its own, too.
+        ranks: which; None for all.
+    """
+    wanted = [each for each in job.ranks if ranks is None or each.rank.rank in ranks]
+    living = [each for each in wanted if each.rank.condition != "dead"]
+    dead = {each.rank.rank: "is dead" for each in wanted if each not in living}
     return {**ask(job, living, timeout_s, all_threads=all_threads), **dead}
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.support.command import wait_until
-from tests.support.hanging import hanging
+from tests.support.hanging import THREADS_OF_C, hanging
 from tests.support.processes import run_python
 from unisono.host import stack_signal
 
@@ -41,6 +43,35 @@ def test_a_process_whose_threads_run_outlives_being_asked() -> None:
             for thread in [int(task.name) for task in tasks.iterdir()]:
                 stack_signal.ask(process.pid, process.facts, thread, 20.0)
         assert process.is_alive()
+
+
+@pytest.mark.timed
+def test_threads_that_run_no_python_take_no_longer_than_there_is_time() -> None:
+    with hanging("threads of C") as process:
+        tasks = Path(f"/proc/{process.pid}/task")
+        assert wait_until(lambda: len(list(tasks.iterdir())) > THREADS_OF_C, 20)
+        begin_s = time.monotonic()
+        texts = stack_signal.texts(process.pid, process.facts, process.pid, 1.0, True)
+        assert time.monotonic() - begin_s < 2.0
+        assert texts is not None
+        assert "in hang\n" in texts[process.pid]
+
+
+def test_two_who_ask_one_process_get_the_stacks_of_their_own_threads() -> None:
+    with hanging("calls") as process:
+        tasks = Path(f"/proc/{process.pid}/task")
+        assert wait_until(lambda: len(list(tasks.iterdir())) == 3, 20)
+        threads = sorted(int(task.name) for task in tasks.iterdir())
+
+        def asked(thread: int) -> list[str | None]:
+            return [
+                stack_signal.ask(process.pid, process.facts, thread, 20.0) for _ in range(ASKED)
+            ]
+
+        with ThreadPoolExecutor(3) as executor:
+            own, *others = executor.map(asked, threads)
+        assert all("in hang\n" in (text or "") for text in own)
+        assert not any("in hang\n" in (text or "") for each in others for text in each)
 
 
 def test_a_stopped_process_is_asked_once_and_answers_when_it_goes_on() -> None:

@@ -17,16 +17,19 @@ from typing import Any
 
 import pytest
 
+from tests.support.processes import python
 from tests.unit.observe.test_jobs import leave_page
+from unisono.cli._live import LiveView
 from unisono.control.connection import LOOK, SEEN
 from unisono.control.inquiry import Inquiries
 from unisono.control.tree import Seat
 from unisono.host.page_copies import copied, packed, to_plain
+from unisono.host.stack_signal import LONGEST_S
 from unisono.host.status_page import StatusPage, pages
-from unisono.observe.hosts import gather
+from unisono.observe.hosts import gather, stacks_elsewhere
 from unisono.observe.jobs import Job, Meter, look
 
-SEATS = (Seat("a", (0,)), Seat("b", (1,)), Seat("c", (2,)))
+SEATS = (Seat("a", (0,)), Seat("b", (1,)), Seat("c", (2, 3)))
 FACTS = {"job": "job a", "world_size": 3, "groups": {}, "model": "native"}
 
 
@@ -66,16 +69,19 @@ class Others:
     def __init__(self, bodies: Mapping[int, Sequence[str]]) -> None:
         self.bodies = bodies
         self.looks: list[Mapping[str, Any]] = []
+        self.looked_s: list[float] = []
         self.inquiries = Inquiries(0, SEATS, self.offer)
         self.over, self.end = os.pipe()
 
     def offer(self, kind: int, message: Mapping[str, Any], place: int, _: float) -> bool:
         assert kind == LOOK
         self.looks.append(message)
+        self.looked_s.append(time.monotonic())
         now = time.monotonic_ns()
-        head = packed({"host": SEATS[place].host, "got_ns": now, "sent_ns": now})
+        head = packed({"host": f"host of {place}", "got_ns": now, "sent_ns": now})
         if place in self.bodies:
-            parts = [head, *self.bodies[place]]
+            stacks = [packed({"rank": rank, "stacks": None}) for rank in message["ranks"]]
+            parts = [head, *(stacks or self.bodies[place])]
             facts = {"to": 0, "of": place, "id": message["id"], "parts": len(parts)}
             for part, body in enumerate(parts):
                 self.inquiries.handle(SEEN, {**facts, "part": part, "body": body})
@@ -157,3 +163,71 @@ def test_an_answer_that_cannot_be_read_costs_its_own_host_alone() -> None:
         job = gathered()
     assert conditions(job) == {0: (True, True), 2: (True, False)}
     assert (job.elsewhere, job.silent) == ((1,), ())
+
+
+def test_a_second_rank_is_asked_for_stacks_once_the_first_has_had_its_time() -> None:
+    """Both ask the same processes."""
+    bodies = {rank: [packed(copy_of(rank))] for rank in (1, 2)}
+    with page(0), others(bodies) as those:
+        job = gathered()
+        those.bodies = {3: ()}
+        those.looks.clear()
+        those.looked_s.clear()
+        assert stacks_elsewhere(job, [2], 1.2) == {2: "doesn't answer within 1.2 s"}
+    assert [each["to"] for each in those.looks] == [2, 3]
+    assert those.looked_s[1] - those.looked_s[0] > 1.2
+
+
+def test_who_asks_another_host_waits_no_longer_than_it_lets_its_ranks_take() -> None:
+    bodies = {rank: [packed(copy_of(rank))] for rank in (1, 2)}
+    with page(0), others(bodies) as those:
+        told = stacks_elsewhere(gathered(), [2], 1e6)
+    assert told == {2: f"doesn't answer within {LONGEST_S:g} s"}
+    assert those.looks[-1]["timeout_s"] == LONGEST_S
+
+
+def test_the_key_for_the_stacks_of_a_rank_asks_that_one_alone() -> None:
+    bodies = {rank: [packed(copy_of(rank))] for rank in (1, 2)}
+    with page(0), others(bodies) as those:
+        view = LiveView("job a", 1.0)
+        view.look()
+        for key in "s1\r":
+            view.press(key)
+    looks = [each for each in those.looks if each.get("all_threads")]
+    assert [(each["to"], each["ranks"]) for each in looks] == [(1, [1])]
+    assert view.page is not None
+    assert "rank 1" in view.page[0]
+
+
+LEAVES = """
+import signal, threading, time
+from unisono.control.connection import LOOK
+from unisono.control.inquiry import Inquiries
+from unisono.control.tree import Seat
+from unisono.host import stack_signal
+from unisono.host.status_page import StatusPage
+known = stack_signal.install()
+facts = {"rank": 0, "job": "a", "world_size": 2, "groups": {}}
+page = StatusPage.make({**facts, "thread_id": threading.get_native_id(), **known})
+told = threading.Event()
+inquiries = Inquiries(0, [Seat("a", (0,)), Seat("b", (1,))], lambda *_: told.set() or True)
+signal.pthread_sigmask(signal.SIG_BLOCK, [known["signal"]])
+request = {"ranks": [0], "timeout_s": 1e6, "all_threads": False, "of": 1, "id": 1}
+longest_s, stack_signal.LONGEST_S = stack_signal.LONGEST_S, 0.1
+inquiries.handle(LOOK, request)
+assert told.wait(20)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [known["signal"]])
+signal.pthread_sigmask(signal.SIG_BLOCK, [known["signal"]])
+stack_signal.LONGEST_S = longest_s
+inquiries.handle(LOOK, request)
+while known["signal"] not in signal.sigpending():
+    pass
+print(time.monotonic())
+"""
+
+
+def test_who_asks_for_stacks_keeps_a_rank_no_longer_than_allowed_nor_from_its_end() -> None:
+    done = python("-c", LEAVES)
+    end_s = time.monotonic()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert end_s - float(done.stdout) < LONGEST_S / 2
