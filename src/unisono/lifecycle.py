@@ -22,6 +22,7 @@ from unisono.arguments import check_count, check_names, check_port, check_variab
 from unisono.collectives.call import introduce
 from unisono.control.signatures import level, line_of_call
 from unisono.deadlines import Limit, within
+from unisono.environments.nodes import alone
 from unisono.errors import (
     ArgumentError,
     CollectiveTimeoutError,
@@ -209,7 +210,7 @@ def initialize(backend: str | None = None, **options: Unpack[InitializeOptions])
     given: dict[str, Any] = {**options}
     info = _who_am_i(given)
     if info.source == "none" and not (cls.replicas_are_threads or "launch" in cls.capabilities):
-        _warn_on_a_node()
+        _warn_on_a_node(cls.launcher)
     if given.get("timeout") is not None:
         given["timeout"] = seconds("timeout", given["timeout"])
     given = {key: value for key, value in given.items() if value is not None}
@@ -249,7 +250,7 @@ def _who_am_i(options: dict[str, Any]) -> RankInfo:
     return RankInfo(0, 1, 0, 1, 0, 1, source="none")
 
 
-def _warn_on_a_node() -> None:
+def _warn_on_a_node(launcher: str) -> None:
     """Say that this process is alone where its platform speaks of several nodes. Local."""
     try:
         node = read_node()
@@ -257,13 +258,14 @@ def _warn_on_a_node() -> None:
         return
     if node is None or node.max_nnodes == 1:
         return
-    warnings.warn(
+    how = f"start them by the launcher {launcher!r}"
+    if launcher == _DEFAULT_LAUNCHER:
+        how = "start the script with unisono run, or call Parallel(), which starts them"
+    text = (
         f"this process is alone: {node.source} says that it is one of {node.nnodes} nodes, and "
-        "nothing has started their ranks; start the script with unisono run, or call Parallel(), "
-        "which starts them; rank=0 and world_size=1 say that this is meant",
-        UserWarning,
-        stacklevel=level(),
+        f"nothing has started their ranks; {how}; rank=0 and world_size=1 say that this is meant"
     )
+    warnings.warn(alone(node) if node.hosts else text, UserWarning, stacklevel=level())
 
 
 def _port_of(text: str | None) -> int | None:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from unisono.accelerators import accelerator_count
 from unisono.control.addresses import own_address
 from unisono.environments.detection import environments
-from unisono.environments.nodes import detect_node
+from unisono.environments.nodes import alone, detect_node, is_gap
 from unisono.environments.platforms import Machine
-from unisono.errors import ArgumentError
+from unisono.errors import ArgumentError, EnvironmentDetectionError
 from unisono.topology import NodeInfo, usable_cores
 
-__all__ = ("MACHINE", "count_ranks", "devices_here", "read_node")
+__all__ = ("MACHINE", "count_ranks", "devices_here", "find_node", "read_node")
 
 
 def _name() -> str:
@@ -45,6 +45,38 @@ def read_node(environ: Mapping[str, str] | None = None) -> NodeInfo | None:
     """
     variables = os.environ if environ is None else environ
     return detect_node(variables, MACHINE, environments.load_plugins())
+
+
+def find_node(
+    warn: Callable[[str], object], *, is_asked: bool, may_be_several: bool
+) -> NodeInfo | None:
+    """Read which node of which job to take this for; what a job of one node may lack is a warning.
+
+    Local.
+
+    Args:
+        warn: is told why this process goes on alone.
+        is_asked: whether the user asks for what the platform says: then nothing goes on alone.
+        may_be_several: as in `is_gap`.
+
+    Returns:
+        The facts; None where this process is alone, or a rank.
+
+    Raises:
+        EnvironmentDetectionError: the variables contradict each other, or are malformed.
+    """
+    try:
+        node = read_node()
+    except EnvironmentDetectionError as error:
+        if is_asked or not is_gap(error, may_be_several=may_be_several):
+            raise
+        warn(f"this process goes on alone: {error}")
+        return None
+    if node is None or is_asked or not node.hosts:
+        return node
+    if node.max_nnodes > 1:
+        warn(alone(node))
+    return None
 
 
 def devices_here() -> int:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, TypeVar
 
 from typing_extensions import ParamSpec, Unpack
 
 from unisono import context, facts
 from unisono.arguments import check_names
+from unisono.control.signatures import level
 from unisono.errors import ArgumentError, ContextError, NotInitializedError
 from unisono.lifecycle import best_backend, check_job, finalize, initialize, spawn
 from unisono.model.contract import ComputationModel
-from unisono.node import count_ranks, devices_here, read_node
+from unisono.node import count_ranks, find_node
 from unisono.options import ParallelOptions
 from unisono.registry import find_launcher, find_model
 from unisono.topology import NodeInfo
@@ -30,6 +32,7 @@ __tracebackhide__ = hides
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_OURS = (None, "processes", "torchrun")
 _log = logging.getLogger(__name__)
 
 
@@ -45,12 +48,15 @@ class Parallel:
     On a platform that starts one program on each node (Kubeflow, SkyPilot, AWS Batch, SageMaker and
     others) its variables say which node this is, and `run` spawns this node's ranks, which meet
     those of the other nodes. ``nproc_per_node`` is then what the platform says, else the number of
-    accelerators, else of cores; every node needs the same. ``nnodes=1`` keeps a job on this node.
+    accelerators, else of cores; every node needs the same. A job of one node has several ranks only
+    where the platform says so. ``nnodes=1`` keeps a job on this node. Under PBS and Grid Engine,
+    which start a script on the first host alone, ``nnodes="auto"`` on each host is needed.
 
     Args:
         backend: as in ``initialize``.
         nproc_per_node: replicas to spawn on this node.
-        nnodes: nodes in the job; None for what the platform says, else 1.
+        nnodes: nodes in the job; None for what the platform says, else 1; ``"auto"`` where that is
+            to count without doubt, as above.
         node_rank: which of them this is.
         master_addr: host of node 0, for several nodes.
         master_port: port there, for several nodes.
@@ -77,7 +83,7 @@ class Parallel:
         self,
         backend: str | None = None,
         nproc_per_node: int | None = None,
-        nnodes: int | None = None,
+        nnodes: int | Literal["auto"] | None = None,
         node_rank: int | None = None,
         master_addr: str | None = None,
         master_port: int | None = None,
@@ -88,8 +94,10 @@ class Parallel:
         if launcher is not None:
             find_launcher(launcher)
         cls = None if backend is None else find_model(backend)
+        self._nnodes = nnodes
+        is_word = nnodes == "auto" or (nnodes == 1 and nproc_per_node is None)
         for_spawn = {
-            "nnodes": nnodes,
+            "nnodes": None if is_word else nnodes,
             "node_rank": node_rank,
             "master_addr": master_addr,
             "master_port": master_port,
@@ -98,6 +106,8 @@ class Parallel:
         given = {name: value for name, value in for_spawn.items() if value is not None}
         if nproc_per_node is None and given:
             raise ArgumentError(f"{', '.join(given)} need nproc_per_node as well")
+        if nnodes == "auto" and launcher not in _OURS:
+            raise ArgumentError(f"nnodes='auto' is not for the launcher {launcher!r}")
         self._backend = backend
         self._nproc_per_node = nproc_per_node
         self._options: dict[str, Any] = {**given, **spawn_kwargs}
@@ -106,6 +116,7 @@ class Parallel:
         self._check(cls, for_spawn)
         self._count = nproc_per_node
         self._place: dict[str, Any] = {}
+        self._gap: str | None = None
         self._is_entered = False
         self._has_context = False
 
@@ -126,21 +137,26 @@ class Parallel:
     def __enter__(self) -> Self:
         self._take_place()
         self._is_entered = True
+        if self._gap is not None:
+            warnings.warn(self._gap, UserWarning, stacklevel=level())
         if self._count is None and self._needs_context():
-            initialize(self._backend, **self._options)
+            initialize(self._backend, **self._options, **self._alone())
             self._has_context = True
             self._say("initialised: %s, backend %s", facts.model_name(), facts.backend())
         return self
 
     def _take_place(self) -> None:
         """Find out whether this is a node of several whose ranks are still to be started. Local."""
-        self._count, self._place = self._nproc_per_node, {}
+        self._count, self._place, self._gap = self._nproc_per_node, {}, None
         is_asked = self._may_be_node() and (self._backend is None or self._can_spawn_on_nodes())
-        node = read_node() if is_asked else None
+        if not is_asked:
+            return
+        node = find_node(self._keep, is_asked=self._nnodes == "auto", may_be_several=True)
         if node is None or node.is_ambiguous or not self._can_spawn_on_nodes():
             return
         if self._count is None:
-            self._count = _count(node, context.detect_environment() is not None)
+            rank = context.detect_environment()
+            self._count = _count(node, None if rank is None else rank.world_size)
         if self._count is None or node.max_nnodes == 1:
             return
         if node.node_rank is None:
@@ -160,12 +176,22 @@ class Parallel:
         where = (node.node_rank, node.nnodes, node.source, self._count)
         self._say(text, *where, node.master_addr, node.master_port)
 
+    def _keep(self, text: str) -> None:
+        self._gap = text
+
+    def _alone(self) -> dict[str, Any]:
+        """Say to `initialize` that one replica is meant, where that is known already. Local."""
+        is_alone = self._nnodes == 1 or self._gap is not None
+        if not is_alone or "rank" in self._options or not self._can_spawn_on_nodes():
+            return {}
+        return {"rank": 0, "world_size": 1} if context.detect_environment() is None else {}
+
     def _may_be_node(self) -> bool:
         """Tell whether nothing that was given, and no live context, says who this is. Local."""
         decides = ("nnodes", "node_rank", "init_method", "rank", "world_size")
         if any(self._options.get(name) is not None for name in decides):
             return False
-        if self._options.get("launcher") not in (None, "processes", "torchrun"):
+        if self._nnodes == 1 or self._options.get("launcher") not in _OURS:
             return False
         if self._nproc_per_node is None:
             info = context.detect_environment()
@@ -239,15 +265,18 @@ class Parallel:
             context.forget()
 
 
-def _count(node: NodeInfo, is_rank: bool) -> int | None:
+def _count(node: NodeInfo, world_size: int | None) -> int | None:
     """Count the ranks to start on a node; None where this process is the only one.
 
-    Where RANK and WORLD_SIZE are those of a rank as well, both meanings are the same with one rank
-    on each node; with several only the platform's is right.
+    Where RANK and WORLD_SIZE are those of a rank as well, it stays one, unless the platform says a
+    number: with one rank on each node both meanings are the same, with several only its is right.
     """
     said = node.nproc_per_node
-    if is_rank or node.max_nnodes == 1:
-        has_number = said is not None and said.isdecimal()
-        count = int(said) if said is not None and has_number else devices_here() * is_rank
-        return count if count > 1 else None
-    return count_ranks("nproc_per_node", said or "auto")
+    if world_size is not None:
+        is_other = node.max_nnodes == 1 and world_size != 1
+        count = int(said) if said is not None and said.isdecimal() and not is_other else 1
+    elif node.max_nnodes == 1:
+        count = 1 if said is None else count_ranks("nproc_per_node", said)
+    else:
+        return count_ranks("nproc_per_node", said or "auto")
+    return count if count > 1 else None

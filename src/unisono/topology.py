@@ -258,6 +258,7 @@ class NodeInfo:
             where the platform doesn't say.
         source: name of the platform.
         is_ambiguous: whether the same variables could as well be those of one rank.
+        hosts: the job's hosts, where the platform starts the script on the first of them alone.
     """
 
     node_rank: int | None
@@ -268,6 +269,7 @@ class NodeInfo:
     nproc_per_node: str | None
     source: str
     is_ambiguous: bool = False
+    hosts: tuple[str, ...] = ()
 
 
 _PAIR = re.compile(r"rank ([0-9]+) to rank ([0-9]+)")

@@ -35,7 +35,8 @@ def main() -> None:
         socket.sethostname(job["host"] or name)
         said: object
         try:
-            with unisono.Parallel("gloo", nproc_per_node=job["ranks"]) as parallel:
+            count, nnodes = job["ranks"], job["nnodes"]
+            with unisono.Parallel("gloo", nproc_per_node=count, nnodes=nnodes) as parallel:
                 said = parallel.run(facts)
         except Exception as error:
             said = f"{type(error).__name__}: {error}"

@@ -95,11 +95,13 @@ def meets(hosts: Hosts, nodes: list[subprocess.Popen[str]], job: str, folder: Pa
     """Run a job; give what is wrong, None if nothing is."""
     dumps = of(job)
     ranks = None if "ranks 2" in dumps[0].says else 1  # else one for each core
+    nnodes = "auto" if job in ("pbs", "sge") else None  # which start the first host alone
     with known(hosts, dumps):
         for process, node in zip(nodes, dumps, strict=True):
             env = variables(node, hosts, folder)
             assert process.stdin is not None
-            process.stdin.write(json.dumps({"env": env, "host": node.host, "ranks": ranks}) + "\n")
+            what = {"env": env, "host": node.host, "ranks": ranks, "nnodes": nnodes}
+            process.stdin.write(json.dumps(what) + "\n")
             process.stdin.flush()
         said = []
         for process in nodes:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import socket
+import warnings
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +13,7 @@ import unisono
 from tests.support.platforms import NODES
 from unisono.environments.platforms import PORT
 from unisono.errors import ArgumentError, EnvironmentDetectionError
+from unisono.lifecycle import _warn_on_a_node
 from unisono.parallel import _count
 from unisono.topology import NodeInfo
 
@@ -48,9 +52,61 @@ def test_what_the_program_says_comes_first(
         pass
     with unisono.Parallel("threads", nproc_per_node=2) as parallel:
         assert parallel.run(own_rank) == [0, 1]
+    with (
+        pytest.warns(UserWarning, match="goes on alone: .*SKYPILOT_NUM_NODES") as caught,
+        unisono.Parallel("gloo", nproc_per_node=1),
+    ):
+        pass
+    assert caught[0].filename == __file__
     with pytest.raises(EnvironmentDetectionError, match="SKYPILOT_NUM_NODES"):
-        unisono.Parallel("gloo", nproc_per_node=1).__enter__()
+        unisono.Parallel("gloo", nnodes="auto").__enter__()
     assert "says" not in caplog.text
+
+
+@pytest.mark.parametrize("nproc_per_node", [None, 1])
+def test_a_job_of_several_hosts_goes_on_alone_where_only_the_first_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    nproc_per_node: int | None,
+) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"{socket.gethostname()} 1 a\nc02 1 a\n")
+    monkeypatch.setenv("PE_HOSTFILE", str(hosts))
+    caplog.set_level(logging.INFO, "unisono.parallel")
+    with (
+        pytest.warns(UserWarning, match=r"sge gives the job 2 hosts .*, c02\)") as caught,
+        unisono.Parallel("gloo", nproc_per_node=nproc_per_node),
+    ):
+        assert unisono.get_world_size() == 1
+    assert len(caught) == 1
+    assert 'nnodes="auto"' in str(caught[0].message)
+    with unisono.Parallel("gloo", nproc_per_node=1, nnodes="auto"):
+        pass
+    assert "node 0 of 2, as sge says: 1 processes here" in caplog.text
+
+
+def test_one_node_alone_can_be_said_without_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, "skypilot.node1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        with unisono.Parallel("gloo", nnodes=1) as parallel:
+            assert parallel.run(own_rank) == [0]
+        with unisono.Parallel(nnodes=1) as parallel:
+            assert parallel.run(own_rank) == [0]
+    with pytest.raises(ArgumentError, match="nnodes need nproc_per_node"):
+        unisono.Parallel("gloo", nnodes=2)
+    with pytest.raises(ArgumentError, match="not for the launcher 'mpi'"):
+        unisono.Parallel("gloo", nproc_per_node=1, nnodes="auto", launcher="mpi")
+
+
+def test_only_what_parallel_can_start_is_told_to_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, "skypilot.node1")
+    for launcher, said in (("processes", True), ("mpi", False)):
+        with pytest.warns(UserWarning, match="one of 2 nodes") as caught:
+            _warn_on_a_node(launcher)
+        assert ("Parallel()" in str(caught[0].message)) == said
+        assert (f"{launcher!r}" in str(caught[0].message)) != said
 
 
 def test_a_rank_that_is_alone_on_one_of_several_nodes_is_told_so(
@@ -97,19 +153,32 @@ def test_a_rank_stays_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "nnodes", "is_rank", "count"),
+    ("said", "nnodes", "world_size", "count"),
     [
-        ("8", 2, False, 8),
-        ("8", 2, True, 8),  # WORLD_SIZE counts nodes, and each is to have 8
-        ("1", 2, True, None),  # both meanings are the same
-        (None, 2, True, None),
-        ("auto", 2, True, None),
-        ("8", 1, False, 8),
-        (None, 1, False, None),
+        ("8", 2, None, 8),
+        ("8", 2, 2, 8),  # WORLD_SIZE counts nodes, and each is to have 8
+        ("1", 2, 2, None),  # both meanings are the same
+        (None, 2, 2, None),  # as before
+        ("auto", 2, 2, None),
+        ("cpu", 2, None, 3),
+        ("8", 1, None, 8),
+        ("8", 1, 1, 8),
+        ("8", 1, 4, None),  # ranks that were started by hand
+        ("cpu", 1, None, 3),
+        ("auto", 1, None, 4),
+        ("gpu", 1, None, 4),
+        (None, 1, None, None),
+        (None, 2, None, 4),
     ],
 )
 def test_how_many_ranks_a_node_gets(
-    said: str | None, nnodes: int, is_rank: bool, count: int | None
+    monkeypatch: pytest.MonkeyPatch,
+    said: str | None,
+    nnodes: int,
+    world_size: int | None,
+    count: int | None,
 ) -> None:
+    monkeypatch.setattr("unisono.node.accelerator_count", lambda: 4)
+    monkeypatch.setattr("unisono.node.usable_cores", lambda: 3)
     info = NodeInfo(0, nnodes, nnodes, None, PORT, said, "kubeflow")
-    assert _count(info, is_rank) == count
+    assert _count(info, world_size) == count

@@ -53,9 +53,9 @@ def run(
     nnodes: Annotated[
         str | None,
         typer.Option(
-            metavar="N|MIN:MAX",
+            metavar="N|MIN:MAX|auto",
             help="Nodes; a range for torchrun and slurm. By default what the platform says, else "
-            "1; with 1 the platform isn't asked.",
+            "1; with 1 the platform isn't asked; auto takes the hosts of PBS and Grid Engine, too.",
         ),
     ] = None,
     node_rank: Annotated[
@@ -120,8 +120,8 @@ def run(
 
     check_variables()
     node = None
-    if nnodes is None and node_rank is None and hosts is None:
-        node = _node(backend, launcher, nproc_per_node)
+    if nnodes in (None, "auto") and node_rank is None and hosts is None:
+        node, nnodes = _node(backend, launcher, nproc_per_node, nnodes == "auto"), None
     asked = "1" if node is None else _text(node)
     name = launcher or _default_launcher(backend, nnodes or asked)
     registry.find_launcher(name)
@@ -205,14 +205,22 @@ def _program(script: str, args: list[str], module: bool, no_python: bool) -> tup
     return (sys.executable, script, *args)
 
 
-def _node(backend: str | None, launcher: str | None, nproc_per_node: str | None) -> NodeInfo | None:
+def _node(
+    backend: str | None, launcher: str | None, nproc_per_node: str | None, is_asked: bool
+) -> NodeInfo | None:
     """Ask the platform which node this is; say aloud what it says."""
     from unisono.environments.nodes import ambiguity
-    from unisono.node import read_node
+    from unisono.node import find_node
 
     if launcher != "torchrun" and (launcher or _default_launcher(backend, "1") != "processes"):
+        if is_asked:
+            raise ArgumentError("--nnodes auto is for the launcher torchrun, and for none named")
         return None
-    node = read_node()
+
+    def warn(text: str) -> None:
+        typer.echo(f"unisono run: {text}", err=True)
+
+    node = find_node(warn, is_asked=is_asked, may_be_several=False)
     if node is not None and node.is_ambiguous and _count(nproc_per_node, None) != 1:
         raise ambiguity(node)
     if node is not None and node.max_nnodes > 1:
@@ -241,7 +249,7 @@ def _nodes(text: str) -> tuple[int, int]:
     match = _NODES.fullmatch(text)
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if least > most:
-        raise ArgumentError(f"--nnodes {text} should be a number of at least 1, or MIN:MAX")
+        raise ArgumentError(f"--nnodes {text} should be a number of at least 1, or MIN:MAX or auto")
     return least, most
 
 

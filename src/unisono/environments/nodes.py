@@ -16,7 +16,15 @@ from unisono.environments.reader import RANK_COUNTS, Reader, counts_nodes
 from unisono.errors import EnvironmentDetectionError
 from unisono.topology import NodeInfo, RankInfo
 
-__all__ = ("NodeFinding", "ambiguity", "detect_node", "explain_nodes", "meaning")
+__all__ = (
+    "NodeFinding",
+    "alone",
+    "ambiguity",
+    "detect_node",
+    "explain_nodes",
+    "is_gap",
+    "meaning",
+)
 
 _OF_RANKS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
 _BARE = "torch"
@@ -63,14 +71,25 @@ def detect_node(
         EnvironmentDetectionError: the variables of the platform are partial, malformed or
             contradict each other.
     """
-    rank = _rank(env, extra)
-    if rank is not None and rank.local_rank is not None:
+    rank, reader = _rank(env, extra), Reader(env, _BARE, "")
+    if rank is not None and (
+        rank.local_rank is not None or rank.source != "torchrun" or counts_nodes(reader) is False
+    ):
         return _only_rank(env, machine, rank)
     for platform in PLATFORMS:
-        info = platform.detect(env, machine)
+        if rank is None or platform.node_rank == ("RANK",):
+            info = platform.detect(env, machine)
+        else:  # it has to mean the same; what is wrong with it isn't the rank's
+            info = _asked(platform, env, machine)[0]
+            info = info if _is_same(info, rank) else None
         if info is not None:
             return info
     return _either(env, rank)
+
+
+def _is_same(info: NodeInfo | None, rank: RankInfo) -> bool:
+    found = None if info is None else (info.node_rank, info.nnodes)
+    return found == (rank.rank, rank.world_size)
 
 
 def _rank(env: Mapping[str, str], extra: Iterable[Environment]) -> RankInfo | None:
@@ -82,11 +101,12 @@ def _rank(env: Mapping[str, str], extra: Iterable[Environment]) -> RankInfo | No
 
 def _only_rank(env: Mapping[str, str], machine: Machine, rank: RankInfo) -> NodeInfo | None:
     """Give the node of a rank that its platform started as the only one there."""
-    if Reader(env, _BARE, "").has(*_OF_RANKS[2:]):  # torch's agent has started it
-        return None
+    reader = Reader(env, _BARE, "")
+    if reader.has(*_OF_RANKS[2:]) or reader.text(RANK_COUNTS) == (RANK_COUNTS, "ranks"):
+        return None  # torch's agent has started it, or the user says so
     for platform in PLATFORMS:
         info = _asked(platform, env, machine)[0] if platform.starts_ranks else None
-        if info is not None and (rank.rank, rank.world_size) == (info.node_rank, info.nnodes):
+        if _is_same(info, rank):
             return info
     return None
 
@@ -122,6 +142,47 @@ def ambiguity(info: NodeInfo) -> EnvironmentDetectionError:
         source=info.source,
         variable="RANK",
         value=str(info.node_rank),
+    )
+
+
+def is_gap(error: EnvironmentDetectionError, *, may_be_several: bool) -> bool:
+    """Tell whether variables are wrong in a way that a job of one node may have, too.
+
+    Local.
+
+    Args:
+        error: what `detect_node` raised.
+        may_be_several: whether a missing variable counts where others say that there are several
+            nodes.
+
+    Returns:
+        Whether something is missing or can't be read, or the platform starts the first host alone.
+        Contradictions are none.
+    """
+    platform = next((each for each in PLATFORMS if error.source == each.NAME), None)
+    if platform is None:
+        return False
+    counts = platform.nnodes or (platform.hosts.variables if platform.hosts else ())
+    is_open = may_be_several or error.variable in counts
+    return platform.starts_first or (error.value is None and is_open)
+
+
+def alone(info: NodeInfo) -> str:
+    """Say why a process of a platform that starts the first host alone doesn't wait for others.
+
+    Local.
+
+    Args:
+        info: what `detect_node` gave, with ``hosts``.
+
+    Returns:
+        A sentence with the hosts, and how to use them.
+    """
+    return (
+        f"this process goes on alone: {info.source} gives the job {info.nnodes} hosts "
+        f"({', '.join(info.hosts[:8])}{', ...' * (len(info.hosts) > 8)}), and starts its script on "
+        'the first; start it on each of them with --nnodes auto, or nnodes="auto" to Parallel, to '
+        "use them all; --nnodes 1, or nnodes=1, says that one is meant"
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -59,6 +60,16 @@ class HostList:
 
 
 @dataclass(frozen=True, slots=True)
+class _Listed:
+    """What such a list says: the hosts in their order, each once, and the slots on each of them."""
+
+    variable: str
+    value: str
+    hosts: Sequence[str]
+    slots: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Platform:
     """One platform and its variables; of several for one fact the first that is set counts.
 
@@ -68,10 +79,11 @@ class Platform:
         documentation: the page that describes the variables.
         remedy: what to do where they are wrong.
         marks: at least one of these is set on each of its nodes.
+        needs: without one of these it isn't this platform's job, whatever marks are set.
         node_rank: rank of the node; empty where it is the node's place in the list of hosts.
         nnodes: number of nodes; empty where it is the length of that list.
         leader: host of node 0, or host and port.
-        port: port of node 0.
+        port: port of node 0; else the one beside its host.
         nproc_per_node: ranks to start on the node.
         main: number of the node that leads, where that isn't 0.
         hosts: where the hosts are listed.
@@ -80,6 +92,9 @@ class Platform:
         leader_of: derives node 0's host where no variable says it.
         parts: variables that count parts of a job that this row can't number, each with the reason.
         starts_ranks: whether it may give a node the variables of its only rank.
+        seats: where one of these is set and no node's rank is, the nodes seat themselves.
+        numbers_more: whether the node's rank may count more than the nodes that train together.
+        starts_first: whether it starts a job's script on the first host alone.
     """
 
     NAME: str
@@ -87,6 +102,7 @@ class Platform:
     documentation: str
     remedy: str
     marks: tuple[str, ...]
+    needs: tuple[str, ...] = ()
     node_rank: tuple[str, ...] = ()
     nnodes: tuple[str, ...] = ()
     leader: tuple[str, ...] = ("MASTER_ADDR",)
@@ -99,6 +115,9 @@ class Platform:
     leader_of: Callable[[Reader, Machine, int], str | None] = lambda reader, machine, rank: None
     parts: tuple[tuple[str, str], ...] = ()
     starts_ranks: bool = False
+    seats: tuple[str, ...] = ()
+    numbers_more: bool = False
+    starts_first: bool = False
 
     def detect(self, env: Mapping[str, str], machine: Machine) -> NodeInfo | None:
         """Read the variables of this platform.
@@ -124,28 +143,30 @@ class Platform:
                 raise reader.error(f"{count}, and {why}", name, str(count.value))
         listed = None if self.hosts is None else self._listed(reader, machine)
         least, most = self._nodes(reader, listed)
-        rank = self._rank(reader, machine, listed, most)
-        addr, port = (None, None) if most == 1 else self._leader(reader, machine, listed, rank)
-        given = reader.number(*self.port, least=1, most=65535)
+        rank = self._rank(reader, machine, listed, least, most)
+        addr = None if most == 1 else self._leader(reader, machine, listed, rank)
         return NodeInfo(
             rank,
             least,
             most,
             addr,
-            given.value if given else port or PORT,
-            self._count(reader),
+            PORT if most == 1 else self._port(reader),
+            self._count(reader, listed),
             self.NAME,
+            hosts=tuple(listed.hosts) if listed and self.starts_first else (),
         )
 
     def _is_here(self, reader: Reader) -> bool:
         """Say whether the platform has started this node."""
         if reader.has(*self.owners) or not self.is_this(reader):
             return False
+        if self.needs and not reader.has(*self.needs):
+            return False
         pattern = None if self.hosts is None else self.hosts.pattern
         return reader.has(*self.marks) or bool(pattern and _matching(reader, pattern))
 
-    def _listed(self, reader: Reader, machine: Machine) -> tuple[str, str, list[str]] | None:
-        """Read the hosts: the variable, its value, and the hosts in their order, each once."""
+    def _listed(self, reader: Reader, machine: Machine) -> _Listed | None:
+        """Read the hosts; a file has each of them once for each slot."""
         assert self.hosts is not None
         names = self.hosts.variables or _matching(reader, self.hosts.pattern or "")
         if self.hosts.pattern and len(names) > 1:
@@ -159,16 +180,18 @@ class Platform:
         name, value = variable
         try:
             text = machine.read(value) if self.hosts.is_file else value
-            hosts = list(dict.fromkeys(self.hosts.parse(text)))
+            slots = Counter(self.hosts.parse(text))
         except (OSError, ValueError) as error:
             what = "can't be read" if self.hosts.is_file else "is not a list of hosts"
             message = f"{name}={shown(value)} {what}: {error}"
             raise reader.error(message, name, value) from error
-        if not hosts:
+        if not slots:
             raise reader.error(f"{name}={shown(value)} lists no host", name, value)
-        return name, value, [reader.host(name, host) for host in hosts]
+        hosts, counts = [reader.host(name, host) for host in slots], set(slots.values())
+        is_even = self.hosts.is_file and len(counts) == 1
+        return _Listed(name, value, hosts, counts.pop() if is_even else None)
 
-    def _nodes(self, reader: Reader, listed: tuple[str, str, list[str]] | None) -> tuple[int, int]:
+    def _nodes(self, reader: Reader, listed: _Listed | None) -> tuple[int, int]:
         """Count the nodes: at least, and at most."""
         variable = reader.text(*self.nnodes)
         match = None if variable is None else _RANGE.fullmatch(variable[1])
@@ -183,25 +206,28 @@ class Platform:
             number = reader.needed(*missing, least=1)
             return number.value, number.value
         said = reader.number(*self.nnodes, least=1)
-        name, value, hosts = listed
-        if said is not None and said.value != len(hosts):
-            message = f"{name}={shown(value)} lists {len(hosts)} hosts, but {said}"
-            raise reader.error(message, name, value)
-        return len(hosts), len(hosts)
+        count = len(listed.hosts)
+        if said is not None and said.value != count:
+            message = f"{listed.variable}={shown(listed.value)} lists {count} hosts, but {said}"
+            raise reader.error(message, listed.variable, listed.value)
+        return count, count
 
     def _rank(
         self,
         reader: Reader,
         machine: Machine,
-        listed: tuple[str, str, list[str]] | None,
+        listed: _Listed | None,
+        least: int,
         nnodes: int,
     ) -> int | None:
         """Find the node's rank: what a variable says, or the node's place in the list."""
         if not self.node_rank:
             return self._place(reader, machine, listed)
-        is_elastic = _RANGE.fullmatch((reader.text(*self.nnodes) or ("", ""))[1]) is not None
-        if is_elastic or (nnodes == 1 and not reader.has(*self.node_rank)):
-            return None if is_elastic else 0
+        has_rank = reader.has(*self.node_rank)
+        if nnodes == 1 and (self.numbers_more or not has_rank):
+            return 0
+        if least < nnodes or (reader.has(*self.seats) and not has_rank):
+            return None
         said = reader.needed(*self.node_rank)
         main = reader.number(*self.main) or Number("", 0)
         for each in (said, main):
@@ -211,10 +237,10 @@ class Platform:
         # the node that leads has to be node 0, as ranks are numbered from there
         return 0 if said.value == main.value else said.value + (said.value < main.value)
 
-    def _place(
-        self, reader: Reader, machine: Machine, listed: tuple[str, str, list[str]] | None
-    ) -> int:
+    def _place(self, reader: Reader, machine: Machine, listed: _Listed | None) -> int:
         assert self.hosts is not None
+        if listed is not None and len(listed.hosts) == 1:
+            return 0  # under whatever name
         own = reader.text(*self.hosts.own)
         if self.hosts.own and own is None:
             reader.needed(*self.hosts.own)
@@ -222,47 +248,56 @@ class Platform:
         if listed is None:
             reader.needed(*self.hosts.variables)
         assert listed is not None
-        variable, value, hosts = listed
         places = [
-            [place for place, host in enumerate(hosts) if each(host) == each(name)]
+            [place for place, host in enumerate(listed.hosts) if each(host) == each(name)]
             for each in (str, _short)
         ]
         found = next((some for some in places if len(some) == 1), None)
         if found is None:
             who = f"{own[0]}={shown(name)}" if own else f"this host, {shown(name)},"
-            message = f"{who} isn't one host of {variable}={shown(value)}, which lists"
-            message += f" {shown(' '.join(hosts))}"
-            raise reader.error(message, own[0] if own else variable, name if own else value)
+            message = f"{who} isn't one host of {listed.variable}={shown(listed.value)}, which"
+            message += f" lists {shown(' '.join(listed.hosts))}"
+            raise reader.error(message, *(own or (listed.variable, listed.value)))
         return found[0]
 
     def _leader(
-        self,
-        reader: Reader,
-        machine: Machine,
-        listed: tuple[str, str, list[str]] | None,
-        rank: int | None,
-    ) -> tuple[str, int | None]:
-        """Find node 0's host, and the port where the same variable says it."""
+        self, reader: Reader, machine: Machine, listed: _Listed | None, rank: int | None
+    ) -> str:
+        """Find node 0's host."""
         variable = reader.text(*self.leader)
+        if variable is None and listed is not None:
+            variable = listed.variable, listed.hosts[0]
         if variable is not None:
             match = _HOST_PORT.fullmatch(variable[1])
-            if match is None:
-                return reader.host(*variable), None
-            return reader.host(variable[0], match["v6"] or match["host"]), int(match["port"])
-        if listed is not None:
-            match = _HOST_PORT.fullmatch(listed[2][0])
-            return (match["v6"] or match["host"] if match else listed[2][0]), None
+            return reader.host(
+                variable[0], (match["v6"] or match["host"]) if match else variable[1]
+            )
         host = self.leader_of(reader, machine, rank or 0)
         if host is None:
             names = (*(self.hosts.variables if self.hosts else ()), *self.leader)
             message = f"none of {', '.join(names)} is set, so nothing says where node 0 is"
             raise reader.error(message, names[0], None)
-        return reader.host(self.leader[0], host), None
+        return reader.host(self.leader[0], host)
 
-    def _count(self, reader: Reader) -> str | None:
+    def _port(self, reader: Reader) -> int:
+        """Find node 0's port: a variable's of its own, else the one beside the host."""
+        for name in (*self.port, *self.leader):
+            _, value = reader.text(name) or ("", "")
+            if name in self.leader:
+                match = _HOST_PORT.fullmatch(value)
+                value = match["port"] if match else ""
+            alone = Reader({name: value}, reader.source, reader.remedy)
+            number = alone.number(name, least=1, most=65535)
+            if number is not None:
+                return number.value
+        return PORT
+
+    def _count(self, reader: Reader, listed: _Listed | None) -> str | None:
         variable = reader.text(*self.nproc_per_node)
-        if variable is None or variable[1] in ("0", *_WORDS):
-            return None if variable is None or variable[1] == "0" else variable[1]
+        if variable is None:
+            return None if listed is None or listed.slots is None else str(listed.slots)
+        if variable[1] in ("0", *_WORDS):
+            return None if variable[1] == "0" else variable[1]
         number = reader.number(*self.nproc_per_node, least=1)
         return None if number is None else str(number.value)
 
@@ -290,6 +325,17 @@ def _from_json(text: str) -> list[str]:
 
 def _first_words(text: str) -> list[str]:
     return [line.split()[0] for line in text.splitlines() if line.strip()]
+
+
+def _with_slots(text: str) -> list[str]:
+    """Give the hosts of lines of host and slots, each as often as it has slots."""
+    hosts = []
+    for line in filter(str.strip, text.splitlines()):
+        host, slots = [*line.split(), ""][:2]
+        if not re.fullmatch(r"[1-9][0-9]{0,4}", slots):
+            raise ValueError(f"{shown(line)} should begin with a host and its slots")
+        hosts += [host] * int(slots)
+    return hosts
 
 
 def _is_pytorchjob(reader: Reader) -> bool:
@@ -344,7 +390,7 @@ def _own_address(reader: Reader, machine: Machine, rank: int) -> str | None:
 
 
 _ALONE = "or say --nnodes 1 (nnodes=1 to Parallel) for a job of this node alone"
-_TORCH = ("MASTER_ADDR", "PET_MASTER_ADDR")
+_BY_HAND = 'say --nnodes auto (nnodes="auto" to Parallel) on each host of the job, with'
 
 # In order of priority: what is built on another one, and says more, comes first.
 #
@@ -375,15 +421,17 @@ _TORCH = ("MASTER_ADDR", "PET_MASTER_ADDR")
 # Azure Machine Learning, one program a node: NODE_RANK, MASTER_ADDR and MASTER_PORT are documented;
 # AZUREML_NODE_COUNT is what its nodes carry besides. AZ_BATCH_MASTER_NODE is host and port.
 #
-# PBS, Torque and Grid Engine: a file lists the hosts, once for each slot, and this node is the line
-# with its name. They start a job's script on the first host alone: ssh, pbsdsh or qrsh has to start
-# it on the others, with the variable and a file that they can read.
+# PBS, Torque and Grid Engine: a file lists the hosts, PBS's once for each slot, Grid Engine's with
+# the number of slots; this node is the one with its name. They start a job's script on the first
+# host alone: ssh, pbsdsh or qrsh has to start it on the others, with the variable and a file that
+# they can read. That this was done isn't to be seen, so the user has to say it.
 #
 # TPU VMs and GKE: TPU_WORKER_ID counts the hosts of one slice; in a job of several slices
 # (MEGASCALE_NUM_SLICES) it says too little.
 #
 # Indexed Jobs and JobSets of Kubernetes: a pod's number and nothing else, so the number of pods has
-# to be in the manifest, by torchrun's name. The first pod's name follows from this one's.
+# to be in the manifest, by torchrun's name; without it they are taken for pods that work alone, as
+# those of a sweep do. The first pod's name follows from this one's.
 PLATFORMS: tuple[Platform, ...] = (
     Platform(
         "kubeflow",
@@ -395,8 +443,9 @@ PLATFORMS: tuple[Platform, ...] = (
         node_rank=("PET_NODE_RANK",),
         nnodes=("PET_NNODES",),
         leader=("PET_MASTER_ADDR", "PET_RDZV_ENDPOINT", "MASTER_ADDR"),
-        port=("PET_MASTER_PORT",),
+        port=("PET_MASTER_PORT", "PET_RDZV_ENDPOINT", "MASTER_PORT"),
         nproc_per_node=("PET_NPROC_PER_NODE",),
+        seats=("PET_RDZV_ENDPOINT",),
     ),
     Platform(
         "pai",
@@ -491,19 +540,19 @@ PLATFORMS: tuple[Platform, ...] = (
         "pbs",
         "PBS, Torque",
         "https://github.com/openpbs/openpbs/blob/master/doc/man1/qsub.1B",
-        "start it on each host of the job with PBS_NODEFILE set to a file that they all can read, "
-        + _ALONE,
+        f"{_BY_HAND} PBS_NODEFILE set to a file that they all can read, {_ALONE}",
         marks=("PBS_NODEFILE",),
         hosts=HostList(("PBS_NODEFILE",), _first_words, is_file=True),
+        starts_first=True,
     ),
     Platform(
         "sge",
         "Grid Engine",
         "https://manpages.debian.org/bookworm/gridengine-common/sge_pe.5.en.html",
-        "start it on each host of the job with PE_HOSTFILE set to a file that they all can read, "
-        + _ALONE,
+        f"{_BY_HAND} PE_HOSTFILE set to a file that they all can read, {_ALONE}",
         marks=("PE_HOSTFILE",),
-        hosts=HostList(("PE_HOSTFILE",), _first_words, is_file=True),
+        hosts=HostList(("PE_HOSTFILE",), _with_slots, is_file=True),
+        starts_first=True,
     ),
     Platform(
         "tpu",
@@ -523,11 +572,13 @@ PLATFORMS: tuple[Platform, ...] = (
         "set PET_NNODES to the number of pods that train together in the manifest: 1 where each "
         f"trains by itself, {_ALONE}",
         marks=("JOB_COMPLETION_INDEX",),
+        needs=("PET_NNODES",),
         node_rank=("JOB_COMPLETION_INDEX",),
         nnodes=("PET_NNODES",),
-        leader=_TORCH,
-        port=("MASTER_PORT", "PET_MASTER_PORT"),
+        leader=("PET_MASTER_ADDR", "MASTER_ADDR"),
+        port=("PET_MASTER_PORT", "MASTER_PORT"),
         nproc_per_node=("PET_NPROC_PER_NODE",),
         leader_of=_first_pod,
+        numbers_more=True,
     ),
 )

@@ -62,9 +62,11 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     if not reader.has("RANK", "WORLD_SIZE"):
         return None
     if not reader.has("LOCAL_RANK"):
-        if counts_nodes(reader):
+        is_of_nodes = counts_nodes(reader)
+        if is_of_nodes:
             return None
-        _refuse_both_meanings(reader)
+        if is_of_nodes is None:
+            _refuse_both_meanings(reader)
     return make_info(
         reader,
         UncheckedInfo(

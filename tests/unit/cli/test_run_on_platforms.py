@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import socket
+from pathlib import Path
 
 import pytest
 
@@ -77,10 +79,56 @@ def test_an_elastic_job_has_no_node_rank(
 def test_a_partial_set_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
+    monkeypatch.setenv("SKYPILOT_NODE_RANK", "1")
+    monkeypatch.setenv("SKYPILOT_NUM_NODES", "2")
     code, _, said = printed(capsys)
     assert code != 0
-    assert "kubernetes environment: PET_NNODES is not set" in said
+    assert "skypilot environment: none of SKYPILOT_NODE_IPS, MASTER_ADDR is set" in said
+    assert "--nnodes 1" in said
+    assert "'processes'" in printed(capsys, *ALONE)[2]
+
+
+@pytest.mark.parametrize(
+    ("env", "warned"),
+    [
+        ("JOB_COMPLETION_INDEX=1", ""),
+        ("VC_TASK_INDEX=0", "goes on alone: volcano environment: WORLD_SIZE is not set"),
+        ("PBS_NODEFILE=/not/there", "goes on alone: pbs environment: PBS_NODEFILE='/not/there'"),
+        ("TPU_WORKER_ID=0", "goes on alone: tpu environment: TPU_WORKER_HOSTNAMES"),
+        ("PET_NODE_RANK=0", "goes on alone: kubeflow environment: PET_NNODES is not set"),
+    ],
+)
+def test_where_nothing_says_that_there_are_several_nodes_it_goes_on_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], env: str, warned: str
+) -> None:
+    monkeypatch.setenv(*env.split("="))
+    said = printed(capsys)[2]
+    assert warned in said
+    assert "launcher 'processes' runs no command" in said  # it got as far as the ranks of this host
+    if warned:
+        code, _, said = printed(capsys, "--nnodes", "auto")
+        assert code != 0
+        assert "processes" not in said
+    else:
+        assert "alone" not in said
+
+
+def test_the_hosts_of_pbs_are_used_where_the_user_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    nodes = tmp_path / "nodes"
+    nodes.write_text("c01\nc01\n" + f"{socket.gethostname()}\n" * 2)
+    monkeypatch.setenv("PBS_NODEFILE", str(nodes))
+    code, words, said = printed(capsys, "--nnodes", "auto")
+    assert code == 0, said
+    assert (option(words, "--nnodes"), option(words, "--node-rank")) == ("2", "1")
+    assert option(words, "--nproc-per-node") == "2"
+    said = printed(capsys)[2]
+    assert f"pbs gives the job 2 hosts (c01, {socket.gethostname()})" in said
+    assert "--nnodes auto" in said
+    assert "launcher 'processes' runs no command" in said
+    assert "alone" not in printed(capsys, *ALONE)[2]
+    assert "--nnodes auto is for" in printed(capsys, "--nnodes", "auto", "--launcher", "mpi")[2]
 
 
 def test_a_rank_that_may_be_a_node_is_refused(

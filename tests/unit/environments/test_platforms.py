@@ -12,11 +12,17 @@ from hypothesis import strategies as st
 
 from tests.support.platforms import JOBS, NODES, facts
 from unisono.environments.detection import detect
-from unisono.environments.nodes import ambiguity, detect_node, explain_nodes, meaning
+from unisono.environments.nodes import ambiguity, detect_node, explain_nodes, is_gap, meaning
 from unisono.environments.platforms import PLATFORMS, Machine
 from unisono.errors import EnvironmentDetectionError
 from unisono.topology import NodeInfo
 
+
+def _missing(path: str) -> str:
+    raise FileNotFoundError(path)
+
+
+HERE_WITHOUT_FILES = Machine(lambda: "host", lambda: "10.0.0.9", _missing)
 HERE = Machine(lambda: "host", lambda: "10.0.0.9", lambda path: "host\nother\n")
 
 
@@ -68,16 +74,15 @@ def test_every_platform_has_a_dump_and_a_page() -> None:
 LACKING = [
     ("kubeflow.node1", "PET_NNODES"),
     ("kubeflow.node1", "PET_MASTER_ADDR"),
-    ("kubeflow-pytorchjob.node1", "PET_NNODES"),
+    ("kubeflow-pytorchjob.node1", "PET_NNODES RANK WORLD_SIZE"),
     ("volcano.node1", "VC_TASK_INDEX VK_TASK_INDEX"),
     ("volcano-pytorch.node1", "WORLD_SIZE"),
-    ("kubernetes.node1", "PET_NNODES"),
     ("skypilot.node1", "SKYPILOT_NODE_IPS"),
     ("aws-batch.node1", "AWS_BATCH_JOB_NUM_NODES"),
     ("aws-batch.node1", "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"),
     ("sagemaker.node1", "SM_HOSTS"),
     ("sagemaker.node1", "SM_CURRENT_HOST"),
-    ("azureml.node1", "NODE_RANK"),
+    ("azureml.node1", "NODE_RANK RANK WORLD_SIZE"),
     ("tpu.node1", "TPU_WORKER_HOSTNAMES"),
 ]
 
@@ -86,7 +91,9 @@ LACKING = [
 def test_a_partial_set_is_refused_by_name(name: str, missing: str) -> None:
     names = missing.split()
     error = refused(name, **dict.fromkeys(names))
-    assert all(each in str(error) for each in names)
+    assert all(each in str(error) for each in names if each not in ("RANK", "WORLD_SIZE"))
+    assert names[0] in str(error)
+    assert is_gap(error, may_be_several=True)
     assert error.value is None
     assert error.source == name.partition(".")[0].partition("-")[0].replace("aws", "aws-batch")
 
@@ -111,7 +118,8 @@ WRONG = [
     ("sagemaker.node1", "SM_CURRENT_HOST", "algo-3"),
     ("sagemaker.node1", "SM_HOSTS", "algo-1,algo-2"),
     ("sagemaker.node1", "SM_HOSTS", "[1, 2]"),
-    ("azureml.node1", "AZUREML_NODE_COUNT", "1"),
+    ("aws-batch.node1", "AWS_BATCH_JOB_NUM_NODES", "1"),
+    ("kubeflow.node1", "PET_MASTER_PORT", "70000"),
     ("pbs.node1", "PBS_NODEFILE", "/not/there"),
     ("sge.node1", "PE_HOSTFILE", "/not/there"),
     ("tpu.node1", "TPU_WORKER_ID", "2"),
@@ -122,6 +130,7 @@ WRONG = [
 @pytest.mark.parametrize(("name", "variable", "value"), WRONG)
 def test_a_wrong_variable_is_refused_by_name(name: str, variable: str, value: str) -> None:
     error = refused(name, **{variable: value})
+    assert is_gap(error, may_be_several=True) == (error.source in ("pbs", "sge"))
     assert value.strip() in str(error) or error.variable != variable
     assert variable in str(error) or error.value is not None
 
@@ -280,6 +289,139 @@ def test_a_world_size_in_ranks_beside_a_rank_in_nodes_is_no_rank() -> None:
     assert (info.rank, info.world_size) == (1, 2)
 
 
+RANK = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "c01", "MASTER_PORT": "4711"}
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"JOB_COMPLETION_INDEX": "1"},
+        {"JOB_COMPLETION_INDEX": "1", "PET_NNODES": "many"},
+        {"PBS_NODEFILE": "/not/there"},
+        {"SKYPILOT_NODE_RANK": "1"},
+        {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "4"},
+        {"AZUREML_NODE_COUNT": "2"},
+    ],
+)
+def test_a_rank_stays_a_rank_beside_a_platform_that_says_something_else(
+    others: dict[str, str],
+) -> None:
+    info = detect_node({**RANK, **others}, HERE_WITHOUT_FILES)
+    assert info is not None
+    assert info.is_ambiguous  # which Parallel takes for a rank, and `unisono run` refuses
+    assert detect_node({**RANK, **others, "UNISONO_RANK_COUNTS": "ranks"}, HERE) is None
+
+
+def test_a_file_of_one_host_says_nothing_of_ranks_that_were_started_by_hand() -> None:
+    alone = Machine(lambda: "c01", lambda: "10.0.0.9", lambda path: "c01\n")
+    info = detect_node({**RANK, "PBS_NODEFILE": "/nodes"}, alone)
+    assert info is not None
+    assert (info.is_ambiguous, info.nnodes) == (True, 4)
+
+
+def test_a_rank_of_another_launcher_is_no_node() -> None:
+    aprun = {"ALPS_APP_PE": "1", "PMI_SIZE": "4", "PBS_NODEFILE": "/not/there"}
+    rank = detect(aprun)
+    assert rank is not None
+    assert (rank.source, rank.local_rank) == ("cray", None)
+    assert detect_node(aprun, HERE_WITHOUT_FILES) is None
+    assert detect_node({**aprun, "SKYPILOT_NODE_RANK": "1"}, HERE) is None
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_the_user_s_word_for_ranks_comes_before_every_platform(name: str) -> None:
+    assert read(name, **RANK, UNISONO_RANK_COUNTS="ranks") is None
+    size = {"RANK": "1", "WORLD_SIZE": "2"}  # what the platform means by itself
+    assert read(name, **RANK | size, PET_NNODES=None, UNISONO_RANK_COUNTS="ranks") is None
+    if name == "azureml.node1":
+        assert read(name, LOCAL_RANK="0", UNISONO_RANK_COUNTS="ranks") is None
+
+
+def test_what_a_job_of_one_node_may_have_is_no_reason_to_refuse() -> None:
+    assert detect_node({"JOB_COMPLETION_INDEX": "3"}, HERE) is None
+    sweep = detect_node({"JOB_COMPLETION_INDEX": "3", "PET_NNODES": "1"}, HERE)
+    assert sweep is not None
+    assert (sweep.node_rank, sweep.nnodes) == (0, 1)
+    alias = Machine(lambda: "login", lambda: "10.0.0.9", lambda path: "c01\nc01\n")
+    one_host = detect_node({"PBS_NODEFILE": "/nodes", "MASTER_PORT": "0"}, alias)
+    assert one_host is not None
+    assert (one_host.node_rank, one_host.nnodes, one_host.hosts) == (0, 1, ("c01",))
+
+
+UNCOUNTED = [
+    {"VC_TASK_INDEX": "0"},
+    {"TPU_WORKER_ID": "0"},
+    {"PBS_NODEFILE": "/not/there"},
+    {"PE_HOSTFILE": "/not/there"},
+    {"PET_NODE_RANK": "0"},
+    {"SM_CURRENT_HOST": "algo-1"},
+]
+COUNTED = [
+    {"AZUREML_NODE_COUNT": "2"},
+    {"JOB_COMPLETION_INDEX": "0", "PET_NNODES": "2"},
+    {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2"},
+]
+
+
+@pytest.mark.parametrize("env", [*UNCOUNTED, *COUNTED])
+def test_what_is_missing_is_known_from_what_contradicts(env: dict[str, str]) -> None:
+    with pytest.raises(EnvironmentDetectionError) as caught:
+        detect_node(env, HERE_WITHOUT_FILES)
+    assert is_gap(caught.value, may_be_several=True)
+    assert is_gap(caught.value, may_be_several=False) == (env in UNCOUNTED)
+
+
+def test_slots_are_the_ranks_of_a_host_where_all_have_as_many() -> None:
+    for files, count in (("c01\nc02\nc01\nc02\n", "2"), ("c01\nc01\nc02\n", None)):
+        machine = Machine(lambda: "c02", lambda: "10.0.0.9", lambda path, text=files: text)  # type: ignore[misc]
+        info = detect_node({"PBS_NODEFILE": "/nodes"}, machine)
+        assert info is not None
+        assert (info.node_rank, info.nproc_per_node) == (1, count)
+        assert info.hosts == ("c01", "c02")
+    lines = {"c01 3 a\nc02 2 a\nc02 1 b\n": "3", "c01 3\nc02 2\n": None}
+    for text, count in lines.items():
+        machine = Machine(lambda: "c02", lambda: "10.0.0.9", lambda path, text=text: text)  # type: ignore[misc]
+        info = detect_node({"PE_HOSTFILE": "/hosts"}, machine)
+        assert info is not None
+        assert (info.node_rank, info.nproc_per_node) == (1, count)
+    machine = Machine(lambda: "c02", lambda: "10.0.0.9", lambda path: "c01 many\nc02 2\n")
+    with pytest.raises(EnvironmentDetectionError, match="begin with a host and its slots"):
+        detect_node({"PE_HOSTFILE": "/hosts"}, machine)
+
+
+def test_nodes_of_a_fixed_number_may_seat_themselves() -> None:
+    seats = {"PET_RDZV_ENDPOINT": "c01:23456", "PET_NNODES": "2", "MASTER_PORT": "4711"}
+    info = detect_node(seats, HERE)
+    assert info is not None
+    assert (info.node_rank, info.nnodes, info.max_nnodes) == (None, 2, 2)
+    assert (info.master_addr, info.master_port) == ("c01", 23456)  # torchrun's own
+    fixed = found("kubeflow.node1", PET_NNODES="2:2")
+    assert (fixed.node_rank, fixed.nnodes, fixed.max_nnodes) == (1, 2, 2)
+
+
+def test_torchrun_s_names_come_before_the_general_ones() -> None:
+    general = {"MASTER_ADDR": "c07", "MASTER_PORT": "4711"}
+    for name in ("kubeflow.node1", "kubernetes.node1"):
+        info = found(name, **general, PET_MASTER_ADDR="c01", PET_MASTER_PORT=None)
+        assert (info.master_addr, info.master_port) == ("c01", 4711)
+        info = found(name, **general, PET_MASTER_ADDR="c01", PET_MASTER_PORT="29400")
+        assert (info.master_addr, info.master_port) == ("c01", 29400)
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "99999"])
+def test_the_port_beside_a_host_is_checked(port: str) -> None:
+    error = refused(
+        "kubeflow.node1",
+        PET_MASTER_ADDR=None,
+        PET_MASTER_PORT=None,
+        PET_RDZV_ENDPOINT=f"c01:{port}",
+    )
+    assert (error.variable, error.value) == ("PET_RDZV_ENDPOINT", port)
+    node0 = {"MASTER_PORT": None, "MASTER_ADDR": None, "RANK": None, "WORLD_SIZE": None}
+    error = refused("azureml.node1", **node0, AZ_BATCH_MASTER_NODE=f"10.0.0.4:{port}")
+    assert error.variable == "AZ_BATCH_MASTER_NODE"
+
+
 def verdicts(env: Mapping[str, str], machine: Machine) -> dict[str, str]:
     findings = explain_nodes(env, machine)
     assert [each.source for each in findings] == [each.NAME for each in PLATFORMS]
@@ -288,9 +430,9 @@ def verdicts(env: Mapping[str, str], machine: Machine) -> dict[str, str]:
 
 def test_explain_names_the_winner_and_its_variables() -> None:
     tpu = NODES["tpu.node1"]
-    assert verdicts(tpu.env, tpu.machine()) == {"tpu": "won", "kubernetes": "unused"}
+    assert verdicts(tpu.env, tpu.machine()) == {"tpu": "won"}
     both = {**tpu.env, "PET_NNODES": "2"}
-    assert verdicts(both, tpu.machine())["kubernetes"] in ("agrees", "unused")
+    assert verdicts(both, tpu.machine())["kubernetes"] == "agrees"
     sky = NODES["skypilot.node1"]
     findings = {each.source: each for each in explain_nodes(sky.env, sky.machine())}
     assert set(dict(findings["skypilot"].variables)) >= {"SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"}
