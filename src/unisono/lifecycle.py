@@ -258,14 +258,15 @@ def _warn_on_a_node(launcher: str) -> None:
         return
     if node is None or node.max_nnodes == 1:
         return
+    is_ours = launcher == _DEFAULT_LAUNCHER
     how = f"start them by the launcher {launcher!r}"
-    if launcher == _DEFAULT_LAUNCHER:
+    if is_ours:
         how = "start the script with unisono run, or call Parallel(), which starts them"
     text = (
         f"this process is alone: {node.source} says that it is one of {node.nnodes} nodes, and "
         f"nothing has started their ranks; {how}; rank=0 and world_size=1 say that this is meant"
     )
-    warnings.warn(alone(node) if node.hosts else text, UserWarning, stacklevel=level())
+    warnings.warn(alone(node) if node.hosts and is_ours else text, UserWarning, stacklevel=level())
 
 
 def _port_of(text: str | None) -> int | None:

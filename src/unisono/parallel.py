@@ -106,8 +106,6 @@ class Parallel:
         given = {name: value for name, value in for_spawn.items() if value is not None}
         if nproc_per_node is None and given:
             raise ArgumentError(f"{', '.join(given)} need nproc_per_node as well")
-        if nnodes == "auto" and launcher not in _OURS:
-            raise ArgumentError(f"nnodes='auto' is not for the launcher {launcher!r}")
         self._backend = backend
         self._nproc_per_node = nproc_per_node
         self._options: dict[str, Any] = {**given, **spawn_kwargs}
@@ -122,6 +120,12 @@ class Parallel:
 
     def _check(self, cls: type[ComputationModel] | None, for_spawn: Iterable[str]) -> None:
         """Refuse early what `spawn` or `initialize` would refuse. Local."""
+        if self._nnodes == "auto":
+            launcher = self._options.get("launcher")
+            if launcher not in _OURS:
+                raise ArgumentError(f"nnodes='auto' is not for the launcher {launcher!r}")
+            if not self._can_spawn_on_nodes():
+                raise ArgumentError(f"nnodes='auto' is not for the backend {self._backend!r}")
         if self._nproc_per_node is not None:
             check_job("Parallel", self._backend, self._nproc_per_node, self._options)
         elif self._options:  # also alone, where nobody would look at a misspelt one

@@ -37,7 +37,7 @@ def main() -> None:
         try:
             count, nnodes = job["ranks"], job["nnodes"]
             with unisono.Parallel("gloo", nproc_per_node=count, nnodes=nnodes) as parallel:
-                said = parallel.run(facts)
+                said = [parallel.run(facts) for _ in range(job["runs"])][-1]
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
         print(json.dumps(said), flush=True)

@@ -101,6 +101,7 @@ def meets(hosts: Hosts, nodes: list[subprocess.Popen[str]], job: str, folder: Pa
             env = variables(node, hosts, folder)
             assert process.stdin is not None
             what = {"env": env, "host": node.host, "ranks": ranks, "nnodes": nnodes}
+            what["runs"] = 4 if job == "skypilot" else 1  # at one port, one after the other
             process.stdin.write(json.dumps(what) + "\n")
             process.stdin.flush()
         said = []

@@ -98,15 +98,27 @@ def test_one_node_alone_can_be_said_without_a_count(monkeypatch: pytest.MonkeyPa
         unisono.Parallel("gloo", nnodes=2)
     with pytest.raises(ArgumentError, match="not for the launcher 'mpi'"):
         unisono.Parallel("gloo", nproc_per_node=1, nnodes="auto", launcher="mpi")
+    with pytest.raises(ArgumentError, match="not for the backend 'threads'"):
+        unisono.Parallel("threads", nproc_per_node=2, nnodes="auto")
 
 
-def test_only_what_parallel_can_start_is_told_to_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, "skypilot.node1")
+@pytest.mark.parametrize("platform", ["skypilot", "sge"])
+def test_only_what_parallel_can_start_is_told_to_use_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, platform: str
+) -> None:
+    if platform == "sge":
+        hosts = tmp_path / "hosts"
+        hosts.write_text(f"{socket.gethostname()} 1 a\nc02 1 a\n")
+        monkeypatch.setenv("PE_HOSTFILE", str(hosts))
+    else:
+        on(monkeypatch, "skypilot.node1")
     for launcher, said in (("processes", True), ("mpi", False)):
-        with pytest.warns(UserWarning, match="one of 2 nodes") as caught:
+        with pytest.warns(UserWarning, match="alone") as caught:
             _warn_on_a_node(launcher)
-        assert ("Parallel()" in str(caught[0].message)) == said
-        assert (f"{launcher!r}" in str(caught[0].message)) != said
+        text = str(caught[0].message)
+        assert ("Parallel" in text) == said
+        assert (f"{launcher!r}" in text) != said
+        assert "rank=0 and world_size=1" in text
 
 
 def test_a_rank_that_is_alone_on_one_of_several_nodes_is_told_so(

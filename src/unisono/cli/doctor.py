@@ -123,6 +123,10 @@ def _environment(environment: Mapping[str, Any]) -> list[str]:
 def _node(node: Mapping[str, Any]) -> list[str]:
     lines = _findings(node, {**_VERDICTS, "unused": "is ignored"}, _FACTS_OF_NODE)
     lines = lines or ["none: no platform's variables are set, so there is no other node"]
+    for each in node["findings"]:
+        if each["verdict"] == "won" and each["facts"]["hosts"]:
+            where = f"{each['source']} starts a script on the first of its hosts alone, so they"
+            lines.append(f'{where} count only with --nnodes auto, or nnodes="auto" to Parallel')
     return lines if node["meaning"] is None else [*lines, node["meaning"]]
 
 

@@ -248,6 +248,10 @@ def _count(text: str | None, node: NodeInfo | None) -> int:
 def _nodes(text: str) -> tuple[int, int]:
     match = _NODES.fullmatch(text)
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    if text == "auto":  # else the platform's number is in its place
+        raise ArgumentError(
+            "--nnodes auto takes neither --node-rank nor --hosts: it finds both out"
+        )
     if least > most:
         raise ArgumentError(f"--nnodes {text} should be a number of at least 1, or MIN:MAX or auto")
     return least, most

@@ -88,8 +88,10 @@ def detect_node(
 
 
 def _is_same(info: NodeInfo | None, rank: RankInfo) -> bool:
-    found = None if info is None else (info.node_rank, info.nnodes)
-    return found == (rank.rank, rank.world_size)
+    """Tell whether a node could have such a rank and be its job's only one there."""
+    if info is None or not info.nnodes <= rank.world_size <= info.max_nnodes:
+        return False
+    return info.node_rank in (None, rank.rank)  # an elastic job's nodes seat themselves
 
 
 def _rank(env: Mapping[str, str], extra: Iterable[Environment]) -> RankInfo | None:
@@ -182,7 +184,8 @@ def alone(info: NodeInfo) -> str:
         f"this process goes on alone: {info.source} gives the job {info.nnodes} hosts "
         f"({', '.join(info.hosts[:8])}{', ...' * (len(info.hosts) > 8)}), and starts its script on "
         'the first; start it on each of them with --nnodes auto, or nnodes="auto" to Parallel, to '
-        "use them all; --nnodes 1, or nnodes=1, says that one is meant"
+        "use them all; --nnodes 1, or nnodes=1, says that one is meant, as do rank=0 and "
+        "world_size=1 to initialize()"
     )
 
 

@@ -21,7 +21,7 @@ __all__ = ("PLATFORMS", "PORT", "HostList", "Machine", "Platform")
 PORT = 29500
 """The port of node 0 where no variable says one: that of torchrun."""
 _RANGE = re.compile(r"(?P<least>[0-9]{1,9}):(?P<most>[0-9]{1,9})")
-_HOST_PORT = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:]+)):(?P<port>[0-9]{1,5})")
+_HOST_PORT = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:]+)):(?P<port>[0-9]{1,20})")
 _WORDS = ("auto", "gpu", "cpu")
 
 

@@ -241,6 +241,35 @@ def test_ranks_that_dont_agree_how_many_they_are_say_so() -> None:
     assert all("nproc_per_node" in error for error in errors)
 
 
+def test_a_node_that_is_early_for_the_next_run_waits_for_the_end_of_the_last(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both runs meet at one port, and node 0 may still have to end the first of them."""
+    stores = [TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)]
+    port, told = stores[0].port, threading.Event()
+
+    def come(rank: int, limit_s: float = 30.0) -> Any:
+        place = RankInfo(rank, 2, 0, 1, rank, 2, "127.0.0.1", port, "spawn", store_is_hosted=True)
+        return native_rendezvous.Rendezvous(place, timedelta(seconds=limit_s)).store()
+
+    def run(rank: int) -> None:
+        for _ in range(2):  # a rank may leave a run and come again
+            come(rank)
+
+    by_hand(run)
+    with pytest.raises(ContextError, match="another process has been rank 1 there"):
+        come(1, 0.3)
+    monkeypatch.setattr(native_rendezvous, "_WARN_AFTER_S", 0.0)
+    monkeypatch.setattr(caplog.handler, "emit", lambda record: told.set())
+    with ThreadPoolExecutor(2) as ranks:
+        early = ranks.submit(come, 1)
+        assert told.wait(20)
+        stores.clear()
+        stores.append(TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False))
+        come(0).set("from", "node 0")
+        assert early.result(20).get("from") == b"node 0"
+
+
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_comes_too_late_is_told_so(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store outlives ranks that gave up; a rank that comes late isn't blamed for it."""

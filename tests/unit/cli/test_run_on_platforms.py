@@ -129,6 +129,13 @@ def test_the_hosts_of_pbs_are_used_where_the_user_says_so(
     assert "launcher 'processes' runs no command" in said
     assert "alone" not in printed(capsys, *ALONE)[2]
     assert "--nnodes auto is for" in printed(capsys, "--nnodes", "auto", "--launcher", "mpi")[2]
+    for placed in (("--node-rank", "1"), ("--hosts", "c01,c02")):
+        assert "--nnodes auto takes neither" in printed(capsys, "--nnodes", "auto", *placed)[2]
+    with pytest.raises(SystemExit):
+        main(["doctor"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "pbs starts a script on the first of its hosts alone" in said
+    assert 'only with --nnodes auto, or nnodes="auto" to Parallel' in said
 
 
 def test_a_rank_that_may_be_a_node_is_refused(

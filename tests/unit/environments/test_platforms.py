@@ -399,6 +399,18 @@ def test_nodes_of_a_fixed_number_may_seat_themselves() -> None:
     assert (fixed.node_rank, fixed.nnodes, fixed.max_nnodes) == (1, 2, 2)
 
 
+def test_an_elastic_pytorchjob_seats_its_pods_whatever_their_rank() -> None:
+    job = NODES["pytorchjob.node1"]
+    elastic = {**job.env, "PET_RDZV_ENDPOINT": "digits-worker-0:23456", "PET_NNODES": "1:4"}
+    assert detect(elastic) is not None  # a RANK and a WORLD_SIZE of as many pods as there are
+    info = detect_node(elastic, job.machine())
+    assert info is not None
+    assert (info.source, info.node_rank, info.nnodes, info.max_nnodes) == ("kubeflow", None, 1, 4)
+    more = detect_node({**elastic, "WORLD_SIZE": "8", "HOSTNAME": "c01"}, job.machine())
+    assert more is not None
+    assert more.is_ambiguous
+
+
 def test_torchrun_s_names_come_before_the_general_ones() -> None:
     general = {"MASTER_ADDR": "c07", "MASTER_PORT": "4711"}
     for name in ("kubeflow.node1", "kubernetes.node1"):
@@ -408,7 +420,7 @@ def test_torchrun_s_names_come_before_the_general_ones() -> None:
         assert (info.master_addr, info.master_port) == ("c01", 29400)
 
 
-@pytest.mark.parametrize("port", ["0", "65536", "99999"])
+@pytest.mark.parametrize("port", ["0", "65536", "99999", "294000"])
 def test_the_port_beside_a_host_is_checked(port: str) -> None:
     error = refused(
         "kubeflow.node1",

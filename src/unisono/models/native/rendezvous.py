@@ -185,19 +185,49 @@ class Rendezvous:
 
     def _join_store(self, addr: str, port: int, is_host: bool) -> Store:
         listener = self._listen(addr, port) if is_host else None
-        limit = timedelta(seconds=math.ceil(self.left().total_seconds()))
         shape = (self.info.world_size, is_host)
         with self._reporting(" Rank 0 may have given up or ended"):
-            return self._await_all(
-                store_at(
+            while True:
+                store: Store = store_at(
                     addr,
                     port,
                     *shape,
-                    timeout=limit,
+                    timeout=timedelta(seconds=math.ceil(self.left().total_seconds())),
                     wait_for_workers=False,
                     master_listen_fd=listener,
                 )
+                if not self._is_of_earlier_run(store):
+                    return self._await_all(store)
+                del store
+                self._wait_for_end_of_earlier_run(addr, port)
+
+    def _is_of_earlier_run(self, store: Store) -> bool:
+        """Tell whether another process has been this rank there, which node 0 has yet to close.
+
+        Local. Where each node makes its own calls, one may begin the next run before node 0 has
+        ended the last one, whose ranks met at the same port.
+        """
+        info, token = self.info, _token(os.getpid())
+        if info.source != "spawn" or not info.node_rank or not info.store_is_hosted:
+            return False
+        try:
+            found = _of_attempt(store).compare_set(f"process/{info.rank}", "", token)
+        except RuntimeError:  # it closes at this moment; if it doesn't, who waits for it says so
+            return True
+        return found.decode() != token
+
+    def _wait_for_end_of_earlier_run(self, addr: str, port: int) -> None:
+        now, rank = time.monotonic(), self.info.rank
+        if now + _TRY_S > self._until:
+            raise ContextError(
+                f"{self._where()}: another process has been rank {rank} there, and that run hasn't "
+                f"ended for {format_s(self._limit_s)}: see what node 0 still does in it, whether "
+                f"two nodes have node_rank={self.info.node_rank}, or choose another master_port"
             )
+        what = f"for the end of an earlier run, in which another process was rank {rank}"
+        self._warn(now, what, "node 0's part of this run")
+        time.sleep(_TRY_S)
+        self._wait_for_listener(addr, port)
 
     @contextlib.contextmanager
     def _reporting(self, hint: str) -> Iterator[None]:
@@ -223,8 +253,7 @@ class Rendezvous:
             return joined
 
     def _await_all(self, store: Store) -> Store:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        ours = PrefixStore(f"unisono/{attempt}", store)
+        ours = _of_attempt(store)
         turn, missing = self._gather_ranks(ours)
         if not missing:
             return PrefixStore(f"turn/{turn}", ours)
@@ -345,6 +374,16 @@ class Rendezvous:
             self._limit_s,
             self._remedy(missing),
         )
+
+
+@functools.cache
+def _token(process: int) -> str:  # a fork has its own, as it's another rank
+    return f"{process} {secrets.token_hex(8)}"
+
+
+def _of_attempt(store: Store) -> PrefixStore:
+    """Give the part of a store that is for this attempt of torchrun."""
+    return PrefixStore(f"unisono/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 @functools.cache
