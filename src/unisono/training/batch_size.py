@@ -11,6 +11,7 @@ from typing import Any, Concatenate, Literal, TypeVar
 import torch
 from typing_extensions import ParamSpec
 
+from unisono.accelerators import accelerator
 from unisono.arguments import check_count
 from unisono.collectives.call import guarded, swap
 from unisono.collectives.outcomes import Report, failure, report
@@ -148,8 +149,9 @@ def _told(context: ContextState, call: str, frame: bytes) -> list[bytes]:
 def _free() -> None:
     """Give back what caches hold. Local."""
     gc.collect()
-    if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator()
-        empty: Any = getattr(getattr(torch, kind.type if kind else "", None), "empty_cache", None)
+    kind = accelerator()
+    if kind is not None:
+        module: Any = torch.get_device_module(kind)
+        empty = getattr(module, "empty_cache", None)
         if empty is not None:
             empty()

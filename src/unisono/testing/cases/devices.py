@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import unisono as idist
+from unisono.accelerators import accelerator
 from unisono.context import current_model
 from unisono.testing.cases._law import law, needs_ranks, same, tensor_of, worlds
 
@@ -32,7 +33,7 @@ def a_replica_s_device_has_an_index_and_is_the_current_one() -> None:
         assert str(device) == "cpu"
         return
     assert device.index is not None
-    kind = torch.accelerator.current_accelerator()
+    kind = accelerator()
     if kind is None or kind.type != device.type:  # XLA's devices aren't torch's accelerators
         return
     assert device.index == torch.accelerator.current_device_index()
@@ -43,7 +44,7 @@ def a_replica_s_device_has_an_index_and_is_the_current_one() -> None:
 def ranks_of_a_node_have_a_device_each_where_tensors_travel_on_it() -> None:
     model = current_model()
     assert model.transport_device in (torch.device("cpu"), idist.device())
-    kind = torch.accelerator.current_accelerator()
+    kind = accelerator()
     if kind is not None and model.transport_device.type == kind.type:
         devices = idist.all_gather((idist.hostname(), str(idist.device())))
         visible = torch.accelerator.device_count()
