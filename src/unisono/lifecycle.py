@@ -258,10 +258,13 @@ def _warn_on_a_node(launcher: str) -> None:
         return
     if node is None or node.max_nnodes == 1:
         return
-    is_ours = launcher == _DEFAULT_LAUNCHER
+    is_ours, own = launcher == _DEFAULT_LAUNCHER, by_name(OF_MODELS).get(launcher)
     how = f"start them by the launcher {launcher!r}"
     if is_ours:
         how = "start the script with unisono run, or call Parallel(), which starts them"
+    elif own is not None:  # which has no name that users could say
+        by = f"by {own.command}, or " if own.command else ""
+        how = f"start them {by}by spawn() or Parallel() with nproc_per_node"
     text = (
         f"this process is alone: {node.source} says that it is one of {node.nnodes} nodes, and "
         f"nothing has started their ranks; {how}; rank=0 and world_size=1 say that this is meant"

@@ -29,13 +29,16 @@ MACHINE = Machine(_name, own_address, lambda path: Path(path).read_text(encoding
 """This machine, as platforms ask for it."""
 
 
-def read_node(environ: Mapping[str, str] | None = None) -> NodeInfo | None:
+def read_node(
+    environ: Mapping[str, str] | None = None, *, is_asked: bool = False
+) -> NodeInfo | None:
     """Read which node of which job this is.
 
     Local. A file that a variable names is read; nothing is sent but to look up this host's name.
 
     Args:
         environ: the variables; None for this process's.
+        is_asked: as in `detect_node`.
 
     Returns:
         The facts; None where no platform has started this process, or where it is a rank already.
@@ -44,7 +47,7 @@ def read_node(environ: Mapping[str, str] | None = None) -> NodeInfo | None:
         EnvironmentDetectionError: they are partial, malformed or contradict each other.
     """
     variables = os.environ if environ is None else environ
-    return detect_node(variables, MACHINE, environments.load_plugins())
+    return detect_node(variables, MACHINE, environments.load_plugins(), is_asked=is_asked)
 
 
 def find_node(
@@ -66,7 +69,7 @@ def find_node(
         EnvironmentDetectionError: the variables contradict each other, or are malformed.
     """
     try:
-        node = read_node()
+        node = read_node(is_asked=is_asked)
     except EnvironmentDetectionError as error:
         if is_asked or not is_gap(error, may_be_several=may_be_several):
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, TypeVar
 
@@ -13,10 +13,15 @@ from typing_extensions import ParamSpec, Unpack
 from unisono import context, facts
 from unisono.arguments import check_names
 from unisono.control.signatures import level
-from unisono.errors import ArgumentError, ContextError, NotInitializedError
+from unisono.errors import (
+    ArgumentError,
+    ContextError,
+    EnvironmentDetectionError,
+    NotInitializedError,
+)
 from unisono.lifecycle import best_backend, check_job, finalize, initialize, spawn
 from unisono.model.contract import ComputationModel
-from unisono.node import count_ranks, find_node
+from unisono.node import count_ranks, find_node, read_node
 from unisono.options import ParallelOptions
 from unisono.registry import find_launcher, find_model
 from unisono.topology import NodeInfo
@@ -33,6 +38,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _OURS = (None, "processes", "torchrun")
+_PLACE = ("node_rank", "init_method", "rank", "world_size")
+"""Options that say who this is."""
 _log = logging.getLogger(__name__)
 
 
@@ -49,8 +56,9 @@ class Parallel:
     others) its variables say which node this is, and `run` spawns this node's ranks, which meet
     those of the other nodes. ``nproc_per_node`` is then what the platform says, else the number of
     accelerators, else of cores; every node needs the same. A job of one node has several ranks only
-    where the platform says so. ``nnodes=1`` keeps a job on this node. Under PBS and Grid Engine,
-    which start a script on the first host alone, ``nnodes="auto"`` on each host is needed.
+    where the platform says so. ``nnodes=1`` keeps a job on this node; a RANK of which nothing says
+    that it counts nodes stays a rank. Under PBS and Grid Engine, which start a script on the first
+    host alone, ``nnodes="auto"`` on each host is needed.
 
     Args:
         backend: as in ``initialize``.
@@ -121,17 +129,25 @@ class Parallel:
     def _check(self, cls: type[ComputationModel] | None, for_spawn: Iterable[str]) -> None:
         """Refuse early what `spawn` or `initialize` would refuse. Local."""
         if self._nnodes == "auto":
-            launcher = self._options.get("launcher")
-            if launcher not in _OURS:
-                raise ArgumentError(f"nnodes='auto' is not for the launcher {launcher!r}")
-            if not self._can_spawn_on_nodes():
-                raise ArgumentError(f"nnodes='auto' is not for the backend {self._backend!r}")
+            self._check_auto()
         if self._nproc_per_node is not None:
             check_job("Parallel", self._backend, self._nproc_per_node, self._options)
         elif self._options:  # also alone, where nobody would look at a misspelt one
             cls = cls or find_model(best_backend())
             own = ("rank", "world_size", "nproc_per_node", *for_spawn)
             check_names("Parallel", self._options, {*cls.options, *own})
+
+    def _check_auto(self) -> None:
+        launcher = self._options.get("launcher")
+        if launcher not in _OURS:
+            raise ArgumentError(f"nnodes='auto' is not for the launcher {launcher!r}")
+        if not self._can_spawn_on_nodes():
+            raise ArgumentError(f"nnodes='auto' is not for the backend {self._backend!r}")
+        given = [name for name in _PLACE if self._options.get(name) is not None]
+        if given:
+            raise ArgumentError(
+                f"nnodes='auto' takes no {', '.join(given)}: it finds out which node this is"
+            )
 
     @property
     def backend(self) -> str | None:
@@ -141,10 +157,11 @@ class Parallel:
     def __enter__(self) -> Self:
         self._take_place()
         self._is_entered = True
+        alone = self._alone() if self._count is None else {}
         if self._gap is not None:
             warnings.warn(self._gap, UserWarning, stacklevel=level())
-        if self._count is None and self._needs_context():
-            initialize(self._backend, **self._options, **self._alone())
+        if self._count is None and (self._backend is not None or self._is_in_job(alone)):
+            initialize(self._backend, **self._options, **alone)
             self._has_context = True
             self._say("initialised: %s, backend %s", facts.model_name(), facts.backend())
         return self
@@ -158,17 +175,17 @@ class Parallel:
         node = find_node(self._keep, is_asked=self._nnodes == "auto", may_be_several=True)
         if node is None or node.is_ambiguous or not self._can_spawn_on_nodes():
             return
-        if self._count is None:
-            rank = context.detect_environment()
-            self._count = _count(node, None if rank is None else rank.world_size)
-        if self._count is None or node.max_nnodes == 1:
-            return
         if node.node_rank is None:
             raise ArgumentError(
                 f"{node.source} lets the nodes seat themselves ({node.nnodes} to "
                 f"{node.max_nnodes} of them), which Parallel can't: start the script with "
                 "unisono run"
             )
+        if self._count is None:
+            rank = context.detect_environment()
+            self._count = _count(node, None if rank is None else rank.world_size)
+        if self._count is None or node.max_nnodes == 1:
+            return
         self._place = {
             "nnodes": node.nnodes,
             "node_rank": node.node_rank,
@@ -188,12 +205,26 @@ class Parallel:
         is_alone = self._nnodes == 1 or self._gap is not None
         if not is_alone or "rank" in self._options or not self._can_spawn_on_nodes():
             return {}
-        return {"rank": 0, "world_size": 1} if context.detect_environment() is None else {}
+        if self._nnodes != 1:  # a gap doesn't excuse a RANK that is wrong
+            is_rank = context.read_environment() is not None
+        else:
+            rank = context.detect_environment()
+            is_rank = rank is not None and (rank.local_rank is not None or not self._is_numbered())
+        return {} if is_rank else {"rank": 0, "world_size": 1}
+
+    def _is_numbered(self) -> bool:
+        """Tell whether a RANK would be this node's number, by what its platform says. Local."""
+        if self._options.get("init_method") is not None:
+            return False  # which has to know a rank
+        try:
+            node = read_node()
+        except EnvironmentDetectionError:
+            return True
+        return node is not None and not node.is_ambiguous
 
     def _may_be_node(self) -> bool:
         """Tell whether nothing that was given, and no live context, says who this is. Local."""
-        decides = ("nnodes", "node_rank", "init_method", "rank", "world_size")
-        if any(self._options.get(name) is not None for name in decides):
+        if any(self._options.get(name) is not None for name in ("nnodes", *_PLACE)):
             return False
         if self._nnodes == 1 or self._options.get("launcher") not in _OURS:
             return False
@@ -212,8 +243,8 @@ class Parallel:
         own = cls.replicas_are_threads or "launch" in cls.capabilities
         return cls.launcher == "processes" and not own
 
-    def _needs_context(self) -> bool:
-        return self._backend is not None or context.read_environment() is not None
+    def _is_in_job(self, alone: Mapping[str, Any]) -> bool:
+        return not alone and context.read_environment() is not None
 
     def run(
         self, fn: Callable[Concatenate[int, P], T], *args: P.args, **kwargs: P.kwargs
@@ -272,15 +303,13 @@ class Parallel:
 def _count(node: NodeInfo, world_size: int | None) -> int | None:
     """Count the ranks to start on a node; None where this process is the only one.
 
-    Where RANK and WORLD_SIZE are those of a rank as well, it stays one, unless the platform says a
-    number: with one rank on each node both meanings are the same, with several only its is right.
+    Where RANK and WORLD_SIZE are those of a rank as well, it stays one, unless the platform says
+    more: with one rank on each node both meanings are the same, with several only its is right.
     """
-    said = node.nproc_per_node
-    if world_size is not None:
-        is_other = node.max_nnodes == 1 and world_size != 1
-        count = int(said) if said is not None and said.isdecimal() and not is_other else 1
-    elif node.max_nnodes == 1:
-        count = 1 if said is None else count_ranks("nproc_per_node", said)
-    else:
+    said, is_only = node.nproc_per_node, node.max_nnodes == 1
+    if not is_only and world_size is None:
         return count_ranks("nproc_per_node", said or "auto")
+    if said is None or (is_only and world_size not in (None, 1)):
+        return None
+    count = count_ranks("nproc_per_node", said)
     return count if count > 1 else None

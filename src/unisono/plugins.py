@@ -50,6 +50,7 @@ class Row:
         distribution: who ships it, empty for unisono.
         script: the function beside a launcher that runs scripts, ``run(script) -> Outcome``.
         seats_nodes: whether a launcher reaches all nodes from one, and tells them where to meet.
+        command: what starts a program's replicas from a shell, where users can't name the row.
     """
 
     names: tuple[str, ...]
@@ -60,6 +61,7 @@ class Row:
     distribution: str = ""
     script: str = ""
     seats_nodes: bool = False
+    command: str = ""
 
     @property
     def module(self) -> str:
@@ -121,8 +123,8 @@ LAUNCHERS = (
 )
 # What makes the replicas of a model that names it, and of no other.
 OF_MODELS = (
-    Row(("mpi",), "unisono.launchers.mpi.functions:launch"),
-    Row(("horovod",), "unisono.launchers.horovod.functions:launch"),
+    Row(("mpi",), "unisono.launchers.mpi.functions:launch", command="unisono run --launcher mpi"),
+    Row(("horovod",), "unisono.launchers.horovod.functions:launch", command="horovodrun"),
     Row(("xla",), "unisono.launchers.xla.functions:launch"),
 )
 

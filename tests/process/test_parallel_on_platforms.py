@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import socket
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import unisono
 from tests.support.platforms import NODES
 from unisono.environments.platforms import PORT
-from unisono.errors import ArgumentError, EnvironmentDetectionError
+from unisono.errors import ArgumentError, ContextError, EnvironmentDetectionError
 from unisono.lifecycle import _warn_on_a_node
 from unisono.parallel import _count
 from unisono.topology import NodeInfo
@@ -102,8 +104,96 @@ def test_one_node_alone_can_be_said_without_a_count(monkeypatch: pytest.MonkeyPa
         unisono.Parallel("threads", nproc_per_node=2, nnodes="auto")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"node_rank": 0, "nproc_per_node": 1},
+        {"init_method": "tcp://10.0.0.1:4711", "nproc_per_node": 1},
+        {"rank": 0, "world_size": 2},
+    ],
+)
+def test_auto_and_a_place_contradict_each_other(options: dict[str, Any]) -> None:
+    names = ", ".join(name for name in options if name != "nproc_per_node")
+    with pytest.raises(ArgumentError, match=f"nnodes='auto' takes no {names}: it finds out"):
+        unisono.Parallel("gloo", nnodes="auto", **options)
+
+
+@pytest.mark.parametrize("job", ["pytorchjob", "pai", "volcano-pytorch", "azureml"])
+def test_one_node_alone_can_be_said_where_rank_counts_nodes(
+    monkeypatch: pytest.MonkeyPatch, job: str
+) -> None:
+    on(monkeypatch, f"{job}.node1")
+    with unisono.Parallel("gloo", nnodes=1, timeout=1) as parallel:
+        assert parallel.run(own_rank) == [0]
+        assert unisono.get_world_size() == 1
+    with unisono.Parallel(nnodes=1) as parallel:
+        assert parallel.run(own_rank) == [0]
+        assert unisono.model_name() == "serial"
+
+
+@pytest.fixture
+def nobody(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let rank 1 of 2 wait at a port where nobody listens."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(bound.getsockname()[1]))
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        yield
+
+
+@pytest.mark.usefixtures("nobody")
+@pytest.mark.parametrize("nnodes", [None, 1])
+def test_a_rank_that_nothing_explains_stays_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nnodes: int | None
+) -> None:
+    """Beside as many hosts, too, of which only the first is started: there is no warning."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"c01\n{socket.gethostname()}\n")
+    monkeypatch.setenv("PBS_NODEFILE", str(hosts))
+    with pytest.raises(ContextError, match="rank 1"):
+        unisono.Parallel("gloo", nnodes=nnodes, timeout=0.5).__enter__()
+
+
+@pytest.mark.usefixtures("nobody")
+def test_a_rank_with_a_local_rank_stays_one_with_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be the node's by chance, and another rank's of the job is not."""
+    for name, value in {"LOCAL_RANK": "1", "NODE_RANK": "1", "AZUREML_NODE_COUNT": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ContextError, match="rank 1"):
+        unisono.Parallel("gloo", nnodes=1, timeout=0.5).__enter__()
+
+
+@pytest.mark.parametrize("missing", [True, False])
+@pytest.mark.parametrize(
+    ("env", "refused"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE is not set"),
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK=5 "),
+    ],
+)
+def test_a_gap_does_not_excuse_a_wrong_rank(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    env: dict[str, str],
+    refused: str,
+    missing: bool,
+) -> None:
+    hosts = tmp_path / "hosts"
+    if not missing:
+        hosts.write_text(f"{socket.gethostname()}\nc02\n")
+    for name, value in {**env, "PBS_NODEFILE": str(hosts)}.items():
+        monkeypatch.setenv(name, value)
+    for backend in ("gloo", None):
+        with pytest.raises(EnvironmentDetectionError, match=refused):  # and no warning
+            unisono.Parallel(backend).__enter__()
+        with unisono.Parallel(backend, nnodes=1) as parallel:
+            assert parallel.run(own_rank) == [0]
+
+
 @pytest.mark.parametrize("platform", ["skypilot", "sge"])
-def test_only_what_parallel_can_start_is_told_to_use_it(
+def test_each_is_told_what_starts_its_ranks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, platform: str
 ) -> None:
     if platform == "sge":
@@ -112,12 +202,17 @@ def test_only_what_parallel_can_start_is_told_to_use_it(
         monkeypatch.setenv("PE_HOSTFILE", str(hosts))
     else:
         on(monkeypatch, "skypilot.node1")
-    for launcher, said in (("processes", True), ("mpi", False)):
+    by_hand = "or by spawn() or Parallel() with nproc_per_node"
+    for launcher, how in {
+        "processes": 'nnodes="auto" to Parallel' if platform == "sge" else "or call Parallel()",
+        "mpi": f"start them by unisono run --launcher mpi, {by_hand}",
+        "horovod": f"start them by horovodrun, {by_hand}",
+        "a plug-in's": 'start them by the launcher "a plug-in\'s"',
+    }.items():
         with pytest.warns(UserWarning, match="alone") as caught:
             _warn_on_a_node(launcher)
         text = str(caught[0].message)
-        assert ("Parallel" in text) == said
-        assert (f"{launcher!r}" in text) != said
+        assert how in text
         assert "rank=0 and world_size=1" in text
 
 
@@ -156,6 +251,23 @@ def test_nodes_that_seat_themselves_are_refused(monkeypatch: pytest.MonkeyPatch)
         unisono.Parallel("gloo").__enter__()
 
 
+@pytest.mark.usefixtures("nobody")
+@pytest.mark.parametrize("said", [None, "1", "auto"])
+def test_pods_with_a_rank_that_seat_themselves_are_refused_too(
+    monkeypatch: pytest.MonkeyPatch, said: str | None
+) -> None:
+    """An elastic PyTorchJob with a master."""
+    monkeypatch.setattr("unisono.node.usable_cores", lambda: 1)
+    monkeypatch.setenv("PET_RDZV_ENDPOINT", "digits-worker-0:23456")
+    monkeypatch.setenv("PET_NNODES", "1:4")
+    if said is not None:
+        monkeypatch.setenv("PET_NPROC_PER_NODE", said)
+    with pytest.raises(ArgumentError, match="seat themselves.*start the script with unisono run"):
+        unisono.Parallel("gloo", timeout=0.5).__enter__()
+    with unisono.Parallel("gloo", nnodes=1) as parallel:
+        assert parallel.run(own_rank) == [0]
+
+
 def test_a_rank_stays_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "skypilot.node1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -171,11 +283,15 @@ def test_a_rank_stays_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         ("8", 2, 2, 8),  # WORLD_SIZE counts nodes, and each is to have 8
         ("1", 2, 2, None),  # both meanings are the same
         (None, 2, 2, None),  # as before
-        ("auto", 2, 2, None),
+        ("auto", 2, 2, 4),
+        ("gpu", 2, 2, 4),
+        ("cpu", 2, 2, 3),
         ("cpu", 2, None, 3),
         ("8", 1, None, 8),
         ("8", 1, 1, 8),
         ("8", 1, 4, None),  # ranks that were started by hand
+        ("gpu", 1, 4, None),
+        ("gpu", 1, 1, 4),
         ("cpu", 1, None, 3),
         ("auto", 1, None, 4),
         ("gpu", 1, None, 4),

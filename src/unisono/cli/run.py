@@ -212,9 +212,13 @@ def _node(
     from unisono.environments.nodes import ambiguity
     from unisono.node import find_node
 
-    if launcher != "torchrun" and (launcher or _default_launcher(backend, "1") != "processes"):
+    default = _default_launcher(backend, "1")
+    if launcher != "torchrun" and (launcher or default != "processes"):
         if is_asked:
-            raise ArgumentError("--nnodes auto is for the launcher torchrun, and for none named")
+            which = f"--launcher {launcher}"
+            if launcher is None:
+                which = f"{default}, which is that of --backend {backend}"
+            raise ArgumentError(f"--nnodes auto is for the launcher torchrun, and not for {which}")
         return None
 
     def warn(text: str) -> None:

@@ -53,7 +53,11 @@ class NodeFinding:
 
 
 def detect_node(
-    env: Mapping[str, str], machine: Machine, extra: Iterable[Environment] = ()
+    env: Mapping[str, str],
+    machine: Machine,
+    extra: Iterable[Environment] = (),
+    *,
+    is_asked: bool = False,
 ) -> NodeInfo | None:
     """Say which node of which job this is: what the first platform that is there says.
 
@@ -63,6 +67,7 @@ def detect_node(
         env: the variables, such as ``os.environ``; only read.
         machine: what the node knows besides.
         extra: environments of plug-ins, which may say that this is a rank.
+        is_asked: whether hosts of which only the first is started count beside a rank, too.
 
     Returns:
         The facts; None if no platform is there, and in a rank, whose node has been taken care of.
@@ -79,6 +84,8 @@ def detect_node(
     for platform in PLATFORMS:
         if rank is None or platform.node_rank == ("RANK",):
             info = platform.detect(env, machine)
+        elif platform.starts_first and not is_asked:
+            info = None  # so many ranks as hosts may as well have been started by hand on one
         else:  # it has to mean the same; what is wrong with it isn't the rank's
             info = _asked(platform, env, machine)[0]
             info = info if _is_same(info, rank) else None

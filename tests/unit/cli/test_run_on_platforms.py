@@ -128,7 +128,12 @@ def test_the_hosts_of_pbs_are_used_where_the_user_says_so(
     assert "--nnodes auto" in said
     assert "launcher 'processes' runs no command" in said
     assert "alone" not in printed(capsys, *ALONE)[2]
-    assert "--nnodes auto is for" in printed(capsys, "--nnodes", "auto", "--launcher", "mpi")[2]
+    for option_, which in {
+        ("--launcher", "mpi"): "not for --launcher mpi",
+        ("--launcher", "processes"): "not for --launcher processes",
+        ("--backend", "mpi4py"): "not for mpi, which is that of --backend mpi4py",
+    }.items():
+        assert which in printed(capsys, "--nnodes", "auto", *option_)[2]
     for placed in (("--node-rank", "1"), ("--hosts", "c01,c02")):
         assert "--nnodes auto takes neither" in printed(capsys, "--nnodes", "auto", *placed)[2]
     with pytest.raises(SystemExit):
@@ -136,6 +141,23 @@ def test_the_hosts_of_pbs_are_used_where_the_user_says_so(
     said = " ".join(capsys.readouterr().out.split())
     assert "pbs starts a script on the first of its hosts alone" in said
     assert 'only with --nnodes auto, or nnodes="auto" to Parallel' in said
+
+
+def test_a_rank_is_refused_beside_as_many_hosts_of_which_only_the_first_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    nodes = tmp_path / "nodes"
+    nodes.write_text(f"{socket.gethostname()}\nc02\n")
+    env = {"PBS_NODEFILE": str(nodes), "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "c01"}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    code, _, said = printed(capsys, "-n", "2")
+    assert code != 0
+    assert "RANK=0 and WORLD_SIZE=2 are set, and nothing says" in said
+    assert "alone" not in said
+    code, words, said = printed(capsys, "-n", "2", "--nnodes", "auto")
+    assert (code, option(words, "--node-rank"), option(words, "--nnodes")) == (0, "0", "2")
+    assert "as pbs says" in said
 
 
 def test_a_rank_that_may_be_a_node_is_refused(

@@ -319,6 +319,23 @@ def test_a_file_of_one_host_says_nothing_of_ranks_that_were_started_by_hand() ->
     assert (info.is_ambiguous, info.nnodes) == (True, 4)
 
 
+@pytest.mark.parametrize("job", ["pbs", "sge"])
+def test_as_many_ranks_as_hosts_are_no_nodes_where_only_the_first_is_started(job: str) -> None:
+    node = NODES[f"{job}.node0"]
+    env = {**node.env, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "c01"}
+    info = detect_node(env, node.machine())
+    assert info is not None
+    assert (info.is_ambiguous, info.nnodes) == (True, 2)
+    assert "AMBIGUOUS" in str(meaning(env, node.machine()))
+    assert verdicts(env, node.machine()) == {job: "agrees"}
+    asked = detect_node(env, node.machine(), is_asked=True)
+    assert asked is not None
+    assert (asked.source, asked.node_rank, asked.nnodes) == (job, 0, 2)
+    odd = detect_node({**env, "WORLD_SIZE": "4"}, node.machine(), is_asked=True)
+    assert odd is not None
+    assert odd.is_ambiguous
+
+
 def test_a_rank_of_another_launcher_is_no_node() -> None:
     aprun = {"ALPS_APP_PE": "1", "PMI_SIZE": "4", "PBS_NODEFILE": "/not/there"}
     rank = detect(aprun)
