@@ -78,7 +78,7 @@ def tables(text: str) -> dict[tuple[str, int], list[Row]]:
         if heading:
             rows = found.setdefault((heading[1], int(heading[2])), [])
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("|") and len(cells) > 4 and re.match(r"\d+\.\d", cells[4]):
+        if line.startswith("|") and len(cells) > 4 and re.match(r"\d+\.\d+( |$)", cells[4]):
             ours, theirs = (re.sub(r" \(.*", "", cells[place]) for place in (1, 3))
             rows.append(Row(cells[0], ours, cells[2], theirs, float(cells[4].split()[0])))
     return found

@@ -99,8 +99,6 @@ class Parallel:
         launcher: str | None = None,
         **spawn_kwargs: Unpack[ParallelOptions],
     ) -> None:
-        if launcher is not None:
-            find_launcher(launcher)
         cls = None if backend is None else find_model(backend)
         self._nnodes = nnodes
         is_word = nnodes == "auto" or (nnodes == 1 and nproc_per_node is None)
@@ -130,6 +128,8 @@ class Parallel:
         """Refuse early what `spawn` or `initialize` would refuse. Local."""
         if self._nnodes == "auto":
             self._check_auto()
+        if "launcher" in self._options:
+            find_launcher(self._options["launcher"])
         if self._nproc_per_node is not None:
             check_job("Parallel", self._backend, self._nproc_per_node, self._options)
         elif self._options:  # also alone, where nobody would look at a misspelt one

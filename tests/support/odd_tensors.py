@@ -113,6 +113,11 @@ IN_PLACE_REFUSED = ("expanded", "windows")
 ODD = {**WITHOUT_MEMORY, **WITH_MEMORY}
 
 
+with warnings.catch_warnings():  # torch warns once of this; ranks that are threads share filters
+    warnings.simplefilter("ignore")
+    torch.ones(1, 1).to_sparse_csr()
+
+
 def make_odd(kind: str, plain: Tensor) -> Tensor:
     """Make a tensor of a kind from a plain one [n] of floats; of DTensors collective."""
     with warnings.catch_warnings():

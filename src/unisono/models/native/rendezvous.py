@@ -188,17 +188,20 @@ class Rendezvous:
         shape = (self.info.world_size, is_host)
         with self._reporting(" Rank 0 may have given up or ended"):
             while True:
-                store: Store = store_at(
-                    addr,
-                    port,
-                    *shape,
-                    timeout=timedelta(seconds=math.ceil(self.left().total_seconds())),
-                    wait_for_workers=False,
-                    master_listen_fd=listener,
-                )
-                if not self._is_of_earlier_run(store):
-                    return self._await_all(store)
-                del store
+                limit = timedelta(seconds=math.ceil(self.left().total_seconds()))
+                stores: list[Store] = [
+                    store_at(
+                        addr,
+                        port,
+                        *shape,
+                        timeout=limit,
+                        wait_for_workers=False,
+                        master_listen_fd=listener,
+                    )
+                ]
+                if not self._is_of_earlier_run(stores[0]):
+                    return self._await_all(stores.pop())  # as an error would hold this frame
+                stores.clear()
                 self._wait_for_end_of_earlier_run(addr, port)
 
     def _is_of_earlier_run(self, store: Store) -> bool:

@@ -39,5 +39,5 @@ class KvStoreModel(ComputationModel):
         data = bytes(tensor.reshape(-1).view(torch.uint8).tolist())
         self.store.set(f"{self.calls}/{self.info.rank}", data)
         rows = [self.store.get(f"{self.calls}/{r}") for r in range(self.info.world_size)]
-        flat = torch.tensor(list(b"".join(rows)), dtype=torch.uint8).view(tensor.dtype)
-        return flat.view(len(rows), *tensor.shape)
+        flat = torch.tensor(list(b"".join(rows)), dtype=torch.uint8, device=self.device)
+        return flat.view(tensor.dtype).view(len(rows), *tensor.shape)
