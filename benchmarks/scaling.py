@@ -5,6 +5,10 @@ outnumber cores, what is shown is how well each shares them.
 
     python benchmarks/scaling.py [--ranks 2 4 8] [--rounds 7] [--json | --markdown]
                                  [--calls 50] [--plot out.png]
+    python benchmarks/scaling.py --phases [--ranks 8 16 32 64 128] [--rounds 3]
+                                 [--json | --markdown]
+
+The second prints how long set-up takes, phase by phase (`phases.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import phases
 import torch
 from harness import parser
 from payloads import measure
@@ -30,6 +35,7 @@ NAMES = (
     "barrier",
     "all_gather of an array of 1 MB",
 )
+RANKS = (2, 4, 8)
 Found = Mapping[int, Sequence[Work]]
 
 
@@ -56,12 +62,17 @@ def plot(found: Found, path: str) -> None:
 def main() -> int:
     """Measure and print."""
     made = parser("How values scale over the ranks of one host.", 7)
-    made.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    made.add_argument("--ranks", type=int, nargs="+", help="default: 2 4 8, for phases to 128")
+    made.add_argument("--phases", action="store_true", help="of set-up, in place of values")
     made.add_argument("--calls", type=int, default=50, help="in a turn; default: %(default)s")
     made.add_argument("--plot", metavar="PNG")
     arguments = made.parse_args()
+    if arguments.phases:
+        print(phases.report(arguments.ranks or phases.RANKS, arguments.rounds, arguments.how))
+        return 0
     args = (arguments.rounds, arguments.calls, NAMES)
-    found = {n: unisono.spawn("gloo", measure, args, nproc_per_node=n)[0] for n in arguments.ranks}
+    sizes = arguments.ranks or RANKS
+    found = {n: unisono.spawn("gloo", measure, args, nproc_per_node=n)[0] for n in sizes}
     if arguments.plot:
         plot(found, arguments.plot)
     works = [

@@ -133,6 +133,18 @@ def test_scaling_shows_every_work_at_every_number_of_ranks(tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(240)
+def test_phases_of_set_up_add_up() -> None:
+    few = ("--phases", "--rounds", "1", "--ranks", "2", "3", "--json")
+    rows = json.loads(run("scaling", *few))["rows"]
+    assert [row.pop("ranks") for row in rows] == [2, 3]
+    for row in rows:
+        whole, processor = row.pop("whole"), row.pop("processor")
+        assert min(row.values()) >= 0
+        assert min(processor, row["copies"], row["gloo"], row["control plane"]) > 0
+        assert sum(row.values()) == pytest.approx(whole)
+
+
+@pytest.mark.timeout(240)
 def test_tensors_are_judged_listed_and_drawn(tmp_path: Path) -> None:
     path = tmp_path / "tensors.png"
     plot = ("--plot", str(path)) if importlib.util.find_spec("matplotlib") else ()

@@ -52,6 +52,7 @@ _BITWISE = {
     ReduceOp.OR: dist.ReduceOp.BOR,
     ReduceOp.XOR: dist.ReduceOp.BXOR,
 }
+_MANY = 8  # ranks, from which on a ring takes longer than two operations over rank 0
 # Torch 2.13 deprecates the older names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -98,7 +99,9 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             else transport
         )
         self._timeout = timeout or process_group.timeout_of(self._pg, self.transport_device)
-        is_gloo = table.get(self.transport_device.type) in ("gloo", NAME)
+        carrier = table.get(self.transport_device.type)
+        is_gloo = carrier in ("gloo", NAME)
+        self._gathers_at_root = carrier == "gloo" and topology.world_size >= _MANY
         timeout_s = None if self._timeout is None else self._timeout.total_seconds()
         self.control: SocketControlPlane = SocketControlPlane(self, timeout_s)
         self.control.has_levels = is_gloo
@@ -233,8 +236,22 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
 
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
         rows = tensor.new_empty((self._topology.size(group), *tensor.shape))
+        if self._gathers_at_root and group is None and EVERYBODY not in self.control.hubs:
+            return self._gather_at_root(tensor, rows)
         flat = (rows.view(-1), tensor.view(-1))
         self._calls.run("all_gather", group, _all_gather, *flat)
+        return rows
+
+    def _gather_at_root(self, tensor: Tensor, rows: Tensor) -> Tensor:
+        """Gather as many ranks do while they are set up: gloo's own all_gather is a ring.
+
+        It takes as many steps as there are ranks, and every rank runs in each of them.
+        """
+        is_root = self._topology.rank == 0
+        self._calls.run("all_gather", None, dist.gather, tensor, [*rows] if is_root else None, 0)
+        self._calls.run("all_gather", None, dist.broadcast, rows, 0)
+        # A stranger in rank 0's place can't give this rank's random number of an earlier proof.
+        rows[self._topology.rank] = tensor
         return rows
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
