@@ -516,6 +516,8 @@ def bench(session: nox.Session) -> None:
     session.run("python", "benchmarks/tensors.py")
     session.run("python", "benchmarks/gradients.py")
     session.run("python", "benchmarks/scaling.py")
+    session.run("python", "benchmarks/scaling.py", "--phases")
+    session.run("python", "benchmarks/simulation.py")
     session.run("python", "benchmarks/tree.py")
     session.run("python", "benchmarks/calls.py")
     session.run("python", "benchmarks/notebook.py")

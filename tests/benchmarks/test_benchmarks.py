@@ -56,6 +56,7 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("161 gradients, beside one flat gloo call", ">= 4.5 times", "DDP, our hook"),
     ),
     "notebook": (("--rounds", "2"), ("the first cell", "each of the next ones")),
+    "simulation": (("--ranks", "2", "64"), ("most descriptors", "farewells")),
     "tree": ((), ("ranks 2 ", "ranks 10000 ", "depth")),
 }
 

@@ -267,26 +267,26 @@ def _connect_all(
     with contextlib.ExitStack() as stack:
         adverts, listeners = _exchange_adverts(control, group, host, stack)
         _refuse_wrong_settings(adverts, ranks)
-        is_one_host = len({advert.host for advert in adverts}) == 1
+        is_one_host = len(_places_by_host(adverts)) == 1
         if control.is_one_host and not is_one_host and host is None:
             raise _foreign_host_error(adverts, ranks, place)
-        reasons = [advert.reason for advert in adverts]
+        reasons = _reasons(adverts)
         if not any(reasons):
             has_arena = is_one_host or (control.has_levels and group is None)
             hub, vote = _try_to_connect(
                 control, adverts, ranks, listeners, inline_bytes, has_arena=has_arena
             )
             votes = _vote(model, vote, group, hub)
-            reasons = [each.reason for each in votes]
+            reasons = _reasons(votes)
     if hub is not None and not any(reasons):
-        hub.all_share_memory = all(each.shares_memory for each in votes)
-        if all(each.has_arena for each in votes):
-            hub.hosts = _ranks_by_host(adverts, ranks)
+        hub.all_share_memory, have_arenas = _shared_by_all(votes)
+        if have_arenas:
+            hub.hosts = [[ranks[at] for at in each] for each in _places_by_host(adverts).values()]
         else:
             hub.arena = None
         hub.inline_bytes = min(
             _inline_bytes(hub, len(ranks), inline_bytes),
-            min(advert.most_bytes for advert in adverts),
+            _least_inline_bytes(adverts),
         )
         return hub, is_one_host
     if hub is not None:
@@ -329,11 +329,37 @@ def _seats(adverts: list[_Advertisement]) -> tuple[Seat, ...]:
     return tuple(Seat(adverts[each[0]].hostname, tuple(each)) for each in places.values())
 
 
-def _ranks_by_host(adverts: list[_Advertisement], ranks: Sequence[int]) -> list[list[int]]:
-    hosts: dict[str, list[int]] = {}
-    for rank, advert in zip(ranks, adverts, strict=True):
-        hosts.setdefault(advert.host, []).append(rank)
-    return list(hosts.values())
+# What follows from all records is worked out apart from what one rank makes of it.
+def _places_by_host(adverts: list[_Advertisement]) -> dict[str, list[int]]:
+    places: dict[str, list[int]] = {}
+    for place, advert in enumerate(adverts):
+        places.setdefault(advert.host, []).append(place)
+    return places
+
+
+def _hosts(adverts: list[_Advertisement]) -> list[str]:
+    return [advert.host for advert in adverts]
+
+
+def _reasons(records: Sequence[_Advertisement | _Vote]) -> list[str]:
+    return [each.reason for each in records]
+
+
+def _least_inline_bytes(adverts: list[_Advertisement]) -> int:
+    return min(advert.most_bytes for advert in adverts)
+
+
+def _keys(adverts: list[_Advertisement]) -> bytes:
+    return "".join(advert.key for advert in adverts).encode()
+
+
+def _refusals(votes: list[_Vote]) -> list[int]:
+    return [place for place, each in enumerate(votes) if each.refused]
+
+
+def _shared_by_all(votes: list[_Vote]) -> tuple[bool, bool]:
+    """Tell whether all share memory for rounds, and whether all have memory for tensors."""
+    return all(each.shares_memory for each in votes), all(each.has_arena for each in votes)
 
 
 def _inline_bytes(hub: Hub, size: int, inline_bytes: int) -> int:
@@ -366,14 +392,13 @@ def _vote(model: Provable, vote: _Vote, group: Group | None, hub: Hub | None) ->
         if vote.refused:  # a stranger in the job need not vote
             raise PeerRefusedError(vote.refused, vote.instead) from error
         raise
-    ranks, own = model.topology.members(group), model.topology.rank
-    # What this rank saw itself comes first.
-    pairs = sorted(zip(ranks, votes, strict=True), key=lambda pair: pair[0] != own)
-    for rank, each in pairs:
-        if each.refused:
-            if hub is not None:
-                hub.close()
-            raise PeerRefusedError(f"rank {rank}: {each.refused}", each.instead)
+    refusals, own = _refusals(votes), model.topology.position(group)
+    if refusals:
+        at = own if own in refusals else refusals[0]  # what this rank saw itself comes first
+        if hub is not None:
+            hub.close()
+        rank = model.topology.members(group)[at]
+        raise PeerRefusedError(f"rank {rank}: {votes[at].refused}", votes[at].instead)
     return votes
 
 
@@ -395,11 +420,11 @@ def _exchange_adverts(
     except OSError as error:
         advert.reason = _text_of(error)
     adverts = _exchange(model, advert, group)
-    hosts = [each.host for each in adverts]
-    if len(set(hosts)) == 1:
+    places = _places_by_host(adverts)
+    if len(places) == 1:
         return adverts, listeners
     place = model.topology.position(group)
-    if hosts.index(hosts[place]) == place:
+    if places[adverts[place].host][0] == place:
         try:
             listener, advert.tcp = bind_widely(stack)
             listeners.append(listener)
@@ -455,10 +480,9 @@ def _connect(
     tensors: _Memory,
 ) -> Peers:
     """Connect upwards first, so that the tree is made from its root down."""
-    hosts = [advert.host for advert in adverts]
+    hosts = _hosts(adverts)
     part = links(hosts, place, adverts[0].fan_out)
-    everybody = "".join(advert.key for advert in adverts).encode()
-    secret = hashlib.sha256((job_secret or b"") + everybody).digest()
+    secret = hashlib.sha256((job_secret or b"") + _keys(adverts)).digest()
     made: dict[tuple[int, int], Endpoint] = {}
     try:
         if any(hosts[down] != hosts[place] for down in part.downs):
@@ -506,8 +530,7 @@ class _Memory:
     """
 
     def __init__(self, adverts: list[_Advertisement], place: int, is_used: bool) -> None:
-        host = adverts[place].host
-        places = [at for at, advert in enumerate(adverts) if advert.host == host]
+        places = _places_by_host(adverts)[adverts[place].host]
         self._size, self._position = len(places), places.index(place)
         self._is_used = is_used
         self._most_bytes = min(adverts[at].shared_bytes for at in places)
@@ -554,9 +577,9 @@ def _pids_of_host(adverts: list[_Advertisement], place: int) -> dict[int, int]:
     if not own.pid_namespace:
         return {}
     return {
-        other: advert.pid
-        for other, advert in enumerate(adverts)
-        if other != place and (advert.host, advert.pid_namespace) == (own.host, own.pid_namespace)
+        other: adverts[other].pid
+        for other in _places_by_host(adverts)[own.host]
+        if other != place and adverts[other].pid_namespace == own.pid_namespace
     }
 
 

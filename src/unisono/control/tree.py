@@ -45,18 +45,24 @@ def links(hosts: Sequence[Hashable], place: int, fan_out: int = FAN_OUT) -> Link
     Returns:
         Its connections. The first rank of a host leads it; the first host has the root.
     """
-    members: dict[Hashable, list[int]] = {}
-    for other, host in enumerate(hosts):
-        members.setdefault(host, []).append(other)
+    members = _members(hosts)
+    leader = members[hosts[place]][0]
+    if place != leader:
+        return Links(leader, (), {})
     teams = list(members.values())
-    if place != members[hosts[place]][0]:
-        return Links(members[hosts[place]][0], (), {})
     node = list(members).index(hosts[place])
     up = None if node == 0 else teams[(node - 1) // fan_out][0]
     below: dict[int, tuple[int, ...]] = {other: (other,) for other in teams[node][1:]}
     for child in _children(node, fan_out, len(teams)):
         below[teams[child][0]] = tuple(_beneath(child, fan_out, teams))
     return Links(up, tuple(below), below)
+
+
+def _members(hosts: Sequence[Hashable]) -> dict[Hashable, list[int]]:
+    members: dict[Hashable, list[int]] = {}
+    for place, host in enumerate(hosts):
+        members.setdefault(host, []).append(place)
+    return members
 
 
 def _children(node: int, fan_out: int, count: int) -> range:

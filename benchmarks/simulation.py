@@ -1,0 +1,379 @@
+"""The control plane of 2 to 10,000 ranks in one process: the real code over connections in memory.
+
+Each simulated rank runs what a real one does: it meets the others, connects to its neighbours with
+both proofs, takes part in rounds, says farewell. What is counted are events: a message that was
+sent, a descriptor that was opened. `count` counts the same in a real rank, of a job whose ranks
+take themselves for those of several hosts.
+
+What isn't the control plane's is not simulated: records of the rendezvous, which the data plane
+carries, pass by reference, and so do the bodies of messages. What is the same on all ranks for the
+same bytes, such as the parts of a message, is computed once.
+
+    python benchmarks/simulation.py [--ranks 2 8 64 1000 10000] [--per-host 8] [--fan-out 8]
+                                    [--rounds 2] [--json | --markdown] [--plot out.svg]
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from harness import parser
+from simulated_kernel import Kernel, Process, Waitable
+
+import unisono
+from unisono.context import communicator
+from unisono.control import hub, rendezvous, tree
+from unisono.control.connection import ALL, GIVE, Connection
+from unisono.control.envelopes import call_head, split_blobs
+from unisono.control.hub import Hub
+from unisono.control.plane import SocketControlPlane
+from unisono.control.sideband import Sideband
+from unisono.control.tree import FAN_OUT
+from unisono.errors import PeerFailedError
+from unisono.host.mailbox import MAILBOX_BYTES
+from unisono.topology import EVERYBODY, Topology
+
+SIZES = (2, 8, 16, 64, 256, 1000, 4096, 10_000)
+_KINDS = ("GIVE", "ALL", "FAIL", "NOTICE", "ASK", "ANSWER", "LATE", "LEAVE", "LOOK", "SEEN")
+_BLOB = call_head("barrier", b"train.py:12")
+_VARIABLES = {"UNISONO_SHARED_BYTES": "0"}  # memory for tensors isn't the control plane's
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one rank did.
+
+    Args:
+        messages: that it sent, by kind.
+        sent_bytes: of the bodies of rounds.
+        below: places that it has sent the result of a round to.
+        connections: that it made, of rounds and of the sideband.
+        mailboxes: of them.
+        held_bytes: of mailboxes, where messages have been.
+        descriptors: that it has open more than before.
+        threads: that it has more than before.
+        longest: body that went through a mailbox, by place and kind.
+    """
+
+    messages: Counter[str] = field(default_factory=Counter)
+    sent_bytes: int = 0
+    below: set[int] = field(default_factory=set)
+    connections: int = 0
+    mailboxes: int = 0
+    held_bytes: int = 0
+    descriptors: int = 0
+    threads: int = 0
+    longest: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def note(self, kind: int, body: bytes) -> None:
+        """Take note of a message."""
+        self.messages[_KINDS[kind]] += 1
+        if kind in (GIVE, ALL):
+            self.sent_bytes += len(body)
+
+
+@contextmanager
+def counting(tally_of: Callable[[], Tally]) -> Iterator[None]:
+    """Count what ranks send and connect, while it lasts.
+
+    Args:
+        tally_of: gives that of the rank that runs.
+    """
+    make, send_round, send_aside = Connection.__init__, Hub._send, Sideband._send
+
+    def made(self: Connection, sock: Any, mailbox: Any, limit_bytes: int) -> None:
+        make(self, sock, mailbox, limit_bytes)
+        tally_of().connections += 1
+        tally_of().mailboxes += mailbox is not None
+
+    def sent_round(self: Hub, kind: int, place: int, body: bytes, until: float) -> None:
+        tally = tally_of()
+        tally.note(kind, body)
+        if kind == ALL:
+            tally.below.add(place)
+        if self._connections[place].mailbox is not None and len(body) <= MAILBOX_BYTES:
+            longest = tally.longest.get((place, kind), 0)
+            tally.longest[place, kind] = max(longest, len(body))
+            tally.held_bytes = sum(tally.longest.values())
+        send_round(self, kind, place, body, until)
+
+    def sent_aside(self: Sideband, kind: int, body: bytes, place: int) -> None:
+        if place in self._connections:
+            tally_of().note(kind, body)
+        send_aside(self, kind, body, place)
+
+    with (
+        patch.object(Connection, "__init__", made),
+        patch.object(Hub, "_send", sent_round),
+        patch.object(Sideband, "_send", sent_aside),
+    ):
+        yield
+
+
+def take_part(plane: SocketControlPlane, rounds: int) -> None:
+    """Do what a rank does: connect in the first round, and take part in the others."""
+    size = plane.model.topology.world_size
+    for _ in range(rounds):
+        assert len(plane.exchange(_BLOB)) == size
+
+
+def new_plane(model: Any) -> SocketControlPlane:
+    """Make a control plane whose ranks have proved on the data plane who they are."""
+    plane = SocketControlPlane(model, 60.0)
+    plane.secret, plane.proved = bytes(32), {EVERYBODY}
+    return plane
+
+
+# In a real job
+
+
+def count(_local_rank: int, per_host: Sequence[int], rounds: int) -> list[Tally]:
+    """Count what this rank does in control planes of its own over the job's data plane.
+
+    Collective over all ranks.
+
+    Args:
+        per_host: ranks of each host, for each of the control planes.
+        rounds: of each.
+    """
+    return [_count(each, rounds) for each in per_host]
+
+
+def _count(per_host: int, rounds: int) -> Tally:
+    model, tally = communicator().model, Tally()
+    host = f"host {model.topology.rank // per_host}"
+    plane = new_plane(model)
+    n_open, threads = _n_open(), {*threading.enumerate()}
+    alter = patch.object(rendezvous, "host_of_this_process", lambda: host)
+    with counting(lambda: tally), alter, patch.dict(os.environ, _VARIABLES):
+        take_part(plane, rounds)
+        more = {*threading.enumerate()} - threads
+        tally.descriptors, tally.threads = _n_open() - n_open, len(more)
+    unisono.barrier()
+    plane.close()
+    for thread in more:  # it closes the connections
+        thread.join()
+    return tally
+
+
+def _n_open() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# In memory
+
+
+@dataclass
+class _Model:
+    """What the control plane asks of a model, but for its data plane."""
+
+    topology: Topology
+    transport_device: torch.device
+
+
+class _Board(Waitable):
+    """Where the records of one exchange of the rendezvous meet, in place of the data plane."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.records: list[Any] = [None] * size
+        self.n_missing = size
+
+
+class Simulation:
+    """A job in memory.
+
+    Args:
+        size: ranks.
+        per_host: of each host.
+        rounds: that they take part in.
+        dies: a rank that ends after them, while the others begin one more; None for none.
+    """
+
+    def __init__(self, size: int, per_host: int, rounds: int, dies: int | None = None) -> None:
+        self.kernel = Kernel()
+        self.size, self.rounds, self._dies = size, rounds, dies
+        self.tallies = [Tally() for _ in range(size)]
+        self.errors: dict[int, PeerFailedError] = {}
+        self.seconds = 0.0
+        self._boards: list[_Board] = []
+        self._turns = [0] * size
+        self._models: list[_Model] = []
+        for rank in range(size):
+            process = Process(rank, f"host {rank // per_host}")
+            self.kernel.processes.append(process)
+            self.kernel.begin(process, partial(self._rank, process))
+
+    def run(self) -> None:
+        """Run it to its end."""
+        names = {"_exchange": self._exchange}
+        names |= {name: _once(getattr(rendezvous, name)) for name in _SAME_FOR_ALL}
+        begin = time.process_time()
+        parts = patch.object(hub, "split_blobs", lru_cache(maxsize=4)(split_blobs))
+        alter = patch.dict(os.environ, _VARIABLES)
+        members = patch.object(tree, "_members", _once(tree._members))
+        with counting(self._tally), alter, parts, members, self.kernel.under(**names):
+            self.kernel.run()
+        self.seconds = time.process_time() - begin
+
+    def depth(self) -> int:
+        """Give the longest way of a result, by who has sent to whom."""
+        depth, layer = 0, sorted(self.tallies[0].below)
+        while layer:
+            depth += 1
+            layer = [far for place in layer for far in self.tallies[place].below]
+        return depth
+
+    def _tally(self) -> Tally:
+        return self.tallies[self.kernel.process.rank]
+
+    def _rank(self, process: Process) -> None:
+        rank, tally = process.rank, self.tallies[process.rank]
+        model = _Model(Topology(rank, self.size), torch.device("cpu"))
+        self._models.append(model)
+        plane = new_plane(model)
+        try:
+            take_part(plane, self.rounds)
+            tally.descriptors, tally.threads = len(process.open), len(process.threads) - 1
+            if rank == self._dies:
+                plane.disown()  # no word to anybody
+                self.kernel.end(process)
+                return
+            if self._dies is not None:
+                take_part(plane, 1)
+        except PeerFailedError as error:
+            self.errors[rank] = error
+        plane.close("" if rank in self.errors else "left")
+
+    def _exchange(self, _model: Any, own: Any, _group: Any) -> list[Any]:
+        rank = self.kernel.process.rank
+        turn = self._turns[rank]
+        self._turns[rank] += 1
+        if turn == len(self._boards):
+            self._boards.append(_Board(self.size))
+        board = self._boards[turn]
+        board.records[rank] = type(own)(**json.loads(json.dumps(asdict(own))))
+        board.n_missing -= 1
+        if board.n_missing == 0:
+            self.kernel.wake(board)
+        while board.n_missing:
+            self.kernel.wait([board], None)
+        return board.records
+
+
+_SAME_FOR_ALL = (
+    *("_refuse_wrong_settings", "_seats", "_places_by_host", "_hosts", "_reasons", "_keys"),
+    *("_least_inline_bytes", "_refusals", "_shared_by_all"),
+)
+
+
+def _once(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Compute what depends on all ranks' records alone once for all ranks."""
+    known: list[tuple[Any, Any]] = []
+
+    def given(records: Any, *args: Any) -> Any:
+        for of, result in known:
+            if of is records:
+                return result
+        result = compute(records, *args)
+        known.append((records, result))
+        return result
+
+    return given
+
+
+Row = dict[str, float]
+
+
+def row_of(job: Simulation) -> Row:
+    """Give the counts of a job that has run."""
+    tallies, rounds = job.tallies, job.rounds
+    messages = [tally.messages["GIVE"] + tally.messages["ALL"] for tally in tallies]
+    descriptors = [tally.descriptors for tally in tallies]
+    return {
+        "ranks": job.size,
+        "hosts": len({process.host for process in job.kernel.processes}),
+        "depth": job.depth(),
+        "messages a round": sum(messages) / rounds,
+        "most of a rank": max(messages) / rounds,
+        "most KB sent": max(tally.sent_bytes for tally in tallies) / rounds / 1000,
+        "most descriptors": max(descriptors),
+        "mean descriptors": sum(descriptors) / job.size,
+        "most KB held": max(tally.held_bytes for tally in tallies) / 1000,
+        "farewells": sum(tally.messages["LEAVE"] for tally in tallies),
+        "seconds": job.seconds,
+    }
+
+
+_DRAWN = (
+    ("depth", "hops from the root"),
+    ("most of a rank", "messages of a round"),
+    ("most descriptors", "descriptors"),
+    ("most KB sent", "KB of a round"),
+)
+
+
+def plot(rows: Sequence[Row], path: str) -> None:
+    """Draw what the rank has that has most, over the number of ranks."""
+    matplotlib = importlib.import_module("matplotlib")
+    matplotlib.rcParams["svg.hashsalt"] = "unisono"  # the same rows give the same file
+    figure = importlib.import_module("matplotlib.figure").Figure((9, 5), layout="constrained")
+    grid = figure.subplots(2, 2, sharex=True)
+    for axes, (name, unit) in zip(grid.flat, _DRAWN, strict=True):
+        axes.plot([row["ranks"] for row in rows], [row[name] for row in rows], "o-")
+        axes.set(title=name, xscale="log", ylabel=unit, ylim=(0, None))
+        axes.grid(alpha=0.3)
+    for axes in grid[1]:
+        axes.set_xlabel("ranks")
+    figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
+
+
+def _text(rows: Sequence[Row], how: str) -> str:
+    if how == "json":
+        return json.dumps(rows)
+    lines = [list(rows[0]), *([_figure(value) for value in row.values()] for row in rows)]
+    if how == "markdown":
+        lines.insert(1, ["---:"] * len(rows[0]))
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join("".join(f"{word:>18}" for word in line) for line in lines)
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def main() -> int:
+    """Simulate, and print."""
+    made = parser("The control plane of many ranks in one process.", 2)
+    made.add_argument("--ranks", type=int, nargs="+", default=SIZES)
+    made.add_argument("--per-host", type=int, default=8)
+    made.add_argument("--fan-out", type=int, default=FAN_OUT)
+    made.add_argument("--plot", metavar="FILE")
+    arguments = made.parse_args()
+    rows = []
+    for size in arguments.ranks:
+        job = Simulation(size, arguments.per_host, arguments.rounds)
+        with patch.dict(os.environ, {"UNISONO_FAN_OUT": str(arguments.fan_out)}):
+            job.run()
+        rows.append(row_of(job))
+    print(_text(rows, arguments.how))
+    if arguments.plot:
+        plot(rows, arguments.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""The simulated control plane does what the real one does, and more ranks than this host has."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unisono
+
+FOLDER = Path(__file__).parents[3] / "benchmarks"
+PER_HOST = (64, 8, 3, 1)
+ROUNDS = 2
+COUNTS = (
+    *("sent_bytes", "below", "connections", "mailboxes", "held_bytes", "descriptors", "threads"),
+)
+
+
+@pytest.fixture
+def simulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield importlib.import_module("simulation")
+    for name in ("simulation", "simulated_kernel", "harness"):
+        sys.modules.pop(name, None)
+
+
+def rounds_of(tally: Any) -> dict[str, int]:
+    """Give the messages of rounds: farewells may come after the other end has left."""
+    return {kind: tally.messages[kind] for kind in ("GIVE", "ALL")}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("size", [2, 8, 20, 64])
+def test_what_is_simulated_is_what_real_ranks_do(simulation: Any, size: int) -> None:
+    real = unisono.spawn("gloo", simulation.count, (PER_HOST, ROUNDS), nproc_per_node=size)
+    for at, per_host in enumerate(PER_HOST):
+        job = simulation.Simulation(size, per_host, ROUNDS)
+        job.run()
+        for rank, (tallies, simulated) in enumerate(zip(real, job.tallies, strict=True)):
+            for name in COUNTS:
+                found = getattr(simulated, name)
+                assert found == getattr(tallies[at], name), (per_host, rank, name)
+            assert rounds_of(simulated) == rounds_of(tallies[at])
+
+
+@pytest.mark.parametrize("dead", [0, 8, 63])
+def test_all_other_ranks_name_the_simulated_one_that_died(simulation: Any, dead: int) -> None:
+    job = simulation.Simulation(64, 8, ROUNDS, dies=dead)
+    job.run()
+    assert sorted(job.errors) == [rank for rank in range(64) if rank != dead]
+    assert {error.rank for error in job.errors.values()} == {dead}
+
+
+def test_a_thousand_ranks_send_twice_as_many_messages_as_there_are_connections(
+    simulation: Any,
+) -> None:
+    job = simulation.Simulation(1000, 8, ROUNDS)
+    job.run()
+    row = simulation.row_of(job)
+    assert (row["hosts"], row["depth"]) == (125, 4)
+    assert row["messages a round"] == 2 * 999
+    assert row["most of a rank"] == 7 + 8 + 1  # its host's ranks, other leaders, the one above
+
+
+def test_a_simulated_rank_that_waits_in_vain_is_told(simulation: Any) -> None:
+    kernel = simulation.Kernel()
+    process = simulation.Process(0, "host 0")
+    kernel.processes.append(process)
+    kernel.begin(process, lambda: kernel.wait([simulation.Waitable()], None))
+    with pytest.raises(RuntimeError, match=r"ranks \[0\] wait for what never comes"):
+        kernel.run()
