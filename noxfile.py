@@ -204,8 +204,9 @@ def tests(session: nox.Session) -> None:
     peers = "import accelerate, ignite, lightning_fabric, mmengine, torchmetrics, ipykernel, "
     peers += "nbclient, kubernetes_validate, kubeflow_trainer_api, torch.utils.tensorboard"
     session.run("python", "-c", peers)  # else tests are skipped
-    elsewhere = ("--ignore", "tests/unit") if os.environ.get("CI") else ()
-    run_tests(session, *TWO_AT_A_TIME, *elsewhere)
+    paths = PYPROJECT["tool"]["pytest"]["ini_options"]["testpaths"]
+    here = [path for path in paths if path != "tests/unit" or not os.environ.get("CI")]
+    run_tests(session, *TWO_AT_A_TIME, *here)
     run_tests(session, "-m", "timed")
 
 
