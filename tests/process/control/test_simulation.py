@@ -66,6 +66,17 @@ def test_a_thousand_ranks_send_twice_as_many_messages_as_there_are_connections(
     assert row["most of a rank"] == 7 + 8 + 1  # its host's ranks, other leaders, the one above
 
 
+def test_the_page_shows_what_the_script_prints(simulation: Any) -> None:
+    page = (FOLDER.parent / "docs" / "large-jobs.md").read_text()
+    for size in (2, 8, 16, 64, 256):
+        job = simulation.Simulation(size, 8, ROUNDS)
+        job.run()
+        printed = simulation._text([simulation.row_of(job)], "markdown").splitlines()
+        head, row = (line.split(" | ")[:8] for line in (printed[0], printed[-1]))
+        assert f"\n{' | '.join(head)} |\n" in page
+        assert f"\n{' | '.join(row)} |\n" in page
+
+
 def test_a_simulated_rank_that_waits_in_vain_is_told(simulation: Any) -> None:
     kernel = simulation.Kernel()
     process = simulation.Process(0, "host 0")
