@@ -84,3 +84,12 @@ def _processes() -> list[Any]:
     launcher = sys.modules.get("unisono.launchers.processes")
     helpers = {helper.process.pid for helper in launcher._helpers.values()} if launcher else set()
     return [p for p in psutil.Process().children(recursive=True) if p.pid not in helpers]
+
+
+@pytest.fixture
+def own_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let these tests see the pages of their own jobs alone."""
+    folder = tmp_path / "pages"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("UNISONO_STATUS", str(folder))
+    return folder

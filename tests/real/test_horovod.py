@@ -37,7 +37,6 @@ from tests.support.tops import (
     ends_on,
     hangs_on,
     job_of_processes,
-    own_pages,
     told,
 )
 from unisono.errors import (
@@ -51,7 +50,6 @@ from unisono.errors import (
 from unisono.model.reduction import ReduceOp
 from unisono.topology import EVERYBODY, LaunchPlan, RankInfo
 
-__all__ = ("own_pages",)
 JOB = Path(__file__).with_name("horovod_job.py")
 GONE_WITHIN_S = 2.0
 FAST = "exchange,asynchronous,mismatch,late,large,adopt,again,gone"

@@ -30,7 +30,6 @@ from tests.support.tops import (
     ends_on,
     hangs_on,
     job_of_processes,
-    own_pages,
     told,
 )
 from unisono.errors import (
@@ -49,7 +48,6 @@ from unisono.models.mpi import availability as probe
 from unisono.models.mpi.model import MpiModel
 from unisono.topology import LaunchPlan, RankInfo, Topology
 
-__all__ = ("own_pages",)
 JOB = Path(__file__).with_name("mpi_job.py")
 OPEN_MPI_4, OPEN_MPI_5 = "mpirun (Open MPI) 4.1.4", "mpiexec (Open MPI) 5.0.11"
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]

@@ -28,7 +28,7 @@ from torch import Tensor
 
 import unisono as idist
 from tests.support.launched import with_model
-from tests.support.tops import check, check_end, ends_on, hangs_on, job_of_program, own_pages, told
+from tests.support.tops import check, check_end, ends_on, hangs_on, job_of_program, told
 from unisono.context import ContextState
 from unisono.errors import (
     ArgumentError,
@@ -45,7 +45,6 @@ from unisono.model.reduction import ReduceOp, fold_tensors
 from unisono.models.xla.model import REPLICAS, XlaModel
 from unisono.topology import ContextHint, LaunchPlan, RankInfo, Topology
 
-__all__ = ("own_pages",)
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
 ROOT = Path(__file__).parents[2]

@@ -36,7 +36,6 @@ __all__ = (
     "hangs_on",
     "job_of_processes",
     "job_of_program",
-    "own_pages",
     "seen",
     "told",
     "top",
@@ -51,14 +50,6 @@ VERDICTS = {
     "mismatch": "mismatch",
     "other_group": "deadlock",
 }
-
-
-@pytest.fixture
-def own_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let these tests see the pages of their own jobs alone."""
-    folder = tmp_path / "pages"
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv("UNISONO_STATUS", str(folder))
 
 
 def top(*words: str) -> subprocess.CompletedProcess[str]:

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.screens import picture, top_in_terminal
-from tests.support.tops import job_of_processes, own_pages
+from tests.support.tops import job_of_processes
 
-__all__ = ("own_pages",)
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("own_pages")
 SHOWN, HIDDEN = "\x1b[?1049h", "\x1b[?1049l"

@@ -20,7 +20,6 @@ from tests.support.tops import (
     hangs_on,
     job_of_processes,
     job_of_program,
-    own_pages,
     seen,
     told,
     top,
@@ -28,8 +27,6 @@ from tests.support.tops import (
 from unisono.observe.asking import Asked
 from unisono.observe.jobs import Meter, look
 from unisono.observe.report import report_of, reports
-
-__all__ = ("own_pages",)
 
 pytestmark = pytest.mark.usefixtures("own_pages")
 

@@ -28,12 +28,7 @@ SEATS = (Seat("a", (0,)), Seat("b", (1,)), Seat("c", (2,)))
 LONG_BYTES = 1 << 21
 
 
-@pytest.fixture(autouse=True)
-def status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "pages"
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv("UNISONO_STATUS", str(folder))
-    return folder
+pytestmark = pytest.mark.usefixtures("own_pages")
 
 
 @contextmanager
@@ -72,10 +67,10 @@ def greeting(path: Path) -> bytes:
         return sock.recv(100)
 
 
-def test_without_a_descriptor_for_who_asks_its_thread_rests(status: Path) -> None:
+def test_without_a_descriptor_for_who_asks_its_thread_rests(own_pages: Path) -> None:
     with sideband():
-        (path,) = status.iterdir()
-        at = os.open(status, os.O_RDONLY)
+        (path,) = own_pages.iterdir()
+        at = os.open(own_pages, os.O_RDONLY)
         asker = socket.socket(socket.AF_UNIX)
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         free = os.dup(at)
@@ -100,10 +95,10 @@ def test_without_a_descriptor_for_who_asks_its_thread_rests(status: Path) -> Non
 
 @pytest.mark.parametrize("request_", [b"[" * 60000, b"[]", b'{"ranks": 1, "limit_s": 1}', b"7"])
 def test_a_request_that_cannot_be_read_ends_its_connection_alone(
-    request_: bytes, status: Path
+    request_: bytes, own_pages: Path
 ) -> None:
     with sideband():
-        (path,) = status.iterdir()
+        (path,) = own_pages.iterdir()
         asker = connected(path, LIMIT_S)
         assert asker is not None
         with asker, asker.makefile("rb") as lines:

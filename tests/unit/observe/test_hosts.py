@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,12 +32,7 @@ SEATS = (Seat("a", (0,)), Seat("b", (1,)), Seat("c", (2, 3)))
 FACTS = {"job": "job a", "world_size": 3, "groups": {}, "model": "native"}
 
 
-@pytest.fixture(autouse=True)
-def status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "pages"
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv("UNISONO_STATUS", str(folder))
-    return folder
+pytestmark = pytest.mark.usefixtures("own_pages")
 
 
 @contextmanager

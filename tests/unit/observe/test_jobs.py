@@ -23,13 +23,7 @@ from unisono.observe.verdict import innermost
 from unisono.recording import CallLog
 from unisono.topology import Group, pair
 
-
-@pytest.fixture(autouse=True)
-def status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "pages"
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv("UNISONO_STATUS", str(folder))
-    return folder
+pytestmark = pytest.mark.usefixtures("own_pages")
 
 
 @contextmanager
@@ -111,7 +105,7 @@ def test_a_job_that_was_started_again_with_fewer_ranks_has_these_alone() -> None
     assert (job.world_size, job.elsewhere) == (2, ())
 
 
-def test_groups_of_a_large_job_have_room(status: Path) -> None:
+def test_groups_of_a_large_job_have_room(own_pages: Path) -> None:
     """A hundred groups of many ranks, and a message to each rank."""
     log = CallLog.of_rank(0, 4096, "large", model="threads")
     groups = [Group(tuple(range(0, 4096, step)), name=f"every {step}") for step in range(1, 60)]
@@ -195,17 +189,17 @@ def test_a_rank_outlives_the_thread_that_made_its_page() -> None:
     assert seen.rank.condition in ("running", "sleeping")
 
 
-def test_what_is_no_page_is_passed_over(status: Path) -> None:
-    (status / "1-2-3").write_bytes(b"nothing")
-    (status / "folder").mkdir()
+def test_what_is_no_page_is_passed_over(own_pages: Path) -> None:
+    (own_pages / "1-2-3").write_bytes(b"nothing")
+    (own_pages / "folder").mkdir()
     assert look(Meter()) == []
 
 
-def test_a_folder_that_others_can_read_is_not_believed(status: Path) -> None:
+def test_a_folder_that_others_can_read_is_not_believed(own_pages: Path) -> None:
     with page(0):
-        status.chmod(0o755)
+        own_pages.chmod(0o755)
         assert look(Meter()) == []
-        status.chmod(0o700)
+        own_pages.chmod(0o700)
         assert look(Meter())
 
 
@@ -264,9 +258,9 @@ unisono.cli.main(["top", "--once"])
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user_sees_nothing(status: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_user_sees_nothing(own_pages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in the folder of that user, nor in this one's, where its name is known."""
-    for folder in (None, status):
+    for folder in (None, own_pages):
         if folder is None:
             monkeypatch.delenv("UNISONO_STATUS")
         else:
