@@ -21,6 +21,7 @@ from unisono.host import stack_signal
 from unisono.host.status_page import start_ticks
 
 _LIMIT_S = 60.0
+_BESIDE = 2  # threads
 _mutex = ctypes.create_string_buffer(64)  # all zeros: PTHREAD_MUTEX_INITIALIZER
 ROOT = Path(__file__).parents[2]
 THREADS_OF_C = 96
@@ -49,11 +50,12 @@ class Hanging:
 
 def hang(how: str) -> None:
     """Hang until the process is ended."""
-    for _ in range(2 if how == "calls" else 0):
-        threading.Thread(target=_call, daemon=True).start()
+    beside = {"calls": _call, "locks": _wait}.get(how)
+    for _ in range(_BESIDE if beside else 0):
+        threading.Thread(target=beside, daemon=True).start()
     if how == "threads of C":
         _hang_in_c()
-    if how in ("lock", "thread", "calls", "threads of C"):
+    if how in ("lock", "thread", "calls", "locks", "threads of C"):
         lock = threading.Lock()
         lock.acquire()
         lock.acquire()
@@ -71,6 +73,10 @@ def _hang_in_c() -> None:
     lock = ctypes.cast(libc.pthread_mutex_lock, ctypes.c_void_p)
     for _ in range(THREADS_OF_C):
         assert libc.pthread_create(ctypes.byref(thread), None, lock, mutex) == 0
+
+
+def _wait() -> None:
+    threading.Event().wait()
 
 
 def _call() -> None:
@@ -96,13 +102,15 @@ def hanging(how: str) -> Iterator[Hanging]:
         try:
             assert process.stdout is not None
             facts = json.loads(process.stdout.readline())
-            assert wait_until(lambda: _is_there(facts), _LIMIT_S)
+            assert wait_until(lambda: _is_there(how, facts), _LIMIT_S)
             yield Hanging(process, facts)
         finally:
             process.kill()
 
 
-def _is_there(facts: dict[str, Any]) -> bool:
+def _is_there(how: str, facts: dict[str, Any]) -> bool:
+    if how == "calls":  # it isn't asked on every Python
+        return len(list(Path(f"/proc/{facts['pid']}/task").iterdir())) == 1 + _BESIDE
     text = stack_signal.ask(facts["pid"], facts, facts["thread_id"], _LIMIT_S)
     return "in hang\n" in (text or "")
 

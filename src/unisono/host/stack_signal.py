@@ -8,7 +8,9 @@ process that is stopped answers when it goes on. The kernel keeps the signal blo
 handler runs: from that the asker knows that the text is whole.
 
 Each thread tells its own stack alone. The stacks of others change while it reads them without the
-interpreter lock: that ends the process now and then.
+interpreter lock: that ends the process now and then. Before Python 3.11, so does a thread that
+tells its own while others run: faulthandler takes references to frames and code there, and threads
+in the same functions share those counts. Such a process is asked while its other threads rest.
 """
 
 from __future__ import annotations
@@ -38,7 +40,11 @@ _QUIET = 20  # looks without an answer: the thread runs no Python
 _LOCKED_S = 1.0
 _TGKILL = {"x86_64": 234, "aarch64": 131}  # the number of the system call
 _MOST_BYTES = 1 << 20  # of old text, before the next one is asked for
+_COUNTS = sys.version_info < (3, 11)  # whether faulthandler takes references
+_REST_LOOKS = 50  # for a moment in which no other thread runs
+_AT_REST = 4  # looks after the first: longer than 5 ms, when a thread asks again for the lock
 _MASK = re.compile(r"^(SigPnd|ShdPnd|SigBlk|SigCgt|SigIgn):\s*([0-9a-f]+)", re.MULTILINE)
+_RUN = re.compile(r"^(?:State:\s*(\S)|\w*ctxt_switches:\s*(\d+))", re.MULTILINE)
 _installed: dict[int, dict[str, int]] = {}
 _lock = threading.Lock()
 
@@ -49,8 +55,8 @@ def install() -> dict[str, int]:
     Local. Once for each process; a forked child needs its own.
 
     Returns:
-        What they must know: ``signal``, ``stacks_fd`` and ``stacks_inode``. Empty where it can't be
-        had.
+        What they must know: ``signal``, ``stacks_fd``, ``stacks_inode``, and ``at_rest``: whether
+        it may be asked only while its other threads rest. Empty where it can't be had.
     """
     if not _lock.acquire(timeout=_LOCKED_S):  # a fork may have left it locked
         return {}
@@ -82,7 +88,8 @@ def _register() -> dict[str, int]:
         if fd >= 0:
             os.close(fd)
         return {}
-    return {"signal": int(number), "stacks_fd": fd, "stacks_inode": os.fstat(fd).st_ino}
+    inode = os.fstat(fd).st_ino
+    return {"signal": int(number), "stacks_fd": fd, "stacks_inode": inode, "at_rest": int(_COUNTS)}
 
 
 def _free_signal(inherited: Mapping[str, int]) -> int | None:
@@ -137,8 +144,36 @@ def _ask(pid: int, facts: Mapping[str, int], thread_id: int, until: float) -> st
         if number is None or memory.stat().st_ino != facts.get("stacks_inode"):
             return None
         with memory.open("r+b", buffering=0) as file, _alone(file.fileno(), until) as is_alone:
-            return _answer(pid, thread_id, number, file.fileno(), until) if is_alone else None
+            if not is_alone or (facts.get("at_rest") and not _others_rest(pid, thread_id, until)):
+                return None
+            return _answer(pid, thread_id, number, file.fileno(), until)
     return None
+
+
+def _others_rest(pid: int, thread_id: int, until: float) -> bool:
+    """Wait for a moment in which no other thread of the process runs; False if none comes."""
+    before, n_same = None, 0
+    for _ in range(_REST_LOOKS):
+        now = _runs(pid, thread_id)
+        n_same = n_same + 1 if now is not None and now == before else 0
+        if n_same == _AT_REST or time.monotonic() > until:
+            break
+        before = now
+        time.sleep(_LOOK_S)
+    return n_same == _AT_REST
+
+
+def _runs(pid: int, thread_id: int) -> dict[int, list[tuple[str, str]]] | None:
+    """Read how often the other threads of a process have run so far; None if one does now.
+
+    The asker may be one of them: nobody else is in the functions that it runs.
+    """
+    found = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        if int(task.name) not in (thread_id, threading.get_native_id()):
+            with contextlib.suppress(OSError):  # it ends
+                found[int(task.name)] = _RUN.findall((task / "status").read_text())
+    return None if any(run[0][0] == "R" for run in found.values() if run) else found
 
 
 @contextlib.contextmanager

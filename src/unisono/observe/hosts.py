@@ -142,7 +142,7 @@ def stacks_elsewhere(
 def _told(seen: Seen, texts: Sequence[Sequence[Any]] | None, timeout_s: float) -> list[Stack] | str:
     if texts is None:
         is_stopped = seen.rank.condition == "stopped"
-        return stacks.STOPPED if is_stopped else stacks.silent(timeout_s)
+        return stacks.STOPPED if is_stopped else stacks.silent(timeout_s, seen.facts)
     return stacks.told({int(thread): str(text) for thread, text in texts})
 
 

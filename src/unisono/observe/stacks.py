@@ -169,7 +169,7 @@ def _of_rank(
     texts = stack_signal.texts(pid, facts, own, timeout_s, all_threads)
     if texts is None:
         outside = _own_first(_from_outside(pid), facts)
-        return outside or silent(timeout_s)
+        return outside or silent(timeout_s, facts)
     return told(texts)
 
 
@@ -178,8 +178,10 @@ def told(texts: Mapping[int, str]) -> list[Stack]:
     return [Stack(thread, "", parse(text)) for thread, text in texts.items() if text]
 
 
-def silent(timeout_s: float) -> str:
+def silent(timeout_s: float, facts: Mapping[str, Any]) -> str:
     """Say of a rank that it didn't write. Local, and pure."""
+    if facts.get("at_rest"):
+        return f"doesn't answer within {timeout_s:g} s: Python 3.10, and other threads of it run"
     return f"doesn't answer within {timeout_s:g} s"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,8 @@ from tests.support.processes import run_python
 from unisono.host import stack_signal
 
 ASKED = 100  # the stacks of all threads, told by one of them, ended it after some 20
+
+ANSWERS = sys.version_info >= (3, 11)  # while its threads run
 
 
 @pytest.mark.parametrize("how", ["lock", "loop", "C with the interpreter lock"])
@@ -35,13 +38,16 @@ def test_a_hanging_process_writes_its_stacks_whole_each_time(how: str) -> None:
 
 
 def test_a_process_whose_threads_run_outlives_being_asked() -> None:
-    """A thread that reads the stacks of others while they run ends the process sooner or later."""
+    """A thread that reads the stacks of others while they run ends the process sooner or later.
+
+    On Python 3.10, so does one that reads its own while others run the same functions.
+    """
     with hanging("calls") as process:
         tasks = Path(f"/proc/{process.pid}/task")
-        assert wait_until(lambda: len(list(tasks.iterdir())) == 3, 20)
-        for _ in range(ASKED):
+        for _ in range(ASKED if ANSWERS else ASKED // 10):
             for thread in [int(task.name) for task in tasks.iterdir()]:
-                stack_signal.ask(process.pid, process.facts, thread, 20.0)
+                text = stack_signal.ask(process.pid, process.facts, thread, 20.0)
+                assert (text is not None) == ANSWERS
         assert process.is_alive()
 
 
@@ -58,7 +64,7 @@ def test_threads_that_run_no_python_take_no_longer_than_there_is_time() -> None:
 
 
 def test_two_who_ask_one_process_get_the_stacks_of_their_own_threads() -> None:
-    with hanging("calls") as process:
+    with hanging("locks") as process:
         tasks = Path(f"/proc/{process.pid}/task")
         assert wait_until(lambda: len(list(tasks.iterdir())) == 3, 20)
         threads = sorted(int(task.name) for task in tasks.iterdir())
@@ -71,7 +77,7 @@ def test_two_who_ask_one_process_get_the_stacks_of_their_own_threads() -> None:
         with ThreadPoolExecutor(3) as executor:
             own, *others = executor.map(asked, threads)
         assert all("in hang\n" in (text or "") for text in own)
-        assert not any("in hang\n" in (text or "") for each in others for text in each)
+        assert all("in _wait\n" in (text or "") for each in others for text in each)
 
 
 def test_a_stopped_process_is_asked_once_and_answers_when_it_goes_on() -> None:
