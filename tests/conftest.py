@@ -36,7 +36,7 @@ def nothing_is_left() -> Iterator[None]:
     if unisono.is_distributed():  # this is a rank, and others look what is left in it
         yield
         return
-    environ, processes, threads = _environ(), set(_processes()), set(threading.enumerate())
+    environ, processes, threads = _environ(), set(_children()), set(threading.enumerate())
     yield
     left = _threads_left(threads) + _processes_left(processes)
     assert not left  # a thread that is left would answer for the context too
@@ -66,7 +66,8 @@ def _threads_left(before: set[threading.Thread]) -> list[str]:
 
 
 def _processes_left(before: set[Any]) -> list[str]:
-    _, alive = psutil.wait_procs(set(_processes()) - before, timeout=_END_S)
+    new = set(_children()) - before - _helpers()
+    _, alive = psutil.wait_procs(new, timeout=_END_S)
     left = [f"{process.pid} {process.cmdline()}" for process in alive]
     for process in alive:
         process.kill()
@@ -79,11 +80,16 @@ def _environ() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(others)}
 
 
-def _processes() -> list[Any]:
-    """List this process's descendants but for the helpers, which live as long as it does."""
+def _children() -> list[Any]:
+    """List this process's descendants, the helpers of before among them: warm ranks keep them."""
+    return psutil.Process().children(recursive=True)
+
+
+def _helpers() -> set[Any]:
+    """List the helpers in use, which live as long as this process does."""
     launcher = sys.modules.get("unisono.launchers.processes")
-    helpers = {helper.process.pid for helper in launcher._helpers.values()} if launcher else set()
-    return [p for p in psutil.Process().children(recursive=True) if p.pid not in helpers]
+    pids = {helper.process.pid for helper in launcher._helpers.values()} if launcher else set()
+    return {process for process in _children() if process.pid in pids}
 
 
 @pytest.fixture
