@@ -50,7 +50,9 @@ class Turns:
 
     def close(self) -> None:
         """Let go of the memory; nothing can be called any more. Local."""
-        self._ended = ContextError("the context of this memory has ended")
+        self._ended = ContextError(
+            "the context of this memory has ended, by finalize() or with its process group"
+        )
 
     def _run(self, call: str, work: Callable[[Check], None], target: Tensor | None = None) -> None:
         """Run an operation that overwrites `target`; one that is left half-way is the last."""

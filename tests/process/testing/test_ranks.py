@@ -9,6 +9,7 @@ from tests.support.sessions import run_session
 pytest_plugins = ["pytester"]
 
 PASSES = """
+import os
 import threading
 
 import pytest
@@ -73,8 +74,16 @@ def test_fixtures_of_a_process(world, capsys, monkeypatch):
     assert capsys.readouterr().out == f"rank {world.rank}\\n"
 
 
+@pytest.fixture
+def of_threads():
+    yield
+    idist.barrier()  # all ranks are in their teardown
+    os.environ.pop("PYTEST_CURRENT_TEST", None)  # as another rank does that is a bit faster
+    idist.barrier()
+
+
 @pytest.mark.ranks(2, on="threads")
-def test_threads(world):
+def test_threads(world, of_threads):
     idist.barrier()
 
 

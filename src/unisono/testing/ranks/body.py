@@ -42,6 +42,7 @@ _OF_A_PROCESS = (
     *("capture", "logging", "recwarn", "monkeypatch", "assertion", "warnings"),
     *("unraisableexception", "threadexception", "debugging"),
 )
+_CURRENT_TEST = "PYTEST_CURRENT_TEST"  # the variable that pytest sets in each phase of a test
 _lock = threading.Lock()
 _here = threading.local()  # the session of this rank, which may be a thread
 
@@ -271,6 +272,19 @@ class _RankSession:
         self._has_lasting_fixtures = True
         with self._leaks.allowing():
             return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self) -> Generator[None, Any, Any]:
+        """Let ranks that share a process end a test side by side. Local.
+
+        The last thing that pytest does here is to take its variable back, as another rank may have.
+        """
+        try:
+            return (yield)
+        except KeyError as error:
+            if error.args != (_CURRENT_TEST,):
+                raise
+        return None
 
     def _why_not_here(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
