@@ -7,6 +7,7 @@ Its owner writes, nobody locks, and a reader never takes half a state for a whol
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import mmap
@@ -36,6 +37,7 @@ __all__ = (
     "is_running",
     "pages",
     "ranks_of",
+    "short_name",
     "shortened",
     "start_ticks",
     "start_ticks_of",
@@ -70,6 +72,7 @@ _EDITION, _USED = 1, 4
 _END, _NUMBER, _LAST = 2, 5, 7  # words of a record
 _STATES = 3  # bits of the last word
 _LONGEST_STRING = 400
+_LONGEST_NAME, _BEGINNING = 100, 60  # of a group
 _LOW = (1 << 32) - 1
 
 CALLED, IN_FLIGHT, WAITED_FOR = 0, 1, 2
@@ -188,7 +191,7 @@ class StatusPage:
         """Give the words of a record that say what is called, and where. Local."""
         return (
             self.name_of(name) | self.name_of(file) << 32,
-            line | self.name_of(group) << 32,
+            line | self.name_of(short_name(group)) << 32,
         )
 
     def lane(self) -> Lane | None:
@@ -280,7 +283,7 @@ class PageRecord:
         name: the call.
         file: of the user's line; its end where the path is long.
         line: its number.
-        group: the name of the group.
+        group: the name of the group, as `short_name` gives it; empty where there was no room.
         number: how many calls of the group there have been, with this one; 0 where it isn't known,
             or a hook has refused the call.
         size_bytes: of the tensor; 0 where it isn't known.
@@ -398,6 +401,17 @@ def _pids() -> int:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return 0
+
+
+def short_name(group: str) -> str:
+    """Give the name of a group as pages have it: of a long one its beginning, and a digest.
+
+    Local, and pure. Some names hold all ranks of their group.
+    """
+    if len(group) <= _LONGEST_NAME:
+        return group
+    digest = hashlib.blake2b(group.encode("utf-8", "replace"), digest_size=8).hexdigest()
+    return f"{group[:_BEGINNING]}... {digest}"
 
 
 def shortened(ranks: Sequence[int]) -> list[int] | dict[str, list[int]]:

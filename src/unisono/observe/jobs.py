@@ -231,7 +231,7 @@ def _calls(page: PageCopy, context: str) -> Iterable[Call]:
             context=context,
             group=each.group,
             ranks=groups.get(each.group) or members_of_pair(each.group),
-            number=each.number,
+            number=each.number if each.group else 0,  # else those of several groups would be one
             file=each.file,
             line=each.line,
             begin_ns=each.begin_ns,

@@ -131,6 +131,39 @@ def test_groups_of_a_large_job_have_room(own_pages: Path) -> None:
     assert found["rank 0 to rank 199"] == (0, 199)
 
 
+def test_groups_whose_names_hold_many_ranks_are_told_apart() -> None:
+    """As those on threads and XLA."""
+    log = CallLog.of_rank(0, 300, "large", model="threads")
+    members = [tuple(range(stop)) for stop in (120, 300)]
+    groups = [Group(ranks, name=f"{ranks} {i}") for ranks in members for i in (1, 2)]
+    try:
+        for group in groups:
+            log.begin("barrier", group).end()
+        ((seen,),) = (job.ranks for job in look(Meter()))
+    finally:
+        log.close()
+    assert [call.ranks for call in seen.rank.calls] == [group.ranks for group in groups]
+    assert len({call.key for call in seen.rank.calls}) == len(groups)
+
+
+def test_calls_of_groups_without_room_for_a_name_are_not_taken_for_one() -> None:
+    with page(0, world_size=2) as first, page(1, world_size=2) as second:
+        for own, name in ((first, "barrier"), (second, "all_reduce")):
+            own.name_of(name)
+            while own.name_of(f"{len(own._ids)} {'x' * 300}"):
+                pass
+            while own.name_of(f"{len(own._ids)}"):
+                pass
+            lane = own.lane()
+            assert lane is not None
+            lane.begin(*own.words_of(name, "train.py", 7, f"group of {name}"), 1, 0, 10, CALLED)
+        (report,) = reports(Meter())["jobs"]
+        (job,) = look(Meter())
+    calls = [call for seen in job.ranks for call in seen.rank.calls]
+    assert [(call.name, call.group) for call in calls] == [("barrier", ""), ("all_reduce", "")]
+    assert report["verdict"]["kind"] == "none"
+
+
 def test_who_ends_in_good_order_at_this_moment_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its page was there, and its process isn't any more: it has taken the page away."""
     with page(0):
