@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 import re
+import socket
 import stat
 import struct
 import threading
@@ -32,6 +33,7 @@ __all__ = (
     "PageReader",
     "PageRecord",
     "StatusPage",
+    "boot_id",
     "close_all",
     "folder",
     "is_running",
@@ -381,8 +383,8 @@ class PageReader:
 def pages() -> list[PageReader]:
     """Read all pages of this user on this host, those of dead processes too.
 
-    Local. Containers may share the folder and number their processes alike: what another one has
-    written is left out, as nothing can be known of its processes here.
+    Local. Containers and hosts may share the folder and number their processes alike: what another
+    one has written is left out, as nothing can be known of its processes here.
     """
     place = folder()
     if place is None or not _private(place, makes=False):
@@ -395,12 +397,25 @@ def pages() -> list[PageReader]:
     return [page for page in found if page.facts.get("pids") == here]
 
 
-def _pids() -> int:
-    """Name the space that process ids belong to: containers have one each. 0: it isn't known."""
+def boot_id() -> str:
+    """Give what processes have in common that one kernel runs, with one monotonic clock. Local."""
     try:
-        return os.stat("/proc/self/ns/pid").st_ino
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return 0
+        return socket.gethostname()
+
+
+def _pids() -> int:
+    """Name the space that process ids belong to: hosts and containers have one each.
+
+    The inode alone is the same on all hosts, outside of containers.
+    """
+    try:
+        inode = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        inode = 0
+    digest = hashlib.blake2b(f"{boot_id()} {inode}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little")
 
 
 def short_name(group: str) -> str:
