@@ -23,6 +23,7 @@ PORT = 29500
 _RANGE = re.compile(r"(?P<least>[0-9]{1,9}):(?P<most>[0-9]{1,9})")
 _HOST_PORT = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:]+)):(?P<port>[0-9]{1,20})")
 _WORDS = ("auto", "gpu", "cpu")
+_LOOPBACK = ("localhost", "127.0.0.1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class Platform:
         node_rank: rank of the node; empty where it is the node's place in the list of hosts.
         nnodes: number of nodes; empty where it is the length of that list.
         leader: host of node 0, or host and port.
+        leader_here: node 0's own name, where it is told a loopback address in place of it.
         port: port of node 0; else the one beside its host.
         nproc_per_node: ranks to start on the node.
         main: number of the node that leads, where that isn't 0.
@@ -106,6 +108,7 @@ class Platform:
     node_rank: tuple[str, ...] = ()
     nnodes: tuple[str, ...] = ()
     leader: tuple[str, ...] = ("MASTER_ADDR",)
+    leader_here: tuple[str, ...] = ()
     port: tuple[str, ...] = ("MASTER_PORT",)
     nproc_per_node: tuple[str, ...] = ()
     main: tuple[str, ...] = ()
@@ -268,6 +271,8 @@ class Platform:
         if variable is None and listed is not None:
             variable = listed.variable, listed.hosts[0]
         if variable is not None:
+            if variable[1] in _LOOPBACK:
+                variable = reader.text(*self.leader_here) or variable
             match = _HOST_PORT.fullmatch(variable[1])
             return reader.host(
                 variable[0], (match["v6"] or match["host"]) if match else variable[1]
@@ -347,6 +352,8 @@ def _is_pytorchjob(reader: Reader) -> bool:
     match = re.fullmatch(r"(?P<job>.+)-(?P<role>master|worker)-(?P<index>[0-9]{1,9})", pod)
     if match is None or not rank.isdecimal():
         return False
+    if addr in _LOOPBACK:  # what a master's own pod is told by still older ones
+        return (match["role"], match["index"], rank) == ("master", "0", "0")
     for leader, first in (("master", 1), ("worker", 0)):
         if addr.partition(".")[0] == f"{match['job']}-{leader}-0":
             offset = first if match["role"] == "worker" else 0
@@ -407,7 +414,8 @@ _BY_HAND = 'say --nnodes auto (nnodes="auto" to Parallel) on each host of the jo
 # master and worker, WORLD_SIZE and MASTER_ADDR; without it only one task can be numbered.
 #
 # Older releases of PyTorchJob: RANK and WORLD_SIZE alone, which count pods. That they are a pod's
-# is known by its name, JOB-master-0 or JOB-worker-N, where MASTER_ADDR is JOB-master-0.
+# is known by its name, JOB-master-0 or JOB-worker-N, where MASTER_ADDR is JOB-master-0. The
+# operator before them, and KubeDL, tell the master itself localhost.
 #
 # UNISONO_RANK_COUNTS=nodes: what the user says of a RANK and a WORLD_SIZE that nothing explains.
 #
@@ -478,6 +486,7 @@ PLATFORMS: tuple[Platform, ...] = (
         marks=("RANK", "WORLD_SIZE"),
         node_rank=("RANK",),
         nnodes=("WORLD_SIZE",),
+        leader_here=("HOSTNAME",),
         is_this=_is_pytorchjob,
     ),
     Platform(

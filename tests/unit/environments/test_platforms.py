@@ -259,6 +259,20 @@ def test_a_pod_s_name_is_needed_for_what_its_rank_counts() -> None:
         assert found("pytorchjob.node1", **changes).is_ambiguous, changes
 
 
+def test_a_loopback_address_is_a_master_s_alone() -> None:
+    """The master itself is told so; elsewhere the same may be what somebody set by hand."""
+    name = "pytorchjob-operator.node0"
+    assert found(name, MASTER_ADDR="127.0.0.1").master_addr == "digits-master-0"
+    for changes in (
+        {"HOSTNAME": "digits-worker-0"},
+        {"HOSTNAME": "digits-master-1"},
+        {"HOSTNAME": "c01"},
+        {"RANK": "1"},
+        {"MASTER_ADDR": "127.0.0.2"},
+    ):
+        assert found(name, **changes).is_ambiguous, changes
+
+
 @pytest.mark.parametrize("name", NODES)
 def test_a_rank_on_a_platform_is_no_node(name: str) -> None:
     """What `unisono run` and torchrun start there has the platform's variables, too."""
