@@ -345,26 +345,26 @@ def _with_slots(text: str) -> list[str]:
 
 def _is_pytorchjob(reader: Reader) -> bool:
     """Say whether the pod's own name shows that RANK is its number in the job."""
-    if reader.has("LOCAL_RANK") or not reader.has("WORLD_SIZE"):
+    if reader.has("LOCAL_RANK"):
         return False
     names = [reader.text(name) for name in ("HOSTNAME", "MASTER_ADDR", "RANK")]
     pod, addr, rank = ("" if each is None else each[1] for each in names)
     match = re.fullmatch(r"(?P<job>.+)-(?P<role>master|worker)-(?P<index>[0-9]{1,9})", pod)
-    if match is None or not rank.isdecimal():
+    if match is None or (rank and not rank.isdecimal()):
         return False
     if addr in _LOOPBACK:  # what a master's own pod is told by still older ones
-        return (match["role"], match["index"], rank) == ("master", "0", "0")
+        return (match["role"], match["index"], rank or "0") == ("master", "0", "0")
     for leader, first in (("master", 1), ("worker", 0)):
         if addr.partition(".")[0] == f"{match['job']}-{leader}-0":
             offset = first if match["role"] == "worker" else 0
-            return int(match["index"]) + offset == int(rank)
+            return not rank or int(match["index"]) + offset == int(rank)
     return False
 
 
 def _is_pai(reader: Reader) -> bool:
     addr = reader.text("MASTER_ADDR")
     is_its = addr is not None and re.fullmatch(r"dlc[0-9a-z]+-master-0(\..+)?", addr[1])
-    return bool(is_its) and not reader.has("LOCAL_RANK") and reader.has("WORLD_SIZE")
+    return bool(is_its) and not reader.has("LOCAL_RANK")
 
 
 def _is_stated(reader: Reader) -> bool:
