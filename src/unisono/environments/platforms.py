@@ -373,6 +373,7 @@ def _is_stated(reader: Reader) -> bool:
 
 def _first_pod(reader: Reader, machine: Machine, rank: int) -> str:
     """Derive the first pod's name from this pod's: train-3.train.ns.svc is number 3."""
+    rank = reader.needed("JOB_COMPLETION_INDEX").value  # also where the nodes seat themselves
     name, dot, domain = machine.name().partition(".")
     job, _, index = name.rpartition("-")
     if index != str(rank) or not job:

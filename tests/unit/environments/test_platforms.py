@@ -206,6 +206,13 @@ def test_an_elastic_job_seats_itself() -> None:
     assert (info.master_addr, info.master_port) == ("train-worker-0", 23456)
 
 
+@pytest.mark.parametrize("node", [0, 1])
+def test_an_elastic_indexed_job_knows_its_first_pod_in_each(node: int) -> None:
+    info = found(f"kubernetes.node{node}", PET_NNODES="1:4")
+    assert (info.node_rank, info.nnodes, info.max_nnodes) == (None, 1, 4)
+    assert info.master_addr == found("kubernetes.node0").master_addr
+
+
 def test_one_node_needs_no_leader() -> None:
     for name, changes in (
         ("kubernetes.node0", {"PET_NNODES": "1"}),
