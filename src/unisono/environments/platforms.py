@@ -24,6 +24,11 @@ _RANGE = re.compile(r"(?P<least>[0-9]{1,9}):(?P<most>[0-9]{1,9})")
 _HOST_PORT = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:]+)):(?P<port>[0-9]{1,20})")
 _WORDS = ("auto", "gpu", "cpu")
 _LOOPBACK = ("localhost", "127.0.0.1")
+_ALONE = "or say --nnodes 1 (nnodes=1 to Parallel) for a job of this node alone"
+_OF_PARTS = (
+    "set PET_NODE_RANK, PET_NNODES and PET_MASTER_ADDR, which count the hosts of all parts, "
+    + _ALONE
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +145,7 @@ class Platform:
         reader = Reader(env, self.NAME, self.remedy)
         if not self._is_here(reader):
             return None
-        for name, why in self.parts:
-            count = reader.number(name)
-            if count is not None and count.value > 1:
-                raise reader.error(f"{count}, and {why}", name, str(count.value))
+        self._refuse_parts(reader)
         listed = None if self.hosts is None else self._listed(reader, machine)
         least, most = self._nodes(reader, listed)
         rank = self._rank(reader, machine, listed, least, most)
@@ -158,6 +160,15 @@ class Platform:
             self.NAME,
             hosts=tuple(listed.hosts) if listed and self.starts_first else (),
         )
+
+    def _refuse_parts(self, reader: Reader) -> None:
+        """Refuse a job of several parts, of which this row could number one alone."""
+        for name, why in self.parts:
+            count = reader.number(name)
+            if count is not None and count.value > 1:
+                own = Reader(reader.env, reader.source, _OF_PARTS)
+                message = f"{count}, and {why}, and PET_NODE_RANK is not set"
+                raise own.error(message, "PET_NODE_RANK", None)
 
     def _is_here(self, reader: Reader) -> bool:
         """Say whether the platform has started this node."""
@@ -397,7 +408,6 @@ def _own_address(reader: Reader, machine: Machine, rank: int) -> str | None:
         raise reader.error(f"{message}; or set MASTER_ADDR", "MASTER_ADDR", None) from error
 
 
-_ALONE = "or say --nnodes 1 (nnodes=1 to Parallel) for a job of this node alone"
 _BY_HAND = 'say --nnodes auto (nnodes="auto" to Parallel) on each host of the job, with'
 
 # In order of priority: what is built on another one, and says more, comes first.
@@ -435,8 +445,9 @@ _BY_HAND = 'say --nnodes auto (nnodes="auto" to Parallel) on each host of the jo
 # host alone: ssh, pbsdsh or qrsh has to start it on the others, with the variable and a file that
 # they can read. That this was done isn't to be seen, so the user has to say it.
 #
-# TPU VMs and GKE: TPU_WORKER_ID counts the hosts of one slice; in a job of several slices
-# (MEGASCALE_NUM_SLICES) it says too little.
+# TPUs on GKE: TPU_WORKER_ID counts the hosts of one slice; in a job of several slices
+# (MEGASCALE_NUM_SLICES) it says too little. Plain TPU VMs have neither variable: their number and
+# their hosts are in the metadata server.
 #
 # Indexed Jobs and JobSets of Kubernetes: a pod's number and nothing else, so the number of pods has
 # to be in the manifest, by torchrun's name; without it they are taken for pods that work alone, as
@@ -566,7 +577,7 @@ PLATFORMS: tuple[Platform, ...] = (
     ),
     Platform(
         "tpu",
-        "TPU VM, TPUs on GKE",
+        "TPUs on GKE",
         "https://cloud.google.com/kubernetes-engine/docs/how-to/tpus",
         "set TPU_WORKER_ID and TPU_WORKER_HOSTNAMES together, or unset the TPU_ variables, "
         + _ALONE,

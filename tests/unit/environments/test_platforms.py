@@ -131,7 +131,6 @@ WRONG = [
     ("pbs.node1", "PBS_NODEFILE", "/not/there"),
     ("sge.node1", "PE_HOSTFILE", "/not/there"),
     ("tpu.node1", "TPU_WORKER_ID", "2"),
-    ("tpu.node1", "MEGASCALE_NUM_SLICES", "2"),
 ]
 
 
@@ -152,6 +151,19 @@ def test_a_wrong_variable_is_refused_by_name(name: str, variable: str, value: st
     assert error.variable == expected
     assert expected in str(error)
     assert expected != variable or value.strip() in str(error)
+
+
+def test_several_slices_are_told_what_counts_the_hosts_of_all() -> None:
+    error = refused("tpu.node1", MEGASCALE_NUM_SLICES="2")
+    assert (error.source, error.variable, error.value) == ("tpu", "PET_NODE_RANK", None)
+    assert "MEGASCALE_NUM_SLICES=2, and TPU_WORKER_ID counts the hosts of one slice" in str(error)
+    assert "set PET_NODE_RANK, PET_NNODES and PET_MASTER_ADDR" in str(error)
+    assert "set TPU_WORKER_ID" not in str(error)
+    assert is_gap(error, may_be_several=True)  # a bare Parallel() warns, and goes on alone
+    assert not is_gap(error, may_be_several=False)
+    numbered = {"PET_NODE_RANK": "3", "PET_NNODES": "4", "PET_MASTER_ADDR": "tpu-0"}
+    info = found("tpu.node1", MEGASCALE_NUM_SLICES="2", **numbered)
+    assert (info.node_rank, info.nnodes, info.master_addr) == (3, 4, "tpu-0")
 
 
 def test_a_node_that_isn_t_in_the_list_is_refused() -> None:
