@@ -210,7 +210,7 @@ def _node(
 ) -> NodeInfo | None:
     """Ask the platform which node this is; say aloud what it says."""
     from unisono.environments.nodes import ambiguity
-    from unisono.node import find_node
+    from unisono.node import find_node, refuse_rank
 
     default = _default_launcher(backend, "1")
     if launcher != "torchrun" and (launcher or default != "processes"):
@@ -225,6 +225,8 @@ def _node(
         typer.echo(f"unisono run: {text}", err=True)
 
     node = find_node(warn, is_asked=is_asked, may_be_several=False)
+    if node is None and is_asked:
+        refuse_rank("--nnodes auto")
     if node is not None and node.is_ambiguous and _count(nproc_per_node, None) != 1:
         raise ambiguity(node)
     if node is not None and node.max_nnodes > 1:

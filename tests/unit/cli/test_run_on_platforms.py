@@ -175,3 +175,36 @@ def test_a_rank_that_may_be_a_node_is_refused(
     assert (code, option(words, "--node-rank"), option(words, "--nnodes")) == (0, "1", "2")
     monkeypatch.setenv("UNISONO_RANK_COUNTS", "ranks")
     assert "launcher 'processes'" in printed(capsys, "-n", "2")[2]
+
+
+def in_a_task(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Be the only task of a host that Open MPI has started on two of them."""
+    for name, value in {"RANK": rank, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 1}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+
+
+def test_a_task_of_a_launcher_that_is_alone_on_its_host_is_its_node(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_a_task(monkeypatch, 1)
+    code, _, said = printed(capsys, "--nnodes", "auto")
+    assert code != 0
+    assert "--nnodes auto finds no platform" in said
+    assert "openmpi says that it is rank 1 of 2" in said
+    assert "UNISONO_RANK_COUNTS=nodes" in said
+    assert "launcher 'processes'" in printed(capsys)[2]
+    monkeypatch.setenv("UNISONO_RANK_COUNTS", "nodes")
+    assert "MASTER_ADDR, which says where node 0 is, is not set" in printed(capsys)[2]
+    monkeypatch.setenv("MASTER_ADDR", "c01")
+    for words in ((), ("--nnodes", "auto")):
+        code, command, said = printed(capsys, *words)
+        assert code == 0, said
+        assert (option(command, "--nnodes"), option(command, "--node-rank")) == ("2", "1")
+        assert option(command, "--master-addr") == "c01"
+    monkeypatch.delenv("UNISONO_RANK_COUNTS")
+    monkeypatch.delenv("MASTER_ADDR")
+    on(monkeypatch, "skypilot.node1")
+    code, command, said = printed(capsys)
+    assert code == 0, said
+    assert (option(command, "--nnodes"), option(command, "--node-rank")) == ("2", "1")
+    assert "node 1 of 2, as skypilot says" in said

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from tests.support.platforms import JOBS, NODES, facts
 from unisono.environments.detection import detect
-from unisono.environments.nodes import ambiguity, detect_node, explain_nodes, is_gap, meaning
+from unisono.environments.nodes import (
+    ambiguity,
+    detect_node,
+    explain_nodes,
+    is_gap,
+    meaning,
+    not_a_node,
+)
 from unisono.environments.platforms import PLATFORMS, Machine
 from unisono.errors import EnvironmentDetectionError
 from unisono.topology import NodeInfo
@@ -395,6 +402,134 @@ def test_a_rank_of_another_launcher_is_no_node() -> None:
     assert (rank.source, rank.local_rank) == ("cray", None)
     assert detect_node(aprun, HERE_WITHOUT_FILES) is None
     assert detect_node({**aprun, "SKYPILOT_NODE_RANK": "1"}, HERE) is None
+
+
+def task(source: str, rank: int, size: int = 2, here: int = 1) -> dict[str, str]:
+    """Give the variables of a launcher that has started so many tasks on each host."""
+    local, node = rank % here, rank // here
+    of: dict[str, dict[str, object]] = {
+        "slurm": {
+            "SLURM_STEP_ID": "0",
+            "SLURM_JOB_ID": "2",
+            "SLURM_STEP_NUM_TASKS": size,
+            "SLURM_NODEID": node,
+            "SLURM_STEP_NUM_NODES": size // here,
+            "SLURM_PROCID": rank,
+            "SLURM_LOCALID": local,
+            "SLURM_STEP_TASKS_PER_NODE": f"{here}(x{size // here})",
+            "SLURM_STEP_NODELIST": f"n[1-{size // here}]",
+        },
+        "openmpi": {
+            "OMPI_COMM_WORLD_RANK": rank,
+            "OMPI_COMM_WORLD_SIZE": size,
+            "OMPI_COMM_WORLD_LOCAL_RANK": local,
+            "OMPI_COMM_WORLD_LOCAL_SIZE": here,
+        },
+        "pals": {
+            "PALS_RANKID": rank,
+            "PMI_SIZE": size,
+            "PALS_LOCAL_RANKID": local,
+            "PALS_LOCAL_SIZE": here,
+            "PALS_NODEID": node,
+        },
+        "flux": {
+            "FLUX_TASK_RANK": rank,
+            "FLUX_JOB_SIZE": size,
+            "FLUX_TASK_LOCAL_ID": local,
+            "FLUX_JOB_NNODES": size // here,
+        },
+    }
+    return {name: str(value) for name, value in of[source].items()}
+
+
+LAUNCHERS = ("slurm", "openmpi", "pals", "flux")
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_only_task_of_a_host_is_its_platform_s_node(launcher: str) -> None:
+    for name in ("skypilot.node0", "skypilot.node1", "kubeflow.node1", "aws-batch.node1"):
+        node = NODES[name]
+        env = {**node.env, **task(launcher, node.number)}
+        found = detect(env)
+        assert found is not None and found.source == launcher
+        info = detect_node(env, node.machine())
+        assert info is not None
+        assert facts(info) == node.says
+        assert verdicts(env, node.machine())[info.source] == "won"
+        assert detect_node({**env, "UNISONO_RANK_COUNTS": "ranks"}, node.machine()) is None
+        for other in (
+            task(launcher, 1 - node.number),  # another place than the platform's
+            task(launcher, node.number, size=4, here=2),
+            task(launcher, node.number, here=2),
+            {**task(launcher, node.number), "TORCHELASTIC_RUN_ID": "b5a7"},
+        ):
+            assert detect_node({**node.env, **other}, node.machine()) is None
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("name", ["pbs.node0", "pbs.node1"])
+def test_a_file_of_hosts_counts_for_the_only_task_of_each_where_asked(
+    launcher: str, name: str
+) -> None:
+    node = NODES[name]
+    env = {**node.env, **task(launcher, node.number)}
+    assert detect_node(env, node.machine()) is None
+    info = detect_node(env, node.machine(), is_asked=True)
+    assert info is not None
+    assert facts(info) == node.says
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_user_s_word_makes_tasks_nodes(launcher: str) -> None:
+    env = {**task(launcher, 1), "UNISONO_RANK_COUNTS": "nodes"}
+    info = detect_node({**env, "MASTER_ADDR": "c01"}, HERE)
+    assert info is not None
+    assert (info.source, info.node_rank, info.nnodes, info.max_nnodes) == ("stated", 1, 2, 2)
+    assert (info.master_addr, info.nproc_per_node) == ("c01", None)
+    assert verdicts({**env, "MASTER_ADDR": "c01"}, HERE) == {"stated": "won"}
+    if launcher == "slurm":
+        ours = detect_node(env, HERE)
+        assert ours is not None
+        assert ours.master_addr == "n1"  # which Slurm says
+    else:
+        with pytest.raises(EnvironmentDetectionError, match="MASTER_ADDR, which says where"):
+            detect_node(env, HERE)
+    for wrong in (task(launcher, 1, here=2), {"RANK": "3"}, {"WORLD_SIZE": "16"}):
+        refusal = f"UNISONO_RANK_COUNTS=nodes, but {launcher} says that this is rank 1 of 2"
+        with pytest.raises(EnvironmentDetectionError, match=refusal) as caught:
+            detect_node({**env, "MASTER_ADDR": "c01", **wrong}, HERE)
+        assert not is_gap(caught.value, may_be_several=True)
+        assert verdicts({**env, "MASTER_ADDR": "c01", **wrong}, HERE) == {"stated": "refused"}
+    alone = {**task(launcher, 0, size=1), "UNISONO_RANK_COUNTS": "nodes"}
+    one = detect_node(alone, HERE)
+    assert one is not None
+    assert (one.node_rank, one.nnodes, one.master_addr) == (0, 1, None)
+
+
+def test_a_node_with_fewer_tasks_than_others_is_not_the_only_one_of_each() -> None:
+    uneven = {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_STEP_NUM_NODES": "2"}
+    last = {**task("slurm", 3, size=4, here=2), "SLURM_LOCALID": "0", **uneven}
+    with pytest.raises(EnvironmentDetectionError, match="rank 3 of 4, and not that each node"):
+        detect_node({**last, "UNISONO_RANK_COUNTS": "nodes"}, HERE)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_plain_ranks_are_no_nodes(launcher: str) -> None:
+    for here in (1, 2):
+        assert detect_node(task(launcher, 1, here=here), HERE, is_asked=True) is None
+        error = not_a_node("--nnodes auto", task(launcher, 1, here=here))
+        assert error is not None
+        assert "--nnodes auto finds no platform" in str(error)
+        assert f"{launcher} says that it is rank 1 of 2" in str(error)
+        assert "set UNISONO_RANK_COUNTS=nodes" in str(error)
+    torch = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    said = str(not_a_node("--nnodes auto", torch))
+    assert "torchrun says that it is rank 1 of 2" in said
+    assert "UNISONO_RANK_COUNTS" not in said  # which would change nothing
+    ranks = {**task(launcher, 1), "UNISONO_RANK_COUNTS": "ranks"}
+    assert not_a_node("--nnodes auto", ranks) is None
+    assert not_a_node("--nnodes auto", task(launcher, 0, size=1)) is None
+    assert not_a_node("--nnodes auto", {"HOME": "/home/ada"}) is None
 
 
 @pytest.mark.parametrize("name", NODES)
