@@ -330,7 +330,9 @@ def test_a_rank_on_a_platform_is_no_node(name: str) -> None:
 
 
 def test_azure_s_only_rank_of_a_node_may_start_more() -> None:
-    assert found("azureml.node1", LOCAL_RANK="0").source == "azureml"
+    assert found("azureml.node1").source == "azureml"
+    assert read("azureml.node1", LOCAL_RANK="1") is None
+    assert found("azureml.node1", LOCAL_RANK=None).source == "azureml"
     assert read("azureml.node1", LOCAL_RANK="0", WORLD_SIZE="4", RANK="2") is None
 
 
@@ -538,7 +540,7 @@ def test_the_user_s_word_for_ranks_comes_before_every_platform(name: str) -> Non
     size = {"RANK": "1", "WORLD_SIZE": "2"}  # what the platform means by itself
     assert read(name, **RANK | size, PET_NNODES=None, UNISONO_RANK_COUNTS="ranks") is None
     if name == "azureml.node1":
-        assert read(name, LOCAL_RANK="0", UNISONO_RANK_COUNTS="ranks") is None
+        assert read(name, UNISONO_RANK_COUNTS="ranks") is None
 
 
 def test_what_a_job_of_one_node_may_have_is_no_reason_to_refuse() -> None:
