@@ -57,7 +57,9 @@ class Parallel:
     others) its variables say which node this is, and `run` spawns this node's ranks, which meet
     those of the other nodes. ``nproc_per_node`` is then what the platform says, else the number of
     accelerators, else of cores; every node needs the same. A job of one node has several ranks only
-    where the platform says so. ``nnodes=1`` keeps a job on this node; a RANK of which nothing says
+    where the platform says so. Where the node is told a RANK and a WORLD_SIZE, and not how many
+    ranks it has (older PyTorchJobs, Volcano's plug-in pytorch, PAI, Azure), it has one, unless
+    ``nnodes="auto"`` is given. ``nnodes=1`` keeps a job on this node; a RANK of which nothing says
     that it counts nodes stays a rank. Under PBS and Grid Engine, which start a script on the first
     host alone, ``nnodes="auto"`` on each host is needed.
 
@@ -186,7 +188,8 @@ class Parallel:
                 "unisono run"
             )
         if self._count is None:
-            rank = context.detect_environment()
+            is_sure = is_auto and node.max_nnodes > 1  # then a rank's size doesn't count
+            rank = None if is_sure else context.detect_environment()
             self._count = _count(node, None if rank is None else rank.world_size)
         if self._count is None or node.max_nnodes == 1:
             return

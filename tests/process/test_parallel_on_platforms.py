@@ -304,6 +304,21 @@ def test_a_rank_stays_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         unisono.Parallel("gloo").__enter__()  # by initialize(), as a rank that meets others
 
 
+@pytest.mark.parametrize("job", ["pytorchjob", "pai", "volcano-pytorch", "azureml"])
+def test_auto_starts_the_ranks_of_a_node_with_a_rank(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, job: str
+) -> None:
+    """A RANK that counts nodes is one rank on each of them without it."""
+    monkeypatch.setattr("unisono.node.accelerator_count", lambda: 0)
+    monkeypatch.setattr("unisono.node.usable_cores", lambda: 3)
+    on(monkeypatch, f"{job}.node1")
+    caplog.set_level(logging.INFO, "unisono.parallel")
+    with unisono.Parallel("gloo", nnodes="auto"):
+        pass
+    count = NODES[f"{job}.node1"].env.get("NPROC_PER_NODE", "3")
+    assert f"node 1 of 2, as {job.partition('-')[0]} says: {count} processes" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("said", "nnodes", "world_size", "count"),
     [
