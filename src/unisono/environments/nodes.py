@@ -10,7 +10,7 @@ says the same place as the task's own, or the user says that it counts nodes, th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.environments.detection import Environment, Verdict, _Recorder, detect
@@ -275,7 +275,9 @@ def alone(info: NodeInfo) -> str:
     )
 
 
-def meaning(env: Mapping[str, str], machine: Machine) -> str | None:
+def meaning(
+    env: Mapping[str, str], machine: Machine, extra: Sequence[Environment] = ()
+) -> str | None:
     """Say what RANK and WORLD_SIZE count, and what decides that.
 
     Local. Raises nothing.
@@ -283,6 +285,7 @@ def meaning(env: Mapping[str, str], machine: Machine) -> str | None:
     Args:
         env: the variables.
         machine: what the node knows besides.
+        extra: environments of plug-ins.
 
     Returns:
         One sentence; None where they aren't set, or where LOCAL_RANK leaves no doubt.
@@ -292,10 +295,14 @@ def meaning(env: Mapping[str, str], machine: Machine) -> str | None:
         return None
     what = f"RANK={env['RANK']} and WORLD_SIZE={env['WORLD_SIZE']}"
     try:
-        info = detect_node(env, machine)
+        info = detect_node(env, machine, extra)
     except EnvironmentDetectionError as error:
         return f"{what}: what they count isn't known: {error}"
     if info is None:
+        try:
+            detect(env, extra)
+        except EnvironmentDetectionError as error:
+            return f"{what} can't be those of a rank: {error}"
         return f"{what} count ranks"
     if info.is_ambiguous:
         return (
@@ -305,7 +312,9 @@ def meaning(env: Mapping[str, str], machine: Machine) -> str | None:
     return f"{what} count nodes, by {info.source}; as ranks they are right with one on each node"
 
 
-def explain_nodes(env: Mapping[str, str], machine: Machine) -> list[NodeFinding]:
+def explain_nodes(
+    env: Mapping[str, str], machine: Machine, extra: Sequence[Environment] = ()
+) -> list[NodeFinding]:
     """Say what each platform found, which one `detect_node` gives, and which ones disagree.
 
     Local. Raises nothing.
@@ -313,13 +322,14 @@ def explain_nodes(env: Mapping[str, str], machine: Machine) -> list[NodeFinding]
     Args:
         env: the variables, such as ``os.environ``; only read.
         machine: what the node knows besides.
+        extra: environments of plug-ins.
 
     Returns:
         One finding for each platform, in order of priority.
     """
     winner, refused = None, None
     try:
-        winner = detect_node(env, machine)
+        winner = detect_node(env, machine, extra)
     except EnvironmentDetectionError as raised:
         refused = raised
     findings = []

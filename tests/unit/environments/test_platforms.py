@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.platforms import JOBS, NODES, facts
+from unisono import diagnosis
 from unisono.environments.detection import detect
 from unisono.environments.nodes import (
     ambiguity,
@@ -22,7 +23,7 @@ from unisono.environments.nodes import (
 )
 from unisono.environments.platforms import PLATFORMS, Machine
 from unisono.errors import EnvironmentDetectionError
-from unisono.topology import NodeInfo
+from unisono.topology import NodeInfo, RankInfo
 
 
 def _missing(path: str) -> str:
@@ -660,6 +661,27 @@ def test_explain_names_the_winner_and_its_variables() -> None:
     assert verdicts(partial, HERE) == {"skypilot": "refused"}
     in_a_rank = {**partial, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     assert verdicts(in_a_rank, HERE) == {"skypilot": "unused"}
+
+
+def test_what_is_explained_is_what_decides_beside_a_plug_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An environment of somebody else's says that this is a rank, which no partial set spoils."""
+    info = RankInfo(3, 4, 1, 2, source="own")
+    own = SimpleNamespace(NAME="own", detect=lambda env: info if "OWN_RANK" in env else None)
+    env = {"SKYPILOT_NODE_RANK": "1", "OWN_RANK": "3"}
+    assert detect_node(env, HERE, [own]) is None
+    assert {each.verdict for each in explain_nodes(env, HERE, [own])} == {"unused", "absent"}
+    assert {each.verdict for each in explain_nodes(env, HERE)} == {"refused", "absent"}
+    monkeypatch.setattr(diagnosis, "environments", SimpleNamespace(load_plugins=lambda: (own,)))
+    node = diagnosis.diagnose(env)["node"]
+    assert (node["source"], node["error"]) == (None, None)
+
+
+@pytest.mark.parametrize(("rank", "size"), [("3", "2"), ("x", "2"), ("0", "0")])
+def test_what_can_t_be_a_rank_isn_t_said_to_count_ranks(rank: str, size: str) -> None:
+    said = str(meaning({"RANK": rank, "WORLD_SIZE": size}, HERE))
+    assert said.startswith(f"RANK={rank} and WORLD_SIZE={size} can't be those of a rank: torchrun")
 
 
 NAMES = sorted({name for node in NODES.values() for name in node.env})
