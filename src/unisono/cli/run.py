@@ -69,9 +69,13 @@ def run(
         str | None, typer.Option(metavar="A:3,B:1", help="Hosts and their ranks: mpi, slurm.")
     ] = None,
     max_restarts: Annotated[
-        int,
-        typer.Option(metavar="N", help="Times to start all ranks again after one fails."),
-    ] = 0,
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Times to start all ranks again after one fails. By default what Kubeflow says, "
+            "else 0.",
+        ),
+    ] = None,
     timeout: Annotated[
         float | None, typer.Option(metavar="S", help="Seconds that nodes wait for each other.")
     ] = None,
@@ -140,7 +144,7 @@ def run(
         master_addr if node is None else master_addr or node.master_addr,
         master_port if node is None or most == 1 else master_port or node.master_port,
         _hosts(hosts),
-        max_restarts,
+        _restarts(max_restarts, node),
         timeout,
         None if log_dir is None else str(log_dir),
         _is_coloured(),
@@ -249,6 +253,11 @@ def _count(text: str | None, node: NodeInfo | None) -> int:
 
     said = None if node is None else node.nproc_per_node
     return count_ranks("--nproc-per-node", text or said or "auto")
+
+
+def _restarts(asked: int | None, node: NodeInfo | None) -> int:
+    said = None if node is None else node.max_restarts
+    return (said or 0) if asked is None else asked
 
 
 def _nodes(text: str) -> tuple[int, int]:

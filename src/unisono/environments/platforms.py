@@ -23,6 +23,7 @@ PORT = 29500
 _RANGE = re.compile(r"(?P<least>[0-9]{1,9}):(?P<most>[0-9]{1,9})")
 _HOST_PORT = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:]+)):(?P<port>[0-9]{1,20})")
 _WORDS = ("auto", "gpu", "cpu")
+_WAYS = ("c10d", "static")
 _LOOPBACK = ("localhost", "127.0.0.1")
 _ALONE = "or say --nnodes 1 (nnodes=1 to Parallel) for a job of this node alone"
 _OF_PARTS = (
@@ -102,6 +103,8 @@ class Platform:
         seats: where one of these is set and no node's rank is, the nodes seat themselves.
         numbers_more: whether the node's rank may count more than the nodes that train together.
         starts_first: whether it starts a job's script on the first host alone.
+        max_restarts: how often all ranks may start again.
+        meets_by: the way in which nodes meet, which has to be one that is known here.
     """
 
     NAME: str
@@ -126,6 +129,8 @@ class Platform:
     seats: tuple[str, ...] = ()
     numbers_more: bool = False
     starts_first: bool = False
+    max_restarts: tuple[str, ...] = ()
+    meets_by: tuple[str, ...] = ()
 
     def detect(self, env: Mapping[str, str], machine: Machine) -> NodeInfo | None:
         """Read the variables of this platform.
@@ -150,6 +155,7 @@ class Platform:
         least, most = self._nodes(reader, listed)
         rank = self._rank(reader, machine, listed, least, most)
         addr = None if most == 1 else self._leader(reader, machine, listed, rank)
+        restarts = reader.number(*self.max_restarts)
         return NodeInfo(
             rank,
             least,
@@ -159,6 +165,7 @@ class Platform:
             self._count(reader, listed),
             self.NAME,
             hosts=tuple(listed.hosts) if listed and self.starts_first else (),
+            max_restarts=None if restarts is None else restarts.value,
         )
 
     def _refuse_parts(self, reader: Reader) -> None:
@@ -278,6 +285,10 @@ class Platform:
         self, reader: Reader, machine: Machine, listed: _Listed | None, rank: int | None
     ) -> str:
         """Find node 0's host."""
+        way = reader.text(*self.meets_by)
+        if way is not None and way[1] not in _WAYS:
+            message = f"{way[0]}={shown(way[1])} isn't {' or '.join(_WAYS)}: unisono's nodes can't "
+            raise reader.error(f"{message}meet in another way", *way)
         variable = reader.text(*self.leader)
         if variable is None and listed is not None:
             variable = listed.variable, listed.hosts[0]
@@ -414,8 +425,9 @@ _BY_HAND = 'say --nnodes auto (nnodes="auto" to Parallel) on each host of the jo
 #
 # Kubeflow Trainer, newer releases of Kubeflow's PyTorchJob, and charts that follow them: torchrun
 # takes each of its options from PET_ and the option's name. PET_NNODES may be MIN:MAX; then the
-# nodes seat themselves at PET_RDZV_ENDPOINT. PyTorchJob sets RANK and WORLD_SIZE too: RANK counts
-# pods, and so does WORLD_SIZE, unless nprocPerNode is a number: then it counts ranks.
+# nodes seat themselves at PET_RDZV_ENDPOINT, unless PET_RDZV_BACKEND says that etcd is there.
+# PyTorchJob sets RANK and WORLD_SIZE too: RANK counts pods, and so does WORLD_SIZE, unless
+# nprocPerNode is a number: then it counts ranks.
 #
 # PAI DLC of Alibaba Cloud: RANK and WORLD_SIZE count nodes. The address of the first node begins
 # with the job's id, dlc and letters.
@@ -466,6 +478,8 @@ PLATFORMS: tuple[Platform, ...] = (
         port=("PET_MASTER_PORT", "PET_RDZV_ENDPOINT", "MASTER_PORT"),
         nproc_per_node=("PET_NPROC_PER_NODE",),
         seats=("PET_RDZV_ENDPOINT",),
+        max_restarts=("PET_MAX_RESTARTS",),
+        meets_by=("PET_RDZV_BACKEND",),
     ),
     Platform(
         "pai",

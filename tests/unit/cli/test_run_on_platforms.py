@@ -76,6 +76,21 @@ def test_an_elastic_job_has_no_node_rank(
     assert option(words, "--rdzv-endpoint") == "train-node-0-0.train:29400"
 
 
+def test_restarts_are_what_kubeflow_says_where_the_user_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on(monkeypatch, "kubeflow-elastic.node1")
+    for asked, restarts in (((), "3"), (("--max-restarts", "0"), "0")):
+        code, words, said = printed(capsys, *asked)
+        assert code == 0, said
+        assert option(words, "--max-restarts") == restarts
+        assert (option(words, "--nnodes"), option(words, "--rdzv-backend")) == ("2", "c10d")
+    monkeypatch.setenv("PET_RDZV_BACKEND", "etcd-v2")
+    assert "PET_RDZV_BACKEND='etcd-v2' isn't c10d or static" in printed(capsys)[2]
+    monkeypatch.setenv("PET_NNODES", "1")
+    assert "launcher 'processes'" in printed(capsys)[2]
+
+
 def test_a_partial_set_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

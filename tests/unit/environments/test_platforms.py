@@ -120,6 +120,9 @@ WRONG = [
     ("kubeflow.node1", "PET_MASTER_PORT", "0"),
     ("kubeflow.node1", "PET_NPROC_PER_NODE", "many"),
     ("kubeflow.node1", "PET_MASTER_ADDR", "two words"),
+    ("kubeflow.node1", "PET_RDZV_BACKEND", "etcd"),
+    ("kubeflow-elastic.node1", "PET_RDZV_BACKEND", "etcd-v2"),
+    ("kubeflow-elastic.node1", "PET_MAX_RESTARTS", "many"),
     ("pai.node1", "RANK", "2"),
     ("pai.node1", "NPROC_PER_NODE", "-1"),
     ("volcano.node1", "VC_TASK_INDEX", "2"),
@@ -224,6 +227,14 @@ def test_an_elastic_job_seats_itself() -> None:
     )
     assert (info.node_rank, info.nnodes, info.max_nnodes) == (None, 1, 4)
     assert (info.master_addr, info.master_port) == ("train-worker-0", 23456)
+
+
+def test_what_kubeflow_says_besides() -> None:
+    assert found("kubeflow-elastic.node1").max_restarts == 3
+    assert found("kubeflow.node1").max_restarts is None
+    for way in ("c10d", "static", " "):
+        assert facts(found("kubeflow.node1", PET_RDZV_BACKEND=way)) == NODES["kubeflow.node1"].says
+    assert found("kubeflow.node1", PET_NNODES="1", PET_NODE_RANK="0", PET_RDZV_BACKEND="etcd")
 
 
 @pytest.mark.parametrize("node", [0, 1])
