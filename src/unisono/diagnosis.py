@@ -107,6 +107,7 @@ def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _node(environ: Mapping[str, str]) -> dict[str, Any]:
+    plugins = environments.load_plugins()
     findings: list[dict[str, Any]] = [
         {
             "source": finding.source,
@@ -115,7 +116,7 @@ def _node(environ: Mapping[str, str]) -> dict[str, Any]:
             "facts": None if finding.info is None else asdict(finding.info),
             "variables": dict(finding.variables),
         }
-        for finding in explain_nodes(environ, MACHINE)
+        for finding in explain_nodes(environ, MACHINE, plugins)
         if finding.verdict != "absent"
     ]
     winner = next((finding for finding in findings if finding["verdict"] == "won"), None)
@@ -123,7 +124,7 @@ def _node(environ: Mapping[str, str]) -> dict[str, Any]:
     return {
         "source": None if winner is None else winner["source"],
         "error": refused["error"] if winner is None and refused is not None else None,
-        "meaning": meaning(environ, MACHINE),
+        "meaning": meaning(environ, MACHINE, plugins),
         "findings": findings,
     }
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from unisono.accelerators import accelerator_count
 from unisono.control.addresses import own_address
 from unisono.environments.detection import environments
-from unisono.environments.nodes import alone, detect_node, is_gap
+from unisono.environments.nodes import alone, detect_node, is_gap, not_a_node
 from unisono.environments.platforms import Machine
 from unisono.errors import ArgumentError, EnvironmentDetectionError
 from unisono.topology import NodeInfo, usable_cores
 
-__all__ = ("MACHINE", "count_ranks", "devices_here", "find_node", "read_node")
+__all__ = ("MACHINE", "count_ranks", "devices_here", "find_node", "read_node", "refuse_rank")
 
 
 def _name() -> str:
@@ -80,6 +80,22 @@ def find_node(
     if node.max_nnodes > 1:
         warn(alone(node))
     return None
+
+
+def refuse_rank(what: str) -> None:
+    """Refuse to start a job of this process's own where it is one of several ranks.
+
+    Local. For where `find_node` finds no node, though the user asks for what the platform says.
+
+    Args:
+        what: the user's option.
+
+    Raises:
+        EnvironmentDetectionError: a launcher has started this process as one of several.
+    """
+    error = not_a_node(what, os.environ, environments.load_plugins())
+    if error is not None:
+        raise error
 
 
 def devices_here() -> int:

@@ -13,6 +13,7 @@ from typing_extensions import ParamSpec, Unpack
 from unisono import context, facts
 from unisono.arguments import check_names
 from unisono.control.signatures import level
+from unisono.environments.nodes import ambiguity
 from unisono.errors import (
     ArgumentError,
     ContextError,
@@ -21,10 +22,10 @@ from unisono.errors import (
 )
 from unisono.lifecycle import best_backend, check_job, finalize, initialize, spawn
 from unisono.model.contract import ComputationModel
-from unisono.node import count_ranks, find_node, read_node
+from unisono.node import count_ranks, find_node, read_node, refuse_rank
 from unisono.options import ParallelOptions
 from unisono.registry import find_launcher, find_model
-from unisono.topology import NodeInfo
+from unisono.topology import NodeInfo, RankInfo
 from unisono.tracebacks import hides
 
 if TYPE_CHECKING:
@@ -56,7 +57,9 @@ class Parallel:
     others) its variables say which node this is, and `run` spawns this node's ranks, which meet
     those of the other nodes. ``nproc_per_node`` is then what the platform says, else the number of
     accelerators, else of cores; every node needs the same. A job of one node has several ranks only
-    where the platform says so. ``nnodes=1`` keeps a job on this node; a RANK of which nothing says
+    where the platform says so. Where the node is told a RANK and a WORLD_SIZE, and not how many
+    ranks it has (older PyTorchJobs, Volcano's plug-in pytorch, PAI, Azure), it has one, unless
+    ``nnodes="auto"`` is given. ``nnodes=1`` keeps a job on this node; a RANK of which nothing says
     that it counts nodes stays a rank. Under PBS and Grid Engine, which start a script on the first
     host alone, ``nnodes="auto"`` on each host is needed.
 
@@ -172,7 +175,10 @@ class Parallel:
         is_asked = self._may_be_node() and (self._backend is None or self._can_spawn_on_nodes())
         if not is_asked:
             return
-        node = find_node(self._keep, is_asked=self._nnodes == "auto", may_be_several=True)
+        is_auto = self._nnodes == "auto"
+        node = find_node(self._keep, is_asked=is_auto, may_be_several=True)
+        if is_auto and self._count is not None:
+            self._refuse_own_job(node)
         if node is None or node.is_ambiguous or not self._can_spawn_on_nodes():
             return
         if node.node_rank is None:
@@ -182,7 +188,8 @@ class Parallel:
                 "unisono run"
             )
         if self._count is None:
-            rank = context.detect_environment()
+            is_sure = is_auto and node.max_nnodes > 1  # then a rank's size doesn't count
+            rank = None if is_sure else context.detect_environment()
             self._count = _count(node, None if rank is None else rank.world_size)
         if self._count is None or node.max_nnodes == 1:
             return
@@ -197,6 +204,13 @@ class Parallel:
         where = (node.node_rank, node.nnodes, node.source, self._count)
         self._say(text, *where, node.master_addr, node.master_port)
 
+    def _refuse_own_job(self, node: NodeInfo | None) -> None:
+        """Refuse replicas of a job of this process's own where others start theirs. Local."""
+        if node is None:
+            refuse_rank("nnodes='auto'")
+        elif node.is_ambiguous:
+            raise ambiguity(node)
+
     def _keep(self, text: str) -> None:
         self._gap = text
 
@@ -209,17 +223,18 @@ class Parallel:
             is_rank = context.read_environment() is not None
         else:
             rank = context.detect_environment()
-            is_rank = rank is not None and (rank.local_rank is not None or not self._is_numbered())
+            is_task = rank is not None and rank.source != "torchrun"
+            is_rank = rank is not None and (is_task or not self._is_numbered(rank))
         return {} if is_rank else {"rank": 0, "world_size": 1}
 
-    def _is_numbered(self) -> bool:
-        """Tell whether a RANK would be this node's number, by what its platform says. Local."""
+    def _is_numbered(self, rank: RankInfo) -> bool:
+        """Tell whether a rank would be this node's number, by what its platform says. Local."""
         if self._options.get("init_method") is not None:
             return False  # which has to know a rank
         try:
             node = read_node()
         except EnvironmentDetectionError:
-            return True
+            return rank.local_rank is None
         return node is not None and not node.is_ambiguous
 
     def _may_be_node(self) -> bool:
@@ -228,7 +243,7 @@ class Parallel:
             return False
         if self._nnodes == 1 or self._options.get("launcher") not in _OURS:
             return False
-        if self._nproc_per_node is None:
+        if self._nproc_per_node is None and self._nnodes != "auto":
             info = context.detect_environment()
             if info is not None and info.local_rank is not None:
                 return False

@@ -22,7 +22,7 @@ from unisono.control import signatures
 from unisono.control.signatures import OUR_FRAMES, carried_line
 from unisono.errors import EnvironmentDetectionError
 from unisono.host import stack_signal
-from unisono.host.status_page import CALLED, Lane, StatusPage, shortened
+from unisono.host.status_page import CALLED, Lane, StatusPage, short_name, shortened
 from unisono.model.handle import Handle
 from unisono.topology import EVERYBODY, Group, RankInfo, members_of_pair, pair
 from unisono.tracebacks import hides, summary
@@ -374,8 +374,8 @@ class CallLog:
         """Take note of the members of a group that was made."""
         self._members[group.name] = group.ranks
         if self._page is not None and not members_of_pair(group.name):  # whose name says it
-            groups = {**self._page.facts["groups"], group.name: shortened(group.ranks)}
-            self._page.update(groups=groups)
+            ranks = {short_name(group.name): shortened(group.ranks)}
+            self._page.update(groups={**self._page.facts["groups"], **ranks})
 
     @contextmanager
     def call(self, name: str, group: Group | None = None, value: object = None) -> Iterator[None]:

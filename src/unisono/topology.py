@@ -259,6 +259,7 @@ class NodeInfo:
         source: name of the platform.
         is_ambiguous: whether the same variables could as well be those of one rank.
         hosts: the job's hosts, where the platform starts the script on the first of them alone.
+        max_restarts: how often all ranks may start again; None where the platform doesn't say.
     """
 
     node_rank: int | None
@@ -270,6 +271,7 @@ class NodeInfo:
     source: str
     is_ambiguous: bool = False
     hosts: tuple[str, ...] = ()
+    max_restarts: int | None = None
 
 
 _PAIR = re.compile(r"rank ([0-9]+) to rank ([0-9]+)")

@@ -6,7 +6,7 @@ import re
 import runpy
 
 from tests.support.pages import ROOT
-from tests.support.platforms import JOBS, NODES
+from tests.support.platforms import ELASTIC, JOBS, NODES
 from unisono.environments.platforms import PLATFORMS
 
 PAGE = (ROOT / "docs" / "how-to" / "clusters.md").read_text()
@@ -22,6 +22,8 @@ def test_the_table_has_every_variable() -> None:
         names = (*each.marks, *each.node_rank, *each.nnodes, *each.leader, *each.port, *hosts)
         for name in (*names, *each.nproc_per_node, *each.main):
             assert f"``{name}``" in table, (each.NAME, name)
+        for name in (*each.max_restarts, *each.meets_by):
+            assert f"`{name}" in PAGE, (each.NAME, name)
         assert each.documentation in table
 
 
@@ -29,7 +31,7 @@ def test_every_platform_has_a_recipe_that_shows_what_it_sets() -> None:
     shown = re.findall(r"\{literalinclude\} \.\./\.\./(tests/data/\S+)", PAGE)
     assert all((ROOT / path).is_file() for path in shown)
     assert {path.rpartition("/")[2] for path in shown if "platforms" in path} == {
-        f"{job}.node1.env" for job in JOBS
+        f"{job}.node1.env" for job in (*JOBS, *ELASTIC)
     }
     recipes = PAGE.partition("## Recipes")[2].split("\n### ")[1:]
     for recipe in recipes:

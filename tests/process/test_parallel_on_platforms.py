@@ -268,12 +268,55 @@ def test_pods_with_a_rank_that_seat_themselves_are_refused_too(
         assert parallel.run(own_rank) == [0]
 
 
+@pytest.mark.parametrize("launcher", ["OMPI_COMM_WORLD_", ""])
+def test_auto_refuses_a_job_of_a_rank_s_own(monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
+    for name, value in {"RANK": 1, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 1}.items():
+        torch = {"RANK": "RANK", "SIZE": "WORLD_SIZE"}.get(name)
+        if launcher or torch:
+            monkeypatch.setenv(f"{launcher}{name}" if launcher else str(torch), str(value))
+    refusal = "openmpi says that it is rank 1 of 2" if launcher else "whether they count nodes"
+    with pytest.raises(EnvironmentDetectionError, match=refusal):
+        unisono.Parallel("gloo", nproc_per_node=1, nnodes="auto").__enter__()
+    with unisono.Parallel("gloo", nproc_per_node=1, nnodes=1):
+        pass
+
+
+def test_the_only_task_of_a_host_is_a_node_where_the_program_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    on(monkeypatch, "skypilot.node1")
+    for name, value in {"RANK": 1, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 1}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    caplog.set_level(logging.INFO, "unisono.parallel")
+    both: tuple[dict[str, Any], ...] = ({"nnodes": "auto"}, {"nproc_per_node": 2})
+    for options in both:
+        caplog.clear()
+        with unisono.Parallel("gloo", **options):
+            pass
+        assert "node 1 of 2, as skypilot says: 2 processes here" in caplog.text
+
+
 def test_a_rank_stays_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "skypilot.node1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "0")
     with pytest.raises(EnvironmentDetectionError, match="MASTER_PORT='0'"):
         unisono.Parallel("gloo").__enter__()  # by initialize(), as a rank that meets others
+
+
+@pytest.mark.parametrize("job", ["pytorchjob", "pai", "volcano-pytorch", "azureml"])
+def test_auto_starts_the_ranks_of_a_node_with_a_rank(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, job: str
+) -> None:
+    """A RANK that counts nodes is one rank on each of them without it."""
+    monkeypatch.setattr("unisono.node.accelerator_count", lambda: 0)
+    monkeypatch.setattr("unisono.node.usable_cores", lambda: 3)
+    on(monkeypatch, f"{job}.node1")
+    caplog.set_level(logging.INFO, "unisono.parallel")
+    with unisono.Parallel("gloo", nnodes="auto"):
+        pass
+    count = NODES[f"{job}.node1"].env.get("NPROC_PER_NODE", "3")
+    assert f"node 1 of 2, as {job.partition('-')[0]} says: {count} processes" in caplog.text
 
 
 @pytest.mark.parametrize(

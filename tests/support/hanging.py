@@ -22,6 +22,7 @@ from unisono.host.status_page import start_ticks
 
 _LIMIT_S = 60.0
 _BESIDE = 2  # threads
+_OTHERS = {"calls": "in _c", "locks": "in _wait\n"}  # what these are in
 _mutex = ctypes.create_string_buffer(64)  # all zeros: PTHREAD_MUTEX_INITIALIZER
 ROOT = Path(__file__).parents[2]
 THREADS_OF_C = 96
@@ -41,6 +42,10 @@ class Hanging:
 
     def is_alive(self) -> bool:
         return self.process.poll() is None
+
+    def threads(self) -> list[int]:
+        """List its threads, the first one first."""
+        return sorted(int(task.name) for task in Path(f"/proc/{self.pid}/task").iterdir())
 
     def stop(self) -> None:
         """Stop it, and wait until it is."""
@@ -102,17 +107,27 @@ def hanging(how: str) -> Iterator[Hanging]:
         try:
             assert process.stdout is not None
             facts = json.loads(process.stdout.readline())
-            assert wait_until(lambda: _is_there(how, facts), _LIMIT_S)
-            yield Hanging(process, facts)
+            hanging = Hanging(process, facts)
+            assert wait_until(lambda: _is_there(how, hanging), _LIMIT_S)
+            yield hanging
         finally:
             process.kill()
 
 
-def _is_there(how: str, facts: dict[str, Any]) -> bool:
-    if how == "calls":  # it isn't asked on every Python
-        return len(list(Path(f"/proc/{facts['pid']}/task").iterdir())) == 1 + _BESIDE
-    text = stack_signal.ask(facts["pid"], facts, facts["thread_id"], _LIMIT_S)
-    return "in hang\n" in (text or "")
+def _is_there(how: str, hanging: Hanging) -> bool:
+    """Tell whether each thread that runs Python is where it will be asked."""
+    own = hanging.facts["thread_id"]
+    words = {own: "in hang\n"}
+    if how in _OTHERS:
+        words |= {each: _OTHERS[how] for each in hanging.threads() if each != own}
+        if len(words) != 1 + _BESIDE:
+            return False
+    if how == "calls" and hanging.facts.get("at_rest"):  # they never do
+        return True
+    return all(
+        word in (stack_signal.ask(hanging.pid, hanging.facts, thread, _LIMIT_S) or "")
+        for thread, word in words.items()
+    )
 
 
 def _tell() -> None:

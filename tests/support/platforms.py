@@ -68,7 +68,9 @@ def _load(path: Path) -> Node:
 
 
 NODES = {node.name: node for node in map(_load, sorted(FOLDER.glob("*.env")))}
-JOBS = sorted({name.partition(".")[0] for name in NODES})
+ELASTIC = ("kubeflow-elastic",)
+"""Jobs whose nodes seat themselves."""
+JOBS = sorted({name.partition(".")[0] for name in NODES} - set(ELASTIC))
 
 
 def facts(info: NodeInfo) -> str:

@@ -68,7 +68,7 @@ class LiveView:
         self.answer: Callable[[str], None] | None = None
         self.page: list[str] | None = None  # stacks, in place of the table
         self.scrolled = 0
-        self.ending: tuple[Job, float] | None = None
+        self.ending: list[tuple[Job, float]] = []  # jobs, and when they are sent SIGKILL
         self.is_over = False
 
     def run(self) -> int:
@@ -84,24 +84,30 @@ class LiveView:
             while not self.is_over:
                 self.look()
                 until = time.monotonic() + self.every_s
-                while not self.is_over and time.monotonic() < until:
+                while not self.is_over and (left_s := self._due(until) - time.monotonic()) > 0:
                     live.update(self.shown(), refresh=True)
-                    for key in _pressed(fd, until - time.monotonic()):
+                    for key in _pressed(fd, left_s):
                         self.press(key)
         return 0
 
+    def _due(self, until: float) -> float:
+        return min([until, *(kills_at for _, kills_at in self.ending)])
+
     def look(self) -> None:
         """Read the jobs again. Local."""
+        name = self.jobs[self.at].name if self.jobs else None
         self.jobs = look(self.meter)
         if self.wanted is not None:
             if self.name is None and self.jobs:
                 self.name = chosen(self.jobs, self.wanted).name
             self.jobs = [job for job in self.jobs if job.name == self.name]
-        self.at = min(self.at, max(len(self.jobs) - 1, 0))
+        names = [job.name for job in self.jobs]
+        self.at = names.index(name) if name in names else min(self.at, max(len(names) - 1, 0))
         self.report = self._report() if self.jobs else None
-        if self.ending is not None and time.monotonic() > self.ending[1]:
-            send(self.ending[0], signal.SIGKILL)
-            self.ending = None
+        now = time.monotonic()
+        for job in [job for job, kills_at in self.ending if kills_at <= now]:
+            send(job, signal.SIGKILL)
+        self.ending = [each for each in self.ending if each[1] > now]
 
     def _report(self) -> Mapping[str, Any]:
         """Ask the other hosts of the job that is shown."""
@@ -144,18 +150,21 @@ class LiveView:
         self.prompt, self.typed, self.answer = prompt, "", answer
 
     def _ask_rank(self) -> None:
-        rank = self._suspect()
-        self._ask(f"stacks of which rank? [{rank}] ", self._show_rank)
+        name, report = self.jobs[self.at].name, self.report or {}
+        suspect = int([*report["culprits"], *report["ranks"]][0]["rank"])  # or the first rank
 
-    def _suspect(self) -> int:
-        """Choose the first culprit, or the first rank."""
-        report = self.report or {}
-        return int([*report["culprits"], *report["ranks"]][0]["rank"])
+        def answer(typed: str) -> None:
+            self._show_rank(name, int(typed) if typed.isdecimal() else suspect)
 
-    def _show_rank(self, typed: str) -> None:
-        rank = int(typed) if typed.isdecimal() else self._suspect()
+        self._ask(f"stacks of which rank? [{suspect}] ", answer)
+
+    def _show_rank(self, name: str, rank: int) -> None:
+        job = self.jobs[self.at] if self.jobs else None
+        if job is None or job.name != name:
+            self._show([f"job {name} has ended"])
+            return
         self.asked = Asked()  # who asks to see stacks takes what that interrupts
-        found = stacks_of(self.jobs[self.at], _ANSWER_S, all_threads=True, ranks=[rank])
+        found = stacks_of(job, _ANSWER_S, all_threads=True, ranks=[rank])
         self._show([f"there isn't a rank {rank} here"])
         if rank in found:
             self._show(one_stack(rank, found[rank]))
@@ -173,7 +182,7 @@ class LiveView:
         def answer(typed: str) -> None:
             if typed.strip().lower() in ("y", "yes"):
                 send(job, signal.SIGTERM)
-                self.ending = (job, time.monotonic() + _GRACE_S)
+                self.ending.append((job, time.monotonic() + _GRACE_S))
 
         n_here = sum(each.is_here for each in job.ranks)
         self._ask(f"end the {n_here} ranks of job {job.name} on this host? y/[n] ", answer)
@@ -205,7 +214,7 @@ class LiveView:
         for row in rows(report):
             table.add_row(*row)
         yield table
-        if self.ending is not None:
+        if report["job"] in [job.name for job, _ in self.ending]:
             yield Text("ending the job: SIGTERM was sent, SIGKILL follows", "bold red")
 
 

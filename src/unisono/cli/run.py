@@ -69,9 +69,13 @@ def run(
         str | None, typer.Option(metavar="A:3,B:1", help="Hosts and their ranks: mpi, slurm.")
     ] = None,
     max_restarts: Annotated[
-        int,
-        typer.Option(metavar="N", help="Times to start all ranks again after one fails."),
-    ] = 0,
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Times to start all ranks again after one fails. By default what Kubeflow says, "
+            "else 0.",
+        ),
+    ] = None,
     timeout: Annotated[
         float | None, typer.Option(metavar="S", help="Seconds that nodes wait for each other.")
     ] = None,
@@ -140,7 +144,7 @@ def run(
         master_addr if node is None else master_addr or node.master_addr,
         master_port if node is None or most == 1 else master_port or node.master_port,
         _hosts(hosts),
-        max_restarts,
+        _restarts(max_restarts, node),
         timeout,
         None if log_dir is None else str(log_dir),
         _is_coloured(),
@@ -210,7 +214,7 @@ def _node(
 ) -> NodeInfo | None:
     """Ask the platform which node this is; say aloud what it says."""
     from unisono.environments.nodes import ambiguity
-    from unisono.node import find_node
+    from unisono.node import find_node, refuse_rank
 
     default = _default_launcher(backend, "1")
     if launcher != "torchrun" and (launcher or default != "processes"):
@@ -225,6 +229,8 @@ def _node(
         typer.echo(f"unisono run: {text}", err=True)
 
     node = find_node(warn, is_asked=is_asked, may_be_several=False)
+    if node is None and is_asked:
+        refuse_rank("--nnodes auto")
     if node is not None and node.is_ambiguous and _count(nproc_per_node, None) != 1:
         raise ambiguity(node)
     if node is not None and node.max_nnodes > 1:
@@ -247,6 +253,11 @@ def _count(text: str | None, node: NodeInfo | None) -> int:
 
     said = None if node is None else node.nproc_per_node
     return count_ranks("--nproc-per-node", text or said or "auto")
+
+
+def _restarts(asked: int | None, node: NodeInfo | None) -> int:
+    said = None if node is None else node.max_restarts
+    return (said or 0) if asked is None else asked
 
 
 def _nodes(text: str) -> tuple[int, int]:

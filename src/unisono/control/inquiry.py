@@ -261,7 +261,9 @@ def _stacks(found: Sequence[PageCopy], request: Mapping[str, Any]) -> list[dict[
     timeout_s = min(float(request["timeout_s"]), stack_signal.LONGEST_S)
     all_threads = bool(request["all_threads"])
     texts: dict[int, dict[int, str] | None] = dict.fromkeys(newest)
-    left = iter(newest.items())
+    # It isn't at rest while threads of this function look at others.
+    last = {rank: copy for rank, copy in newest.items() if _is_own_and_rests(copy.facts)}
+    left = iter([item for item in newest.items() if item[0] not in last])
 
     def ask() -> None:
         for rank, copy in left:
@@ -270,16 +272,23 @@ def _stacks(found: Sequence[PageCopy], request: Mapping[str, Any]) -> list[dict[
     # Unlike an executor's, threads that the interpreter doesn't wait for at its end.
     threads = [
         threading.Thread(target=ask, name=_NAME, daemon=True)
-        for _ in range(min(len(newest), _N_AT_ONCE))
+        for _ in range(min(len(newest) - len(last), _N_AT_ONCE))
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    until = time.monotonic() + timeout_s
+    for rank, copy in last.items():
+        texts[rank] = _texts(copy, max(until - time.monotonic(), 0.0), all_threads)
     return [
         {"rank": rank, "stacks": None if each is None else list(each.items())}
         for rank, each in texts.items()
     ]
+
+
+def _is_own_and_rests(facts: Mapping[str, Any]) -> bool:
+    return bool(facts["pid"] == os.getpid() and facts.get("at_rest"))
 
 
 def _texts(copy: PageCopy, timeout_s: float, all_threads: bool) -> dict[int, str] | None:

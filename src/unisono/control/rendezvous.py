@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from unisono.arguments import number_in
@@ -41,6 +40,7 @@ from unisono.errors import CollectiveError, EnvironmentDetectionError, PeerRefus
 from unisono.host import arena, memory
 from unisono.host.arena import Arena
 from unisono.host.mailbox import MAILBOX_BYTES, Mailbox, receive, send
+from unisono.host.status_page import boot_id
 from unisono.model import fallback
 from unisono.topology import Group, name_of, usable_cores
 
@@ -124,8 +124,7 @@ class _Vote:
 def host_of_this_process() -> str:
     """Name what this process shares with those that it can reach by a Unix-domain socket. Local."""
     with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
+        return f"{boot_id()} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
     return f"{socket.gethostname()} {os.getuid() if hasattr(os, 'getuid') else ''}"
 
 

@@ -3,16 +3,19 @@
 A process that is a rank already has none of this to do, so `detection` is asked first. RANK and
 WORLD_SIZE count ranks for torch and nodes for several platforms: where nothing decides, the answer
 says so, and the caller has to refuse it or to be sure that both meanings are the same.
+
+Slurm and MPI may as well start one task on each host, which is to start the ranks: where a platform
+says the same place as the task's own, or the user says that it counts nodes, the task is a node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.environments.detection import Environment, Verdict, _Recorder, detect
 from unisono.environments.platforms import PLATFORMS, PORT, Machine, Platform
-from unisono.environments.reader import RANK_COUNTS, Reader, counts_nodes
+from unisono.environments.reader import RANK_COUNTS, Reader, counts_nodes, shown
 from unisono.errors import EnvironmentDetectionError
 from unisono.topology import NodeInfo, RankInfo
 
@@ -24,11 +27,18 @@ __all__ = (
     "explain_nodes",
     "is_gap",
     "meaning",
+    "not_a_node",
 )
 
 _OF_RANKS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
 _BARE = "torch"
 """The source of a node that only RANK and WORLD_SIZE speak of."""
+_STATED = "stated"
+"""The platform that is the user's own word."""
+_ONE_TASK = (
+    f"start one task on each host, or unset {RANK_COUNTS}, or say --nnodes 1 (nnodes=1 to "
+    "Parallel) for a job of this node alone"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +81,8 @@ def detect_node(
 
     Returns:
         The facts; None if no platform is there, and in a rank, whose node has been taken care of.
+        The only task of a host is its node where a platform gives the host the same number, or
+        UNISONO_RANK_COUNTS=nodes is set.
 
     Raises:
         EnvironmentDetectionError: the variables of the platform are partial, malformed or
@@ -80,7 +92,7 @@ def detect_node(
     if rank is not None and (
         rank.local_rank is not None or rank.source != "torchrun" or counts_nodes(reader) is False
     ):
-        return _only_rank(env, machine, rank)
+        return _only_rank(env, machine, rank, is_asked=is_asked)
     for platform in PLATFORMS:
         if rank is None or platform.node_rank == ("RANK",):
             info = platform.detect(env, machine)
@@ -108,16 +120,47 @@ def _rank(env: Mapping[str, str], extra: Iterable[Environment]) -> RankInfo | No
         return None
 
 
-def _only_rank(env: Mapping[str, str], machine: Machine, rank: RankInfo) -> NodeInfo | None:
-    """Give the node of a rank that its platform started as the only one there."""
-    reader = Reader(env, _BARE, "")
+def _only_rank(
+    env: Mapping[str, str], machine: Machine, rank: RankInfo, *, is_asked: bool
+) -> NodeInfo | None:
+    """Give the node of a task that was started as the only one there, and is to start the ranks."""
+    reader = Reader(env, _STATED, _ONE_TASK)
     if reader.has(*_OF_RANKS[2:]) or reader.text(RANK_COUNTS) == (RANK_COUNTS, "ranks"):
         return None  # torch's agent has started it, or the user says so
-    for platform in PLATFORMS:
-        info = _asked(platform, env, machine)[0] if platform.starts_ranks else None
-        if _is_same(info, rank):
-            return info
-    return None
+    is_task = rank.source != "torchrun"  # else LOCAL_RANK is set, which means a rank
+    for platform in PLATFORMS if _is_alone(rank) else ():
+        if platform.starts_ranks or (is_task and (is_asked or not platform.starts_first)):
+            info = _asked(platform, env, machine)[0]
+            if info is not None and info.node_rank == rank.rank and _is_same(info, rank):
+                return info
+    return _stated(reader, rank) if is_task and counts_nodes(reader) else None
+
+
+def _is_alone(rank: RankInfo) -> bool:
+    """Tell whether each node has one rank, as far as this one is told."""
+    if rank.local_rank not in (0, None) or rank.nnodes not in (None, rank.world_size):
+        return False
+    return rank.local_world_size == 1 or (rank.local_world_size is None and rank.local_rank == 0)
+
+
+def _stated(reader: Reader, rank: RankInfo) -> NodeInfo:
+    """Give the node of a task that the user says is one."""
+    said = f"{RANK_COUNTS}=nodes, but {rank.source} says that this is rank {rank.rank} of "
+    said += f"{rank.world_size}"
+    others = (("RANK", rank.rank), ("WORLD_SIZE", rank.world_size))
+    for name, number in others:
+        text = reader.text(name)
+        if text is not None and text[1] != str(number):
+            raise reader.error(f"{said}, and {name} is {shown(text[1])}", RANK_COUNTS, "nodes")
+    if not _is_alone(rank):
+        raise reader.error(f"{said}, and not that each node has one", RANK_COUNTS, "nodes")
+    size, addr = rank.world_size, rank.master_addr
+    if size > 1 and addr is None:
+        message = f"{said}, and MASTER_ADDR, which says where node 0 is, is not set"
+        raise reader.error(message, "MASTER_ADDR", None)
+    return NodeInfo(
+        rank.rank, size, size, None if size == 1 else addr, rank.master_port or PORT, None, _STATED
+    )
 
 
 def _either(env: Mapping[str, str], rank: RankInfo | None) -> NodeInfo | None:
@@ -151,6 +194,42 @@ def ambiguity(info: NodeInfo) -> EnvironmentDetectionError:
         source=info.source,
         variable="RANK",
         value=str(info.node_rank),
+    )
+
+
+def not_a_node(
+    what: str, env: Mapping[str, str], extra: Iterable[Environment] = ()
+) -> EnvironmentDetectionError | None:
+    """Say why a job of this process's own would be one of several, each of which is alone.
+
+    Local. For where `detect_node` finds no node, though the user asks for what the platform says.
+
+    Args:
+        what: the user's option.
+        env: the variables.
+        extra: environments of plug-ins.
+
+    Returns:
+        The error, with all remedies; None where this isn't a rank of several.
+    """
+    rank, said = _rank(env, extra), Reader(env, _STATED, "").text(RANK_COUNTS)
+    if rank is None or rank.world_size == 1 or said == (RANK_COUNTS, "ranks"):
+        return None
+    size, variable = rank.world_size, RANK_COUNTS
+    remedy = (
+        f"if they are the only tasks of {size} hosts, whose ranks are to be started, set "
+        f"{RANK_COUNTS}=nodes, and MASTER_ADDR to the host of rank 0 where {rank.source} "
+        "doesn't say it"
+    )
+    if rank.source == "torchrun":  # then that word changes nothing: LOCAL_RANK means a rank
+        variable, remedy = "LOCAL_RANK", "unset RANK, WORLD_SIZE and LOCAL_RANK if it is a node"
+    return EnvironmentDetectionError(
+        f"{what} finds no platform that says which node this is, but {rank.source} says that it is "
+        f"rank {rank.rank} of {size}, and each of these would start a job of its own: {remedy}; "
+        f"or leave {what} out if that is meant",
+        source=rank.source,
+        variable=variable,
+        value=None,
     )
 
 
@@ -196,7 +275,9 @@ def alone(info: NodeInfo) -> str:
     )
 
 
-def meaning(env: Mapping[str, str], machine: Machine) -> str | None:
+def meaning(
+    env: Mapping[str, str], machine: Machine, extra: Sequence[Environment] = ()
+) -> str | None:
     """Say what RANK and WORLD_SIZE count, and what decides that.
 
     Local. Raises nothing.
@@ -204,6 +285,7 @@ def meaning(env: Mapping[str, str], machine: Machine) -> str | None:
     Args:
         env: the variables.
         machine: what the node knows besides.
+        extra: environments of plug-ins.
 
     Returns:
         One sentence; None where they aren't set, or where LOCAL_RANK leaves no doubt.
@@ -213,10 +295,14 @@ def meaning(env: Mapping[str, str], machine: Machine) -> str | None:
         return None
     what = f"RANK={env['RANK']} and WORLD_SIZE={env['WORLD_SIZE']}"
     try:
-        info = detect_node(env, machine)
+        info = detect_node(env, machine, extra)
     except EnvironmentDetectionError as error:
         return f"{what}: what they count isn't known: {error}"
     if info is None:
+        try:
+            detect(env, extra)
+        except EnvironmentDetectionError as error:
+            return f"{what} can't be those of a rank: {error}"
         return f"{what} count ranks"
     if info.is_ambiguous:
         return (
@@ -226,7 +312,9 @@ def meaning(env: Mapping[str, str], machine: Machine) -> str | None:
     return f"{what} count nodes, by {info.source}; as ranks they are right with one on each node"
 
 
-def explain_nodes(env: Mapping[str, str], machine: Machine) -> list[NodeFinding]:
+def explain_nodes(
+    env: Mapping[str, str], machine: Machine, extra: Sequence[Environment] = ()
+) -> list[NodeFinding]:
     """Say what each platform found, which one `detect_node` gives, and which ones disagree.
 
     Local. Raises nothing.
@@ -234,20 +322,25 @@ def explain_nodes(env: Mapping[str, str], machine: Machine) -> list[NodeFinding]
     Args:
         env: the variables, such as ``os.environ``; only read.
         machine: what the node knows besides.
+        extra: environments of plug-ins.
 
     Returns:
         One finding for each platform, in order of priority.
     """
-    winner, refused = None, ""
+    winner, refused = None, None
     try:
-        winner = detect_node(env, machine)
+        winner = detect_node(env, machine, extra)
     except EnvironmentDetectionError as raised:
-        refused = raised.source
+        refused = raised
     findings = []
     for platform in PLATFORMS:
         view = _Recorder(env)
         info, error = _asked(platform, view, machine)
-        verdict: Verdict = "refused" if refused == platform.NAME else _verdict(info, error, winner)
+        if winner is not None and winner.source == platform.NAME:
+            info, error = winner, None
+        verdict = _verdict(info, error, winner)
+        if refused is not None and refused.source == platform.NAME:
+            verdict, error = "refused", refused
         text = None if error is None else str(error)
         seen = tuple(view.seen.items()) if verdict != "absent" else ()
         findings.append(NodeFinding(platform.NAME, info, text, seen, verdict))

@@ -23,6 +23,13 @@ PORT = 29500
 _RANGE = re.compile(r"(?P<least>[0-9]{1,9}):(?P<most>[0-9]{1,9})")
 _HOST_PORT = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:]+)):(?P<port>[0-9]{1,20})")
 _WORDS = ("auto", "gpu", "cpu")
+_WAYS = ("c10d", "static")
+_LOOPBACK = ("localhost", "127.0.0.1")
+_ALONE = "or say --nnodes 1 (nnodes=1 to Parallel) for a job of this node alone"
+_OF_PARTS = (
+    "set PET_NODE_RANK, PET_NNODES and PET_MASTER_ADDR, which count the hosts of all parts, "
+    + _ALONE
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,7 @@ class Platform:
         node_rank: rank of the node; empty where it is the node's place in the list of hosts.
         nnodes: number of nodes; empty where it is the length of that list.
         leader: host of node 0, or host and port.
+        leader_here: node 0's own name, where it is told a loopback address in place of it.
         port: port of node 0; else the one beside its host.
         nproc_per_node: ranks to start on the node.
         main: number of the node that leads, where that isn't 0.
@@ -95,6 +103,8 @@ class Platform:
         seats: where one of these is set and no node's rank is, the nodes seat themselves.
         numbers_more: whether the node's rank may count more than the nodes that train together.
         starts_first: whether it starts a job's script on the first host alone.
+        max_restarts: how often all ranks may start again.
+        meets_by: the way in which nodes meet, which has to be one that is known here.
     """
 
     NAME: str
@@ -106,6 +116,7 @@ class Platform:
     node_rank: tuple[str, ...] = ()
     nnodes: tuple[str, ...] = ()
     leader: tuple[str, ...] = ("MASTER_ADDR",)
+    leader_here: tuple[str, ...] = ()
     port: tuple[str, ...] = ("MASTER_PORT",)
     nproc_per_node: tuple[str, ...] = ()
     main: tuple[str, ...] = ()
@@ -118,6 +129,8 @@ class Platform:
     seats: tuple[str, ...] = ()
     numbers_more: bool = False
     starts_first: bool = False
+    max_restarts: tuple[str, ...] = ()
+    meets_by: tuple[str, ...] = ()
 
     def detect(self, env: Mapping[str, str], machine: Machine) -> NodeInfo | None:
         """Read the variables of this platform.
@@ -137,14 +150,12 @@ class Platform:
         reader = Reader(env, self.NAME, self.remedy)
         if not self._is_here(reader):
             return None
-        for name, why in self.parts:
-            count = reader.number(name)
-            if count is not None and count.value > 1:
-                raise reader.error(f"{count}, and {why}", name, str(count.value))
+        self._refuse_parts(reader)
         listed = None if self.hosts is None else self._listed(reader, machine)
         least, most = self._nodes(reader, listed)
         rank = self._rank(reader, machine, listed, least, most)
         addr = None if most == 1 else self._leader(reader, machine, listed, rank)
+        restarts = reader.number(*self.max_restarts)
         return NodeInfo(
             rank,
             least,
@@ -154,7 +165,17 @@ class Platform:
             self._count(reader, listed),
             self.NAME,
             hosts=tuple(listed.hosts) if listed and self.starts_first else (),
+            max_restarts=None if restarts is None else restarts.value,
         )
+
+    def _refuse_parts(self, reader: Reader) -> None:
+        """Refuse a job of several parts, of which this row could number one alone."""
+        for name, why in self.parts:
+            count = reader.number(name)
+            if count is not None and count.value > 1:
+                own = Reader(reader.env, reader.source, _OF_PARTS)
+                message = f"{count}, and {why}, and PET_NODE_RANK is not set"
+                raise own.error(message, "PET_NODE_RANK", None)
 
     def _is_here(self, reader: Reader) -> bool:
         """Say whether the platform has started this node."""
@@ -264,10 +285,16 @@ class Platform:
         self, reader: Reader, machine: Machine, listed: _Listed | None, rank: int | None
     ) -> str:
         """Find node 0's host."""
+        way = reader.text(*self.meets_by)
+        if way is not None and way[1] not in _WAYS:
+            message = f"{way[0]}={shown(way[1])} isn't {' or '.join(_WAYS)}: unisono's nodes can't "
+            raise reader.error(f"{message}meet in another way", *way)
         variable = reader.text(*self.leader)
         if variable is None and listed is not None:
             variable = listed.variable, listed.hosts[0]
         if variable is not None:
+            if variable[1] in _LOOPBACK:
+                variable = reader.text(*self.leader_here) or variable
             match = _HOST_PORT.fullmatch(variable[1])
             return reader.host(
                 variable[0], (match["v6"] or match["host"]) if match else variable[1]
@@ -340,24 +367,26 @@ def _with_slots(text: str) -> list[str]:
 
 def _is_pytorchjob(reader: Reader) -> bool:
     """Say whether the pod's own name shows that RANK is its number in the job."""
-    if reader.has("LOCAL_RANK") or not reader.has("WORLD_SIZE"):
+    if reader.has("LOCAL_RANK"):
         return False
     names = [reader.text(name) for name in ("HOSTNAME", "MASTER_ADDR", "RANK")]
     pod, addr, rank = ("" if each is None else each[1] for each in names)
     match = re.fullmatch(r"(?P<job>.+)-(?P<role>master|worker)-(?P<index>[0-9]{1,9})", pod)
-    if match is None or not rank.isdecimal():
+    if match is None or (rank and not rank.isdecimal()):
         return False
+    if addr in _LOOPBACK:  # what a master's own pod is told by still older ones
+        return (match["role"], match["index"], rank or "0") == ("master", "0", "0")
     for leader, first in (("master", 1), ("worker", 0)):
         if addr.partition(".")[0] == f"{match['job']}-{leader}-0":
             offset = first if match["role"] == "worker" else 0
-            return int(match["index"]) + offset == int(rank)
+            return not rank or int(match["index"]) + offset == int(rank)
     return False
 
 
 def _is_pai(reader: Reader) -> bool:
     addr = reader.text("MASTER_ADDR")
     is_its = addr is not None and re.fullmatch(r"dlc[0-9a-z]+-master-0(\..+)?", addr[1])
-    return bool(is_its) and not reader.has("LOCAL_RANK") and reader.has("WORLD_SIZE")
+    return bool(is_its) and not reader.has("LOCAL_RANK")
 
 
 def _is_stated(reader: Reader) -> bool:
@@ -366,6 +395,7 @@ def _is_stated(reader: Reader) -> bool:
 
 def _first_pod(reader: Reader, machine: Machine, rank: int) -> str:
     """Derive the first pod's name from this pod's: train-3.train.ns.svc is number 3."""
+    rank = reader.needed("JOB_COMPLETION_INDEX").value  # also where the nodes seat themselves
     name, dot, domain = machine.name().partition(".")
     job, _, index = name.rpartition("-")
     if index != str(rank) or not job:
@@ -389,15 +419,15 @@ def _own_address(reader: Reader, machine: Machine, rank: int) -> str | None:
         raise reader.error(f"{message}; or set MASTER_ADDR", "MASTER_ADDR", None) from error
 
 
-_ALONE = "or say --nnodes 1 (nnodes=1 to Parallel) for a job of this node alone"
 _BY_HAND = 'say --nnodes auto (nnodes="auto" to Parallel) on each host of the job, with'
 
 # In order of priority: what is built on another one, and says more, comes first.
 #
 # Kubeflow Trainer, newer releases of Kubeflow's PyTorchJob, and charts that follow them: torchrun
 # takes each of its options from PET_ and the option's name. PET_NNODES may be MIN:MAX; then the
-# nodes seat themselves at PET_RDZV_ENDPOINT. PyTorchJob sets RANK and WORLD_SIZE too: RANK counts
-# pods, and so does WORLD_SIZE, unless nprocPerNode is a number: then it counts ranks.
+# nodes seat themselves at PET_RDZV_ENDPOINT, unless PET_RDZV_BACKEND says that etcd is there.
+# PyTorchJob sets RANK and WORLD_SIZE too: RANK counts pods, and so does WORLD_SIZE, unless
+# nprocPerNode is a number: then it counts ranks.
 #
 # PAI DLC of Alibaba Cloud: RANK and WORLD_SIZE count nodes. The address of the first node begins
 # with the job's id, dlc and letters.
@@ -407,7 +437,8 @@ _BY_HAND = 'say --nnodes auto (nnodes="auto" to Parallel) on each host of the jo
 # master and worker, WORLD_SIZE and MASTER_ADDR; without it only one task can be numbered.
 #
 # Older releases of PyTorchJob: RANK and WORLD_SIZE alone, which count pods. That they are a pod's
-# is known by its name, JOB-master-0 or JOB-worker-N, where MASTER_ADDR is JOB-master-0.
+# is known by its name, JOB-master-0 or JOB-worker-N, where MASTER_ADDR is JOB-master-0. The
+# operator before them, and KubeDL, tell the master itself localhost.
 #
 # UNISONO_RANK_COUNTS=nodes: what the user says of a RANK and a WORLD_SIZE that nothing explains.
 #
@@ -426,8 +457,9 @@ _BY_HAND = 'say --nnodes auto (nnodes="auto" to Parallel) on each host of the jo
 # host alone: ssh, pbsdsh or qrsh has to start it on the others, with the variable and a file that
 # they can read. That this was done isn't to be seen, so the user has to say it.
 #
-# TPU VMs and GKE: TPU_WORKER_ID counts the hosts of one slice; in a job of several slices
-# (MEGASCALE_NUM_SLICES) it says too little.
+# TPUs on GKE: TPU_WORKER_ID counts the hosts of one slice; in a job of several slices
+# (MEGASCALE_NUM_SLICES) it says too little. Plain TPU VMs have neither variable: their number and
+# their hosts are in the metadata server.
 #
 # Indexed Jobs and JobSets of Kubernetes: a pod's number and nothing else, so the number of pods has
 # to be in the manifest, by torchrun's name; without it they are taken for pods that work alone, as
@@ -446,6 +478,8 @@ PLATFORMS: tuple[Platform, ...] = (
         port=("PET_MASTER_PORT", "PET_RDZV_ENDPOINT", "MASTER_PORT"),
         nproc_per_node=("PET_NPROC_PER_NODE",),
         seats=("PET_RDZV_ENDPOINT",),
+        max_restarts=("PET_MAX_RESTARTS",),
+        meets_by=("PET_RDZV_BACKEND",),
     ),
     Platform(
         "pai",
@@ -478,6 +512,7 @@ PLATFORMS: tuple[Platform, ...] = (
         marks=("RANK", "WORLD_SIZE"),
         node_rank=("RANK",),
         nnodes=("WORLD_SIZE",),
+        leader_here=("HOSTNAME",),
         is_this=_is_pytorchjob,
     ),
     Platform(
@@ -556,7 +591,7 @@ PLATFORMS: tuple[Platform, ...] = (
     ),
     Platform(
         "tpu",
-        "TPU VM, TPUs on GKE",
+        "TPUs on GKE",
         "https://cloud.google.com/kubernetes-engine/docs/how-to/tpus",
         "set TPU_WORKER_ID and TPU_WORKER_HOSTNAMES together, or unset the TPU_ variables, "
         + _ALONE,

@@ -41,12 +41,13 @@ _LAST_STEP = 0xFFFFFFF0
 _ANY_ID = 2**32 - 1
 # SLURM_STEP_TASKS_PER_NODE is "2(x3),1": three nodes with two tasks each, then one with one
 _RUN = re.compile(r"(?P<tasks>[0-9]{1,9})(?:\(x(?P<nodes>[0-9]{1,9})\))?")
-# mpirun and mpiexec start their daemons as the tasks of a step; the ranks below a daemon inherit
-# its SLURM_PROCID beside variables of their own.
+# mpirun, mpiexec and Flux start their daemons as the tasks of a step; the ranks below a daemon
+# inherit its SLURM_PROCID beside variables of their own.
 _INNER_LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK",),
     ("PMI_RANK", "MPI_LOCALRANKID"),
     ("MV2_COMM_WORLD_RANK",),
+    ("FLUX_TASK_RANK",),
 )
 
 
@@ -62,8 +63,8 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
         env: the variables.
 
     Returns:
-        The facts; None outside of a step, and in a process that mpirun or mpiexec started within
-        Slurm, whose own variables tell who it is.
+        The facts; None outside of a step, and in a process that mpirun, mpiexec or Flux started
+        within Slurm, whose own variables tell who it is.
 
     Raises:
         EnvironmentDetectionError: the variables are partial, malformed or contradict each other.

@@ -41,10 +41,13 @@ _LOCKED_S = 1.0
 _TGKILL = {"x86_64": 234, "aarch64": 131}  # the number of the system call
 _MOST_BYTES = 1 << 20  # of old text, before the next one is asked for
 _COUNTS = sys.version_info < (3, 11)  # whether faulthandler takes references
-_REST_LOOKS = 50  # for a moment in which no other thread runs
+_REST_S = 0.1  # for a moment in which no other thread runs, for all but a rank's own thread
 _AT_REST = 4  # looks after the first: longer than 5 ms, when a thread asks again for the lock
 _MASK = re.compile(r"^(SigPnd|ShdPnd|SigBlk|SigCgt|SigIgn):\s*([0-9a-f]+)", re.MULTILINE)
-_RUN = re.compile(r"^(?:State:\s*(\S)|\w*ctxt_switches:\s*(\d+))", re.MULTILINE)
+_RUNS = b"\nState:\tR"
+_COUNTED = b"\nvoluntary_ctxt_switches:"  # and what follows: the last lines
+_STATUS_BYTES = 1 << 14
+_MEMORY = "unisono-stacks"
 _installed: dict[int, dict[str, int]] = {}
 _lock = threading.Lock()
 
@@ -81,7 +84,7 @@ def _register() -> dict[str, int]:
         return {}
     fd = -1
     try:
-        fd = os.memfd_create("unisono-stacks")  # closed by exec
+        fd = os.memfd_create(_MEMORY)  # closed by exec
         fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
         faulthandler.register(number, file=fd, all_threads=False, chain=False)
     except (OSError, RuntimeError):  # no memory, no descriptor, or no signal stack
@@ -135,45 +138,74 @@ def ask(pid: int, facts: Mapping[str, int], thread_id: int, timeout_s: float) ->
     Returns:
         What faulthandler wrote; None where it doesn't answer in time, or can't be asked.
     """
-    return _ask(pid, facts, thread_id, time.monotonic() + timeout_s)
+    until = time.monotonic() + timeout_s
+    return _ask(pid, facts, thread_id, until, until)
 
 
-def _ask(pid: int, facts: Mapping[str, int], thread_id: int, until: float) -> str | None:
-    number, memory = facts.get("signal"), Path(f"/proc/{pid}/fd/{facts.get('stacks_fd')}")
+def _ask(
+    pid: int, facts: Mapping[str, int], thread_id: int, until: float, rest_until: float
+) -> str | None:
+    number, link = facts.get("signal"), f"/proc/{pid}/fd/{facts.get('stacks_fd')}"
     with contextlib.suppress(OSError):
-        if number is None or memory.stat().st_ino != facts.get("stacks_inode"):
+        if number is None or not _is_memory(link, facts):  # nothing else is opened
             return None
-        with memory.open("r+b", buffering=0) as file, _alone(file.fileno(), until) as is_alone:
-            if not is_alone or (facts.get("at_rest") and not _others_rest(pid, thread_id, until)):
+        with open(link, "r+b", buffering=0) as file:
+            fd = file.fileno()
+            if not _is_memory(f"/proc/self/fd/{fd}", facts):  # another one has its number by now
                 return None
-            return _answer(pid, thread_id, number, file.fileno(), until)
+            with _alone(fd, until) as is_alone:
+                needs_no_rest = not facts.get("at_rest")
+                if is_alone and (needs_no_rest or _others_rest(pid, thread_id, rest_until)):
+                    return _answer(pid, thread_id, number, fd, until)
     return None
+
+
+def _is_memory(link: str, facts: Mapping[str, int]) -> bool:
+    """Tell whether a descriptor is what a process has said: an inode alone may be a file's, too."""
+    is_named = os.readlink(link).startswith(f"/memfd:{_MEMORY}")
+    return is_named and os.stat(link).st_ino == facts.get("stacks_inode")
 
 
 def _others_rest(pid: int, thread_id: int, until: float) -> bool:
     """Wait for a moment in which no other thread of the process runs; False if none comes."""
     before, n_same = None, 0
-    for _ in range(_REST_LOOKS):
-        now = _runs(pid, thread_id)
+    while (now := _runs(pid, thread_id)) != {}:
         n_same = n_same + 1 if now is not None and now == before else 0
-        if n_same == _AT_REST or time.monotonic() > until:
-            break
+        if n_same == _AT_REST:
+            return True
+        if time.monotonic() > until:
+            return False
         before = now
         time.sleep(_LOOK_S)
-    return n_same == _AT_REST
+    return True  # it has no other
 
 
-def _runs(pid: int, thread_id: int) -> dict[int, list[tuple[str, str]]] | None:
+def _runs(pid: int, thread_id: int) -> dict[str, bytes] | None:
     """Read how often the other threads of a process have run so far; None if one does now.
 
-    The asker may be one of them: nobody else is in the functions that it runs.
+    The asker may be one of them: nobody else is in the functions that it runs. One file is open at
+    a time: the asker may be a rank that needs its descriptors.
     """
     found = {}
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        if int(task.name) not in (thread_id, threading.get_native_id()):
-            with contextlib.suppress(OSError):  # it ends
-                found[int(task.name)] = _RUN.findall((task / "status").read_text())
-    return None if any(run[0][0] == "R" for run in found.values() if run) else found
+    for task in os.listdir(f"/proc/{pid}/task"):
+        if int(task) not in (thread_id, threading.get_native_id()):
+            status = _status(f"/proc/{pid}/task/{task}/status")
+            if _RUNS in status:
+                return None
+            if status:  # else it ends
+                found[task] = status.rpartition(_COUNTED)[2]
+    return found
+
+
+def _status(path: str) -> bytes:
+    """Read the status of a thread, several times as fast as `Path` does; empty if it has ended."""
+    with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.read(fd, _STATUS_BYTES)
+        finally:
+            os.close(fd)
+    return b""
 
 
 @contextlib.contextmanager
@@ -208,13 +240,13 @@ def texts(
         doesn't answer.
     """
     until = time.monotonic() + timeout_s
-    own = _ask(pid, facts, thread_id, until)
+    own = _ask(pid, facts, thread_id, until, until)
     if own is None:
         return None
     found = {thread_id: own}
     for each in threads(pid, facts) if all_threads else []:
         if each != thread_id and time.monotonic() < until:
-            text = _ask(pid, facts, each, until)
+            text = _ask(pid, facts, each, until, min(until, time.monotonic() + _REST_S))
             found |= {each: text} if text else {}
     return found
 

@@ -7,11 +7,13 @@ Its owner writes, nobody locks, and a reader never takes half a state for a whol
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import mmap
 import os
 import re
+import socket
 import stat
 import struct
 import threading
@@ -31,11 +33,13 @@ __all__ = (
     "PageReader",
     "PageRecord",
     "StatusPage",
+    "boot_id",
     "close_all",
     "folder",
     "is_running",
     "pages",
     "ranks_of",
+    "short_name",
     "shortened",
     "start_ticks",
     "start_ticks_of",
@@ -70,6 +74,7 @@ _EDITION, _USED = 1, 4
 _END, _NUMBER, _LAST = 2, 5, 7  # words of a record
 _STATES = 3  # bits of the last word
 _LONGEST_STRING = 400
+_LONGEST_NAME, _BEGINNING = 100, 60  # of a group
 _LOW = (1 << 32) - 1
 
 CALLED, IN_FLIGHT, WAITED_FOR = 0, 1, 2
@@ -188,7 +193,7 @@ class StatusPage:
         """Give the words of a record that say what is called, and where. Local."""
         return (
             self.name_of(name) | self.name_of(file) << 32,
-            line | self.name_of(group) << 32,
+            line | self.name_of(short_name(group)) << 32,
         )
 
     def lane(self) -> Lane | None:
@@ -280,7 +285,7 @@ class PageRecord:
         name: the call.
         file: of the user's line; its end where the path is long.
         line: its number.
-        group: the name of the group.
+        group: the name of the group, as `short_name` gives it; empty where there was no room.
         number: how many calls of the group there have been, with this one; 0 where it isn't known,
             or a hook has refused the call.
         size_bytes: of the tensor; 0 where it isn't known.
@@ -378,8 +383,8 @@ class PageReader:
 def pages() -> list[PageReader]:
     """Read all pages of this user on this host, those of dead processes too.
 
-    Local. Containers may share the folder and number their processes alike: what another one has
-    written is left out, as nothing can be known of its processes here.
+    Local. Containers and hosts may share the folder and number their processes alike: what another
+    one has written is left out, as nothing can be known of its processes here.
     """
     place = folder()
     if place is None or not _private(place, makes=False):
@@ -392,12 +397,36 @@ def pages() -> list[PageReader]:
     return [page for page in found if page.facts.get("pids") == here]
 
 
-def _pids() -> int:
-    """Name the space that process ids belong to: containers have one each. 0: it isn't known."""
+def boot_id() -> str:
+    """Give what processes have in common that one kernel runs, with one monotonic clock. Local."""
     try:
-        return os.stat("/proc/self/ns/pid").st_ino
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return 0
+        return socket.gethostname()
+
+
+def _pids() -> int:
+    """Name the space that process ids belong to: hosts and containers have one each.
+
+    The inode alone is the same on all hosts, outside of containers.
+    """
+    try:
+        inode = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        inode = 0
+    digest = hashlib.blake2b(f"{boot_id()} {inode}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little")
+
+
+def short_name(group: str) -> str:
+    """Give the name of a group as pages have it: of a long one its beginning, and a digest.
+
+    Local, and pure. Some names hold all ranks of their group.
+    """
+    if len(group) <= _LONGEST_NAME:
+        return group
+    digest = hashlib.blake2b(group.encode("utf-8", "replace"), digest_size=8).hexdigest()
+    return f"{group[:_BEGINNING]}... {digest}"
 
 
 def shortened(ranks: Sequence[int]) -> list[int] | dict[str, list[int]]:

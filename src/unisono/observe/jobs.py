@@ -231,7 +231,7 @@ def _calls(page: PageCopy, context: str) -> Iterable[Call]:
             context=context,
             group=each.group,
             ranks=groups.get(each.group) or members_of_pair(each.group),
-            number=each.number,
+            number=each.number if each.group else 0,  # else those of several groups would be one
             file=each.file,
             line=each.line,
             begin_ns=each.begin_ns,
@@ -243,7 +243,7 @@ def _calls(page: PageCopy, context: str) -> Iterable[Call]:
 
 
 def send(job: Job, number: int) -> None:
-    """Send a signal to all ranks of a job that run on this host; a stopped one goes on, to get it.
+    """Send a signal to all processes of a job on this host; a stopped one goes on, to get it.
 
     Local.
 
@@ -251,8 +251,9 @@ def send(job: Job, number: int) -> None:
         job: the job.
         number: the signal.
     """
-    for each in job.ranks:
-        if each.is_here and is_running(each.facts["pid"], each.facts["start_ticks"]):
+    here = [(each.facts["pid"], each.facts["start_ticks"]) for each in job.ranks if each.is_here]
+    for pid, ticks in dict.fromkeys(here):  # once, where it has several ranks
+        if is_running(pid, ticks):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(each.facts["pid"], number)
-                os.kill(each.facts["pid"], signal.SIGCONT)
+                os.kill(pid, number)
+                os.kill(pid, signal.SIGCONT)

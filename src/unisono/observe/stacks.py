@@ -180,9 +180,8 @@ def told(texts: Mapping[int, str]) -> list[Stack]:
 
 def silent(timeout_s: float, facts: Mapping[str, Any]) -> str:
     """Say of a rank that it didn't write. Local, and pure."""
-    if facts.get("at_rest"):
-        return f"doesn't answer within {timeout_s:g} s: Python 3.10, and other threads of it run"
-    return f"doesn't answer within {timeout_s:g} s"
+    why = "; on Python 3.10 it doesn't where other threads of it run, either"
+    return f"doesn't answer within {timeout_s:g} s{why if facts.get('at_rest') else ''}"
 
 
 def _from_outside(pid: int) -> list[Stack]:

@@ -12,24 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import ArgumentError
+from unisono.host.status_page import boot_id
 from unisono.recording import CollectiveRecord
 
-__all__ = ("RankTrace", "TraceFile", "boot_id", "read")
+__all__ = ("RankTrace", "TraceFile", "read")
 
 _FORMAT = 1
 _SUFFIX = ".unisono.jsonl"
 _CACHED = 10_000  # heads of lines
-
-
-def boot_id() -> str:
-    """Give what ranks have in common whose monotonic clock is one: the kernel that runs.
-
-    Local.
-    """
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 @dataclass(frozen=True, slots=True)

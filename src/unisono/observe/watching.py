@@ -12,10 +12,10 @@ from typing import TypeAlias
 
 from unisono.collectives.gathers import all_gather
 from unisono.context import communicator
+from unisono.host.status_page import boot_id
 from unisono.observe.clocks import Moment, offsets
 from unisono.observe.drawing import draw
 from unisono.observe.packing import pack, unpack
-from unisono.observe.trace_files import boot_id
 from unisono.observe.waits import Waits, meetings, waits
 from unisono.recording import CollectiveRecord, add_hook
 from unisono.tracebacks import hides

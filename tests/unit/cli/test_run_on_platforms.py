@@ -76,6 +76,21 @@ def test_an_elastic_job_has_no_node_rank(
     assert option(words, "--rdzv-endpoint") == "train-node-0-0.train:29400"
 
 
+def test_restarts_are_what_kubeflow_says_where_the_user_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on(monkeypatch, "kubeflow-elastic.node1")
+    for asked, restarts in (((), "3"), (("--max-restarts", "0"), "0")):
+        code, words, said = printed(capsys, *asked)
+        assert code == 0, said
+        assert option(words, "--max-restarts") == restarts
+        assert (option(words, "--nnodes"), option(words, "--rdzv-backend")) == ("2", "c10d")
+    monkeypatch.setenv("PET_RDZV_BACKEND", "etcd-v2")
+    assert "PET_RDZV_BACKEND='etcd-v2' isn't c10d or static" in printed(capsys)[2]
+    monkeypatch.setenv("PET_NNODES", "1")
+    assert "launcher 'processes'" in printed(capsys)[2]
+
+
 def test_a_partial_set_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,3 +190,36 @@ def test_a_rank_that_may_be_a_node_is_refused(
     assert (code, option(words, "--node-rank"), option(words, "--nnodes")) == (0, "1", "2")
     monkeypatch.setenv("UNISONO_RANK_COUNTS", "ranks")
     assert "launcher 'processes'" in printed(capsys, "-n", "2")[2]
+
+
+def in_a_task(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Be the only task of a host that Open MPI has started on two of them."""
+    for name, value in {"RANK": rank, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 1}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+
+
+def test_a_task_of_a_launcher_that_is_alone_on_its_host_is_its_node(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_a_task(monkeypatch, 1)
+    code, _, said = printed(capsys, "--nnodes", "auto")
+    assert code != 0
+    assert "--nnodes auto finds no platform" in said
+    assert "openmpi says that it is rank 1 of 2" in said
+    assert "UNISONO_RANK_COUNTS=nodes" in said
+    assert "launcher 'processes'" in printed(capsys)[2]
+    monkeypatch.setenv("UNISONO_RANK_COUNTS", "nodes")
+    assert "MASTER_ADDR, which says where node 0 is, is not set" in printed(capsys)[2]
+    monkeypatch.setenv("MASTER_ADDR", "c01")
+    for words in ((), ("--nnodes", "auto")):
+        code, command, said = printed(capsys, *words)
+        assert code == 0, said
+        assert (option(command, "--nnodes"), option(command, "--node-rank")) == ("2", "1")
+        assert option(command, "--master-addr") == "c01"
+    monkeypatch.delenv("UNISONO_RANK_COUNTS")
+    monkeypatch.delenv("MASTER_ADDR")
+    on(monkeypatch, "skypilot.node1")
+    code, command, said = printed(capsys)
+    assert code == 0, said
+    assert (option(command, "--nnodes"), option(command, "--node-rank")) == ("2", "1")
+    assert "node 1 of 2, as skypilot says" in said

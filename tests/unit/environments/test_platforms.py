@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.platforms import JOBS, NODES, facts
+from unisono import diagnosis
 from unisono.environments.detection import detect
-from unisono.environments.nodes import ambiguity, detect_node, explain_nodes, is_gap, meaning
+from unisono.environments.nodes import (
+    ambiguity,
+    detect_node,
+    explain_nodes,
+    is_gap,
+    meaning,
+    not_a_node,
+)
 from unisono.environments.platforms import PLATFORMS, Machine
 from unisono.errors import EnvironmentDetectionError
-from unisono.topology import NodeInfo
+from unisono.topology import NodeInfo, RankInfo
 
 
 def _missing(path: str) -> str:
@@ -75,6 +83,12 @@ LACKING = [
     ("kubeflow.node1", "PET_NNODES"),
     ("kubeflow.node1", "PET_MASTER_ADDR"),
     ("kubeflow-pytorchjob.node1", "PET_NNODES RANK WORLD_SIZE"),
+    ("pai.node1", "RANK"),
+    ("pai.node1", "WORLD_SIZE"),
+    ("pytorchjob.node1", "RANK"),
+    ("pytorchjob.node1", "WORLD_SIZE"),
+    ("pytorchjob-operator.node0", "RANK"),
+    ("pytorchjob-operator.node0", "WORLD_SIZE"),
     ("volcano.node1", "VC_TASK_INDEX VK_TASK_INDEX"),
     ("volcano-pytorch.node1", "WORLD_SIZE"),
     ("skypilot.node1", "SKYPILOT_NODE_IPS"),
@@ -106,6 +120,9 @@ WRONG = [
     ("kubeflow.node1", "PET_MASTER_PORT", "0"),
     ("kubeflow.node1", "PET_NPROC_PER_NODE", "many"),
     ("kubeflow.node1", "PET_MASTER_ADDR", "two words"),
+    ("kubeflow.node1", "PET_RDZV_BACKEND", "etcd"),
+    ("kubeflow-elastic.node1", "PET_RDZV_BACKEND", "etcd-v2"),
+    ("kubeflow-elastic.node1", "PET_MAX_RESTARTS", "many"),
     ("pai.node1", "RANK", "2"),
     ("pai.node1", "NPROC_PER_NODE", "-1"),
     ("volcano.node1", "VC_TASK_INDEX", "2"),
@@ -120,19 +137,44 @@ WRONG = [
     ("sagemaker.node1", "SM_HOSTS", "[1, 2]"),
     ("aws-batch.node1", "AWS_BATCH_JOB_NUM_NODES", "1"),
     ("kubeflow.node1", "PET_MASTER_PORT", "70000"),
+    ("azureml.node1", "NODE_RANK", "2"),
+    ("azureml.node1", "AZUREML_NODE_COUNT", "two"),
     ("pbs.node1", "PBS_NODEFILE", "/not/there"),
     ("sge.node1", "PE_HOSTFILE", "/not/there"),
     ("tpu.node1", "TPU_WORKER_ID", "2"),
-    ("tpu.node1", "MEGASCALE_NUM_SLICES", "2"),
 ]
+
+
+NO_RANK = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+# Where another variable is at fault by what was changed, which is named as well.
+NAMED = {
+    ("aws-batch.node1", "AWS_BATCH_JOB_NUM_NODES"): "AWS_BATCH_JOB_NODE_INDEX",
+    ("pytorchjob.node1", "WORLD_SIZE"): "RANK",
+}
 
 
 @pytest.mark.parametrize(("name", "variable", "value"), WRONG)
 def test_a_wrong_variable_is_refused_by_name(name: str, variable: str, value: str) -> None:
-    error = refused(name, **{variable: value})
+    beside = NO_RANK if name.startswith("azureml") else {}  # else it is a rank all the same
+    error = refused(name, **{**beside, variable: value})
     assert is_gap(error, may_be_several=True) == (error.source in ("pbs", "sge"))
-    assert value.strip() in str(error) or error.variable != variable
-    assert variable in str(error) or error.value is not None
+    expected = NAMED.get((name, variable), variable)
+    assert error.variable == expected
+    assert expected in str(error)
+    assert expected != variable or value.strip() in str(error)
+
+
+def test_several_slices_are_told_what_counts_the_hosts_of_all() -> None:
+    error = refused("tpu.node1", MEGASCALE_NUM_SLICES="2")
+    assert (error.source, error.variable, error.value) == ("tpu", "PET_NODE_RANK", None)
+    assert "MEGASCALE_NUM_SLICES=2, and TPU_WORKER_ID counts the hosts of one slice" in str(error)
+    assert "set PET_NODE_RANK, PET_NNODES and PET_MASTER_ADDR" in str(error)
+    assert "set TPU_WORKER_ID" not in str(error)
+    assert is_gap(error, may_be_several=True)  # a bare Parallel() warns, and goes on alone
+    assert not is_gap(error, may_be_several=False)
+    numbered = {"PET_NODE_RANK": "3", "PET_NNODES": "4", "PET_MASTER_ADDR": "tpu-0"}
+    info = found("tpu.node1", MEGASCALE_NUM_SLICES="2", **numbered)
+    assert (info.node_rank, info.nnodes, info.master_addr) == (3, 4, "tpu-0")
 
 
 def test_a_node_that_isn_t_in_the_list_is_refused() -> None:
@@ -185,6 +227,21 @@ def test_an_elastic_job_seats_itself() -> None:
     )
     assert (info.node_rank, info.nnodes, info.max_nnodes) == (None, 1, 4)
     assert (info.master_addr, info.master_port) == ("train-worker-0", 23456)
+
+
+def test_what_kubeflow_says_besides() -> None:
+    assert found("kubeflow-elastic.node1").max_restarts == 3
+    assert found("kubeflow.node1").max_restarts is None
+    for way in ("c10d", "static", " "):
+        assert facts(found("kubeflow.node1", PET_RDZV_BACKEND=way)) == NODES["kubeflow.node1"].says
+    assert found("kubeflow.node1", PET_NNODES="1", PET_NODE_RANK="0", PET_RDZV_BACKEND="etcd")
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_an_elastic_indexed_job_knows_its_first_pod_in_each(node: int) -> None:
+    info = found(f"kubernetes.node{node}", PET_NNODES="1:4")
+    assert (info.node_rank, info.nnodes, info.max_nnodes) == (None, 1, 4)
+    assert info.master_addr == found("kubernetes.node0").master_addr
 
 
 def test_one_node_needs_no_leader() -> None:
@@ -259,6 +316,20 @@ def test_a_pod_s_name_is_needed_for_what_its_rank_counts() -> None:
         assert found("pytorchjob.node1", **changes).is_ambiguous, changes
 
 
+def test_a_loopback_address_is_a_master_s_alone() -> None:
+    """The master itself is told so; elsewhere the same may be what somebody set by hand."""
+    name = "pytorchjob-operator.node0"
+    assert found(name, MASTER_ADDR="127.0.0.1").master_addr == "digits-master-0"
+    for changes in (
+        {"HOSTNAME": "digits-worker-0"},
+        {"HOSTNAME": "digits-master-1"},
+        {"HOSTNAME": "c01"},
+        {"RANK": "1"},
+        {"MASTER_ADDR": "127.0.0.2"},
+    ):
+        assert found(name, **changes).is_ambiguous, changes
+
+
 @pytest.mark.parametrize("name", NODES)
 def test_a_rank_on_a_platform_is_no_node(name: str) -> None:
     """What `unisono run` and torchrun start there has the platform's variables, too."""
@@ -271,7 +342,9 @@ def test_a_rank_on_a_platform_is_no_node(name: str) -> None:
 
 
 def test_azure_s_only_rank_of_a_node_may_start_more() -> None:
-    assert found("azureml.node1", LOCAL_RANK="0").source == "azureml"
+    assert found("azureml.node1").source == "azureml"
+    assert read("azureml.node1", LOCAL_RANK="1") is None
+    assert found("azureml.node1", LOCAL_RANK=None).source == "azureml"
     assert read("azureml.node1", LOCAL_RANK="0", WORLD_SIZE="4", RANK="2") is None
 
 
@@ -345,13 +418,141 @@ def test_a_rank_of_another_launcher_is_no_node() -> None:
     assert detect_node({**aprun, "SKYPILOT_NODE_RANK": "1"}, HERE) is None
 
 
+def task(source: str, rank: int, size: int = 2, here: int = 1) -> dict[str, str]:
+    """Give the variables of a launcher that has started so many tasks on each host."""
+    local, node = rank % here, rank // here
+    of: dict[str, dict[str, object]] = {
+        "slurm": {
+            "SLURM_STEP_ID": "0",
+            "SLURM_JOB_ID": "2",
+            "SLURM_STEP_NUM_TASKS": size,
+            "SLURM_NODEID": node,
+            "SLURM_STEP_NUM_NODES": size // here,
+            "SLURM_PROCID": rank,
+            "SLURM_LOCALID": local,
+            "SLURM_STEP_TASKS_PER_NODE": f"{here}(x{size // here})",
+            "SLURM_STEP_NODELIST": f"n[1-{size // here}]",
+        },
+        "openmpi": {
+            "OMPI_COMM_WORLD_RANK": rank,
+            "OMPI_COMM_WORLD_SIZE": size,
+            "OMPI_COMM_WORLD_LOCAL_RANK": local,
+            "OMPI_COMM_WORLD_LOCAL_SIZE": here,
+        },
+        "pals": {
+            "PALS_RANKID": rank,
+            "PMI_SIZE": size,
+            "PALS_LOCAL_RANKID": local,
+            "PALS_LOCAL_SIZE": here,
+            "PALS_NODEID": node,
+        },
+        "flux": {
+            "FLUX_TASK_RANK": rank,
+            "FLUX_JOB_SIZE": size,
+            "FLUX_TASK_LOCAL_ID": local,
+            "FLUX_JOB_NNODES": size // here,
+        },
+    }
+    return {name: str(value) for name, value in of[source].items()}
+
+
+LAUNCHERS = ("slurm", "openmpi", "pals", "flux")
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_only_task_of_a_host_is_its_platform_s_node(launcher: str) -> None:
+    for name in ("skypilot.node0", "skypilot.node1", "kubeflow.node1", "aws-batch.node1"):
+        node = NODES[name]
+        env = {**node.env, **task(launcher, node.number)}
+        found = detect(env)
+        assert found is not None and found.source == launcher
+        info = detect_node(env, node.machine())
+        assert info is not None
+        assert facts(info) == node.says
+        assert verdicts(env, node.machine())[info.source] == "won"
+        assert detect_node({**env, "UNISONO_RANK_COUNTS": "ranks"}, node.machine()) is None
+        for other in (
+            task(launcher, 1 - node.number),  # another place than the platform's
+            task(launcher, node.number, size=4, here=2),
+            task(launcher, node.number, here=2),
+            {**task(launcher, node.number), "TORCHELASTIC_RUN_ID": "b5a7"},
+        ):
+            assert detect_node({**node.env, **other}, node.machine()) is None
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("name", ["pbs.node0", "pbs.node1"])
+def test_a_file_of_hosts_counts_for_the_only_task_of_each_where_asked(
+    launcher: str, name: str
+) -> None:
+    node = NODES[name]
+    env = {**node.env, **task(launcher, node.number)}
+    assert detect_node(env, node.machine()) is None
+    info = detect_node(env, node.machine(), is_asked=True)
+    assert info is not None
+    assert facts(info) == node.says
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_user_s_word_makes_tasks_nodes(launcher: str) -> None:
+    env = {**task(launcher, 1), "UNISONO_RANK_COUNTS": "nodes"}
+    info = detect_node({**env, "MASTER_ADDR": "c01"}, HERE)
+    assert info is not None
+    assert (info.source, info.node_rank, info.nnodes, info.max_nnodes) == ("stated", 1, 2, 2)
+    assert (info.master_addr, info.nproc_per_node) == ("c01", None)
+    assert verdicts({**env, "MASTER_ADDR": "c01"}, HERE) == {"stated": "won"}
+    if launcher == "slurm":
+        ours = detect_node(env, HERE)
+        assert ours is not None
+        assert ours.master_addr == "n1"  # which Slurm says
+    else:
+        with pytest.raises(EnvironmentDetectionError, match="MASTER_ADDR, which says where"):
+            detect_node(env, HERE)
+    for wrong in (task(launcher, 1, here=2), {"RANK": "3"}, {"WORLD_SIZE": "16"}):
+        refusal = f"UNISONO_RANK_COUNTS=nodes, but {launcher} says that this is rank 1 of 2"
+        with pytest.raises(EnvironmentDetectionError, match=refusal) as caught:
+            detect_node({**env, "MASTER_ADDR": "c01", **wrong}, HERE)
+        assert not is_gap(caught.value, may_be_several=True)
+        assert verdicts({**env, "MASTER_ADDR": "c01", **wrong}, HERE) == {"stated": "refused"}
+    alone = {**task(launcher, 0, size=1), "UNISONO_RANK_COUNTS": "nodes"}
+    one = detect_node(alone, HERE)
+    assert one is not None
+    assert (one.node_rank, one.nnodes, one.master_addr) == (0, 1, None)
+
+
+def test_a_node_with_fewer_tasks_than_others_is_not_the_only_one_of_each() -> None:
+    uneven = {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_STEP_NUM_NODES": "2"}
+    last = {**task("slurm", 3, size=4, here=2), "SLURM_LOCALID": "0", **uneven}
+    with pytest.raises(EnvironmentDetectionError, match="rank 3 of 4, and not that each node"):
+        detect_node({**last, "UNISONO_RANK_COUNTS": "nodes"}, HERE)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_plain_ranks_are_no_nodes(launcher: str) -> None:
+    for here in (1, 2):
+        assert detect_node(task(launcher, 1, here=here), HERE, is_asked=True) is None
+        error = not_a_node("--nnodes auto", task(launcher, 1, here=here))
+        assert error is not None
+        assert "--nnodes auto finds no platform" in str(error)
+        assert f"{launcher} says that it is rank 1 of 2" in str(error)
+        assert "set UNISONO_RANK_COUNTS=nodes" in str(error)
+    torch = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    said = str(not_a_node("--nnodes auto", torch))
+    assert "torchrun says that it is rank 1 of 2" in said
+    assert "UNISONO_RANK_COUNTS" not in said  # which would change nothing
+    ranks = {**task(launcher, 1), "UNISONO_RANK_COUNTS": "ranks"}
+    assert not_a_node("--nnodes auto", ranks) is None
+    assert not_a_node("--nnodes auto", task(launcher, 0, size=1)) is None
+    assert not_a_node("--nnodes auto", {"HOME": "/home/ada"}) is None
+
+
 @pytest.mark.parametrize("name", NODES)
 def test_the_user_s_word_for_ranks_comes_before_every_platform(name: str) -> None:
     assert read(name, **RANK, UNISONO_RANK_COUNTS="ranks") is None
     size = {"RANK": "1", "WORLD_SIZE": "2"}  # what the platform means by itself
     assert read(name, **RANK | size, PET_NNODES=None, UNISONO_RANK_COUNTS="ranks") is None
     if name == "azureml.node1":
-        assert read(name, LOCAL_RANK="0", UNISONO_RANK_COUNTS="ranks") is None
+        assert read(name, UNISONO_RANK_COUNTS="ranks") is None
 
 
 def test_what_a_job_of_one_node_may_have_is_no_reason_to_refuse() -> None:
@@ -471,6 +672,27 @@ def test_explain_names_the_winner_and_its_variables() -> None:
     assert verdicts(partial, HERE) == {"skypilot": "refused"}
     in_a_rank = {**partial, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     assert verdicts(in_a_rank, HERE) == {"skypilot": "unused"}
+
+
+def test_what_is_explained_is_what_decides_beside_a_plug_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An environment of somebody else's says that this is a rank, which no partial set spoils."""
+    info = RankInfo(3, 4, 1, 2, source="own")
+    own = SimpleNamespace(NAME="own", detect=lambda env: info if "OWN_RANK" in env else None)
+    env = {"SKYPILOT_NODE_RANK": "1", "OWN_RANK": "3"}
+    assert detect_node(env, HERE, [own]) is None
+    assert {each.verdict for each in explain_nodes(env, HERE, [own])} == {"unused", "absent"}
+    assert {each.verdict for each in explain_nodes(env, HERE)} == {"refused", "absent"}
+    monkeypatch.setattr(diagnosis, "environments", SimpleNamespace(load_plugins=lambda: (own,)))
+    node = diagnosis.diagnose(env)["node"]
+    assert (node["source"], node["error"]) == (None, None)
+
+
+@pytest.mark.parametrize(("rank", "size"), [("3", "2"), ("x", "2"), ("0", "0")])
+def test_what_can_t_be_a_rank_isn_t_said_to_count_ranks(rank: str, size: str) -> None:
+    said = str(meaning({"RANK": rank, "WORLD_SIZE": size}, HERE))
+    assert said.startswith(f"RANK={rank} and WORLD_SIZE={size} can't be those of a rank: torchrun")
 
 
 NAMES = sorted({name for node in NODES.values() for name in node.env})

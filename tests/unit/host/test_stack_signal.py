@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,19 +44,18 @@ def test_a_process_whose_threads_run_outlives_being_asked() -> None:
     On Python 3.10, so does one that reads its own while others run the same functions.
     """
     with hanging("calls") as process:
-        tasks = Path(f"/proc/{process.pid}/task")
         for _ in range(ASKED if ANSWERS else ASKED // 10):
-            for thread in [int(task.name) for task in tasks.iterdir()]:
-                text = stack_signal.ask(process.pid, process.facts, thread, 20.0)
-                assert (text is not None) == ANSWERS
+            for thread in process.threads():
+                limit_s = 20.0 if ANSWERS else 0.05
+                text = stack_signal.ask(process.pid, process.facts, thread, limit_s)
+                assert text is not None or not ANSWERS
         assert process.is_alive()
 
 
 @pytest.mark.timed
 def test_threads_that_run_no_python_take_no_longer_than_there_is_time() -> None:
     with hanging("threads of C") as process:
-        tasks = Path(f"/proc/{process.pid}/task")
-        assert wait_until(lambda: len(list(tasks.iterdir())) > THREADS_OF_C, 20)
+        assert wait_until(lambda: len(process.threads()) > THREADS_OF_C, 20)
         begin_s = time.monotonic()
         texts = stack_signal.texts(process.pid, process.facts, process.pid, 1.0, True)
         assert time.monotonic() - begin_s < 2.0
@@ -65,9 +65,7 @@ def test_threads_that_run_no_python_take_no_longer_than_there_is_time() -> None:
 
 def test_two_who_ask_one_process_get_the_stacks_of_their_own_threads() -> None:
     with hanging("locks") as process:
-        tasks = Path(f"/proc/{process.pid}/task")
-        assert wait_until(lambda: len(list(tasks.iterdir())) == 3, 20)
-        threads = sorted(int(task.name) for task in tasks.iterdir())
+        threads = sorted(process.threads())
 
         def asked(thread: int) -> list[str | None]:
             return [
@@ -92,6 +90,51 @@ def test_a_stopped_process_is_asked_once_and_answers_when_it_goes_on() -> None:
         assert text is not None
         asked = memory.read_text().count("in hang\n") - before
         assert asked in (1, 2)  # one that waited, and perhaps this one
+
+
+RESTS = """
+import os, threading
+from unisono.host import stack_signal
+facts = {**stack_signal.install(), "at_rest": 1}
+looks = 0
+def counted(*given, look=stack_signal._runs):
+    global looks
+    looks += 1
+    return look(*given)
+stack_signal._runs = counted
+def wait():
+    threading.Event().wait()
+def run():
+    while looks < 100:
+        pass
+    wait()
+asked, runs = (threading.Thread(target=each, daemon=True) for each in (wait, run))
+asked.start()
+runs.start()
+print("in wait\\n" in (stack_signal.ask(os.getpid(), facts, asked.native_id, 60.0) or ""))
+"""
+
+
+def test_a_thread_is_asked_once_the_others_rest_however_long_that_takes() -> None:
+    """As on Python 3.10."""
+    assert run_python("-c", RESTS) == "True"
+
+
+def test_a_thread_that_is_alone_is_asked_at_once() -> None:
+    with hanging("lock") as process:
+        assert process.threads() == [process.pid]
+        assert stack_signal._others_rest(process.pid, process.pid, time.monotonic())
+
+
+def test_nothing_is_written_to_a_file_that_has_the_number_of_the_memory(tmp_path: Path) -> None:
+    """An inode's number is that of a file in one file system; a descriptor's is used again."""
+    with (tmp_path / "mine").open("w+b") as file:
+        file.truncate(stack_signal._MOST_BYTES + 1)
+        inode = os.fstat(file.fileno()).st_ino
+        facts = {**stack_signal.install(), "stacks_fd": file.fileno(), "stacks_inode": inode}
+        ident = threading.get_native_id()
+        assert stack_signal.ask(os.getpid(), facts, ident, 0.5) is None
+        assert os.fstat(file.fileno()).st_size == stack_signal._MOST_BYTES + 1
 
 
 def test_nothing_is_sent_to_a_process_that_does_not_listen() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from unisono.host import status_page
 from unisono.host.status_page import CALLED, PageReader, StatusPage, pages
 
 CALLS = 20_000
@@ -194,6 +195,20 @@ def test_pages_of_another_container_are_not_read_and_stay() -> None:
     assert there.exists()
     page.update(pids=page.facts["pids"] - 1)
     assert [reader.path for reader in pages()] == [there]
+
+
+def test_pages_of_another_host_are_not_read_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may share the folder, too, on a file server; its processes aren't to be seen here."""
+    monkeypatch.setattr(status_page, "boot_id", lambda: "another")
+    page = made(job="elsewhere")
+    there = page.path.with_name("999999999-1-1")
+    page.path.rename(there)
+    page.update(pid=999999999, start_ticks=1)
+    monkeypatch.undo()
+    monkeypatch.setenv("UNISONO_STATUS", str(there.parent))
+    assert pages() == []
+    made(job="b").close()
+    assert there.exists()
 
 
 def test_a_folder_that_others_can_write_to_is_not_used(folder: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import python
+from unisono.host import status_page
 from unisono.host.status_page import StatusPage, pages, start_ticks
 from unisono.host.status_socket import StatusSocket, connected, sockets_of
 
@@ -80,6 +81,22 @@ def test_it_goes_at_the_end_of_the_process_or_with_the_next_page(folder: Path) -
     assert [each.path for each in pages()] == [page.path]  # a socket isn't taken for one
     page.close()
     sock.close()
+
+
+def test_that_of_another_host_is_not_found_and_stays(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where hosts share the folder; no process of that id is here."""
+    assert python("-c", ENDS, "at once").returncode == 0
+    (there,) = folder.iterdir()
+    pid, ticks = map(int, there.stem.split("-")[:2])
+    assert sockets_of([(pid, ticks)]) == {(pid, ticks): there}
+    monkeypatch.setattr(status_page, "boot_id", lambda: "another")
+    assert sockets_of([(pid, ticks)]) == {}
+    page = StatusPage.make({"rank": 0, "job": "a"})
+    assert page is not None
+    page.close()
+    assert there.exists()
 
 
 def test_there_is_none_without_pages_or_where_others_may_come(

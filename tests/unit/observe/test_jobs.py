@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from signal import SIGCONT, SIGKILL, SIGTERM
 from typing import Any
 
 import pytest
 
 from tests.support.processes import python
+from unisono.cli import _live
 from unisono.cli._live import LiveView
 from unisono.errors import ArgumentError
 from unisono.host.status_page import CALLED, IN_FLIGHT, StatusPage, pages
@@ -127,6 +131,39 @@ def test_groups_of_a_large_job_have_room(own_pages: Path) -> None:
     assert found["rank 0 to rank 199"] == (0, 199)
 
 
+def test_groups_whose_names_hold_many_ranks_are_told_apart() -> None:
+    """As those on threads and XLA."""
+    log = CallLog.of_rank(0, 300, "large", model="threads")
+    members = [tuple(range(stop)) for stop in (120, 300)]
+    groups = [Group(ranks, name=f"{ranks} {i}") for ranks in members for i in (1, 2)]
+    try:
+        for group in groups:
+            log.begin("barrier", group).end()
+        ((seen,),) = (job.ranks for job in look(Meter()))
+    finally:
+        log.close()
+    assert [call.ranks for call in seen.rank.calls] == [group.ranks for group in groups]
+    assert len({call.key for call in seen.rank.calls}) == len(groups)
+
+
+def test_calls_of_groups_without_room_for_a_name_are_not_taken_for_one() -> None:
+    with page(0, world_size=2) as first, page(1, world_size=2) as second:
+        for own, name in ((first, "barrier"), (second, "all_reduce")):
+            own.name_of(name)
+            while own.name_of(f"{len(own._ids)} {'x' * 300}"):
+                pass
+            while own.name_of(f"{len(own._ids)}"):
+                pass
+            lane = own.lane()
+            assert lane is not None
+            lane.begin(*own.words_of(name, "train.py", 7, f"group of {name}"), 1, 0, 10, CALLED)
+        (report,) = reports(Meter())["jobs"]
+        (job,) = look(Meter())
+    calls = [call for seen in job.ranks for call in seen.rank.calls]
+    assert [(call.name, call.group) for call in calls] == [("barrier", ""), ("all_reduce", "")]
+    assert report["verdict"]["kind"] == "none"
+
+
 def test_who_ends_in_good_order_at_this_moment_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its page was there, and its process isn't any more: it has taken the page away."""
     with page(0):
@@ -146,6 +183,67 @@ def test_the_live_view_of_one_job_stays_when_that_ends() -> None:
             assert [job.name for job in view.jobs] == ["job a"]
         view.look()
         assert (view.jobs, view.report) == ([], None)
+
+
+def pressed(view: LiveView, keys: str) -> None:
+    for key in keys:
+        view.press(key)
+
+
+@pytest.mark.parametrize("typed", ["", "0"])
+@pytest.mark.parametrize("other", [None, "job b"])
+def test_a_job_that_ends_while_the_live_view_asks_for_a_rank_has_ended(
+    typed: str, other: str | None
+) -> None:
+    view = LiveView(None, 1.0)
+    with ExitStack() as stack:
+        with page(0):
+            view.look()
+            pressed(view, "s")
+        if other is not None:
+            stack.enter_context(page(0, other))
+        view.look()
+        pressed(view, f"{typed}\r")
+    assert view.page == ["job job a has ended"]
+
+
+def test_the_live_view_stays_with_a_job_when_others_begin_and_end() -> None:
+    view = LiveView(None, 1.0)
+    with page(0, "job b"):
+        view.look()
+        for _ in range(2):
+            with page(0, "job a"):
+                view.look()
+                assert view.report is not None
+                assert (view.at, view.report["job"]) == (1, "job b")
+            view.look()
+            assert view.at == 0
+
+
+def test_the_live_view_ends_several_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[str, int]] = []
+    monkeypatch.setattr(_live, "send", lambda job, number: sent.append((job.name, number)))
+    view = LiveView(None, 1.0)
+    with page(0, "job a"), page(0, "job b"):
+        view.look()
+        pressed(view, "ky\rnky\r")
+        assert view._due(time.monotonic() + 60) < time.monotonic() + 10
+        monkeypatch.setattr(time, "monotonic", lambda: math.inf)
+        view.look()
+    both = ["job a", "job b"]
+    assert sent == [(name, number) for number in (SIGTERM, SIGKILL) for name in both]
+    assert view.ending == []
+
+
+def test_a_process_with_several_ranks_is_sent_a_signal_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[tuple[int, int]] = []
+    with page(0), page(1), page(2):
+        (job,) = look(Meter())
+        monkeypatch.setattr(os, "kill", lambda *given: sent.append(given))
+        jobs.send(job, SIGTERM)
+    assert sent == [(os.getpid(), SIGTERM), (os.getpid(), SIGCONT)]
 
 
 def test_two_threads_with_pages_of_their_own_are_in_two_calls() -> None:

@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 from tests.support.hanging import hanging
-from unisono.observe.stacks import Frame, equal, folded, is_before, of_ranks, own_frame, parse
+from unisono.observe.stacks import (
+    Frame,
+    equal,
+    folded,
+    is_before,
+    of_ranks,
+    own_frame,
+    parse,
+    silent,
+)
 
 TEXT = """\
 Stack (most recent call first):
@@ -117,3 +126,10 @@ def test_who_has_no_signal_is_not_sent_one() -> None:
         assert process.is_alive()
         assert not ended.is_set()
         assert isinstance(found, (str, list))
+
+
+def test_why_a_rank_did_not_answer_is_not_claimed_to_be_known() -> None:
+    """It may also block the signal, or be in a call of the kernel that nothing interrupts."""
+    assert silent(0.3, {}) == silent(0.3, {"at_rest": 0}) == "doesn't answer within 0.3 s"
+    text = silent(0.3, {"at_rest": 1})
+    assert text.startswith("doesn't answer within 0.3 s; on Python 3.10 it doesn't where")
