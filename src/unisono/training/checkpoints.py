@@ -72,9 +72,10 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
 
     Raises:
         ArgumentError: `rank` isn't there (on every rank).
-        PayloadError: `obj` has something that can't be pickled, or contains itself; or shards are
-            to be saved by several ranks under ``UNISONO_NO_PICKLE=1``, for they exchange pickles,
-            or of what is neither a dict nor a module (on every rank).
+        PayloadError: `obj` has something that can't be pickled, or contains itself, or has tensors
+            that are sharded with ``sharded=False``; or shards are to be saved by several ranks
+            under ``UNISONO_NO_PICKLE=1``, for they exchange pickles, or of what is neither a dict
+            nor a module (on every rank).
         PeerFailedError: it couldn't be written, or a state dict couldn't be had (on every rank; the
             original is the cause on the rank that failed). The old one is untouched.
 
@@ -111,7 +112,16 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
 def _look(obj: Any, sharded: bool | None) -> tuple[dict[int, Any], bool]:
     """Ask modules for their states, and tell whether there are shards."""
     states = module_states(obj)
-    return states, has_shards(obj, states) if sharded is None else sharded
+    if sharded:
+        return states, True
+    is_sharded = has_shards(obj, states)
+    if is_sharded and sharded is False:
+        raise PayloadError(
+            "sharded=False would write one rank's part of its tensors that are sharded: leave "
+            "sharded out, which writes a folder, or give whole tensors, such as those of torch's "
+            "get_model_state_dict with full_state_dict=True"
+        )
+    return states, is_sharded
 
 
 def _agreed(context: ContextState, call: Callable[[], T]) -> T:
@@ -205,7 +215,7 @@ def _shard_library() -> Any:
         raise UnsupportedOperation(
             context.model.name,
             "sharded checkpoints",
-            "save with sharded=False, or use a backend of torch",
+            "use a backend of torch, such as gloo; what isn't sharded is saved with sharded=False",
         )
     return importlib.import_module("unisono.training.shards")
 
