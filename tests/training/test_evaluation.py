@@ -61,8 +61,14 @@ def test_results_that_are_missing_are_named() -> None:
     for dst in (None, 0):
         with pytest.raises(CollectiveMismatchError, match=r"ranks \[1\] have too few"):
             idist.gather_results([0] * (3 - (rank == 1)), 3 * size, dst=dst)
-    with pytest.raises(CollectiveMismatchError, match="different shapes"):
-        idist.gather_results(torch.ones(1, 2 + rank), size)
+    unlike: list[Any] = [torch.ones(1, 2 + rank), [1] if rank else torch.ones(1)]
+    unlike.append(torch.ones(1, dtype=torch.float64 if rank else torch.int64))
+    for part in unlike:
+        for dst in (None, 0):
+            with pytest.raises(CollectiveMismatchError, match=r"gather_results.*rank 1: "):
+                idist.gather_results(part, size, dst=dst)
+    empty = torch.tensor([5] if rank == 0 else [])  # which is of float32, but has nothing
+    assert idist.gather_results(empty, 1).tolist() == [5]
     assert idist.gather_results([], 0) == []
     assert len(idist.gather_results(torch.ones(1, 2) if rank == 0 else torch.ones(0, 2), 1)) == 1
 
