@@ -234,3 +234,22 @@ def test_bad_arguments_are_refused_alone_too() -> None:
         idist.gather_results([1], 1, dst=3)
     with pytest.raises(ArgumentError, match="get_rng_state"):
         idist.set_rng_state({})
+
+
+@pytest.mark.ranks(2, on="threads")
+def test_a_batch_that_is_too_large_within_evaluate_or_a_section_is_halved() -> None:
+    def check(size: int) -> None:
+        if size > 1 and idist.get_rank() == 0:
+            raise MemoryError(f"no room for {size}")
+
+    @idist.find_executable_batch_size(4)
+    def evaluates(size: int) -> int:
+        idist.evaluate(lambda rows: (check(size), rows)[1], [1, 2], batch_size=2)
+        return size
+
+    @idist.find_executable_batch_size(4)
+    def runs_on_one(size: int) -> int:
+        idist.run_on_rank(lambda: check(size))
+        return size
+
+    assert (evaluates(), runs_on_one()) == (1, 1)
