@@ -18,6 +18,7 @@ from unisono.training.data_parallel import Replicated
 __all__ = (
     "has_shards",
     "has_shown_wrapper",
+    "has_state",
     "module_states",
     "plain",
     "refuse_lost_shards",
@@ -187,7 +188,7 @@ def plain(obj: Any, states: Mapping[int, Any]) -> Any:
     """
     if id(obj) in states:
         return states[id(obj)]
-    if _has_state(obj):
+    if has_state(obj):
         return obj.state_dict()
     if isinstance(obj, dict):
         made = {key: plain(value, states) for key, value in obj.items()}
@@ -294,7 +295,7 @@ def refuse_lost_states(into: Any, there: Mapping[str, Any], saved: Mapping[str, 
         PayloadError: what has a state lacks some keys.
     """
     for path, leaf in _leaves(into):
-        if _has_state(leaf) and not isinstance(leaf, nn.Module):
+        if has_state(leaf) and not isinstance(leaf, nn.Module):
             is_optimizer = isinstance(leaf, torch.optim.Optimizer)
             start = "".join(f"{key}." for key in (*path, *(["state"] if is_optimizer else [])))
             lost = [key for key in saved if key.startswith(start) and key not in there]
@@ -306,7 +307,7 @@ def refuse_lost_states(into: Any, there: Mapping[str, Any], saved: Mapping[str, 
                 )
 
 
-def _has_state(obj: Any) -> bool:
+def has_state(obj: Any) -> bool:
     """Tell whether something is kept by its state, as optimizers and schedulers are. Local."""
     kind = type(obj)
     return all(callable(getattr(kind, name, None)) for name in ("state_dict", "load_state_dict"))
@@ -355,7 +356,7 @@ def restore(into: Any, saved: Any, where: str = "the checkpoint") -> Any:
     """
     if isinstance(into, nn.Module):
         _load(_within(into, _hidden_name), saved, where)
-    elif _has_state(into):
+    elif has_state(into):
         try:
             into.load_state_dict(saved)
         except Exception as error:  # each class has its own
@@ -375,7 +376,7 @@ def _is_kept(item: Any) -> bool:
     """Tell whether something is loaded in place, rather than replaced. Local."""
     if isinstance(item, (list, tuple)):
         return any(map(_is_kept, item))
-    return isinstance(item, (nn.Module, dict, Tensor)) or _has_state(item)
+    return isinstance(item, (nn.Module, dict, Tensor)) or has_state(item)
 
 
 def _restore_items(into: Any, saved: Any, where: str) -> Any:
