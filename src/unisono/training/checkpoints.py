@@ -234,9 +234,9 @@ def load_checkpoint(
         path: the file or folder.
         into: what is loaded in place: a module, wrapped as it may be, an optimizer, or a dict like
             the one that was saved: what has a state dict in it is loaded, its tensors are filled,
-            its other values replaced, those of lists beside something to load, too. Shards need
-            it; they may be cut otherwise than at saving, and fill the state of a new optimizer,
-            which makes it by a step of length zero.
+            its other values replaced, those of lists beside something to load, too. What is sharded
+            takes its parts of whole tensors. Shards need it; they may be cut otherwise than at
+            saving, and fill the state of a new optimizer, which makes it by a step of length zero.
         weights_only: whether only tensors and plain values are read, from shards too; False runs
             what the file says, so only for files that you trust, and not under
             ``UNISONO_NO_PICKLE=1``.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from unisono.errors import PayloadError
 from unisono.training.data_parallel import Replicated
+from unisono.training.local_parts import local_part, optimizer_parts
 
 __all__ = (
     "has_shards",
@@ -357,6 +358,8 @@ def restore(into: Any, saved: Any, where: str = "the checkpoint") -> Any:
     if isinstance(into, nn.Module):
         _load(_within(into, _hidden_name), saved, where)
     elif has_state(into):
+        if isinstance(into, torch.optim.Optimizer):
+            saved = optimizer_parts(into, saved, where)
         try:
             into.load_state_dict(saved)
         except Exception as error:  # each class has its own
@@ -397,7 +400,7 @@ def _fill_tensor(into: Tensor, saved: Any, where: str) -> None:
             f"{where} doesn't fit: a tensor of shape {tuple(saved.shape)} and {saved.dtype} was "
             f"saved, and is to fill one of shape {tuple(into.shape)} and {into.dtype}"
         )
-    into.detach().copy_(saved)
+    into.detach().copy_(local_part(into, saved, where))
 
 
 def _restore_dict(into: dict[Any, Any], saved: Any, where: str) -> None:
@@ -412,7 +415,8 @@ def _load(module: nn.Module, saved: Any, where: str) -> None:
     if not isinstance(saved, Mapping):
         raise PayloadError(f"{where} has no state of a module: {_was_saved(saved)}")
     shown = _shown(module)
-    names = {_without(key, shown): key for key in module.state_dict()}
+    own = module.state_dict()
+    names = {_without(key, shown): key for key in own}
     while not names.keys() & saved.keys():  # others wrote it from within their wrappers
         prefix = next((text for text in _SHOWN if _all_begin(saved, text)), None)
         if prefix is None:
@@ -421,8 +425,11 @@ def _load(module: nn.Module, saved: Any, where: str) -> None:
         saved = _renamed(saved, {key: key.removeprefix(prefix) for key in (*saved, *paths)})
     paths = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
     names |= {_without(f"{path}.", shown): f"{path}." for path in paths}
+    made = _renamed(saved, names)
+    for key in made:
+        made[key] = local_part(own.get(key), made[key], f"{where}[{key!r}]")
     try:
-        module.load_state_dict(_renamed(saved, names))
+        module.load_state_dict(made)
     except Exception as error:  # modules check what they take by themselves
         raise PayloadError(f"{where} doesn't fit: {error}") from error
 
