@@ -252,4 +252,17 @@ def test_a_batch_that_is_too_large_within_evaluate_or_a_section_is_halved() -> N
         idist.run_on_rank(lambda: check(size))
         return size
 
-    assert (evaluates(), runs_on_one()) == (1, 1)
+    @idist.find_executable_batch_size(4)
+    def evaluates_in_the_end(size: int) -> int:
+        check(size)  # one rank has left, and the others are in evaluate
+        idist.evaluate(lambda rows: (idist.barrier(), rows)[1], [1, 2], batch_size=2)
+        return size
+
+    @idist.find_executable_batch_size(4)
+    def evaluates_alone_in_the_end(size: int) -> int:
+        check(size)
+        idist.evaluate(lambda rows: rows, [1, 2], batch_size=2)
+        return size
+
+    assert evaluates_alone_in_the_end() == 1
+    assert (evaluates(), runs_on_one(), evaluates_in_the_end()) == (1, 1, 1)

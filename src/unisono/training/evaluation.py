@@ -229,7 +229,10 @@ def _agreed(context: ContextState, call: Callable[[], Columns]) -> Columns:
     kinds = {name: _kind(part) for name, part in columns.items()}
     is_out_of_step = isinstance(error, CollectiveMismatchError)
     with context.calls.call("evaluate", None):
-        frames = _told(context, encode((reported, is_out_of_step, kinds)))
+        try:
+            frames = _told(context, encode((reported, is_out_of_step, kinds)))
+        except CollectiveMismatchError as mismatch:
+            raise mismatch from error
     replies = [decode(frame, context.model.device) for frame in frames]
     # A rank that fails leaves others in collectives, which fail in turn: it is the one to name.
     for is_in_turn in (False, True):
@@ -245,10 +248,11 @@ def _agreed(context: ContextState, call: Callable[[], Columns]) -> Columns:
 
 @guarded
 def _told(context: ContextState, frame: bytes) -> list[bytes]:
-    """Tell every rank how it went here; others may still be in collectives of the function."""
-    while True:
-        with suppress(CollectiveMismatchError):  # it is theirs as well, and brings them here
-            return swap(context, "evaluate", frame, None)
+    """Tell every rank how it went here; others may still be in a collective of the function."""
+    with suppress(CollectiveMismatchError):  # it is theirs as well, and brings them here
+        return swap(context, "evaluate", frame, None)
+    # Once: who isn't here now has left evaluate, such as to tell of a batch that is too large.
+    return swap(context, "evaluate", frame, None)
 
 
 def _results(fn: Callable[[Any], Any], loader: Any) -> list[Columns]:
