@@ -30,6 +30,7 @@ from unisono.payload.codec import decode, encode, refuse_pickle
 from unisono.sections import run_on_rank
 from unisono.tracebacks import summary
 from unisono.training.atomic_files import check_archive, write_whole
+from unisono.training.loader import moved
 from unisono.training.states import (
     has_shards,
     has_shown_wrapper,
@@ -262,13 +263,16 @@ def load_checkpoint(
     if target.is_dir():
         return _load_shards(target, into, weights_only, where)
     device = context.model.device if map_location is None else map_location
+    place = device if map_location is not None or _restores(device) else "cpu"
     try:
         if not weights_only:
             refuse_pickle("load_checkpoint with weights_only=False")
         with target.open("rb") as file:
             check_archive(file, "it")
-            state = torch.load(file, map_location=device, weights_only=weights_only)
-        return state if into is None else restore(into, state)
+            state = torch.load(file, map_location=place, weights_only=weights_only)
+        if into is None:
+            return state if place is device else moved(state, device)
+        return restore(into, state)
     except FileNotFoundError as error:
         raise ArgumentError(
             f"there is no checkpoint {target} ({where}): save one with save_checkpoint, on a disk "
@@ -276,6 +280,16 @@ def load_checkpoint(
         ) from error
     except Exception as error:  # a damaged file makes torch's reader raise nearly everything
         raise _unreadable(target, where, error) from error
+
+
+def _restores(device: torch.device) -> bool:
+    """Tell whether torch reads a file onto a device; it doesn't onto XLA's. Local."""
+    untyped: Any = torch
+    try:
+        untyped.serialization.default_restore_location(untyped.UntypedStorage(0), str(device))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _unreadable(target: Path, where: str, error: BaseException) -> PayloadError:
