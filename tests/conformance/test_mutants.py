@@ -244,6 +244,9 @@ BREAKS: dict[str, list[tuple[Any, str, Any]]] = {
     "each_sample_is_evaluated_once_and_results_are_in_order": [
         (evaluation, "gather_results", _gathers_by_rank)
     ],
+    "what_a_rank_raises_in_evaluate_is_told_while_others_wait_in_it": [
+        (evaluation, "CollectiveMismatchError", KeyboardInterrupt)
+    ],
     "gradients_are_clipped_by_the_norm_of_their_mean": [
         (torch.nn.utils, "clip_grad_norm_", _clips_half)
     ],

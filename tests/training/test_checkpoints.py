@@ -353,6 +353,11 @@ def one_asks_for_more(local_rank: int, path: str) -> None:
         idist.load_checkpoint(path, into=state)
     with pytest.raises(PayloadError, match="can't be pickled"):
         idist.save_checkpoint({"f": lambda: 0}, path, sharded=True)
+    one = Path(path, "one.pt")
+    for what in (state, {"net": state if local_rank else {}}):  # which one rank alone may have
+        with pytest.raises(PayloadError, match="sharded=False would write one rank's part"):
+            idist.save_checkpoint(what, one, sharded=False)
+    assert not one.exists()
     assert idist.all_gather(local_rank) == [0, 1]
 
 
@@ -393,7 +398,7 @@ def test_shards_need_a_group_of_torch(tmp_path: Path) -> None:
 
 
 def no_shards(local_rank: int, path: str) -> None:
-    with pytest.raises(UnsupportedOperation, match="sharded checkpoints"):
+    with pytest.raises(UnsupportedOperation, match="sharded checkpoints.*what isn't sharded"):
         idist.save_checkpoint({"w": torch.ones(1)}, path, sharded=True)
 
 

@@ -61,8 +61,14 @@ def test_results_that_are_missing_are_named() -> None:
     for dst in (None, 0):
         with pytest.raises(CollectiveMismatchError, match=r"ranks \[1\] have too few"):
             idist.gather_results([0] * (3 - (rank == 1)), 3 * size, dst=dst)
-    with pytest.raises(CollectiveMismatchError, match="different shapes"):
-        idist.gather_results(torch.ones(1, 2 + rank), size)
+    unlike: list[Any] = [torch.ones(1, 2 + rank), [1] if rank else torch.ones(1)]
+    unlike.append(torch.ones(1, dtype=torch.float64 if rank else torch.int64))
+    for part in unlike:
+        for dst in (None, 0):
+            with pytest.raises(CollectiveMismatchError, match=r"gather_results.*rank 1: "):
+                idist.gather_results(part, size, dst=dst)
+    empty = torch.tensor([5] if rank == 0 else [])  # which is of float32, but has nothing
+    assert idist.gather_results(empty, 1).tolist() == [5]
     assert idist.gather_results([], 0) == []
     assert len(idist.gather_results(torch.ones(1, 2) if rank == 0 else torch.ones(0, 2), 1)) == 1
 
@@ -228,3 +234,36 @@ def test_bad_arguments_are_refused_alone_too() -> None:
         idist.gather_results([1], 1, dst=3)
     with pytest.raises(ArgumentError, match="get_rng_state"):
         idist.set_rng_state({})
+
+
+@pytest.mark.ranks(2, on="threads")
+def test_a_batch_that_is_too_large_within_evaluate_or_a_section_is_halved() -> None:
+    def check(size: int) -> bool:
+        if size > 1 and idist.get_rank() == 0:
+            raise MemoryError(f"no room for {size}")
+        return True
+
+    @idist.find_executable_batch_size(4)
+    def evaluates(size: int) -> int:
+        idist.evaluate(lambda rows: (check(size), rows)[1], [1, 2], batch_size=2)
+        return size
+
+    @idist.find_executable_batch_size(4)
+    def runs_on_one(size: int) -> int:
+        idist.run_on_rank(lambda: check(size))
+        return size
+
+    @idist.find_executable_batch_size(4)
+    def evaluates_in_the_end(size: int) -> int:
+        check(size)  # one rank has left, and the others are in evaluate
+        idist.evaluate(lambda rows: (idist.barrier(), rows)[1], [1, 2], batch_size=2)
+        return size
+
+    @idist.find_executable_batch_size(4)
+    def evaluates_alone_in_the_end(size: int) -> int:
+        check(size)
+        idist.evaluate(lambda rows: rows, [1, 2], batch_size=2)
+        return size
+
+    assert evaluates_alone_in_the_end() == 1
+    assert (evaluates(), runs_on_one(), evaluates_in_the_end()) == (1, 1, 1)

@@ -150,6 +150,33 @@ def test_a_ready_loader_is_made_again_for_each_rank() -> None:
         idist.auto_dataloader(type("OwnLoader", (DataLoader,), {})(data))
 
 
+@pytest.mark.ranks(1, 2, on="threads")
+def test_a_ready_loader_keeps_what_its_batch_sampler_says() -> None:
+    size = idist.get_world_size()
+    data: Any = list(range(6 * size + 1))
+
+    def made(sampler: Any, **options: Any) -> Any:
+        batches = BatchSampler(sampler, 2 * size, drop_last=True)
+        return idist.auto_dataloader(DataLoader(data, batch_sampler=batches), **options)
+
+    shuffled = made(RandomSampler(data))
+    ours = idist.auto_dataloader(data, batch_size=2 * size, drop_last=True)
+    assert (shuffled.batch_size, shuffled.drop_last) == (2, True)
+    assert [rows.tolist() for rows in shuffled] == [rows.tolist() for rows in ours]
+    whole = made(SequentialSampler(data), per_replica=True)
+    assert (whole.batch_size, whole.drop_last) == (2 * size, True)
+    assert idist.evaluate(lambda rows: [len(rows)] * len(rows), whole)[0] == 2 * size
+    weighted = WeightedRandomSampler([0.0] * 6 * size + [1.0], 4 * size)
+    assert [rows.tolist() for rows in made(weighted)] == [[6 * size] * 2] * 2
+    unlike: Any = BatchSampler(range(4), 2, False)  # no Sampler deals these out
+    kept = DataLoader(data, batch_sampler=unlike)
+    if size == 1:
+        assert idist.auto_dataloader(kept).batch_sampler is unlike
+    else:
+        with pytest.warns(UserWarning, match="each replica would load every batch"):
+            assert idist.auto_dataloader(kept).batch_sampler is unlike
+
+
 class Pair(NamedTuple):
     x: Any
     y: Any

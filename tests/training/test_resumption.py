@@ -130,6 +130,21 @@ def test_a_block_puts_handlers_back_and_loses_no_signal() -> None:
         pass
 
 
+def test_a_block_for_another_signal_notes_sigterm_too() -> None:
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        with idist.preemptible(signal.SIGUSR1):
+            assert not idist.preemption_point()
+            signal.raise_signal(signal.SIGTERM)
+            assert idist.preemption_point()
+            assert not came
+        signal.raise_signal(signal.SIGTERM)
+        assert came == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_a_child_of_a_rank_dies_of_the_signal() -> None:
     with idist.preemptible():
         child = multiprocessing.get_context("fork").Process(

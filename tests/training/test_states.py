@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,46 @@ def stops_and_goes_on(local_rank: int, folder: str) -> None:
             step(net, its)
         for a, b in zip(model.parameters(), again.parameters(), strict=True):
             assert torch.equal(a.full_tensor(), b.full_tensor())  # type: ignore[attr-defined]
+
+
+def test_a_file_of_whole_tensors_fills_a_sharded_model_and_its_optimizer(tmp_path: Path) -> None:
+    run("gloo", 2, goes_on_sharded, str(tmp_path))
+
+
+def uneven_net(value: float) -> nn.Module:
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))  # of a bias of 1, one rank has nothing
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape) * value)
+    return net
+
+
+def adds_a_tensor(path: Path) -> None:
+    state = torch.load(path)["optimizer"]
+    next(iter(state["state"].values()))["odd"] = torch.ones(5)
+    torch.save(state, path)
+
+
+def goes_on_sharded(local_rank: int, folder: str) -> None:
+    for number, make in enumerate((momentum, adamw)):
+        path = Path(folder, f"{number}.pt")
+        model = idist.auto_model(uneven_net(0.1))
+        optimizer = make(model)
+        step(model, optimizer)
+        weight = {"w": idist.unwrap_model(model)[0].weight.detach()}  # type: ignore[index]
+        idist.save_checkpoint({"model": model, "optimizer": optimizer, "tensors": weight}, path)
+        again = idist.auto_model(uneven_net(0.0), wrapper="fsdp")
+        other = make(again)
+        there = {"w": torch.zeros_like(again[0].weight.detach())}  # type: ignore[index]
+        idist.load_checkpoint(path, into={"model": again, "optimizer": other, "tensors": there})
+        assert torch.equal(there["w"].full_tensor(), weight["w"])  # type: ignore[attr-defined]
+        for net, its in ((model, optimizer), (again, other)):
+            step(net, its)
+        for a, b in zip(model.parameters(), again.parameters(), strict=True):
+            torch.testing.assert_close(a, b.full_tensor())  # type: ignore[attr-defined]
+        idist.run_on_rank(partial(adds_a_tensor, path))
+        with pytest.raises(PayloadError, match=r"\['odd'\] doesn't fit: a whole tensor"):
+            idist.load_checkpoint(path, into=other)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,3 +70,29 @@ def test_two_replicas_train_as_one_process_does() -> None:
     for trained in idist.spawn("xla-cpu", train, nproc_per_node=2):
         for mine, expected in zip(trained, reference(), strict=True):
             torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+
+
+def saves_and_loads(local_rank: int, path: str) -> list[Tensor]:
+    model = idist.auto_model(network())
+    optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    model(data().to(idist.device())).pow(2).mean().backward()
+    optimizer.step()
+    idist.save_checkpoint({"model": model, "optimizer": optimizer}, path)
+    again = idist.auto_model(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
+    other = idist.auto_optim(torch.optim.SGD(again.parameters(), lr=0.5, momentum=0.9))
+    idist.load_checkpoint(path, into={"model": again, "optimizer": other})
+    assert other.param_groups[0]["lr"] == 0.1
+    alone = idist.load_checkpoint(path)["model"]
+    assert {item.device for item in alone.values()} == {idist.device()}
+    return [item.detach().cpu() for item in again.parameters()]
+
+
+def test_what_two_replicas_save_loads_there_and_without_xla(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    loaded = idist.spawn("xla-cpu", saves_and_loads, args=(str(path),), nproc_per_node=2)
+    net, optimizer = network(), torch.optim.SGD(network().parameters(), lr=0.5, momentum=0.9)
+    idist.load_checkpoint(path, into={"model": net, "optimizer": optimizer})
+    for trained in loaded:
+        for mine, expected in zip(trained, net.parameters(), strict=True):
+            assert torch.equal(mine, expected)
+    assert all(item["momentum_buffer"].any() for item in optimizer.state.values())

@@ -129,12 +129,14 @@ def _try(call: Callable[[], T], size: int) -> tuple[Ending, T]:
 
 
 def _ending(error: Exception) -> Ending:
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return "out of memory"
     if isinstance(error, CollectiveMismatchError):
         return "out of step"
-    is_of_torch = isinstance(error, RuntimeError) and not isinstance(error, UnisonoError)
-    is_told = is_of_torch and any(text in str(error) for text in _TEXTS)
+    cause: BaseException | None = error
+    while isinstance(cause, UnisonoError):  # as that of evaluate, which has the original below
+        cause = cause.__cause__
+    if isinstance(cause, (MemoryError, torch.OutOfMemoryError)):
+        return "out of memory"
+    is_told = isinstance(cause, RuntimeError) and any(text in str(cause) for text in _TEXTS)
     return "out of memory" if is_told else "failed"
 
 

@@ -30,6 +30,7 @@ from unisono.payload.codec import decode, encode, refuse_pickle
 from unisono.sections import run_on_rank
 from unisono.tracebacks import summary
 from unisono.training.atomic_files import check_archive, write_whole
+from unisono.training.loader import moved
 from unisono.training.states import (
     has_shards,
     has_shown_wrapper,
@@ -72,9 +73,10 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
 
     Raises:
         ArgumentError: `rank` isn't there (on every rank).
-        PayloadError: `obj` has something that can't be pickled, or contains itself; or shards are
-            to be saved by several ranks under ``UNISONO_NO_PICKLE=1``, for they exchange pickles,
-            or of what is neither a dict nor a module (on every rank).
+        PayloadError: `obj` has something that can't be pickled, or contains itself, or has tensors
+            that are sharded with ``sharded=False``; or shards are to be saved by several ranks
+            under ``UNISONO_NO_PICKLE=1``, for they exchange pickles, or of what is neither a dict
+            nor a module (on every rank).
         PeerFailedError: it couldn't be written, or a state dict couldn't be had (on every rank; the
             original is the cause on the rank that failed). The old one is untouched.
 
@@ -111,7 +113,16 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
 def _look(obj: Any, sharded: bool | None) -> tuple[dict[int, Any], bool]:
     """Ask modules for their states, and tell whether there are shards."""
     states = module_states(obj)
-    return states, has_shards(obj, states) if sharded is None else sharded
+    if sharded:
+        return states, True
+    is_sharded = has_shards(obj, states)
+    if is_sharded and sharded is False:
+        raise PayloadError(
+            "sharded=False would write one rank's part of its tensors that are sharded: leave "
+            "sharded out, which writes a folder, or give whole tensors, such as those of torch's "
+            "get_model_state_dict with full_state_dict=True"
+        )
+    return states, is_sharded
 
 
 def _agreed(context: ContextState, call: Callable[[], T]) -> T:
@@ -205,7 +216,7 @@ def _shard_library() -> Any:
         raise UnsupportedOperation(
             context.model.name,
             "sharded checkpoints",
-            "save with sharded=False, or use a backend of torch",
+            "use a backend of torch, such as gloo; what isn't sharded is saved with sharded=False",
         )
     return importlib.import_module("unisono.training.shards")
 
@@ -224,9 +235,9 @@ def load_checkpoint(
         path: the file or folder.
         into: what is loaded in place: a module, wrapped as it may be, an optimizer, or a dict like
             the one that was saved: what has a state dict in it is loaded, its tensors are filled,
-            its other values replaced, those of lists beside something to load, too. Shards need
-            it; they may be cut otherwise than at saving, and fill the state of a new optimizer,
-            which makes it by a step of length zero.
+            its other values replaced, those of lists beside something to load, too. What is sharded
+            takes its parts of whole tensors. Shards need it; they may be cut otherwise than at
+            saving, and fill the state of a new optimizer, which makes it by a step of length zero.
         weights_only: whether only tensors and plain values are read, from shards too; False runs
             what the file says, so only for files that you trust, and not under
             ``UNISONO_NO_PICKLE=1``.
@@ -252,13 +263,16 @@ def load_checkpoint(
     if target.is_dir():
         return _load_shards(target, into, weights_only, where)
     device = context.model.device if map_location is None else map_location
+    place = device if map_location is not None or _restores(device) else "cpu"
     try:
         if not weights_only:
             refuse_pickle("load_checkpoint with weights_only=False")
         with target.open("rb") as file:
             check_archive(file, "it")
-            state = torch.load(file, map_location=device, weights_only=weights_only)
-        return state if into is None else restore(into, state)
+            state = torch.load(file, map_location=place, weights_only=weights_only)
+        if into is None:
+            return state if place is device else moved(state, device)
+        return restore(into, state)
     except FileNotFoundError as error:
         raise ArgumentError(
             f"there is no checkpoint {target} ({where}): save one with save_checkpoint, on a disk "
@@ -266,6 +280,16 @@ def load_checkpoint(
         ) from error
     except Exception as error:  # a damaged file makes torch's reader raise nearly everything
         raise _unreadable(target, where, error) from error
+
+
+def _restores(device: torch.device) -> bool:
+    """Tell whether torch reads a file onto a device; it doesn't onto XLA's. Local."""
+    untyped: Any = torch
+    try:
+        untyped.serialization.default_restore_location(untyped.UntypedStorage(0), str(device))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _unreadable(target: Path, where: str, error: BaseException) -> PayloadError:

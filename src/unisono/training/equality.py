@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import reprlib
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -12,14 +13,14 @@ from torch import Tensor
 from unisono.collectives.call import guarded, ranks_of, swap
 from unisono.collectives.membership import GroupLike, team
 from unisono.context import ContextState
-from unisono.errors import CollectiveMismatchError
+from unisono.errors import CollectiveMismatchError, PayloadError
 from unisono.payload.codec import decode, encode, failure, is_dense, raise_failures, reason
 from unisono.payload.codec import plain as plain_tensor
 from unisono.payload.memory import view_bytes
 from unisono.payload.pytree import survey
 from unisono.topology import Group
 from unisono.training.agreement import is_sharded
-from unisono.training.states import module_states, plain
+from unisono.training.states import has_state, module_states, plain
 
 __all__ = ("assert_equal",)
 
@@ -71,9 +72,32 @@ def assert_equal(tree: Any, group: GroupLike = None) -> None:
 
 def _leaves(tree: Any) -> dict[str, Leaf]:
     """Describe what a tree holds, by path. Local, but for modules' state dicts."""
+    try:
+        tree = _opened(tree)
+    except RecursionError as error:
+        raise PayloadError("a container contains itself, or is nested too deep") from error
     values, paths, empty = survey(plain(tree, module_states(tree)))
     leaves = {path: _leaf(value) for path, value in zip(paths, values, strict=True)}
     return {**leaves, **dict.fromkeys(empty, ("", b""))}
+
+
+def _opened(node: Any) -> Any:
+    """Put dicts of all their fields in the place of dataclasses without a state. Local."""
+    if has_state(node):
+        return node
+    if is_dataclass(node) and not isinstance(node, type):
+        names = [item.name for item in fields(node) if hasattr(node, item.name)]
+        return {f".{name}": _opened(getattr(node, name)) for name in names}
+    if isinstance(node, dict):
+        made = {key: _opened(item) for key, item in node.items()}
+        return made if any(made[key] is not node[key] for key in node) else node
+    if not isinstance(node, (list, tuple)):
+        return node
+    items = [_opened(item) for item in node]
+    if all(new is old for new, old in zip(items, node, strict=True)):
+        return node
+    make: Any = getattr(node, "_make", list if isinstance(node, list) else tuple)
+    return make(items)
 
 
 def _leaf(value: Any) -> Leaf:
@@ -81,12 +105,13 @@ def _leaf(value: Any) -> Leaf:
         look = f"{str(value.dtype)[6:]}{list(value.shape)}"
         if is_sharded(value):
             return look, b""
-        return look, _digest(view_bytes(plain_tensor(value.detach()).cpu().contiguous()))
+        data = plain_tensor(value.detach()).cpu().resolve_conj().resolve_neg().contiguous()
+        return look, _digest(view_bytes(data))
     ordered = _in_order(value)
     if ordered is not value:
         return f"{ordered[0]}({reprlib.repr(ordered[1])})", _digest(encode(ordered))
     shown = type(value).__qualname__ if isinstance(value, Tensor) else reprlib.repr(value)
-    return shown, _digest(encode(value))
+    return shown, _digest(encode([value] if type(value) is int else value))
 
 
 def _in_order(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, overload
 
 import torch
@@ -22,6 +22,9 @@ from unisono.payload.codec import decode, encode
 from unisono.training.loading import auto_dataloader
 
 __all__ = ("EvaluationSampler", "evaluate", "gather_results")
+
+Columns = dict[str | None, Any]
+Kind = tuple[str, tuple[int, ...]] | None  # dtype and shape of a sample's result; None in lists
 
 
 class EvaluationSampler(Sampler[int]):
@@ -95,8 +98,8 @@ def gather_results(part: Sequence[Any] | Tensor, size: int, dst: int | None = No
 
     Raises:
         ArgumentError: `part` isn't a list, tuple or tensor, or `dst` isn't there.
-        CollectiveMismatchError: a rank has fewer results than it had samples, or tensors whose
-            samples have different shapes (on every rank that gets them).
+        CollectiveMismatchError: a rank has fewer results than it had samples, or results that
+            differ in kind, dtype or shape from those of others (on every rank).
         CollectiveError: a peer failed or didn't come in time.
 
     Example:
@@ -117,13 +120,19 @@ def gather_results(part: Sequence[Any] | Tensor, size: int, dst: int | None = No
         lists = gather([mine], dst=dst)
         parts = None if lists is None else [item for (item,) in lists]
     n = context.model.topology.world_size
-    counts = all_gather(len(mine)) if dst is not None else [len(item) for item in parts]
+    described: list[tuple[int, Kind]]
+    if dst is None:
+        described = [(len(item), _kind(item)) for item in parts]
+    else:
+        described = all_gather((len(mine), _kind(mine)))
+    counts = [count for count, _ in described]
     short = [rank for rank in range(n) if counts[rank] < len(range(rank, size, n))]
     if short:
         raise CollectiveMismatchError(
             f"gather_results of {size} over {n} ranks: ranks {short} have too few: by rank there "
             f"are {counts}, and rank r needs one for each of r, r + {n}, ... below {size}"
         )
+    _check_alike(described)
     if parts is None:
         return None
     if isinstance(part, Tensor):
@@ -131,15 +140,30 @@ def gather_results(part: Sequence[Any] | Tensor, size: int, dst: int | None = No
     return [parts[i % n][i // n] for i in range(size)]
 
 
+def _kind(part: Sequence[Any] | Tensor) -> Kind:
+    return (str(part.dtype), tuple(part.shape[1:])) if isinstance(part, Tensor) else None
+
+
+def _check_alike(described: Sequence[tuple[int, Kind]]) -> None:
+    """Check that all ranks have lists, or tensors that can be joined. Local."""
+    all_kinds = {kind for _, kind in described}
+    kinds = {kind for count, kind in described if count}  # an empty tensor may be of any
+    if len(kinds) > 1 or (None in all_kinds and len(all_kinds) > 1):
+        shown = "; ".join(
+            f"rank {rank}: {'a list' if kind is None else f'{kind[0][6:]}[{count}, *{kind[1]}]'}"
+            for rank, (count, kind) in enumerate(described)
+        )
+        raise CollectiveMismatchError(f"gather_results of different dtypes or shapes: {shown}")
+
+
 def _interleaved(parts: Sequence[Tensor], size: int) -> Tensor:
     """Put [k, ...] of each of n ranks, whose rank r has the samples r, r + n, ..., in order."""
-    shapes = {tuple(item.shape[1:]) for item in parts}
-    if len(shapes) > 1:
-        raise CollectiveMismatchError(f"gather_results of different shapes: {sorted(shapes)}")
-    joined = parts[0].new_empty((size, *parts[0].shape[1:]))
+    like = next((item for item in parts if len(item)), parts[0])
+    joined = like.new_empty((size, *like.shape[1:]))
     for rank, item in enumerate(parts):
         target = joined[rank :: len(parts)]
-        target.copy_(item[: len(target)])
+        if len(target):
+            target.copy_(item[: len(target)])
     return joined
 
 
@@ -148,7 +172,8 @@ def evaluate(fn: Callable[[Any], Any], data: Any, dst: int | None = None, **kwar
 
     Collective over all ranks. Each rank gets its part of the samples. All ranks call `fn` equally
     often, so that it may call collectives, as a sharded model does; a rank that has fewer samples
-    computes one again, whose result is left out.
+    computes one again, whose result is left out. If `fn` raises on one rank, others that wait for
+    it in collectives of the facade learn of it; in torch's own they wait until the deadline.
 
     Args:
         fn: called with a batch, on this rank's device, without gradients. Returns a result for each
@@ -167,7 +192,8 @@ def evaluate(fn: Callable[[Any], Any], data: Any, dst: int | None = None, **kwar
         ArgumentError: `data` has no length, or the arguments choose an order.
         PeerFailedError: `fn` raised on some rank, or its results aren't one for each sample (on
             every rank; the original is the cause on the rank that failed).
-        CollectiveMismatchError: ranks have results of different kinds (on every rank).
+        CollectiveMismatchError: ranks have results of different names, kinds, dtypes or shapes (on
+            every rank).
 
     Example:
         >>> import unisono as idist
@@ -182,23 +208,8 @@ def evaluate(fn: Callable[[Any], Any], data: Any, dst: int | None = None, **kwar
     context = communicator()
     check_rank(context, None, 0 if dst is None else dst, "dst")
     loader = auto_dataloader(data, shuffle=False, drop_last=False, **kwargs)
-    error: Exception | None = None
-    columns: dict[str | None, Any] = {}
-    reported: Report | None = None
-    try:
-        columns = _joined(_results(fn, loader))
-    except Exception as raised:  # what the function of the user raises
-        error, reported = raised, report(raised)
-    kinds = {name: isinstance(part, Tensor) for name, part in columns.items()}
-    replies = _told(context, (reported, kinds))
-    for rank, (how, _) in enumerate(replies):
-        if how is not None:
-            raise failure(rank, "evaluate", how) from error
-    if any(other != kinds for _, other in replies):
-        raise CollectiveMismatchError(
-            f"evaluate: results differ in kind between ranks: {[other for _, other in replies]}"
-        )
-    made: dict[str | None, Any] = dict.fromkeys(columns)
+    columns = _agreed(context, lambda: _joined(_results(fn, loader)))
+    made: Columns = dict.fromkeys(columns)
     for name in sorted(columns, key=str):  # ranks may have made them in another order
         made[name] = gather_results(columns[name], len(dataset), dst)
     if dst not in (None, context.model.topology.rank):
@@ -206,15 +217,45 @@ def evaluate(fn: Callable[[Any], Any], data: Any, dst: int | None = None, **kwar
     return made.get(None, made) if made else []
 
 
-@guarded
-def _told(context: ContextState, mine: Any) -> list[Any]:
-    """Tell all ranks how it went. Collective over all ranks."""
+def _agreed(context: ContextState, call: Callable[[], Columns]) -> Columns:
+    """Give the results of this rank, or fail on all. Collective over all ranks."""
+    error: Exception | None = None
+    columns: Columns = {}
+    reported: Report | None = None
+    try:
+        columns = call()
+    except Exception as raised:  # what the function of the user raises
+        error, reported = raised, report(raised)
+    kinds = {name: _kind(part) for name, part in columns.items()}
+    is_out_of_step = isinstance(error, CollectiveMismatchError)
     with context.calls.call("evaluate", None):
-        frames = swap(context, "evaluate", encode(mine), None)
-    return [decode(frame, context.model.device) for frame in frames]
+        try:
+            frames = _told(context, encode((reported, is_out_of_step, kinds)))
+        except CollectiveMismatchError as mismatch:
+            raise mismatch from error
+    replies = [decode(frame, context.model.device) for frame in frames]
+    # A rank that fails leaves others in collectives, which fail in turn: it is the one to name.
+    for is_in_turn in (False, True):
+        for rank, (how, is_out, _) in enumerate(replies):
+            if how is not None and is_out == is_in_turn:
+                raise failure(rank, "evaluate", how) from error
+    if any(other != kinds for *_, other in replies):
+        raise CollectiveMismatchError(
+            f"evaluate: results differ in kind between ranks: {[other for *_, other in replies]}"
+        )
+    return columns
 
 
-def _results(fn: Callable[[Any], Any], loader: Any) -> list[dict[str | None, Any]]:
+@guarded
+def _told(context: ContextState, frame: bytes) -> list[bytes]:
+    """Tell every rank how it went here; others may still be in a collective of the function."""
+    with suppress(CollectiveMismatchError):  # it is theirs as well, and brings them here
+        return swap(context, "evaluate", frame, None)
+    # Once: who isn't here now has left evaluate, such as to tell of a batch that is too large.
+    return swap(context, "evaluate", frame, None)
+
+
+def _results(fn: Callable[[Any], Any], loader: Any) -> list[Columns]:
     """Give the results of each batch, by their names. Local, but for what `fn` does."""
     made = []
     left = len(loader.sampler)
@@ -243,9 +284,9 @@ def _check_results(name: str | None, part: Any, count: int) -> None:
     )
 
 
-def _joined(batches: list[dict[str | None, Any]]) -> dict[str | None, Any]:
+def _joined(batches: list[Columns]) -> Columns:
     """Join what batches gave, by the names of the first. Local."""
-    joined: dict[str | None, Any] = {}
+    joined: Columns = {}
     for name in batches[0] if batches else ():
         parts = [batch[name] for batch in batches]
         are_tensors = all(isinstance(part, Tensor) for part in parts)

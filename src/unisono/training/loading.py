@@ -56,8 +56,9 @@ def auto_dataloader(
     Args:
         dataset: the same on every rank, a list for example; an iterable one must give each rank
             its own part itself. Or a ``DataLoader``, of which another one is made: what it was
-            given counts as `kwargs`, and those given here come first. One from here keeps its
-            batches, if `batch_size` isn't given.
+            given counts as `kwargs`, and those given here come first; a ``BatchSampler`` of torch
+            counts as its size, order and ``drop_last``. One from here keeps its batches, if
+            `batch_size` isn't given.
         per_replica: whether ``batch_size`` and ``num_workers`` are those of each replica.
         to_device: whether batches are moved to `device`, from pinned memory in the background.
         kwargs: those of ``DataLoader``.
@@ -114,12 +115,7 @@ def _taken_apart(
     kwargs["in_order"] = getattr(loader, "in_order", True)
     if loader.pin_memory:
         kwargs["pin_memory"] = True
-    if type(loader.batch_sampler) not in (BatchSampler, type(None)):
-        kwargs["batch_sampler"] = loader.batch_sampler
-    else:
-        kwargs |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        if not isinstance(loader.dataset, IterableDataset):
-            kwargs |= _order_of(loader.sampler)
+    kwargs |= _batches_of(loader)
     if type(loader) is ReplicaLoader and world_size > 1:
         kwargs["num_workers"] *= facts.get_nproc_per_node()
         if kwargs.get("batch_size") is not None:
@@ -130,6 +126,20 @@ def _taken_apart(
     if given.get("batch_sampler") is not None:
         kwargs = {name: kwargs[name] for name in kwargs if name not in ("batch_size", "drop_last")}
     return loader.dataset, {**kwargs, **given}
+
+
+def _batches_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Give the arguments that a loader's batches come from. Local."""
+    batches: Any = loader.batch_sampler
+    source: Any = loader
+    if batches is not None and (loader.batch_size is None or type(batches) is not BatchSampler):
+        # It was given, so that the loader's own batch_size, drop_last and sampler say nothing.
+        if type(batches) is not BatchSampler or not isinstance(batches.sampler, Sampler):
+            return {"batch_sampler": batches}
+        source = batches
+    made = {"batch_size": source.batch_size, "drop_last": source.drop_last}
+    is_iterable = isinstance(loader.dataset, IterableDataset)
+    return made if is_iterable else {**made, **_order_of(source.sampler)}
 
 
 def _order_of(sampler: Any) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def preemptible(*signals: int) -> Iterator[None]:
     `preemption_point` has told of, comes again then.
 
     Args:
-        signals: such as ``signal.SIGUSR1``; none for SIGTERM.
+        signals: such as ``signal.SIGUSR1``; SIGTERM is noted with them.
 
     Yields:
         None.
@@ -51,7 +51,7 @@ def preemptible(*signals: int) -> Iterator[None]:
             "only the main thread of a process can handle signals: open preemptible() there, "
             "before ranks that are threads begin"
         )
-    before = {number: _watched.get(number) for number in signals or (signal.SIGTERM,)}
+    before = {number: _watched.get(number) for number in (*signals, signal.SIGTERM)}
     try:
         for number in before:
             _watch(number)
@@ -136,6 +136,8 @@ def preemption_point() -> bool:
         raise UnsupportedOperation(
             context.model.name,
             f"preemption_point without preemptible: ranks {ranks} are threads, which get no signal",
-            "open `with preemptible():` in the main thread, around what starts the ranks",
+            "open `with preemptible():` in the main thread, around what starts the ranks; where "
+            "these are threads of a process that spawn started, as on xla-cpu, let rank 0 look for "
+            "a file and tell all: idist.broadcast(path.exists())",
         )
     return _YES in marks

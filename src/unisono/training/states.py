@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from unisono.errors import PayloadError
 from unisono.training.data_parallel import Replicated
+from unisono.training.local_parts import local_part, optimizer_parts
 
 __all__ = (
     "has_shards",
     "has_shown_wrapper",
+    "has_state",
     "module_states",
     "plain",
     "refuse_lost_shards",
@@ -187,7 +189,7 @@ def plain(obj: Any, states: Mapping[int, Any]) -> Any:
     """
     if id(obj) in states:
         return states[id(obj)]
-    if _has_state(obj):
+    if has_state(obj):
         return obj.state_dict()
     if isinstance(obj, dict):
         made = {key: plain(value, states) for key, value in obj.items()}
@@ -294,7 +296,7 @@ def refuse_lost_states(into: Any, there: Mapping[str, Any], saved: Mapping[str, 
         PayloadError: what has a state lacks some keys.
     """
     for path, leaf in _leaves(into):
-        if _has_state(leaf) and not isinstance(leaf, nn.Module):
+        if has_state(leaf) and not isinstance(leaf, nn.Module):
             is_optimizer = isinstance(leaf, torch.optim.Optimizer)
             start = "".join(f"{key}." for key in (*path, *(["state"] if is_optimizer else [])))
             lost = [key for key in saved if key.startswith(start) and key not in there]
@@ -306,7 +308,7 @@ def refuse_lost_states(into: Any, there: Mapping[str, Any], saved: Mapping[str, 
                 )
 
 
-def _has_state(obj: Any) -> bool:
+def has_state(obj: Any) -> bool:
     """Tell whether something is kept by its state, as optimizers and schedulers are. Local."""
     kind = type(obj)
     return all(callable(getattr(kind, name, None)) for name in ("state_dict", "load_state_dict"))
@@ -355,7 +357,9 @@ def restore(into: Any, saved: Any, where: str = "the checkpoint") -> Any:
     """
     if isinstance(into, nn.Module):
         _load(_within(into, _hidden_name), saved, where)
-    elif _has_state(into):
+    elif has_state(into):
+        if isinstance(into, torch.optim.Optimizer):
+            saved = optimizer_parts(into, saved, where)
         try:
             into.load_state_dict(saved)
         except Exception as error:  # each class has its own
@@ -375,7 +379,7 @@ def _is_kept(item: Any) -> bool:
     """Tell whether something is loaded in place, rather than replaced. Local."""
     if isinstance(item, (list, tuple)):
         return any(map(_is_kept, item))
-    return isinstance(item, (nn.Module, dict, Tensor)) or _has_state(item)
+    return isinstance(item, (nn.Module, dict, Tensor)) or has_state(item)
 
 
 def _restore_items(into: Any, saved: Any, where: str) -> Any:
@@ -396,7 +400,7 @@ def _fill_tensor(into: Tensor, saved: Any, where: str) -> None:
             f"{where} doesn't fit: a tensor of shape {tuple(saved.shape)} and {saved.dtype} was "
             f"saved, and is to fill one of shape {tuple(into.shape)} and {into.dtype}"
         )
-    into.detach().copy_(saved)
+    into.detach().copy_(local_part(into, saved, where))
 
 
 def _restore_dict(into: dict[Any, Any], saved: Any, where: str) -> None:
@@ -411,7 +415,8 @@ def _load(module: nn.Module, saved: Any, where: str) -> None:
     if not isinstance(saved, Mapping):
         raise PayloadError(f"{where} has no state of a module: {_was_saved(saved)}")
     shown = _shown(module)
-    names = {_without(key, shown): key for key in module.state_dict()}
+    own = module.state_dict()
+    names = {_without(key, shown): key for key in own}
     while not names.keys() & saved.keys():  # others wrote it from within their wrappers
         prefix = next((text for text in _SHOWN if _all_begin(saved, text)), None)
         if prefix is None:
@@ -420,8 +425,11 @@ def _load(module: nn.Module, saved: Any, where: str) -> None:
         saved = _renamed(saved, {key: key.removeprefix(prefix) for key in (*saved, *paths)})
     paths = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
     names |= {_without(f"{path}.", shown): f"{path}." for path in paths}
+    made = _renamed(saved, names)
+    for key in made:
+        made[key] = local_part(own.get(key), made[key], f"{where}[{key!r}]")
     try:
-        module.load_state_dict(_renamed(saved, names))
+        module.load_state_dict(made)
     except Exception as error:  # modules check what they take by themselves
         raise PayloadError(f"{where} doesn't fit: {error}") from error
 

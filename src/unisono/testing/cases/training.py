@@ -123,6 +123,27 @@ def each_sample_is_evaluated_once_and_results_are_in_order() -> None:
 
 
 @law()
+def what_a_rank_raises_in_evaluate_is_told_while_others_wait_in_it() -> None:
+    rank, size = worlds()
+    numbers = list(range(2 * size))
+
+    def fails(rows: Tensor) -> Tensor:
+        if rank == size - 1:
+            raise KeyError("mine")
+        idist.all_reduce(1)  # the others wait here
+        return rows
+
+    raises(PeerFailedError, lambda: idist.evaluate(fails, numbers), ["KeyError: 'mine'"])
+    same(idist.all_reduce(1), size, "ranks are in step")
+    for unlike in (torch.ones(1, 1 + (rank == 0)), [1] if rank else torch.ones(1)):
+        found: Any = lambda rows, unlike=unlike: {"a": [3], "x": unlike}  # noqa: E731
+        if size > 1:
+            call = lambda: idist.evaluate(found, numbers, dst=0)  # noqa: B023, E731
+            raises(CollectiveMismatchError, call, ["differ in kind"])
+    same(idist.all_reduce(1), size, "ranks are in step")
+
+
+@law()
 def a_rank_out_of_memory_halves_the_batch_on_all() -> None:
     rank, size = worlds()
     tried: list[int] = []

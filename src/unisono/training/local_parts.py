@@ -1,0 +1,111 @@
+"""This rank's part of a whole tensor, where a model or an optimizer has sharded ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.errors import PayloadError
+from unisono.training.agreement import is_sharded
+
+__all__ = ("local_part", "optimizer_parts")
+
+
+def local_part(like: object, saved: Any, where: str) -> Any:
+    """Cut this rank's part out of a whole tensor.
+
+    Local.
+
+    Args:
+        like: what is to be filled.
+        saved: what comes in; cut where it is a whole tensor and `like` a DTensor of its shape.
+        where: what is being loaded, for messages.
+
+    Returns:
+        A DTensor that is spread as `like` is; `saved` itself where there is nothing to cut.
+
+    Raises:
+        PayloadError: it isn't known how `like` is spread.
+    """
+    if not is_sharded(like) or not isinstance(saved, Tensor) or is_sharded(saved):
+        return saved
+    target: Any = like
+    if target.shape != saved.shape:
+        return saved  # which is refused where it is loaded
+    part = saved.detach()
+    where_in_mesh = target.device_mesh.get_coordinate()
+    for index, placement in enumerate(target.placements):
+        name = type(placement).__name__
+        if name == "Shard" and where_in_mesh is not None:
+            part = _chunk(part, target.device_mesh.size(index), where_in_mesh[index], placement.dim)
+        elif name != "Replicate":
+            raise _unknown(where, target)
+    if part.shape != target.to_local().shape:
+        raise _unknown(where, target)
+    kind: Any = type(target.detach())
+    return kind.from_local(
+        part.clone(),
+        target.device_mesh,
+        target.placements,
+        run_check=False,
+        shape=target.shape,
+        stride=target.stride(),
+    )
+
+
+def _chunk(tensor: Tensor, count: int, index: int, dim: int) -> Tensor:
+    """Give one of the parts that torch cuts a dimension into; the last ones may be empty. Local."""
+    chunks = torch.chunk(tensor, count, dim)
+    return chunks[index] if index < len(chunks) else tensor.narrow(dim, 0, 0)
+
+
+def _unknown(where: str, target: Any) -> PayloadError:
+    return PayloadError(
+        f"{where} doesn't fit: a whole tensor was saved, and isn't cut for one that is spread as "
+        f"{target.placements}: save it with this model, or load it before the model is sharded"
+    )
+
+
+def optimizer_parts(optimizer: torch.optim.Optimizer, saved: Any, where: str) -> Any:
+    """Cut this rank's parts out of what an optimizer of whole tensors saved.
+
+    Local.
+
+    Args:
+        optimizer: the one that is to be filled.
+        saved: the state dict that comes in.
+        where: what is being loaded, for messages.
+
+    Returns:
+        The state dict with DTensors for parameters that are; `saved` itself where none is.
+
+    Raises:
+        PayloadError: a state has whole tensors of another shape than that of its parameter.
+    """
+    params = [item for group in optimizer.param_groups for item in group["params"]]
+    is_known = isinstance(saved, Mapping) and isinstance(saved.get("state"), Mapping)
+    if not is_known or not any(map(is_sharded, params)):
+        return saved
+    names = [name for group in saved.get("param_groups", ()) for name in group["params"]]
+    likes = dict(zip(names, params, strict=False))  # which the optimizer checks
+    state = {
+        key: _state_parts(likes.get(key), item, f"{where}['state'][{key!r}]")
+        for key, item in saved["state"].items()
+    }
+    return {**saved, "state": state}
+
+
+def _state_parts(param: Any, state: Any, where: str) -> Any:
+    if not is_sharded(param) or not isinstance(state, Mapping):
+        return state
+    for name, item in state.items():
+        is_whole = isinstance(item, Tensor) and not is_sharded(item) and item.numel() > 1
+        if is_whole and item.shape != param.shape:
+            raise PayloadError(
+                f"{where}[{name!r}] doesn't fit: a whole tensor of shape {tuple(item.shape)} was "
+                f"saved, for a sharded parameter of shape {tuple(param.shape)}"
+            )
+    return {name: local_part(param, item, f"{where}[{name!r}]") for name, item in state.items()}
