@@ -27,6 +27,8 @@ MUTANTS = {
     "subclasses on the sender's device": "index=1",
     "tensors in objects on the CPU": "got a tensor of device cpu",
     "own tensors on the user's default device": "can't be read",
+    "numbers and objects over the device": "touches",
+    "numbers and objects copied to it": "touches",
 }
 
 pytestmark = pytest.mark.skipif(

@@ -34,13 +34,18 @@ class Module:
         self._current = 0
         self.initialised_by = 0
         self.events: list[str] = []
-        self.n_kernels = 0
+        self.n_touches = 0
 
     def initialise(self) -> None:
         """Do what the first use of a real device does."""
         if self._is_in_bad_fork():
             raise RuntimeError(f"Cannot re-initialize {NAME} in forked subprocess")
         self.initialised_by = os.getpid()
+
+    def touch(self) -> None:
+        """Count that something uses the device: memory of it, a copy, a kernel, a collective."""
+        self.initialise()
+        self.n_touches += 1
 
     def is_initialized(self) -> bool:
         return self.initialised_by == os.getpid()
@@ -148,18 +153,19 @@ def is_ours(value: object) -> bool:
 
 def _empty(size: Any, *, device: Any = None, **options: Any) -> Tensor:
     options.pop("pin_memory", None)
-    MODULE.initialise()
+    MODULE.touch()
     return to_device(torch.empty(size, device="cpu", **options), index_of(device))
 
 
 def _empty_strided(size: Any, stride: Any, *, device: Any = None, **options: Any) -> Tensor:
     options.pop("pin_memory", None)
-    MODULE.initialise()
+    MODULE.touch()
     host = torch.empty_strided(size, stride, device="cpu", **options)
     return to_device(host, index_of(device))
 
 
 def _copy(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    MODULE.touch()
     there, here = (to_host(each) if is_ours(each) else each for each in (into, source))
     there.copy_(here)
     return into
@@ -169,6 +175,7 @@ def _set_storage(
     into: Tensor, storage: Any, offset: int = 0, size: Any = None, stride: Any = (1,)
 ) -> Tensor:
     """Let a tensor show a storage; how ``torch.load`` makes tensors."""
+    MODULE.touch()
     host = _c._construct_storage_from_data_pointer(
         storage.data_ptr(), torch.device("cpu"), storage.nbytes()
     )
@@ -184,14 +191,14 @@ def _set_storage(
 def _storage_to(storage: Any, *, device: torch.device, non_blocking: bool = False) -> Any:
     if device.type != NAME:
         return _to_elsewhere(storage, device=device, non_blocking=non_blocking)
+    MODULE.touch()
     bytes_of = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage.cpu())
     return to_device(bytes_of.clone(), index_of(device)).untyped_storage()
 
 
 def _run_on_host(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run any operation on the same memory as the CPU's, and give what it gives on the device."""
-    MODULE.initialise()
-    MODULE.n_kernels += 1
+    MODULE.touch()
     names = [argument.name for argument in op._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     ours: list[tuple[Tensor, Tensor]] = []
