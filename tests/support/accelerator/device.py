@@ -20,6 +20,7 @@ from tests.support.accelerator.memory import to_device, to_host, view_of
 
 NAME = "pretend"
 VISIBLE = "PRETEND_VISIBLE_DEVICES"
+UNPINNED = "PRETEND_UNPINNED"
 _KEY = "PrivateUse1"
 LIBRARIES: list[Any] = []  # whose kernels last as long as they do
 _c: Any = torch._C
@@ -35,6 +36,8 @@ class Module:
         self.initialised_by = 0
         self.events: list[str] = []
         self.n_touches = 0
+        self.n_copies_in_background = 0
+        self.pinned: list[Tensor] = []  # kept, so that no other memory has their addresses
 
     def initialise(self) -> None:
         """Do what the first use of a real device does."""
@@ -132,6 +135,8 @@ def _register_kernels() -> None:
     others = new_library("_", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, autocast)
     aten.impl("linear", _linear_in_autocast, autocast)
+    aten.impl("_pin_memory", _pin, "CPU")
+    aten.impl("is_pinned", _is_pinned, "CPU")
     LIBRARIES.extend((every, aten, others))
 
 
@@ -166,9 +171,23 @@ def _empty_strided(size: Any, stride: Any, *, device: Any = None, **options: Any
 
 def _copy(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     MODULE.touch()
+    MODULE.n_copies_in_background += non_blocking and _is_pinned(source)
     there, here = (to_host(each) if is_ours(each) else each for each in (into, source))
     there.copy_(here)
     return into
+
+
+def _pin(tensor: Tensor, device: Any = None) -> Tensor:
+    """Give a copy in what counts as pinned memory; the device refuses it where it has none."""
+    MODULE.initialise()
+    if os.environ.get(UNPINNED):
+        raise NotImplementedError(f"{NAME} has no pinned memory")
+    MODULE.pinned.append(tensor.clone())
+    return MODULE.pinned[-1]
+
+
+def _is_pinned(tensor: Tensor, device: Any = None) -> bool:
+    return any(tensor.data_ptr() == each.data_ptr() for each in MODULE.pinned)
 
 
 def _set_storage(

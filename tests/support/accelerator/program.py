@@ -17,7 +17,7 @@ from torch import nn
 
 import unisono as idist
 from tests.support.accelerator.collectives import BACKEND
-from tests.support.accelerator.device import MODULE, NAME, VISIBLE
+from tests.support.accelerator.device import MODULE, NAME, UNPINNED, VISIBLE
 from tests.support.accelerator.mutants import MUTANTS, VALUES
 from tests.support.accelerator.ranks import launch
 from unisono.errors import LaunchError
@@ -115,7 +115,7 @@ def _values(_: int) -> int:
 
 
 def training() -> list[Any]:
-    """A wrapped model, a loader, autocast, and a file that is loaded elsewhere."""
+    """A wrapped model, loaders, autocast, and a file that is loaded elsewhere."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder, "file.pt"))
         ranks = launch(None, _train, (path,), environ=_masked)
@@ -150,6 +150,31 @@ def _train(_: int, path: str) -> dict[str, Any]:
     }
 
 
+def loaders() -> list[Any]:
+    """What a loader pins: on the device, where it or the data can't be, for a model on the CPU."""
+    unpinned = launch(None, _load_batches, environ=lambda rank: {UNPINNED: "1"})
+    there = launch(None, _load_batches_there)
+    return [launch(None, _load_batches), unpinned, there, launch("gloo", _load_batches)]
+
+
+def _load_batches_there(local_rank: int) -> dict[str, Any]:
+    with torch.device(idist.device()):
+        return _load_batches(local_rank)
+
+
+def _load_batches(_: int) -> dict[str, Any]:
+    data = list(torch.arange(16.0).view(8, 2))
+    loader = idist.auto_dataloader(data, batch_size=2, to_device=True)
+    before = len(MODULE.pinned)
+    batches = [str(batch.device) for batch in loader]
+    return {
+        "asked": loader.pin_memory,
+        "pinned": len(MODULE.pinned) - before,
+        "copied in the background": MODULE.n_copies_in_background,
+        "batches": batches,
+    }
+
+
 def _load(_: int, path: str) -> list[Any]:
     own = idist.load_checkpoint(path)
     host = idist.load_checkpoint(path, map_location="cpu")
@@ -166,7 +191,7 @@ def _attempt(part: Callable[[], Any]) -> Any:
 
 def main() -> None:
     found: dict[str, Any] = {}
-    for part in (beside, laws, mutants, places, values, training):
+    for part in (beside, laws, mutants, places, values, training, loaders):
         found[part.__name__] = _attempt(part)
     found["parent initialised the device"] = MODULE.initialised_by == os.getpid()
     json.dump(found, sys.stdout)
