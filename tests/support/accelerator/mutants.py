@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.support.accelerator.device import NAME
 from unisono.collectives import _dtype_emulation
-from unisono.control.plane import SocketControlPlane
+from unisono.control import plane
 from unisono.model import fallback
 from unisono.models.native import process_group
 from unisono.models.native.model import NativeModel
@@ -106,19 +106,20 @@ def _makes_its_own_tensors_on_the_default_device() -> None:
 
 
 def _sends_values_over_the_device() -> None:
-    SocketControlPlane.exchange = lambda control, blob, group=None: (  # type: ignore[method-assign]
-        fallback.exchange(control.model, blob, group)
-    )
+    def exchanged(control: Any, blob: bytes, group: Any = None) -> list[bytes]:
+        return fallback.exchange(control.model, blob, group)
+
+    vars(plane)["SocketControlPlane"].exchange = exchanged
 
 
 def _copies_values_to_the_device_and_back() -> None:
-    exchange = SocketControlPlane.exchange
+    exchange = plane.SocketControlPlane.exchange
 
     def copied(control: Any, blob: bytes, group: Any = None) -> list[bytes]:
         there = torch.frombuffer(bytearray(blob), dtype=torch.uint8).to(NAME)
         return exchange(control, memory.to_bytes(there.cpu()), group)
 
-    SocketControlPlane.exchange = copied  # type: ignore[method-assign]
+    vars(plane)["SocketControlPlane"].exchange = copied
 
 
 VALUES = "values"
