@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ("accelerator", "accelerator_count")
+__all__ = ("accelerator", "accelerator_count", "can_pin_for")
 
 
 def accelerator() -> torch.device | None:
@@ -26,6 +26,27 @@ def accelerator_count() -> int:
         return 0
     module: Any = torch.get_device_module(kind)
     return int(module.device_count())
+
+
+def can_pin_for(device: torch.device) -> bool:
+    """Tell whether torch's ``DataLoader`` can pin the memory of batches for a device. Local.
+
+    It tries to, as a loader would raise where it can't: an accelerator that torch doesn't know
+    itself may have no pinned memory, and what is made on another default device isn't pinned.
+    """
+    kind = _kind()
+    if kind is None or device.type != kind.type or not _loaders_pin_for(kind):
+        return False
+    try:
+        torch.empty(1).pin_memory()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _loaders_pin_for(kind: torch.device) -> bool:
+    """Tell whether loaders pin for a kind of accelerator, rather than warn or do nothing."""
+    return kind.type == "cuda" or (kind.type != "mps" and torch.__version__ >= "2.9")
 
 
 def _kind() -> torch.device | None:

@@ -219,18 +219,30 @@ class Token:
             handle: of the call.
             is_started: whether the library has begun it, so that its plane is known.
         """
-        if self is _NOTHING:
+        if not self.goes_on(_planes.plane if is_started else ""):
             return handle
-        self.plane = _planes.plane if is_started else ""
+        return Handle(partial(self.wait, handle.wait), handle.is_completed)
+
+    def goes_on(self, plane: str) -> bool:
+        """Let the call be over once `wait` is; tell whether anybody asks for that.
+
+        Local.
+
+        Args:
+            plane: what carries it; empty where that isn't known yet.
+        """
+        if self is _NOTHING:
+            return False
+        self.plane = plane
         signatures.line.known = b""
+        return True
 
-        def wait() -> T:
-            lane = self.lane  # the thread that carries it out may end it meanwhile
-            if lane is not None:
-                lane.wait(self.stamp)
-            return self.carry_out(handle.wait)
-
-        return Handle(wait, handle.is_completed)
+    def wait(self, run: Callable[[], T]) -> T:
+        """Run what waits for the call, which is over then. Local, but for what is run."""
+        lane = self.lane  # the thread that carries it out may end it meanwhile
+        if lane is not None:
+            lane.wait(self.stamp)
+        return self.carry_out(run)
 
 
 _NOTHING = Token()

@@ -27,6 +27,8 @@ MUTANTS = {
     "subclasses on the sender's device": "index=1",
     "tensors in objects on the CPU": "got a tensor of device cpu",
     "own tensors on the user's default device": "can't be read",
+    "numbers and objects over the device": "touches",
+    "numbers and objects copied to it": "touches",
 }
 
 pytestmark = pytest.mark.skipif(
@@ -97,3 +99,13 @@ def test_training_is_on_the_device_and_its_file_loads_anywhere(found: dict[str, 
         assert rank["devices"] == rank["gradients"] == ["pretend:0"]
         assert rank["weights"] == [file["weight"], file["bias"]]
     assert again == [[f"pretend:{i}", "cpu", file["weight"]] for i in range(2)]
+
+
+def test_a_loader_pins_where_the_device_can(found: dict[str, Any]) -> None:
+    pinned, *unpinned, cpu = found["loaders"]
+    names = ("asked", "pinned", "copied in the background", "batches")
+    by_rank = [dict(zip(names, (True, 4, 4, [f"pretend:{i}"] * 4), strict=True)) for i in range(2)]
+    assert pinned == by_rank
+    nothing = {"asked": False, "pinned": 0, "copied in the background": 0}
+    assert unpinned == [[{**nothing, "batches": [f"pretend:{i}"] * 4} for i in range(2)]] * 2
+    assert cpu == [{**nothing, "batches": ["cpu"] * 4}] * 2

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from unisono.accelerators import can_pin_for
 from unisono.model.contract import ComputationModel
 
 __all__ = ("TrainingHooks", "hooks_of")
@@ -75,8 +76,7 @@ class TrainingHooks:
     @property
     def can_pin_memory(self) -> bool:
         """Whether copies from pinned memory to the model's device are faster. Local."""
-        device: torch.device = self.device
-        return device.type == "cuda"
+        return can_pin_for(self.device)
 
     @property
     def has_torch_sync_batchnorm(self) -> bool:

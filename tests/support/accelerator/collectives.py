@@ -90,6 +90,7 @@ def _kernel(name: str) -> Any:
         def on_host(value: Any) -> Any:
             if not is_ours(value):
                 return value
+            MODULE.touch()
             behind.meet(value.device.index)
             if value.device.index != MODULE.current_device():
                 raise RuntimeError(f"{BACKEND}: {name} of {value.device}, which isn't current")

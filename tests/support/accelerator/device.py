@@ -20,6 +20,7 @@ from tests.support.accelerator.memory import to_device, to_host, view_of
 
 NAME = "pretend"
 VISIBLE = "PRETEND_VISIBLE_DEVICES"
+UNPINNED = "PRETEND_UNPINNED"
 _KEY = "PrivateUse1"
 LIBRARIES: list[Any] = []  # whose kernels last as long as they do
 _c: Any = torch._C
@@ -34,13 +35,20 @@ class Module:
         self._current = 0
         self.initialised_by = 0
         self.events: list[str] = []
-        self.n_kernels = 0
+        self.n_touches = 0
+        self.n_copies_in_background = 0
+        self.pinned: list[Tensor] = []  # kept, so that no other memory has their addresses
 
     def initialise(self) -> None:
         """Do what the first use of a real device does."""
         if self._is_in_bad_fork():
             raise RuntimeError(f"Cannot re-initialize {NAME} in forked subprocess")
         self.initialised_by = os.getpid()
+
+    def touch(self) -> None:
+        """Count that something uses the device: memory of it, a copy, a kernel, a collective."""
+        self.initialise()
+        self.n_touches += 1
 
     def is_initialized(self) -> bool:
         return self.initialised_by == os.getpid()
@@ -127,6 +135,8 @@ def _register_kernels() -> None:
     others = new_library("_", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, autocast)
     aten.impl("linear", _linear_in_autocast, autocast)
+    aten.impl("_pin_memory", _pin, "CPU")
+    aten.impl("is_pinned", _is_pinned, "CPU")
     LIBRARIES.extend((every, aten, others))
 
 
@@ -148,27 +158,43 @@ def is_ours(value: object) -> bool:
 
 def _empty(size: Any, *, device: Any = None, **options: Any) -> Tensor:
     options.pop("pin_memory", None)
-    MODULE.initialise()
+    MODULE.touch()
     return to_device(torch.empty(size, device="cpu", **options), index_of(device))
 
 
 def _empty_strided(size: Any, stride: Any, *, device: Any = None, **options: Any) -> Tensor:
     options.pop("pin_memory", None)
-    MODULE.initialise()
+    MODULE.touch()
     host = torch.empty_strided(size, stride, device="cpu", **options)
     return to_device(host, index_of(device))
 
 
 def _copy(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    MODULE.touch()
+    MODULE.n_copies_in_background += non_blocking and _is_pinned(source)
     there, here = (to_host(each) if is_ours(each) else each for each in (into, source))
     there.copy_(here)
     return into
+
+
+def _pin(tensor: Tensor, device: Any = None) -> Tensor:
+    """Give a copy in what counts as pinned memory; the device refuses it where it has none."""
+    MODULE.initialise()
+    if os.environ.get(UNPINNED):
+        raise NotImplementedError(f"{NAME} has no pinned memory")
+    MODULE.pinned.append(tensor.clone())
+    return MODULE.pinned[-1]
+
+
+def _is_pinned(tensor: Tensor, device: Any = None) -> bool:
+    return any(tensor.data_ptr() == each.data_ptr() for each in MODULE.pinned)
 
 
 def _set_storage(
     into: Tensor, storage: Any, offset: int = 0, size: Any = None, stride: Any = (1,)
 ) -> Tensor:
     """Let a tensor show a storage; how ``torch.load`` makes tensors."""
+    MODULE.touch()
     host = _c._construct_storage_from_data_pointer(
         storage.data_ptr(), torch.device("cpu"), storage.nbytes()
     )
@@ -184,14 +210,14 @@ def _set_storage(
 def _storage_to(storage: Any, *, device: torch.device, non_blocking: bool = False) -> Any:
     if device.type != NAME:
         return _to_elsewhere(storage, device=device, non_blocking=non_blocking)
+    MODULE.touch()
     bytes_of = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage.cpu())
     return to_device(bytes_of.clone(), index_of(device)).untyped_storage()
 
 
 def _run_on_host(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run any operation on the same memory as the CPU's, and give what it gives on the device."""
-    MODULE.initialise()
-    MODULE.n_kernels += 1
+    MODULE.touch()
     names = [argument.name for argument in op._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     ours: list[tuple[Tensor, Tensor]] = []

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from tests.support.accelerator.device import NAME
 from unisono.collectives import _dtype_emulation
+from unisono.control import plane
+from unisono.model import fallback
 from unisono.models.native import process_group
 from unisono.models.native.model import NativeModel
 from unisono.payload import codec, memory, pickling
@@ -103,6 +105,25 @@ def _makes_its_own_tensors_on_the_default_device() -> None:
             module.from_bytes = from_bytes  # type: ignore[attr-defined]
 
 
+def _sends_values_over_the_device() -> None:
+    def exchanged(control: Any, blob: bytes, group: Any = None) -> list[bytes]:
+        return fallback.exchange(control.model, blob, group)
+
+    vars(plane)["SocketControlPlane"].exchange = exchanged
+
+
+def _copies_values_to_the_device_and_back() -> None:
+    exchange = plane.SocketControlPlane.exchange
+
+    def copied(control: Any, blob: bytes, group: Any = None) -> list[bytes]:
+        there = torch.frombuffer(bytearray(blob), dtype=torch.uint8).to(NAME)
+        return exchange(control, memory.to_bytes(there.cpu()), group)
+
+    vars(plane)["SocketControlPlane"].exchange = copied
+
+
+VALUES = "values"
+"""In place of a law: that no value of the CPU touches the device."""
 _INDEX = "a_replica_s_device_has_an_index_and_is_the_current_one"
 _OWN = "ranks_of_a_node_have_a_device_each_where_tensors_travel_on_it"
 _RESULTS = "results_are_on_the_device_of_the_input"
@@ -123,4 +144,6 @@ MUTANTS: dict[str, tuple[Callable[[], None], str]] = {
         _makes_its_own_tensors_on_the_default_device,
         _DEFAULT,
     ),
+    "numbers and objects over the device": (_sends_values_over_the_device, VALUES),
+    "numbers and objects copied to it": (_copies_values_to_the_device_and_back, VALUES),
 }

@@ -17,8 +17,8 @@ from torch import nn
 
 import unisono as idist
 from tests.support.accelerator.collectives import BACKEND
-from tests.support.accelerator.device import MODULE, NAME, VISIBLE
-from tests.support.accelerator.mutants import MUTANTS
+from tests.support.accelerator.device import MODULE, NAME, UNPINNED, VISIBLE
+from tests.support.accelerator.mutants import MUTANTS, VALUES
 from tests.support.accelerator.ranks import launch
 from unisono.errors import LaunchError
 from unisono.testing import Outcome, check, keep_laws, law_names
@@ -66,13 +66,16 @@ def _on_device(local_rank: int, *args: Any) -> Any:
 
 def mutants() -> dict[str, str]:
     """How each mutant is found."""
-    laws_used = {law for _, law in MUTANTS.values()}
+    laws_used = {law for _, law in MUTANTS.values()} - {VALUES}
     outcomes = check(BACKEND, 2, laws=laws_used, launch=launch)
     assert not [each for each in outcomes if each.status == "failed"]
     return {name: _found(*mutant) for name, mutant in MUTANTS.items()}
 
 
 def _found(before: Callable[[], None], law: str) -> str:
+    if law == VALUES:
+        touches = launch(None, _values, before=before)
+        return f"{'failed' if any(touches) else 'passed'}: {touches[0]} touches"
     try:
         (outcome,) = check(BACKEND, 2, laws=[law], launch=partial(launch, before=before))
     except LaunchError as error:  # it didn't get so far
@@ -94,12 +97,12 @@ def _place(_: int) -> list[Any]:
 
 
 def values() -> list[Any]:
-    """How often the device computes while values travel that aren't on it."""
+    """How often the device is touched while values travel that aren't on it."""
     return launch(None, _values)
 
 
 def _values(_: int) -> int:
-    before = MODULE.n_kernels
+    before = MODULE.n_touches
     rank = idist.get_rank()
     assert idist.all_reduce(rank + 0.5) == 2.0
     assert idist.all_gather(f"rank {rank}") == ["rank 0", "rank 1"]
@@ -108,11 +111,11 @@ def _values(_: int) -> int:
     with idist.one_rank_first():
         pass
     idist.barrier()
-    return MODULE.n_kernels - before
+    return MODULE.n_touches - before
 
 
 def training() -> list[Any]:
-    """A wrapped model, a loader, autocast, and a file that is loaded elsewhere."""
+    """A wrapped model, loaders, autocast, and a file that is loaded elsewhere."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder, "file.pt"))
         ranks = launch(None, _train, (path,), environ=_masked)
@@ -147,6 +150,31 @@ def _train(_: int, path: str) -> dict[str, Any]:
     }
 
 
+def loaders() -> list[Any]:
+    """What a loader pins: on the device, where it or the data can't be, for a model on the CPU."""
+    unpinned = launch(None, _load_batches, environ=lambda rank: {UNPINNED: "1"})
+    there = launch(None, _load_batches_there)
+    return [launch(None, _load_batches), unpinned, there, launch("gloo", _load_batches)]
+
+
+def _load_batches_there(local_rank: int) -> dict[str, Any]:
+    with torch.device(idist.device()):
+        return _load_batches(local_rank)
+
+
+def _load_batches(_: int) -> dict[str, Any]:
+    data = list(torch.arange(16.0).view(8, 2))
+    loader = idist.auto_dataloader(data, batch_size=2, to_device=True)
+    before = len(MODULE.pinned)
+    batches = [str(batch.device) for batch in loader]
+    return {
+        "asked": loader.pin_memory,
+        "pinned": len(MODULE.pinned) - before,
+        "copied in the background": MODULE.n_copies_in_background,
+        "batches": batches,
+    }
+
+
 def _load(_: int, path: str) -> list[Any]:
     own = idist.load_checkpoint(path)
     host = idist.load_checkpoint(path, map_location="cpu")
@@ -163,7 +191,7 @@ def _attempt(part: Callable[[], Any]) -> Any:
 
 def main() -> None:
     found: dict[str, Any] = {}
-    for part in (beside, laws, mutants, places, values, training):
+    for part in (beside, laws, mutants, places, values, training, loaders):
         found[part.__name__] = _attempt(part)
     found["parent initialised the device"] = MODULE.initialised_by == os.getpid()
     json.dump(found, sys.stdout)

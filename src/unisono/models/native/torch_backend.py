@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,11 +36,12 @@ from unisono.control.signatures import OUR_FRAMES, site, unpack
 from unisono.errors import ContextError
 from unisono.host.collectives import HostCollectives
 from unisono.host.folding import folds
+from unisono.host.status_page import IN_FLIGHT
 from unisono.model.reduction import ReduceOp
 from unisono.models.native.gloo_threads import settle_at_exit
 from unisono.payload.memory import from_bytes, to_bytes
-from unisono.recording import CallLog, job_of, plane_is
-from unisono.topology import Group, Topology
+from unisono.recording import CallLog, Token, job_of, plane_is
+from unisono.topology import Group, Topology, pair
 from unisono.tracebacks import hides
 
 __all__ = ("create",)
@@ -48,8 +50,11 @@ __tracebackhide__ = hides
 
 _CPU = torch.device("cpu")
 _PASSED = (*OUR_FRAMES, f"{Path(torch.__file__).parent}{os.sep}")
+_PACKAGE = f"{OUR_FRAMES[0]}{os.sep}"
 _c10d: Any = _distributed_c10d  # whose stubs say other parameters in each version of torch
 _ProcessGroup: Any = dist.ProcessGroup
+_Work: Any = dist.Work
+_NAMES = {"allreduce": "all_reduce", "allgather": "all_gather"}  # the others are torch's own
 _UNREADY = (UninitializedParameter, UninitializedBuffer)  # which have no memory yet
 _Kinds: Any = dist.ReduceOp.RedOpType
 _OPS: dict[Any, ReduceOp] = {
@@ -71,7 +76,10 @@ def _of_lists(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **others: Any) -> Any:
         is_other = any(isinstance(arg, Tensor) for arg in args[:2]) or others.keys() - {"opts"}
         if is_other:
-            return getattr(self._gloo, method.__name__)(*args, **others)
+            given = [each for each in (*args, *others.values()) if isinstance(each, Tensor)]
+            start = functools.partial(getattr(self._gloo, method.__name__), *args, **others)
+            name = _NAMES.get(method.__name__, method.__name__)
+            return self._by_gloo(name, given[0] if given else None, start)
         return method(self, *args, **others)
 
     return call
@@ -146,16 +154,37 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return self._shared if _has_memory(tensor) else None
 
     @contextmanager
-    def _operation(self, name: str, tensor: Tensor | None = None) -> Iterator[None]:
+    def _operation(
+        self, name: str, tensor: Tensor | None = None, plane: str = "memory"
+    ) -> Iterator[Token]:
         """Be alone in an operation, which neither autograd nor a tensor's class sees; record it."""
-        with (
-            self._turn,
-            torch.no_grad(),
-            torch._C.DisableTorchFunctionSubclass(),
-            self._calls.call(name, self._recorded, tensor),
-        ):
-            plane_is("memory")
-            yield
+        with self._turn, torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            token = self._calls.begin(name, self._recorded, tensor)
+            plane_is(plane)
+            try:
+                yield token
+            except BaseException as error:
+                token.end(error)
+                raise
+            if not token.plane:  # else gloo goes on with it
+                token.end()
+
+    def _by_gloo(
+        self,
+        name: str,
+        tensor: Tensor | None,
+        start: Callable[[], Any],
+        group: Group | None = None,
+    ) -> Any:
+        """Start an operation of gloo's, and record it until it is over; give torch's handle."""
+        if _is_ours(sys._getframe(1)):
+            return start()
+        token = self._calls.begin(name, group or self._recorded, tensor, IN_FLIGHT)
+        try:
+            return _going_on(token, start)
+        except BaseException as error:
+            token.end(error)
+            raise
 
     def _compare(self, call: str, tensor: Tensor | None = None, value: bytes = b"") -> list[bytes]:
         """Compare the ranks' calls, and give what each adds to it."""
@@ -180,9 +209,9 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     @_of_lists
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """Reduce in place. Collective."""
-        if self._is_reduced(tensors, opts, None):
-            return _done(tensors)
-        return self._gloo.allreduce(tensors, *_given(opts))
+        return self._reduced(
+            tensors, opts, None, lambda: self._gloo.allreduce(tensors, *_given(opts))
+        )
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         """Reduce several tensors in place. Collective."""
@@ -196,31 +225,41 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     @_of_lists
     def reduce(self, tensors: Any, opts: Any) -> Any:
         """Reduce to one rank. Collective."""
-        if self._is_reduced(tensors, opts, self._members[opts.rootRank]):
-            return _done(tensors)
-        return self._gloo.reduce(tensors, opts)
+        dst = self._members[opts.rootRank]
+        return self._reduced(tensors, opts, dst, lambda: self._gloo.reduce(tensors, opts))
 
-    def _is_reduced(self, tensors: Any, opts: Any, dst: int | None) -> bool:
+    def _reduced(self, tensors: Any, opts: Any, dst: int | None, by_gloo: Callable[[], Any]) -> Any:
         op, tensor = _operation(opts), _only(tensors)
-        host = self._host(tensor)
+        host, name = self._host(tensor), "all_reduce" if dst is None else "reduce"
         if host is None or op is None:
-            return False
+            return self._by_gloo(name, tensor, by_gloo)
         call = f"all_reduce {op.name}" if dst is None else f"reduce {op.name} to {dst}"
-        with self._operation("all_reduce" if dst is None else "reduce", tensor):
+        with self._operation(name, tensor) as token:
             self._compare(call, tensor)
             if not _can_reduce(tensor, op):
-                return False
+                return _going_on(token, by_gloo)
             mine = _reducible(tensor, op)
             total = host.all_reduce(mine, op) if dst is None else host.reduce(mine, dst, op)
             if total is not None:
                 _give_back(total, tensor)
-        return True
+        return _done(tensors)
 
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
         """Reduce, and give each rank its part. Collective."""
-        if self._is_scattered(output, tensor, opts):
-            return _done([output])
-        return self._gloo._reduce_scatter_base(output, tensor, *_given(opts))
+        op, host = _operation(opts), self._host(tensor)
+
+        def by_gloo() -> Any:
+            return self._gloo._reduce_scatter_base(output, tensor, *_given(opts))
+
+        if host is None or op is None or not _is_times(tensor, output, host.size):
+            return self._by_gloo("reduce_scatter", tensor, by_gloo)
+        with self._operation("reduce_scatter", tensor) as token:
+            self._compare(f"reduce_scatter {op.name}", tensor)
+            if not _can_reduce(tensor, op):
+                return _going_on(token, by_gloo)
+            rows = _reducible(tensor, op).view(host.size, -1)
+            _give_back(host.reduce_scatter(rows, op), output)
+        return _done([output])
 
     reduce_scatter_single = _reduce_scatter_base
 
@@ -232,18 +271,6 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _is_scattered(self, output: Tensor, tensor: Tensor, opts: Any) -> bool:
-        op, host = _operation(opts), self._host(tensor)
-        if host is None or op is None or not _is_times(tensor, output, host.size):
-            return False
-        with self._operation("reduce_scatter", tensor):
-            self._compare(f"reduce_scatter {op.name}", tensor)
-            if not _can_reduce(tensor, op):
-                return False
-            rows = _reducible(tensor, op).view(host.size, -1)
-            _give_back(host.reduce_scatter(rows, op), output)
-        return True
-
     @_of_lists
     def reduce_scatter(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
         """Reduce a list, and give each rank its item. Collective."""
@@ -251,7 +278,11 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         is_even = parts is not None and all(_is_alike(part, output) for part in parts)
         if is_even and self._host(output) is not None:
             return self._reduce_scatter_base(output, torch.stack(list(parts)), opts)
-        return self._gloo.reduce_scatter(outputs, tensors, *_given(opts))
+        return self._by_gloo(
+            "reduce_scatter",
+            output,
+            lambda: self._gloo.reduce_scatter(outputs, tensors, *_given(opts)),
+        )
 
     # Movement
 
@@ -261,7 +292,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         tensor = _only(tensors)
         host = self._host(tensor)
         if host is None:
-            return self._gloo.broadcast(tensors, opts)
+            return self._by_gloo("broadcast", tensor, lambda: self._gloo.broadcast(tensors, opts))
         root, is_inline = opts.rootRank, self._fits_round(tensor)
         src, is_src = self._members[root], root == self.rank()
         with self._operation("broadcast", tensor):
@@ -285,16 +316,13 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
         """Gather to one tensor. Collective."""
-        if self._is_gathered(output, tensor):
-            return _done([output])
-        return self._gloo._allgather_base(output, tensor, *_given(opts))
-
-    all_gather_single = _allgather_base
-
-    def _is_gathered(self, output: Tensor, tensor: Tensor) -> bool:
         host = self._host(tensor)
         if host is None or not _is_times(output, tensor, host.size):
-            return False
+            return self._by_gloo(
+                "all_gather",
+                tensor,
+                lambda: self._gloo._allgather_base(output, tensor, *_given(opts)),
+            )
         with self._operation("all_gather", tensor):
             rows = self._gathered(host, "all_gather", tensor)
             into = output.data
@@ -303,7 +331,9 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
                     part.copy_(row.view(-1))
             else:
                 into.copy_(torch.stack(list(rows)).view(output.shape))
-        return True
+        return _done([output])
+
+    all_gather_single = _allgather_base
 
     def all_gather_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
         """Gather several tensors, each to one. Collective."""
@@ -319,7 +349,11 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         tensor, into = _only(tensors), _only(outputs)
         host = None if into is None else self._host(tensor)
         if host is None or not _are_alike(into, tensor, host.size):
-            return self._gloo.allgather(outputs, tensors, *_given(opts))
+            return self._by_gloo(
+                "all_gather",
+                tensor,
+                lambda: self._gloo.allgather(outputs, tensors, *_given(opts)),
+            )
         with self._operation("all_gather", tensor):
             for each, row in zip(into, self._gathered(host, "all_gather", tensor), strict=True):
                 _give_back(row, each)
@@ -331,7 +365,9 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         tensor = _only(tensors)
         host = self._host(tensor)
         if host is None or (outputs and not _are_alike(outputs[0], tensor, host.size)):
-            return self._gloo.gather(outputs, tensors, opts)
+            return self._by_gloo(
+                "gather", tensor, lambda: self._gloo.gather(outputs, tensors, opts)
+            )
         dst = self._members[opts.rootRank]
         with self._operation("gather", tensor):
             rows = self._gathered(host, f"gather to {dst}", tensor)
@@ -346,7 +382,9 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         output, parts = _only(outputs), _only(tensors)
         host = self._host(output)
         if host is None:
-            return self._gloo.scatter(outputs, tensors, opts)
+            return self._by_gloo(
+                "scatter", output, lambda: self._gloo.scatter(outputs, tensors, opts)
+            )
         src = self._members[opts.rootRank]
         with self._operation("scatter", output):
             rows = None if parts is None else torch.stack([part.data for part in parts])
@@ -359,31 +397,44 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         """Give each rank its part of this rank's, and take theirs. Collective."""
         is_even = not output_sizes and not sizes and _is_times(output, tensor, 1)
-        if self._is_swapped(output, tensor, is_even):
-            return _done([output])
-        return self._gloo.alltoall_base(output, tensor, output_sizes, sizes, *_given(opts))
-
-    all_to_all_single = alltoall_base
-
-    def _is_swapped(self, output: Tensor, tensor: Tensor, is_even: bool) -> bool:
         host = self._host(tensor)
+
+        def by_gloo() -> Any:
+            return self._gloo.alltoall_base(output, tensor, output_sizes, sizes, *_given(opts))
+
         if host is None:
-            return False
-        with self._operation("all_to_all", tensor):
+            return self._by_gloo("all_to_all", tensor, by_gloo)
+        with self._operation("all_to_all", tensor) as token:
             size = b"%d" % tensor.numel() if is_even else b""  # which some ranks alone may know
-            sizes = self._compare(f"all_to_all of {str(tensor.dtype)[6:]}", None, size)
-            if not size or any(other != size for other in sizes):
-                return False
+            every = self._compare(f"all_to_all of {str(tensor.dtype)[6:]}", None, size)
+            if not size or any(other != size for other in every):
+                return _going_on(token, by_gloo)
             rows = host.all_to_all(_memory_of(tensor).view(host.size, -1))
             _give_back(rows, output)
-        return True
+        return _done([output])
+
+    all_to_all_single = alltoall_base
 
     @_of_lists
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks. Collective."""
-        with self._operation("barrier"):
+        with self._operation("barrier", None, "control"):
             self._compare("barrier")
         return _done([])
+
+    # Messages
+
+    def send(self, tensors: Any, dst: int, tag: int) -> Any:
+        """Send to one rank. Takes two ranks."""
+        group = pair(self._model.topology.rank, self._members[dst])
+        start = functools.partial(self._gloo.send, tensors, dst, tag)
+        return self._by_gloo("send", _only(tensors), start, group)
+
+    def recv(self, tensors: Any, src: int, tag: int) -> Any:
+        """Receive from one rank. Takes two ranks."""
+        group = pair(self._members[src], self._model.topology.rank)
+        start = functools.partial(self._gloo.recv, tensors, src, tag)
+        return self._by_gloo("recv", _only(tensors), start, group)
 
     # Its end
 
@@ -413,6 +464,63 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     def say_farewell(self) -> None:
         """Tell the other ranks that this one's program has come to its end. Local."""
         self._control.say_farewell("ended its program")
+
+
+def _delegating(kind: type) -> type:
+    """Let a class of handles ask gloo's own for all that it doesn't say itself."""
+    for name in set(dir(_Work)) - set(dir(object)) - set(vars(kind)) - {"boxed", "unbox"}:
+        if not name.startswith("_pybind"):
+            setattr(kind, name, _asking(name))
+    return kind
+
+
+def _asking(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **named: getattr(self._work, name)(*args, **named)
+
+
+@_delegating
+class _Recorded(_Work):  # type: ignore[misc]
+    """Torch's handle of what gloo carries, which ends the record of the call.
+
+    Args:
+        work: gloo's own.
+        token: of the call.
+    """
+
+    def __init__(self, work: Any, token: Token) -> None:
+        super().__init__()
+        self._work, self._token = work, token
+
+    def wait(self, *timeout: Any, **named: Any) -> Any:
+        """Wait until it is done. Local."""
+        return self._token.wait(functools.partial(self._work.wait, *timeout, **named))
+
+    def synchronize(self) -> None:
+        """Wait until it is done. Local."""
+        self._token.wait(self._work.synchronize)
+
+    def get_future(self) -> Any:
+        """Give torch's future of it, whose end is the call's; C++ waits for that alone. Local."""
+        # A future of its own, so that the record is there when who waits for it goes on.
+        return self._work.get_future().then(functools.partial(_end_with, self._token))
+
+
+def _going_on(token: Token, start: Callable[[], Any]) -> Any:
+    """Start what gloo carries; give the handle whose end is that of the call."""
+    goes_on = token.goes_on("data")
+    work = start()
+    return _Recorded(work, token) if goes_on else work
+
+
+def _end_with(token: Token, future: Any) -> Any:
+    return token.carry_out(future.value)
+
+
+def _is_ours(frame: FrameType | None) -> bool:
+    """Tell whether unisono itself calls torch, which has a record of the call then."""
+    while frame is not None and frame.f_code.co_filename.startswith((__file__, *_PASSED[1:])):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_PACKAGE)
 
 
 def _log_of(topology: Topology) -> CallLog:

@@ -11,7 +11,8 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from unisono.errors import (
     PeerFailedError,
 )
 from unisono.models.native.torch_backend import _UnisonoGroup
+from unisono.recording import CollectiveRecord
 
 NAME = "unisono"
 functional: Any = torch.distributed._functional_collectives
@@ -632,6 +634,97 @@ def test_gloo_carries_what_memory_cannot(set_up: Callable[[int], None], tmp_path
     job = outcomes(checks, 3, tmp_path, NAME, OF_TORCH, set_up)
     failed = "\n".join(job.values()).strip()
     assert not failed, failed
+
+
+def every_call(rank: int, size: int) -> None:
+    one, two = torch.ones(1), torch.ones(size)
+    rows = [torch.ones(1) for _ in range(size)]
+    dist.all_reduce(one)
+    dist.reduce(one, 0)
+    reduce_scatter(one, two)
+    dist.reduce_scatter(one, rows)
+    dist.broadcast(one, 0)
+    all_gather(two, one)
+    dist.all_gather(rows, one)
+    dist.gather(one, rows if rank == 0 else None, 0)
+    dist.scatter(one, rows if rank == 0 else None, 0)
+    dist.all_to_all_single(two, torch.ones(size))
+    dist.barrier()
+
+
+CALLED = ["all_reduce", "reduce", *["reduce_scatter"] * 2, "broadcast", *["all_gather"] * 2]
+CALLED += ["gather", "scatter", "all_to_all", "barrier"]
+
+
+@contextmanager
+def seen() -> Iterator[list[tuple[str, str]]]:
+    """Give the name and plane of each call that is over."""
+    records: list[CollectiveRecord] = []
+    calls: list[tuple[str, str]] = []
+    remove = unisono.add_hook(after=records.append)
+    try:
+        yield calls
+    finally:
+        remove()
+    calls += [(record.name, record.plane) for record in records]
+    assert all(record.duration_ns > 0 and not record.error for record in records)
+
+
+def expected(plane: str) -> list[tuple[str, str]]:
+    return [(name, "control" if name == "barrier" else plane) for name in CALLED]
+
+
+def recorded_in_memory(rank: int, size: int, folder: Path) -> None:
+    with seen() as calls:
+        every_call(rank, size)
+    assert calls == expected("memory")
+    with seen() as calls:  # compared first, and then gloo's
+        empty = torch.empty(0)
+        dist.all_reduce(empty)
+        dist.reduce(empty, 0)
+        reduce_scatter(empty, empty.clone())
+        dist.all_to_all_single(torch.empty(size), torch.ones(size), [1] * size, [1] * size)
+    names = ("all_reduce", "reduce", "reduce_scatter", "all_to_all")
+    assert calls == [(name, "data") for name in names]
+
+
+def recorded_by_gloo(rank: int, size: int, folder: Path) -> None:
+    with seen() as calls:
+        every_call(rank, size)
+    assert calls == expected("data")
+    tensor, side = torch.ones(1), "send" if rank == 0 else "recv"
+    with seen() as calls:
+        work: Any = dist.all_reduce(tensor, async_op=True)
+        assert work.wait()
+        getattr(dist, side)(tensor, 1 - rank)
+        work = getattr(dist, f"i{side}")(tensor, 1 - rank)
+        assert work.wait()
+    assert calls == [("all_reduce", "data"), (side, "data"), (side, "data")]
+    with seen() as calls:
+        module = DistributedDataParallel(nn.Linear(2, 1))
+        module(torch.ones(1, 2)).sum().backward()  # which waits in C++, for the future
+    assert ("all_reduce", "data") in calls
+
+
+def once_beside_the_facade(rank: int, size: int, folder: Path) -> None:
+    with seen() as calls:
+        unisono.all_reduce(torch.ones(100_000))
+        if rank == 0:
+            unisono.send(torch.ones(1), 1)
+        else:
+            unisono.recv(0)
+    assert [name for name, _ in calls] == ["all_reduce", "send" if rank == 0 else "recv"], calls
+
+
+def test_hooks_see_what_memory_carries(tmp_path: Path) -> None:
+    job = outcomes([recorded_in_memory], 2, tmp_path, NAME, OF_TORCH)
+    assert not job["recorded_in_memory"], job["recorded_in_memory"]
+
+
+def test_hooks_see_what_gloo_carries(tmp_path: Path) -> None:
+    checks: list[Check] = [recorded_by_gloo, once_beside_the_facade]
+    failed = "".join(outcomes(checks, 2, tmp_path, NAME, OF_TORCH, without_memory).values())
+    assert not failed.strip(), failed
 
 
 def test_a_barrier_of_two_hosts_names_who_did_not_come(tmp_path: Path) -> None:
