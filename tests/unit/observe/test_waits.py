@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import pytest
 
 from tests.support.records import MS, call, recorded, steps
-from unisono.observe.waits import meetings, waits
+from unisono.observe import waits as waiting
+from unisono.observe.waits import Meeting, meetings, waits
 from unisono.recording import CollectiveRecord
 
 NOTHING = (0.0, 0.0)
@@ -90,6 +92,42 @@ def test_a_call_within_another_is_counted_once() -> None:
 def test_only_the_last_hundred_calls_are_counted_by_who_came_last() -> None:
     found = waits(steps(*[(50, 0)] * 30, *[(0, 50)] * 99))
     assert found.last == (1, 99)
+
+
+class Counted(tuple[int, ...]):
+    """Ranks of a group that count how often they are looked through."""
+
+    looks: ClassVar[list[int]] = []
+
+    def __iter__(self) -> Iterator[int]:
+        self.looks.append(len(self))
+        return super().__iter__()
+
+    def __hash__(self) -> int:
+        self.looks.append(len(self))
+        return super().__hash__()
+
+
+def test_the_work_grows_with_ranks_and_calls_and_not_with_their_square(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    size, count = 40, 30
+    found: list[int] = []
+    last_of = waiting._last_of
+
+    def counted(meeting: Meeting) -> int:
+        found.append(1)
+        return last_of(meeting)
+
+    monkeypatch.setattr(waiting, "_last_of", counted)
+    everybody = Counted(range(size))
+    records = {
+        rank: [each._replace(ranks=everybody) for each in of_rank]
+        for rank, of_rank in steps(*[[0.0] * size] * count).items()
+    }
+    assert waits(records).calls == count
+    assert len(found) == count
+    assert len(Counted.looks) <= 2 * size  # of each rank's records once, and not of each record
 
 
 def test_a_call_that_a_rank_has_not_recorded_meets_nobody() -> None:
