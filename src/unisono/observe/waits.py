@@ -120,17 +120,40 @@ def _keyed(
 ) -> Iterable[tuple[Key, CollectiveRecord]]:
     """Tell calls of one number apart: a second context of the job counts from 1 again."""
     in_order = sorted(records, key=lambda each: each.arrival_ns)
-    numbers: dict[tuple[str, int], int] = {}  # by the ids of ranks, which live as long as they
-    seen: Counter[tuple[int, int]] = Counter()
+    known: dict[tuple[str, int], int] = {}  # by the ids of ranks, which live as long as they
+    contexts: dict[int, _Contexts] = defaultdict(_Contexts)
     for record in in_order:
         is_counted = len(record.ranks) > 1 or record.world_size == 1
         if record.number and record.duration_ns >= 0 and is_counted:
-            known = (record.group, id(record.ranks))
-            group = numbers.get(known)
+            place = (record.group, id(record.ranks))
+            group = known.get(place)
             if group is None:
-                group = numbers[known] = groups.number(record.group, record.ranks)
-            seen[group, record.number] += 1
-            yield (group, seen[group, record.number], record.number), record
+                group = known[place] = groups.number(record.group, record.ranks)
+            yield (group, contexts[group].of(record.number), record.number), record
+
+
+class _Contexts:
+    """Which context of a rank and group a call is in, by its number.
+
+    Two threads may begin calls so close to each other that the later one comes first by its clock:
+    a number below the last one is of a new context only if it was there before, or is below all.
+    A rank that is killed loses its last calls, so that to count each number by itself would take
+    those of its next context for them.
+    """
+
+    def __init__(self) -> None:
+        self._context = 0
+        self._first = 0
+        self._seen: set[int] = set()
+
+    def of(self, number: int) -> int:
+        """Count a call, in the order of arrivals. Local."""
+        if number < self._first or number in self._seen or not self._context:
+            self._context += 1
+            self._first = number
+            self._seen.clear()
+        self._seen.add(number)
+        return self._context
 
 
 def _kind(record: CollectiveRecord) -> str:

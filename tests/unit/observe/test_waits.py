@@ -145,6 +145,24 @@ def test_a_second_context_counts_from_one_again() -> None:
     assert [each.waited_ns(0) for each in met] == [100 * MS, 300 * MS]
 
 
+def test_a_killed_rank_has_no_last_calls_and_its_next_context_is_not_taken_for_them() -> None:
+    first = [each for number in (1, 2, 3, 4) for each in call(number, 10 * number, 10 * number + 1)]
+    killed = [each for each in first if each.rank == 0 or each.number < 3]
+    second = [each for number in (1, 2, 3, 4) for each in call(number, 900 + number, 900 + number)]
+    met = meetings(by_rank(*killed, *second))
+    assert [each.records[0].number for each in met] == [1, 2, 1, 2, 3, 4]
+    assert [each.waited_ns(0) for each in met] == [MS, MS, 0, 0, 0, 0]
+
+
+def test_calls_that_two_threads_begin_at_once_are_of_one_context() -> None:
+    """The number is given a moment before the time is taken."""
+    by_number = [call(number, came, came) for number, came in ((1, 0), (2, 9), (3, 7), (4, 12))]
+    swapped = [each._replace(arrival_ns=8 * MS) for each in by_number[1] if each.rank == 1]
+    others = [each for calls in by_number for each in calls if (each.number, each.rank) != (2, 1)]
+    met = meetings(by_rank(*others, *swapped))
+    assert sorted(each.records[1].number for each in met) == [1, 2, 3, 4]
+
+
 def test_a_receiver_waits_for_a_sender() -> None:
     pair: dict[str, Any] = {"group": "rank 0 to rank 1"}
     sent = recorded(0, 1, 400, 1, name="send", **pair)
