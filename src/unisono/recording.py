@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from unisono import plugins
 from unisono.control import signatures
@@ -47,6 +48,7 @@ _PASSED = (*OUR_FRAMES, f"{Path(torch.__file__).parent}{os.sep}")
 _LONGEST_PROGRAM = 200
 _LONGEST_ERROR = 500
 _LONGEST_JOB = 200
+_SIZELESS = frozenset({type(None), bool, int, float, str, bytes, list, tuple, dict})
 _OF_A_HOOK = "_unisono_hook"  # attribute of an exception
 
 
@@ -321,7 +323,8 @@ class CallLog:
         if site is None or site[0] is not code or site[1] != name or site[2] != key:
             site = self._new_site(frame, name, key)
         try:
-            size = value.nbytes if type(value) is Tensor else 0
+            kind = type(value)
+            size = value.nbytes if kind is Tensor else 0 if kind in _SIZELESS else _size_of(value)
         except RuntimeError:  # a sparse one has no memory of its own
             size = 0
         token, now = Token(), _now()
@@ -447,6 +450,19 @@ def _note(code: CodeType) -> _Code:
         _codes.clear()
     known = _codes[id(code)] = (code, file, None if is_ours else {})
     return known
+
+
+def _size_of(value: object) -> int:
+    """Give the bytes of a tensor of any class, such as a parameter."""
+    if type(value) is Parameter:
+        return value.nbytes
+    if not isinstance(value, Tensor):
+        return 0
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            return value.nbytes
+    except Exception:  # a parameter that has no shape yet, or whatever a class raises
+        return 0
 
 
 def _dtype_of(value: object) -> str:

@@ -260,6 +260,25 @@ class Unreadable(torch.Tensor):
         raise ZeroDivisionError("mine")
 
 
+@pytest.mark.parametrize(
+    ("value", "size_bytes"),
+    [
+        (torch.nn.Parameter(torch.ones(3)), 12),
+        (torch.ones(3, dtype=torch.float64).as_subclass(Unreadable), 24),
+        (torch.nn.UninitializedParameter(), 0),
+        (torch.ones(3).to_sparse(), 0),
+        ([torch.ones(3)], 0),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_tensor_of_any_class_has_its_size(
+    value: object, size_bytes: int, records: list[CollectiveRecord]
+) -> None:
+    with context.current().calls.call("mine", None, value):
+        pass
+    assert records[-1].size_bytes == size_bytes
+
+
 def test_a_tensor_whose_class_raises_can_be_recorded(records: list[CollectiveRecord]) -> None:
     value = torch.ones(2).as_subclass(Unreadable)
     with context.current().calls.call("mine", None, value):
