@@ -128,7 +128,8 @@ def add_hook(*, before: Hook | None = None, after: Hook | None = None) -> Callab
     Args:
         before: called with the record when a call begins. If it raises, this rank doesn't make the
             call, nor count it: its next one meets the call that the others wait in.
-        after: called with the record when it is done, or has failed.
+        after: called with the record when it is done, or has failed. If one raises, the others are
+            called all the same.
 
     Returns:
         A function that takes the hooks back; harmless the second time.
@@ -199,7 +200,7 @@ class Token:
             text = "" if error is None else summary(error)[:_LONGEST_ERROR]
             plane, passed_ns = self.plane or _planes.plane, now - record.arrival_ns
             known = (*record[:9], plane, *record[10:14])  # up to its dtype, and up to its arrival
-            _tell(_after, _record((*known, passed_ns, text)))
+            _tell_all(_after, _record((*known, passed_ns, text)))
 
     def carry_out(self, run: Callable[[], T]) -> T:
         """Run what the call is, which is over then. Local, but for what is run."""
@@ -479,9 +480,29 @@ def _tell(hooks: tuple[Hook, ...], record: CollectiveRecord) -> None:
         for hook in hooks:
             hook(record)
     except Exception as error:
-        with suppress(AttributeError):  # a class without room for it
-            error.__dict__[_OF_A_HOOK] = True
+        _mark(error)
         raise
+
+
+def _tell_all(hooks: tuple[Hook, ...], record: CollectiveRecord) -> None:
+    """Tell every hook of a call that is over, whatever the others raise; raise the first error."""
+    errors: list[Exception] = []
+    for hook in hooks:
+        try:
+            hook(record)
+        except Exception as error:  # noqa: PERF203  # each hook may raise
+            errors.append(error)
+    if errors:
+        _mark(errors[0])
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()  # else it holds this frame, which holds it
+
+
+def _mark(error: Exception) -> None:
+    with suppress(AttributeError):  # a class without room for it
+        error.__dict__[_OF_A_HOOK] = True
 
 
 def is_of_a_hook(error: BaseException) -> bool:

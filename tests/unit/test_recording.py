@@ -17,7 +17,7 @@ import unisono as idist
 from tests.support.worlds import several
 from unisono import context
 from unisono.host.status_page import IN_FLIGHT, PageReader, pages
-from unisono.recording import CallLog, CollectiveRecord, add_hook
+from unisono.recording import CallLog, CollectiveRecord, add_hook, is_of_a_hook
 
 
 @pytest.fixture
@@ -158,6 +158,25 @@ def test_what_a_hook_raises_is_the_calls_and_nothing_is_broken() -> None:
         return fails()
 
     assert idist.spawn("gloo", work, nproc_per_node=2) == [["still in step"] * 2] * 2
+
+
+def test_a_hook_that_raises_keeps_no_other_from_the_call() -> None:
+    seen: list[str] = []
+
+    def fail(record: CollectiveRecord) -> None:
+        seen.append("fail")
+        raise ZeroDivisionError(f"error {len(seen)}")
+
+    def note(record: CollectiveRecord) -> None:
+        seen.append(record.name)
+
+    removers = [idist.add_hook(after=hook) for hook in (fail, fail, note)]
+    with pytest.raises(ZeroDivisionError, match="error 1") as caught:
+        idist.barrier()
+    for remove in removers:
+        remove()
+    assert seen == ["fail", "fail", "barrier"]
+    assert is_of_a_hook(caught.value)
 
 
 @several
