@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from unisono import plugins
 from unisono.control import signatures
@@ -47,6 +48,7 @@ _PASSED = (*OUR_FRAMES, f"{Path(torch.__file__).parent}{os.sep}")
 _LONGEST_PROGRAM = 200
 _LONGEST_ERROR = 500
 _LONGEST_JOB = 200
+_SIZELESS = frozenset({type(None), bool, int, float, str, bytes, list, tuple, dict})
 _OF_A_HOOK = "_unisono_hook"  # attribute of an exception
 
 
@@ -126,7 +128,8 @@ def add_hook(*, before: Hook | None = None, after: Hook | None = None) -> Callab
     Args:
         before: called with the record when a call begins. If it raises, this rank doesn't make the
             call, nor count it: its next one meets the call that the others wait in.
-        after: called with the record when it is done, or has failed.
+        after: called with the record when it is done, or has failed. If one raises, the others are
+            called all the same.
 
     Returns:
         A function that takes the hooks back; harmless the second time.
@@ -197,7 +200,7 @@ class Token:
             text = "" if error is None else summary(error)[:_LONGEST_ERROR]
             plane, passed_ns = self.plane or _planes.plane, now - record.arrival_ns
             known = (*record[:9], plane, *record[10:14])  # up to its dtype, and up to its arrival
-            _tell(_after, _record((*known, passed_ns, text)))
+            _tell_all(_after, _record((*known, passed_ns, text)))
 
     def carry_out(self, run: Callable[[], T]) -> T:
         """Run what the call is, which is over then. Local, but for what is run."""
@@ -333,7 +336,8 @@ class CallLog:
         if site is None or site[0] is not code or site[1] != name or site[2] != key:
             site = self._new_site(frame, name, key)
         try:
-            size = value.nbytes if type(value) is Tensor else 0
+            kind = type(value)
+            size = value.nbytes if kind is Tensor else 0 if kind in _SIZELESS else _size_of(value)
         except RuntimeError:  # a sparse one has no memory of its own
             size = 0
         token, now = Token(), _now()
@@ -461,6 +465,19 @@ def _note(code: CodeType) -> _Code:
     return known
 
 
+def _size_of(value: object) -> int:
+    """Give the bytes of a tensor of any class, such as a parameter."""
+    if type(value) is Parameter:
+        return value.nbytes
+    if not isinstance(value, Tensor):
+        return 0
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            return value.nbytes
+    except Exception:  # a parameter that has no shape yet, or whatever a class raises
+        return 0
+
+
 def _dtype_of(value: object) -> str:
     if type(value) is Tensor:
         return str(value.dtype)[6:]
@@ -475,9 +492,29 @@ def _tell(hooks: tuple[Hook, ...], record: CollectiveRecord) -> None:
         for hook in hooks:
             hook(record)
     except Exception as error:
-        with suppress(AttributeError):  # a class without room for it
-            error.__dict__[_OF_A_HOOK] = True
+        _mark(error)
         raise
+
+
+def _tell_all(hooks: tuple[Hook, ...], record: CollectiveRecord) -> None:
+    """Tell every hook of a call that is over, whatever the others raise; raise the first error."""
+    errors: list[Exception] = []
+    for hook in hooks:
+        try:
+            hook(record)
+        except Exception as error:  # noqa: PERF203  # each hook may raise
+            errors.append(error)
+    if errors:
+        _mark(errors[0])
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()  # else it holds this frame, which holds it
+
+
+def _mark(error: Exception) -> None:
+    with suppress(AttributeError):  # a class without room for it
+        error.__dict__[_OF_A_HOOK] = True
 
 
 def is_of_a_hook(error: BaseException) -> bool:

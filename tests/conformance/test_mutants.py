@@ -288,9 +288,7 @@ BREAKS: dict[str, list[tuple[Any, str, Any]]] = {
     ],
     "hooks_see_the_group_of_a_call": [(recording.CallLog, "begin", _forgets_groups)],
     "a_call_that_fails_is_recorded_with_its_error": [(recording, "summary", lambda error: "")],
-    "watching_names_the_rank_that_comes_late": [
-        (waits.Meeting, "last", property(_is_fooled_by_durations))
-    ],
+    "watching_names_the_rank_that_comes_late": [(waits, "_last_of", _is_fooled_by_durations)],
     "sums_have_the_same_bits_on_every_rank": [(ThreadsModel, "all_reduce", _begins_with_its_own)],
     "sums_have_the_same_bits_when_they_are_made_again": [
         (ThreadsModel, "all_reduce", _begins_with_another_each_time)

@@ -17,7 +17,7 @@ import unisono as idist
 from tests.support.worlds import several
 from unisono import context
 from unisono.host.status_page import IN_FLIGHT, PageReader, pages
-from unisono.recording import CallLog, CollectiveRecord, add_hook
+from unisono.recording import CallLog, CollectiveRecord, add_hook, is_of_a_hook
 
 
 @pytest.fixture
@@ -160,6 +160,25 @@ def test_what_a_hook_raises_is_the_calls_and_nothing_is_broken() -> None:
     assert idist.spawn("gloo", work, nproc_per_node=2) == [["still in step"] * 2] * 2
 
 
+def test_a_hook_that_raises_keeps_no_other_from_the_call() -> None:
+    seen: list[str] = []
+
+    def fail(record: CollectiveRecord) -> None:
+        seen.append("fail")
+        raise ZeroDivisionError(f"error {len(seen)}")
+
+    def note(record: CollectiveRecord) -> None:
+        seen.append(record.name)
+
+    removers = [idist.add_hook(after=hook) for hook in (fail, fail, note)]
+    with pytest.raises(ZeroDivisionError, match="error 1") as caught:
+        idist.barrier()
+    for remove in removers:
+        remove()
+    assert seen == ["fail", "fail", "barrier"]
+    assert is_of_a_hook(caught.value)
+
+
 @several
 def test_a_call_that_a_hook_refuses_on_one_rank_is_not_counted_there(
     records: list[CollectiveRecord],
@@ -258,6 +277,25 @@ class Unreadable(torch.Tensor):
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("mine")
+
+
+@pytest.mark.parametrize(
+    ("value", "size_bytes"),
+    [
+        (torch.nn.Parameter(torch.ones(3)), 12),
+        (torch.ones(3, dtype=torch.float64).as_subclass(Unreadable), 24),
+        (torch.nn.UninitializedParameter(), 0),
+        (torch.ones(3).to_sparse(), 0),
+        ([torch.ones(3)], 0),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_tensor_of_any_class_has_its_size(
+    value: object, size_bytes: int, records: list[CollectiveRecord]
+) -> None:
+    with context.current().calls.call("mine", None, value):
+        pass
+    assert records[-1].size_bytes == size_bytes
 
 
 def test_a_tensor_whose_class_raises_can_be_recorded(records: list[CollectiveRecord]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.observe.waits import Meeting
+from unisono.recording import CollectiveRecord
 
 __all__ = ("Moment", "Offsets", "offsets")
 
@@ -29,14 +29,14 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Offsets:
-    """What makes the clocks of all ranks one.
+    """What makes the clocks of all hosts one.
 
     Args:
-        by_rank: nanoseconds to add to what a rank's clock has shown.
-        unsure_ns: how far a rank's clock may be off then; 0 where all share one.
+        by_host: nanoseconds to add to what a host's clock has shown.
+        unsure_ns: how far a clock may be off then; 0 where there is one.
     """
 
-    by_rank: dict[int, int]
+    by_host: dict[str, int]
     unsure_ns: int
 
 
@@ -47,11 +47,15 @@ _MEETS = frozenset(
         *("all_gather_tensors_with_shapes", "reduce_scatter", "new_group"),
     }
 )
-_Hosts = dict[str, tuple[int, int]]  # offset and how far it may be off
+_Span = tuple[int, int]  # when the last rank of a host came to a call, and the first one left it
 
 
-def offsets(moments: Mapping[int, Moment], met: Iterable[Meeting]) -> Offsets:
-    """Work out what makes the clocks of all ranks one: that of the first rank's host.
+def offsets(
+    moments: Sequence[Moment],
+    met: Iterable[Meeting],
+    host_of: Callable[[CollectiveRecord], str],
+) -> Offsets:
+    """Work out what makes the clocks of all hosts one: that of the first one.
 
     Local, and pure. No rank can leave a call that all have to come to before the last one has come.
     So each of those calls bounds the difference of two clocks from both sides, and many calls bound
@@ -59,62 +63,111 @@ def offsets(moments: Mapping[int, Moment], met: Iterable[Meeting]) -> Offsets:
     of day.
 
     Args:
-        moments: by rank, one reading of its clocks.
+        moments: of each rank one reading of its clocks, or more.
         met: calls that all ranks of a group have recorded, with no offset.
+        host_of: tells by whose clock a record is.
     """
     if not moments:
         return Offsets({}, 0)
-    first = moments[min(moments)].host
-    hosts: _Hosts = {first: (0, 0)}
-    bounds = _bounds(moments, met) if len({each.host for each in moments.values()}) > 1 else {}
+    names = list(dict.fromkeys(each.host for each in moments))
+    first = names[0]
+    hosts = {first: (0, 0)}  # offset, and how far it may be off
+    spans = _by_host(met, host_of) if len(names) > 1 else {}
     ahead = deque([first])
-    while ahead:
+    while ahead and len(hosts) < len(names):
         known = ahead.popleft()
-        for (one, other), between in bounds.items():
-            if one == known and other not in hosts:
-                middle, unsure = _middle(*between)
-                hosts[other] = (hosts[known][0] + middle, hosts[known][1] + unsure)
-                ahead.append(other)
+        for other, bounds in _bounds(known, spans.get(known, ()), hosts).items():
+            middle, unsure = _middle(*_agreeing(bounds))
+            hosts[other] = (hosts[known][0] + middle, hosts[known][1] + unsure)
+            ahead.append(other)
     wall = _by_time_of_day(moments)
-    by_rank = {
-        rank: hosts[each.host][0] if each.host in hosts else wall[each.host] - wall[first]
-        for rank, each in moments.items()
+    by_host = {
+        host: hosts[host][0] if host in hosts else wall[host] - wall[first] for host in names
     }
-    strangers = [_DAY_NS for each in moments.values() if each.host not in hosts]
-    return Offsets(by_rank, max([0, *strangers, *(each[1] for each in hosts.values())]))
+    strangers = [_DAY_NS for host in names if host not in hosts]
+    return Offsets(by_host, max([0, *strangers, *(each[1] for each in hosts.values())]))
 
 
-_NO_BOUND = 2**62
 _DAY_NS = 10_000_000  # how far apart hosts that ask the time of a server usually are
-
-
-def _bounds(
-    moments: Mapping[int, Moment], met: Iterable[Meeting]
-) -> dict[tuple[str, str], tuple[int, int]]:
-    """Give for two hosts the least and the most to add to the second one's clock."""
-    found: dict[tuple[str, str], tuple[int, int]] = {}
-    for meeting in met:
-        by_host = dict(_by_host(moments, meeting))
-        for one, other in itertools.permutations(by_host, 2):
-            low, high = found.get((one, other), (-_NO_BOUND, _NO_BOUND))
-            (arrival, end), (its_arrival, its_end) = by_host[one], by_host[other]
-            found[one, other] = max(low, arrival - its_end), min(high, end - its_arrival)
-    return found
+_DRIFT = 1e-4  # how much faster than another a clock may go; crystals do by half of it
 
 
 def _by_host(
-    moments: Mapping[int, Moment], meeting: Meeting
-) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Give each host's last arrival and first end, by its own clock."""
+    met: Iterable[Meeting], host_of: Callable[[CollectiveRecord], str]
+) -> dict[str, list[dict[str, _Span]]]:
+    """Give the calls of each host, each with the spans of all of its hosts by their own clocks."""
+    found: dict[str, list[dict[str, _Span]]] = {}
+    for meeting in met:
+        spans = dict(_spans(meeting, host_of))
+        for host in spans if len(spans) > 1 else ():
+            found.setdefault(host, []).append(spans)
+    return found
+
+
+def _spans(
+    meeting: Meeting, host_of: Callable[[CollectiveRecord], str]
+) -> Iterator[tuple[str, _Span]]:
     if next(iter(meeting.records.values())).name not in _MEETS:
         return
     ranks: dict[str, list[int]] = {}
-    for rank in meeting.records:
-        if rank in moments:
-            ranks.setdefault(moments[rank].host, []).append(rank)
+    for rank, record in meeting.records.items():
+        ranks.setdefault(host_of(record), []).append(rank)
     for host, here in ranks.items():
-        if not any(meeting.records[rank].error for rank in here):
-            yield host, (max(map(meeting.arrival_ns, here)), min(map(meeting.end_ns, here)))
+        arrival, end = max(map(meeting.arrival_ns, here)), min(map(meeting.end_ns, here))
+        if arrival <= end and not any(meeting.records[rank].error for rank in here):
+            yield host, (arrival, end)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """What one call says of two clocks: the least and the most to add to the second one."""
+
+    at_ns: int  # by the first clock
+    low: int
+    high: int
+
+    def beyond(self, offset: int) -> int:
+        """Say how far an offset is from what is possible. Local, and pure."""
+        return max(self.low - offset, offset - self.high, 0)
+
+
+def _bounds(
+    known: str, calls: Iterable[Mapping[str, _Span]], hosts: Mapping[str, object]
+) -> dict[str, list[_Bounds]]:
+    """Give by host, of those whose offset isn't known, what each of the calls says."""
+    found: dict[str, list[_Bounds]] = {}
+    for spans in calls:
+        arrival, end = spans[known]
+        for host, (its_arrival, its_end) in spans.items():
+            if host not in hosts:
+                bounds = _Bounds(arrival, arrival - its_end, end - its_arrival)
+                found.setdefault(host, []).append(bounds)
+    return found
+
+
+def _agreeing(bounds: Sequence[_Bounds]) -> tuple[int, int]:
+    """Give the least and the most that calls allow, without those that contradict most others.
+
+    These are no one call: a rank that was killed may have lost records, and another's number has
+    come to be theirs. Clocks that drift contradict each other too, by little.
+    """
+    offset = _most_common(bounds)
+    agreeing = sorted(each.at_ns for each in bounds if not each.beyond(offset))
+    middle_ns = agreeing[len(agreeing) // 2]
+    kept = [each for each in bounds if each.beyond(offset) <= _DRIFT * abs(each.at_ns - middle_ns)]
+    return max(each.low for each in kept), min(each.high for each in kept)
+
+
+def _most_common(bounds: Sequence[_Bounds]) -> int:
+    """Give an offset that as many calls as possible allow."""
+    lows, highs = sorted(each.low for each in bounds), sorted(each.high for each in bounds)
+    best, most, n_over = lows[0], 0, 0
+    for n_begun, low in enumerate(lows, 1):
+        while highs[n_over] < low:
+            n_over += 1
+        if n_begun - n_over > most:
+            best, most = low, n_begun - n_over
+    return best
 
 
 def _middle(low: int, high: int) -> tuple[int, int]:
@@ -122,8 +175,8 @@ def _middle(low: int, high: int) -> tuple[int, int]:
     return (low + high) // 2, abs(high - low) // 2
 
 
-def _by_time_of_day(moments: Mapping[int, Moment]) -> dict[str, int]:
-    readings: dict[str, Sequence[int]] = {}
-    for each in moments.values():
-        readings[each.host] = [*readings.get(each.host, ()), each.wall_ns - each.monotonic_ns]
+def _by_time_of_day(moments: Iterable[Moment]) -> dict[str, int]:
+    readings: dict[str, list[int]] = {}
+    for each in moments:
+        readings.setdefault(each.host, []).append(each.wall_ns - each.monotonic_ns)
     return {host: sorted(all_of)[len(all_of) // 2] for host, all_of in readings.items()}

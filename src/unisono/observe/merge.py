@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from unisono.observe.clocks import Moment, Offsets, offsets
+from unisono.observe.clocks import Moment, offsets
 from unisono.observe.trace_files import RankTrace
 from unisono.observe.waits import Meeting, Waits, meetings, waits
 from unisono.recording import CollectiveRecord
@@ -38,17 +38,43 @@ class JobTrace:
             found.setdefault(trace.rank, []).extend(trace.records)
         return found
 
-    def clock(self) -> Offsets:
-        """Work out what makes the clocks of its ranks one. Local, and pure."""
-        moments = {
-            each.rank: Moment(each.boot, each.wall_ns, each.monotonic_ns) for each in self.traces
-        }
-        return offsets(moments, meetings(self.records))
+    def on_one_clock(self) -> tuple[JobTrace, int]:
+        """Put all records on the clock of the first rank's host.
+
+        Local, and pure. A rank may have been on several hosts, one after the other.
+
+        Returns:
+            The same job, and how far a clock may be off now, in nanoseconds.
+        """
+        traces = sorted(self.traces, key=lambda each: each.rank)
+        by_day: dict[str, int] = {}  # what makes each clock the time of day
+        for each in traces:
+            by_day.setdefault(each.boot, each.wall_ns - each.monotonic_ns)
+        if len(by_day) < 2:
+            return self, 0
+        rough = self._shifted(by_day)  # so that what a rank did is in order
+        boots = {id(record): each.boot for each in rough.traces for record in each.records}
+        moments = [
+            Moment(each.boot, each.wall_ns, each.monotonic_ns + by_day[each.boot])
+            for each in traces
+        ]
+        clock = offsets(moments, meetings(rough.records), lambda record: boots[id(record)])
+        first_ns = by_day[traces[0].boot]
+        shifts = {boot: by_day[boot] - first_ns + clock.by_host[boot] for boot in by_day}
+        return self._shifted(shifts), clock.unsure_ns
+
+    def _shifted(self, by_boot: Mapping[str, int]) -> JobTrace:
+        traces = []
+        for each in self.traces:
+            more = by_boot[each.boot]
+            records = [one._replace(arrival_ns=one.arrival_ns + more) for one in each.records]
+            traces.append(replace(each, records=records))
+        return replace(self, traces=tuple(traces))
 
     def waits(self) -> Waits:
         """Work out which rank waited for which. Local, and pure."""
-        clock = self.clock()
-        return waits(self.records, clock.by_rank, clock.unsure_ns)
+        job, unsure_ns = self.on_one_clock()
+        return waits(job.records, None, unsure_ns)
 
 
 def jobs(traces: Iterable[RankTrace]) -> list[JobTrace]:
@@ -88,20 +114,19 @@ def chrome_trace(found: Sequence[JobTrace]) -> dict[str, Any]:
     events: list[Event] = []
     rows = _Rows(len(found) > 1)
     epochs: dict[str, int] = {}  # of each host's monotonic clock
-    for job in found:
-        clock, first = job.clock(), min(job.traces, key=lambda each: each.rank)
+    for job, _ in (each.on_one_clock() for each in found):
+        first = min(job.traces, key=lambda trace: trace.rank)
         epoch = epochs.setdefault(first.boot, first.wall_ns - first.monotonic_ns)
         epoch -= next(iter(epochs.values()))
         met = {
             id(record): meeting
-            for meeting in meetings(job.records, clock.by_rank)
+            for meeting in meetings(job.records)
             for record in meeting.records.values()
         }
         for trace in job.traces:
             row = rows.of(job, trace)
             for record in sorted(trace.records, key=_outer_first):
-                begin_ns = record.arrival_ns + clock.by_rank[trace.rank] + epoch
-                row.add(record, begin_ns, met.get(id(record)))
+                row.add(record, record.arrival_ns + epoch, met.get(id(record)))
     events = rows.events()
     zero_ns = min((each["ts"] for each in events if each["ph"] == "X"), default=0)
     for each in events:

@@ -81,7 +81,7 @@ def begin_if_asked() -> None:
     folder = os.environ.get(_FOR_GOOD, "").strip()
     if folder and not _is_asked:
         _is_asked = True
-        atexit.register(_release, _hold(Path(folder).absolute()))
+        atexit.register(_release, _hold(Path(folder).resolve()))
 
 
 class _Tracer:

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from unisono.recording import CollectiveRecord
 
@@ -25,7 +25,7 @@ _MOST = 0.8  # of the large ones
 _CHANCE = 1e-4  # that equal ranks look as unequal
 
 Records = Mapping[int, Sequence[CollectiveRecord]]
-Key = tuple[str, tuple[int, ...], int, int]
+Key = tuple[int, int, int]  # which group, which context of it, which call
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,15 @@ class Meeting:
 
     records: dict[int, CollectiveRecord]
     offsets: Mapping[int, int]
+    last: int = field(init=False)
+    """The rank that came last."""
+    last_ns: int = field(init=False)
+    """When it came, on the common clock."""
+
+    def __post_init__(self) -> None:
+        last = _last_of(self)  # once: each rank of the call asks for it
+        object.__setattr__(self, "last", last)
+        object.__setattr__(self, "last_ns", self.arrival_ns(last))
 
     def arrival_ns(self, rank: int) -> int:
         """Say when a rank came, on the common clock. Local, and pure."""
@@ -48,21 +57,20 @@ class Meeting:
         """Say when a rank was done, on the common clock. Local, and pure."""
         return self.arrival_ns(rank) + self.records[rank].duration_ns
 
-    @property
-    def last(self) -> int:
-        """The rank that came last."""
-        return max(self.records, key=self.arrival_ns)
-
     def waited_ns(self, rank: int) -> int:
         """Say how long a rank waited for the last one.
 
         Local, and pure. A rank that was done before the last one came didn't wait for it, such as
         the root of a broadcast.
         """
-        last_ns, end_ns = self.arrival_ns(self.last), self.end_ns(rank)
-        if end_ns + FLOOR_NS < last_ns:  # by more than clocks are off
+        end_ns = self.end_ns(rank)
+        if end_ns + FLOOR_NS < self.last_ns:  # by more than clocks are off
             return 0
-        return max(min(last_ns, end_ns) - self.arrival_ns(rank), 0)
+        return max(min(self.last_ns, end_ns) - self.arrival_ns(rank), 0)
+
+
+def _last_of(meeting: Meeting) -> int:
+    return max(meeting.records, key=meeting.arrival_ns)
 
 
 def meetings(ranks: Records, offsets: Mapping[int, int] | None = None) -> list[Meeting]:
@@ -78,27 +86,74 @@ def meetings(ranks: Records, offsets: Mapping[int, int] | None = None) -> list[M
         In the order in which their first ranks came.
     """
     found: dict[Key, dict[int, CollectiveRecord]] = defaultdict(dict)
+    groups = _Groups()
     for rank, records in sorted(ranks.items()):
-        for key, record in _keyed(records):
+        for key, record in _keyed(records, groups):
             found[key][rank] = record
     known = offsets or {}
     whole = [
         Meeting(records, known)
         for key, records in found.items()
-        if len(records) == len(key[1]) and len({_kind(each) for each in records.values()}) == 1
+        if len(records) == groups.sizes[key[0]]
+        and len({_kind(each) for each in records.values()}) == 1
     ]
     return sorted(whole, key=lambda meeting: min(map(meeting.arrival_ns, meeting.records)))
 
 
-def _keyed(records: Iterable[CollectiveRecord]) -> Iterable[tuple[Key, CollectiveRecord]]:
+class _Groups:
+    """A number for each group: its ranks, of which there may be many, take long to hash."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self._numbers: dict[tuple[str, tuple[int, ...]], int] = {}
+
+    def number(self, group: str, ranks: Sequence[int]) -> int:
+        """Give the number of a group. Local."""
+        number = self._numbers.setdefault((group, tuple(ranks)), len(self.sizes))
+        if number == len(self.sizes):
+            self.sizes.append(len(ranks))
+        return number
+
+
+def _keyed(
+    records: Iterable[CollectiveRecord], groups: _Groups
+) -> Iterable[tuple[Key, CollectiveRecord]]:
     """Tell calls of one number apart: a second context of the job counts from 1 again."""
-    seen: Counter[tuple[object, ...]] = Counter()
-    for record in sorted(records, key=lambda each: each.arrival_ns):
+    in_order = sorted(records, key=lambda each: each.arrival_ns)
+    known: dict[tuple[str, int], int] = {}  # by the ids of ranks, which live as long as they
+    contexts: dict[int, _Contexts] = defaultdict(_Contexts)
+    for record in in_order:
         is_counted = len(record.ranks) > 1 or record.world_size == 1
         if record.number and record.duration_ns >= 0 and is_counted:
-            call = (record.group, tuple(record.ranks), record.number)
-            seen[call] += 1
-            yield (*call, seen[call]), record
+            place = (record.group, id(record.ranks))
+            group = known.get(place)
+            if group is None:
+                group = known[place] = groups.number(record.group, record.ranks)
+            yield (group, contexts[group].of(record.number), record.number), record
+
+
+class _Contexts:
+    """Which context of a rank and group a call is in, by its number.
+
+    Two threads may begin calls so close to each other that the later one comes first by its clock:
+    a number below the last one is of a new context only if it was there before, or is below all.
+    A rank that is killed loses its last calls, so that to count each number by itself would take
+    those of its next context for them.
+    """
+
+    def __init__(self) -> None:
+        self._context = 0
+        self._first = 0
+        self._seen: set[int] = set()
+
+    def of(self, number: int) -> int:
+        """Count a call, in the order of arrivals. Local."""
+        if number < self._first or number in self._seen or not self._context:
+            self._context += 1
+            self._first = number
+            self._seen.clear()
+        self._seen.add(number)
+        return self._context
 
 
 def _kind(record: CollectiveRecord) -> str:
@@ -266,14 +321,14 @@ class _Count:
         line.calls += 1
         line.sites[site] += 1
         line.size_bytes += record.size_bytes
+        late_ns, came_ns = 0, meeting.last_ns
         for rank in meeting.records:
-            begin = meeting.arrival_ns(rank)
+            begin, its_wait_ns = meeting.arrival_ns(rank), meeting.waited_ns(rank)
+            late_ns = max(late_ns, its_wait_ns)
             busy_ns = self.busy.add(rank, begin, meeting.end_ns(rank))
             line.total_ns += busy_ns
-            waited_ns = self.waited.add(rank, begin, begin + meeting.waited_ns(rank))
+            waited_ns = self.waited.add(rank, begin, begin + its_wait_ns)
             line.waiting_ns += min(waited_ns, busy_ns)
-        late_ns = max(map(meeting.waited_ns, meeting.records))
-        came_ns = meeting.arrival_ns(last)
         gap_ns = self._since_last_call(last, came_ns)
         if late_ns > max(FLOOR_NS, FLOOR_SHARE * gap_ns, self._unsure_ns):
             new = self.lost.add(last, came_ns - late_ns, came_ns)

@@ -134,8 +134,12 @@ def _waits(told: Sequence[bytes]) -> Waits:
     size = len(told)
     found = {rank: unpack(rank, size, each) for rank, each in enumerate(told)}
     records = {rank: each for rank, (_, each) in found.items()}
-    clock = offsets({rank: moment for rank, (moment, _) in found.items()}, meetings(records))
-    return waits(records, clock.by_rank, clock.unsure_ns)
+    hosts = {rank: moment.host for rank, (moment, _) in found.items()}
+    met = meetings(records) if len(set(hosts.values())) > 1 else ()
+    moments = [moment for moment, _ in found.values()]
+    clock = offsets(moments, met, lambda record: hosts[record.rank])
+    by_rank = {rank: clock.by_host[host] for rank, host in hosts.items()}
+    return waits(records, by_rank, clock.unsure_ns)
 
 
 def _table(found: Waits) -> str:

@@ -89,6 +89,22 @@ def test_a_block_is_written_at_its_end_and_no_more(tmp_path: Path) -> None:
     assert "unisono-trace" not in {thread.name for thread in threading.enumerate()}
 
 
+def test_a_folder_that_has_two_names_is_traced_once(tmp_path: Path) -> None:
+    real, link = tmp_path / "real", tmp_path / "link"
+    real.mkdir()
+    link.symlink_to(real)
+    program = (
+        "import os, unisono as idist\n"
+        "idist.initialize('serial')\n"
+        "with idist.trace(os.environ['UNISONO_TRACE']):\n"
+        "    idist.all_reduce(1)\n"
+    )
+    variables = {**os.environ, "UNISONO_TRACE": str(link)}
+    subprocess.run([sys.executable, "-c", program], check=True, env=variables)
+    (trace,) = read(real)
+    assert [each.name for each in trace.records].count("all_reduce") == 1
+
+
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with (

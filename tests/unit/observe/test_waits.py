@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import pytest
 
 from tests.support.records import MS, call, recorded, steps
-from unisono.observe.waits import meetings, waits
+from unisono.observe import waits as waiting
+from unisono.observe.waits import Meeting, meetings, waits
 from unisono.recording import CollectiveRecord
 
 NOTHING = (0.0, 0.0)
@@ -92,6 +94,42 @@ def test_only_the_last_hundred_calls_are_counted_by_who_came_last() -> None:
     assert found.last == (1, 99)
 
 
+class Counted(tuple[int, ...]):
+    """Ranks of a group that count how often they are looked through."""
+
+    looks: ClassVar[list[int]] = []
+
+    def __iter__(self) -> Iterator[int]:
+        self.looks.append(len(self))
+        return super().__iter__()
+
+    def __hash__(self) -> int:
+        self.looks.append(len(self))
+        return super().__hash__()
+
+
+def test_the_work_grows_with_ranks_and_calls_and_not_with_their_square(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    size, count = 40, 30
+    found: list[int] = []
+    last_of = waiting._last_of
+
+    def counted(meeting: Meeting) -> int:
+        found.append(1)
+        return last_of(meeting)
+
+    monkeypatch.setattr(waiting, "_last_of", counted)
+    everybody = Counted(range(size))
+    records = {
+        rank: [each._replace(ranks=everybody) for each in of_rank]
+        for rank, of_rank in steps(*[[0.0] * size] * count).items()
+    }
+    assert waits(records).calls == count
+    assert len(found) == count
+    assert len(Counted.looks) <= 2 * size  # of each rank's records once, and not of each record
+
+
 def test_a_call_that_a_rank_has_not_recorded_meets_nobody() -> None:
     lone = recorded(0, 1, 0, 5)
     other_group = call(1, 0, 300, group="a")
@@ -105,6 +143,24 @@ def test_a_second_context_counts_from_one_again() -> None:
     first, second = call(1, 0, 100), call(1, 1000, 1300)
     met = meetings(by_rank(*second, *first))
     assert [each.waited_ns(0) for each in met] == [100 * MS, 300 * MS]
+
+
+def test_a_killed_rank_has_no_last_calls_and_its_next_context_is_not_taken_for_them() -> None:
+    first = [each for number in (1, 2, 3, 4) for each in call(number, 10 * number, 10 * number + 1)]
+    killed = [each for each in first if each.rank == 0 or each.number < 3]
+    second = [each for number in (1, 2, 3, 4) for each in call(number, 900 + number, 900 + number)]
+    met = meetings(by_rank(*killed, *second))
+    assert [each.records[0].number for each in met] == [1, 2, 1, 2, 3, 4]
+    assert [each.waited_ns(0) for each in met] == [MS, MS, 0, 0, 0, 0]
+
+
+def test_calls_that_two_threads_begin_at_once_are_of_one_context() -> None:
+    """The number is given a moment before the time is taken."""
+    by_number = [call(number, came, came) for number, came in ((1, 0), (2, 9), (3, 7), (4, 12))]
+    swapped = [each._replace(arrival_ns=8 * MS) for each in by_number[1] if each.rank == 1]
+    others = [each for calls in by_number for each in calls if (each.number, each.rank) != (2, 1)]
+    met = meetings(by_rank(*others, *swapped))
+    assert sorted(each.records[1].number for each in met) == [1, 2, 3, 4]
 
 
 def test_a_receiver_waits_for_a_sender() -> None:
