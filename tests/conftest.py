@@ -82,7 +82,8 @@ def _environ() -> dict[str, str]:
 
 def _children() -> list[Any]:
     """List this process's descendants, the helpers of before among them: warm ranks keep them."""
-    return psutil.Process().children(recursive=True)
+    children: list[Any] = psutil.Process().children(recursive=True)
+    return children
 
 
 def _helpers() -> set[Any]:
