@@ -336,8 +336,7 @@ class CallLog:
         if site is None or site[0] is not code or site[1] != name or site[2] != key:
             site = self._new_site(frame, name, key)
         try:
-            kind = type(value)
-            size = value.nbytes if kind is Tensor else 0 if kind in _SIZELESS else _size_of(value)
+            size = value.nbytes if type(value) is Tensor else _size_of(value)
         except RuntimeError:  # a sparse one has no memory of its own
             size = 0
         token, now = Token(), _now()
@@ -469,7 +468,7 @@ def _size_of(value: object) -> int:
     """Give the bytes of a tensor of any class, such as a parameter."""
     if type(value) is Parameter:
         return value.nbytes
-    if not isinstance(value, Tensor):
+    if type(value) in _SIZELESS or not isinstance(value, Tensor):
         return 0
     try:
         with torch._C.DisableTorchFunctionSubclass():
