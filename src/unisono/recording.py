@@ -76,6 +76,8 @@ class CollectiveRecord(NamedTuple):
         arrival_ns: when it was made, in nanoseconds of ``time.monotonic_ns()``.
         duration_ns: nanoseconds until it was done; -1 before.
         error: the exception that it raised, in one line; empty where there is none.
+        overlap_ns: nanoseconds of its duration in which the rank went on with other work, before it
+            waited for the call's handle; 0 for a call that blocks.
     """
 
     name: str
@@ -94,6 +96,7 @@ class CollectiveRecord(NamedTuple):
     arrival_ns: int
     duration_ns: int = -1
     error: str = ""
+    overlap_ns: int = 0
 
 
 # Without the function that a NamedTuple has around it, which takes longer than all the rest.
@@ -183,6 +186,8 @@ class Token:
     stamp: int = 0
     record: CollectiveRecord | None = None
     plane: str = ""
+    overlap_ns: int | None = 0
+    """None as long as nobody has waited for what was started."""
 
     def end(self, error: BaseException | None = None) -> None:
         """Take note that the call is over. Local; harmless the second time."""
@@ -200,7 +205,8 @@ class Token:
             text = "" if error is None else summary(error)[:_LONGEST_ERROR]
             plane, passed_ns = self.plane or _planes.plane, now - record.arrival_ns
             known = (*record[:9], plane, *record[10:14])  # up to its dtype, and up to its arrival
-            _tell_all(_after, _record((*known, passed_ns, text)))
+            overlap_ns = passed_ns if self.overlap_ns is None else min(self.overlap_ns, passed_ns)
+            _tell_all(_after, _record((*known, passed_ns, text, overlap_ns)))
 
     def carry_out(self, run: Callable[[], T]) -> T:
         """Run what the call is, which is over then. Local, but for what is run."""
@@ -242,7 +248,9 @@ class Token:
 
     def wait(self, run: Callable[[], T]) -> T:
         """Run what waits for the call, which is over then. Local, but for what is run."""
-        lane = self.lane  # the thread that carries it out may end it meanwhile
+        lane, record = self.lane, self.record  # another thread may end it meanwhile
+        if record is not None:
+            self.overlap_ns = _now() - record.arrival_ns
         if lane is not None:
             lane.wait(self.stamp)
         return self.carry_out(run)
@@ -345,9 +353,11 @@ class CallLog:
             signatures.line.known = site[7]
             token.stamp = lane.begin(site[3], site[4], number, size, now, state)
         if has_hooks:
+            if state != CALLED:
+                token.overlap_ns = None
             token.record = _record((
                 name, self.rank, self.world_size, self.job, key, self._members[key], number,
-                size, _dtype_of(value), "", site[5], site[6], here.thread_id, now, -1, "",
+                size, _dtype_of(value), "", site[5], site[6], here.thread_id, now, -1, "", 0,
             ))  # fmt: skip
             self._tell_before(token, token.record)
         return token

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import queue
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType
@@ -132,6 +133,24 @@ def test_what_was_started_is_in_flight_until_it_is_waited_for() -> None:
     assert (started.name, started.index) == (done.name, done.index) == ("all_reduce", done.index)
     assert started.state == IN_FLIGHT or started.end_ns
     assert done.end_ns
+
+
+@several
+def test_a_record_says_how_long_a_rank_had_other_work(records: list[CollectiveRecord]) -> None:
+    for value in (torch.ones(4), 1):  # which some models start themselves, and which we do
+        handle = idist.all_reduce(value, async_op=True)
+        before_ns = time.monotonic_ns()
+        while time.monotonic_ns() < before_ns + 2_000_000 or not handle.is_completed():
+            pass
+        waited_ns = time.monotonic_ns()
+        handle.wait()
+        record = records[-1]
+        assert record.name == "all_reduce"
+        end_ns = record.arrival_ns + record.duration_ns
+        assert 0 < record.overlap_ns <= record.duration_ns
+        assert record.arrival_ns + record.overlap_ns >= min(waited_ns, end_ns)
+    idist.barrier()
+    assert records[-1].overlap_ns == 0
 
 
 @several

@@ -162,7 +162,9 @@ class _Lane:
     def add(self, call: Event, waiting: Event | None) -> None:
         """Add a slice that fits, and what is in it. Local."""
         if self._open and (outer := self._open[-1][1]) is not None:
-            outer["dur"] = min(outer["dur"], call["ts"] - outer["ts"])
+            is_over = call["ts"] + call["dur"] <= outer["ts"]  # before the outer one was waited for
+            if not is_over:
+                outer["dur"] = min(outer["dur"], max(call["ts"] - outer["ts"], 0))
         self._open.append((call["ts"] + call["dur"], waiting))
         for each in (call, waiting):
             if each is not None:
@@ -192,7 +194,8 @@ class _Row:
         waiting: Event | None = None
         if meeting is not None and waited_ns:
             name = f"waiting for rank {meeting.last}"
-            waiting = {"name": name, "cat": "waiting", "ts": begin_ns, "dur": waited_ns}
+            ts = begin_ns + record.overlap_ns
+            waiting = {"name": name, "cat": "waiting", "ts": ts, "dur": waited_ns}
             waiting["args"] = {"rank": meeting.last}
             self._rows.waits.append((waiting, meeting.records[meeting.last]))
         lane.add(call, waiting)

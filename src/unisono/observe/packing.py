@@ -16,9 +16,9 @@ __all__ = ("pack", "unpack")
 
 # A line of JSON: the moment, heads (what calls of one line have in common), the number of calls.
 # Then columns, compressed: head, number less that of the call before of the group, bytes, arrival
-# less that of the call before, duration. A figure has 8 bytes, the first one of all figures of a
-# column first and so on, as most of them are equal then.
-_FIGURES = 5
+# less that of the call before, duration, overlap. A figure has 8 bytes, the first one of all
+# figures of a column first and so on, as most of them are equal then.
+_FIGURES = 6
 _BYTES = 8
 _LEVEL = 6
 _Head: TypeAlias = "tuple[str, str, Sequence[int] | None, str, int]"
@@ -47,6 +47,7 @@ def pack(moment: Moment, records: Iterable[CollectiveRecord]) -> bytes:
             each.size_bytes,
             each.arrival_ns - last_ns,
             each.duration_ns,
+            each.overlap_ns,
         )
         numbers[each.group], last_ns = each.number, each.arrival_ns
         for column, figure in zip(columns, figures, strict=True):
@@ -84,13 +85,13 @@ def _records(
 ) -> list[CollectiveRecord]:
     found = []
     numbers: dict[str, int] = {}
-    for head, more, size, arrival, duration in zip(*columns, strict=True):
+    for head, more, size, arrival, duration, overlap in zip(*columns, strict=True):
         name, group, ranks, file, line = heads[head]
         number = numbers[group] = numbers.get(group, 0) + more
         found.append(
             CollectiveRecord(
                 name, rank, world_size, "", group, ranks, number, size, "", "", file, line, 0,
-                arrival, duration,
+                arrival, duration, "", overlap,
             )
         )  # fmt: skip
     return found

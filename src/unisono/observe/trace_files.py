@@ -17,7 +17,7 @@ from unisono.recording import CollectiveRecord
 
 __all__ = ("RankTrace", "TraceFile", "read")
 
-_FORMAT = 1
+_FORMAT = 2  # 1 had no overlaps, and is else the same
 _SUFFIX = ".unisono.jsonl"
 _CACHED = 10_000  # heads of lines
 
@@ -87,7 +87,7 @@ class TraceFile:
         for record in records:
             (
                 name, _, _, _, group, ranks, number, size, dtype, plane, file, line, thread,
-                arrival, duration, error,
+                arrival, duration, error, overlap,
             ) = record  # fmt: skip
             if members.get(group) is not ranks:  # ranks themselves take long to compare
                 self._meet(group, ranks, lines)
@@ -95,7 +95,8 @@ class TraceFile:
             head = heads.get(key)
             if head is None:
                 head = self._new_head(key)
-            lines.append(f"{head},{number},{arrival},{duration}]\n")
+            more = f",{overlap}" if overlap else ""
+            lines.append(f"{head},{number},{arrival},{duration}{more}]\n")
         self._write("".join(lines))
 
     def close(self) -> None:
@@ -170,7 +171,7 @@ def _read_file(path: Path) -> RankTrace | None:
         return None  # its rank ended at that moment
     try:
         facts = json.loads(lines[0])
-        if facts.pop("unisono_trace") != _FORMAT:
+        if facts.pop("unisono_trace") not in (1, _FORMAT):
             raise ArgumentError(f"{path} is of another version of unisono: read it with that one")
         return RankTrace(**facts, records=list(_records(facts, lines[1:])))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -185,8 +186,11 @@ def _records(facts: dict[str, Any], lines: Iterable[str]) -> Iterator[Collective
         if isinstance(values, dict):
             groups[values["group"]] = (values["name"], tuple(values["ranks"]))
             continue
-        name, group, size, dtype, plane, file, at, thread, error, number, arrival, duration = values
+        (
+            name, group, size, dtype, plane, file, at, thread, error, number, arrival, duration,
+            *overlap,
+        ) = values  # fmt: skip
         yield CollectiveRecord(
             name, *place, *groups[group], number, size, dtype, plane, file, at, thread,
-            arrival, duration, error,
+            arrival, duration, error, *overlap,
         )  # fmt: skip

@@ -57,6 +57,14 @@ class Meeting:
         """Say when a rank was done, on the common clock. Local, and pure."""
         return self.arrival_ns(rank) + self.records[rank].duration_ns
 
+    def wait_begin_ns(self, rank: int) -> int:
+        """Say when a rank had nothing else to do, on the common clock.
+
+        Local, and pure. That is when it came, or when it began to wait for the handle of a call
+        that it had started.
+        """
+        return self.arrival_ns(rank) + self.records[rank].overlap_ns
+
     def waited_ns(self, rank: int) -> int:
         """Say how long a rank waited for the last one.
 
@@ -66,7 +74,7 @@ class Meeting:
         end_ns = self.end_ns(rank)
         if end_ns + FLOOR_NS < self.last_ns:  # by more than clocks are off
             return 0
-        return max(min(self.last_ns, end_ns) - self.arrival_ns(rank), 0)
+        return max(min(self.last_ns, end_ns) - self.wait_begin_ns(rank), 0)
 
 
 def _last_of(meeting: Meeting) -> int:
@@ -202,7 +210,8 @@ class Waits:
     Args:
         lost_s: by rank, seconds in which another rank waited for it.
         waited_s: by rank, seconds in which it waited for another.
-        in_calls_s: by rank, seconds that it spent in calls.
+        in_calls_s: by rank, seconds that it spent in calls, without those in which it had other
+            work before it waited for what it had started.
         lines: by call and line, the most lost first.
         last: by rank, how often it came last in the last hundred calls.
         calls: number of calls that all ranks of their groups have recorded.
@@ -270,6 +279,7 @@ def waits(ranks: Records, offsets: Mapping[int, int] | None = None, unsure_ns: i
     count = _Count(size, unsure_ns, {rank: _ends(ranks[rank], offsets, rank) for rank in ranks})
     for at, meeting in enumerate(met):
         count.add(at, meeting)
+    count.add_up()
     begins = [min(map(each.arrival_ns, each.records)) for each in met]
     ends = [max(map(each.end_ns, each.records)) for each in met]
     watched_ns = max(ends) - min(begins) if met else 0
@@ -310,6 +320,7 @@ class _Count:
         self.late: list[_Late] = []
         self._size, self._unsure_ns, self._ends = size, unsure_ns, ends
         self._lines: dict[tuple[str, str], _Line] = {}
+        self._stays: list[list[tuple[int, int, int, _Line]]] = [[] for _ in range(size)]
 
     def add(self, at: int, meeting: Meeting) -> None:
         """Count one call, in the order of first arrivals. Local."""
@@ -323,18 +334,23 @@ class _Count:
         line.size_bytes += record.size_bytes
         late_ns, came_ns = 0, meeting.last_ns
         for rank in meeting.records:
-            begin, its_wait_ns = meeting.arrival_ns(rank), meeting.waited_ns(rank)
+            begin, its_wait_ns = meeting.wait_begin_ns(rank), meeting.waited_ns(rank)
             late_ns = max(late_ns, its_wait_ns)
-            busy_ns = self.busy.add(rank, begin, meeting.end_ns(rank))
-            line.total_ns += busy_ns
-            waited_ns = self.waited.add(rank, begin, begin + its_wait_ns)
-            line.waiting_ns += min(waited_ns, busy_ns)
+            self._stays[rank].append((begin, begin + its_wait_ns, meeting.end_ns(rank), line))
         gap_ns = self._since_last_call(last, came_ns)
         if late_ns > max(FLOOR_NS, FLOOR_SHARE * gap_ns, self._unsure_ns):
             new = self.lost.add(last, came_ns - late_ns, came_ns)
             line.lost_ns[last] += new
             if new > FLOOR_NS and record.name != _SET_UP:
                 self.late.append(_Late(last, new, gap_ns, at))
+
+    def add_up(self) -> None:
+        """Count what ranks spent in all calls, once all have been added. Local."""
+        for rank, stays in enumerate(self._stays):
+            for begin, until, end, line in sorted(stays, key=lambda stay: stay[0]):
+                busy_ns = self.busy.add(rank, begin, end)
+                line.total_ns += busy_ns
+                line.waiting_ns += min(self.waited.add(rank, begin, until), busy_ns)
 
     def _since_last_call(self, rank: int, came_ns: int) -> int:
         ends = self._ends[rank]

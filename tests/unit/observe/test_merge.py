@@ -114,6 +114,20 @@ def test_a_wait_ends_where_a_call_within_begins() -> None:
     assert waits == [(0, 100_000), (100_000, 201_000)]
 
 
+def test_a_wait_begins_where_the_handle_is_waited_for() -> None:
+    first, second = call(1, 0, 300)
+    first = first._replace(overlap_ns=200 * MS)
+    beside, across = (recorded(0, 1, 50, 100, group=name, ranks=(0,)) for name in "ab")
+    across = across._replace(arrival_ns=190 * MS, duration_ns=20 * MS)
+    for more, expected in (([], (200_000, 100_000)), ([beside], (200_000, 100_000))):
+        events = merged(trace_of(0, [first, *more]), trace_of(1, [second]))
+        (wait,) = slices(events, "waiting for rank 1")
+        assert (wait["ts"], wait["dur"]) == expected
+    events = merged(trace_of(0, [first, across]), trace_of(1, [second]))
+    assert [each["dur"] for each in slices(events, "waiting")] == [0]
+    assert first.duration_ns == 301 * MS
+
+
 def test_ranks_of_other_hosts_are_put_on_one_clock() -> None:
     first, second = call(1, 1000, 1200)
     shift = 10**9 * MS

@@ -45,7 +45,10 @@ def test_what_is_packed_is_unpacked() -> None:
     records = job(3, 50)
     odd = recorded(0, 7, -3, 0.5, ranks=(0, 2), file='é "x"', world_size=3, size_bytes=2**40)
     again = recorded(0, 1, 2, -1e-6, ranks=(0, 1, 2), world_size=3)  # counted from one again
-    records[0] += [each._replace(thread_id=0, job="", dtype="", plane="") for each in (odd, again)]
+    started = again._replace(number=2, duration_ns=9, overlap_ns=7)
+    records[0] += [
+        each._replace(thread_id=0, job="", dtype="", plane="") for each in (odd, again, started)
+    ]
     for rank, data in enumerate(told(records)):
         assert unpack(rank, 3, data) == (NOW, records[rank])
     assert unpack(0, 3, pack(NOW, [])) == (NOW, [])

@@ -25,6 +25,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         recorded(1, 1, 5, 2),
         recorded(1, 1, 8, 2, group='the "é" group', ranks=(1, 5), error='Value\n"Error"'),
         recorded(1, 2, 11, 0.25, dtype="", plane="control", file="a b.py", size_bytes=2**40),
+        recorded(1, 3, 12, 0.25, overlap_ns=1000),
     ]
     file = TraceFile(tmp_path, records[0])
     file.append(records[:1])
@@ -36,6 +37,19 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert trace.records[1].ranks == (1, 5)
     assert trace.records[1].error == 'Value\n"Error"'
     assert (trace.rank, trace.world_size, trace.job, trace.pid) == (1, 2, "job", os.getpid())
+
+
+def test_a_file_of_the_format_before_is_read(tmp_path: Path) -> None:
+    """It is the same, but for overlaps."""
+    record = recorded(0, 1, 5, 2)
+    file = TraceFile(tmp_path, record)
+    file.append([record])
+    file.close()
+    (path,) = tmp_path.iterdir()
+    path.write_text(path.read_text().replace('"unisono_trace": 2', '"unisono_trace": 1'))
+    assert '"unisono_trace": 1' in path.read_text()
+    (trace,) = read(tmp_path)
+    assert trace.records == [record]
 
 
 def test_a_process_that_can_start_no_more_threads_is_traced(

@@ -170,6 +170,51 @@ def test_a_receiver_waits_for_a_sender() -> None:
     assert waits(by_rank(sent, received)).lost_s == pytest.approx((0.4, 0))
 
 
+def started(number: int, *came_ms: tuple[float, float], **others: Any) -> list[CollectiveRecord]:
+    """Records of a call that ranks start, and wait for later: when they come, and when they wait.
+
+    It ends a millisecond after the last one has come, or when it is waited for.
+    """
+    done_ms = max(came for came, _ in came_ms) + 1
+    return [
+        recorded(
+            *(rank, number, came, max(done_ms, wait) - came),
+            overlap_ns=round((wait - came) * MS),
+            **others,
+        )
+        for rank, (came, wait) in enumerate(came_ms)
+    ]
+
+
+def test_nobody_waits_for_a_call_before_its_handle() -> None:
+    hidden = [
+        each
+        for n in range(1, 6)
+        for each in started(n, (300 * n, 300 * n + 200), (300 * n + 100, 300 * n + 300))
+    ]
+    found = waits(by_rank(*hidden))
+    assert (found.calls, found.slowest, found.last) == (5, None, (0, 0))
+    assert (found.lost_s, found.waited_s, found.in_calls_s) == (NOTHING, NOTHING, NOTHING)
+    blocked = [
+        each
+        for n in range(1, 6)
+        for each in started(n, (300 * n, 300 * n + 20), (300 * n + 100, 300 * n + 200))
+    ]
+    found = waits(by_rank(*blocked))
+    assert found.slowest == 1
+    assert found.waited_s == pytest.approx((5 * 0.08, 0))
+    assert found.lost_s == pytest.approx((0, 5 * 0.08))
+
+
+def test_a_call_beside_one_that_was_started_is_counted() -> None:
+    outer = started(1, (0, 300), (310, 320))
+    inner = [recorded(0, 1, 100, 51, group="a"), recorded(1, 1, 150, 1, group="a")]
+    found = waits(by_rank(*outer, *inner))
+    assert found.waited_s == pytest.approx((0.06, 0))
+    assert found.in_calls_s == pytest.approx((0.062, 0.001))
+    assert sum(line.waiting_s for line in found.lines) == pytest.approx(0.06)
+
+
 def test_one_rank_alone_loses_nothing() -> None:
     assert waits({0: [recorded(0, 1, 0, 5, ranks=(0,))]}).lost_s == (0.0,)
     assert waits({}).slowest is None

@@ -501,6 +501,7 @@ class _Recorded(_Work):  # type: ignore[misc]
 
     def get_future(self) -> Any:
         """Give torch's future of it, whose end is the call's; C++ waits for that alone. Local."""
+        self._token.overlap_ns = 0  # since when somebody waits isn't told: all of it counts
         # A future of its own, so that the record is there when who waits for it goes on.
         return self._work.get_future().then(functools.partial(_end_with, self._token))
 
