@@ -35,7 +35,7 @@ from tests.support.tops import (
     check,
     check_end,
     ends_on,
-    hangs_on,
+    few_on,
     job_of_processes,
     told,
 )
@@ -599,7 +599,7 @@ def test_every_call_of_horovod_at_a_glance_can_be_made() -> None:
 
 
 @pytest.mark.usefixtures("own_pages")
-@pytest.mark.parametrize("kind", hangs_on("horovod"))
+@pytest.mark.parametrize("kind", few_on("horovod"))
 def test_top_names_the_rank_that_hangs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in VARIABLES.get((kind, "horovod"), {}).items():
         monkeypatch.setenv(name, value)

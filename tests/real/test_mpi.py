@@ -28,7 +28,7 @@ from tests.support.tops import (
     check,
     check_end,
     ends_on,
-    hangs_on,
+    few_on,
     job_of_processes,
     told,
 )
@@ -570,7 +570,7 @@ def test_a_program_of_mpi4py_and_ours_print_the_same(
 
 
 @pytest.mark.usefixtures("runtime", "own_pages")
-@pytest.mark.parametrize("kind", hangs_on("mpi4py"))
+@pytest.mark.parametrize("kind", few_on("mpi4py"))
 def test_top_names_the_rank_that_hangs(kind: str) -> None:
     with job_of_processes(kind, "mpi4py"):
         check(kind, told())

@@ -28,7 +28,7 @@ from torch import Tensor
 
 import unisono as idist
 from tests.support.launched import with_model
-from tests.support.tops import check, check_end, ends_on, hangs_on, job_of_program, told
+from tests.support.tops import check, check_end, ends_on, few_on, job_of_program, told
 from unisono.context import ContextState
 from unisono.errors import (
     ArgumentError,
@@ -792,10 +792,8 @@ def test_a_torch_xla_that_lacks_something_is_left_out_with_one_warning() -> None
 
 
 @pytest.mark.usefixtures("own_pages")
-@pytest.mark.parametrize("kind", ["stopped", "in_c", "extra_call", "slow_loader"])
+@pytest.mark.parametrize("kind", few_on("xla-cpu"))
 def test_top_names_the_replica_that_hangs(kind: str) -> None:
-    """All kinds are in benchmarks/hangs.py: each takes seconds until torch_xla is there."""
-    assert kind in hangs_on("xla-cpu")
     with job_of_program(kind, "xla-cpu"):
         check(kind, told())
 

@@ -31,6 +31,7 @@ from tests.support.sources import (
     sources,
 )
 
+pytestmark = pytest.mark.once
 SPEAKS = re.compile(r"(^|\n\n|\. )(Local|Collective (over|at creation))\b")
 Key = TypeVar("Key", str, tuple[str, str])
 
