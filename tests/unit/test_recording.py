@@ -91,9 +91,10 @@ def test_ranks_number_their_calls_alike(records: list[CollectiveRecord]) -> None
         pass
     idist.barrier(group)
     idist.all_reduce(1, async_op=True).wait()
-    if idist.get_rank() == 0:
+    has_messages = "send_recv" in context.current_model().capabilities
+    if has_messages and idist.get_rank() == 0:
         idist.send("x", 1)
-    elif idist.get_rank() == 1:
+    elif has_messages and idist.get_rank() == 1:
         idist.recv(0)
     mine = [(record.name, record.group, record.number) for record in records]
     everybody = idist.all_gather(mine)
@@ -102,7 +103,7 @@ def test_ranks_number_their_calls_alike(records: list[CollectiveRecord]) -> None
     assert numbers[0][("barrier", group.name)] == numbers[1][("barrier", group.name)] == 1
     assert len({rows[("all_reduce", "all ranks")] for rows in numbers}) == 1
     pair = "rank 0 to rank 1"
-    assert numbers[0][("send", pair)] == numbers[1][("recv", pair)] == 1
+    assert not has_messages or numbers[0][("send", pair)] == numbers[1][("recv", pair)] == 1
 
 
 @several
