@@ -24,9 +24,9 @@ PAIRS = {  # of Python and torch; torch of the others is that of constraints.txt
     "3.14": ("3.14", "2.15.0"),
     "newest": ("3.13", "2.15.0"),
 }
-nox.options.sessions = [
-    *("lint", "types", "tests", "docs", "faults", "package"),
-    *("plugins", "mpi", "horovod", "xla", "pythons(oldest)", "pythons(newest)"),
+nox.options.sessions = [  # of those that run two at a time, the long ones first
+    *("lint", "xla", "pythons(newest)", "pythons(oldest)", "plugins", "docs", "types", "package"),
+    *("tests", "faults", "mpi", "horovod"),
 ]
 nox.needs_version = ">=2026.8.10"  # the first that runs sessions at once
 nox.options.default_venv_backend = "venv"
