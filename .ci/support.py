@@ -35,7 +35,7 @@ GROUPS = {
 HEAD = """\
 # What works where
 
-Made by `nox -s mpi horovod xla support`, which runs `unisono check` on each backend; not by hand.
+Made by `nox -s support`, which runs `unisono check` on each backend; not by hand.
 A cell sums up all numbers of replicas that were checked:
 
 - **yes**: the law holds.

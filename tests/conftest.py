@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -14,7 +15,8 @@ import psutil
 import pytest
 
 import unisono
-from tests.support.measures import TABLE, Clock, Table
+from tests.support.durations import RECORD, Durations, SharedSetUp, is_fast, recorded
+from tests.support.measures import TABLE, Clock, Table, slack
 
 # A shell starts what it runs in the background deaf to Ctrl-C, and its children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -22,12 +24,26 @@ _END_S = 5.0  # for threads and processes that are about to end
 collect_ignore = ["compat/programs"]  # which tests run, and pytest would import for doctests
 
 
-@pytest.hookimpl(tryfirst=True)  # before markers select
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as timed what holds a figure of the table of faults to its limit."""
-    for item in items:
-        if "table" in getattr(item, "fixturenames", ()):
-            item.add_marker("timed")
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--set", choices=("fast", "rest"), help="the tests that are fast, or not")
+    parser.addoption("--durations-to", metavar="FILE", help="FOLDER/SESSION for the record")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    to = config.getoption("--durations-to")
+    if to is not None:
+        config.pluginmanager.register(SharedSetUp())
+        if not hasattr(config, "workerinput"):
+            config.pluginmanager.register(Durations(Path(to).parent, Path(to).name))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    chosen = config.getoption("--set")
+    if chosen is not None:
+        slow = recorded(json.loads(RECORD.read_text()))
+        left = [item for item in items if is_fast(item, slow) != (chosen == "fast")]
+        items[:] = [item for item in items if is_fast(item, slow) == (chosen == "fast")]
+        config.hook.pytest_deselected(items=left)
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +62,10 @@ def nothing_is_left() -> Iterator[None]:
     assert _environ() == environ
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def table() -> Table:
     """What every way to fail costs: printed by tests/faults."""
+    TABLE.slack = slack()
     return TABLE
 
 

@@ -165,7 +165,7 @@ def test_the_class_for_pytest_lists_what_does_not_hold() -> None:
         options = {"timeout": 5.0}  # which others come within, on a slow host too
 
     with pytest.raises(AssertionError) as caught:
-        Mine().test_every_law_holds()
+        Mine().test_every_law_holds(2)
     lines = str(caught.value).splitlines()
     assert any(line.startswith("reductions_agree_with_the_derived_ones at 2:") for line in lines)
     assert not any(line.startswith("all_gather_") for line in lines)

@@ -31,17 +31,32 @@ def launch_without_sockets(backend: str, fn: Any, args: tuple[Any, ...], **optio
     return idist.spawn(backend, without_sockets, (fn, *args), **options)
 
 
+@pytest.mark.fast
 class TestSerial(Conformance):
     backend = "serial"
     sizes = (1,)
 
 
+@pytest.mark.fast
 class TestThreads(Conformance):
     backend = "threads"
+    sizes = (2,)
 
 
+@pytest.mark.fast
 class TestGloo(Conformance):
     backend = "gloo"
+    sizes = (2,)
+
+
+class TestThreadsOfOtherSizes(Conformance):
+    backend = "threads"
+    sizes = (1, 3)
+
+
+class TestGlooOfOtherSizes(Conformance):
+    backend = "gloo"
+    sizes = (1, 3)
 
 
 class TestGlooWithShortRounds(Conformance):

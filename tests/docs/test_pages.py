@@ -15,6 +15,8 @@ import unisono
 from tests.support.pages import PAGES, ROOT, anchors, blocks, links, prose, run, run_in_a_rank
 
 CODE = [block for page in PAGES for block in blocks(page) if block.is_python]
+FIRST = (ROOT / "README.md", ROOT / "docs" / "learn" / "first-steps.md")
+BY_PAGE = [pytest.param(page, marks=pytest.mark.fast if page in FIRST else ()) for page in PAGES]
 FOR_ANY_SIZE = [page for page in PAGES if any(block.is_for_any_rank for block in blocks(page))]
 
 
@@ -22,7 +24,7 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", BY_PAGE, ids=name_of)
 def test_every_block_of_python_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 import unisono
 from tests.support.listeners import listening_unix_sockets
-from tests.support.measures import TABLE, slack
+from tests.support.measures import TABLE
 from unisono.host import stack_signal
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    terminalreporter.section(f"faults; a limit may be passed {slack():g} times")
+    terminalreporter.section("faults")
     for line in TABLE.lines():
         terminalreporter.write_line(line)
     terminalreporter.section("the same with others, from the page on faults")
@@ -64,7 +64,6 @@ def _merged(known: list[str], lines: list[str]) -> list[str]:
 @pytest.fixture(scope="session", autouse=True)
 def helper(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Start what lives as long as this process; let all have a folder of temporary files."""
-    slack()  # while nothing of this session runs yet
     os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("private"))
     tempfile.tempdir = None
     unisono.spawn("gloo", abs, nproc_per_node=2)

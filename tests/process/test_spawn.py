@@ -56,6 +56,7 @@ print([point.x for point in points])
 RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+@pytest.mark.fast
 def test_results_come_back_by_rank_with_all_arguments() -> None:
     def fn(local_rank: int, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return unisono.get_rank(), unisono.get_world_size(), local_rank, args, kwargs

@@ -110,17 +110,15 @@ def passes(n_ranks: int, part: str) -> str:
 
 @pytest.mark.usefixtures("runtime")
 class TestJobs:
-    @pytest.mark.parametrize("n_ranks", [1, 2, 3])
+    @pytest.mark.parametrize("n_ranks", [2, 3])
     def test_every_collective_gives_what_the_oracle_says(self, n_ranks: int) -> None:
         passes(n_ranks, "laws")
 
-    @pytest.mark.parametrize("n_ranks", [1, 2, 3])
-    def test_every_law_holds_in_a_context_of_the_facade(self, n_ranks: int) -> None:
-        passes(n_ranks, "facade")
+    def test_every_law_holds_in_a_context_of_the_facade(self) -> None:
+        passes(2, "facade")
 
-    @pytest.mark.parametrize("n_ranks", [1, 2, 3])
-    def test_every_law_holds_in_a_world_that_the_user_initialised(self, n_ranks: int) -> None:
-        passes(n_ranks, "facade_adopted")
+    def test_every_law_holds_in_a_world_that_the_user_initialised(self) -> None:
+        passes(2, "facade_adopted")
 
     def test_tensors_too_large_for_one_call_travel_in_several(self) -> None:
         passes(3, "large")
@@ -267,7 +265,7 @@ def break_down(how: str, info: RankInfo) -> None:
 
 @pytest.mark.usefixtures("runtime", "nothing_left")
 class TestLauncher:
-    @pytest.mark.parametrize("n_ranks", [1, 2, 3])
+    @pytest.mark.parametrize("n_ranks", [1, 3])
     def test_results_come_by_rank(self, n_ranks: int) -> None:
         results = launcher.launch(report, LaunchPlan(n_ranks))
         assert len({pid for pid, _, _ in results}) == n_ranks
@@ -389,7 +387,7 @@ def speaks(local_rank: int) -> None:
 
 @pytest.mark.usefixtures("runtime", "nothing_left")
 class TestSpawn:
-    @pytest.mark.parametrize("nproc", [1, 2, 3])
+    @pytest.mark.parametrize("nproc", [1, 3])
     def test_results_by_rank(self, nproc: int) -> None:
         assert idist.spawn("mpi4py", two, nproc_per_node=nproc) == [sum(range(nproc + 1))] * nproc
 

@@ -8,24 +8,33 @@ import shutil
 
 import pytest
 
-__all__ = ("require", "require_backend")
+__all__ = ("is_required", "require", "require_backend")
 
 _PARTS = {"mpi4py": ("mpi4py", "mpiexec"), "horovod": ("horovod", None)}
+
+
+def is_required(name: str) -> bool:
+    """Tell whether UNISONO_REQUIRE names it, as the session of a real library does."""
+    return name in os.environ.get("UNISONO_REQUIRE", "").split(",")
 
 
 def require(name: str, reason: str | None) -> None:
     """Skip what can't be had here; or fail, where UNISONO_REQUIRE names it."""
     if reason is None:
         return
-    if name in os.environ.get("UNISONO_REQUIRE", "").split(","):
+    if is_required(name):
         pytest.fail(f"{reason}, but UNISONO_REQUIRE names {name}")
     pytest.skip(reason)
 
 
 def require_backend(backend: str) -> None:
-    """Do so for a backend whose library may be missing."""
-    library, program = _PARTS.get(backend, (None, None))
-    if library is not None and importlib.util.find_spec(library) is None:
+    """Do so for a backend with a library of its own, which only the library's session tests."""
+    if backend not in _PARTS:
+        return
+    if not is_required(backend):
+        pytest.skip(f"{backend} is tested where UNISONO_REQUIRE names it")
+    library, program = _PARTS[backend]
+    if importlib.util.find_spec(library) is None:
         require(backend, f"{library} isn't installed")
     if program is not None and shutil.which(program) is None:
         require(backend, f"there is no {program}")

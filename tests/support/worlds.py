@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import unisono as idist
-from tests.support.requirements import require_backend
+from tests.support.requirements import is_required, require_backend
 
 real = pytest.mark.real
 SERIAL = pytest.param("serial", 1, id="serial")
@@ -39,16 +39,20 @@ def with_marks(*marks: pytest.MarkDecorator) -> Callable[[F], F]:
     return decorate
 
 
-on_libraries = pytest.mark.ranks(2, on=("mpi4py", "horovod"), timeout=200)
-"""Where the library isn't installed, the test is skipped."""
+on_libraries = [
+    pytest.mark.ranks(2, on=name, timeout=200)
+    for name in ("mpi4py", "horovod")
+    if is_required(name)
+]
+"""On a real library, in its session."""
 several = with_marks(
-    pytest.mark.ranks(3, on="threads"), pytest.mark.ranks(2, on="gloo"), on_libraries
+    pytest.mark.ranks(3, on="threads"), pytest.mark.ranks(2, on="gloo"), *on_libraries
 )
 alone_and_several = with_marks(
     pytest.mark.ranks(1, on="serial"),
     pytest.mark.ranks(2, 3, on="threads"),
     pytest.mark.ranks(2, on="gloo"),
-    on_libraries,
+    *on_libraries,
 )
 
 

@@ -26,6 +26,7 @@ from unisono.errors import ArgumentError, PayloadError, PeerFailedError, Unsuppo
 BOTH = [pytest.param("threads", 2, id="threads-2"), pytest.param("gloo", 2, id="gloo-2")]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(("backend", "size"), QUICK)
 def test_one_rank_writes_and_all_read(backend: str, size: int, tmp_path: Path) -> None:
     run(backend, size, writes, str(tmp_path))

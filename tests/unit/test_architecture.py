@@ -31,7 +31,6 @@ from tests.support.sources import (
     sources,
 )
 
-pytestmark = pytest.mark.once
 SPEAKS = re.compile(r"(^|\n\n|\. )(Local|Collective (over|at creation))\b")
 Key = TypeVar("Key", str, tuple[str, str])
 

@@ -170,7 +170,6 @@ def hub(place: int) -> Iterator[tuple[Hub, socket.socket, socket.socket]]:
     made.close()
 
 
-@pytest.mark.once
 @FUZZ
 @given(bundles, st.integers(0, 1))
 def test_any_bundle_ends_a_round_with_blobs_or_names_the_peer(bundle: bytes, place: int) -> None:
@@ -185,7 +184,6 @@ def test_any_bundle_ends_a_round_with_blobs_or_names_the_peer(bundle: bytes, pla
             assert len(blobs) == 2
 
 
-@pytest.mark.once
 @FUZZ
 @given(streams, streams)
 def test_any_bytes_on_its_lines_end_a_round_in_time(stream: bytes, beside: bytes) -> None:

@@ -27,9 +27,14 @@ class Conformance:
     options: ClassVar[Mapping[str, Any]] = {}
     """Further options of ``spawn``."""
 
-    def test_every_law_holds(self) -> None:
-        """Check all laws at all sizes, and list those that don't hold. Local."""
-        _all_hold(o for size in self.sizes for o in check(self.backend, size, **self.options))
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """Make one test for each number of replicas. Local."""
+        if "nproc" in metafunc.fixturenames:
+            metafunc.parametrize("nproc", self.sizes)
+
+    def test_every_law_holds(self, nproc: int) -> None:
+        """Check all laws with `nproc` replicas, and list those that don't hold. Local."""
+        _all_hold(check(self.backend, nproc, **self.options))
 
 
 class LauncherConformance:

@@ -139,6 +139,7 @@ def test_the_module_runs_as_a_command_and_compares(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.fast
 def test_the_command_shows_who_ran_where_on_gloo(command: Command) -> None:
     code, out, err = command("demo", "--no-compare", "--epochs", "10", "--nproc-per-node", "2")
     assert (code, err) == (0, "")

@@ -40,6 +40,7 @@ def shown(shell: Any, capsys: pytest.CaptureFixture[str]) -> Callable[[str, str]
     return run
 
 
+@pytest.mark.fast
 def test_equal_lines_and_values_are_shown_once(shown: Callable[[str, str], list[str]]) -> None:
     cell = "print('same')\nprint('I am', rank)\nprint('same too')\nx = rank\nsize"
     lines = ["same", "[rank 0] I am 0", "[rank 1] I am 1", "same too", "2"]

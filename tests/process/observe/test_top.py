@@ -109,6 +109,7 @@ def test_where_prints_equal_stacks_once_and_top_its_lines() -> None:
     assert {row[-1] for row in rows[1:]} == {f"hangs.py:{line + 1}"}
 
 
+@pytest.mark.fast
 def test_a_job_without_a_fault_names_nobody() -> None:
     """All wait in one call for what isn't theirs: the page says so, and top too."""
     with job_of_processes("in_step"):

@@ -44,6 +44,7 @@ def job_in(folder: Path) -> Waits:
     return job.waits()
 
 
+@pytest.mark.fast
 def test_a_script_is_traced_merged_and_summed_up_by_commands(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)

@@ -45,6 +45,7 @@ def facts(local_rank: int, base: int, *, step: int = 0) -> tuple[int, int, int]:
     return local_rank, unisono.get_world_size(), unisono.all_reduce(base + step * local_rank)
 
 
+@pytest.mark.fast
 def test_every_call_runs_in_every_replica_with_collectives(pool: WorkerPool) -> None:
     assert pool.run(facts, 1, step=1) == [(0, 3, 6), (1, 3, 6), (2, 3, 6)]
     assert pool.run(lambda local_rank: torch.full((2,), local_rank).tolist())[2] == [2, 2]

@@ -107,6 +107,7 @@ def test_parent(ranks, tmp_path):
 """
 
 
+@pytest.mark.fast
 def test_bodies_and_their_fixtures_run_in_ranks(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_passes=PASSES)
     result = run_session(pytester, "-v", "-W", "error")

@@ -1,0 +1,157 @@
+"""How long tests took in the last whole run, and which of them are fast enough to run always.
+
+    python -m tests.support.durations FOLDER
+
+puts what the sessions of a whole run wrote into FOLDER (a file each, by `Durations`) into
+tests/durations.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+__all__ = ("FAST_S", "FAST_SET_S", "RECORD", "Durations", "SharedSetUp", "is_fast", "recorded")
+
+FAST_S = 1.0
+"""What takes longer isn't in the fast set, unless it is marked `fast`."""
+FAST_SET_S = 360.0
+"""The sum over the fast set, which two processes run in half of that."""
+RECORD = Path(__file__).parents[1] / "durations.json"
+_SHOWN_S = 0.5  # a test below that is one of the "others" of its file
+_OTHERS = "others"
+_SHARED = "seconds of shared fixtures"
+Sessions: TypeAlias = "dict[str, dict[str, tuple[float, float]]]"
+"""By session and test the seconds that it took, and those that it would take by itself."""
+
+
+def recorded(record: dict[str, Any]) -> dict[str, float]:
+    """Give the seconds of each test that the record names."""
+    return {
+        f"{file}::{name}": seconds
+        for file, tests in record["files"].items()
+        for name, seconds in tests.items()
+        if name != _OTHERS
+    }
+
+
+def is_fast(item: pytest.Item, slow: dict[str, float]) -> bool:
+    """Tell whether a test is in the fast set: by its record; a new test is, until it has one."""
+    if item.get_closest_marker("fast") is not None:
+        return True
+    if any(item.get_closest_marker(name) for name in ("timed", "real")):
+        return False
+    return slow.get(item.nodeid, 0.0) <= FAST_S
+
+
+class SharedSetUp:
+    """The part of pytest that tells each test what its fixtures of a module or session cost.
+
+    Without that the first test that uses one is slow, and when it is left out the next one.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[str, str], float] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
+        begin = time.perf_counter()
+        try:
+            return (yield)
+        finally:
+            if fixturedef.scope != "function":
+                key = (fixturedef.baseid, fixturedef.argname)
+                self._seconds[key] = time.perf_counter() - begin
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Function
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        shared = sum(
+            seconds
+            for (base, name), seconds in self._seconds.items()
+            if item.nodeid.startswith(base) and name in item.fixturenames
+        )
+        report.user_properties.append((_SHARED, shared))
+        return report
+
+
+class Durations:
+    """The part of pytest that writes how long each test of this session took."""
+
+    def __init__(self, folder: Path, session: str) -> None:
+        self._path = folder / f"{session}.{os.getpid()}.json"
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._alone: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.skipped:
+            self._seconds.pop(report.nodeid, None)
+            return
+        self._seconds[report.nodeid] += report.duration
+        if report.when == "call":
+            shared = dict(report.user_properties).get(_SHARED, 0.0)
+            self._alone[report.nodeid] = report.duration + float(str(shared))
+
+    def pytest_sessionfinish(self) -> None:
+        rows = {
+            test: (seconds, max(seconds, self._alone.get(test, 0.0)))
+            for test, seconds in self._seconds.items()
+        }
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps(rows))
+
+
+def written(folder: Path) -> Sessions:
+    """Give by session how long each test took; of one that was run twice the first."""
+    sessions: Sessions = {}
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime):
+        tests = sessions.setdefault(path.name.partition(".")[0], {})
+        for test, (took, alone) in json.loads(path.read_text()).items():
+            tests.setdefault(test, (took, alone))
+    return sessions
+
+
+def record_of(sessions: Sessions) -> dict[str, Any]:
+    """Make the record: sums by session and, of each file, the tests that took long."""
+    files: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for tests in sessions.values():
+        for test, (took, alone) in tests.items():
+            file, _, name = test.partition("::")
+            if alone >= _SHOWN_S:
+                files[file][name] = max(round(alone, 1), files[file].get(name, 0.0))
+            else:
+                files[file][_OTHERS] = round(files[file].get(_OTHERS, 0.0) + took, 2)
+    sums = {
+        name: {"tests": len(tests), "seconds": round(sum(took for took, _ in tests.values()))}
+        for name, tests in sorted(sessions.items())
+    }
+    return {
+        "sessions": sums,
+        "files": {file: dict(sorted(files[file].items())) for file in sorted(files)},
+    }
+
+
+def main() -> int:
+    sessions = written(Path(sys.argv[1]))
+    if "fast" not in sessions:
+        print(f"{sys.argv[1]} has no session `fast`: run `python -m nox -t all` first")
+        return 1
+    record = record_of(sessions)
+    RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    for name, facts in record["sessions"].items():
+        print(f"{name:<20} {facts['tests']:>5} tests {facts['seconds']:>6} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
