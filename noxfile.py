@@ -6,6 +6,7 @@ It runs what is fast. ``python -m nox -t all`` runs every test. Sessions share t
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import hashlib
 import json
@@ -239,16 +240,15 @@ def fast(session: nox.Session) -> None:
         return
     check_lint(main)
     check_types(main)
-    installed = time.monotonic()
     shutil.rmtree(DURATIONS, ignore_errors=True)  # of a run before this one
     main.test(*TWO, "--set=fast")
-    seconds = [time.monotonic() - begin for begin in (start, installed)]
     known = json.loads(Path("tests", "durations.json").read_text())["sessions"]
     others = sum(facts["tests"] for name, facts in known.items() if name != "fast")
-    session.log(
-        f"ran lint, types and the fast tests ({seconds[1]:.0f} of {seconds[0]:.0f} s); not run: "
-        f"about {others} slower tests, faults, other torches and Pythons, MPI, Horovod, XLA, "
-        "documentation, package. All of it: python -m nox -t all"
+    atexit.register(  # after what nox says of sessions
+        print,
+        f"Ran: lint, types and the fast tests, in {time.monotonic() - start:.0f} s. Not run: about "
+        f"{others} other tests, of which those of MPI, Horovod, XLA, other torches and Pythons, "
+        "faults, the site and the package. To run all of them: python -m nox -t all",
     )
 
 

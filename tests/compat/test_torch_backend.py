@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,19 +113,14 @@ CHECKS: list[Check] = [accelerate, torchmetrics, ignite, mmengine]
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, str]]:
+def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Run what is installed in one job."""
-
-    @functools.cache
-    def run() -> dict[str, str]:
-        checks = [each for each in CHECKS if importlib.util.find_spec(each.__name__) is not None]
-        return outcomes(checks, 2, tmp_path_factory.mktemp("job"), "unisono", OF_OTHERS)
-
-    return run
+    checks = [each for each in CHECKS if importlib.util.find_spec(each.__name__) is not None]
+    return outcomes(checks, 2, tmp_path_factory.mktemp("job"), "unisono", OF_OTHERS)
 
 
 @pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])
-def test_libraries_run_on_it(job: Callable[[], dict[str, str]], name: str) -> None:
+def test_libraries_run_on_it(job: dict[str, str], name: str) -> None:
     pytest.importorskip(name, reason=f"{name} isn't installed")
-    failed = job()[name]
+    failed = job[name]
     assert not failed, failed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import gc
 import importlib
 import importlib.metadata
@@ -586,24 +585,19 @@ SIZES = {"calls": 3, "modules": 2, "others": 2}
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, str]]:
-    """Run each part in one job: a rank takes longer to start than any check."""
-
-    @functools.cache
-    def run(part: str) -> dict[str, str]:
-        return outcomes(CHECKS[part], SIZES[part], tmp_path_factory.mktemp(part), NAME, OF_TORCH)
-
-    return run
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Run a part in one job: a rank takes longer to start than any check."""
+    part = request.param
+    return outcomes(CHECKS[part], SIZES[part], tmp_path_factory.mktemp(part), NAME, OF_TORCH)
 
 
 @pytest.mark.parametrize(
-    ("part", "name"),
+    ("job", "name"),
     [(part, check.__name__) for part, checks in CHECKS.items() for check in checks],
+    indirect=["job"],
 )
-def test_programs_of_torch_run_on_it(
-    jobs: Callable[[str], dict[str, str]], part: str, name: str
-) -> None:
-    failed = jobs(part)[name]
+def test_programs_of_torch_run_on_it(job: dict[str, str], name: str) -> None:
+    failed = job[name]
     assert not failed, failed
 
 
