@@ -94,19 +94,14 @@ class Durations:
         self._alone: dict[str, float] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when != "call" and report.skipped:
-            self._seconds.pop(report.nodeid, None)
-            return
         self._seconds[report.nodeid] += report.duration
         if report.when == "call":
             shared = dict(report.user_properties).get(_SHARED, 0.0)
             self._alone[report.nodeid] = report.duration + float(str(shared))
 
     def pytest_sessionfinish(self) -> None:
-        rows = {
-            test: (seconds, max(seconds, self._alone.get(test, 0.0)))
-            for test, seconds in self._seconds.items()
-        }
+        took = self._seconds  # of those that are skipped nothing is written
+        rows = {test: (took[test], max(took[test], alone)) for test, alone in self._alone.items()}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(rows))
 
