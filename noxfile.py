@@ -20,7 +20,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ ALL_SIZES = ("-n", "1", "-n", "2", "-n", "3")
 OWN = ("-e", ".[demo]", "-e", "./tests/plugin")
 GROUPS = (  # of the environment `main`
     *("test", "lint", "types", "notebook", "peers", "manifests", "recipes", "plugins", "docs"),
-    *("perfetto", "mpi"),
+    "perfetto",
 )
 # What Python's and torch's versions decide: the oldest and the newest pair run it and the laws.
 OF_VERSIONS = (
@@ -106,19 +106,20 @@ class Environment:
         constraints = Path(self.constraints).read_text()
         if self.torch:
             constraints = re.sub(r"(?m)^torch==.*", f"torch=={self.torch}", constraints)
-        project = [self.python, Path("pyproject.toml").read_text(), constraints, *packages]
-        digest = hashlib.sha256("\n".join(project).encode()).hexdigest()
+        project = [self.python, Path("pyproject.toml").read_text(), constraints]
+        state = {"project": hashlib.sha256("\n".join(project).encode()).hexdigest()}
         done, file = self.folder / "installed.json", self.folder / "constraints.txt"
         with locked(self.lock):
-            known = json.loads(done.read_text()) if done.exists() else []
-            if digest in known:
+            known = json.loads(done.read_text()) if done.exists() else {}
+            installed = known.get("packages", []) if state.items() <= known.items() else []
+            if set(packages) <= set(installed):
                 return
             if not known:
                 new = (self.python, "-m", "venv", "--clear", str(self.folder))
                 self.session.run(*new, external=True)
             file.write_text(constraints)
             self._install(packages, file)
-            done.write_text(json.dumps([*known, digest]))
+            done.write_text(json.dumps({**state, "packages": [*installed, *packages]}))
 
     def _install(self, packages: list[str], constraints: Path) -> None:
         """Let uv install them where it takes the torch that pip would take, else pip."""
@@ -126,12 +127,13 @@ class Environment:
         env = {"PIP_CONSTRAINT": str(constraints), "PIP_NO_COMPILE": "1"}
         flags = self._uv_flags()
         if flags is not None:
-            uv = ("-m", "uv", "pip", "install", "--quiet", *flags, "-c", str(constraints))
-            found = self.run("python", *uv[:4], "--dry-run", *uv[5:], *packages, silent=True)
-            torch = re.search(r"(?m)^ \+ torch==(\S+)", str(found))
-            if torch is None or torch[1] == self._torch_of_pip(torch[1]):
-                self.run("python", *uv, *packages)
-                return
+            uv = ("-m", "uv", "pip", "install", *flags, "-c", str(constraints))
+            with suppress(CommandFailed):  # pip says why
+                found = self.run("python", *uv, "--dry-run", *packages, silent=True)
+                torch = re.search(r"(?m)^ \+ torch==(\S+)", str(found))
+                if torch is None or torch[1] == self._torch_of_pip(torch[1]):
+                    self.run("python", *uv, "--quiet", *packages)
+                    return
         self.run("python", "-m", "pip", "install", "--quiet", *packages, env=env)
 
     def _uv_flags(self) -> list[str] | None:
@@ -213,10 +215,10 @@ def needing(session: nox.Session, what: str) -> Iterator[None]:
     try:
         yield
     except CommandFailed:
-        missing(session, f"{what} can't be installed here; the reason is above")
+        unavailable(session, f"{what} can't be installed here; the reason is above")
 
 
-def missing(session: nox.Session, text: str) -> None:
+def unavailable(session: nox.Session, text: str) -> None:
     warn(session, f"NOT TESTED: {text}")
     if os.environ.get("CI") or "--required" in session.posargs:
         session.error(f"{text}. CI or --required says that it may not be skipped.")
@@ -304,7 +306,7 @@ def pythons(session: nox.Session, pair: str) -> None:
     version, torch = PAIRS[pair]
     python = find_python(version)
     if python is None:
-        missing(session, f"there is no Python {version} on this machine")
+        unavailable(session, f"there is no Python {version} on this machine")
         return
     row = REPORTS / "pythons" / f"{pair}.row"
     row.unlink(missing_ok=True)  # of a run before this one
@@ -343,16 +345,13 @@ def docs(session: nox.Session) -> None:
     """Render the changelog, build the site into .nox/site, follow every link in it.
 
     A warning is an error, and nothing is fetched from the network. The code of the pages runs in
-    `fast` and `slow`; notebooks run here, and the query of the page on traces, in Perfetto.
+    `fast` and `slow`; notebooks run here.
     """
     main = main_environment(session)
     main.run("python", "docs/changelog.py")
     strict = ("-E", "-W", "--keep-going", "--nitpicky", "--quiet")
     main.run("python", "-m", "sphinx", *strict, "-c", "docs", ".", str(SITE))
-    paths = [f"tests/docs/test_{name}.py" for name in ("reference", "site")]
-    paths.append("tests/process/observe/test_perfetto.py")
-    env = {"UNISONO_SITE": str(SITE), "UNISONO_REQUIRE": "perfetto"}
-    main.test(*paths, *session.posargs, env=env)
+    main.test("tests/docs/test_site.py", *session.posargs, env={"UNISONO_SITE": str(SITE)})
 
 
 @nox.session(tags=["all", "rest"], allow_parallel=True)
@@ -418,7 +417,7 @@ def horovod(session: nox.Session) -> None:
 
 def install_horovod(session: nox.Session) -> tuple[Environment, dict[str, str]]:
     """Build and install it; give its environment, and the variables that it needs."""
-    main = main_environment(session)
+    main, _ = install_mpi(session)
     with needing(session, "Horovod with Open MPI"), locked(main.lock):
         libraries = {"LD_LIBRARY_PATH": str(main.folder / "lib")}
         build = (".ci/horovod_wheel.py", str(CACHE / "wheels"))
@@ -434,22 +433,26 @@ def mpi(session: nox.Session) -> None:
     main, _ = install_mpi(session)
     required = {"UNISONO_REQUIRE": "mpi,mpi4py"}
     main.test("tests/real/test_mpi.py", *arguments(session), env=required)
-    main.test("-k", "mpi4py", "tests/real/test_laws.py", env=required)
+    main.test("-k", "mpi", "tests/real/test_laws.py", "tests/docs/test_guides.py", env=required)
 
 
 def install_mpi(session: nox.Session) -> tuple[Environment, dict[str, str]]:
-    return main_environment(session), {}
+    """Install it; give its environment, and the variables that it needs."""
+    with needing(session, "mpi4py with Open MPI"):
+        return main_environment(session, "mpi"), {}
+    raise AssertionError("`needing` ends the session")
 
 
 @nox.session(tags=["all", "rest"])
 def slow(session: nox.Session) -> None:
-    """The tests on serial, threads and gloo that `fast` leaves out: ``nox -s slow -- ARGS``."""
+    """The tests on serial, threads and gloo that `fast` leaves out."""
     main = main_environment(session)
     peers = "import accelerate, ignite, lightning_fabric, mmengine, torchmetrics, ipykernel, "
     peers += "nbclient, kubernetes_validate, kubeflow_trainer_api, torch.utils.tensorboard"
     main.run("python", "-c", peers)  # else tests are skipped
-    main.test(*TWO, "--set=rest", "-m", "not timed", *session.posargs)
-    main.test("--set=rest", "-m", "timed", *session.posargs)
+    required = {"UNISONO_REQUIRE": "perfetto"}
+    main.test(*TWO, "--set=rest", "-m", "not timed", env=required)
+    main.test("--set=rest", "-m", "timed", env=required)
 
 
 @nox.session(tags=["all", "rest"])
@@ -458,7 +461,7 @@ def faults(session: nox.Session) -> None:
 
     ``nox -s faults -- --write-table docs/faults.md`` puts what was measured into that page.
     """
-    main = main_environment(session)
+    main, _ = install_mpi(session)
     # Two hosts need root and network namespaces: without, they are skipped, which is said.
     paths = ("tests/faults", "tests/launch/test_network.py")
     required, args = {"UNISONO_REQUIRE": "mpi4py"}, arguments(session)
@@ -556,7 +559,7 @@ def hangs(session: nox.Session, library: str) -> None:
 @nox.session
 def launch(session: nox.Session) -> None:
     """Every launcher on the real thing, Slurm and Ray too: ``nox -s launch -- [--required]``."""
-    main = main_environment(session, "ray")
+    main = main_environment(session, "mpi", "ray")
     with needing(session, "Slurm, or hosts in network namespaces"):
         debian(session, {"slurmctld": "slurmctld", "slurmd": "slurmd", "munged": "munge"})
         debian(session, {"ip": "iproute2", "nsenter": "util-linux"})
@@ -628,7 +631,7 @@ def extras(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """What unisono costs over its peers, measured in the same run; first, that each one runs."""
-    main = main_environment(session, "bench", "sessions")
+    main = main_environment(session, "mpi", "bench", "sessions")
     # Both are peers, which start MPI in every session of pytest unless told otherwise.
     others = ("-p", "no:mpi-pytest", "-p", "no:pytest_isolate_mpi")
     main.run("pytest", *others, "tests/benchmarks")

@@ -39,6 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if not TABLE.rows:  # as in a session of several processes, each of which has its own
+        return
     terminalreporter.section("faults")
     for line in TABLE.lines():
         terminalreporter.write_line(line)
