@@ -107,11 +107,11 @@ class Environment:
         if self.torch:
             constraints = re.sub(r"(?m)^torch==.*", f"torch=={self.torch}", constraints)
         project = [self.python, Path("pyproject.toml").read_text(), constraints]
-        state = {"project": hashlib.sha256("\n".join(project).encode()).hexdigest()}
+        digest = hashlib.sha256("\n".join(project).encode()).hexdigest()
         done, file = self.folder / "installed.json", self.folder / "constraints.txt"
         with locked(self.lock):
             known = json.loads(done.read_text()) if done.exists() else {}
-            installed = known.get("packages", []) if state.items() <= known.items() else []
+            installed = known["packages"] if known.get("project") == digest else []
             if set(packages) <= set(installed):
                 return
             if not known:
@@ -119,7 +119,7 @@ class Environment:
                 self.session.run(*new, external=True)
             file.write_text(constraints)
             self._install(packages, file)
-            done.write_text(json.dumps({**state, "packages": [*installed, *packages]}))
+            done.write_text(json.dumps({"project": digest, "packages": [*installed, *packages]}))
 
     def _install(self, packages: list[str], constraints: Path) -> None:
         """Let uv install them where it takes the torch that pip would take, else pip."""
