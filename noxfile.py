@@ -97,6 +97,7 @@ class Environment:
         """Run a program of the environment, as if it were active."""
         path = os.pathsep.join((str(self.folder / "bin"), os.environ.get("PATH", "")))
         active = {"PATH": path, "VIRTUAL_ENV": str(self.folder), "PYTHONPATH": ""}
+        active["PYTHONDONTWRITEBYTECODE"] = ""  # to compile torch takes longer than to import it
         command = (str(self.folder / "bin" / program), *words)
         return self.session.run(*command, env={**active, **(env or {})}, external=True, **how)
 

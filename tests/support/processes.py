@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
@@ -28,9 +29,12 @@ __all__ = (
     "read_terminal",
     "run_python",
     "say",
+    "until",
 )
 
 _FORK_S = 20.0
+_LOOK_S = 0.01
+_T = TypeVar("_T")
 
 SOURCES = str(Path(unisono.__file__).parents[1])
 """The folder that this unisono is imported from."""
@@ -61,6 +65,19 @@ def say(path: str, line: object) -> None:
     """Write a line, in one piece, into a pipe."""
     with open(path, "wb", buffering=0) as stream:
         stream.write(f"{line}\n".encode())
+
+
+def until(condition: Callable[[], _T], seconds: float) -> _T:
+    """Wait until a condition holds, and return its value.
+
+    Raises:
+        AssertionError: it doesn't hold after `seconds`.
+    """
+    limit = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < limit, f"not within {seconds:g} s: {condition}"
+        time.sleep(_LOOK_S)
+    return value
 
 
 def gone(pids: Iterable[int], within_s: float) -> list[int]:
