@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 from docutils import nodes
-from pygments.lexers.special import TextLexer
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
@@ -51,7 +50,7 @@ include_patterns = [
     "examples/**.md",
     "examples/**.ipynb",
 ]
-exclude_patterns = ["docs/changelog.d", ".nox", ".git", ".cache", "**/.ipynb_checkpoints"]
+exclude_patterns = [".nox", ".git", ".cache", "**/.ipynb_checkpoints"]
 html_extra_path = ["_root"]  # the first address leads to the index
 
 nitpicky = True
@@ -102,6 +101,5 @@ def explain(
 
 
 def setup(app: Sphinx) -> None:
-    """Name the language of blocks that are drawings, and explain words in signatures."""
-    app.add_lexer("drawing", TextLexer)
+    """Explain words in signatures."""
     app.connect("missing-reference", explain)

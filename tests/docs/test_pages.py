@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -134,17 +133,6 @@ def test_every_public_name_is_in_some_code_on_some_page() -> None:
     code = [block.text for page in pages for block in blocks(page) if block.is_python]
     words = set(re.findall(r"\w+", "\n".join([*inline, *code])))
     assert not [name for name in dir(unisono) if name not in words]
-
-
-def test_the_changelog_can_be_rendered_and_has_every_fragment() -> None:
-    render = runpy.run_path(str(ROOT / "docs" / "changelog.py"))["render"]
-    text = render()
-    fragments = list((ROOT / "docs" / "changelog.d").glob("*"))
-    assert fragments
-    for fragment in fragments:
-        body = fragment.read_text().strip()
-        assert body in text, fragment.name
-        assert body.startswith("- "), f"{fragment.name} should have bullet lines"
 
 
 def test_every_fault_of_the_peers_has_a_row_and_every_named_test_is_there() -> None:

@@ -31,7 +31,7 @@ __all__ = (
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
-    *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "changelog.d"),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 OF_CLUSTERS = tuple(ROOT / "docs" / "how-to" / f"{name}.md" for name in ("ray", "slurm"))
 """Pages whose commands need a cluster."""

@@ -1,62 +1,112 @@
-"""The house stands as drawn: imports go down, heavy libraries have one door, facts are documented.
+"""The rules of the house that import-linter can't check; its contracts are in pyproject.toml.
 
-Read from the syntax trees, so that what nobody runs here is held to it too. The drawing is in
-docs/architecture.md. What may be otherwise is listed in this file, each with its reason; an entry
-that isn't needed any more fails.
+Read from the syntax trees, so that code that doesn't run here is held to them too. What may be
+otherwise is listed in this file, each with its reason; an entry that isn't needed any more fails.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias
 
 import pytest
 
-from tests.support.sources import (
-    FUNCTIONS,
-    Function,
-    Source,
-    constants,
-    drawing,
-    every,
-    functions,
-    imported,
-    named_in_strings,
-    ours,
-    public_names,
-    room_of,
-    sources,
-)
+import unisono
+from tests.support.pages import ROOT
 
-SPEAKS = re.compile(r"(^|\n\n|\. )(Local|Collective (over|at creation))\b")
-Key = TypeVar("Key", str, tuple[str, str])
-
-# A module that may use a room above or beside it, until when.
-GOES_UP: dict[tuple[str, str], str] = {}
+FOLDER = Path(unisono.__file__).parent
+MODULE = re.compile(r"unisono((?:\.\w+)+)(?::\w*)?")
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def uses(source: Source) -> Iterator[tuple[int, str]]:
-    """List the modules of ours that a file imports or names in a string, with their lines."""
-    for node, dotted in imported(source):
-        module = ours(dotted)
-        if module is not None:
-            yield node.lineno, module
-    if source.name not in TABLES:
-        yield from named_in_strings(source)
+@dataclass(frozen=True)
+class Source:
+    name: str  # dotted, without "unisono."; "__init__" for the facade
+    path: Path
+    tree: ast.Module
+
+    @property
+    def folder(self) -> str:
+        """The package that it is in, dotted; empty for what lies in unisono itself."""
+        is_package = self.path.name == "__init__.py" and self.name != "__init__"
+        return self.name if is_package else self.name.rpartition(".")[0]
+
+    @functools.cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        return tuple(ast.walk(self.tree))
+
+    @functools.cached_property
+    def functions(self) -> tuple[Function, ...]:
+        return tuple(node for node in self.nodes if isinstance(node, FUNCTIONS))
+
+    @functools.cached_property
+    def strings(self) -> tuple[tuple[int, str], ...]:
+        """The strings of a file with their lines, docstrings aside."""
+        docstrings = {id(node.value) for node in self.nodes if isinstance(node, ast.Expr)}
+        return tuple(
+            (node.lineno, node.value)
+            for node in self.nodes
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            if id(node) not in docstrings
+        )
+
+    @functools.cached_property
+    def public(self) -> tuple[str, ...] | None:
+        for node in self.tree.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                assert isinstance(node.value, ast.Tuple), f"{self.name}: __all__ isn't a tuple"
+                return tuple(ast.literal_eval(node.value))
+        return None
 
 
-def going_up(source: Source) -> list[tuple[str, str, int]]:
-    """List the uses of rooms that aren't below: the module, the room and the line."""
-    own, height = room_of(source.name)
+@functools.cache
+def sources() -> tuple[Source, ...]:
     found = []
-    for line, module in uses(source):
-        room, below = room_of(module)
-        if room != own and below >= height:
-            found.append((source.name, room, line))
-    return found
+    for path in sorted(FOLDER.rglob("*.py")):
+        parts = list(path.relative_to(FOLDER).with_suffix("").parts)
+        if parts[-1] == "__init__" and len(parts) > 1:
+            parts.pop()
+        found.append(Source(".".join(parts), path, ast.parse(path.read_text())))
+    return tuple(found)
+
+
+def made(code: str) -> Source:
+    return Source("mine", Path("mine.py"), ast.parse(code))
+
+
+def held_to(allowed: Mapping[str, str], found: Mapping[str, object]) -> None:
+    """Fail for what is found and not allowed, and for what is allowed and not found any more."""
+    unknown = {key: where for key, where in found.items() if key not in allowed}
+    assert not unknown, f"without a reason in this file: {unknown}"
+    stale = [key for key in allowed if key not in found]
+    assert not stale, f"take what isn't needed any more out of this file: {stale}"
+    assert all(allowed.values())
+
+
+def test_an_exception_that_is_missing_or_stale_is_seen() -> None:
+    with pytest.raises(AssertionError, match="without a reason in this file: {'a': 1}"):
+        held_to({}, {"a": 1})
+    with pytest.raises(AssertionError, match="take what isn't needed any more"):
+        held_to({"a": "why"}, {})
+
+
+def test_every_module_of_a_folder_of_several_rooms_is_in_a_room() -> None:
+    """Of the other folders import-linter itself sees that none is missing."""
+    contracts = (ROOT / "pyproject.toml").read_text().partition("\nlayers = [")[2]
+    rooms = set(re.findall(r"\w+\.\w+", contracts.partition("\n]\n")[0]))
+    several = {room.partition(".")[0] for room in rooms}
+    assert several == {"environments", "launchers", "models", "observe"}
+    modules = [source.name.split(".")[:2] for source in sources() if "." in source.name]
+    assert {".".join(parts) for parts in modules if parts[0] in several} == rooms
+    for source in sources():
+        if source.name in several:
+            assert all(isinstance(node, ast.Expr) for node in source.tree.body), source.name
 
 
 # Tables of what is loaded by name: the one place for a string that names a module of ours.
@@ -66,77 +116,33 @@ TABLES = {
     "__init__": "the facade: where each name is loaded from",
     "testing": "its own names, since pytest's plug-in is in it and doesn't wait for torch",
 }
-
-
-def is_empty(source: Source) -> bool:
-    return not [node for node in source.tree.body if not isinstance(node, ast.Expr)]
-
-
-@pytest.mark.parametrize("source", [every(source) for source in sources() if not is_empty(source)])
-def test_imports_only_go_down(source: Source) -> None:
-    for module, room, line in going_up(source):
-        assert (module, room) in GOES_UP, f"{module} (line {line}) imports unisono.{room}"
-
-
-def held_to(allowed: Mapping[Key, str], found: Mapping[Key, object]) -> None:
-    """Fail for what is found and not allowed, and for what is allowed and not found any more."""
-    unknown = {key: where for key, where in found.items() if key not in allowed}
-    assert not unknown, f"without a reason in this file: {unknown}"
-    stale = [key for key in allowed if key not in found]
-    assert not stale, f"take what isn't needed any more out of this file: {stale}"
-    assert all(allowed.values())
-
-
-def test_every_exception_to_the_drawing_is_needed() -> None:
-    written = [source for source in sources() if not is_empty(source)]
-    found = {(name, room): line for s in written for name, room, line in going_up(s)}
-    held_to(GOES_UP, found)
-
-
-def test_every_room_that_is_drawn_is_there() -> None:
-    names = {source.name for source in sources()}
-    assert not [room for room in drawing() if room.removesuffix(".*") not in names]
-
-
-# A module that loads another by name where no table can: it would be loaded for nothing.
+# A module that loads another of its folder where no table can: it would be loaded for nothing.
 LOADED_LATE = {
-    (
-        "models.native.registration",
-        "models.native.torch_backend",
-    ): "once a group is made",
-    ("models.xla.setup", "models.xla.graph"): "the one door to torch_xla",
-    ("testing.ranks.plugin", "testing.ranks.pools"): "at the first test that wants ranks",
-    ("testing.ranks.plugin", "testing.ranks.world"): "in the ranks",
-    ("payload.codec", "payload.pickling"): "cloudpickle, where a value needs it",
-    ("observe.drawing", "observe.picture"): "the one door to matplotlib",
-    ("training.checkpoints", "training.shards"): "torch's distributed checkpoints",
+    "models.native.registration > models.native.torch_backend": "once a group is made",
+    "models.xla.setup > models.xla.graph": "the one door to torch_xla",
+    "testing.ranks.plugin > testing.ranks.pools": "at the first test that wants ranks",
+    "testing.ranks.plugin > testing.ranks.world": "in the ranks",
+    "payload.codec > payload.pickling": "cloudpickle, where a value needs it",
+    "observe.drawing > observe.picture": "the one door to matplotlib",
+    "training.checkpoints > training.shards": "torch's distributed checkpoints",
 }
 
 
 def test_a_string_that_names_a_module_stands_in_a_table() -> None:
-    found = {
-        (source.name, module): line
-        for source in sources()
-        for line, module in named_in_strings(source)
-        if source.name not in TABLES
-    }
-    held_to(LOADED_LATE, found)
-    assert set(TABLES) <= {source.name for source in sources() if list(named_in_strings(source))}
-
-
-def environ_uses(source: Source) -> Iterator[tuple[int, bool]]:
-    """List the lines that use the environment's variables, and whether each one changes them."""
-    parents = {
-        id(child): node for node in ast.walk(source.tree) for child in ast.iter_child_nodes(node)
-    }
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv"):
-            parent = parents[id(node)]
-            is_item = isinstance(parent, ast.Subscript) and isinstance(
-                parent.ctx, (ast.Store, ast.Del)
-            )
-            is_call = isinstance(parent, ast.Attribute) and parent.attr in CHANGES
-            yield node.lineno, is_item or is_call
+    names = {each.name for each in sources() if each.path.name != "__init__.py"}
+    found: dict[str, dict[str, int]] = {source.name: {} for source in sources()}
+    for source in sources():
+        for line, text in source.strings:
+            match = MODULE.fullmatch(text)
+            if match and match[1][1:] in names - {source.name}:
+                found[source.name][match[1][1:]] = line
+    held_to(TABLES, {name: found.pop(name) for name in TABLES if found[name]})
+    held_to(
+        LOADED_LATE, {f"{name} > {to}": at for name, of in found.items() for to, at in of.items()}
+    )
+    for pair in LOADED_LATE:
+        name, _, other = pair.partition(" > ")
+        assert name.rpartition(".")[0] == other.rpartition(".")[0], pair
 
 
 CHANGES = frozenset(
@@ -157,18 +163,6 @@ WRITES_ENVIRON = {
     "testing.ranks.leaks": "what a test left in a process that stays is set back",
     "testing.environments": "a law gives an environment certain variables, and takes them back",
 }
-
-
-def test_variables_are_set_in_these_places_alone() -> None:
-    found = {
-        source.name: line
-        for source in sources()
-        for line, is_write in environ_uses(source)
-        if is_write
-    }
-    held_to(WRITES_ENVIRON, found)
-
-
 MODELS_READING_ENVIRON = {
     "models.horovod.context": "Horovod is told by variables",
     "models.mpi.availability": "where mpi4py's wheel would look for its library",
@@ -178,12 +172,37 @@ MODELS_READING_ENVIRON = {
 }
 
 
-def test_models_do_not_read_variables_but_for_these() -> None:
-    models = [source for source in sources() if source.name.startswith("models.")]
-    held_to(
-        MODELS_READING_ENVIRON,
-        {source.name: line for source in models for line, _ in environ_uses(source)},
-    )
+def environ_uses(source: Source) -> Iterator[tuple[int, bool]]:
+    """List the lines that use the environment's variables, and whether each one changes them."""
+    for node in source.nodes:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Attribute) and child.attr in ("environ", "getenv"):
+                is_item = isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
+                is_call = isinstance(node, ast.Attribute) and node.attr in CHANGES
+                if ast.unparse(child.value) == "os":
+                    yield child.lineno, is_item or is_call
+
+
+def test_variables_are_set_in_these_places_alone_and_read_by_these_models() -> None:
+    uses = [(source.name, *use) for source in sources() for use in environ_uses(source)]
+    held_to(WRITES_ENVIRON, {name: line for name, line, is_write in uses if is_write})
+    of_models = {name: line for name, line, _ in uses if name.startswith("models.")}
+    held_to(MODELS_READING_ENVIRON, of_models)
+
+
+@pytest.mark.parametrize(
+    ("code", "is_write"),
+    [
+        ("os.environ['A'] = 'b'", True),
+        ("del os.environ['A']", True),
+        ("os.environ.pop('A', None)", True),
+        ("os.environ.get('A')", False),
+        ("os.environ['A']", False),
+    ],
+)
+def test_a_change_of_a_variable_is_seen(code: str, is_write: bool) -> None:
+    ((_, found),) = environ_uses(made(code))
+    assert found is is_write
 
 
 FOREIGN = re.compile(
@@ -218,83 +237,63 @@ def test_variables_of_other_programs_are_spelt_in_these_modules_alone() -> None:
         source.name: (line, text)
         for source in sources()
         if not source.name.startswith("environments.")
-        for line, text in constants(source)
+        for line, text in source.strings
         if FOREIGN.fullmatch(text)
     }
     held_to(SPELLS_VARIABLES, found)
 
 
-# What a process keeps besides its contexts and its registry: "module:name", with the reason.
+# What a process keeps besides its contexts and its registry: "module: its names", with the reason.
 STATE = {
-    "at_exit:cls._is_held": "one exit handler of the process",
-    "context:_before": "who is active",
-    "context:_context_ids": "contexts are numbered",
-    "context:_forked": "who is active",
-    "context:_local_rank": "the user's hint",
-    "context:_lock": "who is active",
-    "context:_ours": "who is active",
-    "context:_process": "who is active",
-    "context:_replica_threads": "who is active",
-    "context:_serial": "who is active",
-    "context:_thread": "who is active",
-    "control.signatures:_carried": "the call that a background thread carries out",
-    "control.signatures:line": "the line of the call that a thread is in",
-    "deadlines:_until": "the deadline of a with block",
-    "environments.detection:environments": "what plug-ins bring",
-    "facts:_warned": "a warning that is given once",
-    "host.stack_signal:_installed": "one signal of the process",
-    "host.stack_signal:_lock": "one signal of the process",
-    "host.status_page:_numbers": "pages of a process are numbered",
-    "host.status_page:_open": "pages that go with the process",
-    "launchers.job.lifetime:cls._is_within": "what forked children must know of the job",
-    "launchers.job.lifetime:cls._pid": "what forked children must know of the job",
-    "launchers.job.pickling:_lock": "one module at a time is made to travel by value",
-    "launchers.processes:_helpers": "fork servers live as long as the process",
-    "launchers.processes:_lock": "fork servers live as long as the process",
-    "launchers.processes:_retired": "fork servers live as long as the process",
-    "launchers.xla.child:_child": "this process is one of XLA's children",
-    "models.horovod.model:HorovodModel._current": "Horovod has one context in a process",
-    "models.horovod.rendezvous:_scopes": "Horovod has one context in a process",
-    "models.mpi.liveness:_held": "what MPI may still read",
-    "models.mpi.liveness:_sending": "what MPI may still read",
-    "models.mpi.liveness:_sent": "what MPI may still read",
-    "models.mpi.model:MpiModel._has_started_mpi": "MPI is initialised once in a process",
-    "models.mpi.model:cls._adopted": "MPI is initialised once in a process",
-    "models.mpi.operations:_held": "what MPI may still read",
-    "models.mpi.operations:_numbers": "what MPI may still read",
-    "models.native.torch_backend:_alive": "groups that a fork lets go of, and that an exit leaves",
-    "models.xla.graph:_compiling": "one thread compiles at a time",
-    "notebook.cell:_lock": "which cells run in ranks that are threads",
-    "notebook.cell:_names": "what cells have defined in this rank",
-    "notebook.cell:_running": "which cells run in ranks that are threads",
-    "observe.trace:_is_asked": "the trace of a whole job is begun once",
-    "observe.trace:_lock": "folders that this process traces into",
-    "observe.trace:_tracers": "folders that this process traces into",
-    "payload.pickling:_device": "where tensors of a message go, as pickle has no argument for it",
-    "recording:_NOTHING": "a call that nobody records, which is never changed",
-    "recording:_after": "hooks that programs add",
-    "recording:_before": "hooks that programs add",
-    "recording:_codes": "what is known of the code of callers",
-    "recording:_lock": "hooks that programs add",
-    "recording:_planes": "what carries the call that a thread is in",
-    "registry:_launchers": "what plug-ins bring",
-    "registry:_models": "models that programs register, libraries watched for contexts",
-    "testing.cases._law:LAWS": "laws register themselves",
-    "testing.cases._law:_quiet": "which threads are quiet",
-    "testing.environments:ENVIRONMENT_LAWS": "laws register themselves",
-    "testing.launchers:LAUNCHER_LAWS": "laws register themselves",
-    "testing.ranks.body:_here": "the session of pytest within a rank, which may be a thread",
-    "testing.ranks.body:_lock": "ranks that are threads import one after the other",
-    "training.batchnorm:_converters": "what plug-ins and programs bring",
-    "training.clipping:_settled": "optimizers whose gradients are averaged already",
-    "training.data_parallel:_alive": "wrapped modules whose gradients are averaged",
-    "training.loading:_drawing": "the sampler that draws in this thread",
-    "training.preemption:_noted": "signals of the process",
-    "training.preemption:_told": "signals of the process",
-    "training.preemption:_watched": "signals of the process",
-    "training.states:_custom": "states that programs register",
-    "training.wrapping:_averaging": "optimizers whose step averages gradients",
-    "training.wrapping:_wrappers": "what plug-ins and programs bring",
+    "at_exit: cls._is_held": "one exit handler of the process",
+    "context: _before _context_ids _forked _lock _ours _process _replica_threads _serial _thread": (
+        "who is active"
+    ),
+    "context: _local_rank": "the user's hint",
+    "control.signatures: _carried": "the call that a background thread carries out",
+    "control.signatures: line": "the line of the call that a thread is in",
+    "deadlines: _until": "the deadline of a with block",
+    "environments.detection: environments": "what plug-ins bring",
+    "facts: _warned": "a warning that is given once",
+    "host.stack_signal: _installed _lock": "one signal of the process",
+    "host.status_page: _numbers": "pages of a process are numbered",
+    "host.status_page: _open": "pages that go with the process",
+    "launchers.job.lifetime: cls._is_within cls._pid": "what forked children must know of the job",
+    "launchers.job.pickling: _lock": "one module at a time is made to travel by value",
+    "launchers.processes: _helpers _lock _retired": "fork servers live as long as the process",
+    "launchers.xla.child: _child": "this process is one of XLA's children",
+    "models.horovod.model: HorovodModel._current": "Horovod has one context in a process",
+    "models.horovod.rendezvous: _scopes": "Horovod has one context in a process",
+    "models.mpi.liveness: _held _sending _sent": "what MPI may still read",
+    "models.mpi.model: MpiModel._has_started_mpi cls._adopted": "MPI is initialised once",
+    "models.mpi.operations: _held _numbers": "what MPI may still read",
+    "models.native.torch_backend: _alive": "groups that a fork lets go of, and that an exit leaves",
+    "models.xla.graph: _compiling": "one thread compiles at a time",
+    "notebook.cell: _lock _running": "which cells run in ranks that are threads",
+    "notebook.cell: _names": "what cells have defined in this rank",
+    "observe.trace: _is_asked": "the trace of a whole job is begun once",
+    "observe.trace: _lock _tracers": "folders that this process traces into",
+    "payload.pickling: _device": "where tensors of a message go, as pickle has no argument for it",
+    "recording: _NOTHING": "a call that nobody records, which is never changed",
+    "recording: _after _before _lock": "hooks that programs add",
+    "recording: _codes": "what is known of the code of callers",
+    "recording: _planes": "what carries the call that a thread is in",
+    "registry: _launchers": "what plug-ins bring",
+    "registry: _models": "models that programs register, libraries watched for contexts",
+    "testing.cases._law: LAWS": "laws register themselves",
+    "testing.cases._law: _quiet": "which threads are quiet",
+    "testing.environments: ENVIRONMENT_LAWS": "laws register themselves",
+    "testing.launchers: LAUNCHER_LAWS": "laws register themselves",
+    "testing.ranks.body: _here": "the session of pytest within a rank, which may be a thread",
+    "testing.ranks.body: _lock": "ranks that are threads import one after the other",
+    "training.batchnorm: _converters": "what plug-ins and programs bring",
+    "training.clipping: _settled": "optimizers whose gradients are averaged already",
+    "training.data_parallel: _alive": "wrapped modules whose gradients are averaged",
+    "training.loading: _drawing": "the sampler that draws in this thread",
+    "training.preemption: _noted _told _watched": "signals of the process",
+    "training.states: _custom": "states that programs register",
+    "training.wrapping: _averaging": "optimizers whose step averages gradients",
+    "training.wrapping: _wrappers": "what plug-ins and programs bring",
 }
 STATEFUL = frozenset(
     {
@@ -307,53 +306,49 @@ STATEFUL = frozenset(
 
 def module_state(source: Source) -> Iterator[tuple[str, int]]:
     """List what a module or its classes keep for the process: names that functions change."""
-    classes = {"cls"} | {n.name for n in source.tree.body if isinstance(n, ast.ClassDef)}
+    classes = {node.name: node for node in source.tree.body if isinstance(node, ast.ClassDef)}
+    can_change = STATEFUL | {
+        name
+        for name, node in classes.items()
+        if not any("frozen=True" in ast.unparse(each) for each in node.decorator_list)
+    }
     values: dict[str, ast.expr | None] = {}
     for statement in source.tree.body:
         if isinstance(statement, (ast.Assign, ast.AnnAssign)):
-            for target in bound(statement):
-                if isinstance(target, ast.Name):
-                    values[target.id] = statement.value
+            names = [target.id for target in bound(statement) if isinstance(target, ast.Name)]
+            values |= dict.fromkeys(names, statement.value)
     for name, value in values.items():
         if isinstance(value, ast.Call):
-            made = value.func.value if isinstance(value.func, ast.Subscript) else value.func
-            if ast.unparse(made).rpartition(".")[2] in STATEFUL | changeable(source):
+            called = value.func.value if isinstance(value.func, ast.Subscript) else value.func
+            if ast.unparse(called).rpartition(".")[2] in can_change:
                 yield name, value.lineno
-    for function in functions(source):
+    for function in source.functions:
         for node in ast.walk(function):
-            yield from changed(node, set(values), classes)
-
-
-def changeable(source: Source) -> set[str]:
-    """List the classes of a module whose instances can change."""
-    classes = [node for node in source.tree.body if isinstance(node, ast.ClassDef)]
-    return {
-        node.name
-        for node in classes
-        if not any("frozen=True" in ast.unparse(each) for each in node.decorator_list)
-    }
+            yield from changed(node, set(values), {"cls", *classes})
 
 
 def bound(node: ast.AST) -> list[ast.expr]:
-    if isinstance(node, (ast.Assign, ast.Delete)):
-        return [inner for target in node.targets for inner in unpacked(target)]
     if isinstance(node, (ast.AugAssign, ast.AnnAssign)):
         return [node.target]
-    return []
-
-
-def unpacked(target: ast.expr) -> list[ast.expr]:
-    return list(target.elts) if isinstance(target, (ast.Tuple, ast.List)) else [target]
+    targets = node.targets if isinstance(node, (ast.Assign, ast.Delete)) else []
+    return [
+        inner
+        for target in targets
+        for inner in (target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target])
+    ]
 
 
 def changed(node: ast.AST, names: set[str], classes: set[str]) -> Iterator[tuple[str, int]]:
     """List which of a module's names, or of its classes' attributes, a node changes."""
     if isinstance(node, ast.Global):
         yield from ((name, node.lineno) for name in node.names)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        owner = ast.unparse(node.func.value)
-        if node.func.attr in CHANGES and owner in names:
-            yield owner, node.lineno
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in CHANGES
+        and (owner := ast.unparse(node.func.value)) in names
+    ):
+        yield owner, node.lineno
     for target in bound(node):
         if isinstance(target, (ast.Subscript, ast.Attribute)):
             owner = ast.unparse(target.value)
@@ -364,249 +359,14 @@ def changed(node: ast.AST, names: set[str], classes: set[str]) -> Iterator[tuple
 
 
 def test_what_a_process_keeps_is_listed() -> None:
-    found = {
-        f"{source.name}:{name}": line for source in sources() for name, line in module_state(source)
+    allowed = {
+        f"{module}: {name}": reason
+        for entry, reason in STATE.items()
+        for module, _, names in [entry.partition(": ")]
+        for name in names.split()
     }
-    held_to(STATE, found)
-
-
-# A private name that is used outside of its folder: "module:name".
-PRIVATE_USES = {
-    "launchers.job.forkserver:_preload": "the fork server loads the facade's core once for all",
-}
-
-
-def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
-
-
-def private_definitions() -> dict[str, set[str]]:
-    """Tell in which folders each private name is defined."""
-    homes: dict[str, set[str]] = {}
-    for source in sources():
-        for name in filter(is_private, defined(source) | attributes_set(source)):
-            homes.setdefault(name, set()).add(source.folder)
-        last = source.name.rpartition(".")[2]
-        if is_private(last):
-            homes.setdefault(last, set()).add(source.folder)
-    return homes
-
-
-def attributes_set(source: Source) -> set[str]:
-    nodes = [node for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)]
-    slots = {text for _, text in constants(source) if is_private(text)}
-    return slots | {node.attr for node in nodes if isinstance(node.ctx, ast.Store)}
-
-
-def private_uses(source: Source) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Attribute) and is_private(node.attr):
-            yield node.attr, node.lineno
-    for statement, dotted in imported(source):
-        if ours(dotted) is not None:
-            yield from ((n, statement.lineno) for n in dotted.split(".") if is_private(n))
-
-
-def test_private_names_stay_in_their_folder() -> None:
-    homes = private_definitions()
-    found = {
-        f"{source.name}:{name}": line
-        for source in sources()
-        for name, line in private_uses(source)
-        if name in homes and source.folder not in homes[name]
-    }
-    held_to(PRIVATE_USES, found)
-
-
-MOST_LINES, DEEPEST = 40, 3
-BRANCHES = (ast.If, ast.For, ast.While, ast.AsyncFor, ast.Match)
-# Functions that are longer than MOST_LINES: "module:name".
-LONG: dict[str, str] = {}
-
-
-def lines_of(function: Function) -> int:
-    """Count the lines of a body; a signature and a docstring are for the reader."""
-    body = function.body[1:] if ast.get_docstring(function) else function.body
-    return (function.end_lineno or 0) - body[0].lineno + 1 if body else 0
-
-
-def depth_of(node: ast.AST) -> int:
-    """Tell how deeply branches and loops lie in each other; an elif is no deeper than its if."""
-    deepest = 0
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, (*FUNCTIONS, ast.Lambda, ast.ClassDef)):
-            continue
-        is_elif = isinstance(node, ast.If) and node.orelse == [child] and isinstance(child, ast.If)
-        deepest = max(deepest, depth_of(child) + (isinstance(child, BRANCHES) and not is_elif))
-    return deepest
-
-
-def test_functions_are_short() -> None:
-    found = {
-        f"{source.name}:{function.name}": lines
-        for source in sources()
-        for function in functions(source)
-        if (lines := lines_of(function)) > MOST_LINES
-    }
-    held_to(LONG, found)
-
-
-def test_functions_are_flat() -> None:
-    deep = {
-        f"{source.name}:{function.name}": depth
-        for source in sources()
-        for function in functions(source)
-        if (depth := depth_of(function)) > DEEPEST
-    }
-    assert not deep
-
-
-@pytest.mark.parametrize("library", ["horovod", "torch_xla", "mpi4py", "ray"])
-def test_a_heavy_library_has_one_door(library: str) -> None:
-    doors = {
-        source.name
-        for source in sources()
-        for node, dotted in imported(source)
-        if dotted.partition(".")[0] == library and node in source.tree.body
-    }
-    assert len(doors) <= 1, doors
-    for source in sources():
-        for _, dotted in imported(source):
-            module = ours(dotted)
-            if module in doors:
-                assert source.name.startswith(module.partition(".")[0]), (
-                    f"{source} imports {module}, which is reached by string only"
-                )
-
-
-# Processes of their own that run before or beside the rest of unisono, and the command line.
-MAY_IMPORT_LATE = ("cli.", "launchers.")
-
-
-@pytest.mark.parametrize("source", [every(source) for source in sources()])
-def test_imports_stand_at_the_top(source: Source) -> None:
-    if source.name.startswith(MAY_IMPORT_LATE):
-        return
-    for function in ast.walk(source.tree):
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            for node in ast.walk(function):
-                if isinstance(node, (ast.Import, ast.ImportFrom)):
-                    pytest.fail(f"{source}: an import in {function.name}, line {node.lineno}")
-
-
-@pytest.mark.parametrize("source", [every(source) for source in sources()])
-def test_nothing_is_imported_on_trial(source: Source) -> None:
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Try):
-            names = {ast.unparse(h.type) for h in node.handlers if h.type is not None}
-            if names & {"ImportError", "ModuleNotFoundError"}:
-                late = [n for n in ast.walk(node) if isinstance(n, (ast.Import, ast.ImportFrom))]
-                assert not late, f"{source}: an import on trial in line {node.lineno}"
-
-
-# What the facade's ``__getattr__`` answers.
-ANSWERED_WHEN_ASKED = frozenset(
-    {
-        *("has_hvd_support", "has_mpi_support", "has_native_dist_support", "has_xla_support"),
-        "registered_computation_models",
-    }
-)
-
-
-LAWS = ("testing.cases.", "testing.environments", "testing.launchers")
-
-
-def defined(source: Source) -> set[str]:
-    names: set[str] = set()
-    for node in ast.walk(source.tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            names.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-    return names
-
-
-@pytest.mark.parametrize("source", [every(source) for source in sources()])
-def test_all_is_a_tuple_that_matches(source: Source) -> None:
-    public = public_names(source)
-    here = {
-        node.name
-        for node in source.tree.body
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-        and not node.name.startswith("_")
-    }
-    is_law = source.name.startswith(LAWS)  # they register themselves
-    if public is None:
-        is_private = any(part.startswith("_") for part in source.name.split("."))
-        is_program = source.name == "__main__" or source.name.endswith(".__main__")
-        assert is_private or is_law or is_program or not here, f"{source} has no __all__"
-        return
-    missing = set(public) - defined(source) - ANSWERED_WHEN_ASKED
-    assert not missing, f"{source}: __all__ names {missing}, which isn't there"
-    assert is_law or here <= set(public), f"{source}: __all__ lacks {here - set(public)}"
-
-
-def is_protocol(node: ast.ClassDef) -> bool:
-    return any(ast.unparse(base).startswith("Protocol") for base in node.bases)
-
-
-def documented(source: Source) -> Iterator[tuple[str, ast.FunctionDef]]:
-    """List the public functions of a file and the public methods of its public classes."""
-    public = public_names(source) or ()
-    for node in source.tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name in public:
-            yield node.name, node
-        elif isinstance(node, ast.ClassDef) and node.name in public and not is_protocol(node):
-            for inner in node.body:
-                if isinstance(inner, ast.FunctionDef) and not inner.name.startswith("_"):
-                    yield f"{node.name}.{inner.name}", inner
-
-
-# What a model overrides has its docstring in the contract; a law's says what holds.
-OVERRIDES = ("models.", "testing.cases")
-
-
-@pytest.mark.parametrize(
-    "source", [every(source) for source in sources() if not source.name.startswith(OVERRIDES)]
-)
-def test_every_public_function_says_whether_it_communicates(source: Source) -> None:
-    silent = []
-    for name, function in documented(source):
-        decorators = {ast.unparse(node) for node in function.decorator_list}
-        if decorators & {"property", "overload"} or any(".setter" in d for d in decorators):
-            continue
-        if not SPEAKS.search(ast.get_docstring(function) or ""):
-            silent.append(name)
-    assert not silent, f"{source}: neither Local nor Collective: {silent}"
-
-
-@pytest.mark.parametrize(
-    ("name", "code"),
-    [
-        ("models.mine", "from unisono.collectives.gathers import all_gather"),
-        ("models.mine", "def late():\n    import unisono.registry"),
-        ("models.mine", "from unisono.models.threads import ThreadsModel"),
-        ("models.mine", "load('unisono.launchers.mpi.script:launch')"),
-        ("models.mine", "NAME = 'unisono.launchers.processes'"),
-        ("errors", "from unisono import topology"),
-        ("payload", "import unisono"),
-        ("launchers.mine", "from unisono.models import native"),
-        ("environments.mine", "from unisono.environments import slurm"),
-    ],
-)
-def test_an_import_that_goes_up_or_aside_is_seen(name: str, code: str) -> None:
-    source = Source(name, Path("mine.py"), ast.parse(code))
-    with pytest.raises(AssertionError, match="imports unisono"):
-        test_imports_only_go_down(source)
-
-
-def test_an_exception_that_is_missing_or_stale_is_seen() -> None:
-    with pytest.raises(AssertionError, match="without a reason in this file: {'a': 1}"):
-        held_to({}, {"a": 1})
-    with pytest.raises(AssertionError, match="take what isn't needed any more"):
-        held_to({"a": "why"}, {})
+    kept = [(source.name, *each) for source in sources() for each in module_state(source)]
+    held_to(allowed, {f"{module}: {name}": line for module, name, line in kept})
 
 
 @pytest.mark.parametrize(
@@ -621,22 +381,91 @@ def test_an_exception_that_is_missing_or_stale_is_seen() -> None:
     ],
 )
 def test_what_a_module_keeps_is_seen(code: str, names: set[str]) -> None:
-    assert {name for name, _ in module_state(Source("x", Path("x.py"), ast.parse(code)))} == names
+    assert {name for name, _ in module_state(made(code))} == names
 
 
-@pytest.mark.parametrize(
-    ("code", "is_write"),
-    [
-        ("os.environ['A'] = 'b'", True),
-        ("del os.environ['A']", True),
-        ("os.environ.pop('A', None)", True),
-        ("os.environ.get('A')", False),
-        ("os.environ['A']", False),
-    ],
-)
-def test_a_change_of_a_variable_is_seen(code: str, is_write: bool) -> None:
-    ((_, found),) = environ_uses(Source("x", Path("x.py"), ast.parse(code)))
-    assert found is is_write
+# A private name that is used outside of its folder: "module:name".
+PRIVATE_USES = {
+    "launchers.job.forkserver:_preload": "the fork server loads the facade's core once for all",
+}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def defined(source: Source) -> set[str]:
+    names: set[str] = set()
+    for node in source.nodes:
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    return names
+
+
+def private_uses(source: Source) -> Iterator[tuple[str, int]]:
+    for node in source.nodes:
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            yield node.attr, node.lineno
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            base = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                if (base + alias.name).partition(".")[0] == "unisono":
+                    parts = (base + alias.name).split(".")
+                    yield from ((part, node.lineno) for part in parts if is_private(part))
+
+
+def test_private_names_stay_in_their_folder() -> None:
+    homes: dict[str, set[str]] = {}
+    for source in sources():
+        set_here = {
+            node.attr
+            for node in source.nodes
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        }
+        slots = {text for _, text in source.strings}
+        for name in {*defined(source), *set_here, *slots, source.name.rpartition(".")[2]}:
+            if is_private(name):
+                homes.setdefault(name, set()).add(source.folder)
+    found = {
+        f"{source.name}:{name}": line
+        for source in sources()
+        for name, line in private_uses(source)
+        if name in homes and source.folder not in homes[name]
+    }
+    held_to(PRIVATE_USES, found)
+
+
+MOST_LINES, DEEPEST = 40, 3
+BRANCHES = (ast.If, ast.For, ast.While, ast.AsyncFor, ast.Match)
+
+
+def lines_of(function: Function) -> int:
+    """Count the lines of a body; a signature and a docstring are for the reader."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return (function.end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+def depth_of(node: ast.AST) -> int:
+    """Tell how deeply branches and loops lie in each other; an elif is no deeper than its if."""
+    deepest = 0
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (*FUNCTIONS, ast.Lambda, ast.ClassDef, ast.expr)):
+            is_elif = isinstance(node, ast.If) and node.orelse == [child]
+            is_deeper = isinstance(child, BRANCHES) and not (is_elif and isinstance(child, ast.If))
+            deepest = max(deepest, depth_of(child) + is_deeper)
+    return deepest
+
+
+def test_functions_are_short_and_flat() -> None:
+    for source in sources():
+        for function in source.functions:
+            where = f"{source.path}:{function.lineno} {function.name}"
+            assert lines_of(function) <= MOST_LINES, where
+            assert depth_of(function) <= DEEPEST, where
 
 
 @pytest.mark.parametrize(
@@ -649,3 +478,78 @@ def test_a_change_of_a_variable_is_seen(code: str, is_write: bool) -> None:
 )
 def test_depth_is_counted(code: str, depth: int) -> None:
     assert depth_of(ast.parse(code)) == depth
+
+
+def test_nothing_is_imported_on_trial() -> None:
+    """Where imports stand, ruff checks: at the top but for the command line and launchers."""
+    for source in sources():
+        for node in source.nodes:
+            if isinstance(node, ast.Try) and re.search(
+                "ImportError|ModuleNotFoundError",
+                " ".join(ast.unparse(each.type) for each in node.handlers if each.type),
+            ):
+                late = [n for n in ast.walk(node) if isinstance(n, (ast.Import, ast.ImportFrom))]
+                assert not late, f"{source.name}: an import on trial in line {node.lineno}"
+
+
+# What the facade's ``__getattr__`` answers.
+ANSWERED_WHEN_ASKED = frozenset(
+    {
+        *("has_hvd_support", "has_mpi_support", "has_native_dist_support", "has_xla_support"),
+        "registered_computation_models",
+    }
+)
+LAWS = ("testing.cases.", "testing.environments", "testing.launchers")  # they register themselves
+
+
+def test_all_is_a_tuple_that_matches() -> None:
+    for source in sources():
+        here = {
+            node.name
+            for node in source.tree.body
+            if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and not node.name.startswith("_")
+        }
+        here = set() if source.name.startswith(LAWS) else here
+        if source.public is None:
+            parts = source.name.split(".")
+            is_program = parts[-1] == "__main__"
+            assert is_program or any(part.startswith("_") for part in parts) or not here, (
+                source.name
+            )
+            continue
+        assert len(set(source.public)) == len(source.public), source.name
+        assert set(source.public) <= defined(source) | ANSWERED_WHEN_ASKED, source.name
+        assert here <= set(source.public), source.name
+
+
+SPEAKS = re.compile(r"(^|\n\n|\. )(Local|Collective (over|at creation))\b")
+# What a model overrides has its docstring in the contract; a law's says what holds.
+OVERRIDES = ("models.", "testing.cases")
+
+
+def documented(source: Source) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """List the public functions of a file and the public methods of its public classes."""
+    for node in source.tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name in (source.public or ()):
+            if isinstance(node, ast.FunctionDef):
+                yield node.name, node
+            elif not any(ast.unparse(base).startswith("Protocol") for base in node.bases):
+                for inner in node.body:
+                    if isinstance(inner, ast.FunctionDef) and not inner.name.startswith("_"):
+                        yield f"{node.name}.{inner.name}", inner
+
+
+def test_every_public_function_says_whether_it_communicates() -> None:
+    silent = [
+        f"{source.name}:{name}"
+        for source in sources()
+        if not source.name.startswith(OVERRIDES)
+        for name, function in documented(source)
+        if not SPEAKS.search(ast.get_docstring(function) or "")
+        and not re.search(
+            r"^(property|overload)$|\.setter",
+            "\n".join(map(ast.unparse, function.decorator_list)),
+            re.MULTILINE,
+        )
+    ]
+    assert not silent, f"neither Local nor Collective: {silent}"

@@ -54,17 +54,13 @@ def test_hooks_are_called_around_a_call() -> None:
     assert order == [("all_reduce", -1), ("all_reduce", True)]
 
 
-def test_two_hooks_of_one_function_are_two() -> None:
-    names: list[str] = []
-
-    def note(record: CollectiveRecord) -> None:
-        names.append(record.name)
-
-    first, second = add_hook(after=note), add_hook(after=note)
+def test_two_hooks_of_one_function_are_two(records: list[CollectiveRecord]) -> None:
+    names: list[CollectiveRecord] = []
+    first, second = add_hook(after=names.append), add_hook(after=names.append)
     first()
     idist.barrier()
     second()
-    assert names == ["barrier"]
+    assert names == records[-1:]
 
 
 @several
@@ -162,22 +158,17 @@ def test_an_error_is_in_the_record(records: list[CollectiveRecord]) -> None:
     assert "PayloadError: all_reduce" in records[-1].error
 
 
+@pytest.mark.ranks(2, on="gloo")
 def test_what_a_hook_raises_is_the_calls_and_nothing_is_broken() -> None:
-    def fails() -> list[str]:
-        def refuse(record: CollectiveRecord) -> None:
-            if record.name == "barrier":
-                raise ZeroDivisionError("mine")
+    def refuse(record: CollectiveRecord) -> None:
+        if record.name == "barrier":
+            raise ZeroDivisionError("mine")
 
-        remove = add_hook(after=refuse)
-        with pytest.raises(ZeroDivisionError, match="mine"):
-            idist.barrier()
-        remove()
-        return idist.all_gather("still in step")
-
-    def work(local_rank: int) -> list[str]:
-        return fails()
-
-    assert idist.spawn("gloo", work, nproc_per_node=2) == [["still in step"] * 2] * 2
+    remove = add_hook(after=refuse)
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        idist.barrier()
+    remove()
+    assert idist.all_gather("still in step") == ["still in step"] * 2
 
 
 def test_a_hook_that_raises_keeps_no_other_from_the_call() -> None:
@@ -235,7 +226,6 @@ def call_from(file: str) -> None:
     names["work"](idist.barrier)
 
 
-@several
 def test_a_line_of_a_package_whose_name_begins_as_torchs_is_the_users(
     records: list[CollectiveRecord],
 ) -> None:
@@ -245,7 +235,6 @@ def test_a_line_of_a_package_whose_name_begins_as_torchs_is_the_users(
     assert records[-1].file == __file__
 
 
-@several
 def test_code_without_lines_is_recorded_without_one(records: list[CollectiveRecord]) -> None:
     """As what a program makes of another's: its frames have no number."""
 
@@ -278,17 +267,12 @@ def test_a_call_from_c_with_no_frame_above_it_is_recorded() -> None:
         remove()
 
 
-def average_once(local_rank: int) -> list[tuple[str, str]]:
+@pytest.mark.ranks(2, on="gloo")
+def test_gradients_that_go_through_memory_say_so(records: list[CollectiveRecord]) -> None:
     model = idist.auto_model(torch.nn.Linear(3, 3))
-    planes: list[tuple[str, str]] = []
-    remove = add_hook(after=lambda record: planes.append((record.name, record.plane)))
+    del records[:]
     model(torch.ones(2, 3)).sum().backward()
-    remove()
-    return planes
-
-
-def test_gradients_that_go_through_memory_say_so() -> None:
-    assert idist.spawn("gloo", average_once, nproc_per_node=2) == [[("gradients", "memory")]] * 2
+    assert [(record.name, record.plane) for record in records] == [("gradients", "memory")]
 
 
 class Unreadable(torch.Tensor):
@@ -300,29 +284,23 @@ class Unreadable(torch.Tensor):
 
 
 @pytest.mark.parametrize(
-    ("value", "size_bytes"),
+    ("value", "size_bytes", "dtype"),
     [
-        (torch.nn.Parameter(torch.ones(3)), 12),
-        (torch.ones(3, dtype=torch.float64).as_subclass(Unreadable), 24),
-        (torch.nn.UninitializedParameter(), 0),
-        (torch.ones(3).to_sparse(), 0),
-        ([torch.ones(3)], 0),
+        (torch.nn.Parameter(torch.ones(3)), 12, "float32"),
+        (torch.ones(3, dtype=torch.float64).as_subclass(Unreadable), 24, "float64"),
+        (torch.nn.UninitializedParameter(), 0, "float32"),
+        (torch.ones(3).to_sparse(), 0, "float32"),
+        ([torch.ones(3)], 0, ""),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_a_tensor_of_any_class_has_its_size(
-    value: object, size_bytes: int, records: list[CollectiveRecord]
+    value: object, size_bytes: int, dtype: str, records: list[CollectiveRecord]
 ) -> None:
     with context.current().calls.call("mine", None, value):
         pass
-    assert records[-1].size_bytes == size_bytes
-
-
-def test_a_tensor_whose_class_raises_can_be_recorded(records: list[CollectiveRecord]) -> None:
-    value = torch.ones(2).as_subclass(Unreadable)
-    with context.current().calls.call("mine", None, value):
-        pass
-    assert (records[-1].name, records[-1].dtype) == ("mine", "float32")
+    assert (records[-1].name, records[-1].size_bytes) == ("mine", size_bytes)
+    assert records[-1].dtype == dtype
 
 
 def test_arguments_of_a_program_may_be_anything(monkeypatch: pytest.MonkeyPatch) -> None:

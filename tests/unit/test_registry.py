@@ -38,6 +38,10 @@ GOOD = """
         name = "plugged-dist"
         backends = ("plugged",)
 """
+LAUNCH = """
+    def launch(entry, plan, *, environ, greeting="hello"):
+        return [f"{greeting} {rank}" for rank in range(plan.nproc_per_node)]
+"""
 Install = Callable[..., None]
 
 
@@ -143,15 +147,26 @@ def test_a_plug_in_is_found_loaded_late_and_used(install: Install) -> None:
     assert unisono.spawn("Plugged", model_name, nproc_per_node=2) == ["plugged-dist"] * 2
 
 
-def test_two_plug_ins_with_one_name_are_an_error_that_names_both(install: Install) -> None:
-    for distribution in ("first-plugin", "second-plugin"):
-        module = distribution.replace("-", "_")
-        install(distribution, f"[unisono.models]\ntwice = {module}:Model\n", **{module: GOOD})
-    with pytest.raises(RegistrationError, match=r"'twice' .*first-plugin and second-plugin"):
-        registry.find_model("twice")
-    assert "twice" not in unisono.available_backends()
-    assert "first-plugin" in str(registry.availability()["twice"])
-    assert registry.find_model("gloo").name == "native-dist"
+FIND: dict[str, Callable[[str], object]] = {
+    "model": registry.find_model,
+    "launcher": registry.find_launcher,
+}
+
+
+@pytest.mark.parametrize(("kind", "called"), [("model", "backend"), ("launcher", "launcher")])
+def test_two_plug_ins_with_one_name_are_an_error_that_names_both(
+    install: Install, kind: str, called: str
+) -> None:
+    for name in ("first", "second"):
+        points = f"[unisono.{kind}s]\ntwice = {name}:Thing\n"
+        install(f"{name}-plugin", points, **{name: "Thing = 3"})
+    both = rf"{called} 'twice' is claimed by two plug-ins, first-plugin and second-plugin"
+    with pytest.raises(RegistrationError, match=both):
+        FIND[kind]("twice")
+    if kind == "model":
+        assert "twice" not in unisono.available_backends()
+        assert "first-plugin" in str(registry.availability()["twice"])
+        assert registry.find_model("gloo").name == "native-dist"
 
 
 def test_a_plug_in_does_not_shadow_a_built_in_backend(install: Install) -> None:
@@ -169,15 +184,18 @@ BROKEN = {
     "is unfinished": "import unisono\nclass Model(unisono.ComputationModel): name = 'x'",
     "isn't a class": "Model = 3",
 }
+ASKED = [("model", code) for code in BROKEN.values()]
+ASKED += [("launcher", BROKEN[why]) for why in ("raises", "has no such class", "isn't a class")]
 
 
-@pytest.mark.parametrize("code", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize(("kind", "code"), ASKED)
 def test_a_broken_plug_in_that_is_asked_for_raises_with_cause_and_distribution(
-    install: Install, code: str
+    install: Install, kind: str, code: str
 ) -> None:
-    install("broken-plugin", "[unisono.models]\nbroken = broken_plugin:Model\n", broken_plugin=code)
-    with pytest.raises(BackendUnavailableError, match=r"broken-plugin") as raised:
-        unisono.spawn("broken", model_name)
+    points = f"[unisono.{kind}s]\nbroken = broken_plugin:Model\n"
+    install("broken-plugin", points, broken_plugin=code)
+    with pytest.raises(BackendUnavailableError, match=r"of distribution broken-plugin") as raised:
+        FIND[kind]("broken")
     cause = raised.value.__cause__
     assert cause is not None
     assert f"{type(cause).__name__}: {cause}" in str(raised.value)
@@ -264,12 +282,6 @@ def test_of_several_backends_none_is_registered_if_one_is_taken(mine: type[Threa
         registry.find_model("mine")
 
 
-LAUNCH = """
-    def launch(entry, plan, *, environ, greeting="hello"):
-        return [f"{greeting} {rank}" for rank in range(plan.nproc_per_node)]
-"""
-
-
 def test_a_launcher_of_a_plug_in_is_found_and_gets_its_own_options(install: Install) -> None:
     install("ship", "[unisono.launchers]\nship = ship:launch\n", ship=LAUNCH)
     results = unisono.spawn("gloo", model_name, nproc_per_node=2, launcher="ship")
@@ -291,23 +303,6 @@ def test_an_unknown_launcher_lists_the_known_ones(install: Install) -> None:
         registry.find_launcher("Torchrn")
     with pytest.raises(ArgumentError, match=r"'slrm'\. Did you mean 'slurm'\? Known: .*torchrun"):
         registry.find_environment("slrm")
-
-
-def test_two_launchers_with_one_name_are_an_error_that_names_both(install: Install) -> None:
-    for name in ("first", "second"):
-        install(name, f"[unisono.launchers]\nship = {name}:launch\n", **{name: LAUNCH})
-    with pytest.raises(RegistrationError, match=r"launcher 'ship' .*first and second"):
-        registry.find_launcher("ship")
-
-
-@pytest.mark.parametrize("code", ["raise RuntimeError('no sails')", "launch = 3", ""])
-def test_a_broken_launcher_raises_with_cause_and_distribution(install: Install, code: str) -> None:
-    install("wreck", "[unisono.launchers]\nwreck = wreck:launch\n", wreck=code)
-    with pytest.raises(BackendUnavailableError, match=r"of distribution wreck") as raised:
-        registry.find_launcher("wreck")
-    cause = raised.value.__cause__
-    assert cause is not None
-    assert f"{type(cause).__name__}: {cause}" in str(raised.value)
 
 
 def test_an_environment_of_a_plug_in_says_who_this_is(

@@ -13,7 +13,7 @@ import pytest
 
 from unisono.cli.run import _say
 from unisono.errors import ArgumentError
-from unisono.launchers.script import plugin
+from unisono.launchers.script import plugin, supervisor
 from unisono.launchers.script.rank.report import Held, Reader, Report, encode
 from unisono.launchers.script.script import RANK, Script
 from unisono.launchers.script.supervisor import Outcome, held_back, run_launcher, signals, verdict
@@ -183,7 +183,10 @@ def launcher_of(report: Report, then: str = "") -> list[str]:
 
 @pytest.mark.parametrize("then", ["", "signal.pause()"])
 @pytest.mark.parametrize(("is_told", "code"), [(False, 3), (True, 1)])
-def test_a_failure_is_one_whatever_the_launcher_says(then: str, is_told: bool, code: int) -> None:
+def test_a_failure_is_one_whatever_the_launcher_says(
+    then: str, is_told: bool, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_OWN_END_S", 0.1)  # a launcher that pauses doesn't end itself
     failed = report(code=3, words=FAILED, was_told=is_told)
     outcome = run_launcher(SCRIPT, launcher_of(failed, then), os.environ)
     assert (outcome.code, outcome.failed or outcome.told[0]) == (code, failed)

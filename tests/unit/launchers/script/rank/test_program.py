@@ -14,14 +14,8 @@ from tests.support.processes import gone
 from unisono.launchers.script.rank.report import Reader, Report
 from unisono.launchers.script.script import RANK
 
-INFO = {
-    "RANK": "0",
-    "WORLD_SIZE": "2",
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "1",
-}
+INFO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+INFO |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 LEAVES_A_CHILD = """
 import os, subprocess, sys
 subprocess.Popen(["sleep", "30"])
