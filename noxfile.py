@@ -174,6 +174,7 @@ def lint(session: nox.Session) -> None:
     main = main_environment(session)
     main.run("ruff", "check", "--no-cache", ".")  # the cache misses that a module has moved
     main.run("ruff", "format", "--no-cache", "--check", ".")
+    main.run("lint-imports", "--no-cache")
 
 
 @nox.session
