@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,16 @@ from tests.support.requirements import require, require_backend
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 PNG = b"\x89PNG\r\n"
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture
+def plot(tmp_path: Path) -> Iterator[tuple[str, ...]]:
+    """Options that draw a picture, where matplotlib is; and the test draws one."""
+    path = tmp_path / "figure.png"
+    options = ("--plot", str(path)) if importlib.util.find_spec("matplotlib") else ()
+    yield options
+    assert not options or path.read_bytes().startswith(PNG)
 
 
 def run(name: str, *args: str, timeout: float = 200) -> str:
@@ -61,7 +72,6 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_benchmark_prints_its_table(name: str) -> None:
     args, words = BENCHMARKS[name]
@@ -70,7 +80,6 @@ def test_every_benchmark_prints_its_table(name: str) -> None:
         assert word in text
 
 
-@pytest.mark.timeout(240)
 def test_hangs_are_named_and_what_was_not_measured_is_said(tmp_path: Path) -> None:
     program, path = ("-m", "benchmarks.hangs", "--kinds", "locked"), tmp_path / "hangs.json"
     for models in (["gloo"], ["threads"]):
@@ -83,7 +92,6 @@ def test_hangs_are_named_and_what_was_not_measured_is_said(tmp_path: Path) -> No
     assert " of 60 named within 2 s" in done.stdout
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("backend", ["mpi4py", "horovod"])
 def test_sums_and_values_stand_beside_a_librarys_own(backend: str) -> None:
     require_backend(backend)
@@ -94,10 +102,7 @@ def test_sums_and_values_stand_beside_a_librarys_own(backend: str) -> None:
         assert f"{work}, world 2" in text
 
 
-@pytest.mark.timeout(240)
-def test_payloads_are_compared_drawn_and_counted(tmp_path: Path) -> None:
-    path = tmp_path / "payloads.png"
-    plot = ("--plot", str(path)) if importlib.util.find_spec("matplotlib") else ()
+def test_payloads_are_compared_drawn_and_counted(plot: tuple[str, ...]) -> None:
     told = json.loads(run("payloads", "--rounds", "2", "--calls", "2", "--json", *plot))
     assert (told["title"], told["ranks"]) == ("Payloads", 2)
     assert len(told["figures"]) == 12
@@ -109,10 +114,8 @@ def test_payloads_are_compared_drawn_and_counted(tmp_path: Path) -> None:
         is_section = figure["work"].startswith("one rank first")
         assert ("goal" in figure) is not is_section
         assert is_section or figure["goal"]["bound"]
-    assert not plot or path.read_bytes().startswith(PNG)
 
 
-@pytest.mark.timeout(240)
 def test_hosts_sum_beside_gloo() -> None:
     require("netns", virtual_hosts.why_not())
     figures = json.loads(run("hosts", "--rounds", "1", "--sizes", "64", "--json"))["figures"]
@@ -121,19 +124,14 @@ def test_hosts_sum_beside_gloo() -> None:
     ]
 
 
-@pytest.mark.timeout(240)
-def test_scaling_shows_every_work_at_every_number_of_ranks(tmp_path: Path) -> None:
-    path = tmp_path / "scaling.png"
-    plot = ("--plot", str(path)) if importlib.util.find_spec("matplotlib") else ()
+def test_scaling_shows_every_work_at_every_number_of_ranks(plot: tuple[str, ...]) -> None:
     few = ("--rounds", "1", "--calls", "2", "--ranks", "2", "3")
     rows = [row for row in run("scaling", *few, "--markdown", *plot).splitlines() if "|" in row]
     names = [row.split(" | ")[0] for row in rows[2:]]
     assert len(set(names)) == len(names) == 12
     assert {name.rpartition(", ")[2] for name in names} == {"2 ranks", "3 ranks"}
-    assert not plot or path.read_bytes().startswith(PNG)
 
 
-@pytest.mark.timeout(240)
 def test_phases_of_set_up_add_up() -> None:
     few = ("--phases", "--rounds", "1", "--ranks", "2", "3", "--json")
     rows = json.loads(run("scaling", *few))["rows"]
@@ -145,19 +143,14 @@ def test_phases_of_set_up_add_up() -> None:
         assert sum(row.values()) == pytest.approx(whole)
 
 
-@pytest.mark.timeout(240)
-def test_tensors_are_judged_listed_and_drawn(tmp_path: Path) -> None:
-    path = tmp_path / "tensors.png"
-    plot = ("--plot", str(path)) if importlib.util.find_spec("matplotlib") else ()
+def test_tensors_are_judged_listed_and_drawn(plot: tuple[str, ...]) -> None:
     few = ("--rounds", "1", "--ranks", "2", "--sizes", "4", "1024", "--dtypes", "float32", "int64")
     rows = [row for row in run("tensors", *few, "--markdown", *plot).splitlines() if "|" in row]
     names = [row.split("|")[1].strip() for row in rows]
     assert {"all_reduce of 1 MB", "broadcast of 1 MB", "scatter float32"} < set(names)
     assert {"all_to_all int64", "reduce_scatter int64"} < set(names)
-    assert not plot or path.read_bytes().startswith(PNG)
 
 
-@pytest.mark.timeout(240)
 def test_calls_of_ours_are_some_of_pythons_in_fewer_files() -> None:
     figures = json.loads(run("calls", "--rounds", "2", "--json"))["figures"]
     assert len(figures) == 6
@@ -166,7 +159,6 @@ def test_calls_of_ours_are_some_of_pythons_in_fewer_files() -> None:
         assert 1 < files < ours < figure["python calls"]
 
 
-@pytest.mark.timeout(240)
 def test_calls_are_listed_in_order_by_depth() -> None:
     lines = run("calls", "--rounds", "2", "--list", "barrier").splitlines()
     depths = [(len(line) - len(line.lstrip())) // 2 for line in lines]

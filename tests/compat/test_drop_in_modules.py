@@ -73,15 +73,8 @@ def program(local_rank: int) -> list[Any]:
     return [ignite.all_reduce(ignite.get_rank() + 1), utils.model_name()]
 
 
-@pytest.mark.parametrize(("backend", "size"), [("threads", 3), ("gloo", 2)])
+@pytest.mark.parametrize(("backend", "size"), [("threads", 3), ("gloo", 2), *REAL])
 def test_mmengine_on(backend: str, size: int) -> None:
-    run(backend, size, tensors)
-    run(backend, size, means_of_integers)
-    run(backend, size, objects)
-
-
-@pytest.mark.parametrize(("backend", "size"), REAL)
-def test_mmengine_on_real_libraries(backend: str, size: int) -> None:
     run_all(backend, size, (tensors,), (means_of_integers,), (objects,))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,12 +14,11 @@ import torch.distributed as dist
 from torch.utils.data import SequentialSampler, TensorDataset
 
 import unisono
-from tests.support.compared import differences, outcome
+from tests.support.compared import Case, Compared
 
 pytest.importorskip("ignite", reason="pytorch-ignite isn't installed")
 
-Case = Callable[[Any, int, int], Any]
-OURS, THEIRS = "unisono.compat.ignite", "ignite.distributed"
+PAIR = Compared("ignite.distributed", "unisono.compat.ignite")
 
 
 def numbered(rank: int) -> torch.Tensor:
@@ -145,15 +143,9 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-def asked(library: str, rank: int, size: int) -> dict[str, Any]:
-    idist = importlib.import_module(library)
-    return {name: outcome(partial(case, idist, rank, size)) for name, case in CASES.items()}
-
-
-def both(local_rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    importlib.import_module(THEIRS).set_local_rank(local_rank)
-    place = unisono.get_rank(), unisono.get_world_size()
-    return asked(THEIRS, *place), asked(OURS, *place)
+def unlike(local_rank: int) -> dict[str, tuple[Any, Any]]:
+    importlib.import_module(PAIR.theirs).set_local_rank(local_rank)
+    return PAIR.differences(CASES, unisono.get_rank(), unisono.get_world_size())
 
 
 @pytest.fixture
@@ -170,28 +162,15 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("untouched")
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserWarning")
 def test_alone() -> None:
-    assert differences(asked(THEIRS, 0, 1), asked(OURS, 0, 1)) == {}
+    assert PAIR.differences(CASES, 0, 1) == {}
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 4])
 def test_over_gloo(size: int) -> None:
-    for rank, (theirs, ours) in enumerate(unisono.spawn("gloo", both, nproc_per_node=size)):
-        assert differences(theirs, ours) == {}, f"rank {rank} of {size}"
+    assert unisono.spawn("gloo", unlike, nproc_per_node=size) == [{}] * size
 
 
 def test_every_name_takes_the_same_arguments() -> None:
-    theirs, ours = importlib.import_module(THEIRS), importlib.import_module(OURS)
-    names = [*theirs.__all__] if hasattr(theirs, "__all__") else dir(theirs)
-    missing = [name for name in names if not name.startswith("_") and not hasattr(ours, name)]
-    assert [name for name in missing if not inspect.ismodule(getattr(theirs, name))] == []
-    for name in names:
-        call = getattr(theirs, name)
-        if name.startswith("_") or not inspect.isfunction(call):
-            continue
-        mine = list(inspect.signature(getattr(ours, name)).parameters)
-        parameters = [
-            parameter.name
-            for parameter in inspect.signature(call).parameters.values()
-            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        ]
-        assert mine[: len(parameters)] == parameters, name
+    theirs = importlib.import_module(PAIR.theirs)
+    names = getattr(theirs, "__all__", dir(theirs))
+    PAIR.check_arguments(name for name in names if not name.startswith("_"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,33 +14,42 @@ import unisono as idist
 
 SCORES = [[1.0, 2.0, 3.0], [10.0], [4.0, 4.0]]  # uneven, and their mean isn't that of means
 
-BACKENDS = [("threads", 1), ("threads", 3), ("gloo", 2), ("kvstore", 2)]
+JOBS = [("threads", 1), ("threads", 3), ("gloo", 2), ("kvstore", 2)]
 
 
-@pytest.fixture
-def torchmetrics() -> None:
+@dataclass
+class Measured:
+    backend: str
+    expected: list[float]
+    """Of all ranks."""
+    by_rank: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=JOBS, ids=[f"{backend}-{size}" for backend, size in JOBS])
+def measured(request: pytest.FixtureRequest) -> Iterator[Measured]:
+    """What the ranks of one job measured; what ignite knows of models is then what it was."""
     pytest.importorskip("torchmetrics", reason="torchmetrics isn't installed")
-
-
-@pytest.fixture
-def ignite(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip where it isn't installed; what it knows of models is afterwards what it was."""
     pytest.importorskip("ignite", reason="pytorch-ignite isn't installed")
+    backend, size = request.param
     utils = importlib.import_module("ignite.distributed.utils")
-    for name in ("registered_computation_models", "_model", "_need_to_sync"):
-        monkeypatch.setattr(utils, name, getattr(utils, name))
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("registered_computation_models", "_model", "_need_to_sync"):
+            patched.setattr(utils, name, getattr(utils, name))
+        expected = [score for row in SCORES[:size] for score in row]
+        yield Measured(backend, expected, idist.spawn(backend, measure, nproc_per_node=size))
 
 
-@pytest.mark.usefixtures("torchmetrics")
-@pytest.mark.parametrize(("backend", "size"), BACKENDS)
-def test_metrics_of_torchmetrics(backend: str, size: int) -> None:
-    expected = [score for row in SCORES[:size] for score in row]
-    for mean, values in idist.spawn(backend, by_torchmetrics, nproc_per_node=size):
-        assert mean == pytest.approx(sum(expected) / len(expected))
-        assert values == expected
+def measure(_local_rank: int) -> dict[str, Any]:
+    return {"torchmetrics": by_torchmetrics(), "ignite": by_ignite(), "lone": lone_metrics()}
 
 
-def by_torchmetrics(_local_rank: int) -> tuple[float, list[float]]:
+def test_metrics_of_torchmetrics(measured: Measured) -> None:
+    for mean, values in (each["torchmetrics"] for each in measured.by_rank):
+        assert mean == pytest.approx(sum(measured.expected) / len(measured.expected))
+        assert values == measured.expected
+
+
+def by_torchmetrics() -> tuple[float, list[float]]:
     import torch
     from torchmetrics import CatMetric, MeanMetric
 
@@ -51,15 +62,14 @@ def by_torchmetrics(_local_rank: int) -> tuple[float, list[float]]:
     return float(mean.compute()), values.compute().reshape(-1).tolist()
 
 
-@pytest.mark.usefixtures("torchmetrics")
-@pytest.mark.parametrize(("backend", "size"), BACKENDS)
-def test_a_metric_that_sees_no_other_rank_is_warned_of(backend: str, size: int) -> None:
-    lone = idist.spawn(backend, has_metrics, nproc_per_node=size)
-    is_lone = size > 1 and backend != "gloo"  # which torchmetrics knows
-    assert lone == [["parts.lone"] if is_lone and rank == 0 else [] for rank in range(size)]
+def test_a_metric_that_sees_no_other_rank_is_warned_of(measured: Measured) -> None:
+    size = len(measured.by_rank)
+    is_lone = size > 1 and measured.backend != "gloo"  # which torchmetrics knows
+    wanted = [["parts.lone"] if is_lone and rank == 0 else [] for rank in range(size)]
+    assert [each["lone"] for each in measured.by_rank] == wanted
 
 
-def has_metrics(_local_rank: int) -> list[str]:
+def lone_metrics() -> list[str]:
     import torch
     from torchmetrics import MeanMetric
 
@@ -83,15 +93,12 @@ def has_metrics(_local_rank: int) -> list[str]:
     return []
 
 
-@pytest.mark.usefixtures("ignite")
-@pytest.mark.parametrize(("backend", "size"), BACKENDS)
-def test_metrics_of_ignite(backend: str, size: int) -> None:
-    expected = [score for row in SCORES[:size] for score in row]
-    mean = sum(expected) / len(expected)
-    assert idist.spawn(backend, by_ignite, nproc_per_node=size) == [(size, mean)] * size
+def test_metrics_of_ignite(measured: Measured) -> None:
+    size, mean = len(measured.by_rank), sum(measured.expected) / len(measured.expected)
+    assert [each["ignite"] for each in measured.by_rank] == [(size, mean)] * size
 
 
-def by_ignite(_local_rank: int) -> tuple[int, float]:
+def by_ignite() -> tuple[int, float]:
     import ignite.distributed
     from ignite.metrics import Average
 

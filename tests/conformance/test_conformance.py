@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 import unisono as idist
 from unisono.context import communicator
 from unisono.control import plane
-from unisono.testing import Conformance
+from unisono.testing import LAWS, Conformance, check
 
 pytestmark = pytest.mark.timeout(600)  # each of these tests is all laws
 
@@ -49,50 +49,46 @@ class TestGloo(Conformance):
     sizes = (2,)
 
 
-class TestThreadsOfOtherSizes(Conformance):
-    backend = "threads"
-    sizes = (1, 3)
+# Files of laws that neither another number of ranks nor another way of the bytes can break.
+OF_ONE_WAY = {"devices", "facts", "forks", "recording", "training"}
 
 
-class TestGlooOfOtherSizes(Conformance):
-    backend = "gloo"
-    sizes = (1, 3)
+def all_hold(backend: str, nproc: int, without: set[str], **options: Any) -> None:
+    laws = [n for n, law in LAWS.items() if law.check.__module__.split(".")[-1] not in without]
+    assert 50 < len(laws) < len(LAWS)
+    outcomes = check(backend, nproc, laws=laws, **options)
+    assert [outcome.law for outcome in outcomes] == laws
+    failed = [f"{each.law}: {each.reason}" for each in outcomes if each.status == "failed"]
+    assert not failed, "\n".join(failed)
 
 
-class TestGlooWithShortRounds(Conformance):
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_the_laws_hold_on_other_numbers_of_ranks(backend: str, nproc: int) -> None:
+    all_hold(backend, nproc, OF_ONE_WAY if nproc == 1 else OF_ONE_WAY | {"refusals"})
+
+
+def test_the_laws_hold_with_short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is longer than nothing follows on the data plane, which small values else never see."""
-
-    backend = "gloo"
-    sizes = (2, 3)
-
-    @pytest.fixture(autouse=True)
-    def short_rounds(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("UNISONO_INLINE_BYTES", "0")
+    monkeypatch.setenv("UNISONO_INLINE_BYTES", "0")
+    all_hold("gloo", 3, OF_ONE_WAY)
 
 
-class TestGlooWithoutSharedMemory(Conformance):
+def test_the_laws_hold_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without memory that ranks share gloo itself moves every tensor, as between hosts."""
-
-    backend = "gloo"
-    sizes = (3,)
-
-    @pytest.fixture(autouse=True)
-    def nothing_is_shared(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("UNISONO_INLINE_BYTES", "0")
-        monkeypatch.setenv("UNISONO_SHARED_BYTES", "0")
+    monkeypatch.setenv("UNISONO_INLINE_BYTES", "0")
+    monkeypatch.setenv("UNISONO_SHARED_BYTES", "0")
+    all_hold("gloo", 3, OF_ONE_WAY | {"refusals"})
 
 
-class TestGlooWithoutSockets(Conformance):
-    """Where ranks can't meet, what no tensor is travels in the exchange that every model has."""
-
-    backend = "gloo"
-    sizes = (2, 3)
-    options: ClassVar[Mapping[str, Any]] = {"launch": launch_without_sockets}
+def test_the_laws_hold_where_ranks_cant_meet() -> None:
+    """What no tensor is travels in the exchange that every model has."""
+    all_hold("gloo", 3, OF_ONE_WAY, launch=launch_without_sockets)
 
 
 class TestKvStorePlugin(Conformance):
     backend = "kvstore"
-    sizes = (1, 2)
+    sizes = (2,)
 
     def test_it_is_found_through_its_entry_point(self) -> None:
         points = entry_points(group="unisono.models", name="kvstore")

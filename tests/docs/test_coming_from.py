@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from tests.support.at_a_glance import COLUMNS, check_in_child
-from tests.support.coming_from import PAIRS, PYTHON, lines_of, ours, theirs
+from tests.support.coming_from import PAIRS, PYTHON, lines_in, ours, theirs
 from tests.support.pages import ROOT, blocks
+from tests.support.programs import TORCHRUN, Printed, run_programs
 
 FOLDER = ROOT / "docs" / "coming-from"
-TORCHRUN = (*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 LIBRARIES = {
     "accelerate": ("accelerate", TORCHRUN),
     "fabric": ("lightning_fabric", PYTHON),
@@ -30,38 +27,53 @@ PEERS = {
 }
 ELSEWHERE = {"horovod", "mpi4py"}  # tests/real, where these libraries are
 HERE = [pair for pair in PAIRS if pair[0] in LIBRARIES]
+BACKENDS = ("gloo", "threads")
 pytestmark = pytest.mark.timeout(400)
 
 
+def is_here(library: str) -> bool:
+    return importlib.util.find_spec(library) is not None
+
+
 @pytest.fixture(scope="module")
-def lines_of_ours(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], list[str]]:
-    """What our program of a job prints on a backend; run once, however many libraries ask."""
+def by_us(tmp_path_factory: pytest.TempPathFactory) -> Printed:
+    """The output of our programs, all in one interpreter."""
+    folder = tmp_path_factory.mktemp("ours")
+    jobs = sorted({job for _, job in PAIRS})
+    programs = {f"{job}-{on}": [str(ours(job, on, folder))] for job in jobs for on in BACKENDS}
+    return run_programs(PYTHON, programs, folder)
 
-    @functools.cache
-    def lines(job: str, backend: str) -> list[str]:
-        folder = tmp_path_factory.mktemp(f"{job}_{backend}")
-        return lines_of(PYTHON, ours(job, backend, folder), folder)
 
-    return lines
+@pytest.fixture(scope="module")
+def by_them(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Printed]:
+    """By launcher the output of its programs, all in one launch."""
+    return {
+        launcher: run_programs(
+            launcher,
+            {
+                f"{library}-{job}": [str(theirs(library, job))]
+                for library, job in HERE
+                if LIBRARIES[library][1] == launcher and is_here(LIBRARIES[library][0])
+            },
+            tmp_path_factory.mktemp("theirs"),
+        )
+        for launcher in (PYTHON, TORCHRUN)
+    }
 
 
 @pytest.mark.parametrize("job", sorted({job for _, job in PAIRS}))
-def test_ours_prints_the_same_on_gloo_and_threads(
-    job: str, lines_of_ours: Callable[[str, str], list[str]]
-) -> None:
-    assert lines_of_ours(job, "gloo") == lines_of_ours(job, "threads")
+def test_ours_prints_the_same_on_gloo_and_threads(job: str, by_us: Printed) -> None:
+    assert lines_in(by_us, f"{job}-gloo") == lines_in(by_us, f"{job}-threads")
 
 
 @pytest.mark.parametrize(("library", "job"), HERE, ids=map("-".join, HERE))
 def test_theirs_and_ours_print_the_same(
-    library: str, job: str, tmp_path: Path, lines_of_ours: Callable[[str, str], list[str]]
+    library: str, job: str, by_us: Printed, by_them: dict[tuple[str, ...], Printed]
 ) -> None:
     module, launcher = LIBRARIES[library]
-    if importlib.util.find_spec(module) is None:
+    if not is_here(module):
         pytest.skip(f"{module} isn't installed")
-    expected = lines_of(launcher, theirs(library, job), tmp_path)
-    for backend in ("gloo", "threads"):
-        assert lines_of_ours(job, backend) == expected, backend
+    assert lines_in(by_us, f"{job}-gloo") == lines_in(by_them[launcher], f"{library}-{job}")
 
 
 def test_every_program_is_on_its_page() -> None:
@@ -75,11 +87,8 @@ def test_every_program_is_on_its_page() -> None:
         assert files == wanted  # word for word: test_pages
 
 
-@pytest.mark.parametrize("column", PEERS)
-def test_every_call_at_a_glance_can_be_made(column: str) -> None:
-    if importlib.util.find_spec(PEERS[column]) is None:
-        pytest.skip(f"{PEERS[column]} isn't installed")
-    check_in_child(column)
+def test_every_call_at_a_glance_can_be_made() -> None:
+    check_in_child(*(column for column, module in PEERS.items() if is_here(module)))
 
 
 def test_every_column_at_a_glance_is_checked() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import runpy
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -14,24 +15,30 @@ import pytest
 import torch
 
 import unisono
-from tests.support.command import run
 from tests.support.examples import EXAMPLES, commands, load, numbers
+from tests.support.programs import PYTHON, Printed, run_programs
 
 SIZES = (1, 2, 3)
 ROUNDING = 1e-4  # of float32, in the few epochs that there are here
-Pool = Callable[[int], unisono.WorkerPool]
+Work = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    """Give warm workers on gloo, of each number: they import scikit-learn once."""
+def work() -> Iterator[Work]:
+    """What runs a function on a number of ranks: here, or on workers that import things once."""
     for name in ("images", "forest", "sweep", "actors"):
         load(name)  # scikit-learn sets variables, and ranks begin with those that there are
+    threads = torch.get_num_threads()
     with ExitStack() as stack:
-        pools = {size: stack.enter_context(unisono.WorkerPool("gloo", size)) for size in SIZES}
+        pools = {size: stack.enter_context(unisono.WorkerPool("gloo", size)) for size in SIZES[1:]}
         for each in pools.values():
             each.run(abs)  # the check of what tests leave behind counts from here
-        yield pools.__getitem__
+
+        def run_on(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+            return pools[size].run(fn, *args) if size > 1 else [fn(0, *args)]
+
+        yield run_on
+    torch.set_num_threads(threads)
 
 
 def options(epochs: int, checkpoint: Path | None = None, **more: bool) -> argparse.Namespace:
@@ -39,39 +46,39 @@ def options(epochs: int, checkpoint: Path | None = None, **more: bool) -> argpar
     return argparse.Namespace(epochs=epochs, checkpoint=checkpoint, **chosen)
 
 
-def images(pool: Pool, size: int, options: argparse.Namespace) -> dict[str, Any]:
+def images(work: Work, size: int, options: argparse.Namespace) -> dict[str, Any]:
     """Run the example on `size` ranks, which all come to the same."""
-    results: list[dict[str, Any]] = pool(size).run(load("images").train, options)
+    results: list[dict[str, Any]] = work(size, load("images").train, options)
     assert results == [results[0]] * size
     assert results[0]["world_size"] == size
     return results[0]
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def uninterrupted(work: Work, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Three epochs of one rank, and the file that they leave."""
     path = tmp_path_factory.mktemp("images") / "images.pt"
-    return {**images(pool, 1, options(3, path)), "path": path}
+    return {**images(work, 1, options(3, path)), "path": path}
 
 
 @pytest.mark.parametrize("size", SIZES[1:])
 def test_images_learns_the_same_on_any_number_of_ranks(
-    pool: Pool, uninterrupted: dict[str, Any], size: int
+    work: Work, uninterrupted: dict[str, Any], size: int
 ) -> None:
-    result = images(pool, size, options(3))
+    result = images(work, size, options(3))
     assert result["accuracy"] > 0.85
     assert result["accuracy"] == pytest.approx(uninterrupted["accuracy"], abs=2 / 357)
     assert result["checksum"] == pytest.approx(uninterrupted["checksum"], rel=ROUNDING)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1)])
 def test_images_resumed_with_other_workers_is_as_if_uninterrupted(
-    pool: Pool, uninterrupted: dict[str, Any], tmp_path: Path, before: int, after: int
+    work: Work, uninterrupted: dict[str, Any], tmp_path: Path, before: int, after: int
 ) -> None:
     path = tmp_path / "images.pt"
-    first = images(pool, before, options(2, path))
+    first = images(work, before, options(2, path))
     assert first["checksum"] != pytest.approx(uninterrupted["checksum"], rel=ROUNDING)
-    result = images(pool, after, options(3, path, resume=True))
+    result = images(work, after, options(3, path, resume=True))
     assert result["checksum"] == pytest.approx(uninterrupted["checksum"], rel=ROUNDING)
     assert result["accuracy"] == pytest.approx(uninterrupted["accuracy"], abs=2 / 357)
     assert unisono.load_checkpoint(path)["epoch"] == 3
@@ -79,7 +86,7 @@ def test_images_resumed_with_other_workers_is_as_if_uninterrupted(
 
 @pytest.mark.parametrize("size", SIZES)
 def test_images_evaluates_each_image_once(
-    pool: Pool, uninterrupted: dict[str, Any], size: int
+    work: Work, uninterrupted: dict[str, Any], size: int
 ) -> None:
     path = uninterrupted["path"]
     model = load("images").make_model()
@@ -88,29 +95,30 @@ def test_images_evaluates_each_image_once(
     assert len(labels) % 2 == 1
     with torch.no_grad():
         right = int((model.eval()(images_).argmax(1) == labels).sum())
-    result = images(pool, size, options(3, path, resume=True))  # nothing is left to train
+    result = images(work, size, options(3, path, resume=True))  # nothing is left to train
     assert result["accuracy"] == right / len(labels)
 
 
-def test_images_in_mixed_precision(pool: Pool, uninterrupted: dict[str, Any]) -> None:
-    result = images(pool, 2, options(3, bfloat16=True))
+def test_images_in_mixed_precision(work: Work, uninterrupted: dict[str, Any]) -> None:
+    result = images(work, 2, options(3, bfloat16=True))
     assert result["accuracy"] > 0.8
     assert result["checksum"] != uninterrupted["checksum"]
 
 
-def test_forest_is_the_same_on_any_number_of_ranks(pool: Pool) -> None:
-    results = [each for size in SIZES for each in pool(size).run(load("forest").work, 20)]
+def test_forest_is_the_same_on_any_number_of_ranks(work: Work) -> None:
+    results = [each for size in SIZES for each in work(size, load("forest").work, 20)]
     assert results == [results[0]] * sum(SIZES)
     assert results[0]["accuracy"] > 0.9
 
 
-def test_forest_of_fewer_trees_than_ranks(pool: Pool) -> None:
-    assert pool(3).run(load("forest").work, 2) == pool(1).run(load("forest").work, 2) * 3
+def test_forest_of_fewer_trees_than_ranks(work: Work) -> None:
+    grow = load("forest").work
+    assert work(3, grow, 2) == work(1, grow, 2) * 3
 
 
 def test_sweep_is_the_same_on_any_number_of_workers() -> None:
-    results = [load("sweep").sweep(size, 1, "gloo") for size in SIZES]
-    for size, result in zip(SIZES, results, strict=True):
+    results = [load("sweep").sweep(size, 1, "gloo") for size in (1, 3)]  # by its command on 2
+    for size, result in zip((1, 3), results, strict=True):
         assert result["accuracies"] == results[0]["accuracies"]
         assert result["best"] == results[0]["best"]
         assert result["final"] == pytest.approx([results[0]["final"][0]] * size, abs=2 / 360)
@@ -118,17 +126,15 @@ def test_sweep_is_the_same_on_any_number_of_workers() -> None:
     assert results[0]["final"][0] >= max(results[0]["accuracies"])
 
 
-def test_actors_learn_the_same_on_any_number_of_ranks(pool: Pool) -> None:
-    work = load("actors").work
-    histories = [each for size in SIZES for each in pool(size).run(work, 15, 12, 0)]
+def test_actors_learn_the_same_on_any_number_of_ranks(work: Work) -> None:
+    act = load("actors").work
+    histories = [each for size in SIZES for each in work(size, act, 15, 12, 0)]
     assert histories[1:] == [pytest.approx(histories[0])] * (sum(SIZES) - 1)
     assert sum(histories[0][-3:]) / 3 > 2 * histories[0][0]
 
 
-def test_more_actors_than_episodes(pool: Pool) -> None:
-    alone, *others = [
-        each for size in (1, 3) for each in pool(size).run(load("actors").work, 2, 2, 0)
-    ]
+def test_more_actors_than_episodes(work: Work) -> None:
+    alone, *others = [each for size in (1, 3) for each in work(size, load("actors").work, 2, 2, 0)]
     assert others == [pytest.approx(alone)] * 3
 
 
@@ -144,45 +150,52 @@ def test_readme_names_every_example() -> None:
     assert [each for each in programs if f"examples/{each}" not in " ".join(commands())] == []
 
 
-def words(command: str, *more: str) -> list[str]:
-    """Make a command of the README one that can be run from anywhere."""
-    found = [sys.executable if each == "python" else each for each in shlex.split(command)]
-    return [str(EXAMPLES.parent / each) if "examples/" in each else each for each in found] + [
-        *more
-    ]
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> Printed:
+    """What the README's commands print that begin ranks with a launcher, in one launch."""
+    folder = tmp_path_factory.mktemp("commands")
+    more = {"images": ["--epochs=1"], "forest": ["--trees=20"], "actors": ["--rounds=20"]}
+    more["images, resumed"] = ["--epochs=2"]
+    programs, launchers = {}, set()
+    for command in commands():
+        launcher, found, program = command.partition("examples/")
+        if found and launcher.startswith("python -m unisono run"):
+            launchers.add(launcher)
+            name = program.partition(".py")[0] + ", resumed" * ("--resume" in program)
+            programs[name] = [*shlex.split(f"{EXAMPLES}/{program}"), *more[name]]
+    assert launchers == {f"python -m unisono run -n {size} " for size in SIZES[1:]}
+    assert {*programs} == {*more}
+    return run_programs((*PYTHON, "-m", "unisono", "run", "-n", "3"), programs, folder)
 
 
-def command(program: str, index: int = 0) -> str:
-    return [each for each in commands() if f"examples/{program}" in each][index]
-
-
-def test_images_by_its_commands(tmp_path: Path) -> None:
-    path = tmp_path / "last.pt"
-    first, second = (command("images.py", i).replace("last.pt", str(path)) for i in range(2))
-    done = run(words(first, "--epochs", "1"))
-    assert done.code == 0, done.err
-    assert done.out.splitlines()[1] == "[0] workers: 2"
-    done = run(words(second, "--epochs", "2"))
-    assert done.code == 0, done.err
-    assert "[0] workers: 3\n" in done.out
-    assert "epoch 1" not in done.out
-    assert done.out.count("accuracy") == 1  # rank 0 alone prints
-    assert numbers(done.out, "accuracy")[0] > 0.8
+def test_images_by_its_commands(printed: Printed) -> None:
+    assert printed["images"].splitlines()[1] == "workers: 3"
+    resumed = printed["images, resumed"]
+    assert "epoch 1" not in resumed
+    assert resumed.count("accuracy") == 1  # rank 0 alone prints
+    assert numbers(resumed, "accuracy")[0] > 0.8
 
 
 @pytest.mark.parametrize(
-    ("program", "more", "name", "least"),
-    [
-        ("forest.py", ["--trees=20"], "accuracy", 0.9),
-        ("actors.py", ["--rounds=20"], "round 20", 40),
-        ("sweep.py", ["--epochs=1"], "all workers: accuracy", 0.8),
-    ],
+    ("program", "name", "least"), [("forest", "accuracy", 0.9), ("actors", "round 20", 40)]
 )
-def test_programs_by_their_commands(program: str, more: list[str], name: str, least: float) -> None:
-    done = run(words(command(program), *more))
-    assert done.code == 0, done.err
-    (found,) = numbers(done.out, name)
+def test_programs_by_their_commands(
+    program: str, name: str, least: float, printed: Printed
+) -> None:
+    (found,) = numbers(printed[program], name)
     assert found > least
+
+
+def test_sweep_by_its_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (command,) = [each for each in commands() if "sweep.py" in each]
+    python, path, *options = shlex.split(command)
+    assert python == "python"
+    monkeypatch.setattr(sys, "argv", [path, *options, "--epochs=1"])
+    runpy.run_path(str(EXAMPLES.parent / path), run_name="__main__")
+    (found,) = numbers(capsys.readouterr().out, "all workers: accuracy")
+    assert found > 0.8
 
 
 @pytest.mark.parametrize(

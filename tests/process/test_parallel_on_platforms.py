@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,11 @@ from unisono.lifecycle import _warn_on_a_node
 from unisono.parallel import _count
 from unisono.topology import NodeInfo
 
+ONLY_TASK = {
+    f"OMPI_COMM_WORLD_{name}": value
+    for name, value in {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}.items()
+}
+
 
 def on(monkeypatch: pytest.MonkeyPatch, name: str, **changes: str) -> None:
     for variable, value in {**NODES[name].env, **changes}.items():
@@ -29,20 +33,37 @@ def own_rank(local_rank: int) -> int:
     return unisono.get_rank()
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "options", "says"),
+    [
+        ("skypilot", {}, {}, "skypilot says: 2 processes here, node 0 is 10.0.0.1"),
+        ("skypilot", {}, {"nproc_per_node": 3, "master_port": 4711}, "skypilot says: 3 processes"),
+        # The only task of a host is a node where the program says so.
+        ("skypilot", ONLY_TASK, {"nnodes": "auto"}, "skypilot says: 2 processes"),
+        ("skypilot", ONLY_TASK, {"nproc_per_node": 2}, "skypilot says: 2 processes"),
+        # A RANK that counts nodes is one rank on each of them without `nnodes`.
+        ("pytorchjob", {}, {"nnodes": "auto"}, "pytorchjob says: {} processes"),
+        ("pai", {}, {"nnodes": "auto"}, "pai says: {} processes"),
+        ("volcano-pytorch", {}, {"nnodes": "auto"}, "volcano says: {} processes"),
+        ("azureml", {}, {"nnodes": "auto"}, "azureml says: {} processes"),
+    ],
+)
 def test_it_says_which_node_it_takes_this_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    changes: dict[str, str],
+    options: dict[str, Any],
+    says: str,
 ) -> None:
-    on(monkeypatch, "skypilot.node1")
-    with caplog.at_level(logging.INFO, "unisono.parallel"), unisono.Parallel("gloo"):
+    monkeypatch.setattr("unisono.node.accelerator_count", lambda: 0)
+    monkeypatch.setattr("unisono.node.usable_cores", lambda: 3)
+    on(monkeypatch, f"{name}.node1", **changes)
+    caplog.set_level(logging.INFO, "unisono.parallel")
+    with unisono.Parallel("gloo", **options):
         pass
-    assert "node 1 of 2, as skypilot says: 2 processes here, node 0 is 10.0.0.1" in caplog.text
-    caplog.clear()
-    with (
-        caplog.at_level(logging.INFO, "unisono.parallel"),
-        unisono.Parallel("gloo", nproc_per_node=3, master_port=4711),
-    ):
-        pass
-    assert "node 1 of 2, as skypilot says: 3 processes here" in caplog.text
+    count = NODES[f"{name}.node1"].env.get("NPROC_PER_NODE", "3")
+    assert f"node 1 of 2, as {says.format(count)}" in caplog.text
 
 
 def test_what_the_program_says_comes_first(
@@ -88,40 +109,36 @@ def test_a_job_of_several_hosts_goes_on_alone_where_only_the_first_is_started(
     assert "node 0 of 2, as sge says: 1 processes here" in caplog.text
 
 
-def test_one_node_alone_can_be_said_without_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, "skypilot.node1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        with unisono.Parallel("gloo", nnodes=1) as parallel:
-            assert parallel.run(own_rank) == [0]
-        with unisono.Parallel(nnodes=1) as parallel:
-            assert parallel.run(own_rank) == [0]
-    with pytest.raises(ArgumentError, match="nnodes need nproc_per_node"):
-        unisono.Parallel("gloo", nnodes=2)
-    with pytest.raises(ArgumentError, match="not for the launcher 'mpi'"):
-        unisono.Parallel("gloo", nproc_per_node=1, nnodes="auto", launcher="mpi")
-    with pytest.raises(ArgumentError, match="not for the backend 'threads'"):
-        unisono.Parallel("threads", nproc_per_node=2, nnodes="auto")
-
-
 @pytest.mark.parametrize(
-    "options",
+    ("options", "reason"),
     [
-        {"node_rank": 0, "nproc_per_node": 1},
-        {"init_method": "tcp://10.0.0.1:4711", "nproc_per_node": 1},
-        {"rank": 0, "world_size": 2},
+        ({"nnodes": 2}, "nnodes need nproc_per_node"),
+        ({"nproc_per_node": 1, "nnodes": "auto", "launcher": "mpi"}, "not for the launcher 'mpi'"),
+        (
+            {"backend": "threads", "nproc_per_node": 2, "nnodes": "auto"},
+            "not for the backend 'threads'",
+        ),
+        ({"nnodes": "auto", "node_rank": 0, "nproc_per_node": 1}, "'auto' takes no node_rank: it"),
+        (
+            {"nnodes": "auto", "init_method": "tcp://10.0.0.1:4711", "nproc_per_node": 1},
+            "'auto' takes no init_method: it finds out",
+        ),
+        (
+            {"nnodes": "auto", "rank": 0, "world_size": 2},
+            "'auto' takes no rank, world_size: it finds out",
+        ),
     ],
 )
-def test_auto_and_a_place_contradict_each_other(options: dict[str, Any]) -> None:
-    names = ", ".join(name for name in options if name != "nproc_per_node")
-    with pytest.raises(ArgumentError, match=f"nnodes='auto' takes no {names}: it finds out"):
-        unisono.Parallel("gloo", nnodes="auto", **options)
+def test_what_contradicts_itself_is_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ArgumentError, match=reason):
+        unisono.Parallel(**{"backend": "gloo", **options})
 
 
-@pytest.mark.parametrize("job", ["pytorchjob", "pai", "volcano-pytorch", "azureml"])
-def test_one_node_alone_can_be_said_where_rank_counts_nodes(
+@pytest.mark.parametrize("job", ["skypilot", "pytorchjob", "pai", "volcano-pytorch", "azureml"])
+def test_one_node_alone_can_be_said_without_a_count(
     monkeypatch: pytest.MonkeyPatch, job: str
 ) -> None:
+    """Where RANK counts nodes, too. Ranks that are threads are no nodes anyway."""
     on(monkeypatch, f"{job}.node1")
     with unisono.Parallel("gloo", nnodes=1, timeout=1) as parallel:
         assert parallel.run(own_rank) == [0]
@@ -129,6 +146,8 @@ def test_one_node_alone_can_be_said_where_rank_counts_nodes(
     with unisono.Parallel(nnodes=1) as parallel:
         assert parallel.run(own_rank) == [0]
         assert unisono.model_name() == "serial"
+    with unisono.Parallel("threads", nproc_per_node=2) as parallel:
+        assert parallel.run(own_rank) == [0, 1]
 
 
 @pytest.fixture
@@ -144,25 +163,25 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("nobody")
-@pytest.mark.parametrize("nnodes", [None, 1])
+@pytest.mark.parametrize(
+    ("nnodes", "more"),
+    [
+        (None, {}),
+        (1, {}),
+        # Its number may be the node's by chance, and another rank's of the job is not.
+        (1, {"LOCAL_RANK": "1", "NODE_RANK": "1", "AZUREML_NODE_COUNT": "2"}),
+    ],
+)
 def test_a_rank_that_nothing_explains_stays_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nnodes: int | None
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nnodes: int | None, more: dict[str, str]
 ) -> None:
     """Beside as many hosts, too, of which only the first is started: there is no warning."""
     hosts = tmp_path / "hosts"
     hosts.write_text(f"c01\n{socket.gethostname()}\n")
-    monkeypatch.setenv("PBS_NODEFILE", str(hosts))
-    with pytest.raises(ContextError, match="rank 1"):
-        unisono.Parallel("gloo", nnodes=nnodes, timeout=0.5).__enter__()
-
-
-@pytest.mark.usefixtures("nobody")
-def test_a_rank_with_a_local_rank_stays_one_with_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its number may be the node's by chance, and another rank's of the job is not."""
-    for name, value in {"LOCAL_RANK": "1", "NODE_RANK": "1", "AZUREML_NODE_COUNT": "2"}.items():
+    for name, value in (more or {"PBS_NODEFILE": str(hosts)}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ContextError, match="rank 1"):
-        unisono.Parallel("gloo", nnodes=1, timeout=0.5).__enter__()
+        unisono.Parallel("gloo", nnodes=nnodes, timeout=0.5).__enter__()
 
 
 @pytest.mark.parametrize("missing", [True, False])
@@ -231,12 +250,6 @@ def test_a_rank_that_is_alone_on_one_of_several_nodes_is_told_so(
     unisono.finalize()
 
 
-def test_threads_are_no_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, "skypilot.node1")
-    with unisono.Parallel("threads", nproc_per_node=2) as parallel:
-        assert parallel.run(own_rank) == [0, 1]
-
-
 def test_one_node_without_accelerators_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_IPS": "10.0.0.1"}
     on(monkeypatch, "skypilot.node0", **alone, SKYPILOT_NUM_GPUS_PER_NODE="0")
@@ -268,32 +281,22 @@ def test_pods_with_a_rank_that_seat_themselves_are_refused_too(
         assert parallel.run(own_rank) == [0]
 
 
-@pytest.mark.parametrize("launcher", ["OMPI_COMM_WORLD_", ""])
-def test_auto_refuses_a_job_of_a_rank_s_own(monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
-    for name, value in {"RANK": 1, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 1}.items():
-        torch = {"RANK": "RANK", "SIZE": "WORLD_SIZE"}.get(name)
-        if launcher or torch:
-            monkeypatch.setenv(f"{launcher}{name}" if launcher else str(torch), str(value))
-    refusal = "openmpi says that it is rank 1 of 2" if launcher else "whether they count nodes"
+@pytest.mark.parametrize(
+    ("env", "refusal"),
+    [
+        (ONLY_TASK, "openmpi says that it is rank 1 of 2"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "whether they count nodes"),
+    ],
+)
+def test_auto_refuses_a_job_of_a_rank_s_own(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], refusal: str
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(EnvironmentDetectionError, match=refusal):
         unisono.Parallel("gloo", nproc_per_node=1, nnodes="auto").__enter__()
     with unisono.Parallel("gloo", nproc_per_node=1, nnodes=1):
         pass
-
-
-def test_the_only_task_of_a_host_is_a_node_where_the_program_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    on(monkeypatch, "skypilot.node1")
-    for name, value in {"RANK": 1, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 1}.items():
-        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
-    caplog.set_level(logging.INFO, "unisono.parallel")
-    both: tuple[dict[str, Any], ...] = ({"nnodes": "auto"}, {"nproc_per_node": 2})
-    for options in both:
-        caplog.clear()
-        with unisono.Parallel("gloo", **options):
-            pass
-        assert "node 1 of 2, as skypilot says: 2 processes here" in caplog.text
 
 
 def test_a_rank_stays_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,21 +305,6 @@ def test_a_rank_stays_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "0")
     with pytest.raises(EnvironmentDetectionError, match="MASTER_PORT='0'"):
         unisono.Parallel("gloo").__enter__()  # by initialize(), as a rank that meets others
-
-
-@pytest.mark.parametrize("job", ["pytorchjob", "pai", "volcano-pytorch", "azureml"])
-def test_auto_starts_the_ranks_of_a_node_with_a_rank(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, job: str
-) -> None:
-    """A RANK that counts nodes is one rank on each of them without it."""
-    monkeypatch.setattr("unisono.node.accelerator_count", lambda: 0)
-    monkeypatch.setattr("unisono.node.usable_cores", lambda: 3)
-    on(monkeypatch, f"{job}.node1")
-    caplog.set_level(logging.INFO, "unisono.parallel")
-    with unisono.Parallel("gloo", nnodes="auto"):
-        pass
-    count = NODES[f"{job}.node1"].env.get("NPROC_PER_NODE", "3")
-    assert f"node 1 of 2, as {job.partition('-')[0]} says: {count} processes" in caplog.text
 
 
 @pytest.mark.parametrize(

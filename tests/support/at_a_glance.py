@@ -56,9 +56,9 @@ COLUMNS = {
 GIVES = {"mp.Pool": "multiprocessing.pool:Pool"}  # what a function gives; a class gives itself
 
 
-def check_in_child(column: str) -> None:
-    """Check a column in a process of its own, as libraries change variables when they load."""
-    code = f"from tests.support.at_a_glance import check; check({column!r})"
+def check_in_child(*columns: str) -> None:
+    """Check columns in a process of their own, as libraries change variables when they load."""
+    code = f"from tests.support.at_a_glance import check; [*map(check, {columns!r})]"
     run_python("-W", "ignore", "-c", code, cwd=ROOT)
 
 

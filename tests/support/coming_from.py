@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import unisono
 from tests.support.pages import ROOT
+from tests.support.programs import PYTHON, run_programs
 
-__all__ = ("PAIRS", "PYTHON", "jobs_of", "lines_of", "ours", "theirs")
+__all__ = ("PAIRS", "PYTHON", "jobs_of", "lines_in", "lines_of", "ours", "theirs")
 
 PROGRAMS = ROOT / "docs" / "coming-from" / "programs"
 PAIRS = sorted(
@@ -20,10 +17,6 @@ PAIRS = sorted(
 )
 # Some launchers put what two ranks print into one line, or a rank's number before it.
 _LINE = re.compile(r"rank \d(?:(?!rank \d).)*")
-PYTHON = (sys.executable,)
-_LIMIT_S = 150
-# How gloo's thread may end a process of plain torch that is done with its work.
-_ABORTED = "terminate called without an active exception"
 
 
 def jobs_of(library: str) -> list[str]:
@@ -43,29 +36,13 @@ def ours(job: str, backend: str, folder: Path) -> Path:
     return program
 
 
-def lines_of(command: Sequence[str], program: Path, folder: Path) -> list[str]:
-    """Run a program as its reader does; give what its ranks print, by rank."""
-    (folder / "tmp").mkdir(exist_ok=True)
-    environ = {
-        **os.environ,
-        "PYTHONPATH": str(Path(unisono.__file__).parents[1]),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TMPDIR": str(folder / "tmp"),
-    }
-    for _ in range(3):
-        done = subprocess.run(
-            [*command, str(program)],
-            env=environ,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=_LIMIT_S,
-            check=False,
-        )
-        if done.returncode == 0 or program.parents[1] != PROGRAMS or _ABORTED not in done.stderr:
-            break
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = sorted(line.strip() for line in _LINE.findall(done.stdout))
-    assert lines, done.stdout + done.stderr
+def lines_in(printed: Mapping[str, str], name: str) -> list[str]:
+    """Give what the ranks of a program printed, by rank."""
+    lines = sorted(line.strip() for line in _LINE.findall(printed[name]))
+    assert lines, printed[name]
     return lines
+
+
+def lines_of(launcher: Sequence[str], program: Path, folder: Path) -> list[str]:
+    """Run a program as its reader does; give what its ranks print, by rank."""
+    return lines_in(run_programs(launcher, {"it": [str(program)]}, folder), "it")

@@ -2,20 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ("differences", "outcome")
+__all__ = ("Case", "Compared")
+
+Case = Callable[[Any, int, int], Any]
+"""Makes calls of a library, as a rank of so many."""
 
 _BASES = (
     *(ValueError, TypeError, RuntimeError, AssertionError, NotImplementedError, ImportError),
 )  # fmt: skip
 
 
-def outcome(call: Callable[[], Any]) -> Any:
+@dataclass(frozen=True)
+class Compared:
+    """A library and our module that takes its place, by their names."""
+
+    theirs: str
+    ours: str
+
+    def differences(
+        self, cases: Mapping[str, Case], rank: int, size: int
+    ) -> dict[str, tuple[Any, Any]]:
+        """Give what differs: ours may have more bases than the error that the other one raises."""
+        theirs, ours = (
+            {name: _outcome(partial(case, library, rank, size)) for name, case in cases.items()}
+            for library in map(importlib.import_module, (self.theirs, self.ours))
+        )
+        return {
+            name: (theirs[name], ours[name])
+            for name in theirs
+            if not _is_as_good(theirs[name], ours[name])
+        }
+
+    def check_arguments(self, names: Iterable[str]) -> None:
+        """Fail for a function that isn't there, or takes other arguments."""
+        theirs, ours = map(importlib.import_module, (self.theirs, self.ours))
+        for name in names:
+            call = getattr(theirs, name)
+            if not inspect.isfunction(call):
+                assert inspect.ismodule(call) or hasattr(ours, name), name
+                continue
+            parameters = [
+                parameter.name
+                for parameter in inspect.signature(call).parameters.values()
+                if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+            ]
+            mine = list(inspect.signature(getattr(ours, name)).parameters)
+            assert mine[: len(parameters)] == parameters, name
+
+
+def _outcome(call: Callable[[], Any]) -> Any:
     """Give what a call returned, or which of Python's own errors it raised."""
     try:
         return _plain(call())
@@ -33,15 +78,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (Path, torch.device)):
         return f"{type(value).__name__} {value}"
     return value
-
-
-def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Give what differs: ours may have more bases than the error that the other one raises."""
-    return {
-        name: (theirs[name], ours[name])
-        for name in theirs
-        if not _is_as_good(theirs[name], ours[name])
-    }
 
 
 def _is_as_good(theirs: Any, ours: Any) -> bool:

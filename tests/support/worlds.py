@@ -28,7 +28,7 @@ REAL = [
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def with_marks(*marks: pytest.MarkDecorator) -> Callable[[F], F]:
+def with_marks(*marks: Callable[..., Any]) -> Callable[[F], F]:
     """Let one decorator give a test several marks."""
 
     def decorate(test: F) -> F:
@@ -45,15 +45,14 @@ on_libraries = [
     if is_required(name)
 ]
 """On a real library, in its session."""
-several = with_marks(
-    pytest.mark.ranks(3, on="threads"), pytest.mark.ranks(2, on="gloo"), *on_libraries
-)
-alone_and_several = with_marks(
+several_here = with_marks(pytest.mark.ranks(3, on="threads"), pytest.mark.ranks(2, on="gloo"))
+several = with_marks(several_here, *on_libraries)
+alone_and_several_here = with_marks(
     pytest.mark.ranks(1, on="serial"),
     pytest.mark.ranks(2, 3, on="threads"),
     pytest.mark.ranks(2, on="gloo"),
-    *on_libraries,
 )
+alone_and_several = with_marks(alone_and_several_here, *on_libraries)
 
 
 def run(backend: str, size: int, fn: Callable[..., Any], *args: Any, timeout: float = 90) -> Any:

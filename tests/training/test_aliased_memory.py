@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import unisono as idist
-from tests.support.worlds import alone_and_several, run, several
+from tests.support.worlds import alone_and_several, several
 from unisono.compat import mmengine
 from unisono.errors import CollectiveMismatchError, PayloadError
 from unisono.training.agreement import OVERLAPS, aliases
@@ -99,12 +99,8 @@ def test_memory_that_overlaps_in_part_is_refused_on_every_rank() -> None:
     assert idist.all_reduce(1) == size  # the ranks are in step
 
 
+@pytest.mark.ranks(3, on="gloo")
 def test_threads_with_groups_of_their_own_have_buffers_of_their_own() -> None:
-    for wrong in run("gloo", 3, averages_in_threads):
-        assert not wrong
-
-
-def averages_in_threads(local_rank: int) -> dict[int, Any]:
     """Rank 0 has two threads, one with rank 1 and one with rank 2; each averages equal values."""
     groups = {1: idist.new_group([0, 1]), 2: idist.new_group([0, 2])}
     wrong: dict[int, Any] = {}
@@ -119,12 +115,12 @@ def averages_in_threads(local_rank: int) -> dict[int, Any]:
         except Exception as error:
             wrong[peer] = repr(error)
 
-    if local_rank == 0:
+    if idist.get_rank() == 0:
         threads = [threading.Thread(target=average, args=(peer,)) for peer in groups]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     else:
-        average(local_rank)
-    return wrong
+        average(idist.get_rank())
+    assert not wrong

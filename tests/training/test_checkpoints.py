@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +20,22 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 import unisono as idist
-from tests.support.processes import python
-from tests.support.worlds import QUICK, REAL, run, run_all
-from unisono.errors import ArgumentError, PayloadError, PeerFailedError, UnsupportedOperation
-
-BOTH = [pytest.param("threads", 2, id="threads-2"), pytest.param("gloo", 2, id="gloo-2")]
+from tests.support.processes import python, until
+from tests.support.worlds import alone_and_several, run, run_all, several
+from unisono.errors import (
+    ArgumentError,
+    PayloadError,
+    PeerFailedError,
+    UnsupportedOperation,
+    WorkerFailedError,
+)
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("backend", "size"), QUICK)
-def test_one_rank_writes_and_all_read(backend: str, size: int, tmp_path: Path) -> None:
-    run(backend, size, writes, str(tmp_path))
-
-
-@pytest.mark.parametrize(("backend", "size"), REAL)
-def test_on_real_libraries(backend: str, size: int, tmp_path: Path) -> None:
-    run_all(backend, size, (writes, str(tmp_path)), (fails, str(tmp_path / "gone" / "x.pt")))
-
-
-def writes(local_rank: int, folder: str) -> None:
+@alone_and_several
+def test_one_rank_writes_and_all_read(tmp_path: Path) -> None:
     rank, size = idist.get_rank(), idist.get_world_size()
-    path = Path(folder, "é model.pt")
+    path = tmp_path / "é model.pt"
     for value in range(2):
         state = {"w": torch.full((3,), float(rank + value)), "epoch": value}
         idist.save_checkpoint(state, path, rank=size - 1)
@@ -47,22 +43,17 @@ def writes(local_rank: int, folder: str) -> None:
         assert loaded["w"].tolist() == [size - 1.0 + value] * 3
         assert loaded["w"].device == idist.device()
         idist.barrier()
-    assert os.listdir(folder) == ["é model.pt"]
+    assert os.listdir(tmp_path) == ["é model.pt"]
 
 
-@pytest.mark.parametrize(("backend", "size"), BOTH)
-def test_a_failure_reaches_every_rank(backend: str, size: int, tmp_path: Path) -> None:
-    run(backend, size, fails, str(tmp_path / "no such folder" / "x.pt"))
-
-
-def fails(local_rank: int, path: str) -> None:
-    rank = idist.get_rank()
+@several
+def test_a_failure_reaches_every_rank(tmp_path: Path) -> None:
     with pytest.raises(PeerFailedError, match="rank 0 raised FileNotFoundError") as caught:
-        idist.save_checkpoint({"w": torch.ones(1)}, path)
-    assert isinstance(caught.value.__cause__, OSError) == (rank == 0)
+        idist.save_checkpoint({"w": torch.ones(1)}, tmp_path / "no such folder" / "x.pt")
+    assert isinstance(caught.value.__cause__, OSError) == (idist.get_rank() == 0)
     with pytest.raises(PayloadError, match=r"can't be saved by rank 0: .*pickle"):  # on every rank
-        idist.save_checkpoint(lambda: 0, Path(path).parents[1] / "y.pt")
-    assert not (Path(path).parents[1] / "y.pt").exists()
+        idist.save_checkpoint(lambda: 0, tmp_path / "y.pt")
+    assert not (tmp_path / "y.pt").exists()
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
@@ -139,42 +130,45 @@ def test_another_user_without_permission_leaves_the_old_file(tmp_path: Path) -> 
     assert idist.load_checkpoint(path)["w"].tolist() == [0.0] * 10
 
 
-WRITER = """
-import sys, torch, unisono as idist
-for value in range(1, 10_000):
-    idist.save_checkpoint({"w": torch.full((500_000,), float(value))}, sys.argv[1])
-    print(value, flush=True)
-"""
-
-
 def test_a_killed_writer_leaves_a_whole_file(tmp_path: Path) -> None:
-    """Kill it at six moments of its writing, of which some lie within one."""
-    path = tmp_path / "model.pt"
+    """Kill it at six moments of one writing."""
+    path, written = tmp_path / "model.pt", tmp_path / "written"
     for turn in range(6):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
-        )
-        assert writer.stdout is not None
-        last = int(writer.stdout.readline())
-        for _ in range(turn % 3):
-            last = int(writer.stdout.readline())
-        writer.kill()
-        last = max([last, *(int(line) for line in writer.stdout.read().split())])
-        writer.wait()
-        writer.stdout.close()
+        with pytest.raises(WorkerFailedError, match="SIGALRM"):
+            run("gloo", 1, writes_until_killed, str(path), str(written), turn / 6)
+        last = len(written.read_text())
         loaded = idist.load_checkpoint(path)["w"]
         assert loaded.unique().numel() == 1
         assert loaded.numel() == 500_000
         assert loaded[0].item() in (last, last + 1)
+        written.unlink()
     assert all(name.endswith(".tmp") for name in os.listdir(tmp_path) if name != "model.pt")
+
+
+def writes_until_killed(local_rank: int, path: str, written: str, part: float) -> None:
+    """Write until a signal ends the process, after a part of the time that one writing takes."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    with open(written, "a", buffering=1) as note:
+        for value in range(1, 10_000):
+            begin = time.perf_counter()
+            idist.save_checkpoint({"w": torch.full((500_000,), float(value))}, path)
+            print(".", end="", file=note, flush=True)
+            if value == 2:
+                took = time.perf_counter() - begin
+                signal.setitimer(signal.ITIMER_REAL, took * part + 1e-6)
+
+
+WRITER = """
+import sys, torch, unisono as idist
+while True:
+    idist.save_checkpoint({"w": torch.ones(20_000_000)}, sys.argv[1])
+"""
 
 
 def test_the_next_writer_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
-    code = WRITER.replace("500_000", "20_000_000")
-    writer = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
-    while not any(part.stat().st_size for part in tmp_path.glob(".model.pt.*.tmp")):
-        assert writer.poll() is None
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)])
+    until(lambda: any(part.stat().st_size for part in tmp_path.glob(".model.pt.*.tmp")), 60)
     writer.send_signal(signal.SIGSTOP)
     (part,) = tmp_path.glob(".model.pt.*.tmp")
     other = tmp_path / ".model.pt.other.0123456789abcdef.tmp"
@@ -182,7 +176,7 @@ def test_the_next_writer_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     idist.save_checkpoint({"w": torch.ones(1)}, path)
     assert part.exists()  # its writer lives
     writer.kill()
-    writer.communicate()
+    writer.wait()
     idist.save_checkpoint({"w": torch.ones(1)}, path)
     assert sorted(os.listdir(tmp_path)) == [other.name, "model.pt"]
 
@@ -313,13 +307,19 @@ def test_values_in_shards_run_no_code(tmp_path: Path) -> None:
     assert evil.exists()
 
 
-def test_without_pickle_shards_are_read_and_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = str(tmp_path / "shards")
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What two ranks have saved."""
+    path = str(tmp_path_factory.mktemp("saved") / "shards")
     run("gloo", 2, saves_shards, path)
+    return path
+
+
+def test_without_pickle_shards_are_read_and_not_written(
+    shards: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("UNISONO_NO_PICKLE", "1")
-    run("gloo", 2, without_pickle, path)
+    run("gloo", 2, without_pickle, shards)
 
 
 def without_pickle(local_rank: int, path: str) -> None:
@@ -340,10 +340,12 @@ def refuses_all(*args: Any, **kwargs: Any) -> None:
     raise AssertionError("a pickle was loaded")
 
 
-def test_shards_that_one_rank_cannot_read_fail_on_every_rank(tmp_path: Path) -> None:
-    path = str(tmp_path / "shards")
-    run("gloo", 2, saves_shards, path)
-    run("gloo", 2, one_asks_for_more, path)
+def test_shards_are_read_by_others_or_by_none(shards: str) -> None:
+    run_all("gloo", 2, (loads_shards, shards), (one_asks_for_more, shards))
+    state = network(0.0).state_dict()
+    idist.load_checkpoint(shards, into=state)
+    assert all(bool((item == 2.0).all()) for item in state.values())
+    assert len(list(Path(shards).glob("shards-*"))) == 1  # the first one's are gone
 
 
 def one_asks_for_more(local_rank: int, path: str) -> None:
@@ -360,16 +362,6 @@ def one_asks_for_more(local_rank: int, path: str) -> None:
             idist.save_checkpoint(what, one, sharded=False)
     assert not one.exists()
     assert idist.all_gather(local_rank) == [0, 1]
-
-
-def test_shards_are_saved_and_loaded_by_other_numbers_of_ranks(tmp_path: Path) -> None:
-    path = str(tmp_path / "shards")
-    run("gloo", 2, saves_shards, path)
-    run("gloo", 2, loads_shards, path)
-    state = network(0.0).state_dict()
-    idist.load_checkpoint(path, into=state)
-    assert all(bool((item == 2.0).all()) for item in state.values())
-    assert len(list(Path(path).glob("shards-*"))) == 1  # the first one's are gone
 
 
 def network(value: float) -> nn.Module:
@@ -394,13 +386,10 @@ def loads_shards(local_rank: int, path: str) -> None:
     assert all(bool((item.full_tensor() == 2.0).all()) for item in model.state_dict().values())
 
 
+@pytest.mark.ranks(2, on="threads")
 def test_shards_need_a_group_of_torch(tmp_path: Path) -> None:
-    run("threads", 2, no_shards, str(tmp_path / "x"))
-
-
-def no_shards(local_rank: int, path: str) -> None:
     with pytest.raises(UnsupportedOperation, match="sharded checkpoints.*what isn't sharded"):
-        idist.save_checkpoint({"w": torch.ones(1)}, path, sharded=True)
+        idist.save_checkpoint({"w": torch.ones(1)}, tmp_path / "x", sharded=True)
 
 
 class Evil:

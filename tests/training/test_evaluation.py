@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, DistributedSampler
 
 import unisono as idist
-from tests.support.worlds import QUICK, REAL, alone_and_several, run, run_all, several
+from tests.support.worlds import REAL, alone_and_several, run, several
 from unisono.errors import (
     ArgumentError,
     CollectiveMismatchError,
@@ -24,7 +24,7 @@ from unisono.errors import (
     PeerFailedError,
 )
 
-SIZES = [("threads", 2), ("threads", 3), ("threads", 5), ("gloo", 2), ("gloo", 3), ("gloo", 5)]
+SIZES = [("threads", 2), ("threads", 3), ("threads", 5), ("gloo", 2)]
 
 
 @pytest.mark.parametrize(("backend", "size"), SIZES)
@@ -73,17 +73,13 @@ def test_results_that_are_missing_are_named() -> None:
     assert len(idist.gather_results(torch.ones(1, 2) if rank == 0 else torch.ones(0, 2), 1)) == 1
 
 
-@pytest.mark.parametrize(("backend", "size"), QUICK)
-def test_seeds_and_measures(backend: str, size: int) -> None:
-    run(backend, size, seeds, backend == "threads")
-
-
 @pytest.mark.parametrize(("backend", "size"), REAL)
 def test_on_real_libraries(backend: str, size: int) -> None:
-    run_all(backend, size, (evaluate, list(range(101))), (seeds, False))
+    run(backend, size, evaluate, list(range(101)))
 
 
-def seeds(local_rank: int, shares_generators: bool) -> None:
+@alone_and_several
+def test_seeds_and_measures() -> None:
     rank, size = idist.get_rank(), idist.get_world_size()
     assert len(set(idist.all_gather(idist.sync_random_seed()))) == 1
     assert idist.sync_random_seed(rank) == 0
@@ -91,7 +87,7 @@ def seeds(local_rank: int, shares_generators: bool) -> None:
     own = [torch.rand(1, generator=idist.rank_generator(seed)).item() for seed in (11, 11, None)]
     assert own[0] == own[1] != own[2]
     assert len({*idist.all_gather(own[0]), *idist.all_gather(own[2])}) == 2 * size
-    if not shares_generators:
+    if idist.model_name() != "threads":  # which share the generators
         idist.seed_everything(11)
         drawn = (torch.rand(1).item(), random.random(), float(numpy.random.rand()))
         assert len(set(idist.all_gather(drawn))) == 1

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import unisono as idist
-from tests.support.worlds import QUICK, REAL, run
+from tests.support.worlds import REAL, alone_and_several_here, run
 from unisono.errors import UnsupportedOperation
 from unisono.model.training import TrainingHooks
 from unisono.models.threads import ThreadsModel
@@ -67,7 +67,7 @@ def reference() -> list[Tensor]:
     return [item.detach() for item in model.parameters()]
 
 
-def trains(local_rank: int, **options: Any) -> None:
+def trains(**options: Any) -> None:
     rank, size = idist.get_rank(), idist.get_world_size()
     model = idist.auto_model(network())
     optimizer = idist.auto_optim(
@@ -88,9 +88,9 @@ def trains(local_rank: int, **options: Any) -> None:
         torch.testing.assert_close(mine.detach(), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("backend", "size"), QUICK)
-def test_a_loop_with_everything_is_that_of_one_process(backend: str, size: int) -> None:
-    run(backend, size, trains)
+@alone_and_several_here
+def test_a_loop_with_everything_is_that_of_one_process() -> None:
+    trains()
 
 
 @pytest.mark.parametrize(("backend", "size"), REAL[1:])
@@ -99,7 +99,7 @@ def test_horovod_s_optimizer_averages_before_it_is_clipped(backend: str, size: i
 
 
 def with_options(local_rank: int) -> None:
-    trains(local_rank, backward_passes_per_step=2)
+    trains(backward_passes_per_step=2)
     model = idist.auto_model(nn.Linear(1, 1, bias=False))
     optimizer = idist.auto_optim(
         torch.optim.SGD(model.parameters(), lr=1.0), backward_passes_per_step=1
@@ -150,11 +150,8 @@ def averages(local_rank: int) -> None:
     assert len(optimizers) == 20
 
 
+@pytest.mark.ranks(2, on="gloo")
 def test_a_scaler_of_sharded_gradients_is_refused() -> None:
-    run("gloo", 2, sharded)
-
-
-def sharded(local_rank: int) -> None:
     model = idist.auto_model(network(), wrapper="fsdp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(rows(0)).sum().backward()
@@ -167,12 +164,10 @@ def sharded(local_rank: int) -> None:
         idist.clip_grad_norm_(model, 0.5, optimizer=optimizer, scaler=scaler)
 
 
+@pytest.mark.ranks(2, on=("threads", "gloo"))
 def test_a_rank_out_of_memory_in_the_middle_of_a_step_halves_it_on_all() -> None:
-    assert run("threads", 2, searches, False) == [8, 8]
-    assert run("gloo", 2, searches, True) == [8, 8]
+    is_without_sync = idist.backend() == "gloo"
 
-
-def searches(local_rank: int, is_without_sync: bool) -> int:
     @idist.find_executable_batch_size(32)
     def train(batch_size: int) -> int:
         model = idist.auto_model(network())
@@ -183,14 +178,11 @@ def searches(local_rank: int, is_without_sync: bool) -> int:
             model(x).sum().backward()
         return batch_size
 
-    return train()
+    assert train() == 8
 
 
+@pytest.mark.ranks(2, on="threads")
 def test_a_result_is_freed_before_a_smaller_batch_is_tried() -> None:
-    assert run("threads", 2, frees) == [(8, [True, True]), (8, [True, True])]
-
-
-def frees(local_rank: int) -> tuple[int, list[bool]]:
     before: list[weakref.ref[nn.Module]] = []
     freed: list[bool] = []
 
@@ -199,8 +191,8 @@ def frees(local_rank: int) -> tuple[int, list[bool]]:
         freed.extend(each() is None for each in before[-1:])
         model = network()
         before.append(weakref.ref(model))
-        if local_rank and batch_size > 8:
+        if idist.get_rank() and batch_size > 8:
             raise MemoryError
         return batch_size, model
 
-    return train()[0], freed
+    assert (train()[0], freed) == (8, [True, True])

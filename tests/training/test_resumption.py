@@ -65,14 +65,18 @@ def train(local_rank: int, path: str, signal_at: tuple[int, int] | None) -> Any:
     return [item.detach() for item in idist.unwrap_model(model).state_dict().values()]
 
 
+def train_and_stop(local_rank: int, path: str, signal_at: tuple[int, int]) -> tuple[Any, Any]:
+    return train(local_rank, path, None), train(local_rank, path, signal_at)
+
+
 def bits(tensors: list[Tensor]) -> list[bytes]:
     return [item.contiguous().numpy().tobytes() for item in tensors]
 
 
 def test_sigterm_to_one_rank_and_resumption_change_no_bit(tmp_path: Path) -> None:
     path = str(tmp_path / "last.pt")
-    undisturbed = idist.spawn("gloo", train, args=(path, None), nproc_per_node=2)
-    stopped = idist.spawn("gloo", train, args=(path, (1, 4)), nproc_per_node=2)
+    both = idist.spawn("gloo", train_and_stop, args=(path, (1, 4)), nproc_per_node=2)
+    undisturbed, stopped = zip(*both, strict=True)
     assert stopped[0] == stopped[1]
     assert stopped[0]["epoch"] == 1
     assert 4 < stopped[0]["batches"] < 11

@@ -109,11 +109,24 @@ def test_on_real_libraries(backend: str, size: int, tmp_path: Path) -> None:
     loads(0, path)
 
 
-def test_shards_have_the_same_keys_and_fill_a_model_alone(tmp_path: Path) -> None:
-    path = str(tmp_path / "shards")
-    run("gloo", 2, saves_shards, path)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one job of two ranks has saved that shard their models and optimizers."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_all(
+        "gloo",
+        2,
+        (saves_shards, str(folder / "shards")),
+        (stops_and_goes_on, str(folder)),
+        (goes_on_sharded, str(folder)),
+        (gathers_its_state, str(folder / "gathered.pt")),
+    )
+    return folder
+
+
+def test_shards_have_the_same_keys_and_fill_a_model_alone(saved: Path) -> None:
     target = plain_net(0.0)
-    idist.load_checkpoint(path, into={"model": target})
+    idist.load_checkpoint(saved / "shards", into={"model": target})
     assert all(bool((item == 0.25).all()) for item in target.parameters())
 
 
@@ -130,11 +143,10 @@ def adamw(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(net.parameters(), lr=0.1)
 
 
-def test_training_goes_on_from_shards_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    run("gloo", 2, stops_and_goes_on, str(tmp_path))
+def test_training_goes_on_from_shards_as_if_it_had_not_stopped(saved: Path) -> None:
     net = plain_net(0.0)
     optimizer = momentum(net)
-    idist.load_checkpoint(tmp_path / "0", into={"model": net, "optimizer": optimizer})
+    idist.load_checkpoint(saved / "0", into={"model": net, "optimizer": optimizer})
     assert [bool(item["momentum_buffer"].any()) for item in optimizer.state.values()] == [True] * 6
 
 
@@ -160,10 +172,6 @@ def stops_and_goes_on(local_rank: int, folder: str) -> None:
             assert torch.equal(a.full_tensor(), b.full_tensor())  # type: ignore[attr-defined]
 
 
-def test_a_file_of_whole_tensors_fills_a_sharded_model_and_its_optimizer(tmp_path: Path) -> None:
-    run("gloo", 2, goes_on_sharded, str(tmp_path))
-
-
 def uneven_net(value: float) -> nn.Module:
     net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))  # of a bias of 1, one rank has nothing
     with torch.no_grad():
@@ -179,6 +187,7 @@ def adds_a_tensor(path: Path) -> None:
 
 
 def goes_on_sharded(local_rank: int, folder: str) -> None:
+    """Fill a sharded model and its optimizer from a file of whole tensors."""
     for number, make in enumerate((momentum, adamw)):
         path = Path(folder, f"{number}.pt")
         model = idist.auto_model(uneven_net(0.1))
@@ -316,28 +325,23 @@ class RefusingNet(nn.Linear):
         return super().state_dict(*args, **kwargs)
 
 
-@pytest.mark.parametrize("backend", ["threads", "gloo"])
-def test_a_state_that_cannot_be_had_is_an_error_on_every_rank(backend: str, tmp_path: Path) -> None:
-    run(backend, 2, asks_in_vain, str(tmp_path))
-    assert idist.load_checkpoint(tmp_path / "x.pt") == {"one": {"seen": 3}}
-
-
-def asks_in_vain(local_rank: int, folder: str) -> None:
-    path = Path(folder, "x.pt")
+@pytest.mark.ranks(2, on=("threads", "gloo"))
+def test_a_state_that_cannot_be_had_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
     idist.save_checkpoint({"one": Refuses(1)}, path, rank=1)
     for what in (Refuses(1), RefusingNet(0), RefusingNet(1)):
         with pytest.raises(PeerFailedError, match="RuntimeError: the state isn't here") as caught:
             idist.save_checkpoint({"one": what}, path)
         is_here = idist.get_rank() not in what.ranks
         assert isinstance(caught.value.__cause__, RuntimeError) == is_here
-    if idist.model_name() == "gloo":
+    if idist.backend() == "gloo":
         with pytest.raises(PeerFailedError, match="rank 0 raised RuntimeError"):
-            idist.save_checkpoint({"one": Refuses(1)}, Path(folder, "shards"), sharded=True)
+            idist.save_checkpoint({"one": Refuses(1)}, tmp_path / "shards", sharded=True)
+    assert idist.load_checkpoint(path) == {"one": {"seen": 3}}
 
 
-def test_the_state_of_an_optimizer_gathered_on_the_writer_is_saved(tmp_path: Path) -> None:
-    run("gloo", 2, gathers_its_state, str(tmp_path / "x.pt"))
-    assert len(idist.load_checkpoint(tmp_path / "x.pt")["state"]) == 6
+def test_the_state_of_an_optimizer_gathered_on_the_writer_is_saved(saved: Path) -> None:
+    assert len(idist.load_checkpoint(saved / "gathered.pt")["state"]) == 6
 
 
 def gathers_its_state(local_rank: int, path: str) -> None:
@@ -349,28 +353,23 @@ def gathers_its_state(local_rank: int, path: str) -> None:
     idist.save_checkpoint(optimizer, path)
 
 
-@pytest.mark.parametrize("backend", ["threads", "gloo"])
-def test_the_state_dict_of_a_wrapper_is_warned_of_once(backend: str, tmp_path: Path) -> None:
-    path = str(tmp_path / "x.pt")
-    assert sorted(run(backend, 2, saves_the_wrappers, path)) == [0, 1]
+@pytest.mark.ranks(2, on=("threads", "gloo"))
+def test_the_state_dict_of_a_wrapper_is_warned_of_once(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    state = idist.auto_model(plain_net(0.5)).state_dict()
+    told = 0
+    try:
+        idist.save_checkpoint([state], path, rank=1)
+    except UserWarning as error:
+        assert "unwrap_model(model).state_dict()" in str(error)
+        told = 1
+    assert idist.all_reduce(told) == 1
     net = plain_net(0.0)
     idist.load_checkpoint(path, into=[net])  # it is clear what the prefix is
     assert _numbers(net) == _numbers(plain_net(0.5))
     other = nn.Sequential(nn.Linear(4, 8))
     with pytest.raises(PayloadError, match=r"(?s)x\.pt can't be read .*doesn't fit.*0\.weight"):
         idist.load_checkpoint(path, into=[other])
-
-
-def saves_the_wrappers(local_rank: int, path: str) -> int:
-    state = idist.auto_model(plain_net(0.5)).state_dict()
-    if idist.model_name() != "threads":  # they have the filters of the test run, which are the same
-        warnings.simplefilter("error")
-    try:
-        idist.save_checkpoint([state], path, rank=1)
-    except UserWarning as error:
-        assert "unwrap_model(model).state_dict()" in str(error)
-        return 1
-    return 0
 
 
 class Kept(nn.Module):
@@ -390,11 +389,9 @@ class Scaled(Kept):
         self.register_buffer("seen", torch.tensor(7))
 
 
+@pytest.mark.ranks(2, on="threads")
 def test_what_a_wrapper_has_of_its_own_is_kept(tmp_path: Path) -> None:
-    run("threads", 2, keeps_its_own, str(tmp_path / "x.pt"))
-
-
-def keeps_its_own(local_rank: int, path: str) -> None:
+    path = tmp_path / "x.pt"
     mine = idist.auto_model(plain_net(1.0), wrapper=Scaled)
     idist.save_checkpoint(mine, path)
     assert list(idist.load_checkpoint(path)) == ["scale", "seen", *(f"net.{key}" for key in KEYS)]
@@ -427,21 +424,19 @@ def test_a_module_whose_only_part_is_called_module_is_not_warned_of(tmp_path: Pa
     ]
 
 
+@pytest.mark.ranks(2, on="threads")
 def test_wrappers_within_others_leave_no_trace(tmp_path: Path) -> None:
-    run("threads", 2, nests, str(tmp_path))
-
-
-def nests(local_rank: int, folder: str) -> None:
+    path = tmp_path / "x.pt"
     parts = nn.ModuleDict({"g": idist.auto_model(plain_net(1.0)), "d": plain_net(2.0)})
     mine = idist.auto_model(plain_net(3.0), wrapper=Kept)
     assert idist.unwrap_model(mine) is mine.net
     assert idist.unwrap_model(nn.DataParallel(parts)) is parts
-    idist.save_checkpoint({"parts": parts, "mine": [mine]}, Path(folder, "x.pt"))
-    loaded = idist.load_checkpoint(Path(folder, "x.pt"))
+    idist.save_checkpoint({"parts": parts, "mine": [mine]}, path)
+    loaded = idist.load_checkpoint(path)
     assert list(loaded["parts"]) == [f"{part}.{key}" for part in "gd" for key in KEYS]
     assert list(loaded["mine"][0]) == KEYS
     into = nn.ModuleDict({"g": plain_net(0.0), "d": idist.auto_model(plain_net(0.0))})
-    idist.load_checkpoint(Path(folder, "x.pt"), into={"parts": into})
+    idist.load_checkpoint(path, into={"parts": into})
     assert _numbers(into["g"]) == _numbers(plain_net(1.0))
     assert _numbers(idist.unwrap_model(into["d"])) == _numbers(plain_net(2.0))
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import unisono as idist
-from tests.support.worlds import REAL, alone_and_several, run, run_all, several
+from tests.support.worlds import REAL, alone_and_several, run, run_all, several, several_here
 from unisono.errors import (
     ArgumentError,
     CollectiveMismatchError,
@@ -24,8 +24,6 @@ from unisono.errors import (
     RegistrationError,
     UnsupportedOperation,
 )
-
-BOTH = [pytest.param("threads", 3, id="threads-3"), pytest.param("gloo", 2, id="gloo-2")]
 
 
 class Branches(nn.Module):
@@ -126,7 +124,7 @@ def grads(net: nn.Module) -> list[Tensor]:
     return [item.grad for item in net.parameters() if item.grad is not None]
 
 
-@pytest.mark.parametrize(("backend", "size"), BOTH)
+@pytest.mark.parametrize(("backend", "size"), [("threads", 3), ("gloo", 2)])
 def test_a_plain_module_outlives_its_wrapper(backend: str, size: int) -> None:
     for net in run(backend, size, outlives):
         net(torch.ones(1, 2)).sum().backward()  # in the parent, where nothing is distributed
@@ -188,17 +186,13 @@ class Fails(torch.autograd.Function):
         raise ZeroDivisionError
 
 
-@pytest.mark.parametrize(("backend", "size"), BOTH)
+@several_here
 @pytest.mark.parametrize("is_generic", [True, False])
-def test_ranks_may_have_different_numbers_of_batches(
-    backend: str, size: int, is_generic: bool
-) -> None:
-    states = run(backend, size, joins, is_generic)
-    for state in states:
-        torch.testing.assert_close(state, states[0], rtol=0, atol=0)
+def test_ranks_may_have_different_numbers_of_batches(is_generic: bool) -> None:
+    joins(0, is_generic)
 
 
-def joins(local_rank: int, is_generic: bool) -> dict[str, Tensor]:
+def joins(local_rank: int, is_generic: bool) -> None:
     rank = idist.get_rank()
     net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     wrapper: Any = idist.Replicated if is_generic else "ddp"
@@ -210,7 +204,7 @@ def joins(local_rank: int, is_generic: bool) -> dict[str, Tensor]:
             model(torch.randn(4, 2, generator=generator)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return {name: item.clone() for name, item in net.state_dict().items()}
+    idist.assert_equal(net.state_dict())
 
 
 @alone_and_several
@@ -345,25 +339,18 @@ def wrapped(local_rank: int) -> Any:
     return idist.auto_model(nn.Linear(2, 2))
 
 
+@pytest.mark.ranks(2, on="threads")
 def test_registered_wrappers() -> None:
-    run("threads", 2, registered)
+    made = nn.Identity()
+    idist.register_wrapper("mine", lambda module, flag: made if flag else module, override=True)
+    assert idist.auto_model(nn.Linear(2, 2), wrapper="mine", flag=True) is not None
     with pytest.raises(RegistrationError, match="taken"):
         idist.register_wrapper("ddp", lambda module: module)
 
 
-def registered(local_rank: int) -> None:
-    made = nn.Identity()
-    idist.register_wrapper("mine", lambda module, flag: made if flag else module, override=True)
-    assert idist.auto_model(nn.Linear(2, 2), wrapper="mine", flag=True) is not None
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_ddp_averages_in_shared_memory(size: int) -> None:
-    assert run("gloo", size, averages_as_ddp) == ["average"] * size
-
-
-def averages_as_ddp(local_rank: int) -> str:
-    """Compare with a wrapper that torch's own gloo serves, in every mode; give the hook's name."""
+@pytest.mark.ranks(3, on="gloo")
+def test_ddp_averages_in_shared_memory() -> None:
+    """Compare with a wrapper that torch's own gloo serves, in every mode."""
     rank = idist.get_rank()
     kinds: list[tuple[torch.dtype, dict[str, Any]]] = [
         (torch.float32, {}),
@@ -383,14 +370,11 @@ def averages_as_ddp(local_rank: int) -> str:
         for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
             rounding = 1e-5 if dtype is torch.float32 else 2e-2
             torch.testing.assert_close(one.grad, other.grad, rtol=rounding, atol=rounding)
-    return str(mine._comm_hooks[0][0].__name__)
+    assert mine._comm_hooks[0][0].__name__ == "average"
 
 
+@pytest.mark.ranks(2, on="gloo")
 def test_torch_s_join_divides_by_those_who_have_inputs() -> None:
-    assert run("gloo", 2, uneven_inputs) == [[[1.0], [1.0]], [[1.0, 0.5, 0.5], [1.0, 1.0, 1.0]]]
-
-
-def uneven_inputs(local_rank: int) -> list[list[float]]:
     found = []
     for divides_by_all in (True, False):
         layer = nn.Linear(2, 1, bias=False)
@@ -403,7 +387,7 @@ def uneven_inputs(local_rank: int) -> list[list[float]]:
                 assert layer.weight.grad is not None
                 slopes.append(float(layer.weight.grad[0, 0]))
         found.append(slopes)
-    return found
+    assert found == [[[1.0], [1.0]], [[1.0, 0.5, 0.5], [1.0, 1.0, 1.0]]][idist.get_rank()]
 
 
 @pytest.mark.ranks(2, on="gloo")
@@ -436,11 +420,8 @@ def test_backward_waits_for_what_runs_in_the_background() -> None:
             torch.testing.assert_close(parameter.grad, torch.full_like(parameter, expected))
 
 
+@pytest.mark.ranks(2, on="gloo")
 def test_a_hook_of_the_user_stays() -> None:
-    assert run("gloo", 2, with_own_hook) == [[2.0], [2.0]]
-
-
-def with_own_hook(local_rank: int) -> list[float]:
     model: Any = idist.auto_model(nn.Linear(1, 1, bias=False))
 
     def twice(state: Any, bucket: Any) -> Any:
@@ -451,19 +432,19 @@ def with_own_hook(local_rank: int) -> list[float]:
     twice.__annotations__.clear()
     model.register_comm_hook(None, twice)
     model(torch.ones(1, 1)).sum().backward()
-    return [float(parameter.grad) for parameter in model.parameters()]
+    assert [float(parameter.grad) for parameter in model.parameters()] == [2.0]
 
 
+@pytest.mark.ranks(2, on="gloo")
 def test_fsdp_shards_and_trains_as_one_process() -> None:
-    results = run("gloo", 2, shards)
+    state = shards()
     net = small()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for i in range(3):
         net(batch(i)).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    for state in results:
-        torch.testing.assert_close(state, dict(net.state_dict()), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(state, dict(net.state_dict()), rtol=1e-5, atol=1e-6)
 
 
 def small() -> nn.Module:
@@ -479,7 +460,7 @@ def batch(i: int) -> Tensor:
     return torch.randn(6, 4, generator=torch.Generator().manual_seed(i))
 
 
-def shards(local_rank: int) -> dict[str, Tensor]:
+def shards() -> dict[str, Tensor]:
     model = idist.auto_model(small(), wrapper="fsdp")
     with pytest.raises(ArgumentError, match="wrapped already"):
         idist.auto_model(model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import unisono as idist
+from tests.support.requirements import require
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(autouse=True)
 def _installed() -> None:
-    if importlib.util.find_spec("torch_xla") is None:
-        if "xla" in os.environ.get("UNISONO_REQUIRE", ""):
-            pytest.fail("torch_xla isn't installed, but UNISONO_REQUIRE names xla")
-        pytest.skip("torch_xla isn't installed")
+    is_here = importlib.util.find_spec("torch_xla") is not None
+    require("xla", None if is_here else "torch_xla isn't installed")
 
 
 def network() -> nn.Module:

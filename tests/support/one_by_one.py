@@ -1,0 +1,82 @@
+"""Run programs one after the other in this process, or in each rank of it, all as `__main__`.
+
+    LAUNCHER one_by_one.py FOLDER PROGRAMS
+
+This file is a script, which imports nothing that a program wouldn't.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import itertools
+import json
+import multiprocessing
+import multiprocessing.context
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+BEGINS = "=== "
+PRELOADED = ["torch", "lightning_fabric"]
+
+
+def main() -> None:
+    folder, programs = sys.argv[1], json.loads(sys.argv[2])
+    # To a file of its own, which its children write to as well, no other rank writes.
+    file = os.open(f"{folder}/{os.getpid()}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, sys.stdout.fileno())
+    _start_forks_of(PRELOADED)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _separate_stores()
+    variables = dict(os.environ)
+    for name, words in programs.items():
+        os.write(file, f"{BEGINS}{name}\n".encode())
+        sys.argv[:], sys.path[0] = words, str(Path(words[0]).parent)
+        runpy.run_path(words[0], run_name="__main__")
+        sys.stdout.flush()
+        _end()
+        os.environ.clear()
+        os.environ.update(variables)
+    os.write(file, f"{BEGINS}the end\n".encode())
+    if "unisono" not in sys.modules:
+        sys.stderr.flush()
+        os._exit(0)  # other libraries' threads may abort a process that is done
+
+
+def _start_forks_of(modules: list[str]) -> None:
+    """Let processes that Python would start afresh be forks of one that has loaded modules."""
+    contexts = vars(multiprocessing.context)["_concrete_contexts"]
+    contexts["spawn"] = contexts["forkserver"]
+    multiprocessing.set_forkserver_preload(modules)
+
+
+def _separate_stores() -> None:
+    """Let each process group find torchrun's store empty, where the one before it met as well."""
+    distributed: Any = importlib.import_module("torch.distributed")
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+    of_agent, numbers = rendezvous._create_c10d_store, itertools.count()
+
+    def create(*args: Any, **options: Any) -> Any:
+        return distributed.PrefixStore(f"group {next(numbers)}", of_agent(*args, **options))
+
+    rendezvous._create_c10d_store = create
+
+
+def _end() -> None:
+    """End what a program leaves to the end of its process."""
+    loaded = sys.modules.get
+    if unisono := loaded("unisono"):
+        unisono.finalize()
+    if state := loaded("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+    gc.collect()
+    if (torch := loaded("torch.distributed")) and torch.is_initialized():
+        torch.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
