@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import unisono
 from tests.launch.test_nodes import free_port
 from tests.support.command import UNISONO, run
 from unisono.context import communicator
-from unisono.errors import ContextError
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(200)]
 BY_URL = """
@@ -68,20 +66,3 @@ def test_ranks_of_a_function_meet_where_only_their_user_can_come(on_one_host: st
 
     found = unisono.spawn("gloo", fn, nproc_per_node=2, launcher=on_one_host)
     assert found == [(True, True)] * 2
-
-
-@pytest.mark.parametrize(
-    ("host", "said"),
-    [("127.0.0.1", "nobody listened there for 2 s"), ("no-such.invalid", "doesn't resolve")],
-)
-def test_an_unreachable_rendezvous_is_named_in_time(
-    host: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    port = free_port()
-    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
-    for key, value in variables.items():
-        monkeypatch.setenv(key, value)
-    begin = time.monotonic()
-    with pytest.raises(ContextError, match=f"rank 1 of 2 .*{host}:{port}.*{said}"):
-        unisono.initialize("gloo", timeout=2)
-    assert time.monotonic() - begin < 5
