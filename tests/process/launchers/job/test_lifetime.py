@@ -200,10 +200,8 @@ def draw(_: int) -> tuple[float, ...]:
 
 def test_ranks_and_spawns_draw_different_numbers() -> None:
     torch.manual_seed(1)
-    jobs = [
-        unisono.spawn("gloo", draw, nproc_per_node=2, start_method=method)
-        for method in (*METHODS, "forkserver")
-    ]
+    methods: tuple[Any, ...] = (*METHODS, "forkserver")
+    jobs = [unisono.spawn("gloo", draw, nproc_per_node=2, start_method=each) for each in methods]
     for numbers in zip(*(numbers for job in jobs for numbers in job), strict=True):
         assert len(set(numbers)) == 8, "two ranks, four times"
 
