@@ -1,4 +1,4 @@
-"""``unisono run`` on the real launchers: who the ranks are, how failures are said, how all end."""
+"""``unisono run`` on the real launchers: who the ranks are, where they meet, how all end."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+import unisono
+from tests.launch.test_nodes import free_port
 from tests.support.command import (
     DIGITS,
     GONE_S,
@@ -23,6 +25,7 @@ from tests.support.command import (
     started,
 )
 from tests.support.processes import gone, until
+from unisono.context import communicator
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
 Launcher = tuple[str, dict[str, str]]
@@ -125,11 +128,12 @@ def test_all_are_gone_soon_after_it_however_it_ends(
     launcher: Launcher, mode: str, number: int
 ) -> None:
     name, variables = launcher
+    if name in ("slurm", "ray") and (mode == "stuck" or number == signal.SIGTERM):
+        pytest.skip("its daemons end the ranks, in their own time")
     with started([*words(name), JOB, mode, "gloo"], **variables) as job:
         job.wait_for("READY", 2)
         ranks = [int(pid) for pid in re.findall(r"READY (\d+)", job.out())]
         os.kill(job.process.pid, number)
-        # The daemons of Slurm and Ray end the ranks, in their own time.
         assert not gone(ranks, {"mpi": 3.0, "slurm": 10.0, "ray": 20.0}.get(name, 2.0))
         code = job.process.wait(2 * GONE_S)
         nobody_is_left(job.mark, 20.0 if name == "ray" else 2 * GONE_S)
@@ -160,3 +164,56 @@ def test_digits_learn_the_same_on_each(launcher: Launcher) -> None:
     assert learnt(done.out) == learnt_alone("2")
     assert "rank 0 on" in done.out
     assert "rank 1 on" in done.out
+
+
+BY_URL = """
+import sys, unisono
+with unisono.Parallel("gloo", init_method=sys.argv[1]) as parallel:
+    print("SUM", parallel.run(lambda local_rank: unisono.all_reduce(1)))
+"""
+
+
+@pytest.mark.parametrize("name", ["processes", "torchrun"])
+def test_a_tcp_url_works_where_a_store_is_hosted(name: str, tmp_path: Path) -> None:
+    script = tmp_path / "by_url.py"
+    script.write_text(BY_URL)
+    done = run(words(name, str(script), f"tcp://127.0.0.1:{free_port()}"))
+    assert done.code == 0, done.err
+    assert done.out.count("SUM [2]") == 2
+
+
+PRIVATE = """
+import os, unisono
+from unisono.context import communicator
+unisono.initialize("gloo")
+known = communicator().control.secret is not None  # before ranks could agree on one
+print("PRIVATE", "UNISONO_PRIVATE_STORE" in os.environ, known, unisono.all_gather(known))
+"""
+
+
+@pytest.fixture(params=["processes", "torchrun", "mpi"])
+def on_one_host(request: pytest.FixtureRequest) -> str:
+    """Each launcher whose ranks are all on this host."""
+    name: str = request.param
+    if name == "mpi":
+        request.getfixturevalue("mpi")
+    return name
+
+
+def test_ranks_of_a_script_meet_where_only_their_user_can_come(
+    on_one_host: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "private.py"
+    script.write_text(PRIVATE)
+    done = run(words(on_one_host, str(script)))
+    assert done.code == 0, done.err
+    assert done.out.count("PRIVATE True True [True, True]") == 2
+
+
+def test_ranks_of_a_function_meet_where_only_their_user_can_come(on_one_host: str) -> None:
+    def fn(local_rank: int) -> tuple[bool, bool]:
+        is_known = vars(communicator().control)["secret"] is not None
+        return "UNISONO_PRIVATE_STORE" in os.environ, is_known
+
+    found = unisono.spawn("gloo", fn, nproc_per_node=2, launcher=on_one_host)
+    assert found == [(True, True)] * 2
