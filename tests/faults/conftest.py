@@ -22,12 +22,12 @@ from tests.support.listeners import listening_unix_sockets
 from tests.support.measures import TABLE
 from unisono.host import stack_signal
 
-ROOT = Path(__file__).parents[2]
 START, END = "<!-- table: written by the suite -->", "<!-- end of the table -->"
 _GONE_S = 5.0
 # torchrun's agent leaves a folder for every job that failed (torch 2.13), a killed mpiexec its own.
 _OTHERS = ("torchelastic_", "ompi.")
 _SHARED = "/dev/shm"
+_MULTIPROCESSING = "sem.mp-"  # its semaphores: none is ours, and a killed program leaves its own
 _BE_SUBREAPER = 36  # prctl's number: orphans become children of this process
 
 if sys.platform == "linux":
@@ -43,10 +43,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         return
     terminalreporter.section("faults")
     for line in TABLE.lines():
-        terminalreporter.write_line(line)
-    terminalreporter.section("the same with others, from the page on faults")
-    _, _, peers = (ROOT / "docs" / "faults.md").read_text().partition("## The peers")
-    for line in peers.partition("\n## ")[0].strip().splitlines():
         terminalreporter.write_line(line)
     page = config.getoption("--write-table")
     if page:
@@ -98,7 +94,9 @@ def _held() -> dict[str, set[str]]:
     return {
         "descriptors": {str(i) for i in range(process.num_fds())},
         "threads": {f"{t.name} {t.ident}" for t in threading.enumerate()},
-        "shared memory": set(os.listdir(_SHARED)),
+        "shared memory": {
+            name for name in os.listdir(_SHARED) if not name.startswith(_MULTIPROCESSING)
+        },
         "temporary files": {
             name for name in os.listdir(tempfile.gettempdir()) if not name.startswith(_OTHERS)
         },

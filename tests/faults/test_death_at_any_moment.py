@@ -45,43 +45,41 @@ class Doomed:
             unisono.barrier()
 
 
-@pytest.mark.parametrize("delay_ms", DELAYS_MS)
 @pytest.mark.parametrize("victim", [0, 1], ids=WHO)
-def test_a_death_while_ranks_meet(victim: int, delay_ms: int, clock: Clock, table: Table) -> None:
-    with pytest.raises(WorkerFailedError) as caught:
-        unisono.spawn("gloo", Doomed(victim, delay_ms, clock), nproc_per_node=3, timeout=60)
-    seconds = clock.since()
-    assert str(caught.value).startswith(f"rank {victim} of 3 was ended by SIGKILL")
-    table.add(
-        f"spawn: SIGKILL of {WHO[victim]} while ranks meet, 8 moments",
-        seconds,
-        1,
-        str(caught.value),
-    )
+def test_a_death_while_ranks_meet(victim: int, clock: Clock, table: Table) -> None:
+    for delay_ms in DELAYS_MS:
+        with pytest.raises(WorkerFailedError) as caught:
+            unisono.spawn("gloo", Doomed(victim, delay_ms, clock), nproc_per_node=3, timeout=60)
+        seconds, text = clock.since(), str(caught.value)
+        assert text.startswith(f"rank {victim} of 3 was ended by SIGKILL"), delay_ms
+        case = f"spawn: SIGKILL of {WHO[victim]} while ranks meet, {len(DELAYS_MS)} moments"
+        table.add(case, seconds, 1, text)
 
 
-@pytest.mark.parametrize("delay_ms", DELAYS_MS)
 @pytest.mark.parametrize("victim", [0, 1], ids=WHO)
-def test_a_death_while_ranks_part(victim: int, delay_ms: int, clock: Clock, table: Table) -> None:
+def test_a_death_while_ranks_part(victim: int, clock: Clock, table: Table) -> None:
     """Either its work was done by then, or it is the dead one that is named."""
 
-    def fn(local_rank: int) -> int:
+    def fn(local_rank: int, delay_ms: int) -> int:
         unisono.barrier()
         if local_rank == victim:
             die_in(delay_ms, clock)
         return local_rank
 
-    try:
-        found = unisono.spawn("gloo", fn, nproc_per_node=3, timeout=60)
-    except WorkerFailedError as error:
-        seconds = clock.since()
-        assert str(error).startswith(f"rank {victim} of 3 was ended by SIGKILL")
-        table.add(
-            f"spawn: SIGKILL of {WHO[victim]} while ranks part, 8 moments", seconds, 1, str(error)
-        )
-    else:
-        assert delay_ms > 0, "a rank that died before it could return anything wasn't a failure"
-        assert found == [0, 1, 2]
+    def part(delay_ms: int) -> None:
+        try:
+            found = unisono.spawn("gloo", fn, (delay_ms,), nproc_per_node=3, timeout=60)
+        except WorkerFailedError as error:
+            seconds, text = clock.since(), str(error)
+            assert text.startswith(f"rank {victim} of 3 was ended by SIGKILL"), delay_ms
+            case = f"spawn: SIGKILL of {WHO[victim]} while ranks part, {len(DELAYS_MS)} moments"
+            table.add(case, seconds, 1, text)
+        else:
+            assert delay_ms > 0, "a rank that died before it could return anything wasn't a failure"
+            assert found == [0, 1, 2]
+
+    for delay_ms in DELAYS_MS:
+        part(delay_ms)
 
 
 def test_the_leader_of_a_groups_control_plane_dies(clock: Clock, table: Table) -> None:

@@ -26,8 +26,8 @@ from unisono.host import memory
 pytestmark = pytest.mark.skipif(not memory.is_supported(), reason="there is no such memory here")
 
 SIZE = 3
-MOMENTS = 50
-BATCHES = 5
+MOMENTS = 20
+BATCHES = 2
 SEED = int(os.environ.get("UNISONO_SEED", random.SystemRandom().randrange(2**32)))
 COUNT = 25_000_002  # of float32: 100 MB, in one part for each rank
 LIMIT_S = 1.0

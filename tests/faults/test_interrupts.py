@@ -47,18 +47,20 @@ TIMES = int(os.environ.get("UNISONO_INTERRUPTS", 0))
 TIMEOUT_S = 2.0
 pytestmark = pytest.mark.timeout(240 + 5 * TIMES)
 _ERRORS = (KeyboardInterrupt, Alarm)
+_GONE_S = 1.5
 _END_S = 10.0  # of an interrupted spawn or call, and of the next one
 # What is closed by no statement that an interrupt let it come to is closed with its last name.
 _ENDED_LATE = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 BOUND_S = 3 * TIMEOUT_S + 4  # an operation and the next one, each with its last words
 
 
-def _check(reports: list[tuple[Report, ...]]) -> None:
+def _check(reports: list[tuple[Report, ...]], share: float = 0.25) -> None:
+    """Demand that nothing is wrong, and that so large a share of the calls was interrupted."""
     assert len(reports) == len({pair[0].trial.tag for pair in reports})
     bad = [pair for pair in reports if any(r.wrong or r.seconds > BOUND_S for r in pair)]
     assert not bad, f"seed {SEED}: " + "\n".join(map(str, bad[0]))
     interrupted = [report for pair in reports for report in pair if report.was_interrupted]
-    assert len(interrupted) >= len(reports) // 4
+    assert len(interrupted) >= int(share * len(reports))
 
 
 def _trials(places: dict[str, int], times: int, seed: int) -> Iterator[Trial]:
@@ -158,18 +160,19 @@ def _in_processes(local_rank: int, port: int, backend: str, times: int, seed: in
     return found + ranks.run(_alarms(times // 2, seed))
 
 
-@pytest.mark.parametrize(("backend", "times"), [("gloo", 40), ("mpi4py", 10)])
-def test_on_processes(backend: str, times: int) -> None:
+def _spawn(backend: str, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Run a function in two ranks; its second argument is the port of a store of this process."""
     require_backend(backend)
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    args = (store.port, backend, TIMES or times, SEED)
+    return idist.spawn(backend, fn, (store.port, *args), nproc_per_node=2, **options)
+
+
+@pytest.mark.parametrize(("backend", "times"), [("gloo", 40), ("mpi4py", 10)])
+def test_on_processes(backend: str, times: int) -> None:
     sys.stdout.write(f"seed {SEED}\n")  # which pytest shows where the spawn itself fails
-    found = idist.spawn(backend, _in_processes, args, nproc_per_node=2)
-    half = TIMES or times
-    _check(list(zip(*(each[:half] for each in found), strict=True)))
-    alarms = list(zip(*(each[half:] for each in found), strict=True))
-    bad = [pair for pair in alarms if any(r.wrong or r.seconds > BOUND_S for r in pair)]
-    assert not bad, f"seed {SEED}: " + "\n".join(map(str, bad[0]))
+    pairs = list(zip(*_spawn(backend, _in_processes, backend, TIMES or times, SEED), strict=True))
+    _check(pairs[: TIMES or times])
+    _check(pairs[TIMES or times :], 0)  # an alarm may come too late
 
 
 _SIZE = 4 << 20  # elements: MPI is at work on them when the interrupt comes
@@ -201,10 +204,7 @@ def _gather_half_way(local_rank: int, port: int) -> tuple[str, float]:
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi4py"])
 def test_memory_of_an_interrupted_call_is_nobody_elses(backend: str) -> None:
-    require_backend(backend)
-    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    options: dict[str, Any] = {"nproc_per_node": 2, "timeout": TIMEOUT_S}
-    (said, total), _ = idist.spawn(backend, _gather_half_way, (store.port,), **options)
+    (said, total), _ = _spawn(backend, _gather_half_way, timeout=TIMEOUT_S)
     assert "KeyboardInterrupt interrupted all_gather" in said
     assert total == 0
 
@@ -231,11 +231,7 @@ def _memory_after_the_end(local_rank: int, port: int) -> bool:
 
 def test_mpi_has_the_memory_of_an_interrupted_call_after_the_end_of_its_context() -> None:
     """MPI comes back to it in later calls, of any context, and wrote to memory that was free."""
-    require_backend("mpi4py")
-    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    options: dict[str, Any] = {"nproc_per_node": 2, "timeout": TIMEOUT_S}
-    found = idist.spawn("mpi4py", _memory_after_the_end, (store.port,), **options)
-    assert found == [True, True]
+    assert _spawn("mpi4py", _memory_after_the_end, timeout=TIMEOUT_S) == [True, True]
 
 
 def _leave_alone(local_rank: int, port: int) -> None:
@@ -250,10 +246,9 @@ def _leave_alone(local_rank: int, port: int) -> None:
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi4py"])
 def test_who_waits_for_an_interrupted_rank_that_returned_learns_of_it(backend: str) -> None:
-    require_backend(backend)
-    store, begin = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False), time.monotonic()
+    begin = time.monotonic()
     with pytest.raises(WorkerFailedError, match=r"rank 1.*KeyboardInterrupt interrupted all_g"):
-        idist.spawn(backend, _leave_alone, (store.port,), nproc_per_node=2)
+        _spawn(backend, _leave_alone)
     assert time.monotonic() - begin < 60  # of 1800 s that the call has
 
 
@@ -277,10 +272,8 @@ def _group_half_way(local_rank: int, port: int) -> bool:
 
 
 def test_an_interrupted_new_group_leaves_nobody_in_mpi() -> None:
-    require_backend("mpi4py")
-    store, begin = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False), time.monotonic()
-    options: dict[str, Any] = {"nproc_per_node": 2, "timeout": TIMEOUT_S}
-    assert idist.spawn("mpi4py", _group_half_way, (store.port,), **options) == [True, False]
+    begin = time.monotonic()
+    assert _spawn("mpi4py", _group_half_way, timeout=TIMEOUT_S) == [True, False]
     assert time.monotonic() - begin < 60
 
 
@@ -292,25 +285,33 @@ def _half(value: int) -> int:
     return value // 2
 
 
-@pytest.mark.timed  # ranks are gone within 3 s
+def _job_of_one_call(base: int) -> Any:
+    return idist.spawn("gloo", _square, (base,), nproc_per_node=2)
+
+
+def _pool_of_one_call(base: int) -> Any:
+    with idist.WorkerPool("gloo", nproc_per_node=2) as pool:
+        return pool.run(_square, base)
+
+
 @_ENDED_LATE
-def test_a_spawn_that_is_interrupted_leaves_nothing() -> None:
+@pytest.mark.parametrize("make", [_job_of_one_call, _pool_of_one_call])
+def test_a_job_or_a_pool_that_is_interrupted_leaves_nothing(make: Callable[[int], Any]) -> None:
     """What is left is looked for by the fixtures of this folder, and ranks after each time."""
-    chance = random.Random(SEED)
-    limit_s = slack() * _END_S
+    chance, times = random.Random(SEED), slack()
     for _ in range(2):  # at the first there may be things to load
         with interrupted_at(0) as seen:
-            assert idist.spawn("gloo", _square, (3,), nproc_per_node=2) == [9, 9]
-    for _ in range(TIMES // 10 or 10):
+            assert make(3) == [9, 9]
+    for _ in range(TIMES // 10 or 6):
         place, environ = chance.randint(1, seen.seen), dict(os.environ)
         begin = time.monotonic()
         with contextlib.suppress(KeyboardInterrupt), interrupted_at(place) as places:
-            idist.spawn("gloo", _square, (3,), nproc_per_node=2)
+            make(3)
         told = f"seed {SEED}: place {place} of {seen.seen}, {places.where}"
-        assert _ranks_left() == [], told
+        assert _ranks_left(times * _GONE_S) == [], told
         assert dict(os.environ) == environ, told
-        assert idist.spawn("gloo", _square, (4,), nproc_per_node=2) == [16, 16], told
-        assert time.monotonic() - begin < limit_s, told
+        assert make(4) == [16, 16], told
+        assert time.monotonic() - begin < times * _END_S, told
 
 
 @_ENDED_LATE
@@ -335,31 +336,6 @@ def test_a_call_of_a_pool_that_is_interrupted_leaves_it_usable() -> None:
                 assert pool.run(_square, 4) == [16, 16], told
                 assert pool.map(_half, [2, 4, 6]) == [1, 2, 3], told
                 assert time.monotonic() - begin < limit_s, told
-
-
-def _pool_of_one_call(base: int) -> list[int]:
-    with idist.WorkerPool("gloo", nproc_per_node=2) as pool:
-        found: list[int] = pool.run(_square, base)
-    return found
-
-
-@pytest.mark.timed  # ranks are gone within 3 s
-@_ENDED_LATE
-def test_a_pool_that_is_interrupted_while_it_is_made_or_closed_leaves_nothing() -> None:
-    chance = random.Random(SEED)
-    limit_s = slack() * _END_S
-    for _ in range(2):
-        with interrupted_at(0) as seen:
-            _pool_of_one_call(2)
-    for _ in range(TIMES // 10 or 5):
-        place = chance.randint(1, seen.seen)
-        begin = time.monotonic()
-        with contextlib.suppress(KeyboardInterrupt), interrupted_at(place) as places:
-            _pool_of_one_call(3)
-        told = f"seed {SEED}: place {place} of {seen.seen}, {places.where}"
-        assert _ranks_left() == [], told
-        assert _pool_of_one_call(4) == [16, 16], told
-        assert time.monotonic() - begin < limit_s, told
 
 
 @_ENDED_LATE
@@ -389,8 +365,8 @@ def test_a_message_that_an_interrupt_tore_is_never_taken_for_another() -> None:
                 assert inbox.take() == (channel.RESULT, b"first")
 
 
-def _ranks_left() -> list[int]:
+def _ranks_left(within_s: float) -> list[int]:
     """Give the processes of ranks that haven't ended a moment after their job."""
     helpers = {helper.process.pid for helper in processes._helpers.values()}
     ranks = [p for p in psutil.Process().children(recursive=True) if p.pid not in helpers]
-    return [process.pid for process in psutil.wait_procs(ranks, timeout=3)[1]]
+    return [process.pid for process in psutil.wait_procs(ranks, timeout=within_s)[1]]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import unisono
-from tests.support.measures import Clock, Table, says_little
-from tests.support.processes import SOURCES, Pipe, gone, say
+from tests.support.measures import Clock, Table, says_little, slack
+from tests.support.processes import MARK, Pipe, gone, marked, python, say
 from tests.support.random_programs.programs import FAULTS as PROGRAM_FAULTS
 from tests.support.random_programs.programs import Step, alike, expected, programs, run, run_until
 from tests.support.requirements import require_backend
@@ -27,7 +25,8 @@ from tests.support.ways import SIZE
 from unisono import WorkerPool, context
 from unisono.errors import WorkerFailedError
 
-END_S = 20.0  # a failed job is over long before; the machine may be busy
+END_S = 10.0  # a failed job is over long before, on an idle host
+GONE_S = 1.0
 LIBRARIES = ("mpi4py", "horovod")
 # A launcher looks after its ranks every 0.2 s, and gives them time to end; mpiexec takes a second.
 RUN_S = 3.0
@@ -107,6 +106,8 @@ def alone(fn: Callable[[], None], rank: int, url: str) -> Any:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", PROGRAM_FAULTS)
 def test_every_rank_names_a_rank_that_fails_anywhere(fault: str, tmp_path: Path) -> None:
+    limit_s = END_S * slack()
+
     @EXAMPLES
     @given(programs(SIZE, 4), st.integers(0, 4), st.integers(0, SIZE - 1))
     def check(program: list[Step], at: int, victim: int) -> None:
@@ -119,7 +120,7 @@ def test_every_rank_names_a_rank_that_fails_anywhere(fault: str, tmp_path: Path)
             with pytest.raises(WorkerFailedError) as caught:
                 jobs[rank].join(60)
             said[rank] = str(caught.value)
-        assert time.monotonic() - start < END_S
+        assert time.monotonic() - start < limit_s
         assert PROGRAM_FAULTS[fault].says in said.pop(victim)
         for rank, text in said.items():
             assert f"rank {victim}" in text.splitlines()[0], (rank, text)
@@ -127,13 +128,12 @@ def test_every_rank_names_a_rank_that_fails_anywhere(fault: str, tmp_path: Path)
     check()
 
 
-@pytest.mark.timed
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", LIBRARIES)
 def test_a_job_ends_with_a_rank_that_fails_anywhere(backend: str, tmp_path: Path) -> None:
     """Its launcher ends the others: all are gone with the error, which names the first."""
     require_backend(backend)
-    path = str(tmp_path / "pipe")
+    path, times = str(tmp_path / "pipe"), slack()
 
     @EXAMPLES
     @given(
@@ -149,11 +149,11 @@ def test_a_job_ends_with_a_rank_that_fails_anywhere(backend: str, tmp_path: Path
         start = time.monotonic()
         with pytest.raises(WorkerFailedError) as caught:
             unisono.spawn(backend, fn, nproc_per_node=SIZE, timeout=60)
-        assert time.monotonic() - start < END_S
+        assert time.monotonic() - start < times * END_S
         says_little(str(caught.value), caught.value.traceback)
         says = f"rank {victim} of {SIZE} {PROGRAM_FAULTS[fault].says}"
         assert str(caught.value).startswith(says)
-        assert gone(map(int, pipe.read(SIZE)), 2) == []
+        assert gone(map(int, pipe.read(SIZE)), times * GONE_S) == []
 
     with Pipe(tmp_path) as pipe:
         check()
@@ -174,45 +174,20 @@ unisono.barrier()
 """
 
 
-@pytest.fixture
-def nobody() -> Iterator[None]:
-    """Fail where a script of this test lives on."""
-    yield
-    mine = [p.pid for p in psutil.process_iter() if str(os.getpid()) in _mark(p)]
-    assert not gone(mine, 5)
-
-
-def _mark(process: psutil.Process) -> str:
-    try:
-        return str(process.environ().get("UNISONO_FAULTS_OF", ""))
-    except psutil.Error:
-        return ""
-
-
+# Ranks report alike by any launcher, of which each loses its own ranks in a way of its own.
 RUNS = [
-    *[
-        ("processes", fault, i % SIZE)
-        for i, fault in enumerate(("raises", 'sys.exit("text")', "SIGSEGV", "out of memory"))
-    ],
-    *[
-        (launcher, fault, i % SIZE)
-        for i, fault in enumerate(("os._exit(3)", "SIGKILL"))
-        for launcher in ("processes", "torchrun", "mpi")
-    ],
-    ("torchrun", "raises", 1),
-    ("mpi", "raises", 2),
+    *[("processes", fault, i % 2) for i, fault in enumerate(("raises", 'sys.exit("text")'))],
+    *[("processes", fault, i % 2) for i, fault in enumerate(("os._exit(3)", "SIGKILL"))],
+    *[(launcher, fault, 1) for launcher in ("torchrun", "mpi") for fault in ("raises", "SIGKILL")],
 ]
 SAID = {
     "raises": ("raised ArithmeticError: mine", "ArithmeticError: mine"),
     "os._exit(3)": ("ended with exit code 3; it printed nothing", ""),
     'sys.exit("text")': ("ended with exit code 1; it said:", "text"),
     "SIGKILL": ("was ended by SIGKILL; it printed nothing", ""),
-    "SIGSEGV": ("was ended by SIGSEGV; it printed nothing", ""),
-    "out of memory": ("raised MemoryError", "MemoryError"),
 }
 
 
-@pytest.mark.usefixtures("nobody")
 @pytest.mark.parametrize(("launcher", "fault", "victim"), RUNS)
 def test_a_script_that_fails(
     launcher: str, fault: str, victim: int, clock: Clock, tmp_path: Path, table: Table
@@ -223,17 +198,13 @@ def test_a_script_that_fails(
     script = tmp_path / "script.py"
     root = str(Path(__file__).parents[2])
     script.write_text(SCRIPT.format(root=root, clock=clock.path, fault=fault, victim=victim))
-    words = ["run", "--launcher", launcher, "--nproc-per-node", str(SIZE), str(script)]
-    done = subprocess.run(
-        [sys.executable, "-m", "unisono", *words],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "PYTHONPATH": SOURCES, "UNISONO_FAULTS_OF": str(os.getpid())},
-    )
-    seconds = time.monotonic() - float(Path(clock.path).read_text())
+    words = ["run", "--launcher", launcher, "--nproc-per-node", "2", str(script)]
+    mark = uuid.uuid4().hex
+    done = python("-m", "unisono", *words, env={**os.environ, MARK: mark})
+    seconds = clock.since()
+    assert marked(mark, 5) == []
     assert done.returncode != 0
-    _, error, last = done.stderr.rpartition(f"error: rank {victim} of {SIZE} ")
+    _, error, last = done.stderr.rpartition(f"error: rank {victim} of 2 ")
     assert error, done.stderr
     assert f"(local rank {victim}, host " in last
     first, _, words_of_rank = last.partition("\n")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import ast
 import base64
 import contextlib
+import ctypes
 import logging
 import os
-import shutil
 import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,16 @@ SIZE = 3
 
 
 @contextmanager
-def job(folder: Path, turns: int = 1) -> Iterator[Any]:
+def turns(folder: Path) -> Iterator[tuple[Pipe, str, Callable[[int], int]]]:
+    """Give what ranks write into, what they read from, and what lets so many of them go on."""
+    go_on = str(folder / "go_on")
+    os.mkfifo(go_on)
+    with Pipe(folder) as pipe, open(go_on, "r+b", buffering=0) as stream:
+        yield pipe, go_on, lambda count: stream.write(b"." * count)
+
+
+@contextmanager
+def job(folder: Path, rounds: int = 1) -> Iterator[tuple[Any, Pipe, Callable[[int], int]]]:
     """Run replicas that have met in every way, and that go on when the test says so."""
 
     def fn(local_rank: int, said: str, go_on: str) -> Any:
@@ -39,25 +48,21 @@ def job(folder: Path, turns: int = 1) -> Iterator[Any]:
         unisono.all_reduce(torch.ones(300_000))
         unisono.all_reduce(1, group=[0, 1])
         found = []
-        with open(go_on) as heard:
-            for turn in range(turns):
+        with open(go_on, "rb", buffering=0) as heard:
+            for turn in range(rounds):
                 say(said, os.getpid())
                 if local_rank == 0:
-                    heard.readline()
+                    heard.read(1)
                 total = unisono.all_reduce(torch.full((300_000,), float(turn)))
                 found.append((unisono.all_gather("x" * turn), total[0].item()))
         return found, psutil.Process().memory_info().rss
 
-    with Pipe(folder) as pipe:
-        go_on = str(folder / "go_on")
-        os.mkfifo(go_on)
-        keep = os.open(go_on, os.O_RDWR)
+    with turns(folder) as (pipe, go_on, release):
         made = unisono.spawn("gloo", fn, (pipe.path, go_on), nproc_per_node=SIZE, join=False)
         try:
-            yield made, pipe, keep
+            yield made, pipe, release
         finally:
             made.terminate()
-            os.close(keep)
 
 
 def other_addresses() -> list[str]:
@@ -69,90 +74,114 @@ def other_addresses() -> list[str]:
     ]
 
 
+def only_the_loopback() -> list[Any]:
+    found = listeners()
+    assert found, "torch's store and gloo should be there"
+    assert {address.ip for address in found} == {"127.0.0.1"}
+    return found
+
+
 def test_a_job_of_one_host_listens_on_the_loopback_alone(tmp_path: Path) -> None:
-    with job(tmp_path) as (made, pipe, keep):
+    with job(tmp_path) as (made, pipe, release):
         assert len({*pipe.read(SIZE)}) == SIZE
-        found = listeners()
-        assert found, "torch's store and gloo should be there"
-        assert {address.ip for address in found} == {"127.0.0.1"}
+        found = only_the_loopback()
         assert listening_unix_sockets() == []
         for host in other_addresses():
             for address in found:
                 with socket.socket() as stranger, pytest.raises(ConnectionRefusedError):
                     stranger.connect((host, address.port))
-        os.write(keep, b"\n")
+        release(1)
         made.join(60)
     assert listeners() == []
+
+
+# The host's name is an address of the host that isn't the loopback, where the test may say so.
+OWN_NAME = 0x04000000  # CLONE_NEWUTS
+
+
+def named_otherwise() -> None:
+    addresses = other_addresses()
+    if addresses and ctypes.CDLL(None).unshare(OWN_NAME) == 0:
+        socket.sethostname(addresses[0])
 
 
 SCRIPT = """
 import sys
 import torch, torch.distributed as dist, unisono
+from tests.faults.test_security import named_otherwise
 from tests.support.processes import say
 
-how, said, go_on, *place = sys.argv[1:]
-if how == "torch":
-    dist.init_process_group("gloo")
-else:
-    ranks = dict(zip(("rank", "world_size"), map(int, place)))
-    unisono.initialize("gloo", **ranks, timeout=30)
-unisono.all_reduce(torch.ones(300_000), group=[0, 1])
-unisono.barrier()
-with open(go_on) as heard:
+_, said, go_on = sys.argv
+named_otherwise()
+with open(go_on, "rb", buffering=0) as heard:
+    unisono.initialize("gloo")
+    unisono.all_reduce(torch.ones(300_000), group=[0, 1])
+    unisono.barrier()
     say(said, "here")
-    heard.readline()
-dist.destroy_process_group() if how == "torch" else unisono.finalize()
+    heard.read(1)
+    unisono.finalize()
+    dist.init_process_group("gloo")
+    unisono.barrier()
+    say(said, "here")
+    heard.read(1)
+    dist.destroy_process_group()
 """
-# The host's name is an address of the host that isn't the loopback, where the test may say so.
-NAMED = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"')
 
 
-def named_otherwise() -> list[str]:
-    words = [*NAMED, *other_addresses()[:1]]
-    is_allowed = shutil.which("unshare") and len(words) > len(NAMED)
-    if is_allowed and subprocess.run([*words, "true"], capture_output=True).returncode == 0:
-        return words
-    return []
+def test_ranks_of_a_script_listen_on_the_loopback_alone(tmp_path: Path) -> None:
+    """By unisono's own set-up, and by torch's."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with turns(tmp_path) as (pipe, go_on, release):
+        words = ["-m", "unisono", "run", "-n", "2", str(script), pipe.path, go_on]
+        with subprocess.Popen([sys.executable, *words], env=env) as job:
+            try:
+                for _ in range(2):
+                    pipe.read(2)
+                    only_the_loopback()
+                    release(2)
+                assert job.wait(30) == 0
+            finally:
+                job.terminate()
 
 
-@pytest.mark.parametrize(
-    "how", ["unisono run", "torch", "torchrun's variables", "by hand", "by hand, URL"]
-)
-def test_ranks_of_one_host_listen_on_the_loopback_alone_whoever_started_them(
+@pytest.mark.parametrize("how", ["torchrun's variables", "by hand", "by hand, URL"])
+def test_ranks_that_meet_by_themselves_listen_on_the_loopback_alone(
     how: str, tmp_path: Path
 ) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    script = tmp_path / "script.py"
-    url = f', init_method="tcp://127.0.0.1:{port}"' if how == "by hand, URL" else ""
-    script.write_text(SCRIPT.replace("timeout=30", f"timeout=30{url}"))
-    go_on = str(tmp_path / "go_on")
-    os.mkfifo(go_on)
-    keep = os.open(go_on, os.O_RDWR)
-    path = os.pathsep.join(sys.path)
-    env = {**os.environ, "PYTHONPATH": path, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    with Pipe(tmp_path) as pipe, contextlib.ExitStack() as stack:
-        words = [*named_otherwise(), sys.executable]
-        args = [str(script), how, pipe.path, go_on]
-        if how in ("unisono run", "torch"):
-            command = [*words, "-m", "unisono", "run", "--nproc-per-node", "2"]
-            jobs = [subprocess.Popen([*command, *args], env=env)]
-        elif how == "torchrun's variables":
-            ranks = [{"RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
-            jobs = [subprocess.Popen([*words, *args], env={**env, **rank}) for rank in ranks]
-        else:
-            jobs = [subprocess.Popen([*words, *args, str(rank), "2"], env=env) for rank in range(2)]
-        for job in jobs:
-            stack.callback(job.wait, 30)
-            stack.callback(job.terminate)
-        pipe.read(2)
-        found = listeners()
-        os.close(keep)
-        codes = [job.wait(30) for job in jobs]
-    assert found, "torch's store and gloo should be there"
-    assert {address.ip for address in found} == {"127.0.0.1"}
-    assert codes == [0] * len(jobs)
+        port = free.getsockname()[1]
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+    def fn(local_rank: int, said: str, go_on: str) -> None:
+        unisono.finalize()
+        named_otherwise()
+        options: dict[str, Any] = {"rank": local_rank, "world_size": 2}
+        if how == "by hand, URL":
+            options["init_method"] = f"tcp://127.0.0.1:{port}"
+        os.environ.update(where)
+        if how == "torchrun's variables":
+            os.environ.update(RANK=str(local_rank), WORLD_SIZE="2")
+            options = {}
+        unisono.initialize("gloo", timeout=30, **options)
+        unisono.all_reduce(torch.ones(300_000), group=[0, 1])
+        unisono.barrier()
+        with open(go_on, "rb", buffering=0) as heard:
+            say(said, "here")
+            heard.read(1)
+
+    with turns(tmp_path) as (pipe, go_on, release):
+        args = (pipe.path, go_on)
+        job = unisono.spawn("gloo", fn, args, nproc_per_node=2, join=False)
+        try:
+            pipe.read(2)
+            only_the_loopback()
+            release(2)
+            job.join(30)
+        finally:
+            job.terminate()
 
 
 def test_a_pool_listens_nowhere_once_its_replicas_are_there() -> None:
@@ -173,8 +202,8 @@ GARBAGE = {
 
 def test_garbage_on_every_port_changes_nothing(tmp_path: Path) -> None:
     """The ports of torch's store and of gloo: a local stranger can reach them."""
-    turns = len(GARBAGE)
-    with job(tmp_path, turns) as (made, pipe, keep), contextlib.ExitStack() as half_open:
+    rounds = len(GARBAGE)
+    with job(tmp_path, rounds) as (made, pipe, release), contextlib.ExitStack() as half_open:
         pids = [int(pid) for pid in pipe.read(SIZE)]
         before = sum(psutil.Process(pid).memory_info().rss for pid in [os.getpid(), *pids])
         for turn, data in enumerate(GARBAGE.values()):
@@ -187,12 +216,12 @@ def test_garbage_on_every_port_changes_nothing(tmp_path: Path) -> None:
                     with contextlib.suppress(OSError):
                         stranger.connect((address.ip, address.port))
                         stranger.sendall(data)
-            if turn == turns - 1:
+            if turn == rounds - 1:
                 after = sum(psutil.Process(pid).memory_info().rss for pid in [os.getpid(), *pids])
                 assert after - before < 128 << 20
-            os.write(keep, b"\n")
+            release(1)
         results = made.join(60)
-    wanted = [(["x" * turn] * SIZE, SIZE * float(turn)) for turn in range(turns)]
+    wanted = [(["x" * turn] * SIZE, SIZE * float(turn)) for turn in range(rounds)]
     assert [found for found, _ in results] == [wanted] * SIZE
 
 

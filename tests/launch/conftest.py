@@ -13,6 +13,12 @@ from tests.support import virtual_hosts, virtual_slurm
 from tests.support.requirements import require
 from unisono.launchers.availability import why_no_mpi
 
+collect_ignore = ["hang.py"]  # it hangs where it is imported, as for its doctests
+# Ray sets some of them by itself, and knows one way of authentication for each process.
+OF_RAY = {
+    **dict.fromkeys(("RAY_USAGE_STATS_ENABLED", "RAY_CLIENT_MODE", "PYTHONBREAKPOINT"), "0"),
+    "RAY_AUTH_MODE": "disabled",
+}
 LAUNCHERS = ("processes", "torchrun", "mpi", "slurm", "ray")
 
 
@@ -37,13 +43,9 @@ def ray() -> None:
 
 @pytest.fixture
 def own_ray(ray: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ray in this process, where no cluster has been named or noted.
-
-    Ray sets some variables by itself, and knows one way of authentication for each process.
-    """
-    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_CLIENT_MODE", "PYTHONBREAKPOINT"):
-        monkeypatch.setenv(name, "0")
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    """Ray in this process, where no cluster has been named or noted."""
+    for key, value in OF_RAY.items():
+        monkeypatch.setenv(key, value)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:  # sockets lie in it
         monkeypatch.setenv("RAY_TMPDIR", folder)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -280,53 +281,58 @@ def test_wrong_use_is_refused(
 
 
 @pytest.mark.parametrize("name", ["mpi", "slurm"])
-def test_a_launcher_that_isnt_installed_is_named_with_its_remedy(name: str, tmp_path: Path) -> None:
+def test_a_launcher_that_isnt_installed_is_named_with_its_remedy(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The interpreter is seen outside of its environment, which may have an mpiexec of its own."""
-    python = tmp_path / "python"
-    python.symlink_to(sys.executable)
-    done = subprocess.run(
-        [str(python), "-m", "unisono", "run", "--launcher", name, HERE],
-        env={**os.environ, "PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2, done.stderr
-    assert f"launcher {name!r} can't be used here" in done.stderr
-    assert "apt-get install" in done.stderr
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "exec_prefix", str(tmp_path))
+    assert command("--launcher", name, HERE) == 2
+    error = capsys.readouterr().err
+    assert f"launcher {name!r} can't be used here" in error
+    assert "apt-get install" in error
 
 
-def doctor(*words: str, **variables: str) -> tuple[int, dict[str, object]]:
-    environ = {name: text for name, text in os.environ.items() if not name.startswith("SLURM")}
-    done = subprocess.run(
-        [sys.executable, "-m", "unisono", "doctor", "--json", *words],
-        env={**environ, **variables},
-        capture_output=True,
-        text=True,
-    )
-    return done.returncode, json.loads(done.stdout)
+@pytest.fixture
+def doctor(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, Any]]:
+    """Run the command with variables; give its code, and what it has found."""
+    for name in os.environ:
+        if name.startswith("SLURM"):
+            monkeypatch.delenv(name)
+
+    def run(*words: str, **variables: str) -> tuple[int, Any]:
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as raised:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            main(["doctor", "--json", *words])
+        return int(raised.value.code or 0), json.loads(capsys.readouterr().out)
+
+    return run
 
 
-def test_doctor_says_which_variable_decided_what() -> None:
+def test_doctor_says_which_variable_decided_what(doctor: Callable[..., tuple[int, Any]]) -> None:
     said = {"RANK": "1", "WORLD_SIZE": "2"}
     code, found = doctor(**said, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="3")
     assert code == 0
     environment = found["environment"]
-    assert isinstance(environment, dict)
     assert environment["source"] == "torchrun"
     verdicts = {each["source"]: each["verdict"] for each in environment["findings"]}
     assert verdicts == {"torchrun": "won", "openmpi": "disagrees"}
     assert environment["findings"][0]["variables"] == said
-    assert {"gloo", "threads", "nccl"} <= set(found["backends"])  # type: ignore[call-overload]
-    assert {"processes", "ray"} <= set(found["launchers"])  # type: ignore[call-overload]
-    assert "lo" in found["interfaces"]  # type: ignore[operator]
+    assert {"gloo", "threads", "nccl"} <= set(found["backends"])
+    assert {"processes", "ray"} <= set(found["launchers"])
+    assert "lo" in found["interfaces"]
 
 
 @pytest.mark.skipif(not memory.is_supported(), reason="there is no such memory here")
-def test_doctor_says_how_much_memory_for_tensors_ranks_share() -> None:
-    found = [
+def test_doctor_says_how_much_memory_for_tensors_ranks_share(
+    doctor: Callable[..., tuple[int, Any]],
+) -> None:
+    free, limited, nothing, wrong = (
         doctor(UNISONO_SHARED_BYTES=text)[1]["memory"] for text in ("", "5000000", "0", "much")
-    ]
-    free, limited, nothing, wrong = (dict(each) for each in found)  # type: ignore[call-overload]
+    )
     assert free["reason"] is None
     assert 0 < limited["bytes"] <= 5_000_000
     assert limited["limited_by"] == nothing["limited_by"] == "UNISONO_SHARED_BYTES"
@@ -345,7 +351,10 @@ def test_doctor_says_how_much_memory_for_tensors_ranks_share() -> None:
     ],
 )
 def test_doctor_fails_for_what_cant_work(
-    words: list[str], variables: dict[str, str], said: str
+    words: list[str],
+    variables: dict[str, str],
+    said: str,
+    doctor: Callable[..., tuple[int, Any]],
 ) -> None:
     code, found = doctor(*words, **variables)
     assert code == 1

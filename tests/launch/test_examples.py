@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command import JOB, Done, run
+from tests.support.command import JOB, UNISONO, Done, run
+from tests.support.processes import python
 from tests.support.requirements import require
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 PLUGINS = Path(__file__).parents[2] / "examples" / "plugins"
 NEEDS = {"zmq": ("zmq",), "dask": ("distributed", "cryptography"), "batch": ()}
 LIMIT_S = 300.0
-UNISONO = (sys.executable, "-m", "unisono")
 
 
 @pytest.fixture(scope="session")
@@ -53,15 +53,11 @@ def of(name: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("here", [name], indirect=True)
 
 
-def failed(done: Done) -> list[dict[str, str]]:
-    laws = json.loads(done.out)["laws"]
-    assert laws
-    return [law for law in laws if law["status"] == "failed"]
-
-
 def check(words: Sequence[str], variables: dict[str, str]) -> None:
     done = run([*UNISONO, "check", "--json", *words], **variables)
-    assert failed(done) == [], done.err
+    laws = json.loads(done.out)["laws"]
+    assert laws
+    assert [law for law in laws if law["status"] == "failed"] == [], done.err
     assert done.code == 0, done.err
 
 
@@ -70,53 +66,43 @@ def test_the_model_over_zeromq_keeps_every_law(here: dict[str, str]) -> None:
     check(["zmq", "-n", "3"], here)
 
 
-@of("dask")
-@pytest.mark.parametrize("law", ["order_of_ranks", "left_behind"])  # its own tests have them all
-def test_the_launcher_over_dask_keeps_laws(here: dict[str, str], law: str) -> None:
-    check(["--launcher", "dask", "--law", law], here)
-
-
 @of("batch")
 def test_the_environment_keeps_every_law(here: dict[str, str]) -> None:
     check(["--environment", "batch"], here)
 
 
-@pytest.mark.parametrize("here", ["batch", "dask", "zmq"], indirect=True)
-def test_their_own_tests_are_collected(
-    here: dict[str, str], request: pytest.FixtureRequest
-) -> None:
-    folder = PLUGINS / request.node.callspec.params["here"]
-    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-c", "/dev/null", str(folder)]
-    variables = {**os.environ, **here}
-    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=LIMIT_S)
-    assert "test_every_law_holds" in done.stdout, done.stdout + done.stderr
-
-
 @of("zmq")
-def test_a_script_runs_on_zeromq_under_unisono_run(here: dict[str, str]) -> None:
-    done = run([*UNISONO, "run", "--backend", "zmq", "-n", "3", JOB, "facts"], **here)
-    assert done.code == 0, done.err
-    assert [fact["model"] for fact in done.facts()] == ["zmq-dist"] * 3
-    assert [fact["ranks"] for fact in done.facts()] == [[0, 1, 2]] * 3
+def test_their_own_tests_are_collected(here: dict[str, str]) -> None:
+    folders = [str(PLUGINS / name) for name in NEEDS if missing(name) is None]
+    words = ["--collect-only", "-q", "--import-mode=importlib", "-c", "/dev/null", *folders]
+    done = python("-m", "pytest", *words, env={**os.environ, **here})
+    assert done.stdout.count("test_every_law_holds") >= len(folders), done.stdout + done.stderr
 
 
 @of("dask")
-def test_a_script_runs_on_dask_under_unisono_run(here: dict[str, str]) -> None:
-    words = [*UNISONO, "run", "--launcher", "dask", "-n", "2", JOB]
-    done = run([*words, "facts", "gloo"], **here)
+def test_scripts_run_on_dask_under_unisono_run(here: dict[str, str]) -> None:
+    """The one that ends well talks over ZeroMQ."""
+    require("plugins", missing("zmq"))
+    words = [*UNISONO, "run", "--launcher", "dask", "-n", "2"]
+    done = run([*words, "--backend", "zmq", JOB, "facts"], **here)
     assert done.code == 0, done.err
     assert [fact["local_rank"] for fact in done.facts()] == [0, 1]
-    done = run([*words, "exit", "gloo"], **here)
+    assert [fact["model"] for fact in done.facts()] == ["zmq-dist"] * 2
+    done = run([*words, JOB, "exit", "gloo"], **here)
     assert done.code == 7, done.err
     assert "error: rank 1 of 2" in done.err
     assert "\x1e" not in done.err
 
 
-STRANGER_OF_DASK = """
-from distributed import Client, Security
+# Its own tests have all laws.
+ON_DASK = """
+from distributed import Client, LocalCluster, Security
+import unisono
 import unisono_dask
+from unisono.errors import CollectiveTimeoutError, LaunchError
+from unisono.testing import check_launcher
 
-if __name__ == "__main__":
+def lets_nobody_in():
     with unisono_dask._cluster(1, None) as client:
         place = client.scheduler.address
         for each in (place, *client.scheduler_info()["workers"]):
@@ -126,25 +112,8 @@ if __name__ == "__main__":
                 Client(name, security=security, set_as_default=False, timeout=5)
             except OSError:
                 print("refused")
-"""
 
-
-@of("dask")
-def test_strangers_cant_use_the_cluster_of_dask(here: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "stranger.py").write_text(STRANGER_OF_DASK)
-    done = run([sys.executable, str(tmp_path / "stranger.py")], **here)
-    assert done.code == 0, done.err
-    assert done.out == "refused\nrefused\n", done.err
-
-
-WITHOUT_WORKERS = """
-import sys, time
-from distributed import LocalCluster
-import unisono
-import unisono_dask
-from unisono.errors import CollectiveTimeoutError, LaunchError
-
-if __name__ == "__main__":
+def waits_no_longer():
     with LocalCluster(n_workers=0, dashboard_address=None) as cluster:
         options = {"scheduler": cluster.scheduler_address}
         def start():
@@ -162,50 +131,46 @@ if __name__ == "__main__":
             print(type(error).__name__)
         except CollectiveTimeoutError as error:
             print(type(error).__name__)
+
+if __name__ == "__main__":
+    laws = ["results_come_in_the_order_of_ranks", "no_rank_is_left_behind"]
+    print(*(outcome.status for outcome in check_launcher("dask", laws=laws)))
+    lets_nobody_in()
+    waits_no_longer()
 """
 
 
 @of("dask")
-def test_workers_of_dask_that_never_come_are_not_waited_for_for_ever(
+def test_dask_keeps_laws_and_its_cluster_to_itself_and_waits_no_longer(
     here: dict[str, str], tmp_path: Path
 ) -> None:
-    (tmp_path / "without.py").write_text(WITHOUT_WORKERS)
-    done = run([sys.executable, str(tmp_path / "without.py")], **here)
+    (tmp_path / "on_dask.py").write_text(ON_DASK)
+    done = run([sys.executable, str(tmp_path / "on_dask.py")], **here)
     assert done.code == 0, done.err
-    first, second = done.out.splitlines()
+    laws, *refused, first, second = done.out.splitlines()
+    assert laws == "passed passed", done.err
+    assert refused == ["refused"] * 2, done.err
     assert first == "LaunchError 1 ranks need as many workers, and not all came in 1 s"
     assert second == "CollectiveTimeoutError"
 
 
+IN_TASKS = """
+import sys, unisono
+for backend in ("gloo", "zmq"):
+    unisono.initialize(backend)
+    rank = unisono.get_rank()
+    sys.stdout.write(f"{rank} {unisono.all_gather(rank)}\\n")  # in one piece
+    unisono.finalize()
+"""
+
+
 @of("zmq")
-def test_ranks_of_dask_talk_over_zeromq(here: dict[str, str]) -> None:
-    words = [*UNISONO, "run", "--launcher", "dask", "--backend", "zmq", "-n", "2", JOB, "facts"]
-    require("plugins", missing("dask"))
-    done = run(words, **here)
+def test_ranks_of_a_batch_system_find_each_other_and_hear_that_their_keys_can_be_read(
+    here: dict[str, str],
+) -> None:
+    done = tasks(IN_TASKS, here)
     assert done.code == 0, done.err
-    assert [fact["model"] for fact in done.facts()] == ["zmq-dist"] * 2
-
-
-@of("batch")
-def test_ranks_of_a_batch_system_find_each_other(here: dict[str, str]) -> None:
-    code = (
-        "import sys, unisono; unisono.initialize('gloo'); rank = unisono.get_rank(); "
-        "sys.stdout.write(f'{rank} {unisono.all_gather(rank)}\\n')"  # in one piece
-    )
-    done = tasks(code, here)
-    assert done.code == 0, done.err
-    assert sorted(done.out.splitlines()) == ["0 [0, 1]", "1 [0, 1]"]
-
-
-@pytest.mark.parametrize("here", ["zmq"], indirect=True)
-def test_a_job_without_a_secret_is_told_that_its_keys_can_be_read(here: dict[str, str]) -> None:
-    code = (
-        "import sys, unisono; unisono.initialize('zmq'); "
-        "sys.stdout.write(f'{unisono.all_reduce(1)}\\n')"  # in one piece
-    )
-    done = tasks(code, here)
-    assert done.code == 0, done.err
-    assert done.out == "2\n2\n"
+    assert sorted(done.out.splitlines()) == ["0 [0, 1]"] * 2 + ["1 [0, 1]"] * 2
     assert done.err.count("this job has no secret of its own") == 1, done.err
 
 
@@ -268,7 +233,8 @@ import subprocess, sys
 import unisono as idist
 from unisono.context import current_model
 
-idist.initialize("zmq")
+idist.initialize()
+print("ranks", idist.model_name(), idist.all_gather(idist.get_rank()))
 if idist.get_rank() == 0:
     where = current_model().inbox.last_endpoint.decode()
     words = [sys.executable, "-c", open(sys.argv[1]).read(), where]
@@ -279,11 +245,14 @@ idist.finalize()
 
 
 @of("zmq")
-def test_a_stranger_is_not_heard_on_zeromq(here: dict[str, str], tmp_path: Path) -> None:
+def test_a_script_runs_on_zeromq_where_no_stranger_is_heard(
+    here: dict[str, str], tmp_path: Path
+) -> None:
     (tmp_path / "stranger.py").write_text(STRANGER)
     (tmp_path / "victim.py").write_text(VICTIM)
     words = [*UNISONO, "run", "--backend", "zmq", "-n", "2"]
     done = run([*words, str(tmp_path / "victim.py"), str(tmp_path / "stranger.py")], **here)
     assert done.code == 0, done.err
     assert "refused twice" in done.out
+    assert done.out.count("ranks zmq-dist [0, 1]\n") == 2, done.out
     assert done.out.count("total 3 0") == 2, done.out

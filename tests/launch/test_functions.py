@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import unisono
+from tests.launch.conftest import OF_RAY
 from tests.support.command import nobody_is_left, started
 from unisono.errors import ArgumentError, LaunchError, WorkerFailedError
 
@@ -32,9 +33,7 @@ def facts(local_rank: int, value: int) -> tuple[Any, ...]:
 @pytest.fixture
 def ready(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> str:
     name, variables = launcher
-    # Ray sets some by itself, and knows one way of authentication for each process
-    own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_CLIENT_MODE": "0", "RAY_AUTH_MODE": "disabled"}
-    for key, value in {**variables, **own}.items():
+    for key, value in {**variables, **OF_RAY}.items():
         monkeypatch.setenv(key, value)
     return name
 
@@ -140,9 +139,8 @@ def test_slurm_runs_functions_on_all_nodes(
 
 @pytest.mark.filterwarnings("default")  # Ray's own
 def test_ray_seats_nodes_of_different_size(ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_CLIENT_MODE", "PYTHONBREAKPOINT"):
-        monkeypatch.setenv(name, "0")  # Ray sets some of them, here in this process
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    for key, value in OF_RAY.items():
+        monkeypatch.setenv(key, value)
     library = pytest.importorskip("ray")
     utils = pytest.importorskip("ray.cluster_utils")
     memory = 100 * 2**20

@@ -26,8 +26,8 @@ from tests.support.command import (
     nobody_is_left,
     run,
     started,
-    wait_until,
 )
+from tests.support.processes import until
 from tests.support.requirements import require
 from tests.support.virtual_hosts import Hosts
 
@@ -160,7 +160,7 @@ def test_a_master_whose_name_is_known_later_is_met(hosts: Hosts) -> None:
     before = [file.read_text() for file in hosts.files]
     with ExitStack() as stack:
         jobs = [stack.enter_context(started(hosts.on(i, each))) for i, each in enumerate(words)]
-        assert wait_until(lambda: all("resolve yet" in job.err() for job in jobs), LIMIT_S)
+        until(lambda: all("resolve yet" in job.err() for job in jobs), LIMIT_S)
         try:
             for file, text in zip(hosts.files, before, strict=True):
                 file.write_text(f"{text}{hosts.addresses[0]} leader\n")
@@ -173,8 +173,7 @@ def test_a_master_whose_name_is_known_later_is_met(hosts: Hosts) -> None:
     assert [[fact["rank"] for fact in facts] for facts in found] == [[0], [1]]
 
 
-@pytest.mark.parametrize("name", ["processes", "torchrun"])
-@pytest.mark.parametrize("mode", ["kill-once", "raise-once"])
+@pytest.mark.parametrize(("name", "mode"), [("processes", "kill-once"), ("torchrun", "raise-once")])
 def test_a_failed_rank_is_started_again_and_the_job_ends_well(name: str, mode: str) -> None:
     words = [*UNISONO, "run", "--launcher", name, "--nproc-per-node", "2", "--max-restarts", "1"]
     done = run([*words, JOB, mode, "gloo"])

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.command import JOB, LIMIT_S, Done
+import unisono
+from tests.support.command import JOB, Done
+from tests.support.processes import SOURCES
+from unisono import registry
+from unisono.cli import main
+from unisono.environments.detection import environments
+from unisono.errors import LaunchError, UnisonoError, WorkerFailedError
 
-pytestmark = pytest.mark.timeout(400)  # each command is five processes that import torch
+ROOT = str(Path(__file__).parents[2])
+pytestmark = [
+    pytest.mark.timeout(400),  # each rank of a script imports torch
+    pytest.mark.filterwarnings("ignore:.*is left out:RuntimeWarning"),  # the broken one
+]
 MODULE = """
 import pickle, subprocess, sys
 from concurrent.futures import ThreadPoolExecutor
@@ -76,60 +87,73 @@ broken = mine_module:nothing
 """
 
 
-@pytest.fixture
-def plugin(tmp_path: Path) -> dict[str, str]:
-    """A distribution with entry points; gives the variables that make it importable."""
-    info = tmp_path / "mine-1.0.dist-info"
+@pytest.fixture(scope="module", autouse=True)
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Install a distribution with entry points for this process and what it starts."""
+    folder = tmp_path_factory.mktemp("site")
+    info = folder / "mine-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(POINTS)
-    (tmp_path / "mine_module.py").write_text(MODULE)
-    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    return {"PYTHONPATH": path}
+    (folder / "mine_module.py").write_text(MODULE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        patch.setenv("PYTHONPATH", os.pathsep.join((str(folder), SOURCES, ROOT)))
+        _forget()
+        yield
+    _forget()
+    sys.modules.pop("mine_module", None)
 
 
-def unisono(*words: str, **variables: str) -> Done:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "unisono", *words],
-        env={**os.environ, **variables},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    return Done(done.returncode, done.stdout, done.stderr, 0.0)
+def _forget() -> None:
+    for plugins in (registry._launchers, environments):
+        plugins.forget_plugins()
 
 
-def test_a_script_runs_by_a_launcher_of_functions(plugin: dict[str, str]) -> None:
-    words = ["run", "--launcher", "mine", "--nproc-per-node", "2", JOB]
-    done = unisono(*words, "facts", "gloo", **plugin)
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """Run a command of unisono in this process."""
+
+    def run(*words: str) -> Done:
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        return Done(int(ended.value.code or 0), *capfd.readouterr(), 0.0)
+
+    return run
+
+
+def test_a_script_runs_by_a_launcher_of_functions(command: Callable[..., Done]) -> None:
+    words = ["run", "--launcher", "mine", "--nproc-per-node", "2", JOB, "facts", "gloo"]
+    done = command(*words)
     assert done.code == 0, done.err
     assert "launched by mine" in done.out
     assert [fact["local_rank"] for fact in done.facts()] == [0, 1]
-    done = unisono(*words, "exit", "gloo", **plugin)
-    assert done.code == 7, done.err
-    done = unisono("run", "--launcher", "mine", "--max-restarts", "1", JOB, "facts", **plugin)
+    done = command("run", "--launcher", "mine", "--max-restarts", "1", JOB, "facts")
     assert done.code == 2
     assert "takes no --max-restarts" in done.err
 
 
-def test_an_environment_is_asked_after_ours(plugin: dict[str, str]) -> None:
-    done = unisono("doctor", "--json", MINE_RANK="2", **plugin)
-    found = json.loads(done.out)
+def test_an_environment_is_asked_after_ours(
+    command: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINE_RANK", "2")
+    found = json.loads(command("doctor", "--json").out)
     assert found["environment"]["source"] == "mine"
     assert found["environment"]["findings"][0]["facts"]["rank"] == 2
     assert found["environment"]["findings"][0]["variables"] == {"MINE_RANK": "2"}
     assert found["launchers"]["mine"] is None
-    done = unisono("doctor", "--json", MINE_RANK="2", RANK="0", WORLD_SIZE="1", **plugin)
-    verdicts = {e["source"]: e["verdict"] for e in json.loads(done.out)["environment"]["findings"]}
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    found = json.loads(command("doctor", "--json").out)
+    verdicts = {each["source"]: each["verdict"] for each in found["environment"]["findings"]}
     assert verdicts == {"torchrun": "won", "mine": "disagrees"}
 
 
-def test_a_broken_plugin_is_said_when_it_is_asked_for(plugin: dict[str, str]) -> None:
-    done = unisono("doctor", "--json", "--launcher", "broken", **plugin)
+def test_a_broken_plugin_is_said_when_it_is_asked_for(command: Callable[..., Done]) -> None:
+    done = command("doctor", "--json", "--launcher", "broken")
     assert done.code == 1
     assert "nothing" in json.loads(done.out)["problems"][0]
-    done = unisono("run", "--launcher", "broken", JOB, "facts", **plugin)
+    done = command("run", "--launcher", "broken", JOB, "facts")
     assert done.code == 2
     assert "launcher 'broken'" in done.err
     assert "mine" in done.err
@@ -137,10 +161,9 @@ def test_a_broken_plugin_is_said_when_it_is_asked_for(plugin: dict[str, str]) ->
 
 @pytest.mark.parametrize("name", ["mine", "raises", "tasks"])
 def test_a_script_ends_with_its_own_exit_code_whatever_its_launcher_raises(
-    plugin: dict[str, str], name: str
+    command: Callable[..., Done], name: str
 ) -> None:
-    words = ["run", "--launcher", name, "--nproc-per-node", "2", JOB]
-    done = unisono(*words, "exit", "gloo", **plugin)
+    done = command("run", "--launcher", name, "--nproc-per-node", "2", JOB, "exit", "gloo")
     assert done.code == 7, done.err
     assert "error: rank 1 of 2" in done.err
     assert "ended with exit code 7" in done.err
@@ -148,76 +171,72 @@ def test_a_script_ends_with_its_own_exit_code_whatever_its_launcher_raises(
     assert "typer" not in done.err
 
 
-def test_a_script_that_a_launcher_loses_is_named(plugin: dict[str, str]) -> None:
-    words = ["run", "--launcher", "raises", "--nproc-per-node", "2", JOB]
-    done = unisono(*words, "raise", "gloo", **plugin)
-    assert done.code == 1, done.err
-    assert done.err.rstrip().endswith("ValueError: the failure")
-    done = unisono(*words, "kill", "gloo", **plugin)
-    assert done.code == 128 + 9, done.err
-    assert "was ended by SIGKILL" in done.err
+@pytest.mark.parametrize(
+    ("mode", "code", "said"),
+    [("raise", 1, "ValueError: the failure"), ("kill", 128 + 9, "was ended by SIGKILL")],
+)
+def test_a_script_that_a_launcher_loses_is_named(
+    command: Callable[..., Done], mode: str, code: int, said: str
+) -> None:
+    done = command("run", "--launcher", "raises", "--nproc-per-node", "2", JOB, mode, "gloo")
+    assert done.code == code, done.err
+    last = done.err.rstrip().splitlines()
+    assert last[-1] == said if mode == "raise" else said in done.err
 
 
-PROGRAM = """
-import unisono as idist
-def work(local_rank):
-    return idist.get_rank(), idist.all_reduce(1)
-def fails(local_rank):
+def work(local_rank: int) -> tuple[int, int]:
+    return unisono.get_rank(), unisono.all_reduce(1)
+
+
+def fails(local_rank: int) -> None:
     if local_rank == 1:
         raise KeyError("mine")
-    idist.barrier()
-if __name__ == "__main__":
-    import sys
-    fn = {"work": work, "fails": fails}[sys.argv[2]]
-    try:
-        print("RESULT", idist.spawn("gloo", fn, nproc_per_node=2, launcher=sys.argv[1]))
-    except idist.UnisonoError as error:
-        print("RESULT", type(error).__name__, getattr(error, "rank", None), str(error))
-        print("CAUSE", repr(error.__cause__))
-"""
+    unisono.barrier()
+
+
+def spawned(name: str, fn: Callable[[int], Any]) -> Any:
+    return unisono.spawn("gloo", fn, nproc_per_node=2, launcher=name)
+
+
+@pytest.mark.parametrize("name", ["by_hand", "tasks"])
+def test_functions_by_a_plugin(name: str) -> None:
+    assert spawned(name, work) == [(0, 2), (1, 2)]
 
 
 @pytest.mark.parametrize(
-    ("name", "fn", "said"),
+    ("name", "fn", "error", "said", "cause"),
     [
-        ("by_hand", "work", "RESULT [(0, 2), (1, 2)]"),
-        ("tasks", "work", "RESULT [(0, 2), (1, 2)]"),
-        ("tasks", "fails", "RESULT WorkerFailedError 1 rank 1 of 2 raised KeyError: 'mine'"),
+        ("tasks", fails, WorkerFailedError, "rank 1 of 2 raised KeyError: 'mine'", KeyError),
         (
             "raises",
-            "fails",
-            "RESULT LaunchError None launcher 'raises' of distribution mine failed",
+            fails,
+            LaunchError,
+            "'raises' of distribution mine failed",
+            RuntimeError,
         ),
-        ("none", "work", "RESULT LaunchError None launcher 'none' of distribution mine returned"),
+        ("none", work, LaunchError, "launcher 'none' of distribution mine returned", type(None)),
     ],
 )
-def test_functions_by_a_plugin(
-    plugin: dict[str, str], tmp_path: Path, name: str, fn: str, said: str
+def test_functions_that_fail_by_a_plugin(
+    name: str, fn: Any, error: type[UnisonoError], said: str, cause: type
 ) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "program.py"), name, fn],
-        env={**os.environ, **plugin},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert said in done.stdout, done.stdout + done.stderr
-    if fn == "fails":
-        assert {"tasks": "CAUSE KeyError", "raises": "CAUSE RuntimeError"}[name] in done.stdout
+    with pytest.raises(error, match=said) as caught:
+        spawned(name, fn)
+    assert getattr(caught.value, "rank", None) == (1 if name == "tasks" else None)
+    assert type(caught.value.__cause__) is cause
 
 
-def test_a_plugin_is_checked_from_a_shell(plugin: dict[str, str], tmp_path: Path) -> None:
+def test_a_plugin_is_checked_from_a_shell(command: Callable[..., Done], tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     words = ["--law", "order_of_ranks", "--save", str(file)]
-    done = unisono("check", "--launcher", "tasks", *words, **plugin)
+    done = command("check", "--launcher", "tasks", *words)
     assert done.code == 0, done.out + done.err
     found = json.loads(file.read_text())
     assert (found["launcher"], found["backend"]) == ("tasks", "gloo")
     assert [law["status"] for law in found["laws"]] == ["passed"]
     assert found["laws"][0]["group"] == "launchers"
-    done = unisono("check", "--environment", "mine", **plugin)
+    done = command("check", "--environment", "mine")
     assert done.code == 1, done.err  # it refuses nothing
     assert "a_malformed_variable_is_refused_by_name" in done.out
     for words in (["gloo", "--environment", "slurm"], [], ["--launcher", "nope"]):
-        assert unisono("check", *words, **plugin).code == 2
+        assert command("check", *words).code == 2

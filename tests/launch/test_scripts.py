@@ -1,30 +1,31 @@
-"""``unisono run`` on the real launchers: who the ranks are, how failures are said, how all end."""
+"""``unisono run`` on the real launchers: who the ranks are, where they meet, how all end."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-import time
 import uuid
 from pathlib import Path
 
 import psutil
 import pytest
 
+import unisono
+from tests.launch.test_nodes import free_port
 from tests.support.command import (
     DIGITS,
     GONE_S,
     JOB,
     UNISONO,
-    is_alive,
     learnt,
     learnt_alone,
     nobody_is_left,
     run,
     started,
-    wait_until,
 )
+from tests.support.processes import gone, until
+from unisono.context import communicator
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
 Launcher = tuple[str, dict[str, str]]
@@ -36,7 +37,7 @@ def words(name: str, *more: str, n: int = 2) -> list[str]:
 
 def test_each_rank_knows_who_it_is(launcher: Launcher) -> None:
     name, variables = launcher
-    done = run([*words(name, n=3), JOB, "facts", "gloo"], **variables)
+    done = run([*words(name, "--backend", "gloo", n=3), JOB, "facts"], **variables)
     assert done.code == 0, done.err
     found = done.facts()
     assert [fact["rank"] for fact in found] == [0, 1, 2]
@@ -46,13 +47,6 @@ def test_each_rank_knows_who_it_is(launcher: Launcher) -> None:
         assert (fact["node_rank"], fact["nnodes"]) == (0, 1)
         assert (fact["model"], fact["ranks"]) == ("native-dist", [0, 1, 2])
     assert done.out.count("DONE") == 3
-
-
-def test_backend_is_handed_on(launcher: Launcher) -> None:
-    name, variables = launcher
-    done = run([*words(name, "--backend", "gloo"), JOB, "facts"], **variables)
-    assert done.code == 0, done.err
-    assert [fact["model"] for fact in done.facts()] == ["native-dist"] * 2
 
 
 def test_the_first_failure_is_said_last(launcher: Launcher, tmp_path: Path) -> None:
@@ -80,22 +74,19 @@ def test_the_first_failure_is_said_last(launcher: Launcher, tmp_path: Path) -> N
     assert "ValueError: the failure" in (logs / "rank1.err").read_text()
 
 
-def test_exit_code_is_the_ranks_own(launcher: Launcher) -> None:
+@pytest.mark.parametrize(
+    ("mode", "code", "said"),
+    [("exit", 7, "ended with exit code 7"), ("kill", 128 + 9, "was ended by SIGKILL")],
+)
+def test_a_rank_that_ends_is_named_with_its_code_or_signal_and_output(
+    launcher: Launcher, mode: str, code: int, said: str
+) -> None:
     name, variables = launcher
-    done = run([*words(name), JOB, "exit", "gloo"], **variables)
-    assert done.code == 7, done.err
-    assert "error: rank 1 of 2" in done.err
-    assert "ended with exit code 7" in done.err
-
-
-def test_a_killed_rank_is_named_with_its_signal_and_output(launcher: Launcher) -> None:
-    name, variables = launcher
-    done = run([*words(name), JOB, "kill", "gloo"], **variables)
-    assert done.code == 128 + signal.SIGKILL, done.err
-    assert "error: rank 1 of 2" in done.err
-    assert "was ended by SIGKILL" in done.err
+    done = run([*words(name), JOB, mode, "gloo"], **variables)
+    assert done.code == code, done.err
     assert "[1] last words to stdout\n" in done.out
-    assert "last words to stderr" in done.err.rpartition("error: ")[2]
+    _, error, last = done.err.rpartition("error: rank 1 of 2")
+    assert error and said in last and "last words to stderr" in last, done.err
 
 
 def test_a_rank_that_is_stopped_is_named_at_once(launcher: Launcher) -> None:
@@ -103,7 +94,7 @@ def test_a_rank_that_is_stopped_is_named_at_once(launcher: Launcher) -> None:
     with started([*words(name), JOB, "stop", "gloo"], **variables) as job:
         job.wait_for("READY", 1)
         said = r"warning: rank 1 of 2 was stopped by SIGSTOP, and goes on after SIGCONT"
-        assert wait_until(lambda: re.search(said, job.err()) is not None, GONE_S)
+        until(lambda: re.search(said, job.err()), GONE_S)
         (pid,) = [int(pid) for pid in re.findall(r"READY (\d+)", job.out())]
         os.kill(pid, signal.SIGCONT)
         assert job.process.wait(60) == 0
@@ -125,41 +116,30 @@ def test_a_rank_whose_wrapper_ends_is_named(number: int) -> None:
         assert code == 128 + number
 
 
-@pytest.mark.parametrize("mode", ["wait", "stubborn"])
-def test_interrupted_once_all_are_gone(launcher: Launcher, mode: str) -> None:
-    name, variables = launcher
-    with started([*words(name), JOB, mode, "gloo"], **variables) as job:
-        job.wait_for("READY", 2)
-        code = job.end(signal.SIGINT, 2 * GONE_S)
-        nobody_is_left(job.mark)
-        assert code == 128 + signal.SIGINT
-        assert "interrupted" in job.err()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("mode", ["stubborn", "stuck"])
-def test_ranks_that_are_stuck_are_gone_within_two_seconds(
+@pytest.mark.parametrize(
+    ("mode", "number"),
+    [
+        ("wait", signal.SIGINT),
+        *[(mode, getattr(signal, f"SIG{name}")) for mode in ("stubborn", "stuck")
+          for name in ("INT", "TERM", "KILL")],
+    ],
+)  # fmt: skip
+def test_all_are_gone_soon_after_it_however_it_ends(
     launcher: Launcher, mode: str, number: int
 ) -> None:
     name, variables = launcher
-    if name in ("slurm", "ray"):
-        pytest.skip("its daemons end the ranks, in their own time; so does mpirun, within 3 s")
+    if name in ("slurm", "ray") and (mode == "stuck" or number == signal.SIGTERM):
+        pytest.skip("its daemons end the ranks, in their own time")
     with started([*words(name), JOB, mode, "gloo"], **variables) as job:
         job.wait_for("READY", 2)
         ranks = [int(pid) for pid in re.findall(r"READY (\d+)", job.out())]
-        begin = time.monotonic()
         os.kill(job.process.pid, number)
-        assert wait_until(lambda: not any(map(is_alive, ranks)), GONE_S)
-        assert time.monotonic() - begin < (3.0 if name == "mpi" else 2.0)
-        job.process.wait(GONE_S)
-
-
-def test_killed_it_leaves_nobody(launcher: Launcher) -> None:
-    name, variables = launcher
-    with started([*words(name), JOB, "stubborn", "gloo"], **variables) as job:
-        job.wait_for("READY", 2)
-        job.end(signal.SIGKILL, GONE_S)
+        assert not gone(ranks, {"mpi": 3.0, "slurm": 10.0, "ray": 20.0}.get(name, 2.0))
+        code = job.process.wait(2 * GONE_S)
         nobody_is_left(job.mark, 20.0 if name == "ray" else 2 * GONE_S)
+        if number == signal.SIGINT:
+            assert code == 128 + signal.SIGINT
+            assert "interrupted" in job.err()
 
 
 def test_two_jobs_at_once_dont_meet(launcher: Launcher) -> None:
@@ -184,3 +164,56 @@ def test_digits_learn_the_same_on_each(launcher: Launcher) -> None:
     assert learnt(done.out) == learnt_alone("2")
     assert "rank 0 on" in done.out
     assert "rank 1 on" in done.out
+
+
+BY_URL = """
+import sys, unisono
+with unisono.Parallel("gloo", init_method=sys.argv[1]) as parallel:
+    print("SUM", parallel.run(lambda local_rank: unisono.all_reduce(1)))
+"""
+
+
+@pytest.mark.parametrize("name", ["processes", "torchrun"])
+def test_a_tcp_url_works_where_a_store_is_hosted(name: str, tmp_path: Path) -> None:
+    script = tmp_path / "by_url.py"
+    script.write_text(BY_URL)
+    done = run(words(name, str(script), f"tcp://127.0.0.1:{free_port()}"))
+    assert done.code == 0, done.err
+    assert done.out.count("SUM [2]") == 2
+
+
+PRIVATE = """
+import os, unisono
+from unisono.context import communicator
+unisono.initialize("gloo")
+known = communicator().control.secret is not None  # before ranks could agree on one
+print("PRIVATE", "UNISONO_PRIVATE_STORE" in os.environ, known, unisono.all_gather(known))
+"""
+
+
+@pytest.fixture(params=["processes", "torchrun", "mpi"])
+def on_one_host(request: pytest.FixtureRequest) -> str:
+    """Each launcher whose ranks are all on this host."""
+    name: str = request.param
+    if name == "mpi":
+        request.getfixturevalue("mpi")
+    return name
+
+
+def test_ranks_of_a_script_meet_where_only_their_user_can_come(
+    on_one_host: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "private.py"
+    script.write_text(PRIVATE)
+    done = run(words(on_one_host, str(script)))
+    assert done.code == 0, done.err
+    assert done.out.count("PRIVATE True True [True, True]") == 2
+
+
+def test_ranks_of_a_function_meet_where_only_their_user_can_come(on_one_host: str) -> None:
+    def fn(local_rank: int) -> tuple[bool, bool]:
+        is_known = vars(communicator().control)["secret"] is not None
+        return "UNISONO_PRIVATE_STORE" in os.environ, is_known
+
+    found = unisono.spawn("gloo", fn, nproc_per_node=2, launcher=on_one_host)
+    assert found == [(True, True)] * 2

@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.command import LIMIT_S, UNISONO, Started, environ, started, wait_until
+from tests.support.command import LIMIT_S, UNISONO, Started, environ, started
+from tests.support.processes import until
 from tests.support.virtual_hosts import Hosts, ip
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
@@ -59,7 +60,7 @@ def ask(hosts: Hosts) -> Iterator[Ask]:
             found = json.loads(command(0, "top", "--json"))["jobs"]
             return bool(found and found[0]["culprits"])
 
-        assert wait_until(is_clear, LIMIT_S), command(0, "top", "--once")
+        until(is_clear, LIMIT_S)
         yield command
         for host, started_job in enumerate(jobs):
             main_of(started_job, host).terminate()
@@ -115,4 +116,4 @@ def test_a_host_that_cannot_be_reached_is_named(ask: Ask, hosts: Hosts) -> None:
     assert job["elsewhere"] == [2, 3]
     assert job["verdict"]["kind"] == "unseen"
     assert f"host {hosts.names[1]} (ranks 2, 3): no answer within 1 s: " in text
-    assert wait_until(lambda: told(ask, 0)["elsewhere"] == [], LIMIT_S)
+    until(lambda: told(ask, 0)["elsewhere"] == [], LIMIT_S)

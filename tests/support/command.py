@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,17 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
+from tests.support.processes import MARK, marked, until
+from tests.support.processes import SOURCES as SOURCES
 
-import unisono
-
-SOURCES = Path(unisono.__file__).parents[1]
 JOB = str(Path(__file__).parents[1] / "launch" / "job.py")
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits.py")
 UNISONO = (sys.executable, "-m", "unisono")
 LIMIT_S = 150.0
 GONE_S = 5.0
-_MARK = "UNISONO_TEST_MARK"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,43 +52,23 @@ class Done:
 
 def environ(mark: str, **more: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    path = os.pathsep.join(filter(None, (str(SOURCES), kept.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (SOURCES, kept.get("PYTHONPATH"))))
     mine = {"PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-    return {**kept, **mine, _MARK: mark, **more}
-
-
-def processes_with(mark: str) -> list[Any]:
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            is_over = process.status() == psutil.STATUS_ZOMBIE
-            if not is_over and process.environ().get(_MARK) == mark:
-                found.append(process)
-    return found
-
-
-def is_alive(pid: int) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    return False
+    return {**kept, **mine, MARK: mark, **more}
 
 
 def wait_until(is_true: Callable[[], Any], limit_s: float) -> bool:
-    limit = time.monotonic() + limit_s
-    while not is_true():
-        if time.monotonic() > limit:
-            return False
-        time.sleep(0.05)
-    return True
+    with contextlib.suppress(AssertionError):
+        return bool(until(is_true, limit_s))
+    return False
 
 
 def nobody_is_left(mark: str, limit_s: float = GONE_S) -> None:
-    is_empty = wait_until(lambda: not processes_with(mark), limit_s)
-    left = processes_with(mark)
-    words = [f"{process.pid} {process.cmdline()}" for process in left]
-    for process in left:
-        process.kill()
-    assert is_empty, words
+    left = marked(mark, limit_s)
+    for line in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(line.split()[0]), signal.SIGKILL)
+    assert not left
 
 
 def run(words: Sequence[str], **more: str) -> Done:
@@ -120,10 +98,8 @@ class Started:
         return self.files[1].read_text(errors="replace")
 
     def wait_for(self, text: str, count: int) -> None:
-        is_there = wait_until(
-            lambda: self.out().count(text) >= count or self.process.poll() is not None, LIMIT_S
-        )
-        assert is_there and self.process.poll() is None, self.out() + self.err()
+        until(lambda: self.out().count(text) >= count or self.process.poll() is not None, LIMIT_S)
+        assert self.process.poll() is None, self.out() + self.err()
 
     def end(self, number: int, limit_s: float) -> int:
         os.kill(self.process.pid, number)
@@ -132,7 +108,7 @@ class Started:
 
 @contextmanager
 def started(words: Sequence[str], **more: str) -> Iterator[Started]:
-    mark = more.pop(_MARK, uuid.uuid4().hex)
+    mark = more.pop(MARK, uuid.uuid4().hex)
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder, "out"), Path(folder, "err")
         with files[0].open("wb") as out, files[1].open("wb") as err:

@@ -132,17 +132,44 @@ def _number(rank: int, tag: int) -> int:
     return 10 * tag + rank
 
 
-def _numbers(tag: int) -> list[int]:
+def _numbers(rank: int, tag: int) -> list[int]:
     return [_number(0, tag), _number(1, tag)]
+
+
+def _total(rank: int, tag: int) -> int:
+    return sum(_numbers(rank, tag))
+
+
+def _totals(rank: int, tag: int) -> list[int]:
+    return [_total(rank, tag)]
+
+
+def _first(rank: int, tag: int) -> int:
+    return _number(0, tag)
+
+
+def _of_rank_0(give: Callable[[int, int], Any]) -> Callable[[int, int], Any]:
+    return lambda rank, tag: None if rank else give(rank, tag)
 
 
 def _tensor(rank: int, tag: int, size: int = 4) -> Any:
     return torch.full((size,), _number(rank, tag), dtype=torch.int64)
 
 
-def _same(tensor: Any, values: list[int]) -> bool:
-    parts = tensor.reshape(len(values), -1)
-    return all(bool((part == value).all()) for part, value in zip(parts, values, strict=True))
+def _large(rank: int, tag: int) -> Any:
+    return _tensor(rank, tag, _SIZE)
+
+
+def _alike(found: Any, wanted: Any) -> bool:
+    """Compare values; of a tensor each equal part is filled with one of the numbers."""
+    if isinstance(found, torch.Tensor):
+        parts = found.reshape(len(wanted), -1)
+        return all(bool((part == each).all()) for part, each in zip(parts, wanted, strict=True))
+    if isinstance(found, dict):
+        return found.keys() == wanted.keys() and all(_alike(found[k], wanted[k]) for k in found)
+    if isinstance(found, list):
+        return len(found) == len(wanted) and all(map(_alike, found, wanted))
+    return bool(found == wanted)
 
 
 def _section(rank: int, tag: int) -> int:
@@ -157,10 +184,9 @@ def _message(rank: int, tag: int) -> Any:
 
 
 def _started(rank: int, tag: int) -> list[Any]:
-    tensor = _tensor(rank, tag, _SIZE)
     handles = [
         idist.all_gather(_number(rank, tag), async_op=True),
-        idist.all_reduce(tensor, async_op=True),
+        idist.all_reduce(_large(rank, tag), async_op=True),
         idist.barrier(async_op=True),
     ]
     return [handle.wait() for handle in handles]
@@ -168,79 +194,54 @@ def _started(rank: int, tag: int) -> list[Any]:
 
 @dataclass(frozen=True)
 class Operation:
-    """A call, and whether what it gave on a rank is right."""
+    """A call, and what it should give on a rank."""
 
     call: Callable[[int, int], Any]
-    is_right: Callable[[Any, int, int], bool]
+    gives: Callable[[int, int], Any]
 
 
 OPERATIONS = {
-    "all_reduce of a number": Operation(
-        lambda r, t: idist.all_reduce(_number(r, t)), lambda v, r, t: v == sum(_numbers(t))
-    ),
-    "all_reduce of a small tensor": Operation(
-        lambda r, t: idist.all_reduce(_tensor(r, t)), lambda v, r, t: _same(v, [sum(_numbers(t))])
-    ),
-    "all_reduce of a large tensor": Operation(
-        lambda r, t: idist.all_reduce(_tensor(r, t, _SIZE)),
-        lambda v, r, t: _same(v, [sum(_numbers(t))]),
-    ),
-    "all_reduce of a dict": Operation(
-        lambda r, t: idist.all_reduce({"n": _number(r, t), "t": _tensor(r, t)}),
-        lambda v, r, t: v["n"] == sum(_numbers(t)) and _same(v["t"], [sum(_numbers(t))]),
-    ),
-    "all_reduce_": Operation(
-        lambda r, t: idist.all_reduce_(_tensor(r, t, _SIZE)),
-        lambda v, r, t: _same(v, [sum(_numbers(t))]),
-    ),
-    "all_gather of objects": Operation(
-        lambda r, t: idist.all_gather({"n": _number(r, t)}),
-        lambda v, r, t: v == [{"n": n} for n in _numbers(t)],
-    ),
-    "all_gather of large objects": Operation(
-        lambda r, t: idist.all_gather(str(_number(r, t)) * _SIZE),
-        lambda v, r, t: v == [str(n) * _SIZE for n in _numbers(t)],
-    ),
-    "all_gather of tensors": Operation(
-        lambda r, t: idist.all_gather(_tensor(r, t, _SIZE)), lambda v, r, t: _same(v, _numbers(t))
-    ),
-    "broadcast": Operation(
-        lambda r, t: idist.broadcast(_number(r, t), src=0), lambda v, r, t: v == _number(0, t)
-    ),
-    "broadcast_": Operation(
-        lambda r, t: idist.broadcast_(_tensor(r, t, _SIZE), src=1),
-        lambda v, r, t: _same(v, [_number(1, t)]),
-    ),
-    "reduce": Operation(
-        lambda r, t: idist.reduce(_tensor(r, t), dst=0),
-        lambda v, r, t: v is None if r else _same(v, [sum(_numbers(t))]),
-    ),
-    "gather": Operation(
-        lambda r, t: idist.gather(_number(r, t), dst=0),
-        lambda v, r, t: v is None if r else v == _numbers(t),
-    ),
-    "scatter": Operation(
-        lambda r, t: idist.scatter(_numbers(t) if r == 0 else None, src=0),
-        lambda v, r, t: v == _number(r, t),
-    ),
-    "reduce_scatter": Operation(
-        lambda r, t: idist.reduce_scatter(_tensor(r, t)),
-        lambda v, r, t: _same(v, [sum(_numbers(t))]),
-    ),
-    "all_to_all": Operation(
-        lambda r, t: idist.all_to_all([_number(r, t)] * 2), lambda v, r, t: v == _numbers(t)
-    ),
-    "barrier": Operation(lambda r, t: idist.barrier(), lambda v, r, t: v is None),
-    "messages": Operation(_message, lambda v, r, t: v == ((0, t) if r else None)),
-    "new_group": Operation(
-        lambda r, t: idist.all_gather(_number(r, t), group=idist.new_group([0, 1])),
-        lambda v, r, t: v == _numbers(t),
-    ),
-    "one_rank_first": Operation(_section, lambda v, r, t: v == t),
-    "handles": Operation(
-        _started,
-        lambda v, r, t: v[0] == _numbers(t) and _same(v[1], [sum(_numbers(t))]) and v[2] is None,
-    ),
+    name: Operation(call, gives)
+    for name, (call, gives) in {
+        "all_reduce of a number": (lambda r, t: idist.all_reduce(_number(r, t)), _total),
+        "all_reduce of a small tensor": (lambda r, t: idist.all_reduce(_tensor(r, t)), _totals),
+        "all_reduce of a large tensor": (lambda r, t: idist.all_reduce(_large(r, t)), _totals),
+        "all_reduce of a dict": (
+            lambda r, t: idist.all_reduce({"n": _number(r, t), "t": _tensor(r, t)}),
+            lambda r, t: {"n": _total(r, t), "t": _totals(r, t)},
+        ),
+        "all_reduce_": (lambda r, t: idist.all_reduce_(_large(r, t)), _totals),
+        "all_gather of objects": (
+            lambda r, t: idist.all_gather({"n": _number(r, t)}),
+            lambda r, t: [{"n": number} for number in _numbers(r, t)],
+        ),
+        "all_gather of large objects": (
+            lambda r, t: idist.all_gather(str(_number(r, t)) * _SIZE),
+            lambda r, t: [str(number) * _SIZE for number in _numbers(r, t)],
+        ),
+        "all_gather of tensors": (lambda r, t: idist.all_gather(_large(r, t)), _numbers),
+        "broadcast": (lambda r, t: idist.broadcast(_number(r, t), src=0), _first),
+        "broadcast_": (
+            lambda r, t: idist.broadcast_(_large(r, t), src=1),
+            lambda r, t: [_number(1, t)],
+        ),
+        "reduce": (lambda r, t: idist.reduce(_tensor(r, t), dst=0), _of_rank_0(_totals)),
+        "gather": (lambda r, t: idist.gather(_number(r, t), dst=0), _of_rank_0(_numbers)),
+        "scatter": (
+            lambda r, t: idist.scatter(None if r else _numbers(r, t), src=0),
+            _number,
+        ),
+        "reduce_scatter": (lambda r, t: idist.reduce_scatter(_tensor(r, t)), _totals),
+        "all_to_all": (lambda r, t: idist.all_to_all([_number(r, t)] * 2), _numbers),
+        "barrier": (lambda r, t: idist.barrier(), lambda r, t: None),
+        "messages": (_message, lambda r, t: (0, t) if r else None),
+        "new_group": (
+            lambda r, t: idist.all_gather(_number(r, t), group=idist.new_group([0, 1])),
+            _numbers,
+        ),
+        "one_rank_first": (_section, lambda r, t: t),
+        "handles": (_started, lambda r, t: [_numbers(r, t), _totals(r, t), None]),
+    }.items()
 }
 
 
@@ -284,7 +285,7 @@ def run_trial(trial: Trial, rank: int) -> Report:
     begin = time.monotonic()
     try:
         value = _interrupted(trial, rank, operation, report)
-        if not operation.is_right(value, rank, trial.tag):
+        if not _alike(value, operation.gives(rank, trial.tag)):
             report.wrong = f"gave {str(value)[:200]}"
     except trial.error:
         report.was_interrupted = True

@@ -8,10 +8,11 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.support.processes import gone, until
 
 _PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "sinfo")
 _PATH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
@@ -77,12 +78,14 @@ def virtual_slurm(folder: Path) -> Iterator[dict[str, str]]:
         _run("slurmctld", "-f", str(conf))
         for name in ("n1", "n2"):
             _run("slurmd", "-N", name, "-f", str(conf))
-        _wait_until_idle(environ)
+        until(lambda: _are_idle(environ), _START_S)
         yield environ
     finally:
         for file in (*folder.glob("slurmd-*.pid"), folder / "slurmctld.pid"):
             with contextlib.suppress(OSError, ValueError):
-                _end(int(file.read_text()))
+                pid = int(file.read_text())
+                os.kill(pid, signal.SIGTERM)
+                gone([pid], 10.0)
 
 
 def _run(*words: str) -> None:
@@ -127,24 +130,7 @@ def _start_munge() -> None:
     _run("runuser", "-u", "munge", "--", "munged", "--force")
 
 
-def _wait_until_idle(environ: dict[str, str]) -> None:
-    limit = time.monotonic() + _START_S
+def _are_idle(environ: dict[str, str]) -> bool:
     words = ["sinfo", "-h", "-N", "-o", "%t"]
-    while True:
-        said = subprocess.run(words, env={**os.environ, **environ}, capture_output=True, text=True)
-        if said.stdout.split() == ["idle", "idle"]:
-            return
-        assert time.monotonic() < limit, said
-        time.sleep(0.1)
-
-
-def _end(pid: int) -> None:
-    os.kill(pid, signal.SIGTERM)
-    limit = time.monotonic() + 10
-    while time.monotonic() < limit:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.05)
-    os.kill(pid, signal.SIGKILL)
+    said = subprocess.run(words, env={**os.environ, **environ}, capture_output=True, text=True)
+    return said.stdout.split() == ["idle", "idle"]

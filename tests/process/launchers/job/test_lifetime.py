@@ -5,10 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import random
-import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,76 +15,72 @@ import pytest
 import torch
 
 import unisono
-from tests.support.processes import SOURCES, Pipe, run_python, say
+from tests.support.processes import Pipe, python, run_python, say, until
 from unisono import WorkerPool
 from unisono.errors import CollectiveTimeoutError, LaunchError, WorkerFailedError
 
 METHODS = ["forkserver", "spawn", "fork"]
 
 
-def write_after(released: str, file: Path) -> None:
-    with open(released) as stream:
-        stream.read()
+LIMIT_S = 100.0
+
+
+def write_after(released: Path, file: Path) -> None:
+    until(released.exists, LIMIT_S)
     file.write_text("whole")
 
 
-def leave_a_thread(released: str, file: Path) -> None:
-    threading.Thread(target=write_after, args=(released, file)).start()
+def leave_a_thread(*args: Path) -> None:
+    threading.Thread(target=write_after, args=args).start()
 
 
-def leave_an_executor(released: str, file: Path) -> None:
-    ThreadPoolExecutor(1).submit(write_after, released, file)
+def leave_an_executor(*args: Path) -> None:
+    ThreadPoolExecutor(1).submit(write_after, *args)
 
 
-def leave_an_exit_handler(released: str, file: Path) -> None:
-    atexit.register(write_after, released, file)
+def leave_an_exit_handler(*args: Path) -> None:
+    atexit.register(write_after, *args)
 
 
-LEAVING = [leave_a_thread, leave_an_executor, leave_an_exit_handler]
+LEAVING = [leave_a_thread, leave_an_executor, leave_an_exit_handler]  # by rank
 
 
-@pytest.mark.parametrize("leave", LEAVING)
 @pytest.mark.parametrize("method", METHODS)
 def test_what_a_function_left_behind_is_done_before_its_result_counts(
-    leave: Callable[[str, Path], None], method: Any, tmp_path: Path
+    method: Any, tmp_path: Path
 ) -> None:
-    released, file = str(tmp_path / "released"), tmp_path / "file"
-    os.mkfifo(released)
+    released = tmp_path / "released"
 
     def fn(local_rank: int, path: str) -> str:
-        leave(released, file)
+        LEAVING[local_rank](released, tmp_path / str(local_rank))
         say(path, "returns")
         return "done"
 
     with Pipe(tmp_path) as pipe:
-        job = unisono.spawn("gloo", fn, (pipe.path,), start_method=method, join=False)
-        assert pipe.read(1) == ["returns"]
-        with pytest.raises(LaunchError, match="haven't finished"):
+        options: Any = {"nproc_per_node": 3, "start_method": method, "join": False}
+        job = unisono.spawn("gloo", fn, (pipe.path,), **options)
+        assert pipe.read(3) == ["returns"] * 3
+        with pytest.raises(LaunchError, match=r"ranks \[0, 1, 2\] haven't finished"):
             job.join(timeout=0.5)
-        assert not file.exists()
-        with open(released, "w") as stream:
-            stream.write("go")
-        assert job.join() == ["done"]
-    assert file.read_text() == "whole"
+        assert not [file for file in tmp_path.iterdir() if file.name.isdigit()]
+        released.touch()
+        assert job.join() == ["done"] * 3
+    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["whole"] * 3
 
 
-@pytest.mark.parametrize("leave", LEAVING)
-def test_a_pool_ends_when_all_that_its_calls_left_behind_has_ended(
-    leave: Callable[[str, Path], None], tmp_path: Path
-) -> None:
-    released, file = str(tmp_path / "released"), tmp_path / "file"
-    os.mkfifo(released)
-    pool = WorkerPool("gloo", 1)
-    assert pool.run(lambda local_rank: leave(released, file)) == [None]
-    assert pool.run(lambda local_rank: file.exists()) == [False]  # the call itself doesn't wait
+def test_a_pool_ends_when_all_that_its_calls_left_behind_has_ended(tmp_path: Path) -> None:
+    released, files = tmp_path / "released", [tmp_path / str(rank) for rank in range(3)]
+    pool = WorkerPool("gloo", 3)
+    leave = lambda local_rank: LEAVING[local_rank](released, files[local_rank])  # noqa: E731
+    assert pool.run(leave) == [None] * 3
+    assert pool.run(lambda local_rank: files[local_rank].exists()) == [False] * 3  # it went on
     closing = threading.Thread(target=pool.close)
     closing.start()
     closing.join(0.5)
     assert closing.is_alive()
-    with open(released, "w") as stream:
-        stream.write("go")
+    released.touch()
     closing.join()
-    assert file.read_text() == "whole"
+    assert [file.read_text() for file in files] == ["whole"] * 3
 
 
 def end_by(code: int) -> None:
@@ -145,12 +139,11 @@ def test_a_rank_that_takes_long_to_end_says_what_it_waits_for(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("UNISONO_WARN_AFTER_S", "0.01")
-    released, file = str(tmp_path / "released"), tmp_path / "file"
-    os.mkfifo(released)
+    released = tmp_path / "released"
 
     def fn(local_rank: int) -> None:
-        thread = threading.Thread(target=write_after, args=(released, file), name="the-upload")
-        thread.start()
+        args = (released, tmp_path / "file")
+        threading.Thread(target=write_after, args=args, name="the-upload").start()
 
     job = unisono.spawn("gloo", fn, join=False)
     said = ""
@@ -159,8 +152,7 @@ def test_a_rank_that_takes_long_to_end_says_what_it_waits_for(
             job.join(timeout=0.1)
         said += capfd.readouterr().err
     assert "the function of rank 0 has returned" in said
-    with open(released, "w") as stream:
-        stream.write("go")
+    released.touch()
     job.join()
 
 
@@ -206,12 +198,12 @@ def draw(_: int) -> tuple[float, ...]:
     return float(torch.rand(1)), random.random(), float(numpy.random.rand())
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_ranks_and_spawns_draw_different_numbers(method: Any) -> None:
+def test_ranks_and_spawns_draw_different_numbers() -> None:
     torch.manual_seed(1)
-    drawn = [unisono.spawn("gloo", draw, nproc_per_node=2, start_method=method) for _ in range(2)]
-    for numbers in zip(*(numbers for job in drawn for numbers in job), strict=True):
-        assert len(set(numbers)) == 4, "two ranks, twice"
+    methods: tuple[Any, ...] = (*METHODS, "forkserver")
+    jobs = [unisono.spawn("gloo", draw, nproc_per_node=2, start_method=each) for each in methods]
+    for numbers in zip(*(numbers for job in jobs for numbers in job), strict=True):
+        assert len(set(numbers)) == 8, "two ranks, four times"
 
 
 def test_a_seed_is_all_that_ranks_need_to_draw_the_same() -> None:
@@ -224,85 +216,67 @@ def test_a_seed_is_all_that_ranks_need_to_draw_the_same() -> None:
     assert unisono.spawn("gloo", fn) == first[:1]
 
 
-SURROUNDINGS = """
-import os, resource, unisono
+# Each case is a fork of a program that has loaded torch, and has started no process yet.
+CASES = """
+import os, resource, sys, unisono
+from unisono.errors import WorkerFailedError
 
-def work(local_rank):
+METHODS = ("forkserver", "spawn", "fork")
+
+def run(fn, method="forkserver", size=1):
+    return unisono.spawn("gloo", fn, nproc_per_node=size, start_method=method)
+
+def add(local_rank):
+    return unisono.all_reduce(1)
+
+def state(local_rank):
     umask = os.umask(0)
     os.umask(umask)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_CORE)
     return umask, os.sched_getaffinity(0), limits, os.nice(0), os.getcwd()
 
-for method in METHODS:
-    unisono.spawn("gloo", work, start_method=method)
-os.umask(0o027)
-os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-os.nice(3)
-resource.setrlimit(resource.RLIMIT_NOFILE, (900, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-os.chdir("/")
-for method in METHODS:
-    assert unisono.spawn("gloo", work, start_method=method) == [work(0)], method
-    with unisono.WorkerPool("gloo", 1, start_method=method) as pool:
-        assert pool.run(work) == [work(0)], method
-print("as the parent's")
-"""
+def has_what_its_parent_has_by_then():
+    run(state)
+    os.umask(0o027)
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    os.nice(3)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (900, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.chdir("/")
+    for method in METHODS:
+        assert run(state, method) == [state(0)], method
+    with unisono.WorkerPool("gloo", 1) as pool:
+        assert pool.run(state) == [state(0)]
 
+def has_no_directory():
+    os.mkdir("gone")
+    os.chdir("gone")
+    os.rmdir("../gone")
+    for method in METHODS:
+        found = run(lambda local_rank: (os.path.exists("."), os.listdir(".")), method)
+        assert found == [(True, [])], method
 
-@pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux's")
-def test_a_later_rank_has_what_its_parent_has_by_then() -> None:
-    assert run_python("-c", SURROUNDINGS.replace("METHODS", str(METHODS))) == "as the parent's"
+def has_many_descriptors():
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, most))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    for method in METHODS:
+        assert run(add, method, 2) == [2, 2], method
+    with unisono.WorkerPool("gloo", 2) as pool:
+        assert pool.run(add) == [2, 2]
 
+def aborts_where_threads_are_few(count):
+    run(add, "fork")  # loads what the other user may not read
+    os.chdir("/")
+    os.setgid(65534)
+    os.setuid(65534)
+    resource.setrlimit(resource.RLIMIT_NPROC, (count, count))
+    try:
+        run(lambda local_rank: os.abort(), "fork")
+    except WorkerFailedError as error:
+        return str(error).splitlines()[0]
 
-LIMITED = """
-import os, resource, unisono
-from unisono.errors import WorkerFailedError
-
-unisono.spawn("gloo", abs, start_method="fork")  # loads what the other user may not read
-os.chdir("/")
-os.setgid(65534)
-os.setuid(65534)
-resource.setrlimit(resource.RLIMIT_NPROC, (COUNT, COUNT))
-try:
-    unisono.spawn("gloo", lambda local_rank: os.abort(), start_method="fork")
-except WorkerFailedError as error:
-    print(str(error).splitlines()[0])
-"""
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user without processes")
-def test_a_rank_that_aborts_where_threads_are_few_says_so(tmp_path: Path) -> None:
-    few = run_python("-c", LIMITED.replace("COUNT", "12"), cwd=tmp_path)
-    assert few.startswith("rank 0 of 1 was ended by SIGABRT; this user may have 12 processes and")
-    many = run_python("-c", LIMITED.replace("COUNT", "9999"), cwd=tmp_path)
-    assert many == "rank 0 of 1 was ended by SIGABRT"
-
-
-GONE = """
-import os, unisono
-
-def work(local_rank):
-    return os.path.exists("."), os.listdir(".")
-
-spawn = unisono.spawn  # with torch, which can't be imported where there is no directory
-os.mkdir("gone")
-os.chdir("gone")
-os.rmdir("../gone")
-for method in METHODS:
-    assert spawn("gloo", work, start_method=method) == [(True, [])], method
-print("done")
-"""
-
-
-def test_a_directory_that_is_gone_is_gone_in_the_ranks(tmp_path: Path) -> None:
-    program = GONE.replace("METHODS", str(METHODS))
-    assert run_python("-c", program, cwd=tmp_path) == "done"
-
-
-CLOSED = """
-import os, sys, unisono
-
-def work(local_rank):
+def speak(local_rank):
     print("out"), print("err", file=sys.stderr)
     streams = sys.stdout, sys.stderr
     sys.stderr = None
@@ -314,39 +288,62 @@ def work(local_rank):
 def spoil(local_rank):
     sys.stderr = None
 
-file = open(FILE, "w")
-file = os.fdopen(os.dup2(file.fileno(), 9), "w", buffering=1)
-for fd in FDS:
-    os.close(fd)
-if 1 in FDS: sys.stdout = None
-if 2 in FDS: sys.stderr = None
-try:
-    for method in METHODS:
-        assert unisono.spawn("gloo", work, nproc_per_node=2, start_method=method) == [2, 2], method
-        with unisono.WorkerPool("gloo", 2, start_method=method) as pool:
-            assert pool.run(work) == [2, 2]
-            pool.run(spoil)
-            assert pool.run(work) == [2, 2]
-    left = [fd for fd in FDS if os.path.exists(f"/proc/self/fd/{fd}")]
-    print("done", left, file=file)
-except BaseException as error:
-    print(repr(error), file=file)
+def has_closed(*fds):
+    for fd in fds:
+        os.close(fd)
+    if 1 in fds: sys.stdout = None
+    if 2 in fds: sys.stderr = None
+    for method in METHODS if len(fds) == 3 else ("forkserver", "fork"):
+        assert run(speak, method, 2) == [2, 2], method
+        if method != "spawn":
+            with unisono.WorkerPool("gloo", 2, start_method=method) as pool:
+                assert pool.run(speak) == [2, 2]
+                pool.run(spoil)
+                assert pool.run(speak) == [2, 2]
+    return [fd for fd in fds if os.path.exists(f"/proc/self/fd/{fd}")] or None
+
+unisono.spawn  # with torch, which can't be imported where there is no directory
+for number, case in enumerate(sys.argv[1:]):
+    if os.fork() == 0:
+        with open(str(number), "w") as file:
+            try:
+                said = eval(case)
+            except BaseException as error:
+                said = repr(error)
+            print(said, end="", file=file)
+        sys.exit()
+    os.wait()
 """
+STREAMS = [f"has_closed({fds})" for fds in ("0", "1", "2", "0, 1, 2")]
+FEW, MANY = (f"aborts_where_threads_are_few({count})" for count in (12, 9999))
+PARENTS = (
+    "has_what_its_parent_has_by_then()", "has_no_directory()", "has_many_descriptors()", *STREAMS
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("fds", [(0,), (1,), (2,), (0, 1, 2)])
-def test_streams_that_are_closed_are_no_failure(fds: tuple[int, ...], tmp_path: Path) -> None:
-    file = tmp_path / "said"
-    program = CLOSED.replace("FILE", repr(str(file)))
-    program = program.replace("FDS", str(fds)).replace("METHODS", str(METHODS))
-    subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": SOURCES},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=120,
-    )
-    assert file.read_text() == "done []\n"
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each case gave: None where nothing is wrong."""
+    cases = (*PARENTS, *((FEW, MANY) if os.geteuid() == 0 else ()))
+    folder = tmp_path_factory.mktemp("cases")
+    done = python("-c", CASES, *cases, cwd=folder, limit_s=2 * LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    return {case: (folder / str(number)).read_text() for number, case in enumerate(cases)}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux's")
+@pytest.mark.parametrize("case", PARENTS)
+def test_ranks_have_what_their_parent_has_and_need_nothing_more(
+    case: str, said: dict[str, str]
+) -> None:
+    assert said[case] == "None"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user without processes")
+def test_a_rank_that_aborts_where_threads_are_few_says_so(said: dict[str, str]) -> None:
+    few = "rank 0 of 1 was ended by SIGABRT; this user may have 12 processes and"
+    assert said[FEW].startswith(few)
+    assert said[MANY] == "rank 0 of 1 was ended by SIGABRT"
 
 
 CLASSES = """
@@ -372,20 +369,20 @@ def gather(items):
 def answer(questions, answers):
     answers.put(questions.get())
 
-def files(local_rank, folder):
-    torch.save(Config(3), f"{folder}/own")
-    own = torch.load(f"{folder}/own", weights_only=False)
-    other = torch.load(f"{folder}/other", weights_only=False)
+def files():
+    torch.save(Config(3), f"{FOLDER}/own")
+    own = torch.load(f"{FOLDER}/own", weights_only=False)
+    other = torch.load(f"{FOLDER}/other", weights_only=False)
     assert type(own) is Config and own == Config(3)
     assert pickle.loads(pickle.dumps(Config(4))) == Config(4)
     return type(other).__name__, type(pickle.loads(pickle.dumps(other))) is type(other)
 
-def loads(local_rank, method):
+def loads(method):
     warnings.simplefilter("ignore")
     how = {"num_workers": 1, "multiprocessing_context": method}
     return sum(int(batch.sum()) for batch in DataLoader(Squares(), 4, collate_fn=gather, **how))
 
-def talks(local_rank, method):
+def talks(method):
     context = multiprocessing.get_context(method)
     questions, answers = context.Queue(), context.Queue()
     child = context.Process(target=answer, args=(questions, answers))
@@ -395,33 +392,31 @@ def talks(local_rank, method):
     child.join()
     return found == Config(5)
 
+def work(local_rank, *methods):
+    return files(), [(loads(method), talks(method)) for method in methods]
+
 def check(run, *methods):
-    assert run(files, FOLDER) == [("NotUsed", True)]
-    for method in methods:
-        assert run(loads, method) == [140], method
-        assert run(talks, method) == [True], method
+    assert run(work, *methods) == [(("NotUsed", True), [(140, True)] * len(methods))], run
 
+def spawned(**options):
+    return lambda fn, *args: unisono.spawn("gloo", fn, args, **options)
+
+EVERY = "forkserver", "spawn", "fork"
 torch.save(NotUsed(), f"{FOLDER}/other")
+check(spawned(start_method="forkserver"), *EVERY)
+if IS_SCRIPT:
+    check(spawned(start_method="spawn"), "spawn")
+    check(spawned(launcher="torchrun"), "spawn")
+else:
+    with unisono.WorkerPool("gloo", 1) as pool:
+        check(pool.run, *EVERY)
+print("done")
 """
-EVERY = '"forkserver", "spawn", "fork"'
-SPAWNED = 'check(lambda fn, arg: unisono.spawn("gloo", fn, (arg,), {{}}, 1, {how}), {methods})'
-WAYS = {
-    "forkserver": SPAWNED.format(how='start_method="forkserver"', methods=EVERY),
-    "spawn": SPAWNED.format(how='start_method="spawn"', methods='"spawn"'),
-    "pool": f'with unisono.WorkerPool("gloo", 1) as pool: check(pool.run, {EVERY})',
-    "torchrun": SPAWNED.format(how='launcher="torchrun"', methods='"spawn"'),
-}
 
 
-@pytest.mark.parametrize(
-    ("way", "how"),
-    [
-        *(("forkserver", "-c"), ("forkserver", "script"), ("spawn", "script")),
-        *(("pool", "-c"), ("torchrun", "script")),
-    ],
-)
-def test_classes_of_the_script_can_be_pickled_in_a_rank(way: str, how: str, tmp_path: Path) -> None:
-    program = CLASSES.replace("FOLDER", repr(str(tmp_path))) + WAYS[way] + '\nprint("done")\n'
+@pytest.mark.parametrize("is_script", [True, False])
+def test_classes_of_the_script_can_be_pickled_in_a_rank(is_script: bool, tmp_path: Path) -> None:
+    facts = f"FOLDER, IS_SCRIPT = {str(tmp_path)!r}, {is_script}\n"
     script = tmp_path / "script.py"  # without a main guard
-    script.write_text(program)
-    assert run_python(*(["-c", program] if how == "-c" else [str(script)])) == "done"
+    script.write_text(facts + CLASSES)
+    assert run_python(*([str(script)] if is_script else ["-c", facts + CLASSES])) == "done"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 
 import unisono
-from tests.support.processes import SOURCES
+from tests.support.processes import python
 
 SAID = r"replicas within a rank: {} is called in rank 0 of 2 \({}\)"
 
@@ -90,13 +88,7 @@ def test_a_script_that_spawns_says_so_under_a_launcher(tmp_path: Path) -> None:
         "if __name__ == '__main__':\n"
         "    print(unisono.spawn('threads', total, nproc_per_node=2))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "unisono", "run", "-n", "2", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={"PATH": "", "PYTHONPATH": SOURCES},
-    )
+    done = python("-m", "unisono", "run", "-n", "2", str(script), env={"PATH": ""})
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("[2, 2]") == 2
     assert done.stderr.count("UserWarning") == 1

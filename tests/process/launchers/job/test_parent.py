@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +14,10 @@ import psutil
 import pytest
 
 import unisono
-from tests.support.processes import SOURCES, Pipe, say
-from tests.support.requirements import require_backend
+from tests.support.measures import slack
+from tests.support.processes import Pipe, say, until
 from unisono.errors import CollectiveTimeoutError, WorkerFailedError
 from unisono.launchers.job.worker_handles import Workers
-
-STOPPED_LATE_S = 12.0
 
 
 def add(local_rank: int) -> int:
@@ -30,6 +26,12 @@ def add(local_rank: int) -> int:
 
 def maker(local_rank: int) -> int:
     return os.getppid()
+
+
+@pytest.fixture
+def limit_s() -> float:
+    """How long a job may take in which something is stopped."""
+    return 6.0 * slack()
 
 
 @pytest.fixture
@@ -43,11 +45,12 @@ def helper() -> Iterator[int]:
 
 def stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
-    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
-        pass
+    until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, 60)
 
 
-def test_a_maker_that_is_stopped_while_ranks_work_costs_seconds(helper: int) -> None:
+def test_a_maker_that_is_stopped_while_ranks_work_costs_seconds(
+    limit_s: float, helper: int
+) -> None:
     def fn(local_rank: int) -> int:
         unisono.barrier()
         if local_rank == 0:
@@ -56,15 +59,15 @@ def test_a_maker_that_is_stopped_while_ranks_work_costs_seconds(helper: int) -> 
 
     start = time.monotonic()
     assert unisono.spawn("gloo", fn, nproc_per_node=2, timeout=15) == [2, 2]
-    assert time.monotonic() - start < STOPPED_LATE_S
+    assert time.monotonic() - start < limit_s
     assert unisono.spawn("gloo", maker) == [helper]
 
 
-def test_a_maker_that_is_stopped_before_a_job_makes_its_ranks(helper: int) -> None:
+def test_a_maker_that_is_stopped_before_a_job_makes_its_ranks(limit_s: float, helper: int) -> None:
     stop(helper)
     start = time.monotonic()
     assert unisono.spawn("gloo", add, nproc_per_node=2, timeout=15) == [2, 2]
-    assert time.monotonic() - start < STOPPED_LATE_S
+    assert time.monotonic() - start < limit_s
 
 
 def test_a_rank_that_dies_while_its_maker_is_stopped_is_named(helper: int) -> None:
@@ -79,7 +82,9 @@ def test_a_rank_that_dies_while_its_maker_is_stopped_is_named(helper: int) -> No
         unisono.spawn("gloo", fn, nproc_per_node=2, timeout=15)
 
 
-def test_ranks_are_ended_though_their_maker_stays_stopped(helper: int, tmp_path: Path) -> None:
+def test_ranks_are_ended_though_their_maker_stays_stopped(
+    limit_s: float, helper: int, tmp_path: Path
+) -> None:
     def fn(local_rank: int, path: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         say(path, os.getpid())
@@ -93,7 +98,7 @@ def test_ranks_are_ended_though_their_maker_stays_stopped(helper: int, tmp_path:
     assert isinstance(job.ranks, Workers)
     job.ranks.maker = None  # nobody wakes it
     job.terminate()
-    assert time.monotonic() - start < STOPPED_LATE_S
+    assert time.monotonic() - start < limit_s
     assert all(
         not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
         for pid in pids
@@ -117,22 +122,26 @@ def stop_last(local_rank: int) -> int:
     return local_rank
 
 
-def test_a_rank_that_is_stopped_after_its_last_collective_is_named_at_the_timeout() -> None:
+def test_a_rank_that_is_stopped_after_its_last_collective_is_named_at_the_timeout(
+    limit_s: float,
+) -> None:
     start = time.monotonic()
     with pytest.raises(WorkerFailedError, match="rank 1 of 2 was stopped by SIGSTOP") as caught:
         unisono.spawn("gloo", stop_last, nproc_per_node=2, timeout=2)
     assert (caught.value.rank, caught.value.signal) == (1, "SIGSTOP")
-    assert 2 < time.monotonic() - start < STOPPED_LATE_S
+    assert 2 < time.monotonic() - start < limit_s
 
 
-def test_a_rank_that_is_stopped_after_its_last_collective_is_named_at_the_deadline() -> None:
+def test_a_rank_that_is_stopped_after_its_last_collective_is_named_at_the_deadline(
+    limit_s: float,
+) -> None:
     start = time.monotonic()
     with (
         pytest.raises(CollectiveTimeoutError, match=r"ranks \[1\] of 2.*rank 1 was stopped by SIG"),
         unisono.deadline(2),
     ):
         unisono.spawn("gloo", stop_last, nproc_per_node=2)
-    assert time.monotonic() - start < STOPPED_LATE_S
+    assert time.monotonic() - start < limit_s
 
 
 def test_a_rank_that_goes_on_in_time_is_no_failure(tmp_path: Path) -> None:
@@ -159,7 +168,7 @@ def test_ranks_that_the_parent_ended_are_not_the_first_failure() -> None:
         if local_rank == 1:
             return
         if local_rank == 2:
-            time.sleep(60)
+            signal.pause()
         unisono.barrier()
 
     with pytest.raises(WorkerFailedError, match="rank 0 of 3 raised .*PeerFailedError") as caught:
@@ -208,44 +217,3 @@ def test_an_error_that_is_kept_keeps_nothing_else(fn: Any) -> None:
         assert held() == before
     finally:
         gc.enable()
-
-
-MANY = """
-import os, resource, sys
-import unisono
-_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-resource.setrlimit(resource.RLIMIT_NOFILE, (4096, most))
-held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-
-def fn(local_rank):
-    return unisono.all_reduce(1)
-
-if __name__ == "__main__":
-    backend, *methods = sys.argv[1:]
-    for method in methods:
-        options = {} if method == "-" else {"start_method": method}
-        assert unisono.spawn(backend, fn, nproc_per_node=2, **options) == [2, 2]
-    with unisono.WorkerPool(backend, nproc_per_node=2) as pool:
-        assert pool.run(fn) == [2, 2]
-    print("done")
-"""
-
-
-@pytest.mark.parametrize(
-    "words", [("gloo", "forkserver", "spawn", "fork"), ("mpi4py", "-"), ("horovod", "-")]
-)
-def test_a_parent_may_have_more_than_a_thousand_descriptors(
-    words: tuple[str, ...], tmp_path: Path
-) -> None:
-    require_backend(words[0])
-    program = tmp_path / "program.py"
-    program.write_text(MANY)
-    done = subprocess.run(
-        [sys.executable, str(program), *words],
-        env={**os.environ, "PYTHONPATH": SOURCES},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.stdout.endswith("done\n"), done.stderr
