@@ -29,7 +29,7 @@ from unisono import WorkerPool
 from unisono.launchers.job.worker_handles import Workers
 
 PROGRAM = """
-import unisono
+import functools, unisono
 
 class Point:
     def __init__(self, x):
@@ -45,6 +45,13 @@ def move(local_rank, point):
 def fail(local_rank):
     raise Wrong("here")
 
+@functools.lru_cache(maxsize=8)
+def numbers(n):
+    return [n]
+
+def cached(local_rank):
+    return numbers(local_rank) is numbers(local_rank), numbers.cache_parameters()["maxsize"]
+
 points = unisono.spawn("gloo", move, args=(Point(5),), nproc_per_node=2)
 assert all(type(point) is Point for point in points)
 try:
@@ -52,7 +59,9 @@ try:
 except unisono.errors.WorkerFailedError as error:
     assert type(error.__cause__) is Wrong
 print([point.x for point in points])
+print(unisono.spawn("gloo", cached, nproc_per_node=2), unisono.spawn("gloo", numbers))
 """
+PRINTED = "[11, 11]\n[(True, 8), (True, 8)] [[0]]"
 RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -86,7 +95,7 @@ def test_what_main_defines_can_be_spawned_and_comes_back_as_itself(
     script = tmp_path / "script.py"
     script.write_text(PROGRAM)
     ways = {"-c": ["-c", PROGRAM], "stdin": ["-"], "script without a main guard": [str(script)]}
-    assert run_python(*ways[how], text=PROGRAM, cwd=tmp_path) == "[11, 11]"
+    assert run_python(*ways[how], text=PROGRAM, cwd=tmp_path) == PRINTED
 
 
 def test_a_module_that_only_a_later_path_finds_can_be_spawned(
@@ -112,25 +121,12 @@ def test_a_module_that_nobody_else_can_import_can_be_spawned(
 
 
 CACHED = """
-import functools, unisono
+import functools
 
 @functools.lru_cache(maxsize=8)
 def numbers(n):
     return [n]
-
-def fn(local_rank):
-    return numbers(local_rank) is numbers(local_rank), numbers.cache_parameters()["maxsize"]
-
-if __name__ == "__main__":
-    print(unisono.spawn("gloo", fn, nproc_per_node=2))
-    print(unisono.spawn("gloo", numbers))
 """
-
-
-def test_cached_functions_of_main_are_found_in_the_replicas(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(CACHED)
-    assert run_python(str(script), cwd=tmp_path) == "[(True, 8), (True, 8)]\n[[0]]"
 
 
 @pytest.mark.parametrize("is_listed", [True, False])
@@ -241,7 +237,7 @@ def test_a_deadline_holds_while_a_worker_is_stopped_within_its_result(tmp_path: 
         assert job.join(30) == [bytes(1 << 24)]
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("method", ["forkserver", "fork"])  # it is the helper's child, or ours
 def test_a_worker_that_is_stopped_is_named_at_once(
     method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -287,17 +283,16 @@ def _helper(local_rank: int) -> int:
     return os.getppid()
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_a_job_goes_on_when_a_variable_makes_another_helper(
-    method: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "5")  # ranks of another test may stay with its helper
-    with Pipe(tmp_path) as pipe, WorkerPool("gloo", 2, start_method=method) as pool:
+    with Pipe(tmp_path) as pipe, WorkerPool("gloo", 2) as pool:
         old, *_ = pool.run(_helper)
-        job = unisono.spawn("gloo", _wait, (pipe.path,), start_method=method, join=False)
+        job = unisono.spawn("gloo", _wait, (pipe.path,), join=False)
         go_on = pipe.read(1)[0]
         monkeypatch.setenv("OMP_NUM_THREADS", "6")
-        (new,) = unisono.spawn("gloo", _helper, start_method=method)
+        (new,) = unisono.spawn("gloo", _helper)
         assert new != old
         assert pool.run(_helper) == [old, old]
         say(go_on, "go on")
@@ -401,10 +396,16 @@ class Owner:
     """Something that a finalizer can be of."""
 
 
-def test_a_replica_undoes_at_its_end_what_it_set_up_and_not_what_the_helper_did(
-    tmp_path: Path,
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+def test_a_replica_undoes_at_its_end_what_it_set_up_and_not_what_others_did(
+    method: Any, tmp_path: Path
 ) -> None:
-    assert unisono.spawn("gloo", leave_notes, (tmp_path,), nproc_per_node=2) == [0, 0]
+    """Such as a temporary folder of this process, of which it may be a fork."""
+    theirs = Owner()
+    weakref.finalize(theirs, (tmp_path / "of the parent").touch)
+    options: dict[str, Any] = {"nproc_per_node": 2, "start_method": method}
+    assert unisono.spawn("gloo", leave_notes, (tmp_path,), **options) == [0, 0]
     notes = [f"{kind} {rank}" for kind in ("atexit", "finalize") for rank in range(2)]
     assert sorted(path.name for path in tmp_path.iterdir()) == notes
 

@@ -1,4 +1,4 @@
-"""Plain processes that make gloo groups by hand: nothing here is unisono's."""
+"""Plain processes that make gloo groups by hand, which unisono knows nothing of."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from typing import Any
 import cloudpickle
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, TCPStore
+
+import unisono
 
 __all__ = (
     "TIMEOUT",
@@ -38,8 +40,14 @@ _processes = multiprocessing.get_context("forkserver")
 
 def prepare(*modules: str) -> None:
     """Start the process that the others are forks of, which loads `modules` for all of them."""
-    _processes.set_forkserver_preload(["tests.support.by_hand", "pytest", "unisono", *modules])
-    multiprocessing.forkserver.ensure_running()
+    if unisono.is_distributed():  # a rank of a test that runs there, which starts no processes
+        return
+    server: Any = vars(multiprocessing.forkserver)["_forkserver"]
+    if not {*modules} <= {*server._preload_modules}:
+        server._stop()  # the one that an earlier module of tests has started
+    if server._forkserver_pid is None:
+        server.set_forkserver_preload(["tests.support.by_hand", "pytest", "unisono", *modules])
+    server.ensure_running()
 
 
 def dismiss() -> None:
@@ -54,9 +62,9 @@ def join(folder: Path, rank: int, size: int, name: str = "store", backend: str =
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
 
 
-def join_by_tcp(folder: Path, rank: int, host: str) -> None:
-    """Make the default group through a store at a port of the kernel's choice."""
-    meeting = FileStore(str(folder / "meeting"), 2)
+def join_by_tcp(folder: Path, rank: int, host: str, name: str = "meeting") -> None:
+    """Make the default group of two through a store at a port of the kernel's choice."""
+    meeting = FileStore(str(folder / name), 2)
     if rank == 0:
         store = TCPStore(host, 0, 2, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
         meeting.set("port", str(store.port))
@@ -98,17 +106,17 @@ def outcomes(
     checks: Sequence[Check],
     size: int,
     folder: Path,
-    backend: str,
+    backend: str | None = None,
     ignored: str = "",
     set_up: Callable[[int], None] | None = None,
 ) -> dict[str, str]:
     """Run checks one after the other in one job, until one fails.
 
     Args:
-        checks: functions with names of their own.
+        checks: functions with different names, each of which gets its own folder.
         size: number of ranks.
         folder: an empty one.
-        backend: of the default group.
+        backend: of the default group; None where each check makes and leaves its own.
         ignored: regular expression of warnings that other libraries give of themselves.
         set_up: called with the rank first.
 
@@ -117,15 +125,22 @@ def outcomes(
     """
 
     def fn(rank: int) -> tuple[str, str]:
-        warnings.filterwarnings("ignore", ignored)
+        warnings.filterwarnings("ignore", ignored or "$")
         if set_up is not None:
             set_up(rank)
-        join(folder, rank, size, backend=backend)
+        if backend is not None:
+            join(folder, rank, size, backend=backend)
         for check in checks:
-            failed = _failed(check, rank, size, folder)
-            if failed:
-                return check.__name__, failed
-        leave()
+            own = folder / check.__name__
+            own.mkdir(exist_ok=True)
+            try:
+                check(rank, size, own)
+                if backend is not None:
+                    dist.barrier()
+            except BaseException:
+                return check.__name__, f"rank {rank}:\n{traceback.format_exc()}"
+        if backend is not None:
+            leave()
         return "", ""
 
     failed = by_hand(fn, size)
@@ -136,15 +151,6 @@ def outcomes(
     for name in names[first : first + 1]:
         table[name] = "\n".join(text for _, text in failed)
     return table
-
-
-def _failed(check: Check, rank: int, size: int, folder: Path) -> str:
-    try:
-        check(rank, size, folder)
-        dist.barrier()
-    except BaseException:
-        return f"rank {rank}:\n{traceback.format_exc()}"
-    return ""
 
 
 def _hear(end: Connection) -> tuple[Any, str]:

@@ -8,7 +8,6 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -86,9 +85,9 @@ def gone(pids: Iterable[int], within_s: float) -> list[int]:
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             processes.append(psutil.Process(pid))
-    until = time.monotonic() + within_s
-    while (alive := [p for p in processes if _is_alive(p)]) and time.monotonic() < until:
-        threading.Event().wait(0.01)
+    with contextlib.suppress(AssertionError):
+        until(lambda: not any(map(_is_alive, processes)), within_s)
+    alive = [process for process in processes if _is_alive(process)]
     for process in alive:
         process.kill()
     return [process.pid for process in alive]
@@ -103,10 +102,9 @@ def _is_alive(process: psutil.Process) -> bool:
 
 def marked(mark: str, within_s: float) -> list[str]:
     """Wait until no other process has the mark; list those that still do."""
-    until = time.monotonic() + within_s
-    while (commands := _marked(mark)) and time.monotonic() < until:
-        threading.Event().wait(0.05)
-    return commands
+    with contextlib.suppress(AssertionError):
+        until(lambda: not _marked(mark), within_s)
+    return _marked(mark)
 
 
 def _marked(mark: str) -> list[str]:

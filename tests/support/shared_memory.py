@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 import unisono
 
-__all__ = ("assert_rows_arrive", "mappings", "shared_bytes")
+__all__ = ("assert_collectives_are_right", "mappings", "shared_bytes")
 
 
 def shared_bytes() -> int:
@@ -29,19 +28,42 @@ def mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:unisono")
 
 
-def assert_rows_arrive(mine: Tensor, every: Sequence[Tensor]) -> None:
-    """Check the collectives that send each rank another row.
+def assert_collectives_are_right(counts: Sequence[int], dtype: torch.dtype) -> None:
+    """Check every collective of tensors with the last of `counts` elements, some with each.
 
     Collective over all ranks.
-
-    Args:
-        mine: [n] of this rank, of integers.
-        every: that of each rank.
     """
-    rank = unisono.get_rank()
-    rows = torch.stack([mine + 10 * other for other in range(len(every))])
+    rank, size = unisono.get_rank(), unisono.get_world_size()
+    last = size - 1
+    for count in counts:
+        numbers = torch.arange(count, dtype=dtype)
+        every = [numbers + other for other in range(size)]
+        mine, total = every[rank].clone(), torch.stack(every).sum(0)
+        assert torch.equal(unisono.all_reduce(mine), total)
+        assert torch.equal(mine, every[rank])
+        assert torch.equal(unisono.all_reduce(mine, async_op=True).wait(), total)
+        assert torch.equal(unisono.all_reduce_(mine.clone()), total)
+        torch.testing.assert_close(unisono.all_reduce(mine, "mean"), total / size)
+        assert torch.equal(unisono.all_reduce(mine, "min"), every[0])
+        assert torch.equal(unisono.all_reduce(mine, "max"), every[last])
+        for src in (0, last):
+            given = mine if rank == src else None
+            assert torch.equal(unisono.broadcast(given, src=src), every[src])
+            assert torch.equal(unisono.broadcast_(mine.clone(), src=src), every[src])
+    reduced = unisono.reduce(mine, dst=last)
+    assert (reduced is None) == (rank != last)
+    assert reduced is None or torch.equal(reduced, total)
+    assert torch.equal(unisono.all_gather(mine), torch.cat(every))
+    uneven = unisono.all_gather(mine[: count - rank])
+    assert torch.equal(uneven, torch.cat([x[: count - r] for r, x in enumerate(every)]))
+    rows = torch.stack([mine + 10 * other for other in range(size)])
     expected = torch.stack([each + 10 * rank for each in every])
     assert torch.equal(unisono.all_to_all(rows), expected)
     assert torch.equal(unisono.reduce_scatter(rows).view(-1), expected.sum(0))
     part = unisono.scatter(rows if rank == 0 else None, src=0)
     assert torch.equal(part, every[0] + 10 * rank)
+    flags = unisono.all_reduce(torch.arange(count) % (rank + 2) == 0, "and")
+    assert flags.dtype is torch.bool
+    for other, item in enumerate(unisono.all_gather({"rank": rank, "values": mine.numpy()})):
+        assert item["rank"] == other
+        assert (item["values"] == every[other].numpy()).all()

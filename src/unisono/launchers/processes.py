@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import logging
 import os
 import pickle
@@ -334,7 +333,8 @@ class _Fork:
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                gc.freeze()  # a group of torch that is garbage here would join threads it lacks
+                # A group of torch that is garbage here would join threads that it lacks.
+                forkserver.make_ready_for_copies()
                 self.control.close()
                 forkserver.serve(theirs, parent, work)
             finally:

@@ -2,31 +2,138 @@
 
 from __future__ import annotations
 
-import functools
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
+import torch
 
-import unisono
-from tests.support.mistakes import MISTAKES, make_all
+import unisono as idist
+from tests.support.worlds import with_marks
+from unisono.errors import (
+    AlreadyInitializedError,
+    ArgumentError,
+    GroupMembershipError,
+    PayloadError,
+)
+from unisono.testing.ranks.world import World
 
-WORLDS = [("serial", 1), ("threads", 2), ("gloo", 2)]
+everywhere = with_marks(pytest.mark.ranks(1, on="serial"), pytest.mark.ranks(2))
+Refusal = tuple[Callable[[], Any], type[Exception], Sequence[str]]
 
 
-@functools.cache
-def made_on(backend: str, size: int) -> list[dict[str, tuple[type | None, str]]]:
-    results: list[dict[str, tuple[type | None, str]]]
-    results = unisono.spawn(backend, make_all, nproc_per_node=size, timeout=60)
-    return results
+def are_refused(world: World, *refusals: Refusal) -> None:
+    """Check the error and the words of each call, and after each that the context still works."""
+    for call, error, words in refusals:
+        with pytest.raises(error) as caught:
+            call()
+        assert caught.type is error
+        for word in words:
+            assert word in str(caught.value)
+        assert idist.all_reduce(1) == world.size, words
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_raises_on_every_rank_of_every_model_alike(name: str) -> None:
-    mistake = MISTAKES[name]
-    for backend, size in WORLDS:
-        if size < mistake.least_size:
-            continue
-        for rank, made in enumerate(made_on(backend, size)):
-            error, message = made[name]
-            assert error is mistake.error, (backend, message)
-            for words in mistake.words:
-                assert words.format(last=size - 1, rank=rank) in message, backend
+def first(rank: Any) -> None:
+    with idist.one_rank_first(rank):
+        pass
+
+
+NO_RANKS: tuple[Any, ...] = (7, -1, True, "0", 0.0, None)
+GROUPS: tuple[tuple[Any, str], ...] = (
+    ([0, 0], "[0, 0]: duplicate ranks"),
+    ([0, 9], "9 is not a rank of this job"),
+    ([-1], "-1 is not a rank of this job"),
+    ([False], "False is not a rank of this job"),
+    (["0"], "'0' is not a rank of this job"),
+    (0, "group"),
+    ("0", "group"),
+)
+
+
+@everywhere
+def test_ranks_that_are_not_there(world: World) -> None:
+    ones = [1] * world.size
+    takers: list[tuple[str, Callable[[Any], Any]]] = [
+        ("src", lambda rank: idist.broadcast(1, src=rank)),
+        ("src", lambda rank: idist.broadcast_(torch.ones(1), src=rank)),
+        ("src", lambda rank: idist.scatter(ones, src=rank)),
+        ("dst", lambda rank: idist.reduce(1, dst=rank)),
+        ("dst", lambda rank: idist.gather(1, dst=rank)),
+        ("dst", lambda rank: idist.send(1, dst=rank)),
+        ("src", lambda rank: idist.recv(src=rank)),
+        ("rank", lambda rank: idist.one_rank_only(rank=rank)(int)()),
+        ("rank", first),
+    ]
+    scope = f"from 0 to {world.size - 1}"
+    for name, call in takers:
+        refusals = [(partial(call, r), ArgumentError, (f"{name}={r!r}", scope)) for r in NO_RANKS]
+        are_refused(world, *refusals)
+
+
+@everywhere
+def test_groups_that_are_none(world: World) -> None:
+    for ranks, words in GROUPS:
+        are_refused(
+            world,
+            (partial(idist.all_reduce, 1, group=ranks), ArgumentError, (words,)),
+            (partial(idist.new_group, ranks), ArgumentError, ("ranks",)),
+        )
+    if world.size > 1:
+        text = "src=0 isn't a member of the group (1,)"
+        are_refused(
+            world, (lambda: idist.broadcast(1, src=0, group=[1]), GroupMembershipError, (text,))
+        )
+
+
+@everywhere
+def test_operations_that_are_unknown(world: World) -> None:
+    known, bad, nothing = ("unknown reduction", "SUM AVERAGE"), "NOPE", None
+    are_refused(
+        world,
+        (lambda: idist.all_reduce(1, bad), ArgumentError, ("'NOPE'", *known)),  # type: ignore[call-overload]
+        (lambda: idist.all_reduce_(torch.ones(1), bad), ArgumentError, ("'NOPE'", *known)),  # type: ignore[call-overload]
+        (lambda: idist.reduce(1, op=nothing), ArgumentError, ("None", *known)),  # type: ignore[call-overload]
+        (lambda: idist.all_reduce(torch.ones(1), "AND"), PayloadError, ("AND works on integer",)),
+    )
+
+
+@everywhere
+def test_values_of_the_last_rank(world: World) -> None:
+    last = world.size - 1
+    lock, many = threading.Lock(), [threading.Lock()] * world.size
+
+    def mine(bad: Any, good: Any = 1) -> Any:
+        return bad if world.rank == last else good
+
+    of_last = f"rank {last}: "
+    too_large = "9223372036854775808 doesn't fit into 64 bits"
+    calls: list[tuple[Callable[[], Any], Sequence[str]]] = [
+        (lambda: idist.all_gather(2**63), (too_large,)),
+        (lambda: idist.all_reduce(mine(2**63)), (of_last, too_large)),
+        (lambda: idist.broadcast(2**63, src=last), (of_last, too_large)),
+        (lambda: idist.all_gather(mine(lock)), (of_last, "a lock can't be pickled")),
+        (lambda: idist.broadcast(lock, src=last), (of_last, "a lock can't be pickled")),
+        (lambda: idist.gather({"a": mine(lock)}), (of_last, "a lock can't be pickled")),
+        (lambda: idist.scatter(many, src=last), (of_last, "a lock can't be pickled")),
+        (
+            lambda: idist.all_to_all(mine(many, [1] * world.size)),
+            (of_last, "a lock can't be pickled"),
+        ),
+        (lambda: idist.all_reduce(mine("x")), (of_last, "a str can't be")),
+        (
+            lambda: idist.all_reduce({"a": 1, "b": [mine("x")]}),
+            (of_last, "a str at {'b'}[0] can't be"),
+        ),
+        (lambda: idist.scatter([1] * (last + 2), src=last), (of_last, "one for each")),
+        (lambda: idist.all_to_all([1] * (last + 2)), ("a list of",)),
+        (lambda: idist.reduce_scatter(torch.tensor(1)), ("dim 0 is a multiple of",)),
+    ]
+    are_refused(world, *((call, PayloadError, words) for call, words in calls))
+
+
+@everywhere
+def test_a_second_context(world: World) -> None:
+    words = (f"live already (rank {world.rank} of", "call finalize() first")
+    are_refused(world, (lambda: idist.initialize("gloo"), AlreadyInitializedError, words))

@@ -12,12 +12,17 @@ import pytest
 import torch
 
 import unisono
-from tests.support.requirements import require_backend
+from tests.support.processes import until
+from tests.support.requirements import is_required, require_backend
+from tests.support.worlds import with_marks
 from unisono.context import current, replica
 from unisono.errors import ArgumentError, CollectiveTimeoutError, WorkerFailedError
+from unisono.testing.ranks.world import World
 
 BIG = 2_000_000  # elements: more than what travels in a round
-BACKENDS = ("gloo", "threads", "mpi4py")
+LIMIT_S = 60.0
+on_mpi = [pytest.mark.ranks(2, on="mpi4py", timeout=200)] if is_required("mpi4py") else []
+two = with_marks(pytest.mark.ranks(2), *on_mpi)
 
 
 def in_threads(*calls: Callable[[], Any]) -> list[Any]:
@@ -39,52 +44,53 @@ def in_threads(*calls: Callable[[], Any]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_two_threads_with_a_group_each_never_meet(backend: str) -> None:
-    require_backend(backend)
+@two
+def test_two_threads_with_a_group_each_never_meet() -> None:
+    groups = [unisono.new_group([0, 1]) for _ in range(2)]
 
-    def fn(rank: int) -> list[Any]:
-        groups = [unisono.new_group([0, 1]) for _ in range(2)]
+    def sums(at: int) -> int:
+        wrong = 0
+        for turn in range(300):
+            value = 1000 * (at + 1) + turn
+            wrong += unisono.all_reduce(value, group=groups[at]) != 2 * value
+        return wrong
 
-        def sums(at: int) -> int:
-            wrong = 0
-            for turn in range(300):
-                value = 1000 * (at + 1) + turn
-                wrong += unisono.all_reduce(value, group=groups[at]) != 2 * value
-            return wrong
-
-        return in_threads(lambda: sums(0), lambda: sums(1))
-
-    assert unisono.spawn(backend, fn, nproc_per_node=2, timeout=30) == [[0, 0]] * 2
+    assert in_threads(lambda: sums(0), lambda: sums(1)) == [0, 0]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_groups_of_the_same_ranks_may_be_called_in_another_order_by_each_rank(
-    backend: str,
-) -> None:
+@two
+def test_groups_of_the_same_ranks_may_be_called_in_another_order_by_each_rank(world: World) -> None:
     """Large tensors too, whose calls are compared over the control plane before they travel."""
-    require_backend(backend)
+    groups = [unisono.new_group([0, 1]) for _ in range(2)]
+    first = threading.Event()
 
-    def fn(rank: int) -> list[Any]:
-        groups = [unisono.new_group([0, 1]) for _ in range(2)]
-        first = threading.Event()
+    def total(at: int, value: float) -> Any:
+        if at != world.rank:  # each rank begins with another group
+            first.wait()
+        first.set()
+        found = unisono.all_reduce(value, group=groups[at])
+        big = unisono.all_reduce(torch.full((BIG,), value), group=groups[at])
+        return found, big[0].item(), big[-1].item()
 
-        def total(at: int, value: float) -> Any:
-            if at != rank:  # each rank begins with another group
-                first.wait()
-            first.set()
-            found = unisono.all_reduce(value, group=groups[at])
-            big = unisono.all_reduce(torch.full((BIG,), value), group=groups[at])
-            return found, big[0].item(), big[-1].item()
+    found = in_threads(lambda: total(0, 1.0), lambda: total(1, 100.0))
+    assert found == [(2.0, 2.0, 2.0), (200.0, 200.0, 200.0)]
 
-        return in_threads(lambda: total(0, 1.0), lambda: total(1, 100.0))
 
-    wanted = [(2.0, 2.0, 2.0), (200.0, 200.0, 200.0)]
-    assert unisono.spawn(backend, fn, nproc_per_node=2, timeout=30) == [wanted] * 2
+@with_marks(pytest.mark.ranks(1, on=("serial", "gloo", "threads")), *on_mpi)
+def test_a_bad_timeout_of_a_group_is_refused() -> None:
+    wrong: Any
+    for wrong in (0, -1, "2"):
+        with pytest.raises(ArgumentError, match="timeout"):
+            unisono.new_group([0], timeout=wrong)
+    with pytest.raises(ArgumentError, match="tiemout"):
+        unisono.new_group([0], tiemout=3)  # type: ignore[call-arg]
+
+
+# Which leave no context behind that could be used again
 
 
 @pytest.mark.parametrize("size", [1, BIG])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["gloo", "threads", "mpi4py"])
 def test_the_timeout_of_a_group_is_heeded(backend: str, size: int, tmp_path: Path) -> None:
     require_backend(backend)
     given_up = tmp_path / "given up"
@@ -93,8 +99,7 @@ def test_the_timeout_of_a_group_is_heeded(backend: str, size: int, tmp_path: Pat
         group = unisono.new_group([0, 1], timeout=0.5)
         unisono.barrier(group=group)
         if rank == 1:
-            while not given_up.exists():
-                time.sleep(0.01)
+            until(given_up.exists, LIMIT_S)
             return 0.0
         begin = time.monotonic()
         with pytest.raises(CollectiveTimeoutError):
@@ -105,17 +110,17 @@ def test_the_timeout_of_a_group_is_heeded(backend: str, size: int, tmp_path: Pat
 
     if backend == "mpi4py":  # after what was given up MPI can only end the job
         with pytest.raises(WorkerFailedError, match="waited 0.5 s in"):
-            unisono.spawn(backend, wait_in_vain, (size,), nproc_per_node=2, timeout=60)
+            unisono.spawn(backend, wait_in_vain, (size,), nproc_per_node=2, timeout=LIMIT_S)
         return
-    seconds, _ = unisono.spawn(backend, fn, nproc_per_node=2, timeout=60)
+    seconds, _ = unisono.spawn(backend, fn, nproc_per_node=2, timeout=LIMIT_S)
     assert 0.4 < seconds < 5
 
 
 def wait_in_vain(rank: int, size: int) -> None:
     group = unisono.new_group([0, 1], timeout=0.5)
     unisono.barrier(group=group)
-    while rank == 1:  # until the job is ended
-        time.sleep(0.01)
+    if rank == 1:
+        time.sleep(600)  # until the job is ended
     unisono.all_reduce(torch.ones(size), group=group)
 
 
@@ -125,20 +130,16 @@ def test_a_group_may_have_more_time_than_the_job_and_less_than_its_block(
 ) -> None:
     may_come, given_up = tmp_path / "may come", tmp_path / "given up"
 
-    def until_there(path: Path) -> None:
-        while not path.exists():
-            time.sleep(0.01)
-
     def fn(rank: int) -> Any:
         group = unisono.new_group([0, 1], timeout=30)
         unisono.barrier(group=group)
         if rank == 1:
-            until_there(may_come)
+            until(may_come.exists, LIMIT_S)
         else:
             threading.Timer(1.5, may_come.touch).start()  # more than what the job allows
         total = unisono.all_reduce(1, group=group)
         if rank == 1:
-            until_there(given_up)
+            until(given_up.exists, LIMIT_S)
             return total, 0.0
         begin = time.monotonic()
         with unisono.deadline(0.3), pytest.raises(CollectiveTimeoutError):
@@ -149,18 +150,3 @@ def test_a_group_may_have_more_time_than_the_job_and_less_than_its_block(
     (first, seconds), (second, _) = unisono.spawn(backend, fn, nproc_per_node=2, timeout=1)
     assert (first, second) == (2, 2)
     assert seconds < 5
-
-
-@pytest.mark.parametrize("backend", ["serial", *BACKENDS])
-def test_a_bad_timeout_of_a_group_is_refused(backend: str) -> None:
-    require_backend(backend)
-
-    def fn(rank: int) -> None:
-        wrong: Any
-        for wrong in (0, -1, "2"):
-            with pytest.raises(ArgumentError, match="timeout"):
-                unisono.new_group([0], timeout=wrong)
-        with pytest.raises(ArgumentError, match="tiemout"):
-            unisono.new_group([0], tiemout=3)  # type: ignore[call-arg]
-
-    unisono.spawn(backend, fn, nproc_per_node=1)

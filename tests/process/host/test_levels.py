@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,8 @@ import pytest
 import torch
 
 import unisono
-from tests.support.by_hand import by_hand, join, leave, prepare
-from tests.support.shared_memory import assert_rows_arrive
+from tests.support.by_hand import Check, by_hand, join, leave, outcomes, prepare
+from tests.support.shared_memory import assert_collectives_are_right
 from unisono.context import communicator
 from unisono.control import rendezvous
 from unisono.errors import CollectiveError, CollectiveMismatchError, PayloadError, PeerFailedError
@@ -30,11 +32,6 @@ pytestmark = pytest.mark.skipif(not memory.is_supported(), reason="there is no s
 MIB = 1 << 20
 COUNT = 300_001  # 1.2 MB of float32, not a multiple of anything
 LONG = 9 * MIB // 8 + 1  # of float32 goes in slices
-HOSTS = {
-    "2 and 2": "aabb",
-    "in turns": "abab",
-    "2 and 1": "aab",
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,11 +39,9 @@ def forks() -> None:
     prepare()
 
 
-def meet(folder: Path, rank: int, hosts: str) -> None:
+def pretend(hosts: str, rank: int) -> None:
     os.environ["UNISONO_SOCKET_IFNAME"] = "lo"
-    name = hosts[rank]
-    vars(rendezvous)["host_of_this_process"] = lambda: f"host {name}"
-    join(folder, rank, len(hosts))
+    vars(rendezvous)["host_of_this_process"] = lambda: f"host {hosts[rank]}"
 
 
 def levels() -> TwoLevels:
@@ -55,54 +50,27 @@ def levels() -> TwoLevels:
     return made
 
 
-def noted(made: TwoLevels) -> list[str]:
-    """Take note of each operation from here on that goes through both levels."""
+@contextmanager
+def noted() -> Iterator[list[str]]:
+    """Take note of each operation in the block that goes through both levels."""
     calls: list[str] = []
-    begin = made.watch.begin
+    watch = levels().watch
+    begin = watch.begin
 
     def note(call: str) -> Any:
         calls.append(call)
         return begin(call)
 
-    vars(made.watch)["begin"] = note
-    return calls
+    vars(watch)["begin"] = note
+    yield calls
+    vars(watch)["begin"] = begin
 
 
-@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
-def test_every_collective_of_large_tensors(hosts: str, tmp_path: Path) -> None:
-    world_size = len(hosts)
-
-    def fn(rank: int) -> list[str]:
-        meet(tmp_path, rank, hosts)
-        calls, last = noted(levels()), world_size - 1
-        for count in (COUNT, LONG):
-            mine = torch.arange(count, dtype=torch.float32) + rank
-            numbers = torch.arange(count, dtype=torch.float32)
-            every = [numbers + other for other in range(world_size)]
-            total = torch.stack(every).sum(0)
-            assert torch.equal(unisono.all_reduce(mine), total)
-            assert torch.equal(mine, every[rank])
-            assert torch.equal(unisono.all_reduce(mine, async_op=True).wait(), total)
-            assert torch.equal(unisono.all_reduce_(mine.clone()), total)
-            torch.testing.assert_close(unisono.all_reduce(mine, "mean"), total / world_size)
-            assert torch.equal(unisono.all_reduce(mine, "max"), every[last])
-            for src in (0, last):
-                given = mine if rank == src else None
-                assert torch.equal(unisono.broadcast(given, src=src), every[src])
-                assert torch.equal(unisono.broadcast_(mine.clone(), src=src), every[src])
-        reduced = unisono.reduce(mine, dst=last)
-        assert (reduced is None) == (rank != last)
-        assert reduced is None or torch.equal(reduced, total)
-        assert torch.equal(unisono.all_gather(mine), torch.cat(every))
-        assert_rows_arrive(mine, every)
-        objects = unisono.all_gather({"rank": rank, "values": mine.numpy()})
-        assert all((objects[r]["values"] == x.numpy()).all() for r, x in enumerate(every))
-        leave()
-        return calls
-
-    found = by_hand(fn, world_size)
-    assert found == found[:1] * world_size
-    assert found[0].count("all_reduce SUM") == 6
+def every_collective_of_large_tensors(rank: int, size: int, folder: Path) -> None:
+    with noted() as calls:
+        assert_collectives_are_right([COUNT, LONG], torch.float32)
+    assert calls.count("all_reduce SUM") == 6
+    assert unisono.all_gather(calls) == [calls] * size
 
 
 DTYPES = (
@@ -123,12 +91,10 @@ def means_something(dtype: torch.dtype, op: ReduceOp) -> bool:
     return not (dtype.is_complex and op in (ReduceOp.MIN, ReduceOp.MAX))
 
 
-def test_all_ranks_get_the_same_bits_for_every_dtype_and_operation(tmp_path: Path) -> None:
-    def fn(rank: int) -> int:
-        meet(tmp_path, rank, "aabb")
-        compared = 0
-        for dtype in DTYPES:
-            calls = noted(levels())
+def all_ranks_get_the_same_bits(rank: int, size: int, folder: Path) -> None:
+    compared = 0
+    for dtype in DTYPES:
+        with noted() as calls:
             for count in (30_000, LONG * 4 // dtype.itemsize)[: 1 + (dtype in CUT)]:
                 torch.manual_seed(rank)
                 if dtype.is_floating_point or dtype.is_complex:
@@ -142,20 +108,15 @@ def test_all_ranks_get_the_same_bits_for_every_dtype_and_operation(tmp_path: Pat
                         bits = total.contiguous().view(torch.uint8)
                         assert torch.equal(unisono.broadcast(bits, src=0), bits), (dtype, op)
                         compared += 1
-            assert calls, dtype
-        exact = torch.randint(-(2**62), 2**62, (LONG,))
-        everybody = unisono.all_gather(exact).view(4, -1)
-        assert torch.equal(unisono.all_reduce(exact), everybody.sum(0))  # which wraps alike
-        leave()
-        return compared
-
-    assert min(by_hand(fn, 4)) > 70
+        assert calls, dtype
+    assert compared > 70
+    exact = torch.randint(-(2**62), 2**62, (LONG,))
+    everybody = unisono.all_gather(exact).view(size, -1)
+    assert torch.equal(unisono.all_reduce(exact), everybody.sum(0))  # which wraps alike
 
 
-def test_gradients_and_parameters_are_averaged_through_both_levels(tmp_path: Path) -> None:
-    def fn(rank: int) -> list[str]:
-        meet(tmp_path, rank, "aabb")
-        calls = noted(levels())
+def gradients_and_parameters_are_averaged(rank: int, size: int, folder: Path) -> None:
+    with noted() as calls:
         shapes = [(3,), (1000, 500), (7, 7), (2 * MIB,)]
         values = [torch.full(shape, float(rank)) for shape in shapes]
         unisono.all_reduce_params(values)
@@ -164,34 +125,67 @@ def test_gradients_and_parameters_are_averaged_through_both_levels(tmp_path: Pat
             apart = torch.full((COUNT,), float(rank))
             assert unisono.all_reduce(apart)[-1] == 6
         assert unisono.all_reduce_(apart)[-1] == 6
-        leave()
-        return calls
-
-    for calls in by_hand(fn, 4):
-        assert calls.count("all_reduce AVERAGE") == 2  # the large one, and the others
+    assert calls.count("all_reduce AVERAGE") == 2  # the large one, and the others
 
 
-def test_groups_over_several_hosts_stay_with_the_model(tmp_path: Path) -> None:
-    def fn(rank: int) -> None:
-        meet(tmp_path, rank, "aabb")
-        pair, three = unisono.new_group([0, 1]), unisono.new_group([0, 1, 3])
-        if rank in pair.ranks:
-            assert unisono.all_reduce(torch.ones(COUNT), group=pair)[-1] == 2
-            assert communicator().control.host(pair) is not None
-        if rank in three.ranks:
-            assert unisono.all_reduce(torch.ones(COUNT), group=three)[-1] == 3
-            assert communicator().control.memory(three) is None
-        assert unisono.all_reduce(torch.ones(COUNT))[-1] == 4
-        leave()
+def groups_over_several_hosts_stay_with_the_model(rank: int, size: int, folder: Path) -> None:
+    pair, three = unisono.new_group([0, 1]), unisono.new_group([0, 1, 3])
+    if rank in pair.ranks:
+        assert unisono.all_reduce(torch.ones(COUNT), group=pair)[-1] == 2
+        assert communicator().control.host(pair) is not None
+    if rank in three.ranks:
+        assert unisono.all_reduce(torch.ones(COUNT), group=three)[-1] == 3
+        assert communicator().control.memory(three) is None
+    assert unisono.all_reduce(torch.ones(COUNT))[-1] == 4
 
-    by_hand(fn, 4)
+
+def calls_that_differ_are_named(rank: int, size: int, folder: Path) -> None:
+    with pytest.raises(CollectiveMismatchError) as differs:
+        unisono.all_reduce(torch.ones(COUNT + (rank == 3)))
+    assert "rank 3" in str(differs.value)
+    assert "float32[300002]" in str(differs.value)
+    tensor = torch.ones(COUNT)
+    with pytest.raises(PayloadError if rank == 3 else CollectiveMismatchError, match="sparse"):
+        unisono.all_reduce(tensor.to_sparse() if rank == 3 else tensor)
+    assert unisono.all_reduce(torch.ones(COUNT))[-1] == 4  # nothing is broken by it
+
+
+CHECKS: dict[str, list[Check]] = {
+    "aabb": [
+        all_ranks_get_the_same_bits,
+        gradients_and_parameters_are_averaged,
+        groups_over_several_hosts_stay_with_the_model,
+        calls_that_differ_are_named,
+    ],
+    "abab": [every_collective_of_large_tensors],
+    "aab": [every_collective_of_large_tensors],
+}
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """What failed, by the hosts of the ranks of a job."""
+    found = {}
+    for hosts, checks in CHECKS.items():
+        set_up, folder = partial(pretend, hosts), tmp_path_factory.mktemp(hosts)
+        found[hosts] = outcomes(checks, len(hosts), folder, "gloo", set_up=set_up)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("hosts", "name"),
+    [(hosts, check.__name__) for hosts, checks in CHECKS.items() for check in checks],
+)
+def test_hosts_meet_on_two_levels(jobs: dict[str, dict[str, str]], hosts: str, name: str) -> None:
+    assert not jobs[hosts][name], jobs[hosts][name]
 
 
 def test_where_one_host_has_no_memory_the_model_carries_everything(tmp_path: Path) -> None:
     def fn(rank: int) -> None:
         if rank == 2:  # it makes that of its host
             os.environ["UNISONO_SHARED_BYTES"] = "0"
-        meet(tmp_path, rank, "aabb")
+        pretend("aabb", rank)
+        join(tmp_path, rank, 4)
         assert unisono.all_reduce(torch.ones(COUNT))[-1] == 4
         assert communicator().control.memory(None) is None
         leave()
@@ -199,47 +193,24 @@ def test_where_one_host_has_no_memory_the_model_carries_everything(tmp_path: Pat
     by_hand(fn, 4)
 
 
-def test_calls_that_differ_are_named(tmp_path: Path) -> None:
-    def fn(rank: int) -> tuple[str, str]:
-        meet(tmp_path, rank, "aabb")
-        with pytest.raises(CollectiveMismatchError) as differs:
-            unisono.all_reduce(torch.ones(COUNT + (rank == 3)))
-        with pytest.raises(PayloadError if rank == 3 else CollectiveMismatchError) as refuses:
-            tensor = torch.ones(COUNT)
-            unisono.all_reduce(tensor.to_sparse() if rank == 3 else tensor)
-        assert unisono.all_reduce(torch.ones(COUNT))[-1] == 4  # nothing is broken by it
-        leave()
-        return str(differs.value), str(refuses.value)
+@pytest.mark.parametrize(
+    ("dead", "count"), [(2, 15 * LONG), (3, COUNT)], ids=["leader, slices", "other, whole"]
+)
+def test_a_death_on_the_other_host_is_named(dead: int, count: int, tmp_path: Path) -> None:
+    """In the midst of sums."""
 
-    for differs, refuses in by_hand(fn, 4):
-        assert "rank 3" in differs
-        assert "float32[300002]" in differs
-        assert "sparse" in refuses
-
-
-def dies(folder: Path, ranks: Sequence[int], how: signal.Signals, count: int) -> list[str]:
-    """Let the second of `ranks` end in the midst of sums; give what each other rank was told."""
-
-    def fn(rank: int) -> str:
-        meet(folder, rank, "aabb")
+    def fn(rank: int) -> int:
+        pretend("aabb", rank)
+        join(tmp_path, rank, 4)
         tensor = torch.ones(count)
         unisono.all_reduce_(tensor)
-        if rank == ranks[0]:
-            threading.Timer(0.2, os.kill, (os.getpid(), how)).start()
-        with pytest.raises(CollectiveError) as caught, unisono.deadline(20):
+        if rank == dead:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        with pytest.raises(PeerFailedError) as caught, unisono.deadline(20):
             while True:
                 unisono.all_reduce_(tensor)
         with pytest.raises(CollectiveError):  # and so it stays
             unisono.all_reduce_(tensor)
-        assert isinstance(caught.value, PeerFailedError), caught.value
-        return str(caught.value.rank)
+        return caught.value.rank
 
-    with pytest.raises(AssertionError, match=rf"rank {ranks[0]}:\nit ended without a word"):
-        by_hand(lambda rank: (folder / f"{rank}").write_text(fn(rank)), 4)
-    return [(folder / str(rank)).read_text() for rank in range(4) if rank != ranks[0]]
-
-
-@pytest.mark.parametrize("count", [COUNT, 15 * LONG], ids=["whole", "slices"])
-@pytest.mark.parametrize("rank", [2, 3], ids=["leader", "other"])
-def test_a_death_on_the_other_host_is_named(rank: int, count: int, tmp_path: Path) -> None:
-    assert dies(tmp_path, [rank], signal.SIGKILL, count) == [str(rank)] * 3
+    assert by_hand(fn, 4, killed=dead) == [None if rank == dead else dead for rank in range(4)]

@@ -6,9 +6,6 @@ import ctypes
 import gc
 import os
 import resource
-import signal
-import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,13 +17,12 @@ import torch
 from torch import Tensor
 
 import unisono
-from tests.process.host.test_tensors import no_memory
 from tests.support.by_hand import by_hand, join, leave, prepare
+from tests.support.processes import until
 from tests.support.shared_memory import mappings, shared_bytes
 from unisono.context import communicator
 from unisono.errors import (
     ArgumentError,
-    CollectiveError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
     PeerFailedError,
@@ -34,6 +30,7 @@ from unisono.errors import (
 from unisono.host import memory
 from unisono.host.collectives import HostCollectives
 from unisono.host.shared import LEAST_BYTES
+from unisono.testing.ranks.world import World
 
 pytestmark = pytest.mark.skipif(not memory.is_supported(), reason="there is no such memory here")
 
@@ -46,8 +43,8 @@ def forks() -> None:
     prepare()
 
 
-def host_of(group: unisono.Group | None = None) -> HostCollectives:
-    host = communicator().control.host(group)
+def host_of() -> HostCollectives:
+    host = communicator().control.host(None)
     assert host is not None
     return host
 
@@ -55,12 +52,15 @@ def host_of(group: unisono.Group | None = None) -> HostCollectives:
 def touches_no_slot(call: Callable[[], Any]) -> bool:
     """Tell whether a call leaves what tensors otherwise go through as it was."""
     arena = host_of()._arena
-    before = [slot.clone() for parity in (0, 1) for slot in arena.slots(parity)]
+    heads = [slot[:4096] for parity in (0, 1) for slot in arena.slots(parity)]
+    unisono.barrier()
+    if unisono.get_rank() == 0:
+        for head in heads:
+            head.fill_(0xA5)
     unisono.barrier()
     call()
     unisono.barrier()
-    after = [slot for parity in (0, 1) for slot in arena.slots(parity)]
-    return all(map(torch.equal, before, after))
+    return all(bool((head == 0xA5).all()) for head in heads)
 
 
 def filled(like: Tensor, rank: int) -> Tensor:
@@ -68,154 +68,159 @@ def filled(like: Tensor, rank: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "dtypes"),
-    [(2, [torch.float32, torch.complex64]), (3, [torch.bfloat16, torch.int64])],
-    ids=str,
+    "dtype", [torch.float32, torch.complex64, torch.bfloat16, torch.int64], ids=str
 )
-def test_collectives_copy_nothing_and_give_the_same_bits(
-    world_size: int, dtypes: list[torch.dtype], tmp_path: Path
-) -> None:
-    def fn(rank: int) -> None:
-        join(tmp_path, rank, world_size)
-        for dtype in dtypes:
-            mine = unisono.shared_empty(world_size, COUNT, dtype=dtype)
-            assert mine.shape == (world_size, COUNT)
-            ops: list[Any] = ["sum", "mean"] if dtype.is_floating_point else ["sum"]
-            ops += [] if dtype.is_complex or dtype.is_floating_point else ["max", "xor", "product"]
-            for op in ops:
-                values = filled(mine, rank) / 3 if "mean" in ops else filled(mine, rank)
-                mine.copy_(values)
-                expected = unisono.all_reduce(values, op)
-                assert touches_no_slot(partial(unisono.all_reduce_, mine, op))
-                assert torch.equal(mine, expected)
-                mine.copy_(values)
-                parts = unisono.reduce_scatter(values, op)
-                assert torch.equal(unisono.reduce_scatter(mine, op), parts)
-                assert torch.equal(mine, values)
-            mine.copy_(filled(mine, rank))
-            rows = unisono.all_gather(filled(mine, rank))
-            assert torch.equal(unisono.all_gather(mine), rows)
-            assert touches_no_slot(partial(unisono.all_gather, mine))
-            assert touches_no_slot(partial(unisono.reduce_scatter, mine))
-            assert touches_no_slot(partial(unisono.broadcast_, mine, src=1))
-            assert torch.equal(mine, filled(mine, 1))
-            part = mine[1]  # the same on all ranks
-            part.fill_(rank)
-            assert touches_no_slot(partial(unisono.all_reduce_, part))
-            assert torch.equal(part, torch.full_like(part, sum(range(world_size))))
-            assert torch.equal(mine[0], filled(mine, 1)[0])
-        leave()
-
-    by_hand(fn, world_size)
+@pytest.mark.ranks(3, on="gloo")
+def test_collectives_copy_nothing_and_give_the_same_bits(dtype: torch.dtype, world: World) -> None:
+    rank = world.rank
+    mine = unisono.shared_empty(world.size, COUNT, dtype=dtype)
+    assert mine.shape == (world.size, COUNT)
+    ops: list[Any] = ["sum", "mean"] if dtype.is_floating_point else ["sum"]
+    ops += [] if dtype.is_complex or dtype.is_floating_point else ["max", "xor", "product"]
+    for op in ops:
+        values = filled(mine, rank) / 3 if "mean" in ops else filled(mine, rank)
+        mine.copy_(values)
+        expected = unisono.all_reduce(values, op)
+        assert touches_no_slot(partial(unisono.all_reduce_, mine, op))
+        assert torch.equal(mine, expected)
+        mine.copy_(values)
+        parts = unisono.reduce_scatter(values, op)
+        assert torch.equal(unisono.reduce_scatter(mine, op), parts)
+        assert torch.equal(mine, values)
+    mine.copy_(filled(mine, rank))
+    rows = unisono.all_gather(filled(mine, rank))
+    assert torch.equal(unisono.all_gather(mine), rows)
+    assert touches_no_slot(partial(unisono.all_gather, mine))
+    assert touches_no_slot(partial(unisono.reduce_scatter, mine))
+    assert not touches_no_slot(partial(unisono.reduce_scatter, mine.clone()))
+    assert touches_no_slot(partial(unisono.broadcast_, mine, src=1))
+    assert torch.equal(mine, filled(mine, 1))
+    part = mine[1]  # the same on all ranks
+    part.fill_(rank)
+    assert touches_no_slot(partial(unisono.all_reduce_, part))
+    assert torch.equal(part, torch.full_like(part, sum(range(world.size))))
+    assert torch.equal(mine[0], filled(mine, 1)[0])
 
 
-def test_all_ranks_go_the_same_way(tmp_path: Path) -> None:
-    def fn(rank: int) -> None:
-        join(tmp_path, rank, 2)
-        first, second = unisono.shared_empty(2, COUNT), unisono.shared_empty((2, COUNT))
-        plain, transposed = torch.empty(2, COUNT), unisono.shared_empty(COUNT, 2).T
-        flags = unisono.shared_empty(COUNT, dtype=torch.bool)
-        for turn, pair in enumerate(
-            [(first, second), (first, plain), (first, transposed), (transposed, transposed)]
-        ):
-            mine = pair[rank].fill_(turn + rank)
-            unisono.all_reduce_(mine)
-            assert torch.equal(mine, torch.full_like(mine, 2 * turn + 1))
-            mine.fill_(rank)
-            assert torch.equal(unisono.broadcast_(mine, src=1), torch.ones_like(mine))
-        rows = (first[0], first[1])
-        rows[rank].fill_(rank + 1)
-        assert float(unisono.all_reduce_(rows[rank])[-1]) == 3
-        assert float(unisono.all_reduce_(first[0].fill_(1), async_op=True).wait()[-1]) == 2
-        assert bool(unisono.all_reduce_(flags.fill_(rank == 1), "or").all())
-        assert bool(unisono.all_gather(flags).all())
-        low = float(unisono.all_reduce_(first.fill_(rank), "min").max())
-        assert low == 0
-        with torch.inference_mode():
-            assert float(unisono.all_reduce_(first.fill_(1))[0, 0]) == 2
-        short = first.view(-1)[: LEAST_BYTES // 4 - 1].fill_(1)
-        assert float(unisono.all_reduce_(short)[-1]) == 2
-        with pytest.raises(CollectiveMismatchError, match=r"shared_empty of float32\[3\]"):
-            unisono.shared_empty(3 + rank)
-        kept = first.fill_(rank)
-        assert float(unisono.all_reduce(kept)[-1, -1]) == 1
-        assert torch.equal(kept, torch.full_like(kept, rank))  # and it isn't changed
-        leave()
-
-    by_hand(fn)
+@pytest.mark.ranks(2, on="gloo")
+def test_all_ranks_go_the_same_way(world: World) -> None:
+    rank = world.rank
+    first, second = unisono.shared_empty(2, COUNT), unisono.shared_empty((2, COUNT))
+    plain, transposed = torch.empty(2, COUNT), unisono.shared_empty(COUNT, 2).T
+    flags = unisono.shared_empty(COUNT, dtype=torch.bool)
+    for turn, pair in enumerate(
+        [(first, second), (first, plain), (first, transposed), (transposed, transposed)]
+    ):
+        mine = pair[rank].fill_(turn + rank)
+        unisono.all_reduce_(mine)
+        assert torch.equal(mine, torch.full_like(mine, 2 * turn + 1))
+        mine.fill_(rank)
+        assert torch.equal(unisono.broadcast_(mine, src=1), torch.ones_like(mine))
+    rows = (first[0], first[1])
+    rows[rank].fill_(rank + 1)
+    assert float(unisono.all_reduce_(rows[rank])[-1]) == 3
+    assert float(unisono.all_reduce_(first[0].fill_(1), async_op=True).wait()[-1]) == 2
+    assert bool(unisono.all_reduce_(flags.fill_(rank == 1), "or").all())
+    assert bool(unisono.all_gather(flags).all())
+    assert float(unisono.all_reduce_(first.fill_(rank), "min").max()) == 0
+    with torch.inference_mode():
+        assert float(unisono.all_reduce_(first.fill_(1))[0, 0]) == 2
+    short = first.view(-1)[: LEAST_BYTES // 4 - 1].fill_(1)
+    assert float(unisono.all_reduce_(short)[-1]) == 2
+    with pytest.raises(CollectiveMismatchError, match=r"shared_empty of float32\[3\]"):
+        unisono.shared_empty(3 + rank)
+    kept = first.fill_(rank)
+    assert float(unisono.all_reduce(kept)[-1, -1]) == 1
+    assert torch.equal(kept, torch.full_like(kept, rank))  # and it isn't changed
 
 
-def test_they_are_tensors_as_any_others_are(tmp_path: Path) -> None:
+def grad_of(mine: Tensor, collective: Callable[[Tensor], Tensor]) -> Tensor | None:
+    weight = torch.ones(COUNT, requires_grad=True)
+    loss = (weight * mine).sum()  # which keeps the tensor for its gradient
+    collective(mine)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return weight.grad
+
+
+@pytest.mark.ranks(2, on="gloo")
+def test_they_are_tensors_as_any_others_are(world: World) -> None:
     """What autograd, conjugates, inference mode and a default device know of them."""
-
-    def grad_of(mine: Tensor, collective: Callable[[Tensor], Tensor]) -> Tensor | None:
-        weight = torch.ones(COUNT, requires_grad=True)
-        loss = (weight * mine).sum()  # which keeps the tensor for its gradient
-        collective(mine)
-        loss.backward()  # type: ignore[no-untyped-call]
-        return weight.grad
-
-    def fn(rank: int) -> None:
-        join(tmp_path, rank, 2)
-        for mine in (unisono.shared_empty(COUNT).fill_(1), torch.ones(COUNT)):
+    for mine in (unisono.shared_empty(COUNT).fill_(1), torch.ones(COUNT)):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            grad_of(mine, unisono.all_reduce_)
+        if world.rank == 0:
+            assert grad_of(mine, partial(unisono.broadcast_, src=0)) is not None
+        else:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                grad_of(mine, unisono.all_reduce_)
-            if rank == 0:
-                assert grad_of(mine, partial(unisono.broadcast_, src=0)) is not None
-            else:
-                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                    grad_of(mine, partial(unisono.broadcast_, src=0))
-            assert grad_of(mine, unisono.all_gather) is not None
-        pairs = unisono.shared_empty(COUNT, dtype=torch.complex64).fill_(1 + 1j)
-        total = unisono.all_reduce_(pairs.conj() if rank == 0 else pairs).resolve_conj()
-        assert torch.equal(total, torch.full_like(total, 2))
-        with torch.inference_mode():
-            apart = torch.ones(3)
-        several = [torch.ones(2), apart]
-        host_of().all_reduce_packed(several, unisono.ReduceOp.SUM)
-        assert all(bool((each == 2).all()) for each in several)
-        torch.set_default_device("meta")
-        assert unisono.shared_empty(0).is_cpu
-        assert unisono.shared_empty(COUNT).is_cpu
-        torch.set_default_device(None)
-        leave()
-
-    by_hand(fn)
+                grad_of(mine, partial(unisono.broadcast_, src=0))
+        assert grad_of(mine, unisono.all_gather) is not None
+    pairs = unisono.shared_empty(COUNT, dtype=torch.complex64).fill_(1 + 1j)
+    total = unisono.all_reduce_(pairs.conj() if world.rank == 0 else pairs).resolve_conj()
+    assert torch.equal(total, torch.full_like(total, 2))
+    with torch.inference_mode():
+        apart = torch.ones(3)
+    several = [torch.ones(2), apart]
+    host_of().all_reduce_packed(several, unisono.ReduceOp.SUM)
+    assert all(bool((each == 2).all()) for each in several)
+    torch.set_default_device("meta")
+    assert unisono.shared_empty(0).is_cpu
+    assert unisono.shared_empty(COUNT).is_cpu
+    torch.set_default_device(None)
 
 
-def test_wrong_arguments_of_one_rank_are_told_and_numbers_may_end(tmp_path: Path) -> None:
-    def fn(rank: int) -> None:
-        join(tmp_path, rank, 2)
-        wrong: list[tuple[Any, Any]] = [("3", None), (-1, None), (1 << 70, None), (3, "float")]
-        for size, dtype in wrong:
-            if rank == 0:
-                with pytest.raises(ArgumentError, match="shared_empty: (size|dtype) should"):
-                    unisono.shared_empty(size, dtype=dtype)
-            else:
-                with pytest.raises(CollectiveMismatchError, match="which it refuses"):
-                    unisono.shared_empty(3)
-        host_of().shared.count = (1 << 24) - 2
-        last, none = unisono.shared_empty(COUNT), unisono.shared_empty(COUNT)
-        assert len(host_of().shared._entries) == 1
-        for mine in (last, none):
-            assert float(unisono.all_reduce_(mine.fill_(1))[-1]) == 2
-        leave()
+@pytest.mark.ranks(2, on="gloo")
+def test_wrong_arguments_of_one_rank_are_told_and_numbers_may_end(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong: list[tuple[Any, Any]] = [("3", None), (-1, None), (1 << 70, None), (3, "float")]
+    for size, dtype in wrong:
+        if world.rank == 0:
+            with pytest.raises(ArgumentError, match="shared_empty: (size|dtype) should"):
+                unisono.shared_empty(size, dtype=dtype)
+        else:
+            with pytest.raises(CollectiveMismatchError, match="which it refuses"):
+                unisono.shared_empty(3)
+    gc.collect()
+    shared = host_of().shared
+    before = len(shared._entries)
+    monkeypatch.setattr(shared, "count", (1 << 24) - 2)
+    last, none = unisono.shared_empty(COUNT), unisono.shared_empty(COUNT)
+    assert len(shared._entries) == before + 1
+    for mine in (last, none):
+        assert float(unisono.all_reduce_(mine.fill_(1))[-1]) == 2
 
-    by_hand(fn)
+
+def refuse(address: bytes, *, writes: bool) -> int:
+    raise PermissionError("not to be seen from here")
 
 
-def test_groups_have_their_own(tmp_path: Path) -> None:
-    def fn(rank: int) -> None:
-        join(tmp_path, rank, 3)
-        pair = unisono.new_group([0, 2])
-        mine = unisono.shared_empty(COUNT, group=pair).fill_(rank)
-        if rank != 1:
-            assert float(unisono.all_reduce_(mine, group=pair)[-1]) == 2
-            assert len(host_of(pair).shared._entries) == 1
-        assert float(unisono.all_reduce_(mine.fill_(rank))[-1]) == 3
-        leave()
+@pytest.mark.ranks(2, on="gloo")
+def test_a_rank_that_cant_open_it_leaves_all_with_ordinary_ones(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unisono.barrier()
+    if world.rank == 1:  # as in a container of its own
+        monkeypatch.setattr(memory, "address_of", lambda fd: b"")
+        monkeypatch.setattr(memory, "open_at", refuse)
+    before = mappings()
+    mine = unisono.shared_empty(COUNT).fill_(world.rank + 1)
+    assert mappings() == before
+    assert torch.equal(unisono.all_reduce_(mine), torch.full_like(mine, 3))
+    number, ones, array = unisono.shared(lambda: (world.rank, torch.ones(COUNT), np.ones(3)))
+    assert number == 0
+    assert torch.equal(ones, torch.ones(COUNT))
+    assert not array.flags.writeable
 
-    by_hand(fn, 3)
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.ranks(2, on="gloo")
+def test_a_fork_sees_it_and_the_rank_goes_on(world: World) -> None:
+    mine = unisono.shared_empty(COUNT).fill_(world.rank)
+    child = os.fork()
+    if child == 0:
+        os._exit(int(mine[-1]) + 10)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == world.rank + 10
+    assert float(unisono.all_reduce_(mine)[-1]) == 1
 
 
 def test_it_is_given_back_with_the_last_tensor_and_outlives_the_context(tmp_path: Path) -> None:
@@ -247,84 +252,14 @@ def test_it_is_given_back_with_the_last_tensor_and_outlives_the_context(tmp_path
     by_hand(fn)
 
 
-@pytest.mark.parametrize("forbid", [no_memory, lambda: os.environ.update(UNISONO_SHARED_BYTES="0")])
-def test_without_memory_they_are_ordinary(forbid: Callable[[], None], tmp_path: Path) -> None:
-    def fn(rank: int) -> None:
-        if rank == 0:
-            forbid()
-        join(tmp_path, rank, 2)
-        before = mappings()
-        mine = unisono.shared_empty(COUNT).fill_(rank + 1)
-        assert mappings() - before <= 1  # a mailbox
-        assert torch.equal(unisono.all_reduce_(mine), torch.full_like(mine, 3))
-        leave()
-
-    by_hand(fn)
-
-
-def test_a_rank_that_cant_open_it_leaves_all_with_ordinary_ones(tmp_path: Path) -> None:
-    def fn(rank: int) -> None:
-        join(tmp_path, rank, 2)
-        unisono.barrier()
-        if rank == 1:  # as in a container of its own
-            memory.address_of = lambda fd: b""
-            memory.open_at = _refuse
-        before = mappings()
-        mine = unisono.shared_empty(COUNT).fill_(rank + 1)
-        assert mappings() == before
-        assert torch.equal(unisono.all_reduce_(mine), torch.full_like(mine, 3))
-        number, ones, array = unisono.shared(lambda: (rank, torch.ones(COUNT), np.ones(3)))
-        assert number == 0
-        assert torch.equal(ones, torch.ones(COUNT))
-        assert not array.flags.writeable
-        leave()
-
-    by_hand(fn)
-
-
-def _refuse(address: bytes, *, writes: bool) -> int:
-    raise PermissionError("not to be seen from here")
-
-
-def test_a_fork_sees_it_and_the_rank_goes_on(tmp_path: Path) -> None:
-    def fn(rank: int) -> None:
-        join(tmp_path, rank, 2)
-        mine = unisono.shared_empty(COUNT).fill_(rank)
-        child = os.fork()
-        if child == 0:
-            os._exit(int(mine[-1]) + 10)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == rank + 10
-        assert float(unisono.all_reduce_(mine)[-1]) == 1
-        leave()
-
-    by_hand(fn)
-
-
-def test_a_death_in_the_middle_is_named(tmp_path: Path) -> None:
-    def fn(rank: int) -> int:
-        join(tmp_path, rank, 2)
-        mine = unisono.shared_empty(25 << 20).fill_(0)
-        unisono.all_reduce_(mine)
-        if rank == 1:
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        with pytest.raises(PeerFailedError) as caught:
-            while True:
-                unisono.all_reduce_(mine)
-        with pytest.raises(CollectiveError):
-            unisono.all_reduce_(mine)
-        mine.fill_(1)
-        return caught.value.rank
-
-    assert by_hand(fn, killed=1)[0] == 1
-
-
 def test_who_left_by_its_deadline_is_not_written_to(tmp_path: Path) -> None:
     """The other rank comes later, finds that all have come, and goes on."""
+    gone, done = tmp_path / "gone", tmp_path / "done"
 
-    def fn(rank: int) -> bool | None:
+    def fn(rank: int) -> None:
         join(tmp_path, rank, 2)
         mine = unisono.shared_empty(COUNT).fill_(1)
-        host, gone = host_of(), tmp_path / "gone"
+        host = host_of()
         if rank == 0:
             version = mine._version
             with pytest.raises(CollectiveTimeoutError), unisono.deadline(0.5):
@@ -332,20 +267,15 @@ def test_who_left_by_its_deadline_is_not_written_to(tmp_path: Path) -> None:
             assert mine._version > version  # others may have written to it
             mine.fill_(7)
             gone.touch()
-            _wait_for(tmp_path / "done")
-            return bool((mine == 7).all())
-        entry = host.shared._entries[mine.data_ptr()]
-        _wait_for(gone)
-        entry.parts[0].fill_(3)  # as it would inside of the call
-        (tmp_path / "done").touch()
-        return None
+            until(done.exists, 30)
+            assert bool((mine == 7).all())
+        else:
+            entry = host.shared._entries[mine.data_ptr()]
+            until(gone.exists, 30)
+            entry.parts[0].fill_(3)  # as it would inside of the call
+            done.touch()
 
-    assert by_hand(fn)[0] is True
-
-
-def _wait_for(path: Path) -> None:
-    while not path.exists():
-        time.sleep(0.01)
+    by_hand(fn)
 
 
 # Trees that one rank builds
@@ -360,45 +290,67 @@ def is_shared(address: int) -> bool:
     return False
 
 
-def test_a_tree_is_built_once_and_lies_in_one_memory(tmp_path: Path) -> None:
-    def fn(rank: int) -> None:
-        join(tmp_path, rank, 3)
-        unisono.barrier()
-        before, built = mappings(), []
+@pytest.mark.ranks(2, on="gloo")
+def test_a_tree_is_built_once_and_lies_in_one_memory(world: World) -> None:
+    rank = world.rank
+    unisono.barrier()
+    gc.collect()
+    before, built = mappings(), []
 
-        def build() -> dict[str, Any]:
-            built.append(rank)
-            return {
-                "array": np.arange(COUNT), "tensor": torch.arange(COUNT), "name": f"of {rank}",
-                "model": torch.nn.Linear(3, 2), "tuple": (torch.empty(0, 2), None, {1, 2}),
-                "every other": np.arange(20)[::2], "flags": torch.tensor([True, False]),
-            }  # fmt: skip
+    def build() -> dict[str, Any]:
+        built.append(rank)
+        return {
+            "array": np.arange(COUNT), "tensor": torch.arange(COUNT), "name": f"of {rank}",
+            "model": torch.nn.Linear(3, 2), "tuple": (torch.empty(0, 2), None, {1, 2}),
+            "every other": np.arange(20)[::2], "flags": torch.tensor([True, False]),
+        }  # fmt: skip
 
-        tree = unisono.shared(build)
-        assert built == ([0] if rank == 0 else [])
-        assert mappings() == before + 1
-        array, tensor, weight = tree["array"], tree["tensor"], tree["model"].weight
-        assert tree["name"] == "of 0"
-        assert tree["tuple"][1:] == (None, {1, 2})
-        assert tree["tuple"][0].shape == (0, 2)
-        assert list(tree["every other"]) == list(range(0, 20, 2))
-        assert all(map(is_shared, (array.ctypes.data, tensor.data_ptr(), weight.data_ptr())))
-        assert weight.requires_grad
-        assert not array.flags.writeable
-        with pytest.raises(ValueError, match="read-only"):
-            array[0] = 1
-        tensor.fill_(rank)  # seen here alone
-        unisono.barrier()
-        assert torch.equal(tensor, torch.full_like(tensor, rank))
-        assert (array == np.arange(COUNT)).all()
-        del tree, tensor, weight
-        gc.collect()
-        assert mappings() == before + 1  # the array has it
-        del array
-        assert mappings() == before
-        leave()
+    tree = unisono.shared(build)
+    assert built == ([0] if rank == 0 else [])
+    assert mappings() == before + 1
+    array, tensor, weight = tree["array"], tree["tensor"], tree["model"].weight
+    assert tree["name"] == "of 0"
+    assert tree["tuple"][1:] == (None, {1, 2})
+    assert tree["tuple"][0].shape == (0, 2)
+    assert list(tree["every other"]) == list(range(0, 20, 2))
+    assert all(map(is_shared, (array.ctypes.data, tensor.data_ptr(), weight.data_ptr())))
+    assert weight.requires_grad
+    assert not array.flags.writeable
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 1
+    tensor.fill_(rank)  # seen here alone
+    unisono.barrier()
+    assert torch.equal(tensor, torch.full_like(tensor, rank))
+    assert (array == np.arange(COUNT)).all()
+    del tree, tensor, weight
+    gc.collect()
+    assert mappings() == before + 1  # the array has it
+    del array
+    assert mappings() == before
 
-    by_hand(fn, 3)
+
+@pytest.mark.ranks(2, on="gloo")
+def test_one_copy_for_all_ranks() -> None:
+    size_bytes = 64 << 20
+    unisono.barrier()
+    shared, private = shared_bytes(), private_bytes()
+    tree = unisono.shared(lambda: [torch.zeros(size_bytes, dtype=torch.uint8)])
+    assert int(tree[0].sum()) == 0
+    unisono.barrier()  # the kernel calls a page private until a second process has looked at it
+    assert shared_bytes() - shared >= size_bytes
+    assert private_bytes() - private < size_bytes // 8
+    unisono.barrier()
+
+
+def private_bytes() -> int:
+    """Give what this process alone has of memory without a name."""
+    total, is_ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            is_ours = "memfd:unisono" in line
+        elif is_ours and line.startswith("Private_Dirty:"):
+            total += 1024 * int(line.split()[1])
+    return total
 
 
 def test_a_builder_that_cant_map_it_reads_it_or_fails_with_all(tmp_path: Path) -> None:
@@ -437,62 +389,12 @@ def test_a_rank_without_room_for_what_is_sent_is_named(tmp_path: Path) -> None:
         join(tmp_path, rank, 2)
         unisono.barrier()
         if rank == 1:  # as in a container of its own, with little memory
-            memory.open_at = _refuse
+            memory.open_at = refuse
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(_SPACE, (used + (24 << 20), resource.RLIM_INFINITY))
         with pytest.raises(PeerFailedError, match="rank 1 raised MemoryError"):
             unisono.shared(lambda: torch.zeros(64 << 18))
         assert unisono.shared(lambda: rank) == 0
-        leave()
-
-    by_hand(fn)
-
-
-def test_one_copy_for_all_ranks(tmp_path: Path) -> None:
-    size_bytes = 64 << 20
-
-    def fn(rank: int) -> int:
-        join(tmp_path, rank, 2)
-        unisono.barrier()
-        before = shared_bytes()
-        tree = unisono.shared(lambda: [torch.zeros(size_bytes, dtype=torch.uint8)])
-        assert int(tree[0].sum()) == 0
-        assert shared_bytes() - before >= size_bytes
-        private = _private_bytes()
-        assert private < size_bytes // 8
-        leave()
-        return private
-
-    by_hand(fn)
-
-
-def _private_bytes() -> int:
-    """Give what this process alone has of memory without a name."""
-    total, is_ours = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in line.split()[0]:
-            is_ours = "memfd:unisono" in line
-        elif is_ours and line.startswith("Private_Dirty:"):
-            total += 1024 * int(line.split()[1])
-    return total
-
-
-def test_who_fails_to_build_is_named_on_every_rank(tmp_path: Path) -> None:
-    def fn(rank: int) -> None:
-        join(tmp_path, rank, 2)
-
-        def broken() -> None:
-            raise ValueError("no such data set")
-
-        def odd() -> Any:
-            return [lambda: None, threading.Lock()]
-
-        for build, text in ((broken, "ValueError: no such data set in .*broken"), (odd, "pickled")):
-            with pytest.raises(PeerFailedError, match=f"rank 0 raised .*{text}") as caught:
-                unisono.shared(build)
-            assert caught.value.rank == 0
-            assert isinstance(caught.value.__cause__, Exception) == (rank == 0)
-        assert unisono.shared(lambda: rank) == 0  # nothing is broken by it
         leave()
 
     by_hand(fn)

@@ -6,7 +6,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,8 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forks() -> Iterator[None]:
+def forks() -> None:
     prepare()
-    yield
 
 
 def allow(times: int) -> None:
@@ -65,10 +64,10 @@ def allow(times: int) -> None:
     os.memfd_create = make  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("pairs", [0, 1, 2])
-def test_values_of_all_lengths_are_whole(pairs: int, world_size: int, tmp_path: Path) -> None:
+def test_values_of_all_lengths_are_whole(pairs: int, tmp_path: Path) -> None:
     """Rank 0 makes the memory of each pair: for none of them, for some, for all."""
+    world_size = 3
 
     def fn(rank: int) -> Any:
         os.environ["UNISONO_SHARED_BYTES"] = "0"  # for tensors
@@ -93,44 +92,51 @@ def test_values_of_all_lengths_are_whole(pairs: int, world_size: int, tmp_path: 
     assert {limit > INLINE_BYTES for _, limit in found} == {is_everywhere}
 
 
-def run(environ: dict[str, str], before: Sequence[str] = ()) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*before, sys.executable, "-c", JOB],
-        env={**os.environ, **environ},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+@pytest.fixture(scope="module")
+def jobs() -> dict[str, tuple[int, str]]:
+    """Codes and output of jobs at the same time: one without a folder, one of another user."""
+    other = ["unshare", "--user", "--map-user=65534"]
+    befores: dict[str, list[str]] = {"own": [], **({"other": other} if is_there(other) else {})}
+    nowhere = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), "/proc")
+    started = {
+        name: subprocess.Popen(
+            [*before, sys.executable, "-c", JOB],
+            env={**os.environ, **(nowhere if name == "own" else {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for name, before in befores.items()
+    }
+    return {name: ended(job) for name, job in started.items()}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere sockets have files")
-@pytest.mark.parametrize("folder", ["/proc", "/nonexistent"])
-def test_a_job_needs_no_temporary_folder(folder: str) -> None:
-    """Of /proc even root can't make a file."""
-    job = run({"TMPDIR": folder, "TEMP": folder, "TMP": folder})
+def is_there(before: Sequence[str]) -> bool:
     try:
-        output = job.communicate(timeout=60)[0]
+        return subprocess.run([*before, "true"], capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+def ended(job: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        output, _ = job.communicate(timeout=100)
+        return job.returncode, output
     finally:
         job.kill()
         job.communicate()
-    assert job.returncode == 0, output
 
 
-def test_jobs_of_two_users_on_one_host_do_not_meet() -> None:
-    other = ["unshare", "--user", "--map-user=65534"]
-    try:
-        subprocess.run([*other, "true"], capture_output=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no other user can be had here: {error}")
-    jobs = [run({}, before) for before in (other, (), other)]
-    try:
-        for job in jobs:
-            output = job.communicate(timeout=100)[0]
-            assert job.returncode == 0, output
-    finally:
-        for job in jobs:
-            job.kill()
-            job.communicate()
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere sockets have files")
+def test_a_job_needs_no_temporary_folder(jobs: dict[str, tuple[int, str]]) -> None:
+    """Of /proc even root can't make a file."""
+    assert jobs["own"] == (0, "")
+
+
+def test_jobs_of_two_users_on_one_host_do_not_meet(jobs: dict[str, tuple[int, str]]) -> None:
+    if "other" not in jobs:
+        pytest.skip("no other user can be had here")
+    assert [*jobs.values()] == [(0, ""), (0, "")]
 
 
 CONTAINED = """
@@ -150,26 +156,13 @@ unisono.finalize()
 def test_ranks_that_number_processes_differently_watch_no_strangers(tmp_path: Path) -> None:
     """As containers do that share the host's network alone: a peer's id is somebody else here."""
     inside = ["unshare", "--pid", "--fork", "--kill-child"]
-    try:
-        subprocess.run([*inside, "true"], capture_output=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no ids of its own for a process here: {error}")
-    words = [sys.executable, "-c", CONTAINED, f"file://{tmp_path}/store"]
+    if not is_there(inside):
+        pytest.skip("no ids of its own for a process here")
+    words = [*inside, sys.executable, "-c", CONTAINED, f"file://{tmp_path}/store"]
     jobs = [
-        subprocess.Popen(
-            [*inside, *words, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
+        subprocess.Popen([*words, str(rank)], stdout=subprocess.PIPE, text=True) for rank in "01"
     ]
-    try:
-        for job in jobs:
-            output, errors = job.communicate(timeout=60)
-            assert job.returncode == 0, errors
-            assert output == "[0, 70000] {}\n"
-    finally:
-        for job in jobs:
-            job.kill()
-            job.communicate()
+    assert [ended(job) for job in jobs] == [(0, "[0, 70000] {}\n")] * 2
 
 
 def test_the_shortest_round_that_a_rank_wants_is_everybodys(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 import unisono
 from tests.process.host.test_tensors import COUNT, MIB, has_arena
 from tests.support.by_hand import by_hand, join, leave, prepare
+from tests.support.processes import until
 from tests.support.shared_memory import shared_bytes
 from unisono.context import communicator
 from unisono.errors import CollectiveTimeoutError, ContextError
@@ -149,8 +150,7 @@ def test_two_threads_begin_with_a_group_each(tmp_path: Path) -> None:
         first, second = (threading.Thread(target=begin, args=(at,)) for at in (rank, 1 - rank))
         first.start()
         barriers[rank].touch()
-        while not all(path.exists() for path in barriers):
-            threading.Event().wait(0.01)  # the other rank has begun with the other group
+        until(lambda: all(path.exists() for path in barriers), 20)
         second.start()
         for thread in (first, second):
             thread.join()

@@ -2,46 +2,41 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.masked import masked_tensor
 
 import unisono
 from unisono.errors import PayloadError
+from unisono.testing.ranks.world import World
+
+pytestmark = pytest.mark.ranks(2, on="gloo", timeout=60)
 
 
-def refuse_all(local_rank: int) -> int:
-    mesh = init_device_mesh("cpu", (unisono.get_world_size(),))
-    spread: Any = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
-    with FakeTensorMode():
+def test_sharded_and_fake_tensors_are_refused_on_every_rank() -> None:
+    # Imported here, for only the ranks need them.
+    mesh = importlib.import_module("torch.distributed.device_mesh").init_device_mesh("cpu", (2,))
+    tensors = importlib.import_module("torch.distributed.tensor")
+    spread: Any = tensors.distribute_tensor(torch.arange(8.0), mesh, [tensors.Shard(0)])
+    with importlib.import_module("torch._subclasses").FakeTensorMode():
         fake: Any = torch.ones(3)
     for value, words in ((spread, r"DTensor.*full_tensor\(\)"), (fake, "FakeTensor")):
         calls: tuple[Any, ...] = (unisono.all_reduce, unisono.all_gather, unisono.broadcast)
         for call in calls:
             with pytest.raises(PayloadError, match=words):
                 call(value)
-    return int(unisono.all_reduce(1))
-
-
-def carry_masked(local_rank: int) -> tuple[str, list[float], list[bool]]:
-    mask = torch.tensor([True, False, True])
-    value: Any = masked_tensor(torch.arange(3.0) + local_rank, mask)
-    with pytest.raises(PayloadError, match="MaskedTensor"):
-        unisono.all_reduce(value)
-    got = unisono.broadcast(value, src=1)
-    return type(got).__name__, got.get_data().tolist(), got.get_mask().tolist()
-
-
-def test_sharded_and_fake_tensors_are_refused_on_every_rank() -> None:
-    assert unisono.spawn("gloo", refuse_all, nproc_per_node=2, timeout=60) == [2, 2]
+    assert unisono.all_reduce(1) == 2
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
-def test_masked_tensors_are_broadcast_as_they_are() -> None:
-    parts = ("MaskedTensor", [1.0, 2.0, 3.0], [True, False, True])
-    assert unisono.spawn("gloo", carry_masked, nproc_per_node=2, timeout=60) == [parts] * 2
+def test_masked_tensors_are_broadcast_as_they_are(world: World) -> None:
+    masked = importlib.import_module("torch.masked")
+    value = masked.masked_tensor(torch.arange(3.0) + world.rank, torch.tensor([True, False, True]))
+    with pytest.raises(PayloadError, match="MaskedTensor"):
+        unisono.all_reduce(value)
+    got: Any = unisono.broadcast(value, src=1)
+    assert type(got).__name__ == "MaskedTensor"
+    assert got.get_data().tolist() == [1.0, 2.0, 3.0]
+    assert got.get_mask().tolist() == [True, False, True]

@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-__all__ = ("attend", "die_with", "main", "serve")
+__all__ = ("attend", "die_with", "main", "make_ready_for_copies", "serve")
 
 WORKER = "from unisono.launchers.job.worker import work; work({channel}, {parent})"
 _PR_SET_PDEATHSIG = 1
@@ -260,17 +260,15 @@ def _watching(parent: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
-def _make_ready_for_copies() -> None:
-    """Leave out of the copies what would touch their memory for nothing.
+def make_ready_for_copies() -> None:
+    """Leave to this process what was set up here: its copies neither undo nor collect it.
 
-    At its end a copy isn't to undo what was set up here: torch takes 20 ms for that. Nor is its
-    collector to look through what was loaded here.
+    A copy would end a temporary folder that others still use; and torch takes 20 ms at its end.
     """
     finalizers: Iterable[weakref.finalize[Any, Any]] = getattr(weakref.finalize, "_registry", ())
     for finalizer in list(finalizers):
         finalizer.atexit = False
     gc.freeze()
-    gc.enable()
 
 
 def main(control_fd: int, parent: int, preload: bool) -> None:
@@ -292,6 +290,7 @@ def main(control_fd: int, parent: int, preload: bool) -> None:
             from unisono.launchers.job.worker import work
 
             sys.modules["unisono"]._preload()  # what a copy is likely to use, loaded once
-        _make_ready_for_copies()
+        make_ready_for_copies()
+        gc.enable()
     serve(control, parent, work)
     os._exit(0)

@@ -26,13 +26,16 @@ def _calls() -> list[Callable[[], Any]]:
     calls: list[Callable[[], Any]] = [
         idist.barrier,
         idist.one_rank_only(with_barrier=True)(lambda: None),
-        lambda: idist.all_reduce(1, async_op=True),
         lambda: idist.all_gather_tensors_with_shapes(torch.ones(1), [(1,)]),
         lambda: idist.scatter([1]),
         lambda: idist.all_to_all([1]),
     ]
     for takes in (idist.all_reduce, idist.all_gather, idist.broadcast, idist.gather, idist.reduce):
         calls += [partial(takes, 1), partial(takes, torch.ones(9))]
+    for goes_on in (idist.all_reduce, idist.all_gather, idist.broadcast):
+        values = (1, torch.ones(9), torch.ones(1 << 20), {"a": 1})
+        calls += [partial(goes_on, value, async_op=True) for value in values]
+    calls += [partial(idist.all_reduce_, torch.ones(1 << 20), async_op=True)]
     for works in (idist.all_reduce_, idist.broadcast_, idist.reduce_scatter):
         calls += [partial(works, torch.ones(9))]
     if "groups" in current_model().capabilities:
@@ -49,7 +52,8 @@ def a_fork_of_a_rank_is_told_so_in_every_call() -> None:
         return  # as on Windows, where nothing forks
     rank, size = worlds()
     calls = _calls()
-    same(idist.all_reduce(1), size)
+    # So that the thread of such calls is there, which the fork hasn't.
+    same(idist.all_reduce(1, async_op=True).wait(), size)
     reading, writing = os.pipe()
     child = quietly(os.fork)
     if child == 0:

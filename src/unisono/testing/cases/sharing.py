@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 from typing import Any
 
 import torch
@@ -114,4 +115,5 @@ def a_failure_to_build_what_is_shared_reaches_every_rank() -> None:
 
     parts = ["rank 0", "ValueError: no such data set", "in build"]
     raises(PeerFailedError, lambda: idist.shared(build), parts)
+    raises(PeerFailedError, lambda: idist.shared(threading.Lock), ["rank 0", "pickled"])
     same(idist.all_reduce(1), size)

@@ -10,11 +10,11 @@ PAIRS = 8
 """Two ranks at a time; each aborted in a quarter of the cases."""
 
 # Gloo's threads are done with the operation, and wait for the interpreter, which they don't get
-# before the program ends unless it gives it to them. A second operation could still be under way
-# as one of the ranks ends: its threads wait for the other rank's, which wait for the interpreter.
+# before the program ends unless it gives it to them. They must be done: where the other rank comes
+# late, its part arrives as this one ends, which aborts with torch alone, too.
 PROGRAM = """
 import os, sys, time
-import torch
+import numpy, torch
 import torch.distributed as dist
 import unisono
 
@@ -39,10 +39,13 @@ else:
     unisono.initialize("gloo", init_method=url, rank=rank, world_size=2, timeout=60)
     unisono.barrier()
     sys.setswitchinterval(60)
-    dist.all_reduce(torch.ones(4), async_op=True)
+    ones = numpy.ones(4)
+    dist.all_reduce(torch.from_numpy(ones), async_op=True)
     until = time.monotonic() + 0.3
     while time.monotonic() < until:
         pass
+    while ones[-1] != 2:  # the other rank is late, and this isn't the case to be seen
+        time.sleep(0.01)
 """
 
 
