@@ -102,18 +102,9 @@ def outcomes(
     ignored: str = "",
     set_up: Callable[[int], None] | None = None,
 ) -> dict[str, str]:
-    """Run checks one after the other in one job, until one fails.
+    """Run checks one after the other in one job until one fails; give by name what failed, or "".
 
-    Args:
-        checks: functions with names of their own.
-        size: number of ranks.
-        folder: an empty one.
-        backend: of the default group.
-        ignored: regular expression of warnings that other libraries give of themselves.
-        set_up: called with the rank first.
-
-    Returns:
-        By the name of each check what failed, empty where nothing did.
+    Warnings that match `ignored` are other libraries' own; `set_up` is called with the rank first.
     """
 
     def fn(rank: int) -> tuple[str, str]:
