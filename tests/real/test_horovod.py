@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,20 +25,15 @@ import pytest
 import torch
 
 import unisono
-from tests.support.at_a_glance import check_in_child
-from tests.support.coming_from import PYTHON, jobs_of, lines_of, ours, theirs
-from tests.support.hangs import VARIABLES
+from tests.real.jobs import check_digits, check_programs, run_job, writing_to
+from tests.real.refusals import refusals
 from tests.support.launched import with_model
+from tests.support.measures import slack
+from tests.support.pages import ROOT
 from tests.support.processes import MARK, SOURCES, marked
 from tests.support.requirements import require, require_backend
-from tests.support.tops import (
-    check,
-    check_end,
-    ends_on,
-    few_on,
-    job_of_processes,
-    told,
-)
+from tests.support.tops import check, job_of_processes, told
+from unisono.context import communicator
 from unisono.errors import (
     ArgumentError,
     CollectiveMismatchError,
@@ -48,11 +43,11 @@ from unisono.errors import (
     WorkerFailedError,
 )
 from unisono.model.reduction import ReduceOp
-from unisono.topology import EVERYBODY, LaunchPlan, RankInfo
+from unisono.topology import EVERYBODY, LaunchPlan
 
-JOB = Path(__file__).with_name("horovod_job.py")
+JOB = [sys.executable, "-m", "tests.real.horovod_job"]
 GONE_WITHIN_S = 2.0
-FAST = "exchange,asynchronous,mismatch,late,large,adopt,again,gone"
+OF_EVERY_LAUNCHER = "collectives,mismatch,late,large,adopt,again,gone"
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 
@@ -76,28 +71,13 @@ def nothing_left(nothing_left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(nothing_left))
 
 
-def run_job(command: list[str], parts: str, size: int, limit_s: float = 240) -> None:
-    """Run parts of the job under a launcher, and see them pass on every rank."""
-    environ = {**os.environ, "PYTHONPATH": SOURCES}
-    environ.pop("HOROVOD_DYNAMIC_PROCESS_SETS", None)
-    process = subprocess.Popen(
-        [*command, sys.executable, str(JOB), parts],
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said, _ = process.communicate(timeout=limit_s)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    passed = set(re.findall(r"rank (\d+) passed (\w+)", said))
-    wanted = {(str(rank), part) for rank in range(size) for part in parts.split(",")}
-    assert passed == wanted, said[-6000:]
-    assert process.returncode == 0, said[-6000:]
+@pytest.fixture(scope="module")
+def pool() -> Iterator[unisono.WorkerPool]:
+    """Two warm ranks, there before a test looks what it leaves."""
+    require_backend("horovod")
+    with unisono.WorkerPool("horovod", nproc_per_node=2) as pool:
+        pool.map(abs, [0])
+        yield pool
 
 
 def horovodrun(size: int, *options: str) -> list[str]:
@@ -105,21 +85,25 @@ def horovodrun(size: int, *options: str) -> list[str]:
     return [*words, "-np", str(size), *options]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_every_collective_under_horovodrun(size: int) -> None:
-    run_job(horovodrun(size), "collectives", size)
+def test_every_part_under_horovodrun(tmp_path: Path) -> None:
+    parts = f"absent,facade,digits,{OF_EVERY_LAUNCHER}"
+    run_job([*horovodrun(3), *JOB], parts, 3, {**os.environ, **writing_to(tmp_path)})
+    check_digits(json.loads((tmp_path / "digits").read_text()), "horovod-dist", 3)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_contexts_and_errors_under_horovodrun(size: int) -> None:
-    run_job(horovodrun(size), f"again,absent,facade,{FAST}", size)
+def test_every_part_under_mpirun(mpirun: list[str]) -> None:
+    run_job([*mpirun, "-np", "2", *JOB], f"mpi4py,{OF_EVERY_LAUNCHER}", 2)
 
 
-def test_names_do_not_depend_on_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_that_ends_mpi_is_the_last_one(mpirun: list[str]) -> None:
+    run_job([*mpirun, "-np", "2", *JOB], "adopt,mpi_again", 2)
+
+
+def test_names_do_not_depend_on_values(tmp_path: Path) -> None:
     timeline = tmp_path / "timeline.json"
-    monkeypatch.setitem(os.environ, "HOROVOD_TIMELINE", str(timeline))
-    monkeypatch.setitem(os.environ, "UNISONO_SHARED_BYTES", "0")  # so that Horovod has tensors
-    run_job(horovodrun(2), "names", 2)
+    # So that Horovod has tensors.
+    asked = {"HOROVOD_TIMELINE": str(timeline), "UNISONO_SHARED_BYTES": "0"}
+    run_job([*horovodrun(2), *JOB], "names", 2, {**os.environ, **asked})
     names = set(re.findall(r'"name": "([^"]*unisono[^"]*)"', timeline.read_text()))
     # The barrier is the last one before the end, which Horovod doesn't always write down.
     assert names - {f"allreduce.unisono.{EVERYBODY}.barrier"} == {
@@ -131,15 +115,12 @@ def test_names_do_not_depend_on_values(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("launcher", ["horovodrun", "mpirun"])
 def test_a_rank_that_raises_ends_the_job(launcher: str, request: pytest.FixtureRequest) -> None:
-    command = (
-        horovodrun(3)
-        if launcher == "horovodrun"
-        else [*request.getfixturevalue("mpirun"), "-np", "3"]
-    )
-    mark = uuid.uuid4().hex
+    is_theirs = launcher == "horovodrun"
+    command = horovodrun(2) if is_theirs else [*request.getfixturevalue("mpirun"), "-np", "2"]
+    mark, limit_s = uuid.uuid4().hex, 10.0 * slack()
     ended = subprocess.run(
-        [*command, sys.executable, str(JOB), "fail"],
-        env={**os.environ, "PYTHONPATH": SOURCES, MARK: mark},
+        [*command, *JOB, "fail"],
+        env={**os.environ, "PYTHONPATH": f"{SOURCES}:{ROOT}", MARK: mark},
         capture_output=True,
         text=True,
         timeout=120,
@@ -150,28 +131,16 @@ def test_a_rank_that_raises_ends_the_job(launcher: str, request: pytest.FixtureR
     assert ended.returncode != 0, said
     raised = re.search(r"ValueError: the original at ([\d.]+)", said)
     assert raised is not None, said
-    assert end - float(raised[1]) < 30, said  # seconds; 2 on a machine that is idle
+    assert end - float(raised[1]) < limit_s, said
     assert not marked(mark, 5)
 
 
 def test_nodes_of_different_size() -> None:
-    run_job(horovodrun(3, "-H", "localhost:1,127.0.0.1:2"), "nodes", 3)
-
-
-def test_every_collective_under_mpirun(mpirun: list[str]) -> None:
-    run_job([*mpirun, "-np", "2"], "collectives,mpi_again", 2)
-
-
-def test_contexts_and_errors_under_mpirun(mpirun: list[str]) -> None:
-    run_job([*mpirun, "-np", "2"], f"mpi4py,{FAST}", 2)
-
-
-def test_adopts_under_mpirun(mpirun: list[str]) -> None:
-    run_job([*mpirun, "-np", "2"], "adopt", 2)
+    run_job([*horovodrun(3, "-H", "localhost:1,127.0.0.1:2"), *JOB], "nodes", 3)
 
 
 def test_alone_where_there_should_be_peers() -> None:
-    run_job([], "alone", 1)
+    run_job(JOB, "alone", 1)
 
 
 def launch(entry: Callable[[Any], Any], size: int = 2, **options: Any) -> list[Any]:
@@ -193,40 +162,41 @@ def launch_as(entry: Callable[[Any], Any], plan: LaunchPlan, **options: Any) -> 
 
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("size", [1, 3])
-def test_launch_gives_results_by_rank(size: int) -> None:
+def test_launch_gives_results_by_rank(size: int, capfd: pytest.CaptureFixture[str]) -> None:
     offset = 10
 
     def entry(model: Any) -> tuple[Any, ...]:
+        sys.stdout.write(f"out of {model.topology.rank}\n")
+        sys.stderr.write(f"err of {model.topology.rank}\n")
         one = torch.tensor(model.topology.rank + offset)
         total = model.all_reduce(one.clone(), ReduceOp.SUM)
         last = model.new_group((model.topology.world_size - 1,))
-        return model.topology, total.item(), model.all_gather(one).tolist(), last.ranks
+        with pytest.raises(UnsupportedOperation, match="send"):
+            model.send(torch.ones(1), 0)
+        with pytest.raises(UnsupportedOperation, match="recv"):
+            model.recv(torch.ones(1), 0)
+        gathered = model.all_gather(one).tolist()
+        return model.topology, total.item(), gathered, last.ranks, sys.orig_argv
 
     ranks = range(size)
-    for rank, (topology, total, gathered, last) in enumerate(launch(entry, size)):
+    for rank, (topology, total, gathered, last, words) in enumerate(launch(entry, size)):
         assert (topology.rank, topology.world_size, topology.local_rank) == (rank, size, rank)
         assert (topology.local_world_size, topology.node_rank, topology.nnodes) == (size, 0, 1)
         assert total == sum(offset + r for r in ranks)
         assert gathered == [offset + r for r in ranks]
         assert last == (size - 1,)
-
-
-@pytest.mark.usefixtures("nothing_left")
-def test_launch_prints_what_replicas_print(capfd: pytest.CaptureFixture[str]) -> None:
-    def entry(info: RankInfo) -> None:
-        sys.stdout.write(f"out of {info.rank}\n")
-        sys.stderr.write(f"err of {info.rank}\n")
-
-    from unisono.launchers.horovod.functions import launch
-
-    launch(entry, LaunchPlan(2))
+        link = re.search(r"join\('(.*)'\)", words[-1])
+        assert link, words
+        where, token, *_ = json.loads(link[1])
+        assert token == ""  # no secret in the arguments, which anybody may list
+        assert where.endswith("/link")  # in a folder of mode 0700
     said = capfd.readouterr()
-    assert sorted(said.out.splitlines()) == ["out of 0", "out of 1"]
-    assert {"err of 0", "err of 1"} <= set(said.err.splitlines())
+    assert sorted(said.out.splitlines()) == [f"out of {rank}" for rank in ranks]
+    assert {f"err of {rank}" for rank in ranks} <= set(said.err.splitlines())
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_spawn_through_the_facade() -> None:
+def test_spawn_through_the_facade_takes_options_of_horovods_own_launcher() -> None:
     def replica(local_rank: int, base: int) -> tuple[Any, ...]:
         idist = importlib.import_module("unisono")
         others: list[int] = []
@@ -244,97 +214,43 @@ def test_spawn_through_the_facade() -> None:
         )
 
     ours = ("horovod-dist", 7, ["", "é"], [1.0] * 3, {"a": 1})
-    for rank, found in enumerate(unisono.spawn("horovod", replica, (3,), nproc_per_node=2)):
-        assert found == (ours[0], rank, *ours[1:], [rank])
-
-
-def raising(_model: Any) -> None:
-    raise ValueError(repr(time.time()))
-
-
-def ended_by(number: int) -> Callable[[Any], None]:
-    def end(model: Any) -> None:
-        sys.stderr.write(f"at {time.time()!r} ends {model.topology.rank}\n")
-        sys.stderr.flush()
-        os.kill(os.getpid(), number)
-
-    return end
-
-
-def leaving_with(code: int) -> Callable[[Any], None]:
-    def leave(model: Any) -> None:
-        sys.stderr.write(f"at {time.time()!r} ends {model.topology.rank}\n")
-        sys.stderr.flush()
-        os._exit(code)
-
-    return leave
-
-
-FAILURES: list[tuple[Callable[[Any], None], dict[str, object]]] = [
-    (raising, {"exit_code": None, "signal": None}),
-    (ended_by(signal.SIGKILL), {"exit_code": None, "signal": "SIGKILL"}),
-    (leaving_with(3), {"exit_code": 3, "signal": None}),
-    (leaving_with(0), {"exit_code": 0, "signal": None}),
-]
+    options: dict[str, Any] = {"use_gloo": True, "verbose": 1, "hosts": "localhost:2"}
+    found = unisono.spawn("horovod", replica, (3,), nproc_per_node=2, **options)
+    assert found == [(ours[0], rank, *ours[1:], [rank]) for rank in (0, 1)]
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("bad", [0, 2])
-@pytest.mark.parametrize("has_groups", [False, True])
-@pytest.mark.parametrize(("fail", "said"), FAILURES, ids=["raise", "kill", "exit 3", "exit 0"])
+@pytest.mark.parametrize(
+    ("end", "bad", "said"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), 0, (None, "SIGKILL")),
+        (lambda: os._exit(3), 2, (3, None)),
+    ],
+    ids=["kill the first", "exit 3"],
+)
 def test_launch_names_the_rank_that_failed_first(
-    fail: Callable[[Any], None],
-    said: dict[str, object],
-    bad: int,
-    has_groups: bool,
-    capfd: pytest.CaptureFixture[str],
+    end: Callable[[], None], bad: int, said: tuple[int | None, str | None]
 ) -> None:
     def entry(model: Any) -> None:
-        if has_groups:  # Horovod aborts processes whose peer is lost while there are groups
-            model.new_group((0, 1))
+        model.new_group((0, 1))  # Horovod aborts processes whose peer is lost while there are any
         for number in range(1_000_000):
             model.all_reduce(torch.ones(2), ReduceOp.SUM)
             if number == 5 and model.topology.rank == bad:
-                fail(model)
+                end()
 
     with pytest.raises(WorkerFailedError) as caught:
         launch(entry, 3)
-    end = time.time()
-    error = caught.value
-    assert error.rank == bad, error
-    assert {name: getattr(error, name) for name in said} == said
-    if fail is raising:
-        assert "ValueError" in error.traceback
-        assert isinstance(error.__cause__, ValueError)
-        begin = float(str(error.__cause__))
-    else:
-        at = re.search(r"at ([\d.]+) ends", capfd.readouterr().err)
-        assert at is not None
-        begin = float(at[1])
-    assert end - begin < 20  # seconds; 2 on a machine that is idle
+    assert caught.value.rank == bad, caught.value
+    assert (caught.value.exit_code, caught.value.signal) == said
 
 
-@pytest.mark.usefixtures("nothing_left")
-def test_launch_relays_a_mismatch() -> None:
-    def entry(model: Any) -> None:
-        model.all_reduce(torch.ones(2 + model.topology.rank), ReduceOp.SUM)
+def test_a_mismatch_is_relayed(pool: unisono.WorkerPool) -> None:
+    def entry(local_rank: int) -> None:
+        communicator().model.all_reduce(torch.ones(2 + local_rank), ReduceOp.SUM)
 
     with pytest.raises(WorkerFailedError, match="Mismatched") as caught:
-        launch(entry)
+        pool.run(entry)
     assert isinstance(caught.value.__cause__, CollectiveMismatchError)
-
-
-@pytest.mark.usefixtures("nothing_left")
-def test_launch_with_a_timeout() -> None:
-    # The timeout is that of the set-up too, which takes seconds on a busy machine.
-    def entry(model: Any) -> None:
-        if model.topology.rank == 0:
-            model.all_reduce(torch.ones(1), ReduceOp.SUM)
-        time.sleep(600)
-
-    with pytest.raises(WorkerFailedError, match="timed out after 10 s") as caught:
-        launch(entry, timeout=timedelta(seconds=10))
-    assert caught.value.rank == 0
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -380,16 +296,6 @@ def test_hosts_that_do_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.monotonic() - begin < 8
 
 
-@pytest.mark.usefixtures("nothing_left")
-def test_a_job_of_one_host_has_no_secret_in_its_arguments() -> None:
-    for words in launch(lambda _: sys.orig_argv, 2):
-        link = re.search(r"join\('(.*)'\)", words[-1])
-        assert link, words
-        where, token, *_ = json.loads(link[1])
-        assert token == ""
-        assert where.endswith("/link")  # in a folder of mode 0700
-
-
 FAKE_SSH = """#!/bin/sh
 # ssh [options] HOST [options] COMMAND, run on this host
 host=
@@ -421,13 +327,13 @@ def test_launch_on_two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert launch(entry, 2, hosts=hosts) == [(0, 0, 2, 3.0), (1, 0, 2, 3.0), (1, 1, 2, 3.0)]
 
     def fail(model: Any) -> None:
-        if model.topology.rank == 2:
+        if model.topology.rank == 1:
             raise ValueError("the original")
         model.exchange(b"")
 
     with pytest.raises(WorkerFailedError, match="the original") as caught:
-        launch(fail, 2, hosts=hosts)
-    assert caught.value.rank == 2
+        launch(fail, 1, hosts="localhost:1,127.0.0.2:1")
+    assert caught.value.rank == 1
 
 
 PARENT = """
@@ -445,10 +351,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_no_replica_outlives_its_parent(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     mark = uuid.uuid4().hex
@@ -464,7 +367,7 @@ def test_no_replica_outlives_its_parent(
     with parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "up\n"
-        parent.send_signal(number)
+        parent.kill()
         parent.wait(15)
     assert not marked(mark, 5)
     assert [path.name for path in tmp_path.iterdir()] == ["parent.py"]
@@ -479,56 +382,27 @@ BROKEN: dict[str, tuple[str | None, str, str, bool]] = {
     "built for another torch": (SUFFIX, "1.5.0", "torch 1[.]5[.]0, but this is torch", True),
     "no library": (SUFFIX, torch.__version__, "mpi_lib_v2", False),
 }
-ASK = """
-import sys
-import unisono
-from unisono.errors import BackendUnavailableError
-assert ("horovod" in unisono.available_backends()) != {is_known}
-assert not [name for name in sys.modules if name.partition(".")[0] == "horovod"]
-for call in (unisono.initialize, lambda name: unisono.spawn(name, print)):
-    try:
-        call("horovod")
-    except BackendUnavailableError as error:
-        assert isinstance(error.__cause__, (ImportError, type(None))), error.__cause__
-        assert (error.__cause__ is None) == {is_known}
-        print("refused:", error)
-unisono.initialize("gloo")
-print("gloo:", unisono.all_reduce(1))
-unisono.finalize()
-"""
 
 
-@pytest.mark.parametrize("how", BROKEN)
-def test_a_broken_installation_says_so(how: str, tmp_path: Path) -> None:
-    suffix, noted, sign, is_known = BROKEN[how]
+def test_a_broken_installation_says_so(tmp_path: Path) -> None:
     spec = importlib.util.find_spec("horovod")
     assert spec is not None
     assert spec.submodule_search_locations
-    copy = tmp_path / "horovod"
-    shutil.copytree(spec.submodule_search_locations[0], copy, ignore=shutil.ignore_patterns("*.so"))
-    (copy / "metadata.json").write_text(json.dumps({"pytorch": noted}))
-    if suffix is not None:
-        (copy / "torch" / f"mpi_lib_v2{suffix}").write_bytes(b"\x7fELF, but no library")
-    said = subprocess.run(
-        [sys.executable, "-c", ASK.format(is_known=is_known)],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{SOURCES}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert said.returncode == 0, said.stderr
-    assert len(re.findall(f"refused: .*{sign}", said.stdout)) == 2, said.stdout
-    assert "gloo: 1" in said.stdout
-
-
-@pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("options", [{"use_gloo": True, "verbose": 1}, {"hosts": "localhost:2"}])
-def test_options_of_horovods_own_launcher_are_taken(options: dict[str, Any]) -> None:
-    assert unisono.spawn("horovod", _adds, nproc_per_node=2, **options) == [2, 2]
-
-
-def _adds(local_rank: int) -> int:
-    return unisono.all_reduce(1)
+    source, folders = spec.submodule_search_locations[0], {}
+    for how, (suffix, noted, _, _) in BROKEN.items():
+        folders[how] = tmp_path / how
+        copy = folders[how] / "horovod"
+        shutil.copytree(source, copy, ignore=shutil.ignore_patterns("*.so"))
+        (copy / "metadata.json").write_text(json.dumps({"pytorch": noted}))
+        if suffix is not None:
+            (copy / "torch" / f"mpi_lib_v2{suffix}").write_bytes(b"\x7fELF, but no library")
+    found = refusals("horovod", folders)
+    for how, (_, _, sign, is_known) in BROKEN.items():
+        known, *refused = found[how]
+        assert (known != "None") == is_known
+        assert len(refused) == 2
+        for line in refused:
+            assert re.match(f"{'NoneType' if is_known else 'ImportError'} .*{sign}", line)
 
 
 def test_what_it_lacks_is_undeclared() -> None:
@@ -537,77 +411,23 @@ def test_what_it_lacks_is_undeclared() -> None:
     assert HorovodModel.capabilities == {"groups"}
     assert HorovodModel.why_unavailable("horovod") is None
 
-    def entry(model: Any) -> None:
-        with pytest.raises(UnsupportedOperation, match="send"):
-            model.send(torch.ones(1), 0)
-        with pytest.raises(UnsupportedOperation, match="recv"):
-            model.recv(torch.ones(1), 0)
 
-    assert launch(entry, 1) == [None]
-
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
-
-
-def train(command: list[str], path: Path) -> dict[str, Any]:
-    """Run the digits example; gives what its rank 0 wrote."""
-    said = subprocess.run(
-        [*command, "--json", str(path)],
-        env={
-            **os.environ,
-            "PYTHONPATH": SOURCES,
-            "TORCHINDUCTOR_CACHE_DIR": str(path.parent),  # torch makes it as soon as an SGD is made
-        },
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert said.returncode == 0, said.stdout + said.stderr
-    result: dict[str, Any] = json.loads(path.read_text())
-    return result
-
-
-@pytest.mark.usefixtures("nothing_left")
-@pytest.mark.skipif(not EXAMPLE.exists(), reason="the examples aren't here")
-def test_the_digits_are_learnt_as_on_gloo(tmp_path: Path) -> None:
-    pytest.importorskip("sklearn")
-    path, script = tmp_path / "result.json", [sys.executable, str(EXAMPLE)]
-    pair = ["--nproc-per-node", "2"]
-    on_gloo = train([*script, "--backend", "gloo", *pair], path)
-    wanted = torch.tensor(on_gloo["parameters"])
-    for command in (
-        [*script, "--backend", "horovod", *pair],
-        [*horovodrun(2), *script, "--backend", "horovod"],
-    ):
-        found = train(command, path)
-        assert (found["model"], found["world_size"]) == ("horovod-dist", 2)
-        assert found["checksums"][0] == found["checksums"][1]
-        torch.testing.assert_close(torch.tensor(found["parameters"]), wanted, rtol=0, atol=1e-5)
-        assert found["accuracy"] == on_gloo["accuracy"] > 0.95
-
-
-@pytest.mark.parametrize("job", jobs_of("horovod"))
-def test_a_program_of_horovod_and_ours_print_the_same(job: str, tmp_path: Path) -> None:
-    expected = lines_of([*horovodrun(2), sys.executable], theirs("horovod", job), tmp_path)
-    for backend in ("horovod", "gloo", "threads"):
-        assert lines_of(PYTHON, ours(job, backend, tmp_path), tmp_path) == expected, backend
+def test_a_program_of_horovod_and_ours_print_the_same(
+    pool: unisono.WorkerPool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = [*horovodrun(2), *JOB]
+    check_programs("horovod", command, os.environ, pool, tmp_path, monkeypatch, capsys)
 
 
 def test_every_call_of_horovod_at_a_glance_can_be_made() -> None:
-    check_in_child("Horovod")
+    run_job(JOB, "glance", 1)
 
 
 @pytest.mark.usefixtures("own_pages")
-@pytest.mark.parametrize("kind", few_on("horovod"))
-def test_top_names_the_rank_that_hangs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in VARIABLES.get((kind, "horovod"), {}).items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.parametrize("kind", ["stopped", "extra_call"])
+def test_top_names_the_rank_that_hangs(kind: str) -> None:
     with job_of_processes(kind, "horovod"):
         check(kind, told())
-
-
-@pytest.mark.usefixtures("own_pages")
-@pytest.mark.parametrize("kind", ends_on("horovod"))
-def test_a_job_that_does_not_hang_names_the_rank_as_it_ends(kind: str) -> None:
-    check_end(kind, "horovod")

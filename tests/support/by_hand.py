@@ -110,18 +110,10 @@ def outcomes(
     ignored: str = "",
     set_up: Callable[[int], None] | None = None,
 ) -> dict[str, str]:
-    """Run checks one after the other in one job, until one fails.
+    """Run checks one after the other in one job until one fails; give by name what failed, or "".
 
-    Args:
-        checks: functions with different names, each of which gets its own folder.
-        size: number of ranks.
-        folder: an empty one.
-        backend: of the default group; None where each check makes and leaves its own.
-        ignored: regular expression of warnings that other libraries give of themselves.
-        set_up: called with the rank first.
-
-    Returns:
-        By the name of each check what failed, empty where nothing did.
+    Warnings that match `ignored` are other libraries' own; `set_up` is called with the rank first.
+    Without a `backend` each check makes its default group, and leaves it.
     """
 
     def fn(rank: int) -> tuple[str, str]:

@@ -69,7 +69,7 @@ class MpiModel(ComputationModel):
     messages between two ranks use the adopted world itself, with a tag of their own. MPI stays up
     until the process exits, since it can't be initialised twice.
 
-    Reductions of integers, float32 and float64 are MPI's own; those of 16-bit floats are torch's,
+    Reductions of 32 and 64 bits are MPI's own; sums and products of fewer bits are torch's,
     within an MPI operation of ours. With two ranks every result is bit for bit that of
     `fold_tensors`.
 

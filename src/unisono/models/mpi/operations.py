@@ -80,8 +80,10 @@ _numbers = itertools.count()
 
 
 def is_folded_by_torch(dtype: torch.dtype) -> bool:
-    """Tell whether MPI has no operation for this: it has none for 16-bit floats. Local."""
-    return dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
+    """Return whether torch adds and multiplies in MPI's place, which has no 16-bit floats."""
+    # Open MPI's vectorised sums of small integers saturate, and torch's wrap around; that won't be
+    # fixed: https://github.com/open-mpi/ompi/issues/8045
+    return dtype.itemsize < torch.float32.itemsize
 
 
 class _Buffer(list[Any]):
@@ -141,7 +143,7 @@ class Calls:
         if rule is None:
             if op.is_bitwise and dtype.is_floating_point:
                 raise PayloadError(f"{op.name} works on integer tensors, not on {dtype}")
-            if is_folded_by_torch(dtype):
+            if op in _STEPS and is_folded_by_torch(dtype):
                 rule = self._mpi.Op.Create(_fold(_STEPS[op], dtype), commute=True)
                 self._folds.append(rule)
             else:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unisono.context import communicator
 from unisono.model.contract import ComputationModel
-from unisono.model.reduction import ReduceOp
+from unisono.model.reduction import ReduceOp, fold_tensors
 from unisono.testing.cases._law import law, same, tensor_of, worlds
 
 __all__ = ()
@@ -77,6 +77,11 @@ def reductions_agree_with_the_derived_ones() -> None:
                 _agree(model, total, expected, (dtype, op, "reduce"))
             else:
                 assert total is None
+    for dtype in (torch.int8, torch.uint8, torch.int16):  # they wrap around, in vectors too
+        if dtype in model.dtypes:
+            most = torch.full((40,), torch.iinfo(dtype).max, dtype=dtype)
+            got = model.all_reduce(most.to(model.transport_device, copy=True), ReduceOp.SUM)
+            _agree(model, got, fold_tensors(ReduceOp.SUM, [most] * size), dtype)
 
 
 @law()

@@ -1,0 +1,145 @@
+"""Programs under a library's own launcher: parts, one after the other, on each rank."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import unisono as idist
+from tests.support.coming_from import jobs_of, ours, theirs
+from tests.support.pages import ROOT
+from tests.support.processes import SOURCES
+
+if TYPE_CHECKING:
+    import pytest
+
+__all__ = (
+    "EXAMPLE",
+    "check_digits",
+    "check_programs",
+    "run_digits",
+    "run_job",
+    "run_parts",
+    "run_theirs",
+    "say",
+    "writing_to",
+)
+
+EXAMPLE = ROOT / "examples" / "digits.py"
+_FOLDER = "PROGRAMS_WRITE_TO"
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def writing_to(folder: Path) -> dict[str, str]:
+    """Give the variables of a job whose programs write what they found into a folder."""
+    return {_FOLDER: str(folder)}
+
+
+def run_parts(*parts: Callable[[], None]) -> None:
+    """Run those that the command line names, and report each that has passed."""
+    by_name = {part.__name__.removeprefix("part_"): part for part in parts}
+    for name in sys.argv[1].split(","):
+        by_name[name]()
+        say(f"passed {name}")
+
+
+def run_job(
+    command: Sequence[str],
+    parts: str,
+    size: int,
+    environ: Mapping[str, str] | None = None,
+    limit_s: float = 270,
+) -> None:
+    """Run parts of a program under a launcher, and see each pass on every rank."""
+    process = subprocess.Popen(
+        [*command, parts],
+        env={**(os.environ if environ is None else environ), "PYTHONPATH": f"{SOURCES}:{ROOT}"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        said, _ = process.communicate()
+    passed = Counter(re.findall(r"passed (\w+)", said))
+    assert passed == dict.fromkeys(parts.split(","), size), said[-6000:]
+    assert process.returncode == 0, said[-6000:]
+
+
+def run_theirs(library: str, before: Callable[[], object] = lambda: None) -> None:
+    """Run a library's programs of docs/coming-from; write what each prints into a file."""
+    for job in jobs_of(library):
+        before()
+        path = Path(os.environ[_FOLDER], f"{job} {os.getpid()}")
+        with path.open("w") as file, contextlib.redirect_stdout(file):
+            runpy.run_path(str(theirs(library, job)), run_name="__main__")
+
+
+def check_programs(
+    library: str,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    pool: idist.WorkerPool,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Compare what a library's programs print in one job with what ours do, there and on threads.
+
+    Ours run in this process, and their ranks in the pool's: that `spawn` works isn't asked here.
+    """
+    run_job(command, "theirs", 2, {**environ, **writing_to(folder)})
+    on_threads: Any = idist.spawn
+
+    def spawn(backend: str, fn: Any, args: Any = (), *, nproc_per_node: int) -> list[str]:
+        if backend == "threads":
+            lines: list[str] = on_threads(backend, fn, args, nproc_per_node=nproc_per_node)
+            return lines
+        return pool.run(fn, *args)
+
+    monkeypatch.setattr(idist, "spawn", spawn)
+    for job in jobs_of(library):
+        said = sorted(path.read_text().strip() for path in folder.glob(f"{job} *"))
+        assert len(said) == 2, job
+        for backend in (library, "threads"):
+            runpy.run_path(str(ours(job, backend, folder)), run_name="__main__")
+            assert sorted(capsys.readouterr().out.splitlines()) == said, (job, backend)
+
+
+def run_digits(backend: str) -> None:
+    """Run the example of the digits as a program; rank 0 writes what it found."""
+    sys.argv[1:] = ["--backend", backend, "--json", str(Path(os.environ[_FOLDER], "digits"))]
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+
+
+def check_digits(found: dict[str, Any], model: str, size: int, epochs: int = 20) -> None:
+    """Compare what was learnt from the digits with what ranks that are threads learn."""
+    example = runpy.run_path(str(EXAMPLE))
+    given = (example["load"](), epochs, 0)
+    wanted = idist.spawn("threads", example["train"], given, nproc_per_node=size)[0]
+    assert (found["model"], found["world_size"]) == (model, size)
+    assert found["checksums"] == found["checksums"][:1] * size
+    parameters, others = (torch.tensor(each["parameters"]) for each in (found, wanted))
+    torch.testing.assert_close(parameters, others, rtol=0, atol=1e-5)
+    assert math.isclose(found["accuracy"], wanted["accuracy"], abs_tol=1e-6)  # of 360 images
