@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,14 +32,18 @@ def until_there(*paths: Path) -> None:
     until(lambda: all(path.exists() for path in paths), LIMIT_S)
 
 
-def tell_of_two_looks(path: Path) -> None:
-    """Make a file once this rank has looked twice, while it waits, for ranks that are gone."""
+def tell_of_two_looks(path: Path, ended: int) -> None:
+    """Make a file once this rank, while it waits, has looked twice at who is gone.
+
+    Looks count once the process of a descriptor has ended.
+    """
     control: Any = communicator().control
     gone, looks = control.gone, list[None]()
 
     def look(*where: Any) -> Any:
-        absent = gone(*where)
-        looks.append(None)
+        has_ended, absent = select.select([ended], [], [], 0)[0], gone(*where)
+        if has_ended:
+            looks.append(None)
         if len(looks) == 2:
             path.touch()
         return absent

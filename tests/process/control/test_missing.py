@@ -45,7 +45,7 @@ def test_a_group_goes_on_when_a_rank_outside_of_it_has_finished(tmp_path: Path) 
         if rank == 1:
             until_there(looked)
         else:
-            tell_of_two_looks(looked)
+            tell_of_two_looks(looked, ended)
         found = [
             unisono.all_reduce(torch.ones(BIG), group=pair).sum().item(),
             unisono.all_reduce(torch.ones(BIG), group=pair, async_op=True).wait().sum().item(),
