@@ -26,6 +26,7 @@ __all__ = (
     "end_of_block",
     "end_of_call",
     "format_s",
+    "host_s",
     "limit_of",
     "overdue",
     "require_time",
@@ -35,6 +36,8 @@ __all__ = (
 
 DEFAULT_TIMEOUT_S = 1800.0
 """Seconds that a collective may take by default, as on torch's gloo."""
+
+_RATE = 1.0  # of the clock of limits and warnings: a test lets it run faster, or hardly at all
 
 _until: ContextVar[float | Recall | None] = ContextVar("_until", default=None)
 
@@ -82,7 +85,8 @@ def deadline(timeout: float | timedelta) -> Iterator[None]:
         ...     idist.all_reduce(1)
         1
     """
-    with _until_sooner(time.monotonic() + seconds("timeout", timeout).total_seconds()):
+    limit_s = seconds("timeout", timeout).total_seconds()
+    with _until_sooner(time.monotonic() + host_s(limit_s)):
         yield
 
 
@@ -168,7 +172,8 @@ def limit_of(timeout_s: float | None, until: float | None = None) -> float | Non
     here = end_of_block()
     if here is None and until is None:
         return timeout_s
-    left = max(0.0, min(end for end in (here, until) if end is not None) - time.monotonic())
+    end = min(end for end in (here, until) if end is not None)
+    left = max(0.0, end - time.monotonic()) * _RATE
     return left if timeout_s is None else min(left, timeout_s)
 
 
@@ -177,12 +182,17 @@ def end_of_call(timeout_s: float | None) -> float:
 
     Local. As `limit_of`; infinity where nothing limits it.
     """
-    until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    until = math.inf if timeout_s is None else time.monotonic() + timeout_s / _RATE
     block = _until.get()
     if block is None:
         return until
     at = block.at if isinstance(block, Recall) else block
     return until if at is None else min(at, until)
+
+
+def host_s(limit_s: float) -> float:
+    """Return the host's seconds that a limit or a warning takes: the same, but in tests. Local."""
+    return limit_s / _RATE
 
 
 def format_s(seconds: float) -> str:

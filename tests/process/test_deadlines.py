@@ -12,9 +12,12 @@ import pytest
 import torch
 
 import unisono
+from tests.support.clock import fast_clock
+from tests.support.processes import until
 from unisono.deadlines import limit_of
 from unisono.errors import ArgumentError, CollectiveTimeoutError
 
+LIMIT_S = 60.0
 CALLS: dict[str, Callable[[], Any]] = {
     "barrier": unisono.barrier,
     "a large all_reduce": lambda: unisono.all_reduce(torch.ones(300_000)),
@@ -27,52 +30,32 @@ CALLS: dict[str, Callable[[], Any]] = {
 def test_a_collective_is_over_at_the_deadline_of_its_block(
     backend: str, call: str, tmp_path: Path
 ) -> None:
-    def fn(local_rank: int) -> float:
-        unisono.barrier()
-        if local_rank == 1:
-            while not (tmp_path / "over").exists():
-                time.sleep(0.01)
-            return 0.0
-        start = time.monotonic()
-        with pytest.raises(CollectiveTimeoutError), unisono.deadline(0.5):
-            CALLS[call]()
-        (tmp_path / "over").touch()
-        return time.monotonic() - start
+    """And the rank that comes after it is told so."""
 
-    found = unisono.spawn(backend, fn, nproc_per_node=2, timeout=20)
-    assert 0.4 < found[0] < 10
-
-
-@pytest.mark.parametrize("backend", ["threads", "gloo"])
-def test_a_rank_that_comes_after_the_deadline_of_another_is_told_so(
-    backend: str, tmp_path: Path
-) -> None:
-    def fn(local_rank: int) -> int:
+    def fn(local_rank: int) -> None:
         unisono.barrier()
         if local_rank == 0:
-            with pytest.raises(CollectiveTimeoutError), unisono.deadline(0.5):
-                unisono.barrier()
+            begin = time.monotonic()
+            with fast_clock(), pytest.raises(CollectiveTimeoutError), unisono.deadline(30):
+                CALLS[call]()
+            assert 0.5 <= time.monotonic() - begin < 30  # and not at the job's timeout, after 60
             (tmp_path / "over").touch()
-        while not (tmp_path / "over").exists():
-            time.sleep(0.01)
-        for _ in range(2):
-            with pytest.raises(CollectiveTimeoutError):
-                unisono.barrier()
+        until((tmp_path / "over").exists, LIMIT_S)
+        if call == "barrier":
+            for _ in range(2):
+                with pytest.raises(CollectiveTimeoutError):
+                    unisono.barrier()
         (tmp_path / f"told{local_rank}").touch()
-        while not (tmp_path / f"told{1 - local_rank}").exists():
-            time.sleep(0.01)
-        return local_rank
+        until((tmp_path / f"told{1 - local_rank}").exists, LIMIT_S)
 
-    assert unisono.spawn(backend, fn, nproc_per_node=2, timeout=20) == [0, 1]
+    unisono.spawn(backend, fn, nproc_per_node=2, timeout=3600)
 
 
-@pytest.mark.parametrize("backend", ["threads", "gloo"])
-def test_what_is_done_in_time_is_done(backend: str) -> None:
-    def fn(local_rank: int) -> Any:
-        with unisono.deadline(timedelta(seconds=30)):
-            return unisono.all_gather(local_rank)
-
-    assert unisono.spawn(backend, fn, nproc_per_node=2) == [[0, 1]] * 2
+@pytest.mark.ranks(2, on="threads")
+@pytest.mark.ranks(2, on="gloo")
+def test_what_is_done_in_time_is_done() -> None:
+    with unisono.deadline(timedelta(seconds=30)):
+        assert unisono.all_gather(unisono.get_rank()) == [0, 1]
 
 
 def test_the_soonest_of_nested_deadlines_holds_and_they_end() -> None:
@@ -83,6 +66,14 @@ def test_the_soonest_of_nested_deadlines_holds_and_they_end() -> None:
         with unisono.deadline(100):
             assert 1 < (limit_of(None) or 0) <= 2
     assert limit_of(None) is None
+
+
+def test_limits_pass_as_fast_as_their_clock() -> None:
+    with fast_clock(1e-6), unisono.deadline(30):  # the host's time counts for nothing
+        assert limit_of(None) == pytest.approx(30)
+        assert limit_of(40) == pytest.approx(30)
+    with fast_clock(1e9), unisono.deadline(30):
+        assert limit_of(None) == 0
 
 
 @pytest.mark.parametrize("value", [0, -1, "x", None, True, float("nan")])

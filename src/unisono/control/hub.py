@@ -29,6 +29,7 @@ from unisono.control.failure_detection import FailureDetector
 from unisono.control.missing import Absent
 from unisono.control.signatures import SequenceNumbers, describe
 from unisono.control.tree import Peers
+from unisono.deadlines import host_s
 from unisono.errors import CollectiveError
 from unisono.host.arena import Arena
 from unisono.topology import usable_cores
@@ -294,7 +295,7 @@ class Hub:
             spins.learn(len(got) == len(places))
         if len(got) < len(places):
             later_s = _WARN_LATER_S if kind == ALL else 0.0
-            warn_at = time.monotonic() + self.warn_after_s + later_s
+            warn_at = time.monotonic() + host_s(self.warn_after_s) + later_s
             self._sleep(kind, places, got, until, warn_at)
         return got
 

@@ -35,7 +35,7 @@ from unisono.control.hub import Hub
 from unisono.control.missing import warn_after_s
 from unisono.control.signatures import SequenceNumbers
 from unisono.control.tree import FAN_OUT, Links, Peers, Seat, links
-from unisono.deadlines import limit_of
+from unisono.deadlines import host_s, limit_of
 from unisono.errors import CollectiveError, EnvironmentDetectionError, PeerRefusedError
 from unisono.host import arena, memory
 from unisono.host.arena import Arena
@@ -243,7 +243,7 @@ def connect_group(
     hub, is_one_host = _connect_all(control, group, inline_bytes, host)
     if hub is not None and is_one_host and control.secret is None:
         # The kernel has said of each that it is this user's: what they agree on there is a secret.
-        shares, _ = hub.exchange(secrets.token_bytes(32), time.monotonic() + _SET_UP_S)
+        shares, _ = hub.exchange(secrets.token_bytes(32), time.monotonic() + host_s(_SET_UP_S))
         secret = hashlib.sha256(b"".join(shares))
         try:
             authenticate(control.model, group, secret.digest(), name)
@@ -370,7 +370,7 @@ def _inline_bytes(hub: Hub, size: int, inline_bytes: int) -> int:
 
 def _until(control: Connectable) -> float:
     limit_s = limit_of(control.timeout_s)
-    return time.monotonic() + (_SET_UP_S if limit_s is None else min(limit_s, _SET_UP_S))
+    return time.monotonic() + host_s(_SET_UP_S if limit_s is None else min(limit_s, _SET_UP_S))
 
 
 class _RefusedError(OSError):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from unisono.deadlines import allowed_s, end_of_call, format_s
+from unisono.deadlines import allowed_s, format_s, host_s, limit_of
 from unisono.errors import CollectiveTimeoutError, PeerFailedError
 from unisono.topology import Group
 
@@ -57,34 +57,33 @@ class Watch:
 
 
 class _Look:
-    __slots__ = ("_begun", "_call", "_control", "_group", "_is_warned", "_step", "_until")
+    __slots__ = ("_begun", "_call", "_control", "_group", "_is_warned", "_limit_s", "_step")
 
     def __init__(
         self, control: SocketControlPlane, group: Group | None, call: str, step: int
     ) -> None:
         self._control, self._group, self._call, self._step = control, group, call, step
         self._begun = time.monotonic()
-        self._until = math.nan  # until the first look: mostly there is none
+        self._limit_s = math.nan  # until the first look: mostly there is none
         self._is_warned = False
 
     def __call__(self, position: int) -> None:
         control, now = self._control, time.monotonic()
-        if math.isnan(self._until):
-            passed_s = now - self._begun
-            self._until = end_of_call(allowed_s(control, self._group)) - passed_s
+        if math.isnan(self._limit_s):
+            limit_s = limit_of(allowed_s(control, self._group))
+            self._limit_s = math.inf if limit_s is None else limit_s
         absent = control.gone(self._group, self._step)
         if absent is not None:
             raise PeerFailedError(f"{self._where()}: {absent.how}", absent.rank)
         failure = control.failure(self._group)
         if failure is not None:
             raise type(failure)(*failure.args)
-        if now >= self._until:
+        if now >= self._begun + host_s(self._limit_s):
             late = self._late(position, is_over=True)
-            waited = format_s(now - self._begun)
-            text = f"{late}\n  {self._where()}: not done after {waited}"
+            text = f"{late}\n  {self._where()}: not done after {format_s(self._limit_s)}"
             control.give_up(self._group, text)  # the others can't go on without this rank
             raise CollectiveTimeoutError(text)
-        if not self._is_warned and now >= self._begun + control.warn_after_s():
+        if not self._is_warned and now >= self._begun + host_s(control.warn_after_s()):
             self._is_warned = True
             _log.warning("%s is still waiting: %s", self._where(), self._late(position, False))
 

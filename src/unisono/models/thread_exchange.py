@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from unisono.control.condition import Condition
 from unisono.control.missing import named
-from unisono.deadlines import format_s, limit_of
+from unisono.deadlines import format_s, host_s, limit_of
 from unisono.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -131,8 +131,8 @@ class ThreadExchange:
     ) -> None:
         """Wait until no rank is missing; a rank that gives up leaves `entries`."""
         limit_s = limit_of(timeout_s) or 0.0
-        until = time.monotonic() + limit_s
-        warn_at = time.monotonic() + self.warn_after_s
+        until = time.monotonic() + host_s(limit_s)
+        warn_at = time.monotonic() + host_s(self.warn_after_s)
         while True:
             self._condition.wait(
                 lambda: not missing() or self._has_failed() or self._gone(missing(), rank),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, TypeVar
 from typing_extensions import ParamSpec, Unpack
 
 from unisono.arguments import seconds
-from unisono.deadlines import limit_of
+from unisono.deadlines import host_s, limit_of
 from unisono.errors import (
     ArgumentError,
     CollectiveTimeoutError,
@@ -259,7 +259,7 @@ class WorkerPool:
         limit_s = limit_of(self._deadline_s)
         if limit_s == 0:
             raise CollectiveTimeoutError(f"{name} wasn't begun: the block's deadline is over")
-        limit = None if limit_s is None else time.monotonic() + limit_s
+        limit = None if limit_s is None else time.monotonic() + host_s(limit_s)
         too_late = partial(self._give_up, name, limit_s)
         call = Call(self._ready(limit), give, too_late, limit, is_together=is_together)
         job: Job[Any] = Job(call, self._size)

@@ -21,7 +21,8 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import unisono
-from tests.support.by_hand import by_hand, join, leave, prepare
+from tests.support.by_hand import by_hand, join
+from tests.support.clock import fast_clock
 from tests.support.processes import Pipe
 from unisono import WorkerPool
 from unisono.context import communicator
@@ -51,7 +52,6 @@ def load() -> None:
 @pytest.fixture(autouse=True, scope="module")
 def _ready() -> None:
     load()
-    prepare()
 
 
 class Evil:
@@ -101,6 +101,17 @@ def take_the_seat_of_rank_1(port: int, pwned: str, reached: int) -> None:
 
 
 @contextlib.contextmanager
+def stranger_at(port: int, pwned: Path) -> Iterator[None]:
+    """Have a stranger take the seat of rank 1 at a store first."""
+    there, reached = os.pipe()
+    with as_nobody(lambda: take_the_seat_of_rank_1(port, str(pwned), reached)):
+        os.close(reached)
+        assert os.read(there, 1) == b"."
+        os.close(there)
+        yield
+
+
+@contextlib.contextmanager
 def attacked(monkeypatch: pytest.MonkeyPatch, pwned: Path) -> Iterator[list[int]]:
     """Let the stranger be at the store of each job before its first rank is."""
     host, ports = job_store.host, list[int]()
@@ -108,15 +119,8 @@ def attacked(monkeypatch: pytest.MonkeyPatch, pwned: Path) -> Iterator[list[int]
 
         def host_and_be_visited(plan: Any) -> Any:
             made = host(plan)
-            there, reached = os.pipe()
-            port = int(made[1].master_port or 0)
-            held.enter_context(
-                as_nobody(lambda: take_the_seat_of_rank_1(port, str(pwned), reached))
-            )
-            os.close(reached)
-            assert os.read(there, 1) == b"."
-            os.close(there)
-            ports.append(port)
+            ports.append(int(made[1].master_port or 0))
+            held.enter_context(stranger_at(ports[-1], pwned))
             return made
 
         monkeypatch.setattr(job_store, "host", host_and_be_visited)
@@ -158,41 +162,29 @@ def test_a_stranger_at_the_store_is_no_rank_of_a_pool(
 
 SCRIPT = """
 import sys, unisono
-from tests.support.processes import say
-with open(sys.argv[1]) as go_on:
-    say(sys.argv[2], "here")
-    go_on.readline()
+from pathlib import Path
+from tests.support.processes import say, until
+say(sys.argv[1], "here")
+until(Path(sys.argv[2]).exists, 60)
 unisono.initialize("gloo", timeout=30)
 print("SAW", unisono.all_gather(unisono.get_rank()), flush=True)
 """
 
 
 def test_a_stranger_at_the_store_is_no_rank_of_a_script(pwned: Path, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    go_on = str(tmp_path / "go_on")
-    os.mkfifo(go_on)
-    keep = os.open(go_on, os.O_RDWR)
-    words = [sys.executable, "-m", "unisono", "run", "--nproc-per-node", "2"]
-    path = os.pathsep.join(sys.path)
+    script, go_on = tmp_path / "script.py", tmp_path / "go_on"
+    script.write_text(SCRIPT)
+    words = [sys.executable, "-m", "unisono", "run", "--nproc-per-node", "2", str(script)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with Pipe(tmp_path) as said:
-        words += [str(tmp_path / "script.py"), go_on, said.path]
-        env = {**os.environ, "PYTHONPATH": path}
+        words += [said.path, str(go_on)]
         job = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env)
         try:
             said.read(2)
             sockets = psutil.Process(job.pid).net_connections()
             port = next(each.laddr.port for each in sockets if each.status == "LISTEN")
-            there, reached = os.pipe()
-
-            def attack() -> None:
-                os.close(keep)  # else the ranks go on when the stranger is gone
-                take_the_seat_of_rank_1(port, str(pwned), reached)
-
-            with as_nobody(attack):
-                os.close(reached)
-                assert os.read(there, 1) == b"."
-                os.close(there)
-                os.close(keep)
+            with stranger_at(port, pwned):
+                go_on.touch()
                 out, _ = job.communicate(timeout=60)
         finally:
             job.terminate()
@@ -230,13 +222,12 @@ def test_one_that_lies_about_its_user_is_found_out_by_the_kernel(liar: int, tmp_
     tmp_path.chmod(0o777)
 
     def fn(rank: int) -> Any:
-        vars(rendezvous)["_SET_UP_S"] = 3.0
         load()
         join(tmp_path, rank, 2)
         if rank == liar:
             os.setgid(NOBODY)
             os.setuid(NOBODY)
-        with pytest.raises(CollectiveError) as caught:
+        with fast_clock(5), pytest.raises(CollectiveError) as caught:
             unisono.sync()
             rendezvous.connect_group(cast("Any", communicator().control), None, 1 << 10, "here")
         return type(caught.value).__name__, str(caught.value), os.getpid()
@@ -267,36 +258,27 @@ def test_who_hasnt_the_secret_is_refused_on_the_data_plane(tmp_path: Path) -> No
     ]
 
 
-def test_a_new_group_is_proved_before_its_first_tensor(tmp_path: Path) -> None:
+def test_ranks_agree_on_a_secret_that_the_kernel_vouches_for_and_prove_it_in_each_group(
+    tmp_path: Path,
+) -> None:
+    """Where others started them."""
+
     def fn(rank: int) -> Any:
-        join(tmp_path, rank, 2)
-        unisono.all_gather(rank)
+        join(tmp_path, rank, 3)
         control: Any = communicator().control
-        assert control.secret is not None
-        unisono.new_group([0, 1])
+        assert control.secret is None
+        unisono.all_gather(rank)
+        secret = control.secret
+        unisono.new_group([0, 1, 2])
         if rank == 1:
             control.secret = b"x" * 32
         with pytest.raises(PeerRefusedError, match="couldn't prove"):
-            unisono.new_group([0, 1])
-        return True
+            unisono.new_group([0, 1, 2])
+        return secret
 
-    assert by_hand(fn) == [True, True]
-
-
-def test_ranks_that_others_started_agree_on_a_secret_that_the_kernel_vouches_for(
-    tmp_path: Path,
-) -> None:
-    def fn(rank: int) -> Any:
-        join(tmp_path, rank, 3)
-        before = cast("Any", communicator().control).secret
-        unisono.all_gather(rank)
-        found = cast("Any", communicator().control).secret
-        leave()
-        return before, found
-
-    told = by_hand(fn, 3)
-    assert told == [(None, told[0][1])] * 3
-    assert len(told[0][1]) == 32
+    first, *others = by_hand(fn, 3)
+    assert others == [first] * 2
+    assert len(first) == 32
 
 
 def test_a_proof_is_of_one_direction_one_group_and_one_time() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -13,7 +12,8 @@ import pytest
 import torch
 
 import unisono as idist
-from tests.support.processes import python
+from tests.support.measures import slack
+from tests.support.processes import python, until
 from tests.support.worlds import REAL, run
 from unisono.errors import WorkerFailedError
 from unisono.observe.merge import jobs
@@ -150,23 +150,21 @@ def die_once_it_is_written(local_rank: int, folder: str) -> None:
     idist.all_reduce(1)
     called = time.monotonic()
     if idist.get_rank() == 1:
-        files: list[Path] = []
-        while not files or files[0].read_text().count("\n") < 5:  # facts, group, three calls
-            threading.Event().wait(0.01)
-            files = list(Path(folder).glob("rank-1-*"))
+        files = Path(folder)  # each begins with facts and group, and three calls follow
+        until(lambda: [f for f in files.glob("rank-1-*") if f.read_text().count("\n") >= 5], 60)
         Path(folder, "took").write_text(str(time.monotonic() - called))
         os.kill(os.getpid(), signal.SIGKILL)
     idist.barrier()
 
 
-@pytest.mark.timed
 def test_a_killed_rank_loses_a_second_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    limit_s = MOST_LOST_S * slack() / 2  # that second, where nothing else runs
     monkeypatch.setenv("UNISONO_TRACE", str(tmp_path))
     with pytest.raises(WorkerFailedError):
         idist.spawn("gloo", die_once_it_is_written, (str(tmp_path),), nproc_per_node=2)
-    assert float((tmp_path / "took").read_text()) < MOST_LOST_S
+    assert float((tmp_path / "took").read_text()) < limit_s
     by_rank = {trace.rank: [each.name for each in trace.records] for trace in read(tmp_path)}
     assert by_rank[1] == ["initialize", "barrier", "all_reduce"]
     assert by_rank[0][:3] == by_rank[1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import select
 import socket
 import threading
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command import wait_until
+from tests.support.processes import until
 from unisono.control.connection import ANSWER, ASK, FAIL, SEEN, Connection, Frame
 from unisono.control.sideband import Sideband, State
 from unisono.control.tree import Links, Seat
@@ -53,10 +52,8 @@ def sideband() -> Iterator[tuple[Sideband, Connection, Connection]]:
 
 def taken(connection: Connection) -> Frame:
     """Wait for the next frame."""
-    until = time.monotonic() + LIMIT_S
-    while (frame := connection.take()) is None:
-        left_s = until - time.monotonic()
-        assert select.select([connection.fd], [], [], max(left_s, 0.0))[0]
+    frame = until(connection.take, LIMIT_S)
+    assert frame is not None
     return frame
 
 
@@ -79,7 +76,7 @@ def test_without_a_descriptor_for_who_asks_its_thread_rests(own_pages: Path) -> 
         try:
             begin_s, used_s = time.monotonic(), time.process_time()
             asker.connect(f"/proc/self/fd/{at}/{path.name}")
-            asker.settimeout(1.5)
+            asker.settimeout(0.5)
             with pytest.raises(TimeoutError):
                 asker.recv(1)
             busy = (time.process_time() - used_s) / (time.monotonic() - begin_s)
@@ -106,7 +103,7 @@ def test_a_request_that_cannot_be_read_ends_its_connection_alone(
             asker.sendall(request_ + b"\n")
             assert lines.read() == b""
         own = "unisono-sideband-inquiry"
-        assert wait_until(lambda: own not in {each.name for each in threading.enumerate()}, LIMIT_S)
+        until(lambda: own not in {each.name for each in threading.enumerate()}, LIMIT_S)
         assert greeting(path) == b'{"place": 0}\n'
 
 
@@ -114,9 +111,9 @@ def test_a_rank_that_reads_late_gets_a_long_part_of_an_inquiry_whole() -> None:
     """Half of it ended the connection, and so the job."""
     body = json.dumps({"to": 2, "of": 1, "body": "x" * LONG_BYTES}).encode()
     with sideband() as (made, first, second), ThreadPoolExecutor(1) as executor:
-        until = time.monotonic() + LIMIT_S
-        executor.submit(first.send, SEEN, 0, body, until).result()
-        first.send(ASK, 0, b'{"to": 0, "of": 1, "group": ""}', until)
+        end = time.monotonic() + LIMIT_S
+        executor.submit(first.send, SEEN, 0, body, end).result()
+        first.send(ASK, 0, b'{"to": 0, "of": 1, "group": ""}', end)
         assert taken(first)[0] == ANSWER  # it has waited for room, and given that up
         executor.submit(made.broadcast_failure, b'{"kind": "peer", "text": "gone"}')
         assert taken(second) == (SEEN, 0, body)

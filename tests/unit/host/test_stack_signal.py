@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command import wait_until
 from tests.support.hanging import THREADS_OF_C, hanging
-from tests.support.processes import run_python
+from tests.support.processes import run_python, until
 from unisono.host import stack_signal
 
 ASKED = 100  # the stacks of all threads, told by one of them, ended it after some 20
@@ -52,13 +51,12 @@ def test_a_process_whose_threads_run_outlives_being_asked() -> None:
         assert process.is_alive()
 
 
-@pytest.mark.timed
 def test_threads_that_run_no_python_take_no_longer_than_there_is_time() -> None:
     with hanging("threads of C") as process:
-        assert wait_until(lambda: len(process.threads()) > THREADS_OF_C, 20)
+        until(lambda: len(process.threads()) > THREADS_OF_C, 20)
         begin_s = time.monotonic()
         texts = stack_signal.texts(process.pid, process.facts, process.pid, 1.0, True)
-        assert time.monotonic() - begin_s < 2.0
+        assert time.monotonic() - begin_s < THREADS_OF_C / 4  # not a second for each
         assert texts is not None
         assert "in hang\n" in texts[process.pid]
 

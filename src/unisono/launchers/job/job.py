@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import cloudpickle
 
-from unisono.deadlines import end_of_block, overdue
+from unisono.deadlines import end_of_block, host_s, overdue
 from unisono.errors import CollectiveTimeoutError, LaunchError, WorkerFailedError
 from unisono.launchers.job.failure import Failure, Failures, Fault
 from unisono.tracebacks import hides
@@ -144,7 +144,7 @@ class Job(Generic[T]):
             LaunchError: as for `join`.
             CollectiveTimeoutError: as for `join`.
         """
-        limit = None if timeout is None else time.monotonic() + timeout
+        limit = None if timeout is None else time.monotonic() + host_s(timeout)
         try:
             is_over = self._wait(limit)
             if is_over and self._error is None:

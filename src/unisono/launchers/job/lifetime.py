@@ -16,6 +16,7 @@ import torch
 from unisono.at_exit import LastCalls
 from unisono.control.missing import warn_after_s
 from unisono.control.sideband import stack_of
+from unisono.deadlines import host_s
 from unisono.errors import WorkerFailedError
 from unisono.tracebacks import fold, is_full, is_ours
 
@@ -83,7 +84,7 @@ def _told_when_slow(what: Callable[[], str]) -> Iterator[None]:
     def tell() -> None:
         _log.warning("the function of rank %s has returned; its process waits for %s", rank, what())
 
-    timer = threading.Timer(warn_after_s(), tell)
+    timer = threading.Timer(host_s(warn_after_s()), tell)
     timer.daemon = True
     timer.start()
     try:

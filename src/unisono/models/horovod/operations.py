@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from unisono.deadlines import allowed_s, format_s, limit_of
+from unisono.deadlines import allowed_s, format_s, host_s, limit_of
 from unisono.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -133,7 +133,7 @@ class Calls:
         try:
             while not self._hvd.poll(handle):
                 waited_s = time.monotonic() - begin
-                if waited_s > limit_s:
+                if waited_s > host_s(limit_s):
                     raise CollectiveTimeoutError(
                         f"{self._where(call, group)} timed out after {format_s(limit_s)}: some "
                         "rank didn't come, or called something else"

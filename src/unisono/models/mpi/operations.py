@@ -16,7 +16,7 @@ from torch import Tensor
 
 from unisono.control.missing import named, warn_after_s
 from unisono.control.signatures import site
-from unisono.deadlines import DEFAULT_TIMEOUT_S, format_s, limit_of
+from unisono.deadlines import DEFAULT_TIMEOUT_S, format_s, host_s, limit_of
 from unisono.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -346,7 +346,7 @@ class Calls:
             request.Wait()
             return
         begin, doing = time.monotonic(), ""
-        deadline, warn_at = begin + limit_s, begin + self._warn_after_s
+        deadline, warn_at = begin + host_s(limit_s), begin + host_s(self._warn_after_s)
         for spins in itertools.count():
             if request.Test():
                 return

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from unisono.accelerators import accelerator
 from unisono.control.handshake import authenticate
 from unisono.control.plane import SocketControlPlane
-from unisono.deadlines import deadline, limit_of
+from unisono.deadlines import deadline, host_s, limit_of
 from unisono.errors import (
     ArgumentError,
     ContextError,
@@ -302,7 +302,8 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         allowed_s = None if allowed is None else allowed.total_seconds()
         limit_s = limit_of(allowed_s)
         is_short = limit_s is not None and limit_s != allowed_s
-        options["timeout"] = timedelta(seconds=max(limit_s or 0, LEAST_S)) if is_short else allowed
+        short = timedelta(seconds=max(host_s(limit_s or 0), LEAST_S))
+        options["timeout"] = short if is_short else allowed
         try:
             # Not with use_local_synchronization: it names the group by how many groups this rank
             # has seen, which members of overlapping groups count differently (torch 2.13).

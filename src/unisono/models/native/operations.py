@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from unisono.control.missing import Absent
 from unisono.control.plane import SocketControlPlane
-from unisono.deadlines import allowed_s, end_of_block, format_s, limit_of
+from unisono.deadlines import allowed_s, end_of_block, format_s, host_s, limit_of
 from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
 from unisono.model.error_mapping import ErrorRow, mapped
 from unisono.model.handle import Handle
@@ -130,7 +130,7 @@ class Calls:
         try:
             work = start(*args, _handle(group))
             if self._is_watched and limit_s is not None:
-                work.wait(timedelta(seconds=max(limit_s, LEAST_S)))
+                work.wait(timedelta(seconds=max(host_s(limit_s), LEAST_S)))
             else:
                 work.wait()
         except RuntimeError as error:
@@ -148,7 +148,7 @@ class Calls:
         absent: Absent | None = None
         limit_s = limit_of(allowed_s(self._control, group), until)
         begun = time.monotonic()
-        until = math.inf if limit_s is None else begun + limit_s
+        until = math.inf if limit_s is None else begun + host_s(limit_s)
         warn_at = 0.0  # until the first slice is over
         while True:
             is_over = not self._is_watched or work.is_completed()
@@ -169,7 +169,7 @@ class Calls:
             if now >= until:
                 timeout = TimeoutError(f"not done after {format_s(limit_s or 0)}")
                 self.fail(call, group, timeout, step)
-            warn_at = warn_at or begun + self._control.warn_after_s()
+            warn_at = warn_at or begun + host_s(self._control.warn_after_s())
             if now >= warn_at:
                 warn_at = math.inf
                 late = self._control.late(group, step, is_over=False)

@@ -30,7 +30,7 @@ from unisono.control.addresses import (
     why_unreachable,
 )
 from unisono.control.stores import store_at
-from unisono.deadlines import end_of_block, format_s, limit_of
+from unisono.deadlines import end_of_block, format_s, host_s, limit_of
 from unisono.errors import ArgumentError, ContextError
 from unisono.model.handle import Outcome
 from unisono.topology import PRIVATE_STORE, RankInfo
@@ -100,8 +100,8 @@ class Rendezvous:
         self._limit_s = limit_s
         self._is_ours = timeout is None
         self._last: float = end_of_block() or math.inf
-        self._until = time.monotonic() + limit_s
-        self._warn_at: float = time.monotonic() + _WARN_AFTER_S
+        self._until = time.monotonic() + host_s(limit_s)
+        self._warn_at: float = time.monotonic() + host_s(_WARN_AFTER_S)
 
     def left(self) -> timedelta:
         """Give the time that is left for torch's own part of set-up, never nothing. Local."""
@@ -345,7 +345,7 @@ class Rendezvous:
             if now >= self._until and self._is_ours:
                 n_before, n_ranks = n_ranks, store.add(f"ranks/{turn}", 0)
                 if n_ranks > n_before:  # ours is for set-up that makes no progress
-                    self._until = min(now + self._limit_s, self._last)
+                    self._until = min(now + host_s(self._limit_s), self._last)
             if now >= min(self._until, self._warn_at):
                 missing = [at for at in range(size) if store.add(f"came/{at}", 0) < turn]
                 if now >= self._until:
