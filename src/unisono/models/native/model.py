@@ -27,7 +27,7 @@ from unisono.model.launching import LaunchHooks
 from unisono.model.reduction import ReduceOp
 from unisono.model.training import TrainingHooks
 from unisono.models.native import process_group
-from unisono.models.native.gloo_threads import settle_at_exit
+from unisono.models.native.gloo_threads import settle, settle_at_exit
 from unisono.models.native.operations import LEAST_S, Calls, set_timeout
 from unisono.models.native.registration import NAME
 from unisono.models.native.rendezvous import Rendezvous, is_one_host, listening_locally
@@ -188,6 +188,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
     def finalize(self) -> None:
         self.control.close()
         if self._is_owner and self.is_alive():
+            settle()
             dist.destroy_process_group()
 
     def abort(self) -> None:
