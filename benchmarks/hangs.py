@@ -8,38 +8,33 @@ hang on a model, the error that the job ends with has to name the rank: why is i
 
 One environment may lack a library, and torch_xla needs a torch of its own: ``--save`` adds what was
 found to that of other environments, and the table shows all of it; ``--models`` without a name
-measures nothing more, and ``--markdown`` prints it for a page.
+measures nothing more.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.support import hangs
+from tests.support.command import UNISONO, Started
 from tests.support.hangs import ENDS, LATE, MODELS, TWELVE
-from tests.support.tops import check, end_ranks
+from tests.support.processes import python, until
+from tests.support.tops import LIMIT_S, check, job_of_program
 from unisono import registry
 from unisono.host.status_page import pages
 from unisono.observe.verdict import PATIENCE_S
 
-ROOT = Path(hangs.__file__).parents[2]
 GOAL_S = 2.0
 STILL_S = PATIENCE_S + 0.1
-LIMIT_S = 60.0
-LOOK_S = 0.02
 STARTED = ("idist.barrier", "idist.all_reduce")  # what all kinds call first
 
 
@@ -69,98 +64,50 @@ class Answer:
         return self.is_right and self.seconds <= GOAL_S
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A job that is about to hang or to end."""
-
-    process: subprocess.Popen[bytes]
-    output: Path
-
-    def printed(self) -> str:
-        """Give what it has printed."""
-        return self.output.read_text(errors="replace")
-
-
-@contextmanager
-def running(kind: str, backend: str) -> Iterator[Running]:
-    """Run a job with pages of its own, and end all of its processes."""
-    with tempfile.TemporaryDirectory(prefix="unisono-hangs-") as folder, pages_in(folder):
-        output = Path(folder, "output")
-        words = [sys.executable, "-m", "tests.support.hangs", backend, kind]
-        with output.open("wb") as stream:
-            process = subprocess.Popen(
-                words, stdout=stream, stderr=stream, cwd=ROOT, start_new_session=True
-            )
-        try:
-            yield Running(process, output)
-        finally:
-            until = time.monotonic() + LIMIT_S
-            while process.poll() is None and time.monotonic() < until:
-                end_ranks()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(0.2)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-@contextmanager
-def pages_in(folder: str) -> Iterator[None]:
-    """See the pages of one job alone."""
-    place = Path(folder, "pages")
-    place.mkdir(mode=0o700)
-    before = dict(os.environ)
-    os.environ["UNISONO_STATUS"] = str(place)
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def wait_until_still(job: Running) -> float:
+def wait_until_still(job: Started) -> float:
     """Wait until no rank has begun or ended a call for a moment, or the job has ended.
 
     Returns:
         When the last call began or ended, in seconds of the monotonic clock.
     """
-    until = time.monotonic() + LIMIT_S
     moved = 0.0
-    while time.monotonic() < until and job.process.poll() is None:
+
+    def is_still() -> bool:
+        nonlocal moved
         found = [page.records() for page in pages()]
         times = (max(each.begin_ns, each.end_ns) for records in found for each in records)
         moved = max(moved, max(times, default=0) / 1e9)
         have_begun = [len(records) >= len(STARTED) for records in found]
-        if sum(have_begun) >= hangs.SIZE - 1 and time.monotonic() - moved > STILL_S:
-            break
-        time.sleep(LOOK_S)
+        is_begun = sum(have_begun) >= hangs.SIZE - 1 and time.monotonic() - moved > STILL_S
+        return is_begun or job.process.poll() is not None
+
+    until(is_still, LIMIT_S)
     return moved
 
 
 def ask(kind: str, backend: str) -> Answer:
-    """Have one job hang, and ask about it."""
+    """Have one job hang, with pages of its own, and ask about it."""
     ends = ENDS.get((kind, backend), "")
-    with running(kind, backend) as job:
-        moved = wait_until_still(job)
-        if ends:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                job.process.wait(LIMIT_S)
-            seconds, text = time.monotonic() - moved, job.printed()
-            is_right = job.process.poll() is not None and hangs.is_blamed(kind, text)
-            return Answer(kind, backend, is_right, error_of(text), seconds, ends)
-        begin = time.monotonic()
-        words = [sys.executable, "-m", "unisono", "top", "--once", "--json"]
-        done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
-        seconds = time.monotonic() - begin
-        jobs = json.loads(done.stdout)["jobs"] if done.returncode == 0 else []
-        if not jobs:
-            return Answer(kind, backend, False, done.stderr or job.printed()[-300:], seconds)
-        return Answer(kind, backend, is_named(kind, jobs), said_of(jobs[0]), seconds)
+    with tempfile.TemporaryDirectory(prefix="unisono-hangs-") as folder:
+        Path(folder, "pages").mkdir(mode=0o700)
+        variables = {"UNISONO_STATUS": str(Path(folder, "pages"))}
+        with mock.patch.dict("os.environ", variables), job_of_program(kind, backend) as job:
+            moved = wait_until_still(job)
+            if ends:
+                until(lambda: job.process.poll() is not None, LIMIT_S)
+                seconds, text = time.monotonic() - moved, job.out() + job.err()
+                is_right = hangs.is_blamed(kind, text)
+                return Answer(kind, backend, is_right, error_of(text), seconds, ends)
+            begin = time.monotonic()
+            done = python(*UNISONO[1:], "top", "--once", "--json")
+            seconds = time.monotonic() - begin
+            jobs = json.loads(done.stdout)["jobs"] if done.returncode == 0 else []
+            said = said_of(jobs[0]) if jobs else done.stderr or job.err()[-300:]
+            return Answer(kind, backend, is_named(kind, jobs), said, seconds)
 
 
 def is_named(kind: str, jobs: Sequence[dict[str, Any]]) -> bool:
-    """Tell whether the one job has the right culprit and line."""
+    """Return whether the one job has the right culprit and line."""
     try:
         (job,) = jobs
         check(kind, job)
@@ -170,7 +117,7 @@ def is_named(kind: str, jobs: Sequence[dict[str, Any]]) -> bool:
 
 
 def said_of(job: Mapping[str, Any]) -> str:
-    """Give the verdict and the places in a few words."""
+    """Return the verdict and the places in a few words."""
     places = [
         f"rank {each['rank']} at {Path(each['file']).name}:{each['line']} ({each['from']})"
         for each in job["culprits"]
@@ -179,15 +126,15 @@ def said_of(job: Mapping[str, Any]) -> str:
 
 
 def error_of(text: str) -> str:
-    """Give the first line of the error that a job ended with."""
+    """Return the first line of the error that a job ended with."""
     lines = [line for line in text.splitlines() if "Error: " in line]
     blamed = (line for line in lines if f"Error: rank {LATE} " in line)
     line = next(blamed, lines[-1] if lines else "no error")
     return f"ends with: {line.partition('Error: ')[2] or line}"
 
 
-def show(answers: Sequence[Answer], missing: Mapping[str, str], *, is_markdown: bool) -> int:
-    """Print the table and the last line; give the exit code."""
+def show(answers: Sequence[Answer], missing: Mapping[str, str]) -> int:
+    """Print the table and the last line; return the exit code."""
     by_cell: dict[tuple[str, str], list[Answer]] = {}
     for answer in answers:
         by_cell.setdefault((answer.kind, answer.backend), []).append(answer)
@@ -197,42 +144,24 @@ def show(answers: Sequence[Answer], missing: Mapping[str, str], *, is_markdown: 
     table += [
         [kind, *(cell(by_cell.get((kind, backend), [])) for backend in backends)] for kind in kinds
     ]
-    if is_markdown:
-        table = [table[0], ["---"] * len(table[0]), *table[1:]]
-    for first, *row in table:
-        words = f"| {' | '.join([first, *row])} |" if is_markdown else ""
-        print(words or f"{first:14}{''.join(f'{each:>20}' for each in row)}")
+    for row in (table[0], ["---"] * len(table[0]), *table[1:]):  # for a page
+        print(f"| {' | '.join(row)} |")
     print("✓ named with its line, ■ the job ends at once and its error names the rank, ✗ not named")
     for backend, reason in missing.items():
-        print(f"\n{'!' * 78}\nNOT MEASURED: {MODELS[backend]}: {reason}\n{'!' * 78}")
+        print(f"NOT MEASURED: {MODELS[backend]}: {reason}")
     n_right = sum(all(each.is_good for each in cell) for cell in by_cell.values())
     print(f"\n{n_right} of {len(TWELVE) * len(MODELS)} named within {GOAL_S:g} s")
     return int(n_right < len(by_cell))
 
 
 def cell(answers: Sequence[Answer]) -> str:
-    """Say how often the rank was named, and after how long at most."""
+    """Return how often the rank was named, and after how long at most."""
     if not answers:
         return "-"
     n_good = sum(each.is_good for each in answers)
     sign = "✗" if n_good < len(answers) else "■" if answers[0].ends else "✓"
     rounds = f" {n_good}/{len(answers)}" if len(answers) > 1 else ""
     return f"{sign}{rounds} {max(each.seconds for each in answers):.2f} s"
-
-
-def read(path: Path | None, again: Sequence[str]) -> list[Answer]:
-    """Read what was found before, but for the models that are measured again."""
-    if path is None or not path.exists():
-        return []
-    found = [Answer(**each) for each in json.loads(path.read_text())]
-    return [each for each in found if each.backend not in again]
-
-
-def write(path: Path | None, answers: Sequence[Answer]) -> None:
-    """Keep what was found, also by a run that doesn't come to its end."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps([asdict(each) for each in answers], indent=1))
 
 
 def main() -> int:
@@ -244,25 +173,26 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", choices=TWELVE, default=list(TWELVE))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--save", type=Path)
-    parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
-    known = registry.availability()
+    known, path = registry.availability(), options.save
     here = [each for each in options.models if known[each] is None]
-    answers = read(options.save, here)
+    before = json.loads(path.read_text()) if path is not None and path.exists() else []
+    answers = [Answer(**each) for each in before if each["backend"] not in here]
     for backend in here:
-        for kind in options.kinds:
-            for _ in range(options.rounds):
-                answer = ask(kind, backend)
-                sign = "named" if answer.is_good else "NOT NAMED"
-                words = (kind, MODELS[backend], sign, f"{answer.seconds:.2f} s", answer.said)
-                print("  ".join(words), flush=True)
-                answers.append(answer)
-                write(options.save, answers)
+        for kind in options.kinds * options.rounds:
+            answer = ask(kind, backend)
+            sign = "named" if answer.is_good else "NOT NAMED"
+            words = (kind, MODELS[backend], sign, f"{answer.seconds:.2f} s", answer.said)
+            print("  ".join(words), flush=True)
+            answers.append(answer)
+            if path is not None:  # also for a run that doesn't come to its end
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps([asdict(each) for each in answers], indent=1))
     measured = {each.backend for each in answers}
     missing = {
         each: known[each] or "--models leaves it out" for each in MODELS if each not in measured
     }
-    return show(answers, missing, is_markdown=options.markdown)
+    return show(answers, missing)
 
 
 if __name__ == "__main__":

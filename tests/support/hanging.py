@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.command import wait_until
+from tests.support.processes import until
 from unisono.host import stack_signal
 from unisono.host.status_page import start_ticks
 
 _LIMIT_S = 60.0
-_BESIDE = 2  # threads
-_OTHERS = {"calls": "in _c", "locks": "in _wait\n"}  # what these are in
+_N_BESIDE = 2
 _mutex = ctypes.create_string_buffer(64)  # all zeros: PTHREAD_MUTEX_INITIALIZER
 ROOT = Path(__file__).parents[2]
 THREADS_OF_C = 96
@@ -55,12 +54,11 @@ class Hanging:
 
 def hang(how: str) -> None:
     """Hang until the process is ended."""
-    beside = {"calls": _call, "locks": _wait}.get(how)
-    for _ in range(_BESIDE if beside else 0):
-        threading.Thread(target=beside, daemon=True).start()
+    for _ in range(_N_BESIDE if how in _BESIDE else 0):
+        threading.Thread(target=_BESIDE[how][0], daemon=True).start()
     if how == "threads of C":
         _hang_in_c()
-    if how in ("lock", "thread", "calls", "locks", "threads of C"):
+    if how in ("lock", "thread", *_BESIDE, "threads of C"):
         lock = threading.Lock()
         lock.acquire()
         lock.acquire()
@@ -95,32 +93,31 @@ def _count_down(number: int) -> None:
         _count_down(number - 1)
 
 
+_BESIDE = {"calls": (_call, "in _c"), "locks": (_wait, "in _wait\n")}
+"""What threads beside the one that hangs run, and are in."""
+
+
 @contextmanager
 def hanging(how: str) -> Iterator[Hanging]:
     """Start a process that hangs, and end it."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.support.hanging", how],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    ) as process:
+    command = [sys.executable, "-m", "tests.support.hanging", how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:
             assert process.stdout is not None
-            facts = json.loads(process.stdout.readline())
-            hanging = Hanging(process, facts)
-            assert wait_until(lambda: _is_there(how, hanging), _LIMIT_S)
+            hanging = Hanging(process, json.loads(process.stdout.readline()))
+            until(lambda: _is_there(how, hanging), _LIMIT_S)
             yield hanging
         finally:
             process.kill()
 
 
 def _is_there(how: str, hanging: Hanging) -> bool:
-    """Tell whether each thread that runs Python is where it will be asked."""
+    """Return whether each thread that runs Python is where it will be asked."""
     own = hanging.facts["thread_id"]
     words = {own: "in hang\n"}
-    if how in _OTHERS:
-        words |= {each: _OTHERS[how] for each in hanging.threads() if each != own}
-        if len(words) != 1 + _BESIDE:
+    if how in _BESIDE:
+        words |= {each: _BESIDE[how][1] for each in hanging.threads() if each != own}
+        if len(words) != 1 + _N_BESIDE:
             return False
     if how == "calls" and hanging.facts.get("at_rest"):  # they never do
         return True
@@ -130,26 +127,17 @@ def _is_there(how: str, hanging: Hanging) -> bool:
     )
 
 
-def _tell() -> None:
+def _be(how: str) -> None:
     facts = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), **stack_signal.install()}
     facts["thread_id"] = threading.get_native_id()
     os.write(1, (json.dumps(facts) + "\n").encode())
-
-
-def _main(how: str) -> None:
-    if how != "thread":
-        _tell()
-        hang(how)
-        return
-
-    def own() -> None:
-        _tell()
-        hang(how)
-
-    threading.Thread(target=own).start()
-    with contextlib.suppress(KeyboardInterrupt):
-        threading.Event().wait()
+    hang(how)
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    if sys.argv[1] == "thread":
+        threading.Thread(target=_be, args=("thread",)).start()
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
+    else:
+        _be(sys.argv[1])

@@ -267,7 +267,7 @@ def work(local_rank: int, kind: str) -> None:
     _WAYS[kind](idist.get_rank())
 
 
-def _main(backend: str, kind: str, size: str = str(SIZE), *place: str) -> None:
+def main(backend: str, kind: str, size: str = str(SIZE), *place: str) -> None:
     if place:
         rank, store = place
         options: dict[str, Any] = {"rank": int(rank), "init_method": f"file://{store}"}
@@ -291,4 +291,4 @@ def _by_hand(backend: str, kind: str, size: str) -> None:
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    main(*sys.argv[1:])

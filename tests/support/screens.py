@@ -1,4 +1,4 @@
-"""``unisono top`` in a real terminal, and a picture of it.
+"""Commands of unisono in this process, and ``unisono top`` in a real terminal: a picture of it.
 
 python -m tests.support.screens docs/_static/top.svg
 """
@@ -13,24 +13,82 @@ import subprocess
 import sys
 import tempfile
 import termios
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from typing import TextIO
 
+import pytest
 from rich.ansi import AnsiDecoder
 from rich.console import Console
 from rich.text import Text
 
-from tests.support.command import SOURCES, wait_until
+from tests.support.command import UNISONO, environ
+from tests.support.processes import read_terminal, until
+from unisono.cli import main
 
-__all__ = ("Screen", "picture", "top_in_terminal")
+__all__ = ("Ended", "Screen", "on_terminal", "picture", "run", "top_in_terminal")
 
 _HOME = "\x1b[H"
 _LIMIT_S = 120.0
 _READ_BYTES = 1 << 16
 COLUMNS, LINES = 130, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A command's exit code, and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run(*words: str, **streams: TextIO) -> Ended:
+    """Run ``unisono WORDS`` in this process, which has loaded what it needs."""
+    out, err = StringIO(), StringIO()
+    with (
+        redirect_stdout(streams.get("stdout", out)),
+        redirect_stderr(streams.get("stderr", err)),
+        pytest.raises(SystemExit) as ended,
+    ):
+        main(words)
+    assert isinstance(ended.value.code, int)
+    return Ended(ended.value.code, out.getvalue(), err.getvalue())
+
+
+def on_terminal(
+    columns: int, *words: str, stream: str = "stdout", **variables: str
+) -> tuple[str, Ended]:
+    """Run it with a terminal for one of its streams; return what that shows, and the rest."""
+    kept = [os.dup(fd) for fd in (0, 1)]
+    leader, end = _terminal(columns)
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as executor:
+        for name in ("COLUMNS", "CI", "NO_COLOR"):
+            patch.delenv(name, raising=False)
+        for name, value in {"TERM": "xterm-256color", **variables}.items():
+            patch.setenv(name, value)
+        shown = executor.submit(read_terminal, leader)
+        for fd in (0, 1):  # of which its width is asked
+            os.dup2(end, fd)
+        try:
+            with open(end, "w") as file:
+                ended = run(*words, **{stream: file})
+        finally:
+            for fd, before in enumerate(kept):
+                os.dup2(before, fd)
+                os.close(before)
+    assert ended.code == 0
+    return shown.result().decode().replace("\r\n", "\n"), ended
+
+
+def _terminal(columns: int, lines: int = 50) -> tuple[int, int]:
+    leader, end = os.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+    return leader, end
 
 
 class Screen:
@@ -45,9 +103,9 @@ class Screen:
         self.process, self.leader = process, leader
         self.written = ""
 
-    def read(self, timeout_s: float) -> bool:
-        """Read what has been written; tell whether the terminal is still in use."""
-        ready, _, _ = select.select([self.leader], [], [], timeout_s)
+    def read(self) -> bool:
+        """Read what has been written; return whether the terminal is still in use."""
+        ready, _, _ = select.select([self.leader], [], [], 0.1)
         try:
             self.written += os.read(self.leader, _READ_BYTES).decode() if ready else ""
         except OSError:  # the command has closed its end
@@ -55,40 +113,40 @@ class Screen:
         return True
 
     def frame(self) -> list[Text]:
-        """Give the lines of the last whole frame, with their colours."""
+        """Return the lines of the last whole frame, with their colours."""
         frames = self.written.replace("\r\n", "\n").split(_HOME)
         return list(AnsiDecoder().decode(frames[-2].rstrip())) if len(frames) > 2 else []
 
-    def text(self) -> str:
-        return "\n".join(line.plain.rstrip() for line in self.frame())
-
     def wait_for(self, *words: str, hidden: str = "\0") -> str:
         """Read until a frame has all words, and hasn't the one that is hidden."""
-        until = time.monotonic() + _LIMIT_S
-        while hidden in self.text() or not all(word in self.text() for word in words):
-            assert time.monotonic() < until, self.text()
-            assert self.read(1.0), self.written[-2000:]
-        return self.text()
 
-    def press(self, keys: str) -> None:
+        def is_shown() -> str:
+            assert self.read(), self.written[-2000:]
+            text = "\n".join(line.plain.rstrip() for line in self.frame())
+            return text if hidden not in text and all(word in text for word in words) else ""
+
+        return until(is_shown, _LIMIT_S)
+
+    def press(self, keys: str, *words: str, hidden: str = "\0") -> str:
+        """Press keys, and wait for what they show."""
         os.write(self.leader, keys.encode())
+        return self.wait_for(*words, hidden=hidden) if words else ""
 
     def rest(self) -> str:
         """Read until the command has ended."""
-        while self.read(1.0):
+        while self.read():
             pass
         return self.written
 
 
 @contextmanager
-def top_in_terminal(*words: str, **environ: str) -> Iterator[Screen]:
+def top_in_terminal(*words: str, **variables: str) -> Iterator[Screen]:
     """Run it in a terminal of its own."""
-    leader, end = os.openpty()
-    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
-    variables = {name: text for name, text in os.environ.items() if name not in ("COLUMNS", "CI")}
-    variables |= {"TERM": "xterm-256color", "PYTHONPATH": str(SOURCES), **environ}
-    command = [sys.executable, "-m", "unisono", "top", *words]
-    with subprocess.Popen(command, env=variables, stdin=end, stdout=end, stderr=end) as process:
+    leader, end = _terminal(COLUMNS, LINES)
+    known = environ("top", **{"TERM": "xterm-256color", **variables})
+    env = {name: text for name, text in known.items() if name not in ("COLUMNS", "CI")}
+    command = [*UNISONO, "top", *words]
+    with subprocess.Popen(command, env=env, stdin=end, stdout=end, stderr=end) as process:
         os.close(end)
         try:
             yield Screen(process, leader)
@@ -125,23 +183,22 @@ idist.spawn("gloo", train, nproc_per_node=4)
 
 def _main(path: str) -> None:
     """Make the picture of the docs."""
-    with tempfile.TemporaryDirectory() as folder:
-        pages = Path(folder, "pages")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        pages = folder / "pages"
         pages.mkdir(mode=0o700)
-        environ = {"UNISONO_STATUS": str(pages), "PYTHONPATH": str(SOURCES)}
-        Path(folder, "train.py").write_text(PROGRAM)
-        os.mkfifo(Path(folder, "batch.json"))
-        job = subprocess.Popen(
-            [sys.executable, "train.py"], cwd=folder, env={**os.environ, **environ}
-        )
-        try:
-            assert wait_until(lambda: len(list(pages.iterdir())) == 4, _LIMIT_S)
-            with top_in_terminal("--every", "0.5", **environ) as screen:
-                screen.wait_for("culprit: rank 1", "rank 1 is idle")
-                Path(path).write_text(picture(screen.frame()))
-        finally:
-            job.terminate()
-            job.wait()
+        (folder / "train.py").write_text(PROGRAM)
+        os.mkfifo(folder / "batch.json")
+        variables = {"UNISONO_STATUS": str(pages)}
+        command = [sys.executable, "train.py"]
+        with subprocess.Popen(command, cwd=folder, env=environ("train", **variables)) as job:
+            try:
+                until(lambda: len(list(pages.iterdir())) == 4, _LIMIT_S)
+                with top_in_terminal("--every", "0.5", **variables) as screen:
+                    screen.wait_for("culprit: rank 1", "rank 1 is idle")
+                    Path(path).write_text(picture(screen.frame()))
+            finally:
+                job.terminate()
 
 
 if __name__ == "__main__":

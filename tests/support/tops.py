@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
-import resource
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,14 +20,16 @@ import pytest
 
 import unisono as idist
 from tests.support import hangs
-from tests.support.command import Started, started, wait_until
+from tests.support.command import Started, started
 from tests.support.hangs import LATE, SIZE
-from tests.support.processes import python
+from tests.support.processes import until
+from tests.support.screens import run
 from unisono.errors import WorkerFailedError
 from unisono.observe.jobs import Meter, look
 from unisono.observe.report import reports
 
 __all__ = (
+    "ANSWER_S",
     "LIMIT_S",
     "check",
     "check_end",
@@ -35,15 +37,16 @@ __all__ = (
     "ends_on",
     "few_on",
     "hangs_on",
+    "job_of_forks",
     "job_of_processes",
     "job_of_program",
     "seen",
     "told",
-    "top",
 )
 
 LIMIT_S = 120.0
 ANSWER_S = 2.0
+"""Seconds of work that an answer may cost: on a busy machine it takes longer than that."""
 VERDICTS = {
     "dead": "dead",
     "stopped": "stopped",
@@ -51,44 +54,31 @@ VERDICTS = {
     "mismatch": "mismatch",
     "other_group": "deadlock",
 }
-
-
-def top(*words: str) -> subprocess.CompletedProcess[str]:
-    return python("-m", "unisono", "top", *words)
+_forks = multiprocessing.get_context("forkserver")
 
 
 def seen() -> dict[str, Any]:
-    """Look until what the one job is held up by has become clear."""
-    found: list[dict[str, Any]] = []
+    """Look until it is clear what holds the one job up."""
 
-    def is_clear() -> bool:
-        found[:] = reports(Meter())["jobs"]
-        return bool(found and found[0]["culprits"])
+    def clear() -> list[dict[str, Any]]:
+        jobs: list[dict[str, Any]] = reports(Meter())["jobs"]
+        return [job for job in jobs if job["culprits"]]
 
-    assert wait_until(is_clear, LIMIT_S), [
-        (each.rank, look(Meter())) for job in look(Meter()) for each in job.ranks
-    ]
-    return found[0]
+    return until(clear, LIMIT_S)[0]
 
 
 def told() -> dict[str, Any]:
     """Have the command tell it, with less work than it has time for."""
     seen()
-    before = _work_s()
-    done = top("--once", "--json")
-    assert _work_s() - before < ANSWER_S
-    assert done.returncode == 0, done.stderr
-    (job,) = json.loads(done.stdout)["jobs"]
+    before = time.process_time()
+    done = run("top", "--once", "--json")
+    assert time.process_time() - before < ANSWER_S
+    assert done.code == 0, done.err
+    (job,) = json.loads(done.out)["jobs"]
     return dict(job)
 
 
-def _work_s() -> float:
-    """Tell what commands have cost: on a busy machine they take longer than that."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def check(kind: str, job: dict[str, Any]) -> None:
+def check(kind: str, job: Mapping[str, Any]) -> None:
     assert job["verdict"]["kind"] == VERDICTS.get(kind, "late"), job
     assert [each["rank"] for each in job["culprits"]] == [LATE], job["culprits"]
     (culprit,) = job["culprits"]
@@ -117,7 +107,7 @@ def ends_on(backend: str) -> list[str]:
 def check_end(kind: str, backend: str) -> None:
     """Have a job end at once, and find rank 1 in its error."""
     with job_of_program(kind, backend) as job:
-        assert wait_until(lambda: job.process.poll() is not None, LIMIT_S)
+        until(lambda: job.process.poll() is not None, LIMIT_S)
         assert hangs.is_blamed(kind, job.err()), job.err()
 
 
@@ -141,21 +131,46 @@ def job_of_program(kind: str, backend: str) -> Iterator[Started]:
         try:
             yield job
         finally:
-            assert wait_until(lambda: end_ranks() or job.process.poll() is not None, LIMIT_S)
+            until(lambda: end_ranks() or job.process.poll() is not None, LIMIT_S)
+
+
+@contextmanager
+def job_of_forks(kind: str, backend: str, folder: Path) -> Iterator[None]:
+    """Run such a program in a fork of what has torch already, or its ranks by hand in several.
+
+    ``by_hand.prepare()`` comes first.
+    """
+    by_hand = [(str(SIZE), str(rank), str(folder / "store")) for rank in range(SIZE)]
+    places = by_hand if (kind, backend) in hangs.BY_HAND else [()]
+    programs = [
+        _forks.Process(target=_be, args=(dict(os.environ), backend, kind, *place))
+        for place in places
+    ]
+    for program in programs:
+        program.start()
+    try:
+        yield
+    finally:
+        until(lambda: end_ranks() or not any(each.is_alive() for each in programs), LIMIT_S)
+
+
+def _be(environ: Mapping[str, str], *words: str) -> None:
+    os.environ.update(environ)
+    hangs.main(*words)
 
 
 @contextmanager
 def job_of_processes(kind: str, backend: str = "gloo") -> Iterator[None]:
     """Run a job that hangs, from this process, whose helper has torch already."""
 
-    def run() -> None:
+    def spawn() -> None:
         with pytest.raises(WorkerFailedError):
             idist.spawn(backend, hangs.work, (kind,), nproc_per_node=SIZE)
 
     with ThreadPoolExecutor(1) as executor:
-        running = executor.submit(run)
+        running = executor.submit(spawn)
         try:
             yield
         finally:
-            assert wait_until(lambda: end_ranks() or running.done(), LIMIT_S)
+            until(lambda: end_ranks() or running.done(), LIMIT_S)
             running.result()

@@ -26,8 +26,8 @@ from torch._C._distributed_c10d import FileStore
 
 import unisono
 from tests.support.by_hand import by_hand, leave, prepare
-from tests.support.command import wait_until
-from tests.support.processes import python
+from tests.support.processes import python, until
+from tests.support.screens import run
 from unisono.control import rendezvous
 from unisono.host.status_socket import connected
 from unisono.observe.jobs import Meter
@@ -37,7 +37,6 @@ LIMIT_S = 30.0
 DAYS_NS = 10**15
 HOSTS = ("host-a", "host-a", "host-b", "host-c")
 BETWEEN, THERE = 2, 3
-_LINES = Path(__file__).read_text().splitlines()
 (LINE,) = (
     n
     for n, line in enumerate(Path(__file__).read_text().splitlines(), 1)
@@ -62,10 +61,10 @@ class Place:
 
     def command(self, *words: str) -> str:
         """Run a command on host a."""
-        environ = {**os.environ, "UNISONO_STATUS": str(self.pages("host-a"))}
-        done = python("-m", "unisono", *words, env=environ)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        with self.on_host_a():
+            done = run(*words)
+        assert done.code == 0, done.err
+        return done.out
 
     def told(self) -> dict[str, Any]:
         """Tell what ``unisono top --json`` on host a tells, twice for the sake of its meter."""
@@ -75,9 +74,14 @@ class Place:
         return dict(job)
 
     def reported(self, meter: Meter) -> list[dict[str, Any]]:
+        with self.on_host_a():
+            return list(reports(meter)["jobs"])
+
+    @contextmanager
+    def on_host_a(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("UNISONO_STATUS", str(self.pages("host-a")))
-            return list(reports(meter)["jobs"])
+            yield
 
     def is_held_up(self) -> bool:
         jobs = self.reported(Meter())
@@ -136,7 +140,7 @@ def job(folder: Path, late: int, *, with_lock: bool = False) -> Iterator[Place]:
     with ThreadPoolExecutor(1) as executor:
         running = executor.submit(by_hand, fn, len(HOSTS))
         try:
-            assert wait_until(lambda: running.done() or place.is_held_up(), LIMIT_S)
+            until(lambda: running.done() or place.is_held_up(), LIMIT_S)
             yield place
         finally:
             os.write(place.fd, b"!")

@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import unisono as idist
 from tests.support.pages import ROOT, blocks
-from tests.support.processes import python
+from tests.support.screens import run
 from tests.support.trace_processor import TraceProcessor, require_trace_processor, trace_processor
 from unisono.observe.merge import JobTrace, jobs
 from unisono.observe.trace_files import read
 from unisono.observe.waits import meetings
 
-SIZE = 4
-PROGRAM = """
-import time
-import torch
-import unisono as idist
-
-idist.initialize("gloo")
-for step in range(6):
-    if idist.get_rank() == step % 3:
-        time.sleep(0.05 * (step + 1))
-    idist.all_reduce(torch.ones(5))
-    idist.broadcast("é", src=1)
-pair = idist.new_group([1, 3])
-if idist.get_rank() in (1, 3):
-    started = idist.all_reduce(torch.ones(5), group=pair, async_op=True)
-    idist.barrier(pair)
-    started.wait()
-idist.finalize()
-"""
+SIZE, STEPS = 4, 6
 ARROWS = """
 SELECT wait.name AS wait, wait.ts + wait.dur AS ended, call.name AS call, call.ts AS began,
   waiting.name AS waiting, came.name AS came, parent.name AS inside,
@@ -50,78 +34,73 @@ JOIN thread_track AS in_track ON call.track_id = in_track.id
 JOIN thread AS in_thread ON in_thread.utid = in_track.utid
 JOIN process AS came ON came.upid = in_thread.upid
 """
+TOTALS = """
+SELECT process.name AS name, category, count(*) AS n, sum(dur) / 1e9 AS seconds
+FROM slice JOIN thread_track ON slice.track_id = thread_track.id
+JOIN thread USING (utid) JOIN process USING (upid) GROUP BY 1, 2
+"""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Traces of a real job."""
+def train(local_rank: int) -> None:
+    for step in range(STEPS):
+        if idist.get_rank() == step % 3:
+            time.sleep(0.05 * (step + 1) if step + 1 < STEPS else 1.0)
+        idist.all_reduce(torch.ones(5))
+        idist.broadcast("é", src=1)
+    pair = idist.new_group([1, 3])
+    if idist.get_rank() in (1, 3):
+        started = idist.all_reduce(torch.ones(5), group=pair, async_op=True)
+        idist.barrier(pair)
+        started.wait()
+
+
+def test_perfetto_finds_what_we_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require_trace_processor()
-    folder = tmp_path_factory.mktemp("perfetto")
-    (folder / "train.py").write_text(PROGRAM)
-    command = ("-m", "unisono", "run", "-n", str(SIZE), "--trace", str(folder / "traces"))
-    done = python(*command, str(folder / "train.py"))
-    assert done.returncode == 0, done.stderr
-    return folder
+    folder, merged = tmp_path / "traces", tmp_path / "job.json"
+    monkeypatch.setenv("UNISONO_TRACE", str(folder))
+    idist.spawn("gloo", train, nproc_per_node=SIZE)
+    assert run("trace", str(folder), "--out", str(merged)).code == 0
+    (job,) = jobs(read(folder))
+    with trace_processor(merged) as loaded:
+        the_ten_longest_waits_are_those_that_we_find(job, loaded)
+        each_rank_has_its_calls_and_waited_as_long_as_the_summary_says(job, loaded)
+        an_arrow_leads_from_each_wait_to_the_call_of_the_last_rank(loaded)
+        perfetto_has_nothing_to_say_against_it(loaded)
 
 
-@pytest.fixture(scope="module")
-def loaded(folder: Path) -> Iterator[TraceProcessor]:
-    """The one file of all ranks, in the trace processor."""
-    merged = folder / "job.json"
-    done = python("-m", "unisono", "trace", str(folder / "traces"), "--out", str(merged))
-    assert done.returncode == 0, done.stderr
-    with trace_processor(merged) as processor:
-        yield processor
-
-
-def job_in(folder: Path) -> JobTrace:
-    (job,) = jobs(read(folder / "traces"))
-    return job
-
-
-def recipe() -> str:
-    """The query of the page on traces."""
-    page = ROOT / "docs" / "how-to" / "trace.md"
-    (block,) = (block for block in blocks(page) if block.language == "sql")
-    return block.text
-
-
-def our_waits(folder: Path) -> list[dict[str, Any]]:
-    """All waits as we work them out, the longest first."""
-    found = []
-    for meeting in meetings(job_in(folder).records):
-        for rank, record in meeting.records.items():
-            found.append(
-                {
-                    "seconds": meeting.waited_ns(rank) / 1e9,
-                    "who": f"rank {rank}",
-                    "what": f"waiting for rank {meeting.last}",
-                    "call": record.name,
-                    "line": f"{record.file}:{record.line}",
-                }
-            )
+def our_waits(job: JobTrace) -> list[dict[str, Any]]:
+    """Return all waits as we work them out, the longest first."""
+    found = [
+        {
+            "seconds": meeting.waited_ns(rank) / 1e9,
+            "who": f"rank {rank}",
+            "what": f"waiting for rank {meeting.last}",
+            "call": record.name,
+            "line": f"{record.file}:{record.line}",
+        }
+        for meeting in meetings(job.records)
+        for rank, record in meeting.records.items()
+    ]
     return sorted(found, key=lambda wait: -wait["seconds"])
 
 
-def test_the_ten_longest_waits_are_those_that_we_find(folder: Path, loaded: TraceProcessor) -> None:
-    found, ours = loaded.query(recipe()), our_waits(folder)
+def the_ten_longest_waits_are_those_that_we_find(job: JobTrace, loaded: TraceProcessor) -> None:
+    """By the query of the page on traces."""
+    page = ROOT / "docs" / "how-to" / "trace.md"
+    (recipe,) = (block.text for block in blocks(page) if block.language == "sql")
+    found, ours = loaded.query(recipe), our_waits(job)
     assert len(found) == 10
     for wait, own in zip(found, ours[:10], strict=True):
         assert wait["seconds"] == pytest.approx(own["seconds"], abs=1e-8)
         assert {**wait, "seconds": 0} == {**own, "seconds": 0}
-    assert found[0]["what"] == "waiting for rank 2"  # which came last in the last step
-    assert found[0]["seconds"] > 0.25
+    # It came last in the last step; another may be later for the first call on a busy host.
+    assert "waiting for rank 2" in {wait["what"] for wait in found if wait["seconds"] > 0.5}
 
 
-def test_each_rank_has_its_calls_and_waited_as_long_as_the_summary_says(
-    folder: Path, loaded: TraceProcessor
+def each_rank_has_its_calls_and_waited_as_long_as_the_summary_says(
+    job: JobTrace, loaded: TraceProcessor
 ) -> None:
-    sql = """
-        SELECT process.name AS name, category, count(*) AS n, sum(dur) / 1e9 AS seconds
-        FROM slice JOIN thread_track ON slice.track_id = thread_track.id
-        JOIN thread USING (utid) JOIN process USING (upid) GROUP BY 1, 2"""
-    found = {(row["name"], row["category"]): row for row in loaded.query(sql)}
-    job = job_in(folder)
+    found = {(row["name"], row["category"]): row for row in loaded.query(TOTALS)}
     waited_s = job.waits().waited_s
     for rank, records in job.records.items():
         assert found[f"rank {rank}", "call"]["n"] == len(records)
@@ -130,14 +109,10 @@ def test_each_rank_has_its_calls_and_waited_as_long_as_the_summary_says(
     assert len({name for name, _ in found}) == SIZE
 
 
-def test_an_arrow_leads_from_each_wait_to_the_call_of_the_last_rank(
-    loaded: TraceProcessor,
-) -> None:
+def an_arrow_leads_from_each_wait_to_the_call_of_the_last_rank(loaded: TraceProcessor) -> None:
     arrows = loaded.query(ARROWS)
-    ((waits,),) = (
-        row.values() for row in loaded.query("SELECT count(*) FROM slice WHERE category='waiting'")
-    )
-    assert len(arrows) == waits > 30
+    (waits,) = loaded.query("SELECT count(*) AS n FROM slice WHERE category='waiting'")
+    assert len(arrows) == waits["n"] >= STEPS * (SIZE - 1)  # in sums; the others may be together
     for arrow in arrows:
         assert arrow["wait"] == f"waiting for {arrow['came']}"
         assert arrow["came"] != arrow["waiting"]
@@ -145,7 +120,7 @@ def test_an_arrow_leads_from_each_wait_to_the_call_of_the_last_rank(
         assert arrow["own"] == arrow["number"]
 
 
-def test_perfetto_has_nothing_to_say_against_it(loaded: TraceProcessor) -> None:
+def perfetto_has_nothing_to_say_against_it(loaded: TraceProcessor) -> None:
     stats = loaded.query("SELECT name, severity, value FROM stats WHERE value > 0")
     assert [each for each in stats if each["severity"] != "info"] == []
     assert "json_display_time_unit" in {each["name"] for each in stats}

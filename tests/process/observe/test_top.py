@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import json
+import resource
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.support import hangs
-from tests.support.command import wait_until
+import unisono as idist
+from tests.support import by_hand, hangs
 from tests.support.hangs import BY_HAND, VARIABLES
-from tests.support.processes import python
+from tests.support.processes import python, until
+from tests.support.screens import run
 from tests.support.tops import (
+    ANSWER_S,
     LIMIT_S,
     check,
-    check_end,
     ends_on,
     hangs_on,
+    job_of_forks,
     job_of_processes,
-    job_of_program,
     seen,
     told,
-    top,
 )
+from unisono.errors import CollectiveError, WorkerFailedError
 from unisono.observe.asking import Asked
 from unisono.observe.jobs import Meter, look
 from unisono.observe.report import report_of, reports
@@ -31,29 +34,34 @@ from unisono.observe.report import report_of, reports
 pytestmark = pytest.mark.usefixtures("own_pages")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> Iterator[None]:
+    by_hand.prepare()
+    yield
+
+
 @pytest.mark.parametrize("kind", hangs_on("gloo"))
 def test_the_rank_that_hangs_is_named_with_its_line(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name, value in VARIABLES.get((kind, "gloo"), {}).items():
         monkeypatch.setenv(name, value)
-    if (kind, "gloo") in BY_HAND:
-        with job_of_program(kind, "gloo"):
-            check(kind, told())
-        return
-    with job_of_processes(kind):
+    is_by_hand = (kind, "gloo") in BY_HAND
+    with job_of_forks(kind, "gloo", tmp_path) if is_by_hand else job_of_processes(kind):
         check(kind, told())
 
 
 @pytest.mark.parametrize("kind", hangs_on("threads"))
-def test_a_rank_that_is_a_thread_is_named_with_its_line(kind: str) -> None:
-    with job_of_program(kind, "threads"):
+def test_a_rank_that_is_a_thread_is_named_with_its_line(kind: str, tmp_path: Path) -> None:
+    with job_of_forks(kind, "threads", tmp_path):
         check(kind, told())
 
 
 @pytest.mark.parametrize("kind", ends_on("threads"))
 def test_a_job_of_threads_that_does_not_hang_names_the_rank_as_it_ends(kind: str) -> None:
-    check_end(kind, "threads")
+    with pytest.raises((CollectiveError, WorkerFailedError)) as caught:
+        idist.spawn("threads", hangs.work, (kind,), nproc_per_node=hangs.SIZE)
+    assert hangs.is_blamed(kind, f"{caught.typename}: {caught.value}")
 
 
 def test_who_comes_early_has_not_made_a_call_too_many() -> None:
@@ -88,20 +96,19 @@ def test_a_rank_that_stays_where_it_is_is_asked_once() -> None:
 
 
 def test_where_prints_equal_stacks_once_and_top_its_lines() -> None:
+    (line,) = hangs.lines_of("locked")
     with job_of_processes("locked"):
         job = seen()
         for words in ((), (job["job"],), (job["job"][:8],), (str(job["ranks"][2]["pid"]),)):
-            done = python("-m", "unisono", "where", *words)
-            assert done.returncode == 0, done.stderr
-            waiting, _, late = done.stdout.partition("rank 1:\n")
+            done = run("where", *words)
+            assert done.code == 0, done.err
+            waiting, _, late = done.out.partition("rank 1:\n")
             assert waiting.startswith("ranks 0, 2:\n")
             assert waiting.splitlines()[-1] == "  in barrier of all ranks, call 4"
-            (line,) = hangs.lines_of("locked")
             assert late.splitlines()[-1] == f"  {hangs.__file__}:{line} in locked"
             assert "unisono/" not in late
-        every = python("-m", "unisono", "where", "--all-threads").stdout
-        assert len(every) >= len(done.stdout)
-        text = top("--once").stdout
+        assert len(run("where", "--all-threads").out) >= len(done.out)
+        text = run("top", "--once").out
     assert text.startswith(f"job {job['job']}: ")
     assert "\nranks 0, 2 wait for rank 1\nculprit: rank 1 is idle outside of calls, at " in text
     rows = [line.split() for line in text.splitlines() if line.split()[:1] in (["0"], ["1"], ["2"])]
@@ -111,7 +118,7 @@ def test_where_prints_equal_stacks_once_and_top_its_lines() -> None:
 
 @pytest.mark.fast
 def test_a_job_without_a_fault_names_nobody() -> None:
-    """All wait in one call for what isn't theirs: the page says so, and top too."""
+    """All wait in one call for what isn't theirs: the page says so, and top too, as a program."""
     with job_of_processes("in_step"):
 
         def is_there() -> bool:
@@ -119,7 +126,12 @@ def test_a_job_without_a_fault_names_nobody() -> None:
             ranks = found[0]["ranks"] if found else []
             return [each["call"]["number"] for each in ranks if each["call"]] == [3, 3, 3]
 
-        assert wait_until(is_there, LIMIT_S)
-        (job,) = json.loads(top("--once", "--json").stdout)["jobs"]
-        assert (job["verdict"]["kind"], job["culprits"]) == ("none", [])
-        assert {each["state"] for each in job["ranks"]} == {"computes"}
+        until(is_there, LIMIT_S)
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = python("-m", "unisono", "top", "--once", "--json")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    (job,) = json.loads(done.stdout)["jobs"]
+    assert (job["verdict"]["kind"], job["culprits"]) == ("none", [])
+    assert {each["state"] for each in job["ranks"]} == {"computes"}
+    work_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert work_s < ANSWER_S

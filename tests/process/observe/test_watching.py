@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import unisono as idist
 from tests.support.processes import run_python
-from tests.support.worlds import QUICK, REAL, alone_and_several, run
+from tests.support.worlds import alone_and_several, run
 from unisono.observe.waits import waits
 from unisono.recording import CollectiveRecord
 
@@ -43,10 +43,11 @@ def train(local_rank: int, slow: int | None, steps: int) -> tuple[Any, ...]:
     return watch.slowest, watch.lost_s, watch.by_line, watch.last, str(watch)
 
 
-@pytest.mark.parametrize(("size", "slow"), [(2, 1), (2, 0), (3, 2)])
+@pytest.mark.parametrize(("size", "slow"), [(2, 0), (3, 2)])
 def test_a_slow_backward_under_ddp_is_named_within_three_steps(size: int, slow: int) -> None:
-    slowest, lost_s, by_line, last, text = run("gloo", size, train, slow, STEPS)[0]
-    assert slowest == slow, text
+    found = run("gloo", size, train, slow, STEPS)
+    slowest, lost_s, by_line, last, text = found[0]
+    assert {each[:2] for each in found} == {(slow, lost_s)}, text
     assert lost_s[slow] > (STEPS - 1) * LATE_S * 0.8
     assert last[slow] == STEPS
     assert list(by_line)[0].startswith(__file__)
@@ -64,30 +65,6 @@ def test_balanced_runs_name_nobody() -> None:
     assert not named
 
 
-def late_in_sums(local_rank: int, slow: int) -> tuple[Any, ...]:
-    idist.barrier()  # as above
-    with idist.watching() as watch:
-        assert watch.slowest is None
-        assert "nothing is known" in str(watch)
-        for _ in range(STEPS):
-            if idist.get_rank() == slow:
-                time.sleep(LATE_S)
-            idist.all_reduce(torch.ones(3))
-    return watch.slowest, watch.lost_s, watch.last
-
-
-@pytest.mark.parametrize(("backend", "size"), [*QUICK, *REAL])
-def test_every_model_names_the_same_rank_on_all_ranks(backend: str, size: int) -> None:
-    found = run(backend, size, late_in_sums, size - 1)
-    assert found.count(found[0]) == size
-    slowest, lost_s, last = found[0]
-    assert len(lost_s) == size
-    if size == 1:
-        assert (slowest, lost_s, last) == (None, (0,), (0,))
-    else:
-        assert (slowest, last[-1]) == (size - 1, STEPS)
-
-
 @alone_and_several
 def test_what_is_found_is_what_all_records_say() -> None:
     own: list[CollectiveRecord] = []
@@ -101,6 +78,8 @@ def test_what_is_found_is_what_all_records_say() -> None:
     idist.barrier()
     remove = idist.add_hook(after=keep)
     with idist.watching() as watch:
+        assert watch.slowest is None
+        assert "nothing is known" in str(watch)
         for step in range(20):
             idist.all_reduce(torch.ones(step))
             if rank == step % idist.get_world_size():
@@ -117,6 +96,8 @@ def test_what_is_found_is_what_all_records_say() -> None:
     found = waits(dict(enumerate(everything)))
     assert (watch.lost_s, watch.waited_s) == (found.lost_s, found.waited_s)
     assert (watch.last, watch.slowest) == (found.last, found.slowest)
+    everywhere = idist.all_gather((watch.slowest, watch.lost_s, watch.last))
+    assert everywhere.count(everywhere[0]) == len(everywhere) == len(watch.lost_s)
     assert list(watch.by_line.values()) == [
         sum(line.lost_s) for line in found.lines if any(line.lost_s)
     ]

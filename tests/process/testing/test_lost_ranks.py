@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.support.processes import MARK, marked
-from tests.support.sessions import run_session
+from tests.support.sessions import Sessions
 from unisono.testing.ranks.delays import _COLLECTIVES, Delays
-
-pytest_plugins = ["pytester"]
-
-LEFT_S = 20.0  # for what is left of a session to end
 
 TWENTY = """
 import os
@@ -64,12 +59,9 @@ def test_after(world, value):
 
 @pytest.mark.parametrize("options", [[], ["-n", "2"]], ids=["alone", "xdist"])
 def test_a_session_names_what_went_wrong_and_goes_on(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, options: list[str]
+    sessions: Sessions, tmp_path: Path, options: list[str]
 ) -> None:
-    mark = f"twenty {random.random()}"
-    monkeypatch.setenv(MARK, mark)
-    pytester.makepyfile(TWENTY)
-    result = run_session(pytester, *options)
+    result = sessions.run(tmp_path, *options, test_twenty=TWENTY)
     result.assert_outcomes(passed=16, failed=4)
     result.stdout.fnmatch_lines_random(
         [
@@ -82,7 +74,6 @@ def test_a_session_names_what_went_wrong_and_goes_on(
             "*rank 0 of 2 still ran, and were ended*",
         ]
     )
-    assert not marked(mark, LEFT_S)
 
 
 LEAKS = """
@@ -161,9 +152,8 @@ def test_all_is_as_it_was(world):
 """
 
 
-def test_what_a_test_leaves_behind_is_named(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(leaks_of_tests=LEAKS)
-    result = run_session(pytester, "leaks_of_tests.py")
+def test_what_a_test_leaves_behind_is_named(sessions: Sessions, tmp_path: Path) -> None:
+    result = sessions.run(tmp_path, "leaks_of_tests.py", leaks_of_tests=LEAKS)
     result.assert_outcomes(passed=6, failed=10)
     behind = "the test left behind: "
     result.stdout.fnmatch_lines_random(
@@ -191,7 +181,7 @@ def test_takes_its_time(world, request):
     begin = time.perf_counter()
     for _ in range(20):
         idist.all_gather("x")
-    print("seconds", time.perf_counter() - begin)
+    print("seconds", request.node.name, time.perf_counter() - begin)
 
 
 @pytest.mark.ranks(2, on="threads")
@@ -200,19 +190,20 @@ def test_fails(world):
 """
 
 
-@pytest.mark.parametrize("on", ["threads", "gloo"])
 def test_delays_come_before_collectives_and_the_seed_is_printed(
-    pytester: pytest.Pytester, on: str
+    sessions: Sessions, tmp_path: Path
 ) -> None:
-    pytester.makepyfile(slow_tests=SLOW)
-    result = run_session(pytester, "slow_tests.py", "--ranks-delay=7", f"--ranks-on={on}", "-rP")
-    result.assert_outcomes(passed=1, failed=1)
+    result = sessions.run(tmp_path, "slow_tests.py", "--ranks-delay=7", "-rP", slow_tests=SLOW)
+    result.assert_outcomes(passed=2, failed=1)
     result.stdout.fnmatch_lines(["ranks: collectives are delayed by --ranks-delay=7"])
     result.stdout.fnmatch_lines(["*- Random delays -*", "--ranks-delay=7 repeats them"])
-    spent_s = [float(line.split()[1]) for line in result.outlines if line.startswith("seconds ")]
-    delays = drawn(7, f"slow_tests.py::test_takes_its_time[2-{on}]", 0)
-    assert len(spent_s) == 2
-    assert min(spent_s) >= sum(delays[:20]) > 0
+    spent = [line.split()[1:] for line in result.outlines if line.startswith("seconds ")]
+    for on in ("threads", "gloo"):
+        name = f"test_takes_its_time[2-{on}]"
+        spent_s = [float(seconds) for of, seconds in spent if of == name]
+        delays = drawn(7, f"slow_tests.py::{name}", 0)
+        assert len(spent_s) == 2
+        assert min(spent_s) >= sum(delays[:20]) > 0
 
 
 def drawn(seed: int, test: str, rank: int) -> list[float]:
@@ -230,63 +221,63 @@ def test_delays_are_the_same_for_the_same_seed_test_and_rank() -> None:
     assert 0 < max(first) < 0.1
 
 
-def test_a_seed_that_is_none_is_refused(pytester: pytest.Pytester) -> None:
-    result = run_session(pytester, "--ranks-delay=soon")
+def test_a_seed_that_is_none_is_refused(sessions: Sessions, tmp_path: Path) -> None:
+    result = sessions.run(tmp_path, "--ranks-delay=soon")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
         ["*--ranks-delay: SEED should be a whole number, or random: 'soon'"]
     )
 
 
+LIMITED = """
+import time
+
+import pytest
+import unisono as idist
+
+@pytest.mark.timeout(4)
+@pytest.mark.ranks(2, on="gloo")
+def test_hangs(world):
+    if world.only(1):
+        time.sleep(1000)
+    idist.barrier()
+
+@pytest.mark.ranks(2, on="gloo")
+def test_goes_on(world):
+    assert idist.all_reduce(1) == 2
+"""
+
+
 def test_the_limit_of_another_plugin_ends_a_test_in_ranks(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+    sessions: Sessions, tmp_path: Path
 ) -> None:
-    mark = f"limit {random.random()}"
-    monkeypatch.setenv(MARK, mark)
-    pytester.makepyfile(
-        """
-        import time
-
-        import pytest
-        import unisono as idist
-
-        @pytest.mark.timeout(4)
-        @pytest.mark.ranks(2, on="gloo")
-        def test_hangs(world):
-            if world.only(1):
-                time.sleep(1000)
-            idist.barrier()
-
-        @pytest.mark.ranks(2, on="gloo")
-        def test_goes_on(world):
-            assert idist.all_reduce(1) == 2
-        """
-    )
-    result = run_session(pytester)
+    result = sessions.run(tmp_path, test_limited=LIMITED)
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["*Timeout (>4.0s) from pytest-timeout*"])
-    assert not marked(mark, LEFT_S)
 
 
-def test_coverage_counts_what_ranks_ran(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(
-        counted="""
-        def one_or_two(rank):
-            if rank == 0:
-                return 1
-            return 2
-        """,
-        test_counted="""
-        import counted
-        import pytest
+COUNTED = """
+def one_or_two(rank):
+    if rank == 0:
+        return 1
+    return 2
+"""
+COUNTS = """
+import counted
+import pytest
 
-        @pytest.mark.ranks(2, on="gloo")
-        def test_counted(world):
-            assert counted.one_or_two(world.rank) == world.rank + 1
-        """,
-    )
+@pytest.mark.ranks(2, on="gloo")
+def test_counted(world):
+    assert counted.one_or_two(world.rank) == world.rank + 1
+"""
+
+
+def test_coverage_counts_what_ranks_ran(tmp_path: Path) -> None:
+    """It has to be there before the process that ranks are forks of."""
     settings = "[run]\nparallel = true\npatch = subprocess, fork, _exit\nsource = .\n"
-    pytester.path.joinpath(".coveragerc").write_text(settings)
-    result = run_session(pytester, "-p", "pytest_cov", "--cov=.")
+    (tmp_path / ".coveragerc").write_text(settings)
+    modules = {"counted": COUNTED, "test_counted": COUNTS}
+    with Sessions(is_warm=False) as sessions:
+        result = sessions.run(tmp_path, "-p", "pytest_cov", "--cov=.", **modules)
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["counted.py * 4 * 0 * 100%"])

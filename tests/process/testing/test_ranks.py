@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.support.sessions import run_session
-
-pytest_plugins = ["pytester"]
+from tests.support.sessions import Sessions
 
 PASSES = """
 import os
@@ -108,9 +108,8 @@ def test_parent(ranks, tmp_path):
 
 
 @pytest.mark.fast
-def test_bodies_and_their_fixtures_run_in_ranks(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(test_passes=PASSES)
-    result = run_session(pytester, "-v", "-W", "error")
+def test_bodies_and_their_fixtures_run_in_ranks(sessions: Sessions, tmp_path: Path) -> None:
+    result = sessions.run(tmp_path, "-v", "-W", "error", test_passes=PASSES)
     result.assert_outcomes(passed=18)
     ids = [f"test_sum[[]{size}-{on}[]]" for size in (1, 2, 3) for on in ("threads", "gloo")]
     result.stdout.fnmatch_lines([f"*::{each} PASSED*" for each in ids])
@@ -225,9 +224,8 @@ def test_module(ends_badly):
 """
 
 
-def test_failures_are_told_once_and_by_rank(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(test_ends=ENDS, test_fails=FAILS)
-    result = run_session(pytester, "-rA")
+def test_failures_are_told_once_and_by_rank(sessions: Sessions, tmp_path: Path) -> None:
+    result = sessions.run(tmp_path, "-rA", test_ends=ENDS, test_fails=FAILS)
     result.assert_outcomes(failed=7, errors=4, passed=1, skipped=3, xfailed=3)
     result.stdout.fnmatch_lines(
         [
@@ -262,8 +260,8 @@ def test_failures_are_told_once_and_by_rank(pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["*mark this one @pytest.mark.ranks(2)*"])
     summary = [f"*::test_output[[]2-{on}[]]" for on in ("threads", "gloo")]
     result.stdout.fnmatch_lines(["*warnings summary*", *summary, "*UserWarning: from a rank"])
-    again = run_session(pytester, "--lf", "--maxfail=2", "-s", "-k", "output or setup")
-    again.assert_outcomes(failed=2, deselected=7)
+    again = sessions.run(tmp_path, "--lf", "--maxfail=2", "-s", "-k", "output or setup")
+    again.assert_outcomes(failed=2, deselected=8)
     for line in ("[[]rank 0[]] only rank 0", "[[]rank 1[]] only rank 1") * 2:
         again.stdout.fnmatch_lines_random(line)
 
@@ -286,29 +284,30 @@ def test_both(world):
 """
 
 
-def test_the_debugger_is_in_the_rank_that_failed(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(test_debugged=DEBUGGED)
-    look = b"p ('seen', world.rank, secret)\nq\n"
-    result = run_session(pytester, "--pdb", "--ranks-on=gloo", stdin=look)
+def test_the_debugger_is_in_the_rank_that_failed(sessions: Sessions, tmp_path: Path) -> None:
+    look = "p ('seen', world.rank, secret)\nq\n"
+    (tmp_path / "test_debugged.py").write_text(DEBUGGED)
+    result = sessions.run(tmp_path, "--pdb", "--ranks-on=gloo", stdin=look)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         ["*entering PDB in rank 1 of 2*", "*('seen', 1, 42)*", "*Quitting*"]
     )
-    look = b"p ('seen', world.rank)\nc\np ('seen', world.rank)\nc\n"
-    result = run_session(pytester, "--pdb", "--ranks-pdb=1", "--ranks-on=threads", stdin=look)
+    look = "p ('seen', world.rank)\nc\np ('seen', world.rank)\nc\n"
+    result = sessions.run(tmp_path, "--pdb", "--ranks-pdb=1", "--ranks-on=threads", stdin=look)
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines(["*in rank 1 of 2*", "*('seen', 1)*", "*('seen', 1)*"])
 
 
-def test_torch_waits_for_a_test_that_wants_ranks(pytester: pytest.Pytester) -> None:
-    pytester.makeconftest(
-        """
-        import sys
+LOADED = """
+import sys
 
-        def pytest_sessionfinish(session):
-            print({name for name in ("torch", "unisono.errors") if name in sys.modules})
-        """
-    )
-    pytester.makepyfile("def test_alone(): pass")
-    result = run_session(pytester, "-s")
+def pytest_sessionfinish(session):
+    print({name for name in ("torch", "unisono.errors") if name in sys.modules})
+"""
+
+
+def test_torch_waits_for_a_test_that_wants_ranks(tmp_path: Path) -> None:
+    with Sessions(is_warm=False) as sessions:
+        alone = "def test_alone(): pass"
+        result = sessions.run(tmp_path, "-s", conftest=LOADED, test_alone=alone)
     result.stdout.fnmatch_lines(["*set()*"])

@@ -10,27 +10,89 @@ import pytest
 
 from tests.support.command import JOB
 from tests.support.platforms import NODES
-from unisono.cli import main
+from tests.support.screens import run
 
-ALONE = ["--nnodes", "1"]
+HERE = socket.gethostname()
+TASK = {"RANK": 1, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 1}
+IN_A_TASK = " ".join(f"OMPI_COMM_WORLD_{name}={value}" for name, value in TASK.items())
+"""The only one of a host that Open MPI has started on two of them."""
+AS_A_NODE = f"{IN_A_TASK} UNISONO_RANK_COUNTS=nodes"
+ELASTIC = "kubeflow-elastic.node1"
+BY_ETCD = f"{ELASTIC} PET_RDZV_BACKEND=etcd-v2"
+PARTIAL = "SKYPILOT_NODE_RANK=1 SKYPILOT_NUM_NODES=2"
+RANK = "RANK=1 WORLD_SIZE=2 MASTER_ADDR=c01"
+UNSAID = "RANK=1 and WORLD_SIZE=2 are set, and nothing says"
+ON_PBS = f"PBS_NODEFILE=c01,c01,{HERE},{HERE}"
+RANK_ON_PBS = f"PBS_NODEFILE={HERE},c02 RANK=0 WORLD_SIZE=2 MASTER_ADDR=c01"
+ONE = "launcher 'processes' runs no command"
+"""It got as far as the ranks of this host, which have no command."""
+STARTED = [
+    # The words of the user come before the platform's.
+    ("skypilot.node1", "-n 3 --master-port 4711", "nproc-per-node=3 master-port=4711"),
+    ("skypilot.node1", "", "master-addr=10.0.0.1 nnodes=2 node-rank=1"),
+    # An elastic job has no node rank.
+    ("kubeflow.node1 PET_NNODES=1:4", "", "nnodes=1:4 node-rank="),
+    ("kubeflow.node1 PET_NNODES=1:4", "", "rdzv-endpoint=train-node-0-0.train:29400"),
+    # Restarts are what Kubeflow says where the user says nothing.
+    (ELASTIC, "", "max-restarts=3 nnodes=2 rdzv-backend=c10d"),
+    (ELASTIC, "--max-restarts 0", "max-restarts=0 nnodes=2 rdzv-backend=c10d"),
+    (ON_PBS, "--nnodes auto", "nnodes=2 node-rank=1 nproc-per-node=2"),
+    (RANK_ON_PBS, "-n 2 --nnodes auto", "nnodes=2 node-rank=0"),
+    # What may be a rank or a node is both with one rank on each.
+    (RANK, "-n 1", "nnodes=2 node-rank=1"),
+    (f"{RANK} UNISONO_RANK_COUNTS=nodes", "-n 2", "nnodes=2 node-rank=1"),
+    (f"{AS_A_NODE} MASTER_ADDR=c01", "", "nnodes=2 node-rank=1 master-addr=c01"),
+    (f"{AS_A_NODE} MASTER_ADDR=c01", "--nnodes auto", "nnodes=2 node-rank=1"),
+    (f"skypilot.node1 {IN_A_TASK}", "", "nnodes=2 node-rank=1"),
+]  # fmt: skip
+REFUSED = [
+    ("skypilot.node1", "--nnodes 1", [ONE]),
+    (BY_ETCD, "", ["PET_RDZV_BACKEND='etcd-v2' isn't c10d or static"]),
+    (f"{BY_ETCD} PET_NNODES=1", "", [ONE]),
+    # A set of variables that isn't whole is refused before anything starts.
+    (PARTIAL, "", ["skypilot environment: none of SKYPILOT_NODE_IPS, MASTER_ADDR is set"]),
+    (PARTIAL, "", ["--nnodes 1"]),
+    (PARTIAL, "--nnodes 1", [ONE]),
+    # The hosts of PBS are used where the user says so.
+    (ON_PBS, "", [f"pbs gives the job 2 hosts (c01, {HERE})", "--nnodes auto", ONE]),
+    (ON_PBS, "--nnodes 1", [ONE, "!alone"]),
+    (ON_PBS, "--nnodes auto --launcher mpi", ["not for --launcher mpi"]),
+    (ON_PBS, "--nnodes auto --launcher processes", ["not for --launcher processes"]),
+    (ON_PBS, "--nnodes auto --backend mpi4py", ["not for mpi, which is that of --backend mpi4py"]),
+    (ON_PBS, "--nnodes auto --node-rank 1", ["--nnodes auto takes neither"]),
+    (ON_PBS, "--nnodes auto --hosts c01,c02", ["--nnodes auto takes neither"]),
+    # A rank beside as many hosts, of which only the first is started.
+    (RANK_ON_PBS, "-n 2", ["RANK=0 and WORLD_SIZE=2 are set, and nothing says", "!alone"]),
+    (RANK, "-n 2", [UNSAID]),
+    (f"{RANK} UNISONO_RANK_COUNTS=ranks", "-n 2", [ONE]),
+    (IN_A_TASK, "--nnodes auto", ["--nnodes auto finds no platform", "UNISONO_RANK_COUNTS=nodes"]),
+    (IN_A_TASK, "--nnodes auto", ["openmpi says that it is rank 1 of 2"]),
+    (IN_A_TASK, "", [ONE]),
+    (AS_A_NODE, "", ["MASTER_ADDR, which says where node 0 is, is not set"]),
+]  # fmt: skip
 
 
-def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[str], str]:
-    """Give the exit code, the command that would run, and what is said besides."""
-    with pytest.raises(SystemExit) as caught:
-        main(["run", *words, "--print", JOB])
-    said, code = capsys.readouterr(), caught.value.code
-    assert isinstance(code, int)
-    return code, shlex.split(said.out), said.err
-
-
-def on(monkeypatch: pytest.MonkeyPatch, name: str, **changes: str) -> None:
-    for variable, value in {**NODES[name].env, **changes}.items():
-        monkeypatch.setenv(variable, value)
+def printed(*words: str) -> tuple[int, list[str], str]:
+    """Return the exit code, the command that would run, and what is said besides."""
+    done = run("run", *words, "--print", JOB)
+    return done.code, shlex.split(done.out), done.err
 
 
 def option(words: list[str], name: str) -> str:
-    return words[words.index(name) + 1]
+    return words[words.index(name) + 1] if name in words else ""
+
+
+@pytest.fixture
+def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Have the variables of a node, by its name, and those that are given."""
+    for word in request.param.split():
+        name, _, value = word.partition("=")
+        env = {name: value} if value else NODES[name].env
+        if name == "PBS_NODEFILE" and not value.startswith("/"):
+            env = {name: str(tmp_path / "nodes")}
+            (tmp_path / "nodes").write_text("".join(f"{host}\n" for host in value.split(",")))
+        for variable, text in env.items():
+            monkeypatch.setenv(variable, text)
 
 
 @pytest.mark.parametrize(
@@ -38,12 +100,11 @@ def option(words: list[str], name: str) -> str:
     ["kubeflow", "kubeflow-pytorchjob", "pai", "pytorchjob", "volcano", "skypilot", "sagemaker",
      "azureml", "tpu"],
 )  # fmt: skip
-def test_the_agent_gets_what_the_platform_says(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], job: str
-) -> None:
+def test_the_agent_gets_what_the_platform_says(monkeypatch: pytest.MonkeyPatch, job: str) -> None:
     node = NODES[f"{job}.node1"]
-    on(monkeypatch, node.name)
-    code, words, said = printed(capsys)
+    for variable, text in node.env.items():
+        monkeypatch.setenv(variable, text)
+    code, words, said = printed()
     assert code == 0, said
     assert (option(words, "--nnodes"), option(words, "--node-rank")) == ("2", "1")
     where = f"at {option(words, '--master-addr')}:{option(words, '--master-port')}"
@@ -53,58 +114,27 @@ def test_the_agent_gets_what_the_platform_says(
     assert f"unisono run: node 1 of 2, as {node.says.partition(',')[0]} says" in said
 
 
-def test_options_come_before_the_platform(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    on(monkeypatch, "skypilot.node1")
-    _, words, _ = printed(capsys, "-n", "3", "--master-port", "4711")
-    assert (option(words, "--nproc-per-node"), option(words, "--master-port")) == ("3", "4711")
-    assert option(words, "--master-addr") == "10.0.0.1"
-    code, _, said = printed(capsys, *ALONE)  # processes of this host, which have no command
-    assert "launcher 'processes'" in said
-    assert code != 0
-
-
-def test_an_elastic_job_has_no_node_rank(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    on(monkeypatch, "kubeflow.node1", PET_NNODES="1:4")
-    code, words, said = printed(capsys)
+@pytest.mark.parametrize(("on", "given", "options"), STARTED, indirect=["on"])
+@pytest.mark.usefixtures("on")
+def test_what_is_started(given: str, options: str) -> None:
+    code, words, said = printed(*given.split())
     assert code == 0, said
-    assert option(words, "--nnodes") == "1:4"
-    assert "--node-rank" not in words
-    assert option(words, "--rdzv-endpoint") == "train-node-0-0.train:29400"
+    for each in options.split():
+        name, _, value = each.partition("=")
+        assert option(words, f"--{name}") == value
 
 
-def test_restarts_are_what_kubeflow_says_where_the_user_says_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    on(monkeypatch, "kubeflow-elastic.node1")
-    for asked, restarts in (((), "3"), (("--max-restarts", "0"), "0")):
-        code, words, said = printed(capsys, *asked)
-        assert code == 0, said
-        assert option(words, "--max-restarts") == restarts
-        assert (option(words, "--nnodes"), option(words, "--rdzv-backend")) == ("2", "c10d")
-    monkeypatch.setenv("PET_RDZV_BACKEND", "etcd-v2")
-    assert "PET_RDZV_BACKEND='etcd-v2' isn't c10d or static" in printed(capsys)[2]
-    monkeypatch.setenv("PET_NNODES", "1")
-    assert "launcher 'processes'" in printed(capsys)[2]
-
-
-def test_a_partial_set_is_refused_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SKYPILOT_NODE_RANK", "1")
-    monkeypatch.setenv("SKYPILOT_NUM_NODES", "2")
-    code, _, said = printed(capsys)
+@pytest.mark.parametrize(("on", "given", "reasons"), REFUSED, indirect=["on"])
+@pytest.mark.usefixtures("on")
+def test_what_is_refused(given: str, reasons: list[str]) -> None:
+    code, _, said = printed(*given.split())
     assert code != 0
-    assert "skypilot environment: none of SKYPILOT_NODE_IPS, MASTER_ADDR is set" in said
-    assert "--nnodes 1" in said
-    assert "'processes'" in printed(capsys, *ALONE)[2]
+    for reason in reasons:
+        assert (reason.lstrip("!") in said) != reason.startswith("!")
 
 
 @pytest.mark.parametrize(
-    ("env", "warned"),
+    ("on", "warned"),
     [
         ("JOB_COMPLETION_INDEX=1", ""),
         ("VC_TASK_INDEX=0", "goes on alone: volcano environment: WORLD_SIZE is not set"),
@@ -112,114 +142,33 @@ def test_a_partial_set_is_refused_before_anything_starts(
         ("TPU_WORKER_ID=0", "goes on alone: tpu environment: TPU_WORKER_HOSTNAMES"),
         ("PET_NODE_RANK=0", "goes on alone: kubeflow environment: PET_NNODES is not set"),
     ],
+    indirect=["on"],
 )
-def test_where_nothing_says_that_there_are_several_nodes_it_goes_on_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], env: str, warned: str
-) -> None:
-    monkeypatch.setenv(*env.split("="))
-    said = printed(capsys)[2]
+@pytest.mark.usefixtures("on")
+def test_where_nothing_says_that_there_are_several_nodes_it_goes_on_alone(warned: str) -> None:
+    said = printed()[2]
     assert warned in said
-    assert "launcher 'processes' runs no command" in said  # it got as far as the ranks of this host
+    assert ONE in said
     if warned:
-        code, _, said = printed(capsys, "--nnodes", "auto")
+        code, _, said = printed("--nnodes", "auto")
         assert code != 0
         assert "processes" not in said
     else:
         assert "alone" not in said
 
 
-def test_the_hosts_of_pbs_are_used_where_the_user_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    nodes = tmp_path / "nodes"
-    nodes.write_text("c01\nc01\n" + f"{socket.gethostname()}\n" * 2)
-    monkeypatch.setenv("PBS_NODEFILE", str(nodes))
-    code, words, said = printed(capsys, "--nnodes", "auto")
-    assert code == 0, said
-    assert (option(words, "--nnodes"), option(words, "--node-rank")) == ("2", "1")
-    assert option(words, "--nproc-per-node") == "2"
-    said = printed(capsys)[2]
-    assert f"pbs gives the job 2 hosts (c01, {socket.gethostname()})" in said
-    assert "--nnodes auto" in said
-    assert "launcher 'processes' runs no command" in said
-    assert "alone" not in printed(capsys, *ALONE)[2]
-    for option_, which in {
-        ("--launcher", "mpi"): "not for --launcher mpi",
-        ("--launcher", "processes"): "not for --launcher processes",
-        ("--backend", "mpi4py"): "not for mpi, which is that of --backend mpi4py",
-    }.items():
-        assert which in printed(capsys, "--nnodes", "auto", *option_)[2]
-    for placed in (("--node-rank", "1"), ("--hosts", "c01,c02")):
-        assert "--nnodes auto takes neither" in printed(capsys, "--nnodes", "auto", *placed)[2]
-    with pytest.raises(SystemExit):
-        main(["doctor"])
-    said = " ".join(capsys.readouterr().out.split())
+@pytest.mark.parametrize("on", [ON_PBS], indirect=True)
+@pytest.mark.usefixtures("on")
+def test_doctor_says_how_the_hosts_of_pbs_are_used() -> None:
+    said = " ".join(run("doctor").out.split())
     assert "pbs starts a script on the first of its hosts alone" in said
     assert 'only with --nnodes auto, or nnodes="auto" to Parallel' in said
 
 
-def test_a_rank_is_refused_beside_as_many_hosts_of_which_only_the_first_is_started(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    nodes = tmp_path / "nodes"
-    nodes.write_text(f"{socket.gethostname()}\nc02\n")
-    env = {"PBS_NODEFILE": str(nodes), "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "c01"}
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    code, _, said = printed(capsys, "-n", "2")
-    assert code != 0
-    assert "RANK=0 and WORLD_SIZE=2 are set, and nothing says" in said
-    assert "alone" not in said
-    code, words, said = printed(capsys, "-n", "2", "--nnodes", "auto")
-    assert (code, option(words, "--node-rank"), option(words, "--nnodes")) == (0, "0", "2")
-    assert "as pbs says" in said
-
-
-def test_a_rank_that_may_be_a_node_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "c01"}.items():
-        monkeypatch.setenv(name, value)
-    code, _, said = printed(capsys, "-n", "2")
-    assert code != 0
-    assert "RANK=1 and WORLD_SIZE=2 are set, and nothing says" in said
-    code, words, _ = printed(capsys, "-n", "1")  # both meanings are the same
-    assert (code, option(words, "--node-rank"), option(words, "--nnodes")) == (0, "1", "2")
-    monkeypatch.setenv("UNISONO_RANK_COUNTS", "nodes")
-    code, words, _ = printed(capsys, "-n", "2")
-    assert (code, option(words, "--node-rank"), option(words, "--nnodes")) == (0, "1", "2")
-    monkeypatch.setenv("UNISONO_RANK_COUNTS", "ranks")
-    assert "launcher 'processes'" in printed(capsys, "-n", "2")[2]
-
-
-def in_a_task(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    """Be the only task of a host that Open MPI has started on two of them."""
-    for name, value in {"RANK": rank, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 1}.items():
-        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
-
-
-def test_a_task_of_a_launcher_that_is_alone_on_its_host_is_its_node(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    in_a_task(monkeypatch, 1)
-    code, _, said = printed(capsys, "--nnodes", "auto")
-    assert code != 0
-    assert "--nnodes auto finds no platform" in said
-    assert "openmpi says that it is rank 1 of 2" in said
-    assert "UNISONO_RANK_COUNTS=nodes" in said
-    assert "launcher 'processes'" in printed(capsys)[2]
-    monkeypatch.setenv("UNISONO_RANK_COUNTS", "nodes")
-    assert "MASTER_ADDR, which says where node 0 is, is not set" in printed(capsys)[2]
-    monkeypatch.setenv("MASTER_ADDR", "c01")
-    for words in ((), ("--nnodes", "auto")):
-        code, command, said = printed(capsys, *words)
-        assert code == 0, said
-        assert (option(command, "--nnodes"), option(command, "--node-rank")) == ("2", "1")
-        assert option(command, "--master-addr") == "c01"
-    monkeypatch.delenv("UNISONO_RANK_COUNTS")
-    monkeypatch.delenv("MASTER_ADDR")
-    on(monkeypatch, "skypilot.node1")
-    code, command, said = printed(capsys)
-    assert code == 0, said
-    assert (option(command, "--nnodes"), option(command, "--node-rank")) == ("2", "1")
-    assert "node 1 of 2, as skypilot says" in said
+@pytest.mark.parametrize(
+    ("on", "says"), [(RANK_ON_PBS, "pbs"), (f"skypilot.node1 {IN_A_TASK}", "skypilot")],
+    indirect=["on"],
+)  # fmt: skip
+@pytest.mark.usefixtures("on")
+def test_who_says_so_is_said(says: str) -> None:
+    assert f"as {says} says" in printed("-n", "2", "--nnodes", "auto")[2]

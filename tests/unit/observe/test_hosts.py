@@ -6,44 +6,41 @@ and stacks of other hosts. Whole jobs are in tests/process/observe.
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import select
+import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.support.processes import python
+from tests.support.processes import in_fork, python
 from tests.unit.observe.test_jobs import leave_page
+from tests.unit.observe.test_jobs import page as page_of
 from unisono.cli._live import LiveView
+from unisono.control import inquiry
 from unisono.control.connection import LOOK, SEEN
 from unisono.control.inquiry import Inquiries
 from unisono.control.tree import Seat
-from unisono.host.page_copies import copied, packed, to_plain
+from unisono.host import stack_signal
+from unisono.host.page_copies import PageCopy, Vitals, copied, packed, to_plain
 from unisono.host.stack_signal import LONGEST_S
-from unisono.host.status_page import StatusPage, pages
+from unisono.host.status_page import pages
 from unisono.observe.hosts import gather, stacks_elsewhere
 from unisono.observe.jobs import Job, Meter, look
 
 SEATS = (Seat("a", (0,)), Seat("b", (1,)), Seat("c", (2, 3)))
-FACTS = {"job": "job a", "world_size": 3, "groups": {}, "model": "native"}
-
-
-pytestmark = pytest.mark.usefixtures("own_pages")
-
-
-@contextmanager
-def page(rank: int, **more: Any) -> Iterator[StatusPage]:
-    facts = {**FACTS, "rank": rank, "thread_id": threading.get_native_id(), **more}
-    made = StatusPage.make(facts)
-    assert made is not None
-    try:
-        yield made
-    finally:
-        made.close()
+page = partial(page_of, model="native")
+pytestmark = [
+    pytest.mark.usefixtures("own_pages"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+]
 
 
 def copy_of(rank: int, **more: Any) -> dict[str, Any]:
@@ -108,6 +105,11 @@ def gathered() -> Job:
     return gather(job, Meter())
 
 
+def known() -> dict[int, list[str]]:
+    """Return what the other hosts answer of the ranks there."""
+    return {rank: [packed(copy_of(rank))] for rank in (1, 2)}
+
+
 def conditions(job: Job) -> dict[int, tuple[bool, bool]]:
     """Tell by rank whether it lives, and whether it is here."""
     return {each.rank.rank: (each.rank.condition != "dead", each.is_here) for each in job.ranks}
@@ -115,8 +117,7 @@ def conditions(job: Job) -> dict[int, tuple[bool, bool]]:
 
 def test_pages_of_an_earlier_run_hide_no_rank_of_another_host() -> None:
     """Even where they leave no rank without a page."""
-    bodies = {rank: [packed(copy_of(rank))] for rank in (1, 2)}
-    with page(0), others(bodies):
+    with page(0), others(known()):
         leave_page(rank=1)
         leave_page(rank=2)
         job = gathered()
@@ -144,8 +145,7 @@ def test_of_two_pages_of_a_dead_rank_the_newer_counts() -> None:
 
 
 def test_a_job_that_was_started_again_has_the_size_of_its_newest_rank() -> None:
-    bodies = {rank: [packed(copy_of(rank))] for rank in (1, 2)}
-    with page(0), others(bodies):
+    with page(0), others(known()):
         leave_page(rank=2, world_size=5)
         job = gathered()
     assert (job.world_size, job.elsewhere) == (3, ())
@@ -161,8 +161,7 @@ def test_an_answer_that_cannot_be_read_costs_its_own_host_alone() -> None:
 
 def test_a_second_rank_is_asked_for_stacks_once_the_first_has_had_its_time() -> None:
     """Both ask the same processes."""
-    bodies = {rank: [packed(copy_of(rank))] for rank in (1, 2)}
-    with page(0), others(bodies) as those:
+    with page(0), others(known()) as those:
         job = gathered()
         those.bodies = {3: ()}
         those.looks.clear()
@@ -173,16 +172,14 @@ def test_a_second_rank_is_asked_for_stacks_once_the_first_has_had_its_time() -> 
 
 
 def test_who_asks_another_host_waits_no_longer_than_it_lets_its_ranks_take() -> None:
-    bodies = {rank: [packed(copy_of(rank))] for rank in (1, 2)}
-    with page(0), others(bodies) as those:
+    with page(0), others(known()) as those:
         told = stacks_elsewhere(gathered(), [2], 1e6)
     assert told == {2: f"doesn't answer within {LONGEST_S:g} s"}
     assert those.looks[-1]["timeout_s"] == LONGEST_S
 
 
 def test_the_key_for_the_stacks_of_a_rank_asks_that_one_alone() -> None:
-    bodies = {rank: [packed(copy_of(rank))] for rank in (1, 2)}
-    with page(0), others(bodies) as those:
+    with page(0), others(known()) as those:
         view = LiveView("job a", 1.0)
         view.look()
         for key in "s1\r":
@@ -227,32 +224,28 @@ def test_who_asks_for_stacks_keeps_a_rank_no_longer_than_allowed_nor_from_its_en
     assert end_s - float(done.stdout) < LONGEST_S / 2
 
 
-ASKS = """
-import fcntl, json, os, signal, threading
-from unisono.control import inquiry
-from unisono.host import stack_signal
-from unisono.host.page_copies import PageCopy, Vitals
-read, write = os.pipe()
-if not (other := os.fork()):
-    os.write(write, json.dumps(stack_signal.install()).encode())
-    signal.pause()
-others = {**json.loads(os.read(read, 4096)), "pid": other}
-own = threading.Thread(target=threading.Event().wait, daemon=True)
-own.start()
-def copy(rank, facts, thread):
-    known = {**facts, "rank": rank, "made_ns": 1, "at_rest": 1}
-    return PageCopy(known, (), Vitals("sleeping", thread, 0.0, 0.0, 0, 0))
-mine = copy(0, {**stack_signal.install(), "pid": os.getpid()}, own.native_id)
-with open(f"/proc/{other}/fd/{others['stacks_fd']}") as file:
-    fcntl.flock(file, fcntl.LOCK_EX)
-    asked = {"ranks": [0, 1], "timeout_s": 0.5, "all_threads": False}
-    told = inquiry._stacks([mine, copy(1, others, other)], asked)
-os.kill(other, signal.SIGKILL)
-print([each["rank"] for each in told if each["stacks"]])
-"""
-
-
 def test_a_rank_that_answers_for_others_rests_when_it_asks_its_own_process() -> None:
     """As on Python 3.10. Somebody else asks rank 1, so it is looked at again and again."""
-    done = python("-c", ASKS)
-    assert (done.returncode, done.stderr, done.stdout) == (0, "", "[0]\n")
+
+    def ask() -> None:
+        read, write = os.pipe()
+        if not (other := os.fork()):
+            os.write(write, json.dumps(stack_signal.install()).encode())
+            signal.pause()
+        others = {**json.loads(os.read(read, 4096)), "pid": other}
+        own = threading.Thread(target=threading.Event().wait, daemon=True)
+        own.start()
+
+        def copy(rank: int, facts: Mapping[str, Any], thread: int | None) -> PageCopy:
+            known = {**facts, "rank": rank, "made_ns": 1, "at_rest": 1}
+            return PageCopy(known, (), Vitals("sleeping", thread or 0, 0.0, 0.0, 0, 0))
+
+        mine = copy(0, {**stack_signal.install(), "pid": os.getpid()}, own.native_id)
+        with open(f"/proc/{other}/fd/{others['stacks_fd']}") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            asked = {"ranks": [0, 1], "timeout_s": 0.5, "all_threads": False}
+            told = inquiry._stacks([mine, copy(1, others, other)], asked)
+        os.kill(other, signal.SIGKILL)
+        assert [each["rank"] for each in told if each["stacks"]] == [0]
+
+    assert in_fork(ask) == 0

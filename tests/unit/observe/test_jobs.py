@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import threading
@@ -15,19 +14,24 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import python
+from tests.support.processes import in_fork
+from tests.support.screens import Ended, run
 from unisono.cli import _live
+from unisono.cli._jobs import NO_JOB
 from unisono.cli._live import LiveView
 from unisono.errors import ArgumentError
 from unisono.host.status_page import CALLED, IN_FLIGHT, StatusPage, pages
 from unisono.observe import jobs
 from unisono.observe.jobs import Job, Meter, look
 from unisono.observe.report import chosen, reports
-from unisono.observe.verdict import innermost
+from unisono.observe.verdict import Call, innermost
 from unisono.recording import CallLog
 from unisono.topology import Group, pair
 
-pytestmark = pytest.mark.usefixtures("own_pages")
+pytestmark = [
+    pytest.mark.usefixtures("own_pages"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+]
 
 
 @contextmanager
@@ -48,20 +52,16 @@ def begin(of: StatusPage, name: str, number: int, begin_ns: int, state: int = CA
     lane.begin(*of.words_of(name, "train.py", 7, "all ranks"), number, 64, begin_ns, state)
 
 
-DEAD = """
-import json, os, sys
-from unisono.host.status_page import StatusPage
-page = StatusPage.make(json.loads(sys.argv[1]))
-page.lane().begin(*page.words_of("barrier", "train.py", 9, "all ranks"), 1, 0, 5, 0)
-os._exit(0)
-"""
-
-
 def leave_page(**facts: Any) -> None:
     """Have a process make a page and die."""
     known = {"world_size": 3, "job": "job a", "groups": {}, "model": "threads", "thread_id": 1}
-    done = python("-c", DEAD, json.dumps({**known, **facts}))
-    assert done.returncode == 0, done.stderr
+
+    def make() -> None:
+        made = StatusPage.make({**known, **facts})
+        assert made is not None
+        begin(made, "barrier", 1, 5)
+
+    assert in_fork(make) == 0
 
 
 def test_pages_are_grouped_by_job_and_rank() -> None:
@@ -105,45 +105,40 @@ def test_a_job_that_was_started_again_with_fewer_ranks_has_these_alone() -> None
     with page(0, world_size=2), page(1, world_size=2):
         leave_page(rank=2)
         (job,) = look(Meter())
-    assert [each.rank.rank for each in job.ranks] == [0, 1]
+    known = [(each.rank.rank, each.rank.pid, each.rank.calls) for each in job.ranks]
+    assert known == [(rank, os.getpid(), ()) for rank in (0, 1)]
     assert (job.world_size, job.elsewhere) == (2, ())
 
 
-def test_groups_of_a_large_job_have_room(own_pages: Path) -> None:
-    """A hundred groups of many ranks, and a message to each rank."""
-    log = CallLog.of_rank(0, 4096, "large", model="threads")
-    groups = [Group(tuple(range(0, 4096, step)), name=f"every {step}") for step in range(1, 60)]
-    groups.append(Group((0, 5, 7), name="odd"))
+def calls_of(size: int, *groups: Group) -> tuple[Call, ...]:
+    """Have a rank of a large job make a call in each group, one after the other."""
+    log = CallLog.of_rank(0, size, "large", model="threads")
     try:
-        for group in groups:
-            log.begin("barrier", group).end()
-        for rank in range(1, 200):
-            log.begin("barrier", pair(0, rank)).end()
         for group in groups:
             log.begin("barrier", group).end()
         ((seen,),) = (job.ranks for job in look(Meter()))
     finally:
         log.close()
-    found = {call.group: call.ranks for call in seen.rank.calls}
-    assert {group.name: found[group.name] for group in groups} == {
-        group.name: group.ranks for group in groups
-    }
+    return seen.rank.calls
+
+
+def test_groups_of_a_large_job_have_room() -> None:
+    """Many groups of many ranks, and a message to each rank."""
+    groups = [Group(tuple(range(0, 4096, step)), name=f"every {step}") for step in range(1, 60)]
+    groups.append(Group((0, 5, 7), name="odd"))
+    messages = [pair(0, rank) for rank in range(1, 200)]
+    found = {call.group: call.ranks for call in calls_of(4096, *groups, *messages, *groups)}
+    assert found.items() >= {group.name: group.ranks for group in groups}.items()
     assert found["rank 0 to rank 199"] == (0, 199)
 
 
 def test_groups_whose_names_hold_many_ranks_are_told_apart() -> None:
     """As those on threads and XLA."""
-    log = CallLog.of_rank(0, 300, "large", model="threads")
     members = [tuple(range(stop)) for stop in (120, 300)]
     groups = [Group(ranks, name=f"{ranks} {i}") for ranks in members for i in (1, 2)]
-    try:
-        for group in groups:
-            log.begin("barrier", group).end()
-        ((seen,),) = (job.ranks for job in look(Meter()))
-    finally:
-        log.close()
-    assert [call.ranks for call in seen.rank.calls] == [group.ranks for group in groups]
-    assert len({call.key for call in seen.rank.calls}) == len(groups)
+    calls = calls_of(300, *groups)
+    assert [call.ranks for call in calls] == [group.ranks for group in groups]
+    assert len({call.key for call in calls}) == len(groups)
 
 
 def test_calls_of_groups_without_room_for_a_name_are_not_taken_for_one() -> None:
@@ -256,14 +251,6 @@ def test_two_threads_with_pages_of_their_own_are_in_two_calls() -> None:
     assert [call.name for call in innermost(seen.rank.calls)] == ["barrier", "all_reduce"]
 
 
-def test_a_rank_that_was_started_again_is_its_new_process() -> None:
-    leave_page(rank=0)
-    with page(0):
-        ((seen,),) = (job.ranks for job in look(Meter()))
-    assert seen.rank.pid == os.getpid()
-    assert seen.rank.calls == ()
-
-
 def test_a_job_that_has_ended_is_not_shown() -> None:
     leave_page(rank=0)
     assert look(Meter()) == []
@@ -329,43 +316,32 @@ def test_the_report_is_plain_data() -> None:
 
 def test_without_a_job_one_line_says_so() -> None:
     for words in (("top",), ("top", "--once"), ("where",)):
-        done = python("-m", "unisono", *words)
-        assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout == "no job of this user runs on this host\n"
-    assert python("-m", "unisono", "top", "--json").stdout.count('"jobs": []') == 1
+        assert run(*words) == Ended(0, f"{NO_JOB}\n", "")
+    assert run("top", "--json").out.count('"jobs": []') == 1
 
 
 def test_an_unknown_job_is_wrong_use() -> None:
     for words in (("top", "--once", "--job", "nosuch"), ("where", "nosuch")):
-        done = python("-m", "unisono", *words)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith("error: there isn't a job or a rank's process called")
-
-
-AS_NOBODY = """
-import contextlib, os, sys
-import unisono.cli
-with contextlib.suppress(SystemExit):  # loads all that nobody may not read
-    unisono.cli.main(["top", "--once"])
-print("as nobody", flush=True)
-os.setgroups([])
-os.setgid(65534)
-os.setuid(65534)
-unisono.cli.main(["top", "--once"])
-"""
+        done = run(*words)
+        assert (done.code, done.out) == (2, "")
+        assert done.err.startswith("error: there isn't a job or a rank's process called")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_sees_nothing(own_pages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in the folder of that user, nor in this one's, where its name is known."""
+
+    def look_as_nobody() -> None:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        assert run("top", "--once") == Ended(0, f"{NO_JOB}\n", "")
+
     for folder in (None, own_pages):
         if folder is None:
             monkeypatch.delenv("UNISONO_STATUS")
         else:
             monkeypatch.setenv("UNISONO_STATUS", str(folder))
         with page(0):
-            done = python("-c", AS_NOBODY)
-        assert (done.returncode, done.stderr) == (0, "")
-        own, _, others = done.stdout.partition("as nobody\n")
-        assert "job a" in own
-        assert others == "no job of this user runs on this host\n"
+            assert "job a" in run("top", "--once").out  # and loads all that nobody may not read
+            assert in_fork(look_as_nobody) == 0

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
+import resource
+import signal
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
 import unisono as idist
+from tests.support.processes import in_fork
 from tests.support.records import recorded
 from unisono.errors import ArgumentError
 from unisono.observe.trace_files import TraceFile, read
 from unisono.observe.waits import waits
 from unisono.recording import CollectiveRecord
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
@@ -103,20 +107,24 @@ def test_a_block_is_written_at_its_end_and_no_more(tmp_path: Path) -> None:
     assert "unisono-trace" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_folder_that_has_two_names_is_traced_once(tmp_path: Path) -> None:
+def test_a_folder_that_has_two_names_is_traced_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, link = tmp_path / "real", tmp_path / "link"
     real.mkdir()
     link.symlink_to(real)
-    program = (
-        "import os, unisono as idist\n"
-        "idist.initialize('serial')\n"
-        "with idist.trace(os.environ['UNISONO_TRACE']):\n"
-        "    idist.all_reduce(1)\n"
-    )
-    variables = {**os.environ, "UNISONO_TRACE": str(link)}
-    subprocess.run([sys.executable, "-c", program], check=True, env=variables)
+    monkeypatch.setenv("UNISONO_TRACE", str(link))
+    monkeypatch.setattr("unisono.observe.trace._is_asked", False)  # as in a program that begins
+
+    def work() -> None:
+        idist.initialize("serial")
+        with idist.trace(link):
+            idist.all_reduce(1)
+
+    assert in_fork(work) == 0
     (trace,) = read(real)
-    assert [each.name for each in trace.records].count("all_reduce") == 1
+    assert [each.name for each in trace.records] == ["initialize", "all_reduce"]
+    assert (trace.rank, trace.world_size) == (0, 1)
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
@@ -141,19 +149,21 @@ def test_where_it_cannot_be_written_a_warning_says_so_and_the_program_goes_on(
     assert "the program goes on" in message
 
 
-def test_a_full_disk_ends_the_trace_with_one_warning() -> None:
-    program = (
-        "import resource, signal, tempfile, unisono as idist\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
-        "folder = tempfile.mkdtemp()\n"
-        "with idist.trace(folder) as path:\n"
-        "    for _ in range(500): idist.all_reduce(1)\n"
-        "print(len(list(path.iterdir())), idist.all_reduce(3))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.split() == ["1", "3"], done.stderr
-    assert done.stderr.count("the program goes on") == 1
+def test_a_full_disk_ends_the_trace_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+        with idist.trace(tmp_path):
+            for _ in range(500):
+                idist.all_reduce(1)
+        assert idist.all_reduce(3) == 3
+        (warning,) = (each.getMessage() for each in caplog.records)
+        assert "the program goes on" in warning
+
+    assert in_fork(work) == 0
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_calls_are_in_the_profile_of_torch(tmp_path: Path) -> None:
@@ -187,15 +197,15 @@ def test_a_call_that_a_hook_refuses_is_over_in_the_profile_and_has_no_number(
 
 
 def test_a_fork_writes_a_file_of_its_own(tmp_path: Path) -> None:
-    program = (
-        "import os, sys, unisono as idist\n"
-        "with idist.trace(sys.argv[1]):\n"
-        "    idist.all_reduce(1)\n"
-        "    pid = os.fork()\n"
-        "    if pid: os.waitpid(pid, 0)\n"
-        "    else: idist.barrier()\n"
-    )
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
-    first, second = sorted(read(tmp_path), key=lambda each: each.monotonic_ns)
-    assert first.pid != second.pid
-    assert {len(first.records), len(second.records)} == {1}
+    with ExitStack() as block:
+        block.enter_context(idist.trace(tmp_path))
+        idist.all_reduce(1)
+
+        def work() -> None:
+            idist.barrier()
+            block.close()
+
+        assert in_fork(work) == 0
+    by_pid = {trace.pid: [each.name for each in trace.records] for trace in read(tmp_path)}
+    assert by_pid.pop(os.getpid()) == ["all_reduce"]
+    assert list(by_pid.values()) == [["barrier"]]

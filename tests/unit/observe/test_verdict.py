@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -43,7 +45,90 @@ def stepped(number: int = 1) -> Call:
     return call("all_reduce", number, 10, 11)
 
 
-ALONE = [rank(0, done()), rank(1, done(), waiting()), rank(2, done())]
+TWO = (0, 1)
+ALONE = (rank(0, done()), rank(1, done(), waiting()), rank(2, done()))
+STAYED = (rank(0, done(), waiting()), rank(1, done()), rank(2, done(), waiting()))
+PAIR = call("broadcast", 3, 50, ranks=(1, 2), group="pair")
+FAR_PAIR = call("broadcast", 3, 50, ranks=(1, 5), group="pair")
+FAR_LEFT, FAR_STAYS = (call("barrier", 1, 10, end, ranks=(0, 1, 5)) for end in (11, 0))
+SEND, RECV = (call(name, 1, 50, ranks=TWO, group="rank 0 to rank 1") for name in ("send", "recv"))
+STARTED = call("all_reduce", 2, 50, is_blocking=False)
+OF_MPI = Call("barrier", "mpi", ALL, TWO, 2, "a.py", 1, 50 * 10**9)
+
+
+def case(name: str, kind: str, culprits: list[int], *ranks: Rank, said: str = "") -> Any:
+    return pytest.param(ranks, kind, culprits, said, id=name)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "culprits", "said"),
+    [
+        case("all are in one call, and wait for no rank", "none", [],
+             *(rank(n, waiting()) for n in range(3)), said="in call: 0, 1, 2"),
+        case("rank 0 waits for 1, which waits for 2 in another group", "late", [2],
+             rank(0, waiting()), rank(1, done(), PAIR), rank(2, done(), cpu=100),
+             said="(0, 1) 50.0"),
+        case("one that is dead comes first", "dead", [1],
+             rank(0, waiting()), rank(1, done(), condition="dead"), rank(2, done()),
+             said="dead: 1"),
+        case("one died within the call", "dead", [1],
+             rank(0, waiting()), rank(1, waiting(), condition="dead"), rank(2, waiting()),
+             said="(0, 2)"),
+        case("one is stopped before the call of others", "stopped", [1],
+             rank(0, done(), waiting()), rank(1, done(), condition="stopped"), said="stopped: 1"),
+        case("one is stopped within the call of others", "stopped", [1],
+             rank(0, done(), waiting()), rank(1, done(), waiting(), condition="stopped"),
+             said="stopped: 1"),
+        case("the job is stopped as a whole", "none", [],
+             *(rank(n, done(), condition="stopped") for n in range(3))),
+        case("of threads, which are stopped together, one did not come", "stopped", [1],
+             *(replace(each, pid=100, condition="stopped") for each in STAYED)),
+        case("of processes all are stopped while two wait", "stopped", [0, 1, 2],
+             *(replace(each, condition="stopped") for each in STAYED)),
+        case("another call of the same number", "mismatch", [1],
+             rank(0, waiting()), rank(1, call("broadcast", 2, 80)), rank(2, waiting()),
+             said="ranks 0, 2 called all_reduce"),
+        case("two calls of the same number, of two ranks", "mismatch", [0, 1],
+             *(rank(n, call(("barrier", "gather")[n], 1, 50, ranks=TWO)) for n in TWO)),
+        case("ranks wait for each other", "deadlock", [1],
+             rank(0, waiting()), rank(1, call("barrier", 1, 60, ranks=TWO, group="pair")),
+             rank(2, waiting()), said="wait for each other"),
+        case("one waits alone while all others are idle: a call too many", "extra call", [1],
+             *ALONE),
+        case("one waits alone in a line that others know, as in a loop", "late", [0, 2],
+             rank(0, stepped()), rank(1, stepped(), waiting()), rank(2, stepped())),
+        case("one waits alone for ranks that are busy", "late", [0, 2],
+             rank(0, done(), cpu=99), rank(1, done(), waiting()), rank(2, done(), cpu=99)),
+        case("at the first look it isn't known yet how busy a rank is", "late", [0, 2],
+             *(replace(each, thread_percent=None) for each in ALONE)),
+        case("a rank without a page may be what others wait for", "unseen", [],
+             rank(0, waiting()), rank(1, waiting()), said="rank 2"),
+        case("rank 0 waits for 1, which waits for 5, of another host", "unseen", [],
+             rank(0, waiting()), rank(1, done(), FAR_PAIR)),
+        case("one stays in a call that others have left, on several hosts", "late", [1],
+             rank(0, FAR_LEFT, waiting()), rank(1, FAR_STAYS),
+             said="is in barrier, where it waits for no rank"),
+        case("a message that takes long is no mismatch", "none", [],
+             rank(0, SEND), rank(1, RECV)),
+        case("a page without room for a name makes no mismatch", "unseen", [],
+             rank(0, waiting()), rank(1, call("", 2, 90))),
+        case("what was started and is not waited for is no wait", "none", [],
+             rank(0, done(), STARTED), rank(1, done()), said="computes: 0, 1"),
+        case("contexts have numbers of their own", "deadlock", [0, 1],
+             rank(0, waiting()), rank(1, OF_MPI)),
+    ],
+)  # fmt: skip
+def test_who_makes_the_others_wait(
+    ranks: Sequence[Rank], kind: str, culprits: list[int], said: str
+) -> None:
+    verdict = judge(ranks, NOW)
+    assert (verdict.kind, [each.rank for each in verdict.culprits]) == (kind, culprits)
+    found = [verdict.text]
+    found += [f"{each.why}; {each.waiters} {each.waited_s}" for each in verdict.culprits]
+    for state in {each.kind for each in verdict.states.values()}:
+        those = [str(n) for n, each in sorted(verdict.states.items()) if each.kind == state]
+        found.append(f"{state}: {', '.join(those)}")
+    assert said in "\n".join(found)
 
 
 def test_a_rank_that_did_not_come_is_late() -> None:
@@ -69,171 +154,30 @@ def test_a_short_wait_names_nobody() -> None:
     assert judge(ranks, NOW, patience_s=0.05).culprits[0].rank == 1
 
 
-def test_ranks_that_are_all_in_one_call_wait_for_nobody() -> None:
-    verdict = judge([rank(each, waiting()) for each in range(3)], NOW)
-    assert verdict.kind == "none"
-    assert {state.kind for state in verdict.states.values()} == {"in call"}
-
-
-def test_who_waits_for_somebody_else_is_not_named() -> None:
-    """Rank 0 waits for 1, which waits for 2 in another group."""
-    pair = call("broadcast", 3, 50, ranks=(1, 2), group="pair")
-    ranks = [rank(0, waiting()), rank(1, done(), pair), rank(2, done(), cpu=100)]
-    (culprit,) = judge(ranks, NOW).culprits
-    assert (culprit.rank, culprit.waiters, culprit.waited_s) == (2, (0, 1), 50.0)
-
-
-def test_a_dead_rank_comes_first() -> None:
-    ranks = [rank(0, waiting()), rank(1, done(), condition="dead"), rank(2, done())]
-    verdict = judge(ranks, NOW)
-    assert verdict.kind == "dead"
-    assert [each.rank for each in verdict.culprits] == [1]
-    assert verdict.states[1].kind == "dead"
-
-
-def test_a_rank_that_died_in_a_call_is_waited_for() -> None:
-    ranks = [rank(0, waiting()), rank(1, waiting(), condition="dead"), rank(2, waiting())]
-    assert judge(ranks, NOW).culprits[0].waiters == (0, 2)
-
-
-@pytest.mark.parametrize("calls", [(), (waiting(),)], ids=["before", "within"])
-def test_a_stopped_rank_is_named_where_others_wait_for_it(calls: tuple[Call, ...]) -> None:
-    ranks = [rank(0, done(), waiting()), rank(1, done(), *calls, condition="stopped")]
-    verdict = judge(ranks, NOW)
-    assert (verdict.kind, verdict.culprits[0].rank) == ("stopped", 1)
-    assert verdict.states[1].kind == "stopped"
-
-
-def test_a_job_that_is_stopped_as_a_whole_has_no_culprit() -> None:
-    ranks = [rank(each, done(), condition="stopped") for each in range(3)]
-    assert judge(ranks, NOW).kind == "none"
-
-
-def test_of_ranks_that_are_stopped_together_the_one_that_did_not_come_is_named() -> None:
-    """Threads share their process: the others are stopped too, but in the call."""
-    ranks = [rank(0, done(), waiting()), rank(1, done()), rank(2, done(), waiting())]
-    together = [replace(each, pid=100, condition="stopped") for each in ranks]
-    apart = [replace(each, condition="stopped") for each in ranks]
-    assert [each.rank for each in judge(together, NOW).culprits] == [1]
-    assert [each.rank for each in judge(apart, NOW).culprits] == [0, 1, 2]
-
-
-def test_another_call_of_the_same_number_is_a_mismatch() -> None:
-    ranks = [rank(0, waiting()), rank(1, call("broadcast", 2, 80)), rank(2, waiting())]
-    verdict = judge(ranks, NOW)
-    assert verdict.kind == "mismatch"
-    assert "ranks 0, 2 called all_reduce" in verdict.text
-    assert [each.rank for each in verdict.culprits] == [1]
-
-
-def test_a_mismatch_of_two_names_both() -> None:
-    two = (0, 1)
-    ranks = [
-        rank(0, call("all_reduce", 1, 50, ranks=two)),
-        rank(1, call("barrier", 1, 50, ranks=two)),
-    ]
-    assert [each.rank for each in judge(ranks, NOW).culprits] == [0, 1]
-
-
-def test_ranks_that_wait_for_each_other_are_a_deadlock() -> None:
-    pair = call("barrier", 1, 60, ranks=(0, 1), group="pair")
-    ranks = [rank(0, waiting()), rank(1, pair), rank(2, waiting())]
-    verdict = judge(ranks, NOW)
-    assert verdict.kind == "deadlock"
-    assert "wait for each other" in verdict.text
-    assert [each.rank for each in verdict.culprits] == [1]
-
-
-def test_who_waits_alone_while_all_others_are_idle_made_a_call_too_many() -> None:
-    verdict = judge(ALONE, NOW)
-    assert verdict.kind == "extra call"
-    assert [each.rank for each in verdict.culprits] == [1]
-
-
-def test_who_waits_alone_in_a_line_that_others_know_is_early() -> None:
-    """As in a loop, where two of three wait for data: they come to that line again."""
-    ranks = [rank(0, stepped()), rank(1, stepped(), waiting()), rank(2, stepped())]
-    verdict = judge(ranks, NOW)
-    assert verdict.kind == "late"
-    assert [each.rank for each in verdict.culprits] == [0, 2]
-
-
 def test_who_is_known_to_be_early_made_no_call_too_many() -> None:
     verdict = judge(ALONE, NOW, is_early=True)
     assert verdict.kind == "late"
     assert [each.rank for each in verdict.culprits] == [0, 2]
 
 
-def test_who_waits_alone_for_busy_ranks_did_not() -> None:
-    ranks = [rank(0, done(), cpu=99), rank(1, done(), waiting()), rank(2, done(), cpu=99)]
-    verdict = judge(ranks, NOW)
-    assert verdict.kind == "late"
-    assert [each.rank for each in verdict.culprits] == [0, 2]
-
-
-def test_ranks_without_a_page_may_be_what_others_wait_for() -> None:
-    ranks = [rank(0, waiting()), rank(1, waiting())]
-    verdict = judge(ranks, NOW)
-    assert (verdict.kind, verdict.culprits) == ("unseen", ())
-    assert "rank 2" in verdict.text
-
-
-def test_who_may_wait_for_a_rank_of_another_host_is_not_named() -> None:
-    """Rank 0 waits for 1, which waits for 5: what that one does can't be seen from here."""
-    pair = call("broadcast", 3, 50, ranks=(1, 5), group="pair")
-    verdict = judge([rank(0, waiting()), rank(1, done(), pair)], NOW)
-    assert (verdict.kind, verdict.culprits) == ("unseen", ())
-
-
-def test_who_stays_in_a_call_that_others_have_left_is_named_on_several_hosts_too() -> None:
-    all_ranks = (0, 1, 5)
-    left, stays = call("barrier", 1, 10, 11, ranks=all_ranks), call("barrier", 1, 10)
-    (culprit,) = judge([rank(0, left, waiting()), rank(1, stays)], NOW).culprits
-    assert (culprit.rank, culprit.why) == (1, "is in barrier, where it waits for no rank")
-
-
-def test_a_message_that_takes_long_is_no_mismatch() -> None:
-    send, recv = (
-        call(name, 1, 50, ranks=(0, 1), group="rank 0 to rank 1") for name in ("send", "recv")
-    )
-    assert judge([rank(0, send), rank(1, recv)], NOW).kind == "none"
-
-
-def test_a_page_without_room_for_a_name_makes_no_mismatch() -> None:
-    assert judge([rank(0, waiting()), rank(1, call("", 2, 90))], NOW).kind != "mismatch"
-
-
-def test_nobody_is_idle_at_the_first_look() -> None:
-    """How busy a rank is takes two looks: until then, nobody made a call too many."""
-    first = [replace(each, thread_percent=None) for each in ALONE]
-    assert judge(ALONE, NOW).kind == "extra call"
-    assert judge(first, NOW).kind == "late"
-
-
-def test_what_was_started_and_is_not_waited_for_is_no_wait() -> None:
-    started = call("all_reduce", 2, 50, is_blocking=False)
-    verdict = judge([rank(0, done(), started), rank(1, done())], NOW)
-    assert verdict.kind == "none"
-    assert verdict.states[0].kind == "computes"
-    came = judge([rank(0, waiting()), rank(1, started)], NOW)
-    assert came.states[0].waits_for == ()
+def test_who_has_started_what_others_wait_for_has_come() -> None:
+    assert judge([rank(0, waiting()), rank(1, STARTED)], NOW).states[0].waits_for == ()
 
 
 def test_the_inner_call_of_a_section_counts() -> None:
-    section = call("one_rank_first", 2, 50, ranks=(0, 1))
-    inner = call("barrier", 3, 60, ranks=(0, 1))
-    ranks = [rank(0, section, inner), rank(1, section)]
-    verdict = judge(ranks, NOW)
+    section, inner = call("one_rank_first", 2, 50, ranks=TWO), call("barrier", 3, 60, ranks=TWO)
+    verdict = judge([rank(0, section, inner), rank(1, section)], NOW)
     assert [each.rank for each in verdict.culprits] == [1]
     assert verdict.states[0].call == inner
 
 
 def test_calls_that_are_over_tell_who_came_last() -> None:
     """Rank 1 comes two seconds late each time, and others wait for these only."""
-    two = (0, 1)
-    early = [call("all_reduce", n, 10 * n, 10 * n + 2.5, ranks=two) for n in range(1, 6)]
-    late = [call("all_reduce", n, 10 * n + 2, 10 * n + 2.5, ranks=two) for n in range(1, 6)]
-    now = call("all_reduce", 6, 90, ranks=two)
+    early, late = (
+        [call("all_reduce", n, 10 * n + late, 10 * n + 2.5, ranks=TWO) for n in range(1, 6)]
+        for late in (0, 2)
+    )
+    now = call("all_reduce", 6, 90, ranks=TWO)
     (culprit,) = judge([rank(0, *early, now), rank(1, *late)], NOW).culprits
     assert (culprit.came_last, culprit.n_calls) == (5, 5)
     assert culprit.median_late_s == pytest.approx(2.0)
@@ -242,20 +186,11 @@ def test_calls_that_are_over_tell_who_came_last() -> None:
 
 def test_who_did_not_wait_has_lost_nothing() -> None:
     """The source of a broadcast goes on before the other comes."""
-    two = (0, 1)
-    source, other = (
-        call("broadcast", 1, 10, 10.1, ranks=two),
-        call("broadcast", 1, 40, 41, ranks=two),
-    )
-    now = call("barrier", 2, 90, ranks=two)
+    source = call("broadcast", 1, 10, 10.1, ranks=TWO)
+    other = call("broadcast", 1, 40, 41, ranks=TWO)
+    now = call("barrier", 2, 90, ranks=TWO)
     (culprit,) = judge([rank(0, source, now), rank(1, other)], NOW).culprits
     assert culprit.lost_s == pytest.approx(10.1)
-
-
-def test_contexts_have_numbers_of_their_own() -> None:
-    other = Call("barrier", "mpi", ALL, (0, 1), 2, "a.py", 1, 50 * 10**9)
-    ranks = [rank(0, waiting()), rank(1, other)]
-    assert judge(ranks, NOW).kind == "deadlock"
 
 
 @pytest.mark.parametrize(
