@@ -135,6 +135,8 @@ class Programs(Calls):
     After each the ranks are in step.
     """
 
+    forks = 0
+
     @rule(data=st.data())
     def unusual_tensors(self, data: st.DataObject) -> None:
         left_out = set() if self.ranks.backend == "gloo" else {"dtensor"}
@@ -149,6 +151,7 @@ class Programs(Calls):
     def refused(self, step: Step) -> None:
         self.play(step)
 
+    @precondition(lambda self: self.forks < 3)  # where ranks are threads it copies all of pytest
     @rule(
         ranks=draws.some_of(SIZE),
         does=draws.steps(SIZE)
@@ -160,6 +163,7 @@ class Programs(Calls):
     def fork(
         self, ranks: tuple[int, ...], does: Step | str, is_async: bool, has_handle: bool
     ) -> None:
+        self.forks += 1
         if isinstance(does, Step):
             does = replace(does, is_async=is_async)
         has_handle = has_handle or does == "the parent's handle"
