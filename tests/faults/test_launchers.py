@@ -21,7 +21,8 @@ import unisono
 from tests.support.measures import Clock, Table, says_little
 from tests.support.processes import SOURCES, Pipe, gone, say
 from tests.support.random_programs.draws import programs
-from tests.support.random_programs.on_ranks import FAILURES, play, run_until
+from tests.support.random_programs.on_ranks import FAILURES as PROGRAM_FAULTS
+from tests.support.random_programs.on_ranks import play, run_until
 from tests.support.random_programs.steps import Step, wrong_with
 from tests.support.requirements import require_backend
 from tests.support.ways import SIZE
@@ -105,7 +106,7 @@ def alone(fn: Callable[[], None], rank: int, url: str) -> Any:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("fault", FAILURES)
+@pytest.mark.parametrize("fault", PROGRAM_FAULTS)
 def test_every_rank_names_a_rank_that_fails_anywhere(fault: str, tmp_path: Path) -> None:
     @EXAMPLES
     @given(programs(SIZE, 4), st.integers(0, 4), st.integers(0, SIZE - 1))
@@ -120,7 +121,7 @@ def test_every_rank_names_a_rank_that_fails_anywhere(fault: str, tmp_path: Path)
                 jobs[rank].join(60)
             said[rank] = str(caught.value)
         assert time.monotonic() - start < END_S
-        assert FAILURES[fault] in said.pop(victim)
+        assert PROGRAM_FAULTS[fault].says in said.pop(victim)
         for rank, text in said.items():
             assert f"rank {victim}" in text.splitlines()[0], (rank, text)
 
@@ -138,7 +139,7 @@ def test_a_job_ends_with_a_rank_that_fails_anywhere(backend: str, tmp_path: Path
     @EXAMPLES
     @given(
         programs(SIZE, 4), st.integers(0, 4), st.integers(0, SIZE - 1),
-        st.sampled_from(list(FAILURES)),
+        st.sampled_from(list(PROGRAM_FAULTS)),
     )  # fmt: skip
     def check(program: list[Step], at: int, victim: int, fault: str) -> None:
         def fn(local_rank: int) -> None:
@@ -151,7 +152,7 @@ def test_a_job_ends_with_a_rank_that_fails_anywhere(backend: str, tmp_path: Path
             unisono.spawn(backend, fn, nproc_per_node=SIZE, timeout=60)
         assert time.monotonic() - start < END_S
         says_little(str(caught.value), caught.value.traceback)
-        says = f"rank {victim} of {SIZE} {FAILURES[fault]}"
+        says = f"rank {victim} of {SIZE} {PROGRAM_FAULTS[fault].says}"
         assert str(caught.value).startswith(says)
         assert gone(map(int, pipe.read(SIZE)), 2) == []
 

@@ -93,7 +93,7 @@ def check_is_named(backend: str, program: list[Step], at: int, victim: int, faul
         )
     assert time.monotonic() - start < END_S
     assert caught.value.rank == victim
-    assert f"rank {victim} of {SIZE} {FAILURES[fault]}" in str(caught.value)
+    assert f"rank {victim} of {SIZE} {FAILURES[fault].says}" in str(caught.value)
 
 
 @pytest.mark.timeout(300)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import unisono
-from tests.support.faults import FAULTS
+from tests.support.faults import FAULTS, Fault
 from tests.support.processes import in_fork
 from tests.support.random_programs.steps import Raised, Step, attempt, begin, expected, perform
 from tests.support.random_programs.values import content, difference, make
@@ -24,11 +24,11 @@ GroupKey = tuple[tuple[int, ...], int]
 _CHILD_S = 5  # for a fork to learn that it is one; it needs no other process
 _ENDS = ("CollectiveMismatchError", "CollectiveTimeoutError", "PeerFailedError")
 FAILURES = {
-    "raises": "raised ArithmeticError: mine",
-    "os._exit(3)": "ended with exit code 3",
-    "SIGKILL": "was ended by SIGKILL",
+    "raises": FAULTS["raises"],
+    "os._exit(3)": Fault(FAULTS["os._exit(3)"].do, "ended with exit code 3"),
+    "SIGKILL": FAULTS["SIGKILL"],
 }
-"""How a rank fails, and what the error says of it."""
+"""How a rank fails, and what the error says of it by any launcher."""
 
 
 class _Held(threading.local):
@@ -145,10 +145,10 @@ def run_until(local_rank: int, program: Sequence[Step], at: int, victim: int, fa
     rank = unisono.get_rank()
     for i, step in enumerate(program):
         if i == at and rank == victim:
-            FAULTS[failure].do()
+            FAILURES[failure].do()
         perform(step, make(step.values[rank]))
     if at >= len(program) and rank == victim:
-        FAULTS[failure].do()
+        FAILURES[failure].do()
     unisono.barrier()
 
 
