@@ -50,7 +50,7 @@ REAL = {  # what must be there, and the tests, of which those with the library's
     "mpi": ("mpi,mpi4py", "tests/real/test_mpi.py", LAWS, "tests/docs/test_guides.py"),
     "mpich": ("mpi,mpi4py", "tests/real/test_mpi.py", LAWS),
     "horovod": ("horovod", "tests/real/test_horovod.py", LAWS, "tests/faults"),
-    "xla": ("xla", "tests/real/test_xla.py", LAWS, "tests/training/test_xla.py"),
+    "xla": ("xla", "tests/real/test_xla.py", LAWS),
 }
 # What Python's and torch's versions decide: the oldest and the newest pair run it and the laws.
 OF_VERSIONS = (

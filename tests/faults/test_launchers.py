@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 import unisono
 from tests.support.measures import Clock, Table, says_little, slack
 from tests.support.processes import MARK, Pipe, gone, marked, python, say
-from tests.support.random_programs.programs import FAULTS as PROGRAM_FAULTS
-from tests.support.random_programs.programs import Step, alike, expected, programs, run, run_until
+from tests.support.random_programs.draws import programs
+from tests.support.random_programs.on_ranks import FAILURES as PROGRAM_FAULTS
+from tests.support.random_programs.on_ranks import play, run_until
+from tests.support.random_programs.steps import Step, wrong_with
 from tests.support.requirements import require_backend
 from tests.support.ways import SIZE
 from unisono import WorkerPool, context
@@ -74,9 +76,8 @@ def test_leaving_waits_for_no_rank_that_is_stopped(
 )  # fmt: skip
 @given(program=programs(SIZE))
 def check_programs(pool: WorkerPool, program: list[Step]) -> None:
-    for rank, results in enumerate(pool.run(run, program)):
-        for step, result in zip(program, results, strict=True):
-            assert alike(result, expected(step, rank)), f"rank {rank}, {step}: {result!r}"
+    for step, *found in zip(program, *pool.run(play, program), strict=True):
+        assert wrong_with(step, found) is None, step
 
 
 @pytest.mark.parametrize("backend", LIBRARIES)

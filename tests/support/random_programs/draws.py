@@ -1,243 +1,333 @@
-"""How scenes of random programs are drawn, by family."""
+"""How the steps of random programs are drawn."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
-from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from tests.support.odd_tensors import ODD
-from tests.support.random_programs.programs import Point, Step, call, steps
-from tests.support.random_programs.scenes import (
-    ASYNC_MOVES,
-    CHILD_CALLS,
+from tests.support.random_programs.odd_tensors import IN_PLACE_REFUSED, WITHOUT_MEMORY, Odd
+from tests.support.random_programs.on_ranks import CallTooMany
+from tests.support.random_programs.steps import BASIC, Step
+from tests.support.random_programs.values import (
+    APART,
     OVERLAPS,
     RAISING,
-    AtOnce,
-    Fork,
-    Handles,
-    Mean,
-    Odd,
-    OneMore,
-    Plain,
-    Raising,
-    Refused,
-    Scene,
-    Tied,
+    Filled,
+    Overlap,
+    Point,
+    Raises,
+    Text,
 )
-
-__all__ = ("FAMILIES", "LAST", "scene_programs")
 
 _LARGE = 120_000  # of float32, longer than what travels in a round of three ranks
 _LARGER = 1_200_000  # longer than a block of shared memory; of three dtypes of four
-_INT64 = range(-(2**63), 2**63)
+# Sizes on both sides of what travels in a round of the control plane (16 KiB).
+_SHAPES = st.sampled_from(((), (0,), (1,), (2, 3), (3, 0, 2), (5000,)))
+_WHOLE = ("int64", "int32", "uint8")
+_DTYPES = st.sampled_from((*_WHOLE, "float32", "float64", "bfloat16"))
+_SIMPLE = ("SUM", "MIN", "MAX")
+_OPS = ("PRODUCT", *_SIMPLE)
+_BITS = ("AND", "OR", "XOR")
+
+_plain = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats()
+    | st.text(max_size=20)
+    | st.binary(max_size=20)
+    | st.builds(Path, st.text(alphabet="aé/ ", min_size=1, max_size=6))
+)
+_objects = st.frozensets(st.integers(), max_size=3) | st.builds(Point, _plain, _plain)
 
 
-def _some(size: int) -> st.SearchStrategy[tuple[int, ...]]:
-    """Draw one rank, or some, or all."""
-    ranks = st.sets(st.integers(0, size - 1), min_size=1)
+def some_of(size: int, least: int = 1) -> st.SearchStrategy[tuple[int, ...]]:
+    """Draw some ranks, or all, in their order."""
+    ranks = st.sets(st.integers(0, size - 1), min_size=min(least, size))
     return (ranks | st.just(set(range(size)))).map(lambda found: tuple(sorted(found)))
 
 
-def _plain(size: int) -> st.SearchStrategy[Scene]:
-    return st.builds(Plain, steps(size))
+def _each(size: int, one: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.tuples(*[one] * size)
 
 
-# Groups, threads, handles
+def _tensors(shape: tuple[int, ...], dtype: str) -> st.SearchStrategy[Filled]:
+    """Draw tensors of small whole numbers, whose reductions are exact in every order."""
+    return st.integers(1, 3).map(lambda least: Filled((least, least + 1, least + 2), dtype, shape))
+
+
+_leaf = _plain | _objects | _SHAPES.flatmap(lambda shape: _tensors(shape, "int64"))
+_values = (
+    _plain
+    | _objects
+    | st.lists(_leaf, max_size=3)
+    | st.dictionaries(st.text(max_size=3), _leaf, max_size=3)
+    | st.tuples(_leaf, _leaf)
+    | st.sampled_from([Text("é", 40_000), Text(b"\0", 200_000)])
+)
 
 
 @st.composite
-def _turns(draw: st.DrawFn, size: int) -> tuple[tuple[int, ...], tuple[tuple[Step, ...], ...]]:
-    ranks = tuple(sorted(draw(st.sets(st.integers(0, size - 1), min_size=min(2, size)))))
-    turns = st.lists(steps(size, ranks) | _large(size, ranks), min_size=1, max_size=4).map(tuple)
-    return ranks, tuple(draw(turns) for _ in range(draw(st.integers(2, 3))))
+def _numeric(draw: st.DrawFn, size: int) -> tuple[tuple[Any, ...], str]:
+    """Draw for each rank a value of the same structure, and an operation that it has."""
+    tensor = _tensors(draw(_SHAPES), draw(_DTYPES))
+    bits = _tensors(draw(_SHAPES), draw(st.sampled_from(_WHOLE)))
+    number = st.integers(-9, 9)
+    container = st.builds(
+        lambda a, b, t: {"a": [a, (b,)], "p": Point(t, a)}, number, number, tensor
+    )
+    floats = st.floats(-1e6, 1e6).filter(lambda x: x != 0)
+    kinds: list[tuple[st.SearchStrategy[Any], tuple[str, ...]]] = [
+        (st.integers(-1000, 1000), (*_OPS, *_BITS, "AVERAGE")),
+        (floats, (*_OPS, "AVERAGE")),
+        (st.booleans(), (*_OPS, *_BITS)),
+        (tensor, _OPS),
+        (bits, _BITS),
+        (container, _SIMPLE),
+    ]
+    one, ops = draw(st.sampled_from(kinds))
+    return draw(_each(size, one)), draw(st.sampled_from(ops))
 
 
 @st.composite
-def _large(draw: st.DrawFn, size: int, ranks: tuple[int, ...] | None) -> Step:
-    """Make a call on a tensor that rides the data plane, in one block or several."""
-    numbers = draw(st.lists(st.integers(0, 9), min_size=size, max_size=size))
+def steps(draw: st.DrawFn, size: int, group: tuple[int, ...] | None = None) -> Step:
+    """Draw a right call of `size` ranks, over a group of any ranks if none is given."""
+    if group is None and draw(st.booleans()):
+        group = tuple(draw(st.lists(st.integers(0, size - 1), min_size=1, unique=True)))
+    count = size if group is None else len(group)
+    root = draw(st.sampled_from(group or range(size)))
+    name, dtype, shape = draw(st.sampled_from(tuple(BASIC))), draw(_DTYPES), draw(_SHAPES)
+    op = "SUM"
+    one: st.SearchStrategy[Any] = _tensors(shape, dtype)
+    if name in ("all_reduce", "reduce"):
+        values, op = draw(_numeric(size))
+        return Step(name, values, root, op, group)
+    if name == "barrier":
+        one = st.none()
+    elif name in ("all_reduce_", "broadcast_", "reduce_scatter"):
+        op = draw(st.sampled_from(_OPS))
+        if name == "reduce_scatter":
+            one = _tensors((count * draw(st.integers(1, 2)), *shape), dtype)
+    elif name == "all_to_all" and draw(st.booleans()):
+        one = _tensors((count * 2, *shape), dtype)
+    elif name in ("scatter", "all_to_all"):
+        one = st.lists(_values, min_size=count, max_size=count)
+    elif draw(st.booleans()):
+        one = _values
+    return Step(name, draw(_each(size, one)), root, op, group)
+
+
+@st.composite
+def large_steps(draw: st.DrawFn, size: int, group: tuple[int, ...] | None = None) -> Step:
+    """Draw a call on a tensor that rides the data plane, in one block or several."""
     reductions = ["all_reduce", "all_reduce_", "reduce", "reduce_scatter"]
     name = draw(st.sampled_from([*reductions, "broadcast_", "all_gather", "all_to_all"]))
-    root = draw(st.sampled_from(ranks or range(size)))
-    numel = draw(st.sampled_from([_LARGE, _LARGE, _LARGER]))
-    dtype = getattr(torch, draw(st.sampled_from(["float32", "bfloat16", "int64", "uint8"])))
-    values = tuple(torch.full((numel,), number, dtype=dtype) for number in numbers)
-    return Step(name, values, root, draw(st.sampled_from(["SUM", "MAX"])), ranks)
+    shape = (draw(st.sampled_from([_LARGE, _LARGE, _LARGER])),)
+    dtype = draw(st.sampled_from(["float32", "bfloat16", "int64", "uint8"]))
+    one = st.integers(0, 9).map(lambda least: Filled((least, 7, least + 1), dtype, shape))
+    root, op = draw(st.sampled_from(group or range(size))), draw(st.sampled_from(_SIMPLE))
+    return Step(name, draw(_each(size, one)), root, op, group)
 
 
-@st.composite
-def _in_turns(draw: st.DrawFn, size: int) -> Scene:
-    ranks, turns = draw(_turns(size))
-    lefts = [i for i, calls in enumerate(turns) for _ in calls]
-    return AtOnce(ranks, turns, tuple(draw(st.permutations(lefts))))
-
-
-@st.composite
-def _in_threads(draw: st.DrawFn, size: int) -> Scene:
-    ranks, turns = draw(_turns(size))
-    delays = st.tuples(*(st.integers(0, 5) for _ in turns))
-    return AtOnce(ranks, turns, (), tuple(draw(delays) for _ in range(size)))
-
-
-@st.composite
-def _handles(draw: st.DrawFn, size: int) -> Scene:
-    started = draw(st.lists(steps(size) | _large(size, None), min_size=2, max_size=5))
-    order = tuple(draw(st.permutations(range(len(started)))))
-    sync_at = draw(st.none() | st.integers(1, len(started) - 1))
-    return Handles(tuple(started), order, sync_at, draw(st.none() | steps(size)))
-
-
-# Forks
-
-
-def _forks(size: int) -> st.SearchStrategy[Scene]:
-    return st.builds(Fork, _some(size), st.sampled_from(sorted(CHILD_CALLS)), st.booleans())
+def programs(size: int, longest: int = 6) -> st.SearchStrategy[list[Step]]:
+    """Draw programs of right calls for `size` ranks."""
+    return st.lists(steps(size), min_size=1, max_size=longest)
 
 
 # Tensors
 
-_ODD_CALLS = (
-    *("all_reduce", "all_reduce_", "reduce", "reduce_scatter", "broadcast_", "all_to_all"),
-    *("all_gather", "gather", "broadcast", "all_gather in a list", "all_reduce in a dict"),
-    *("scatter", "all_reduce_params", "broadcast_params", "reduce_dict"),
-)
+
+def _in_form(name: str, value: Any, size: int) -> Any:
+    """Return a value as the call of a name takes it."""
+    if name.endswith("dict"):
+        return {"a": value}
+    if name == "scatter":
+        return [value] * size
+    return [value] if name.endswith(("_params", "_grads", "in a list")) else value
+
+
+def _call(name: str) -> str:
+    return name.removesuffix(" in a dict").removesuffix(" in a list")
 
 
 @st.composite
-def _odd(draw: st.DrawFn, size: int, kinds: tuple[str, ...]) -> Scene:
-    name = draw(st.sampled_from(_ODD_CALLS))
+def odd_tensors(draw: st.DrawFn, size: int, kinds: tuple[str, ...]) -> Step:
+    """Draw a call with a tensor of an odd kind on some ranks, and plain ones on the others.
+
+    One without memory is refused or carried whole; any other counts as the plain one it shows.
+    """
+    names = [*BASIC, "all_gather in a list", "all_reduce in a dict", "all_reduce_params"]
+    name = draw(st.sampled_from([*names[1:], "broadcast_params", "reduce_dict"]))
+    kind, ranks = draw(st.sampled_from(kinds)), draw(some_of(size))
     numel = draw(st.sampled_from([12, 12, 12, _LARGE]))
+    values = [Odd(kind, numel, rank, rank in ranks) for rank in range(size)]
     root = draw(st.integers(0, size - 1))
-    is_async = not name.endswith("params") and name != "reduce_dict" and draw(st.booleans())
-    return Odd(draw(st.sampled_from(kinds)), name, draw(_some(size)), numel, root, is_async)
-
-
-@st.composite
-def _tied(draw: st.DrawFn, size: int) -> Scene:
-    calls = ["all_reduce_params", "all_reduce_params of a state dict", "all_reduce_grads"]
-    name = draw(st.sampled_from([*calls, "broadcast_params", "mmengine's all_reduce_params"]))
-    is_large = draw(st.booleans())
-    dtypes = ["float32", "float64"] if is_large else ["float32", "bfloat16", "float64"]
-    dtypes += [] if name == "all_reduce_grads" else ["int64"] if is_large else ["int8", "int64"]
-    options = [(), (("coalesce", False),), (("bucket_size_mb", 1),)]
-    return Tied(
-        draw(st.sampled_from(sorted(OVERLAPS))),
-        name,
-        draw(_some(size)),
-        300_000 if is_large else 24,
-        draw(st.sampled_from(dtypes)),
-        draw(st.sampled_from(["sum", "mean", "max"])),
-        () if name == "broadcast_params" else draw(st.sampled_from(options)),
-        draw(st.integers(0, size - 1)),
-        draw(st.integers(0, 3)) == 0,
+    call, is_in_place = _call(name), name.endswith(("_", "_params"))
+    ends = "right"
+    if kind in WITHOUT_MEMORY and (call not in ("broadcast", "scatter") or root in ranks):
+        is_whole = name == "reduce_dict" and kind == "dtensor" and len(ranks) == size
+        is_moved = call in ("all_gather", "gather", "broadcast", "scatter")
+        ends = "either" if is_moved or is_whole else "refused"
+    elif is_in_place and kind in IN_PLACE_REFUSED:
+        ends = "refused"
+    elif is_in_place and kind == "inference":
+        ends = "either"
+    return Step(
+        call,
+        tuple(_in_form(name, value, size) for value in values),
+        root,
+        "sum" if name in ("all_reduce_params", "reduce_dict") else "SUM",
+        is_async=call in BASIC and draw(st.booleans()),
+        ends=ends,
     )
 
 
-# Means
+@st.composite
+def overlaps(draw: st.DrawFn, size: int) -> Step:
+    """Draw a call on a list of tensors that share memory on some ranks.
+
+    Each element is reduced once, or all ranks refuse: where the copies on other ranks differ,
+    no rank can have one result for both.
+    """
+    names = ["all_reduce_params", "all_reduce_params in a dict", "all_reduce_grads"]
+    name = draw(st.sampled_from([*names, "broadcast_params", "mm.all_reduce_params"]))
+    is_large, is_torn = draw(st.booleans()), draw(st.integers(0, 3)) == 0
+    dtypes = ["float32", "float64"] if is_large else ["float32", "bfloat16", "float64"]
+    dtypes += [] if name == "all_reduce_grads" else ["int64"] if is_large else ["int8", "int64"]
+    dtype, numel = draw(st.sampled_from(dtypes)), 300_000 if is_large else 24
+    how, ranks = draw(st.sampled_from(sorted(OVERLAPS))), draw(some_of(size))
+    options: Any = st.sampled_from([(), (("coalesce", False),), (("bucket_size_mb", 1),)])
+    ends = "right" if how in APART else "either"
+    if is_torn and how not in APART and len(ranks) < size:
+        ends = "refused"
+    return Step(
+        _call(name),
+        tuple(
+            Overlap(how, numel, dtype, rank, rank not in ranks, is_torn, "dict" in name)
+            for rank in range(size)
+        ),
+        draw(st.integers(0, size - 1)),
+        draw(st.sampled_from(["sum", "mean", "max"])),
+        options=() if name == "broadcast_params" else draw(options),
+        ends=ends,
+    )
+
+
+# Means, and numbers at their limits
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _COMPLEX = ("complex64", "complex128")
-_WHOLE = ("int8", "uint8", "int16", "int32", "int64", "uint16", "uint32", "uint64")
-_MEANS = (
-    *("all_reduce", "all_reduce, async", "all_reduce in a dict", "all_reduce_", "reduce"),
-    *("all_reduce_, async", "reduce_scatter", "reduce_mean", "reduce_dict", "all_reduce_params"),
-    *("all_reduce_grads", "mmengine's all_reduce", "mmengine's all_reduce_dict"),
-    "mmengine's all_reduce_params",
-)
-_NUMBER_MEANS = ("all_reduce", "all_reduce, async", "all_reduce in a dict", "reduce_mean")
+_INTEGERS = ("int8", "uint8", "int16", "int32", "int64", "uint16", "uint32", "uint64")
 
 
-def _numbers_of(dtype: torch.dtype) -> st.SearchStrategy[Any]:
+def _numbers_of(name: str) -> st.SearchStrategy[Any]:
+    dtype: torch.dtype = getattr(torch, name)
     if dtype is torch.bool:
         return st.booleans()
     if dtype.is_complex:
-        real = _numbers_of(dtype.to_real()).filter(math.isfinite)
+        real = _numbers_of(str(dtype.to_real()).removeprefix("torch.")).filter(math.isfinite)
         return st.builds(complex, real, real)
     if dtype.is_floating_point:
         info = torch.finfo(dtype)
-        fractions = [1.0, 0.9, 0.5, -1.0, -0.7, 1 / 3]
-        limits = [torch.tensor(info.max * x, dtype=dtype).item() for x in fractions]
-        small = [0.0, 1.0, 3.0, 0.1, info.tiny, info.smallest_normal * info.eps]
-        small = [torch.tensor(x, dtype=dtype).item() for x in small]
-        return st.sampled_from([*limits, *small, float("inf"), float("nan")])
+        numbers = [info.max * x for x in (1.0, 0.9, 0.5, -1.0, -0.7, 1 / 3)]
+        numbers += [0.0, 1.0, 3.0, 0.1, info.tiny, info.smallest_normal * info.eps]
+        numbers = torch.tensor(numbers, dtype=dtype).tolist()
+        return st.sampled_from([*numbers, float("inf"), float("nan")])
     whole = torch.iinfo(dtype)
     near = [whole.max, whole.max - 1, whole.min, whole.min + 2, whole.max // 2, whole.max // 3 * 2]
     return st.sampled_from([*near, 0, 1, 3, 100])
 
 
 @st.composite
-def _mean(draw: st.DrawFn, size: int) -> Scene:
-    if draw(st.integers(0, 3)) == 0:
-        return draw(_mean_of_numbers(size))
-    name = draw(st.sampled_from(_MEANS))
-    names: tuple[str, ...] = (*_FLOATS, *_COMPLEX)
-    if name != "all_reduce_grads":
-        names = (*names, *_WHOLE, "bool")
-    dtype = draw(st.sampled_from(names))
-    rows = st.lists(_numbers_of(getattr(torch, dtype)), min_size=2, max_size=2).map(tuple)
-    values = (draw(rows),) * size
+def means(draw: st.DrawFn, size: int) -> Step:
+    """Draw a mean of numbers or tensors: near to the true one, or refused where it is of integers.
+
+    One of integers may be refused in a place of theirs, and one of bools anywhere.
+    """
+    names = ["all_reduce", "all_reduce in a dict", "reduce_mean"]
+    is_of_tensors = draw(st.integers(0, 3)) > 0
+    if is_of_tensors:
+        names += ["all_reduce_", "reduce", "reduce_scatter", "reduce_dict", "all_reduce_params"]
+        names += ["all_reduce_grads", "mm.all_reduce", "mm.all_reduce_dict", "mm.all_reduce_params"]
+    name = draw(st.sampled_from(names))
+    if is_of_tensors:
+        others = () if name == "all_reduce_grads" else (*_INTEGERS, "bool")
+        dtype = draw(st.sampled_from((*_FLOATS, *_COMPLEX, *others)))
+        rows = st.tuples(*[_numbers_of(dtype)] * 2)
+        given: Any = draw(rows.map(lambda row: (row,) * size) | _each(size, rows))
+        numel = draw(st.sampled_from([2, 2, 2, 2 * _LARGE]))
+        numel *= size if name == "reduce_scatter" else 1
+        values = [Filled(row, dtype, (numel,)) for row in given]
+    else:
+        limits = st.sampled_from([2**63 - 1, -(2**63), 2**62])
+        floats, whole = _numbers_of("float64"), st.integers(-(2**63), 2**63 - 1) | limits
+        one = st.sampled_from([whole, floats, st.booleans(), _numbers_of("complex128")])
+        mixed = st.integers(-9, 9) | floats
+        values = list(draw(_each(size, draw(one | st.just(mixed)))))
+        given = [(value,) for value in values]
+    is_plain = _call(name) in BASIC
+    return Step(
+        _call(name),
+        tuple(_in_form(name, value, size) for value in values),
+        draw(st.integers(0, size - 1)),
+        draw(st.sampled_from(["AVERAGE", "MEAN", "mean"])) if is_plain else "mean",
+        is_async=is_plain and draw(st.booleans()),
+        ends="either" if _may_be_refused(name, given, is_of_tensors) else "right",
+        is_near=True,
+    )
+
+
+def _may_be_refused(name: str, given: Any, is_of_tensors: bool) -> bool:
+    numbers = [x for row in given for x in row]
+    if any(isinstance(x, bool) for x in numbers):
+        return True
+    if not is_of_tensors or not all(isinstance(x, int) for x in numbers):
+        return False
+    is_whole = all(sum(column) % len(given) == 0 for column in zip(*given, strict=True))
+    is_exact = name == "all_reduce_params" and is_whole
+    return name not in ("reduce_mean", "reduce_dict") and not is_exact
+
+
+_LIMITS: dict[str, list[Any]] = {
+    "int": [2**63 - 1, -(2**63), 2**62, 0, -1, 2**53 + 1],
+    "float": [
+        *(1.7e308, -1.7e308, 5e-324, -0.0, 0.0, float("inf"), float("-inf"), float("nan")),
+        1e308,
+    ],
+}
+
+
+@st.composite
+def limits(draw: st.DrawFn, size: int) -> Step:
+    """Draw a reduction of numbers at their limits, or of tensors: there whole ones wrap."""
+    root, ops, names = draw(st.integers(0, size - 1)), list(_OPS), ["all_reduce", "reduce"]
+    one: st.SearchStrategy[Any]
     if draw(st.booleans()):
-        values = tuple(draw(rows) for _ in range(size))
-    repeats = draw(st.sampled_from([1, 1, 1, _LARGE]))
-    return Mean(name, values, dtype, repeats)
+        one = st.sampled_from(_LIMITS[draw(st.sampled_from(sorted(_LIMITS)))])
+    else:
+        names += ["all_reduce_"]
+        dtype = draw(st.sampled_from([*_INTEGERS, *_FLOATS]))
+        ops = ["MIN", "MAX"] if dtype in _FLOATS else [*_OPS, "XOR"]
+        shape = (3 * draw(st.sampled_from([1, 1, 1, _LARGE])),)
+        one = st.tuples(*[_numbers_of(dtype)] * 3).map(lambda row: Filled(row, dtype, shape))
+    name = draw(st.sampled_from(names))
+    return Step(name, draw(_each(size, one)), root, draw(st.sampled_from(ops)))
 
 
-@st.composite
-def _mean_of_numbers(draw: st.DrawFn, size: int) -> Scene:
-    kind = draw(st.sampled_from(["int", "float", "bool", "complex", "mixed"]))
-    number: dict[str, st.SearchStrategy[Any]] = {
-        "int": st.integers(-(2**63), 2**63 - 1) | st.sampled_from([2**63 - 1, -(2**63), 2**62]),
-        "float": _numbers_of(torch.float64),
-        "bool": st.booleans(),
-        "complex": _numbers_of(torch.complex128),
-    }
-    number["mixed"] = st.integers(-9, 9) | number["float"]
-    values = tuple((draw(number[kind]),) for _ in range(size))
-    return Mean(draw(st.sampled_from(_NUMBER_MEANS)), values)
+# What is refused
 
 
-# Numbers at their limits, and values that don't fit together
+def _ones(*shape: int, dtype: str = "float32") -> Filled:
+    return Filled((1,), dtype, shape)
 
 
-_limits = st.sampled_from(
-    [2**63 - 1, -(2**63), 2**62, 0, -1, 1.7e308, -1.7e308, 5e-324, -0.0, 0.0, float("inf")]
-) | st.sampled_from([float("nan"), float("-inf"), 2**53 + 1, 1e308, True, False])
-
-
-@st.composite
-def _number_limits(draw: st.DrawFn, size: int) -> Scene:
-    op = draw(st.sampled_from(["SUM", "PRODUCT", "MIN", "MAX"]))
-    name = draw(st.sampled_from(["all_reduce", "reduce"]))
-    kind = draw(st.sampled_from(["int", "float"]))
-    one = _limits.filter(lambda x: type(x).__name__ == kind)
-    values = tuple(draw(one) for _ in range(size))
-    return Extremes(Step(name, values, draw(st.integers(0, size - 1)), op))
-
-
-class Extremes(Plain):
-    """A reduction of numbers at their limits: NaN wins, and -0.0 is below 0.0."""
-
-    def fault(self, found: list[Any]) -> str | None:
-        step = self.step
-        if step.op in ("MIN", "MAX") and any(value != value for value in step.values):
-            values: tuple[Any, ...] = (float("nan"),) * len(step.values)
-        elif step.op in ("MIN", "MAX"):
-            signed = sorted(step.values, key=lambda x: (x, str(x)[:1] != "-"))
-            values = (signed[0 if step.op == "MIN" else -1],) * len(step.values)
-        else:
-            values = step.values
-        return Plain(Step(step.call, values, step.root, step.op)).fault(found)
-
-
-_misfits: tuple[tuple[Any, Any], ...] = (
+_MISFITS: tuple[tuple[Any, Any], ...] = (
     (1, 2**63),
     (1, -(2**63) - 1),
     ({"a": 1}, {"a": 2**70}),
@@ -249,170 +339,81 @@ _misfits: tuple[tuple[Any, Any], ...] = (
     ([1], [[1]]),
     ([], [1]),
     (1, [1]),
-    (1, torch.ones(1)),
+    (1, _ones(1)),
     (1, "text"),
     (1, None),
     (1.0, Fraction(1, 3)),
     (1, np.ones(3)),
     (1.0, np.longdouble("1.00000000000000000011")),
-    (torch.ones(2), torch.ones(3)),
-    (torch.ones(2), torch.ones(2, dtype=torch.float64)),
-    (torch.ones(2), torch.ones(2, 1)),
-    (torch.ones(_LARGE), torch.ones(3)),
-    (torch.ones(_LARGE), torch.ones(_LARGE, dtype=torch.int32)),
-    ({"a": torch.ones(2)}, {"a": torch.ones(3)}),
-    ({"a": torch.ones(2)}, {"a": 1.0}),
+    (_ones(2), _ones(3)),
+    (_ones(2), _ones(2, dtype="float64")),
+    (_ones(2), _ones(2, 1)),
+    (_ones(_LARGE), _ones(3)),
+    (_ones(_LARGE), _ones(_LARGE, dtype="int32")),
+    ({"a": _ones(2)}, {"a": _ones(3)}),
+    ({"a": _ones(2)}, {"a": 1.0}),
     (Point(1, 2), {"x": 1, "y": 2}),
     (Point(1, 2), Point(1, (2,))),
 )
 
 
 @st.composite
-def _misfit(draw: st.DrawFn, size: int) -> Scene:
-    right, wrong = draw(st.sampled_from(_misfits))
-    victim = draw(st.integers(0, size - 1))
+def misfits(draw: st.DrawFn, size: int) -> Step:
+    """Draw a reduction of values of which one rank's doesn't fit to the others'."""
+    right, wrong = draw(st.sampled_from(_MISFITS))
+    victim, root = draw(_each(2, st.integers(0, size - 1)))
     values = tuple(wrong if rank == victim else right for rank in range(size))
-    name = draw(st.sampled_from(["all_reduce", "reduce"]))
-    return Refused(Step(name, values, draw(st.integers(0, size - 1))))
+    return Step(draw(st.sampled_from(["all_reduce", "reduce"])), values, root, ends="refused")
 
 
 @st.composite
-def _tensor_limits(draw: st.DrawFn, size: int) -> Scene:
-    name = draw(st.sampled_from([*_WHOLE, *_FLOATS]))
-    dtype: torch.dtype = getattr(torch, name)
-    row = st.lists(_numbers_of(dtype), min_size=3, max_size=3).map(tuple)
-    ops = ["MIN", "MAX"] if dtype.is_floating_point else ["SUM", "PRODUCT", "MIN", "MAX", "XOR"]
-    return Wraps(
-        draw(st.sampled_from(["all_reduce", "all_reduce_", "reduce"])),
-        tuple(draw(row) for _ in range(size)),
-        name,
-        draw(st.sampled_from([1, 1, 1, _LARGE])),
-        draw(st.integers(0, size - 1)),
-        draw(st.sampled_from(ops)),
+def raising_values(draw: st.DrawFn, size: int) -> Step:
+    """Draw a call in which one rank's value raises while it is written or read."""
+    kind, victim = draw(st.sampled_from(sorted(RAISING))), draw(st.integers(0, size - 1))
+    names = ["all_reduce", "all_reduce in a dict", "reduce", "reduce_dict", "reduce_mean"]
+    names += ["all_gather"]
+    if kind in ("reduce", "a list of reduce", "recursion", "depth") or kind.startswith("opens"):
+        names += ["gather", "broadcast", "scatter", "all_to_all"]
+        names += ["broadcast_params", "all_reduce_params"]
+    name = draw(st.sampled_from(names))
+
+    def value(rank: int) -> Any:
+        one: Any = Raises(kind, victim) if rank == victim else 1
+        if name == "all_reduce_params":
+            return [_ones(1), _ones(1) if one == 1 else one]
+        if name == "broadcast_params":
+            return {"a": one, "b": _ones(1)}
+        return [one] * size if name == "all_to_all" else _in_form(name, one, size)
+
+    is_opened = kind == "opens badly elsewhere" and "reduce" not in name
+    return Step(
+        _call(name),
+        tuple(map(value, range(size))),
+        victim,
+        "mean" if name in ("reduce_dict", "all_reduce_params") else "SUM",
+        is_async=_call(name) in BASIC and draw(st.booleans()),
+        ends="reads" if is_opened else "raises",
     )
 
 
-@dataclass(frozen=True)
-class Wraps:
-    """A reduction of tensors at the limits of their dtype.
-
-    Whole numbers wrap as torch's do; of floats MIN and MAX are exact, and NaN wins. Rows come and
-    go as lists, for plain pickle can't read tensors of torch.uint16, uint32 and uint64.
-    """
-
-    call: str
-    rows: tuple[tuple[Any, ...], ...]
-    dtype: str
-    repeats: int
-    root: int
-    op: str
-
-    def play(self, rank: int) -> Any:
-        value = torch.tensor(self.rows[rank], dtype=getattr(torch, self.dtype))
-        step = Step(self.call, (value.repeat(self.repeats),) * len(self.rows), self.root, self.op)
-        got = call(step, step.values[rank])
-        if not isinstance(got, torch.Tensor):
-            return got
-        data = got.reshape(self.repeats, -1).view(torch.uint8)
-        is_one = torch.equal(data, data[:1].expand_as(data))
-        return str(got.dtype), got[: len(self.rows[0])].tolist(), is_one
-
-    def fault(self, found: list[Any]) -> str | None:
-        total = _folded(self.op, self.rows, self.dtype)
-        for rank, got in enumerate(found):
-            wanted: Any = (f"torch.{self.dtype}", total, True)
-            if self.call == "reduce" and rank != self.root:
-                wanted = None
-            if str(got).replace("-0.0", "0.0") != str(wanted).replace("-0.0", "0.0"):
-                return f"rank {rank} got {got!r} instead of {wanted!r}"
-        return None
-
-
-def _folded(op: str, rows: tuple[tuple[Any, ...], ...], name: str) -> list[Any]:
-    dtype: torch.dtype = getattr(torch, name)
-    columns = list(zip(*rows, strict=True))
-    if dtype.is_floating_point:
-        order: Any = min if op == "MIN" else max
-        nan = float("nan")
-        return [nan if any(x != x for x in column) else order(column) for column in columns]
-    numbers: dict[str, Callable[[int, int], int]] = {
-        "SUM": lambda a, b: a + b,
-        "PRODUCT": lambda a, b: a * b,
-        "MIN": min,
-        "MAX": max,
-        "XOR": lambda a, b: a ^ b,
-    }
-    bits, least = 8 * dtype.itemsize, torch.iinfo(dtype).min
-    totals = [reduce(numbers[op], column) for column in columns]
-    return [(total - least) % 2**bits + least for total in totals]
-
-
-def _limits_of_all(size: int) -> st.SearchStrategy[Scene]:
-    return _number_limits(size) | _misfit(size) | _tensor_limits(size)
-
-
-# Values that raise, and calls too many
-
-
 @st.composite
-def _raising(draw: st.DrawFn, size: int) -> Scene:
-    kind = draw(st.sampled_from(sorted(RAISING)))
-    reductions = ["all_reduce", "all_reduce of a dict", "reduce", "reduce_dict", "reduce_mean"]
-    moves = ["all_gather", "gather", "broadcast", "scatter", "all_to_all", "broadcast_params"]
-    if kind in ("float", "a dict of float", "int", "key", "list", "dict", "record", "torch"):
-        moves = [*reductions, "all_gather"]
-    else:
-        moves = [*moves, *reductions, "all_reduce_params"]
-    name = draw(st.sampled_from(moves))
-    is_async = name in ASYNC_MOVES and draw(st.booleans())
-    return Raising(kind, name, draw(st.integers(0, size - 1)), is_async)
-
-
-@st.composite
-def _one_more(draw: st.DrawFn, size: int) -> Scene:
+def calls_too_many(draw: st.DrawFn, size: int) -> CallTooMany:
+    """Draw programs with a call too many."""
     names = st.sampled_from(["all_reduce", "all_gather", "broadcast"])
-    calls = tuple(draw(st.lists(names, min_size=3, max_size=5)))
-    at = draw(st.integers(0, len(calls) - 2))
-    kind = draw(st.sampled_from(["number", "tensor", "dict", "large"]))
-    return OneMore(
-        calls, at, draw(names), draw(st.integers(0, size - 1)), kind, draw(st.booleans())
+    kind = draw(st.sampled_from(["number", "dict", "tensor", "large"]))
+
+    def step(i: int, name: str) -> Step:
+        numbers = [float(10 ** (2 * i) * (rank + 1)) for rank in range(size)]
+        if kind in ("tensor", "large"):
+            shape = (3 if kind == "tensor" else 120_000,)
+            return Step(name, tuple(Filled((each,), "float64", shape) for each in numbers))
+        return Step(name, tuple({"a": each} if kind == "dict" else each for each in numbers))
+
+    calls = draw(st.lists(names, min_size=3, max_size=5))
+    return CallTooMany(
+        tuple(step(i, name) for i, name in enumerate(calls)),
+        draw(st.integers(0, len(calls) - 2)),
+        step(len(calls), draw(names)),
+        draw(st.integers(0, size - 1)),
+        draw(st.booleans()),
     )
-
-
-FAMILIES: dict[str, Callable[[int], st.SearchStrategy[Scene]]] = {
-    "calls": _plain,
-    "groups": _in_turns,
-    "threads": _in_threads,
-    "handles": _handles,
-    "forks": _forks,
-    "odd tensors": lambda size: _odd(size, tuple(sorted(set(ODD) - {"dtensor"}))),
-    "overlaps": _tied,
-    "means": _mean,
-    "limits": _limits_of_all,
-    "raising values": _raising,
-}
-"""What may come anywhere in a program: after it the ranks are in step."""
-
-LAST: dict[str, Callable[[int], st.SearchStrategy[Scene]]] = {"a call too many": _one_more}
-"""What ends a program."""
-
-
-_LEFT_OUT = {"threads": ("threads",)}  # a thread that a replica starts isn't a replica
-
-
-@st.composite
-def scene_programs(
-    draw: st.DrawFn, size: int, backend: str, family: str, longest: int = 4
-) -> list[Scene]:
-    """Make a program of a family's scenes and single calls; "all" takes of every family."""
-    if family in LAST:
-        before = draw(st.lists(_plain(size), max_size=longest - 1))
-        return [*before, draw(LAST[family](size))]
-    left_out = _LEFT_OUT.get(backend, ())
-    makers = {name: make for name, make in FAMILIES.items() if name not in left_out}
-    if backend == "gloo":
-        makers["odd tensors"] = lambda size: _odd(size, tuple(sorted(ODD)))
-    own = st.one_of(*(make(size) for make in makers.values()))
-    own = own if family == "all" else makers[family](size)
-    scenes = st.lists(own | _plain(size), max_size=longest - 1)
-    return [*draw(scenes), draw(own), Plain(Step("all_gather", tuple(range(size))))]

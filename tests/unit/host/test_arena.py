@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import reduce
 from itertools import product
 from typing import Any
 
@@ -83,6 +84,11 @@ def is_defined(op: ReduceOp, dtype: torch.dtype) -> bool:
     return not (dtype.is_complex and op in (ReduceOp.MIN, ReduceOp.MAX))
 
 
+def folded(op: ReduceOp, parts: list[Tensor]) -> Tensor:
+    """Reduce in the order of ranks."""
+    return reduce(lambda total, part: fold_tensors(op, torch.stack([total, part])), parts)
+
+
 EVERYTHING = [
     (op, dtype)
     for op, dtype in product(ReduceOp, sorted(DTYPES, key=str))
@@ -92,12 +98,13 @@ EVERYTHING = [
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_reductions_are_those_in_rank_order_to_the_bit(size: int) -> None:
+    cases = []
+    for (op, dtype), count in product(EVERYTHING, COUNTS):
+        parts = [values(rank, count, dtype) for rank in range(size)]
+        cases.append((op, parts, folded(op, parts)))
+
     def fn(rank: int, host: HostCollectives) -> None:
-        for (op, dtype), count in product(EVERYTHING, COUNTS):
-            parts = [values(other, count, dtype) for other in range(size)]
-            expected = parts[0].clone()
-            for part in parts[1:]:
-                expected = fold_tensors(op, torch.stack([expected, part]))
+        for op, parts, expected in cases:
             mine, into = parts[rank].clone(), torch.empty_like(expected)
             assert host.all_reduce(mine, op, into=into) is into
             total = host.reduce(mine.clone(), 10 * (size - 1), op)
@@ -141,18 +148,20 @@ def test_short_tensors_are_reduced_in_one_go(size: int) -> None:
 def test_movements_of_every_dtype(size: int) -> None:
     dtypes = (*sorted(DTYPES, key=str), torch.bool, torch.uint16, torch.float8_e4m3fn)
 
+    cases = [
+        [values(rank, size * count, dtype).view(size, count) for rank in range(size)]
+        for dtype, count in product(dtypes, COUNTS)
+    ]
+
     def fn(rank: int, host: HostCollectives) -> None:
-        for dtype, count in product(dtypes, COUNTS):
-            parts = [values(other, size * count, dtype).view(size, count) for other in range(size)]
+        for parts in cases:
             same(host.all_gather(parts[rank]), torch.stack(parts))
             same(host.broadcast(parts[rank].clone(), 10), parts[1])
             same(host.all_to_all(parts[rank]), torch.stack([part[rank] for part in parts]))
             rows = parts[1] if rank == 1 else None
             same(host.scatter(rows, torch.empty_like(parts[0][0]), 10), parts[1][rank])
-            if dtype in DTYPES:
-                expected = parts[0][rank]
-                for part in parts[1:]:
-                    expected = fold_tensors(ReduceOp.SUM, torch.stack([expected, part[rank]]))
+            if parts[0].dtype in DTYPES:
+                expected = folded(ReduceOp.SUM, [part[rank] for part in parts])
                 same(host.reduce_scatter(parts[rank], ReduceOp.SUM), expected)
 
     together(fn, replace(SMALL, size=size))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import struct
-import subprocess
 import sys
 import threading
 import tracemalloc
+import types
 from collections import OrderedDict, namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -424,15 +424,16 @@ def test_a_damaged_pickle_isnt_loaded() -> None:
             decode(other, CPU)
 
 
-def test_an_object_that_cant_be_made_here_is_a_payload_error() -> None:
-    code = (
-        "import sys, types; m = types.ModuleType('elsewhere'); sys.modules['elsewhere'] = m\n"
-        "exec('class Thing: pass', m.__dict__)\n"
-        "import unisono.payload.codec as p; sys.stdout.buffer.write(p.encode([m.Thing()]))"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+def test_an_object_that_cant_be_made_here_is_a_payload_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    elsewhere = types.ModuleType("elsewhere")
+    exec("class Thing: pass", vars(elsewhere))
+    with monkeypatch.context() as there:
+        there.setitem(sys.modules, "elsewhere", elsewhere)
+        frame = encode([elsewhere.Thing()])
     with pytest.raises(PayloadError, match=r"can't be unpickled here: ModuleNotFoundError"):
-        decode(run.stdout, CPU)
+        decode(frame, CPU)
 
 
 def test_memory_is_shown_copied_and_checked() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.masked import masked_tensor
 
 import unisono
-
-__all__ = ("IN_PLACE_REFUSED", "ODD", "WITHOUT_MEMORY", "WITH_MEMORY", "content", "make_odd")
+from tests.support.random_programs.values import Unusual, plain
 
 _meshes: dict[int, Any] = {}
 
@@ -125,38 +125,44 @@ def make_odd(kind: str, plain: Tensor) -> Tensor:
         return ODD[kind](plain)
 
 
-def content(value: Any) -> Any:
-    """Give what is in a value, so that it can be compared: lists of numbers. Local."""
-    if isinstance(value, (list, tuple)):
-        return [content(item) for item in value]
-    if isinstance(value, dict):
-        return {key: content(item) for key, item in value.items()}
-    if not isinstance(value, Tensor):
-        return value
+@dataclass(frozen=True)
+class Odd(Unusual):
+    """A tensor of an odd kind, or the plain one that stands for it on another rank."""
+
+    kind: str
+    numel: int  # of the plain tensor that it is made of; even
+    start: int
+    is_odd: bool
+
+    def make(self) -> Tensor:
+        plain = (torch.arange(self.numel) % 5 + 1 + self.start).to(torch.float32)
+        made = make_odd(self.kind, plain)  # collective for some kinds
+        if self.is_odd:
+            return made
+        return plain if self.kind in WITHOUT_MEMORY else torch.tensor(made.tolist())
+
+
+def content_of_tensor(value: Any) -> Any:
+    """Return a plain copy of what is in a tensor, with a name for what else it is."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _content_of_tensor(value)
+        return _content(value)
 
 
-def _content_of_tensor(value: Any) -> Any:
+def _content(value: Any) -> Any:
     if isinstance(value, DTensor):
-        return "DTensor", _plain_content(value.to_local())
+        return "DTensor", plain(value.to_local())
     if isinstance(value, Wrapper):
-        return "Wrapper", _plain_content(value.held)
+        return "Wrapper", plain(value.held)
     if type(value).__name__ == "MaskedTensor":
-        return "masked", _plain_content(value.get_mask()), _plain_content(value.to_tensor(0))
+        return "masked", plain(value.get_mask()), plain(value.to_tensor(0))
     if value.is_meta or type(value).__name__ == "FakeTensor":
         return "nothing", str(value.dtype), list(value.shape)
     if torch._is_functional_tensor(value):
         torch._sync(value)  # type: ignore[attr-defined, no-untyped-call]
-        return _plain_content(torch._from_functional_tensor(value))
+        return plain(torch._from_functional_tensor(value))
     if value.is_nested:
-        return "nested", [_plain_content(part) for part in value.unbind()]
+        return "nested", [plain(part) for part in value.unbind()]
     if value.layout is torch._mkldnn or value.layout is not torch.strided:  # type: ignore[attr-defined]
-        return str(value.layout), _plain_content(value.to_dense())
-    return _plain_content(value)
-
-
-def _plain_content(value: Tensor) -> Any:
-    plain = value.detach().as_subclass(Tensor)
-    return str(plain.dtype), list(plain.shape), plain.reshape(-1).tolist()
+        return str(value.layout), plain(value.to_dense())
+    return plain(value)
