@@ -1,8 +1,8 @@
-"""Build a wheel of Horovod for the torch of this environment, or find it in a cache.
+"""Install Horovod for the torch of this environment: build its wheel, or find it in a cache.
 
     python .ci/horovod_wheel.py CACHE
 
-Prints the wheel's path last. Horovod's last release is a source distribution that asks for
+Horovod's last release is a source distribution that asks for
 C++14, which the headers of today's torch refuse: its build files are raised to C++20. As the build
 is waited for, it optimises less and leaves out symbols for a debugger. MPI is built in where
 ``mpicxx`` is on the PATH, gloo always. The cache is keyed by all that the wheel depends on. It
@@ -93,7 +93,7 @@ def main() -> int:
         build(folder, has_mpi)
     else:
         say(f"found {folder.name} in the cache")
-    print(next(folder.glob("*.whl")))
+    pip("install", "-q", "--no-deps", str(next(folder.glob("*.whl"))))
     return 0
 
 

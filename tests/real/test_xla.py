@@ -86,9 +86,9 @@ def test_two_replicas(name: str, rows: Rows) -> None:
     assert of(rows, name) == [None] * 2 or name in ("steps", "auto_trained", "digits", "tensors")
 
 
-def test_a_replica_may_be_alone() -> None:
+def test_a_replica_may_be_alone(tmp_path: Path) -> None:
     names = ("check_collectives", "facts")
-    rows = check_in(1, *names)
+    rows = check_in(1, tmp_path, *names)
     assert [of(rows, name) for name in names] == [[None], [None]]
 
 

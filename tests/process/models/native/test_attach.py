@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,9 +185,10 @@ def finalize_leaves_a_group_alive(rank: int, size: int, folder: Path) -> None:
 
 def what_is_under_way_keeps_its_place(rank: int, size: int, folder: Path) -> None:
     """When the context is looked for again."""
-    for look_again in (unisono.sync, lambda: unisono.set_local_rank(0)):
+    looks: tuple[Callable[[], object], ...] = (unisono.sync, partial(unisono.set_local_rank, 0))
+    for look_again in looks:
         for is_connected in (True, False):
-            join(folder, rank, size, f"{look_again.__name__} {is_connected}")
+            join(folder, rank, size, f"{looks.index(look_again)} {is_connected}")
             if is_connected:
                 unisono.barrier()
             handles = [unisono.all_gather(i, async_op=True) for i in range(50)]
