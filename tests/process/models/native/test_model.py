@@ -19,6 +19,8 @@ from unisono.errors import ArgumentError, BackendUnavailableError, ContextError
 from unisono.models.native import process_group as setup
 from unisono.topology import RankInfo
 
+BACKENDS = ("gloo", "cpu:gloo", "tworings")
+
 
 def _register(name: str) -> None:
     """Register a backend with torch, as an out-of-tree library does."""
@@ -59,17 +61,15 @@ def _join(rank: int, backend: str, **options: Any) -> tuple[Any, ...]:
         idist.finalize()
 
 
-@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "tworings"])
-def test_a_group_is_made_from_init_method_rank_and_world_size(tmp_path: Path, backend: str) -> None:
-    found = _in_two_processes(_join_file, backend, f"file://{tmp_path}/store")
+def test_a_group_is_made_from_init_method_rank_and_world_size(tmp_path: Path) -> None:
     limit = timedelta(seconds=20)
-    wanted = [(backend, (rank, 2, 1), [4, 4], ["", "é"], limit) for rank in range(2)]
-    assert [item[:4] for item in found] == [item[:4] for item in wanted]
-    assert {item[4] for item in found} == {limit}
+    assert _in_two_processes(_join_files, tmp_path) == [
+        [(name, (rank, 2, 1), [4, 4], ["", "é"], limit) for name in BACKENDS] for rank in range(2)
+    ]
 
 
-def _join_file(rank: int, backend: str, url: str) -> tuple[Any, ...]:
-    return _join(rank, backend, init_method=url)
+def _join_files(rank: int, folder: Path) -> list[tuple[Any, ...]]:
+    return [_join(rank, name, init_method=f"file://{folder}/{name}") for name in BACKENDS]
 
 
 def _of_a_device_that_is_not_here(_: int) -> tuple[str, bool, str | None, str]:
@@ -180,19 +180,17 @@ def _wait_in_vain(rank: int, url: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("timeout", [None, 7])
-def test_operations_have_the_jobs_timeout_and_not_what_set_up_had_left(
-    tmp_path: Path, timeout: int | None
-) -> None:
-    wanted = dist.default_pg_timeout if timeout is None else timedelta(seconds=timeout)
-    url = f"file://{tmp_path}/store"
-    assert _in_two_processes(_limits, url, timeout) == [[wanted, wanted]] * 2
+def test_operations_have_the_jobs_timeout_and_not_what_set_up_had_left(tmp_path: Path) -> None:
+    found = [[dist.default_pg_timeout] * 2, [timedelta(seconds=7)] * 2]
+    assert _in_two_processes(_limits, tmp_path) == [found] * 2
 
 
-def _limits(rank: int, url: str, timeout: int | None) -> list[Any]:
-    idist.initialize("gloo", rank=rank, world_size=2, init_method=url, timeout=timeout)
-    try:
+def _limits(rank: int, folder: Path) -> list[Any]:
+    found = []
+    for timeout in (None, 7):
+        url = f"file://{folder}/{timeout}"
+        idist.initialize("gloo", rank=rank, world_size=2, init_method=url, timeout=timeout)
         groups: list[Any] = [dist.group.WORLD, idist.new_group([0, 1]).handle]
-        return [setup.timeout_of(group, torch.device("cpu")) for group in groups]
-    finally:
+        found.append([setup.timeout_of(group, torch.device("cpu")) for group in groups])
         idist.finalize()
+    return found
