@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,14 @@ import pytest
 import torch
 
 import unisono
-from tests.support.processes import SOURCES, gone
+from tests.support.processes import SOURCES, gone, in_fork
 from unisono import WorkerPool
 from unisono.deadlines import limit_of
 from unisono.errors import (
     ArgumentError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
+    ContextError,
     NotInitializedError,
     PayloadError,
     UnknownBackendError,
@@ -35,10 +38,28 @@ from unisono.errors import (
 SOON_S = 8.0  # on a busy host; all that this bounds else takes 10 s or has no end
 
 
-@pytest.fixture(params=["threads", "gloo"])
-def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
+BACKENDS = ["threads", "gloo"]
+
+
+@pytest.fixture(params=BACKENDS)
+def fresh(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
     with WorkerPool(request.param, nproc_per_node=3) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[WorkerPool]:
+    with WorkerPool("gloo", nproc_per_node=3) as made:
+        made.run(abs)
+        yield made
+
+
+@pytest.fixture(params=BACKENDS)
+def pool(request: pytest.FixtureRequest, processes: WorkerPool) -> Iterator[WorkerPool]:
+    """For calls that leave its replicas as they are, so that those that are processes stay."""
+    with contextlib.ExitStack() as stack:
+        is_warm = request.param == "gloo"
+        yield processes if is_warm else stack.enter_context(WorkerPool("threads", 3))
 
 
 def facts(local_rank: int, base: int, *, step: int = 0) -> tuple[int, int, int]:
@@ -51,9 +72,12 @@ def test_every_call_runs_in_every_replica_with_collectives(pool: WorkerPool) -> 
     assert pool.run(lambda local_rank: torch.full((2,), local_rank).tolist())[2] == [2, 2]
 
 
+def ident(local_rank: int) -> tuple[int, int]:
+    return os.getpid(), threading.get_ident()
+
+
 def test_the_replicas_are_the_same_ones_from_call_to_call(pool: WorkerPool) -> None:
-    first = pool.run(lambda local_rank: (os.getpid(), threading.get_ident()))
-    assert pool.run(lambda local_rank: (os.getpid(), threading.get_ident())) == first
+    assert pool.run(ident) == pool.run(ident)
 
 
 def test_map_gives_results_in_the_order_of_items(pool: WorkerPool) -> None:
@@ -63,7 +87,7 @@ def test_map_gives_results_in_the_order_of_items(pool: WorkerPool) -> None:
 
 
 def test_a_call_that_raises_leaves_the_pool_as_it_is(pool: WorkerPool) -> None:
-    before = pool.run(lambda local_rank: threading.get_ident())
+    before = pool.run(ident)
 
     def fail(local_rank: int) -> None:
         if local_rank == 1:
@@ -74,7 +98,7 @@ def test_a_call_that_raises_leaves_the_pool_as_it_is(pool: WorkerPool) -> None:
     assert caught.value.rank == 1
     assert "in fail" in caught.value.traceback
     assert isinstance(caught.value.__cause__, KeyError)
-    assert pool.run(lambda local_rank: threading.get_ident()) == before
+    assert pool.run(ident) == before
     with pytest.raises(WorkerFailedError, match="ZeroDivisionError"):
         pool.map(lambda x: 1 // x, [1, 0, 2])
     assert pool.run(facts, 1)[0] == (0, 3, 3)
@@ -87,23 +111,19 @@ def compute(seconds: float) -> float:
     return seconds
 
 
-def ident(local_rank: int) -> tuple[int, int]:
-    return os.getpid(), threading.get_ident()
-
-
 def test_a_call_that_raises_while_others_compute_leaves_them(pool: WorkerPool) -> None:
     before = pool.run(ident)
 
     def fail(local_rank: int) -> None:
         if local_rank == 1:
             raise KeyError("missing")
-        compute(1.0)
+        compute(0.3)
 
     with pytest.raises(WorkerFailedError, match="rank 1 of 3 raised KeyError"):
         pool.run(fail)
     assert pool.run(ident) == before
     with pytest.raises(WorkerFailedError, match="raised TypeError"):
-        pool.map(compute, [1.0, "no number", 1.0])  # type: ignore[arg-type]
+        pool.map(compute, [0.3, "no number", 0.3])  # type: ignore[arg-type]
     assert pool.run(ident) == before
     assert pool.run(facts, 1)[1] == (1, 3, 3)
 
@@ -140,9 +160,9 @@ def test_a_section_that_fails_leaves_the_pool_as_it_is(pool: WorkerPool) -> None
     assert pool.run(facts, 1)[1] == (1, 3, 3)
 
 
-def test_ranks_out_of_step_get_a_new_context_whatever_they_raise(pool: WorkerPool) -> None:
-    pool.run(facts, 1)
-    before = pool._replicas
+def test_ranks_out_of_step_get_a_new_context_whatever_they_raise(fresh: WorkerPool) -> None:
+    fresh.run(facts, 1)
+    before = fresh._replicas
 
     def hide(local_rank: int) -> None:
         if local_rank:
@@ -154,13 +174,17 @@ def test_ranks_out_of_step_get_a_new_context_whatever_they_raise(pool: WorkerPoo
             raise KeyError("mine") from None
 
     with pytest.raises(WorkerFailedError, match="rank 0 of 3 raised KeyError: 'mine'"):
-        pool.run(hide)
-    assert pool.run(facts, 1)[1] == (1, 3, 3)
-    assert pool._replicas is not before
+        fresh.run(hide)
+    assert fresh.run(facts, 1)[1] == (1, 3, 3)
+    assert fresh._replicas is not before
 
 
 def spin(local_rank: int) -> None:
     compute(600)
+
+
+def rest(local_rank: int) -> None:
+    time.sleep(600)
 
 
 def wait_for_torch(local_rank: int) -> None:
@@ -187,7 +211,7 @@ def test_a_call_that_raises_ends_those_that_never_come_back(
             assert not {*pool.run(ident)} & {*before}
 
 
-def test_a_call_that_raises_while_others_wait_makes_a_new_context(pool: WorkerPool) -> None:
+def test_a_call_that_raises_while_others_wait_makes_a_new_context(fresh: WorkerPool) -> None:
     def fail(local_rank: int) -> None:
         if local_rank == 1:
             raise KeyError("missing")
@@ -195,9 +219,9 @@ def test_a_call_that_raises_while_others_wait_makes_a_new_context(pool: WorkerPo
 
     start = time.monotonic()
     with pytest.raises(WorkerFailedError, match="rank 1 of 3 raised KeyError"):
-        pool.run(fail)
+        fresh.run(fail)
     assert time.monotonic() - start < 15
-    assert pool.run(facts, 2)[1] == (1, 3, 6)
+    assert fresh.run(facts, 2)[1] == (1, 3, 6)
 
 
 def test_ranks_that_call_different_things_stay_in_step(pool: WorkerPool) -> None:
@@ -210,15 +234,15 @@ def test_ranks_that_call_different_things_stay_in_step(pool: WorkerPool) -> None
     assert pool.run(facts, 2)[1] == (1, 3, 6)
 
 
-def test_an_exit_and_a_result_that_cannot_travel_are_failures(pool: WorkerPool) -> None:
+def test_an_exit_and_a_result_that_cannot_travel_are_failures(fresh: WorkerPool) -> None:
     with pytest.raises(WorkerFailedError) as caught:
-        pool.run(lambda local_rank: sys.exit(3))
+        fresh.run(lambda local_rank: sys.exit(3))
     assert caught.value.exit_code == 3
     with pytest.raises(WorkerFailedError, match="the result, a lock, can't be pickled"):
-        pool.run(lambda local_rank: threading.Lock())
+        fresh.run(lambda local_rank: threading.Lock())
     with pytest.raises(PayloadError, match="can't be pickled"):
-        pool.run(lambda local_rank, lock: None, threading.Lock())
-    assert pool.run(facts, 2)[1] == (1, 3, 6)
+        fresh.run(lambda local_rank, lock: None, threading.Lock())
+    assert fresh.run(facts, 2)[1] == (1, 3, 6)
 
 
 def test_a_replica_that_dies_is_named_and_replaced() -> None:
@@ -271,7 +295,7 @@ def test_a_call_keeps_to_the_deadline_of_its_block(method: str) -> None:
             with pytest.raises(
                 CollectiveTimeoutError, match=r"ranks \[0, 1\] of 2 after [012](\.\d+)? s"
             ):
-                pool.run(spin) if method == "run" else pool.map(spin, [0, 1])
+                pool.run(rest) if method == "run" else pool.map(rest, [0, 1])
             assert time.monotonic() - start < SOON_S
             with pytest.raises(CollectiveTimeoutError, match="facts wasn't begun"):
                 pool.run(facts, 1)
@@ -295,8 +319,7 @@ def hold_the_gil(local_rank: int) -> None:
     ctypes.PyDLL(None).sleep(600)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("stuck", [stop, hold_the_gil])
+@pytest.mark.parametrize(("stuck", "size"), [(stop, 1), (hold_the_gil, 2)])
 def test_replicas_that_are_all_stuck_are_ended_at_the_deadline(stuck: Any, size: int) -> None:
     before = {*threading.enumerate()}
     with WorkerPool("gloo", nproc_per_node=size, deadline_s=0.5) as pool:
@@ -312,10 +335,8 @@ def test_replicas_that_are_all_stuck_are_ended_at_the_deadline(stuck: Any, size:
         assert len(pool.run(facts, 1)) == size
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_replicas_that_are_stuck_between_calls_are_ended_at_the_end(size: int) -> None:
-    pool = WorkerPool("gloo", nproc_per_node=size)
-    with pool:
+def test_replicas_that_are_stuck_between_calls_are_ended_at_the_end() -> None:
+    with WorkerPool("gloo", nproc_per_node=2) as pool:
         pids = pool.run(lambda local_rank: os.getpid())
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
@@ -405,42 +426,32 @@ def test_a_pool_says_what_it_is() -> None:
     assert repr(WorkerPool()) == "<WorkerPool(None, nproc_per_node=1): not started yet>"
 
 
-def test_output_comes_with_its_rank(capfd: pytest.CaptureFixture[str]) -> None:
-    def speak(local_rank: int) -> None:
-        print("one", "two", sep="\n")  # noqa: T201
-        unisono.print("three", all=True)
+def speak(local_rank: int, turn: int) -> None:
+    print("one", f"two {turn}", sep="\n")  # noqa: T201
+    unisono.print("three", all=True)
+    os.write(2, b"straight\n")
+    if turn == 19:
         print("without an end", end="", file=sys.stderr)  # noqa: T201
-
-    with WorkerPool("gloo", nproc_per_node=2) as pool:
-        pool.run(speak)
-    out, err = capfd.readouterr()
-    assert sorted(out.splitlines()) == [
-        f"[rank {rank}] {word}" for rank in range(2) for word in ("one", "three", "two")
-    ]
-    assert "[rank 0] without an end" in err
 
 
 @pytest.fixture(scope="module")
 def old_pool() -> Iterator[WorkerPool]:
+    """One that is older than what this process's stdout is now."""
     with WorkerPool("gloo", nproc_per_node=2) as made:
         made.run(abs)
         yield made
 
 
-def test_output_is_there_when_the_call_returns(
+def test_output_is_there_with_its_rank_when_the_call_returns(
     old_pool: WorkerPool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The pool is older than what this process's stdout is now."""
-
-    def speak(local_rank: int, i: int) -> None:
-        print(f"line {i}")  # noqa: T201
-        os.write(2, b"straight\n")
-
-    for i in range(20):
-        old_pool.run(speak, i)
+    for turn in range(20):
+        old_pool.run(speak, turn)
         out, err = capfd.readouterr()
-        assert sorted(out.splitlines()) == [f"[rank 0] line {i}", f"[rank 1] line {i}"]
-        assert err == "straight\n" * 2
+        words = ("one", "three", f"two {turn}")
+        assert sorted(out.splitlines()) == [f"[rank {r}] {word}" for r in (0, 1) for word in words]
+        assert err.count("straight\n") == 2
+    assert "[rank 0] without an end" in err
 
 
 def test_output_without_an_end_is_cut_into_long_lines(capfd: pytest.CaptureFixture[str]) -> None:
@@ -501,35 +512,16 @@ def test_bad_input_is_refused_before_anything_starts() -> None:
         WorkerPool("gloo", timeot=3)  # type: ignore[call-arg]
 
 
-FORKED = """
-import os, sys, unisono
-
-pool = unisono.WorkerPool("gloo", nproc_per_node=2)
-first = pool.run(lambda local_rank: os.getpid())
-pid = os.fork()
-if pid == 0:
-    said = []
-    for call in (lambda: pool.run(abs), lambda: pool.map(abs, [1])):
-        try:
-            call()
-        except unisono.errors.ContextError as error:
-            said.append(str(error))
-    pool.close()
-    sys.exit(0 if len(said) == 2 and all("is a fork of process" in text for text in said) else 1)
-assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-assert pool.run(lambda local_rank: os.getpid()) == first
-pool.close()
-print("done")
-"""
-
-
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_fork_is_told_that_the_pool_is_not_its_own() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FORKED],
-        env={**os.environ, "PYTHONPATH": SOURCES},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.stdout == "done\n", done.stderr
+    with WorkerPool("gloo", nproc_per_node=2) as pool:
+        first = pool.run(ident)
+
+        def look() -> None:
+            for call in (partial(pool.run, abs), partial(pool.map, abs, [1])):
+                with pytest.raises(ContextError, match="is a fork of process"):
+                    call()
+            pool.close()
+
+        assert in_fork(look) == 0
+        assert pool.run(ident) == first
