@@ -87,9 +87,6 @@ class Module:
     def synchronize(self, device: Any = None) -> None:
         self.initialise()
 
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
-
     def manual_seed_all(self, seed: int) -> None:
         """Nothing: numbers are drawn by the CPU's generator."""
 
@@ -131,20 +128,9 @@ def _register_kernels() -> None:
     aten.impl("copy_", _copy, _KEY)
     aten.impl("set_.source_Storage_storage_offset", _set_storage, _KEY)
     aten.impl("set_.source_Storage", _set_storage, _KEY)
-    autocast = f"Autocast{_KEY}"
-    others = new_library("_", "IMPL")
-    others.fallback(torch.library.fallthrough_kernel, autocast)
-    aten.impl("linear", _linear_in_autocast, autocast)
     aten.impl("_pin_memory", _pin, "CPU")
     aten.impl("is_pinned", _is_pinned, "CPU")
-    LIBRARIES.extend((every, aten, others))
-
-
-def _linear_in_autocast(*tensors: Tensor | None) -> Tensor:
-    dtype = torch.get_autocast_dtype(NAME)
-    with torch.autocast(NAME, enabled=False):
-        cast: Any = [None if each is None else each.to(dtype) for each in tensors]
-        return torch.nn.functional.linear(*cast)
+    LIBRARIES.extend((every, aten))
 
 
 def index_of(device: Any) -> int:

@@ -12,15 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import unisono as idist
 from tests.support.accelerator.collectives import BACKEND
-from tests.support.accelerator.device import MODULE, NAME, UNPINNED, VISIBLE
-from tests.support.accelerator.mutants import MUTANTS, VALUES
-from tests.support.accelerator.ranks import launch
+from tests.support.accelerator.device import MODULE, UNPINNED, VISIBLE
+from tests.support.accelerator.mutants import MUTANTS, VALUES, Mutant, chooses
 from unisono.errors import LaunchError
+from unisono.models.native import process_group
 from unisono.testing import Outcome, check, keep_laws, law_names
 
 # Torch's autograd takes a device written in Python for one with index 0 alone.
@@ -31,6 +32,28 @@ _OFF_THE_DEVICE = (
     *("shared", "sparse", "tensors_of_other", "one_rank_refuses", "fork"),
     *("for_every_declared", "movements_agree", "each_sample_is_evaluated", _OF_INDEX_0),
 )
+_choose = process_group.choose_device
+
+
+def launch(
+    backend: str | None, fn: Any, args: Any = (), before: Mutant | None = None, **options: Any
+) -> Any:
+    """Run `fn` in forks of this process, in which `before` has changed something."""
+    with pytest.MonkeyPatch.context() as patch:
+        if before is not None:
+            before(patch)
+        options = {"nproc_per_node": 2, "start_method": "fork", **options}
+        return idist.spawn(backend, fn, args, **options)
+
+
+def _masked(place: Callable[[int], int] = lambda rank: rank) -> Mutant:
+    """Let each rank see one device alone."""
+
+    def choose(*args: Any) -> torch.device:
+        os.environ[VISIBLE] = str(place(int(os.environ["LOCAL_RANK"])))
+        return _choose(*args)
+
+    return chooses(choose)
 
 
 def beside() -> list[str]:
@@ -47,16 +70,8 @@ def _failed(outcomes: list[Outcome], count: int) -> list[str]:
 def laws() -> list[str]:
     """Every law with tensors that are on the device unless it says otherwise."""
     names = [name for name in law_names() if not any(word in name for word in _OFF_THE_DEVICE)]
-    outcomes = check(BACKEND, 2, laws=names, launch=partial(_launched, _on_device), timeout_s=20)
-    return _failed(outcomes, len(names))
-
-
-def _launched(wrap: Callable[..., Any], backend: str, fn: Callable[..., Any], **given: Any) -> Any:
-    return launch(backend, wrap, **given)
-
-
-def _masked(rank: int) -> dict[str, str]:
-    return {VISIBLE: str(rank)}
+    launched = lambda backend, fn, **given: launch(backend, _on_device, **given)  # noqa: E731
+    return _failed(check(BACKEND, 2, laws=names, launch=launched, timeout_s=20), len(names))
 
 
 def _on_device(local_rank: int, *args: Any) -> Any:
@@ -65,31 +80,33 @@ def _on_device(local_rank: int, *args: Any) -> Any:
 
 
 def mutants() -> dict[str, str]:
-    """How each mutant is found."""
-    laws_used = {law for _, law in MUTANTS.values()} - {VALUES}
+    """How each mutant ended that isn't found as it should be."""
+    laws_used = {law for _, law, _ in MUTANTS.values()} - {VALUES}
     outcomes = check(BACKEND, 2, laws=laws_used, launch=launch)
     assert not [each for each in outcomes if each.status == "failed"]
-    return {name: _found(*mutant) for name, mutant in MUTANTS.items()}
+    found = {name: _found(*mutant) for name, mutant in MUTANTS.items()}
+    return {name: how for name, how in found.items() if how}
 
 
-def _found(before: Callable[[], None], law: str) -> str:
+def _found(before: Mutant, law: str, words: str) -> str:
+    """Give how a mutant ended; nothing where its law fails and says so."""
     if law == VALUES:
         touches = launch(None, _values, before=before)
-        return f"{'failed' if any(touches) else 'passed'}: {touches[0]} touches"
-    try:
-        (outcome,) = check(BACKEND, 2, laws=[law], launch=partial(launch, before=before))
-    except LaunchError as error:  # it didn't get so far
-        return f"failed: {error}"
-    return f"{outcome.status}: {outcome.reason}"
+        how = f"{'failed' if any(touches) else 'passed'}: {touches[0]} touches"
+    else:
+        try:
+            (outcome,) = check(BACKEND, 2, laws=[law], launch=partial(launch, before=before))
+            how = f"{outcome.status}: {outcome.reason}"
+        except LaunchError as error:  # it didn't get so far
+            how = f"failed: {error}"
+    return "" if how.startswith("failed") and words in how else how
 
 
 def places() -> list[Any]:
     """What no backend named and nothing but the environment decide."""
     assert BACKEND in idist.available_backends()
-    masked = launch(None, _place, environ=lambda rank: {VISIBLE: str(1 - rank)})
-    moved = launch(None, _place, environ=lambda rank: {"LOCAL_RANK": str(1 - rank)})
-    gloo = launch("gloo", _place)
-    return [launch(None, _place), masked, moved, gloo]
+    masked = launch(None, _place, before=_masked(lambda rank: 1 - rank))
+    return [launch(None, _place), masked, launch("gloo", _place)]
 
 
 def _place(_: int) -> list[Any]:
@@ -98,7 +115,8 @@ def _place(_: int) -> list[Any]:
 
 def values() -> list[Any]:
     """How often the device is touched while values travel that aren't on it."""
-    return launch(None, _values)
+    found: list[Any] = launch(None, _values)
+    return found
 
 
 def _values(_: int) -> int:
@@ -115,44 +133,46 @@ def _values(_: int) -> int:
 
 
 def training() -> list[Any]:
-    """A wrapped model, loaders, autocast, and a file that is loaded elsewhere."""
+    """A wrapped model, a loader, and a file that is loaded elsewhere."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder, "file.pt"))
-        ranks = launch(None, _train, (path,), environ=_masked)
+        ranks = launch(None, _train, (path,), before=_masked())
         loaded = torch.load(path, map_location="cpu")
         again = launch(None, _load, (path,))
     return [ranks, {name: value.tolist() for name, value in loaded.items()}, again]
 
 
 def _train(_: int, path: str) -> dict[str, Any]:
-    rank = idist.get_rank()
-    torch.manual_seed(rank)
+    torch.manual_seed(idist.get_rank())
     model = idist.auto_model(nn.Linear(2, 1))
     optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
     loader = idist.auto_dataloader(list(torch.arange(16.0).view(8, 2)), batch_size=2, shuffle=False)
     for batch in loader:
         optimizer.zero_grad()
-        with torch.autocast(NAME, torch.bfloat16):
-            output = model(batch.to(idist.device()))
-            loss = output.float().mean()
-        loss.backward()
+        output = model(batch.to(idist.device()))
+        output.mean().backward()
         optimizer.step()
     plain = idist.unwrap_model(model)
     idist.save_checkpoint(plain.state_dict(), path)
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
     return {
         "wrapper": type(model).__name__,
-        "output": [str(output.dtype), str(output.device)],
+        "output": str(output.device),
         "devices": sorted({str(each.device) for each in model.parameters()}),
-        "gradients": sorted(
-            {str(each.grad.device) for each in model.parameters() if each.grad is not None}
-        ),
+        "gradients": sorted({str(each.device) for each in gradients}),
         "weights": [each.tolist() for each in plain.parameters()],
     }
 
 
+def _load(_: int, path: str) -> list[Any]:
+    own = idist.load_checkpoint(path)
+    host = idist.load_checkpoint(path, map_location="cpu")
+    return [str(own["weight"].device), str(host["weight"].device), own["weight"].tolist()]
+
+
 def loaders() -> list[Any]:
     """What a loader pins: on the device, where it or the data can't be, for a model on the CPU."""
-    unpinned = launch(None, _load_batches, environ=lambda rank: {UNPINNED: "1"})
+    unpinned = launch(None, _load_batches, before=lambda patch: patch.setenv(UNPINNED, "1"))
     there = launch(None, _load_batches_there)
     return [launch(None, _load_batches), unpinned, there, launch("gloo", _load_batches)]
 
@@ -175,12 +195,6 @@ def _load_batches(_: int) -> dict[str, Any]:
     }
 
 
-def _load(_: int, path: str) -> list[Any]:
-    own = idist.load_checkpoint(path)
-    host = idist.load_checkpoint(path, map_location="cpu")
-    return [str(own["weight"].device), str(host["weight"].device), own["weight"].tolist()]
-
-
 def _attempt(part: Callable[[], Any]) -> Any:
     """Run a part; one that raises mustn't hide what the others find."""
     try:
@@ -190,12 +204,7 @@ def _attempt(part: Callable[[], Any]) -> Any:
 
 
 def main() -> None:
-    found: dict[str, Any] = {}
-    for part in (beside, laws, mutants, places, values, training, loaders):
-        found[part.__name__] = _attempt(part)
+    parts = (laws, mutants, places, values, training, loaders, beside)
+    found = {part.__name__: _attempt(part) for part in parts}
     found["parent initialised the device"] = MODULE.initialised_by == os.getpid()
     json.dump(found, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
