@@ -205,12 +205,11 @@ def faults(session: nox.Session) -> None:
     main = real_environment(session, "mpi")
     # Two hosts need root and network namespaces: without, they are skipped, which is said.
     files = ("network", "examples", "plugins", "conformance")
-    paths, need = ("tests/faults", *(f"tests/launch/test_{name}.py" for name in files)), "plugins"
+    paths = ("tests/faults", *(f"tests/launch/test_{name}.py" for name in files))
     if args := arguments(session):  # the table that they write is of one process
         main.test("tests/faults", *args, require="mpi4py")
     else:
-        main.test(*TWO, "-m", "not timed", *paths, require=f"mpi4py,{need}")
-        main.test("-m", "timed", *paths, require=f"mpi4py,{need}")
+        main.test(*TWO, *paths, require="mpi4py,plugins")
 
 
 def real_environment(session: nox.Session, library: str) -> Environment:

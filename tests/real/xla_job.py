@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import unisono as idist
 from tests.real.jobs import EXAMPLE
 from tests.real.oracle import check_collectives
+from tests.support.processes import until
 from unisono.context import ContextState
 from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerFailedError
 from unisono.model import fallback
@@ -155,8 +156,8 @@ def disagree(model: XlaModel) -> None:
 def come_late(model: XlaModel) -> None:
     """Check that the rank that waits too long says for whom, and the late one learns it."""
     rank = model.topology.rank
-    while rank == 1 and not REPLICAS.has_left(0):
-        time.sleep(0.01)
+    if rank == 1:
+        until(partial(REPLICAS.has_left, 0), 60)
     kind = (CollectiveTimeoutError, PeerFailedError)[rank]
     said = (
         r"^rank 1 never came: rank 0 waited 0\.\d+ s in all_reduce SUM",
@@ -293,8 +294,7 @@ CHECKS: dict[str, Callable[[RankInfo], Any]] = {
 def one_aborts(seen: Path, model: XlaModel) -> None:
     if model.topology.rank == 1:
         model.abort()
-        while not seen.exists():
-            time.sleep(0.01)
+        until(seen.exists, 60)
         raise OSError("the cause")
     try:
         model.exchange(b"")

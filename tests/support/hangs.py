@@ -28,7 +28,6 @@ import unisono as idist
 __all__ = (
     "BY_HAND",
     "ENDS",
-    "FEW",
     "KINDS",
     "LATE",
     "MODELS",
@@ -226,8 +225,6 @@ _WAYS = {**KINDS, "early": early, "in_step": in_step}
 
 TWELVE = tuple(kind for kind in KINDS if kind != "other_group")
 """Those that every model is asked about."""
-FEW = ("stopped", "in_c", "extra_call", "slow_loader")
-"""Those that sessions of real libraries try: `nox -s hangs` has all of them there."""
 BY_HAND = {("dead", "gloo"): "where one program starts all ranks, it ends them all at once"}
 """What is run as a program for each rank, and why."""
 _ALONE = {"UNISONO_DEBUG": "0", "UNISONO_SHARED_BYTES": "0"}

@@ -35,7 +35,6 @@ __all__ = (
     "check_end",
     "end_ranks",
     "ends_on",
-    "few_on",
     "hangs_on",
     "job_of_forks",
     "job_of_processes",
@@ -92,11 +91,6 @@ def check(kind: str, job: Mapping[str, Any]) -> None:
 def hangs_on(backend: str) -> list[str]:
     """List the kinds that hang on a backend."""
     return [kind for kind in hangs.KINDS if (kind, backend) not in hangs.ENDS]
-
-
-def few_on(backend: str) -> list[str]:
-    """List the kinds that are tried where each takes seconds of imports."""
-    return [kind for kind in hangs_on(backend) if kind in hangs.FEW]
 
 
 def ends_on(backend: str) -> list[str]:
