@@ -57,6 +57,7 @@ OF_VERSIONS = (
     *(f"tests/unit/{room}" for room in ("payload", "models", "host")),
     *(f"tests/unit/test_{name}.py" for name in ("facade", "tracebacks", "at_exit")),
     *("tests/process/payload", "tests/process/test_spawn.py"),
+    "tests/process/models/native/test_exit.py",
 )
 
 

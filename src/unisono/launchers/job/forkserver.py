@@ -263,7 +263,7 @@ def _watching(parent: int) -> Iterator[None]:
 def make_ready_for_copies() -> None:
     """Leave to this process what was set up here: its copies neither undo nor collect it.
 
-    A copy would end a temporary folder that others still use; and torch takes 20 ms at its end.
+    Local. A copy would end a temporary folder that others still use; and torch takes 20 ms there.
     """
     finalizers: Iterable[weakref.finalize[Any, Any]] = getattr(weakref.finalize, "_registry", ())
     for finalizer in list(finalizers):
