@@ -175,14 +175,14 @@ def lint(session: nox.Session) -> None:
     main = main_environment(session)
     main.run("ruff", "check", "--no-cache", ".")  # the cache misses that a module has moved
     main.run("ruff", "format", "--no-cache", "--check", ".")
-    main.run("lint-imports", "--no-cache")
+    main.run("lint-imports", "--no-cache", silent=True)
 
 
 @nox.session
 def types(session: nox.Session) -> None:
     main = main_environment(session)
     main.run("mypy")
-    main.run("pyright", "--ignoreexternal", "--verifytypes", "unisono")
+    main.run("pyright", "--ignoreexternal", "--verifytypes", "unisono", silent=True)
     main.run("pyright", "--pythonversion", "3.10", "tests/unit/test_types.py")
 
 
