@@ -28,6 +28,7 @@ import unisono
 from tests.support.by_hand import by_hand, leave, prepare
 from tests.support.processes import python, until
 from tests.support.screens import run
+from unisono import recording
 from unisono.control import rendezvous
 from unisono.host.status_socket import connected
 from unisono.observe.jobs import Meter
@@ -98,6 +99,7 @@ def be_on(folder: Path, rank: int) -> None:
     if rank == THERE:
         clock = time.monotonic_ns
         vars(time)["monotonic_ns"] = lambda: clock() + DAYS_NS
+        vars(recording)["_now"] = time.monotonic_ns  # which it may have looked up before the fork
 
 
 def join(folder: Path, rank: int) -> None:
