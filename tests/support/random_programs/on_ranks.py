@@ -143,10 +143,12 @@ def fork(local_rank: int, ranks: tuple[int, ...], does: Step | str, has_handle: 
 def run_until(local_rank: int, program: Sequence[Step], at: int, victim: int, failure: str) -> None:
     """Run a program; at step `at` the rank `victim` fails. Collective over all ranks."""
     rank = unisono.get_rank()
+    # Made first: in its own part of that torch waits for a rank that has died until the timeout.
+    groups = {step.group: step.group and unisono.new_group(step.group) for step in program}
     for i, step in enumerate(program):
         if i == at and rank == victim:
             FAILURES[failure].do()
-        perform(step, make(step.values[rank]))
+        perform(step, make(step.values[rank]), groups[step.group])
     if at >= len(program) and rank == victim:
         FAILURES[failure].do()
     unisono.barrier()
