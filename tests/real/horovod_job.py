@@ -9,10 +9,12 @@ import contextlib
 import importlib
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import horovod.torch as hvd  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import pytest
@@ -22,6 +24,7 @@ import unisono as idist
 from tests.real.jobs import run_digits, run_parts, run_theirs
 from tests.real.oracle import check_collectives, check_exchange, same
 from tests.support import at_a_glance
+from tests.support.processes import until
 from unisono.errors import (
     AlreadyInitializedError,
     CollectiveError,
@@ -242,20 +245,26 @@ def part_late() -> None:
     """A rank that doesn't come is a timeout; when it comes after all, the job goes on."""
     model = make(timeout=timedelta(seconds=3))
     rank, n = model.topology.rank, model.topology.world_size
-    job_s, block_s = (contextlib.nullcontext(), 4.5), (idist.deadline(1), 2.5)
-    for block, late_s in (job_s, block_s):
-        if rank == n - 1:
-            time.sleep(late_s)  # late for the first operation of the others, in time for the second
+    name = next(iter(model.exchange(os.urandom(8)))).hex()
+    blocks: tuple[Any, ...] = contextlib.nullcontext(), idist.deadline(1)
+    for i, block in enumerate(blocks):
+        signs = [Path(tempfile.gettempdir(), f"late-{name}-{i}-{other}") for other in range(n - 1)]
+        if rank == n - 1:  # late for the first operation of the others, in time for the second
+            for sign in signs:
+                until(sign.exists, 60)
             block = contextlib.nullcontext()
         try:
             with block:
                 model.all_reduce(torch.ones(2), ReduceOp.SUM)
         except CollectiveTimeoutError as error:
+            signs[rank].touch()
             assert rank < n - 1
             assert "all_reduce" in str(error)
             assert "timed out after" in str(error)
         else:
             assert rank == n - 1
+            for sign in signs:
+                sign.unlink()
         same(model.all_reduce(torch.ones(3), ReduceOp.SUM), torch.full((3,), float(n)))
     model.finalize()
 
