@@ -15,6 +15,7 @@ from unisono.testing.ranks.world import World
 pytestmark = pytest.mark.ranks(2, on="gloo", timeout=60)
 
 
+@pytest.mark.filterwarnings("ignore:DTensor random operators")  # of torch 2.6
 def test_sharded_and_fake_tensors_are_refused_on_every_rank() -> None:
     # Imported here, for only the ranks need them.
     mesh = importlib.import_module("torch.distributed.device_mesh").init_device_mesh("cpu", (2,))
