@@ -33,7 +33,7 @@ from unisono.topology import ContextHint, RankInfo, Topology
 FOLDER = "CHECKS_WRITE_TO"
 LIMIT_S = 60.0
 MEETING = threading.Barrier(2)
-"""Where the replicas meet after each check: none leaves its model while another looks at it."""
+"""Where replicas meet around each check: none leaves its model while another looks at it."""
 
 
 def run_checks(names: tuple[str, ...], info: RankInfo) -> dict[str, Any]:
@@ -51,6 +51,8 @@ def outcome(check: Callable[[RankInfo], Any], info: RankInfo) -> Any:
 def of_model(check: Callable[[XlaModel], Any], info: RankInfo, limit_s: float = LIMIT_S) -> Any:
     model = XlaModel.initialize("xla-cpu", info, timeout=timedelta(seconds=limit_s))
     try:
+        if info.world_size > 1:  # until then the other may still have left the model before
+            MEETING.wait(LIMIT_S)
         return check(model)
     finally:
         if info.world_size > 1:

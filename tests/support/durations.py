@@ -119,7 +119,9 @@ def written(folder: Path) -> Sessions:
 def record_of(sessions: Sessions) -> dict[str, Any]:
     """Make the record: sums by session and, of each file, the tests that took long."""
     files: defaultdict[str, dict[str, float]] = defaultdict(dict)
-    for tests in sessions.values():
+    for session, tests in sessions.items():
+        if session.startswith("pythons"):  # it runs again what others do
+            continue
         for test, (took, alone) in tests.items():
             file, _, name = test.partition("::")
             if alone >= _SHOWN_S:
