@@ -116,7 +116,10 @@ def an_arrow_leads_from_each_wait_to_the_call_of_the_last_rank(loaded: TraceProc
     for arrow in arrows:
         assert arrow["wait"] == f"waiting for {arrow['came']}"
         assert arrow["came"] != arrow["waiting"]
-        assert (arrow["ended"], arrow["inside"]) == (arrow["began"], arrow["call"])
+        # Torch makes a group on a rank before all have come, so a wait there may end before.
+        is_left = arrow["call"] == "new_group" and arrow["ended"] < arrow["began"]
+        assert arrow["ended"] == arrow["began"] or is_left
+        assert arrow["inside"] == arrow["call"]
         assert arrow["own"] == arrow["number"]
 
 
