@@ -16,7 +16,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import nox
 from nox.command import CommandFailed
@@ -41,7 +41,10 @@ SITE = Path(".nox", "site")
 FEW = 3  # more tests than this don't fail by chance
 TWO = ("-n", "2", "--dist", "worksteal")
 OWN = ("-e", ".[demo]", "-e", "./tests/plugin")
-GROUPS = ("test", "lint", "types", "notebook", "peers", "manifests", "recipes", "plugins", "docs")
+GROUPS = (
+    *("test", "lint", "types", "notebook", "peers", "manifests", "recipes", "plugins", "docs"),
+    "perfetto",
+)
 ALL = ["all", "rest"]
 TAGS = dict.fromkeys(("oldest", "newest", "mpi", "horovod", "xla"), ALL)
 XLA = {"PJRT_DEVICE": "CPU"}
@@ -130,10 +133,10 @@ def print_saved(begin: float = time.time()) -> None:
 
 def main_environment(session: nox.Session, *groups: str) -> Environment:
     """Return the environment with the torch of constraints.txt, and all that tests in it need."""
-    return Environment(session).install(*GROUPS, "perfetto", *groups)
+    return Environment(session).install(*GROUPS, *groups)
 
 
-def unavailable(session: nox.Session, what: str) -> None:
+def unavailable(session: nox.Session, what: str) -> NoReturn:
     """Skip a session, loudly; fail where it may not be skipped: in CI, and on --required."""
     text = f"NOT TESTED: {what} can't be had here"
     if os.environ.get("CI") or "--required" in session.posargs:
@@ -228,7 +231,6 @@ def real_environment(session: nox.Session, library: str) -> Environment:
         return main
     except CommandFailed:
         unavailable(session, library)
-        raise
 
 
 @nox.session
@@ -251,7 +253,6 @@ def pythons(session: nox.Session, pair: str) -> None:
     found = get_interpreter(version, sorted(map(str, pyenv.glob(f"{version}.*/bin/python"))))
     if found is None:
         unavailable(session, f"Python {version}")
-        raise AssertionError
     environment = Environment(session, f"{version}-{torch}", str(found.executable), torch=torch)
     environment.install("test").test(*OF_VERSIONS, *arguments(session))
     for backend, size in (("serial", "1"), ("threads", "2"), ("gloo", "2")):

@@ -13,14 +13,13 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.processes import MARK, marked, until
-from tests.support.processes import SOURCES as SOURCES
+from tests.support.processes import MARK, SOURCES, marked, until
 
 JOB = str(Path(__file__).parents[1] / "launch" / "job.py")
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits.py")
@@ -55,12 +54,6 @@ def environ(mark: str, **more: str) -> dict[str, str]:
     path = os.pathsep.join(filter(None, (SOURCES, kept.get("PYTHONPATH"))))
     mine = {"PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     return {**kept, **mine, MARK: mark, **more}
-
-
-def wait_until(is_true: Callable[[], Any], limit_s: float) -> bool:
-    with contextlib.suppress(AssertionError):
-        return bool(until(is_true, limit_s))
-    return False
 
 
 def nobody_is_left(mark: str, limit_s: float = GONE_S) -> None:
