@@ -1,25 +1,24 @@
 """Ways in which rank 1 keeps a job from going on, and a program that hangs so.
 
-    python -m tests.support.hangs BACKEND KIND [SIZE]
+    python -m tests.support.hangs BACKEND KIND
 
-It spawns three ranks, or SIZE. The line that rank 1 is in has a remark ``here: KIND``.
+It has three ranks. The line that rank 1 is in has a remark ``here: KIND``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -56,43 +55,38 @@ def lines_of(kind: str) -> set[int]:
     return {n for n, line in enumerate(lines, 1) if line.endswith(f"# here: {kind}")}
 
 
-def asleep(rank: int) -> None:
-    if rank == LATE:
-        time.sleep(600)  # here: asleep
-    idist.barrier()
+def wait() -> None:
+    threading.Event().wait()
 
 
-def busy(rank: int) -> None:
-    while rank == LATE:  # here: busy
+def asleep() -> None:
+    time.sleep(600)  # here: asleep
+
+
+def busy() -> None:
+    while True:  # here: busy
         pass  # here: busy
-    idist.barrier()
 
 
-def stopped(rank: int) -> None:
-    if rank == LATE:
-        if is_thread():
-            others_wait()
-        # Sent to the process, another thread may take it while this one goes on.
-        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # here: stopped
-    idist.barrier()
+def stopped() -> None:
+    if is_thread():
+        others_wait()
+    # Sent to the process, another thread may take it while this one goes on.
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # here: stopped
 
 
-def locked(rank: int) -> None:
+def locked() -> None:
     lock = threading.Lock()
     lock.acquire()
-    if rank == LATE:
-        lock.acquire()  # here: locked
-    idist.barrier()
+    lock.acquire()  # here: locked
 
 
-def in_c(rank: int) -> None:
-    if rank == LATE:
-        mutex = ctypes.create_string_buffer(64)
-        lock = ctypes.PyDLL(None).pthread_mutex_lock  # it keeps the interpreter lock
-        lock(mutex)
-        others_wait()
-        lock(mutex)  # here: in_c
-    idist.barrier()
+def in_c() -> None:
+    mutex = ctypes.create_string_buffer(64)
+    lock = ctypes.PyDLL(None).pthread_mutex_lock  # it keeps the interpreter lock
+    lock(mutex)
+    others_wait()
+    lock(mutex)  # here: in_c
 
 
 def is_thread() -> bool:
@@ -110,57 +104,50 @@ def others_wait() -> None:
     def n_waiting() -> int:
         calls = {each.rank.rank: each.rank.calls for job in look(Meter()) for each in job.ranks}
         mine = max((call.number for call in calls.get(LATE, ())), default=0)
-        return sum(any(_is_in(call, mine + 1) for call in each) for each in calls.values())
+        return sum(
+            any(call.number == mine + 1 and not call.end_ns for call in each)
+            for each in calls.values()
+        )
 
     while n_waiting() < idist.get_world_size() - 1:
         time.sleep(0.01)
 
 
-def _is_in(call: Any, number: int) -> bool:
-    return bool(call.number == number and not call.end_ns)
-
-
-def dead(rank: int) -> None:
+def dead() -> None:
     """End the rank's process, or its thread as a thread ends: by an exception."""
-    if rank == LATE and is_thread():
+    if is_thread():
         raise EOFError("this rank ends")  # here: dead
-    if rank == LATE:
-        os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def outlive() -> None:
+    """Go on after a rank has died, where that ends its process alone."""
     if is_thread():
         idist.barrier()
     with contextlib.suppress(idist.errors.CollectiveError):
         idist.barrier()
-    threading.Event().wait()
+    wait()
 
 
-def missing_call(rank: int) -> None:
-    if rank != LATE:
-        idist.barrier()
+def missing_call() -> None:
     threading.Event().wait()  # here: missing_call
 
 
-def extra_call(rank: int) -> None:
-    if rank == LATE:
-        idist.barrier()  # here: extra_call
-    threading.Event().wait()
+def extra_call() -> None:
+    idist.barrier()  # here: extra_call
 
 
-def mismatch(rank: int) -> None:
+def mismatch() -> None:
     """Without the comparison of calls, which would refuse it."""
     value = torch.ones(N_WORDS)
-    if rank == LATE:
-        idist.broadcast(value, src=LATE - 1)  # here: mismatch
-        idist.broadcast(value, src=LATE - 1)  # here: mismatch
-    else:
-        idist.all_reduce(value)
-    idist.barrier()
+    idist.broadcast(value, src=LATE - 1)  # here: mismatch
+    idist.broadcast(value, src=LATE - 1)  # here: mismatch
 
 
-def other_group(rank: int) -> None:
+def other_group() -> None:
     pair = idist.new_group([0, LATE])
-    if rank == LATE:
+    if idist.get_rank() == LATE:
         idist.barrier(group=pair)  # here: other_group
-    idist.barrier()
 
 
 class Stuck(torch.utils.data.Dataset[int]):
@@ -175,58 +162,54 @@ class Stuck(torch.utils.data.Dataset[int]):
         return at
 
 
-def slow_loader(rank: int) -> None:
-    if rank == LATE:
-        n_workers = 0 if is_thread() else 1
-        loader = torch.utils.data.DataLoader(Stuck(), num_workers=n_workers)
-        for _ in loader:  # here: slow_loader
-            pass
-    idist.barrier()
+def slow_loader() -> None:
+    loader = torch.utils.data.DataLoader(Stuck(), num_workers=0 if is_thread() else 1)
+    for _ in loader:  # here: slow_loader
+        pass
 
 
-def fork(rank: int) -> None:
-    if rank == LATE:
-        lock = threading.Lock()
-        lock.acquire()
-        child = os.fork()
-        if not child:
-            lock.acquire()  # as a lock that another thread held when it was forked
-        os.waitpid(child, 0)  # here: fork
-    idist.barrier()
+def fork() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    child = os.fork()
+    if not child:
+        lock.acquire()  # as a lock that another thread held when it was forked
+    os.waitpid(child, 0)  # here: fork
 
 
-def disk_full(rank: int) -> None:
-    while rank == LATE:  # here: disk_full
+def disk_full() -> None:
+    while True:  # here: disk_full
         with contextlib.suppress(OSError):  # here: disk_full
             Path("/dev/full").write_bytes(b"checkpoint")  # here: disk_full
         time.sleep(0.01)  # here: disk_full
-    idist.barrier()
 
 
-def early(rank: int) -> None:
-    """Rank 1 is alone in a call to which the idle others are about to come."""
-    if rank != LATE:
-        time.sleep(600)  # here: early
-    idist.barrier()
-
-
-def in_step(rank: int) -> None:
-    """No fault: nobody waits for another."""
-    threading.Event().wait()
+def early() -> None:
+    """Let rank 1 be alone in a call to which the idle others are about to come."""
+    time.sleep(600)  # here: early
 
 
 _ALL = (
     *(asleep, busy, stopped, locked, in_c, dead, missing_call, extra_call, mismatch, other_group),
     *(slow_loader, fork, disk_full),
 )
-KINDS: dict[str, Callable[[int], None]] = {each.__name__: each for each in _ALL}
-_WAYS = {**KINDS, "early": early, "in_step": in_step}
+KINDS: dict[str, Callable[[], object]] = {each.__name__: each for each in _ALL}
+"""What rank 1 does before a barrier of all."""
+_OTHERS: dict[str, Callable[[], object]] = {
+    "dead": outlive,
+    "extra_call": wait,
+    "mismatch": lambda: idist.all_reduce(torch.ones(N_WORDS)),
+    "other_group": other_group,
+    "early": early,
+    "in_step": wait,
+}
+"""What the others do before it."""
 
 
 TWELVE = tuple(kind for kind in KINDS if kind != "other_group")
 """Those that every model is asked about."""
 BY_HAND = {("dead", "gloo"): "where one program starts all ranks, it ends them all at once"}
-"""What is run as a program for each rank, and why."""
+"""What is run as a process for each rank, and why."""
 _ALONE = {"UNISONO_DEBUG": "0", "UNISONO_SHARED_BYTES": "0"}
 VARIABLES: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("mismatch", "gloo"): _ALONE,
@@ -261,30 +244,34 @@ def work(local_rank: int, kind: str) -> None:
     torch.set_num_threads(1)
     idist.barrier()
     idist.all_reduce(1.0)
-    _WAYS[kind](idist.get_rank())
+    ways = {**KINDS, "in_step": wait} if idist.get_rank() == LATE else _OTHERS
+    ways.get(kind, idist.get_rank)()
+    idist.barrier()  # here: all
 
 
-def main(backend: str, kind: str, size: str = str(SIZE), *place: str) -> None:
-    if place:
-        rank, store = place
-        options: dict[str, Any] = {"rank": int(rank), "init_method": f"file://{store}"}
-        idist.initialize(backend, world_size=int(size), **options)
-        work(0, kind)
-    elif (kind, backend) in BY_HAND:
-        _by_hand(backend, kind, size)
+def main(backend: str, kind: str) -> None:
+    if (kind, backend) in BY_HAND:
+        by_hand(backend, kind)
     else:
         os.environ.update(VARIABLES.get((kind, backend), {}))
-        idist.spawn(backend, work, (kind,), nproc_per_node=int(size))
+        idist.spawn(backend, work, (kind,), nproc_per_node=SIZE)
 
 
-def _by_hand(backend: str, kind: str, size: str) -> None:
-    """Run a program for each rank, and let them go on when one has ended."""
+def by_hand(backend: str, kind: str) -> None:
+    """Run a process for each rank, and let them go on when one has ended."""
+    forks = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        words = (sys.executable, "-m", "tests.support.hangs", backend, kind, size)
-        places = ((str(rank), str(Path(folder, "store"))) for rank in range(int(size)))
-        ranks = [subprocess.Popen([*words, *place]) for place in places]
+        places = [(rank, f"file://{folder}/store") for rank in range(SIZE)]
+        ranks = [forks.Process(target=_join, args=(backend, kind, *place)) for place in places]
         for rank in ranks:
-            rank.wait()
+            rank.start()
+        for rank in ranks:
+            rank.join()
+
+
+def _join(backend: str, kind: str, rank: int, store: str) -> None:
+    idist.initialize(backend, rank=rank, world_size=SIZE, init_method=store)
+    work(0, kind)
 
 
 if __name__ == "__main__":

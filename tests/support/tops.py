@@ -6,7 +6,6 @@ import contextlib
 import json
 import multiprocessing
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -27,21 +26,6 @@ from tests.support.screens import run
 from unisono.errors import WorkerFailedError
 from unisono.observe.jobs import Meter, look
 from unisono.observe.report import reports
-
-__all__ = (
-    "ANSWER_S",
-    "LIMIT_S",
-    "check",
-    "check_end",
-    "end_ranks",
-    "ends_on",
-    "hangs_on",
-    "job_of_forks",
-    "job_of_processes",
-    "job_of_program",
-    "seen",
-    "told",
-)
 
 LIMIT_S = 120.0
 ANSWER_S = 2.0
@@ -109,10 +93,10 @@ def end_ranks() -> bool:
     """Kill all processes that have pages here; false, to be called until something else is true."""
     for job in look(Meter()):
         for each in job.ranks:
-            with contextlib.suppress(ProcessLookupError, psutil.Error):
-                for child in psutil.Process(each.rank.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(each.rank.pid)
+                for child in (*process.children(recursive=True), process):
                     child.kill()
-                os.kill(each.rank.pid, signal.SIGKILL)
     return False
 
 
@@ -129,23 +113,14 @@ def job_of_program(kind: str, backend: str) -> Iterator[Started]:
 
 
 @contextmanager
-def job_of_forks(kind: str, backend: str, folder: Path) -> Iterator[None]:
-    """Run such a program in a fork of what has torch already, or its ranks by hand in several.
-
-    ``by_hand.prepare()`` comes first.
-    """
-    by_hand = [(str(SIZE), str(rank), str(folder / "store")) for rank in range(SIZE)]
-    places = by_hand if (kind, backend) in hangs.BY_HAND else [()]
-    programs = [
-        _forks.Process(target=_be, args=(dict(os.environ), backend, kind, *place))
-        for place in places
-    ]
-    for program in programs:
-        program.start()
+def job_of_fork(kind: str, backend: str) -> Iterator[None]:
+    """Run such a program in a fork of what has torch already: ``by_hand.prepare()`` comes first."""
+    program = _forks.Process(target=_be, args=(dict(os.environ), backend, kind))
+    program.start()
     try:
         yield
     finally:
-        until(lambda: end_ranks() or not any(each.is_alive() for each in programs), LIMIT_S)
+        until(lambda: end_ranks() or not program.is_alive(), LIMIT_S)
 
 
 def _be(environ: Mapping[str, str], *words: str) -> None:
