@@ -7,9 +7,9 @@ import importlib.util
 import pytest
 
 from tests.support.at_a_glance import COLUMNS, check_in_child
-from tests.support.coming_from import PAIRS, PYTHON, lines_in, ours, theirs
+from tests.support.coming_from import PAIRS, lines_in, ours, theirs
 from tests.support.pages import ROOT, blocks
-from tests.support.programs import TORCHRUN, Printed, run_programs
+from tests.support.programs import PYTHON, TORCHRUN, Printed, run_programs
 
 FOLDER = ROOT / "docs" / "coming-from"
 LIBRARIES = {

@@ -25,18 +25,6 @@ from tests.support.processes import SOURCES
 if TYPE_CHECKING:
     import pytest
 
-__all__ = (
-    "EXAMPLE",
-    "check_digits",
-    "check_programs",
-    "run_digits",
-    "run_job",
-    "run_parts",
-    "run_theirs",
-    "say",
-    "writing_to",
-)
-
 EXAMPLE = ROOT / "examples" / "digits.py"
 _FOLDER = "PROGRAMS_WRITE_TO"
 

@@ -14,8 +14,6 @@ from unisono.model.contract import ComputationModel
 from unisono.model.reduction import ReduceOp, fold_tensors
 from unisono.topology import Group
 
-__all__ = ("check_collectives", "check_exchange", "same")
-
 SHAPES = ((), (0, 2), (5, 7))
 OPS = [op for op in ReduceOp if op is not ReduceOp.AVERAGE]
 OF_FLOATS = [ReduceOp.SUM, ReduceOp.PRODUCT]  # MIN and MAX of floats reach a model as integers

@@ -12,8 +12,6 @@ from typing import Any
 from tests.support.pages import ROOT
 from tests.support.processes import run_python
 
-__all__ = ("COLUMNS", "check", "check_in_child")
-
 PAGE = ROOT / "docs" / "coming-from" / "at-a-glance.md"
 # What the names that a column's calls begin with stand for: a module, or something in a module.
 COLUMNS = {

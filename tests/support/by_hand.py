@@ -20,18 +20,6 @@ from torch._C._distributed_c10d import FileStore, TCPStore
 
 import unisono
 
-__all__ = (
-    "TIMEOUT",
-    "Check",
-    "by_hand",
-    "dismiss",
-    "join",
-    "join_by_tcp",
-    "leave",
-    "outcomes",
-    "prepare",
-)
-
 TIMEOUT = timedelta(seconds=30)
 Check = Callable[[int, int, Path], None]
 """Takes rank, number of ranks, and a folder that all of them see."""

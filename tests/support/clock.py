@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 from unisono import deadlines
 
-__all__ = ("fast_clock",)
-
 
 @contextmanager
 def fast_clock(rate: float = 60.0) -> Iterator[None]:

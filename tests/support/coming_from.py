@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.support.pages import ROOT
-from tests.support.programs import PYTHON, run_programs
-
-__all__ = ("PAIRS", "PYTHON", "jobs_of", "lines_in", "lines_of", "ours", "theirs")
 
 PROGRAMS = ROOT / "docs" / "coming-from" / "programs"
 PAIRS = sorted(
@@ -41,8 +38,3 @@ def lines_in(printed: Mapping[str, str], name: str) -> list[str]:
     lines = sorted(line.strip() for line in _LINE.findall(printed[name]))
     assert lines, printed[name]
     return lines
-
-
-def lines_of(launcher: Sequence[str], program: Path, folder: Path) -> list[str]:
-    """Run a program as its reader does; give what its ranks print, by rank."""
-    return lines_in(run_programs(launcher, {"it": [str(program)]}, folder), "it")

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ("Case", "Compared")
-
 Case = Callable[[Any, int, int], Any]
 """Makes calls of a library, as a rank of so many."""
 

@@ -19,8 +19,6 @@ from typing import Any, TypeAlias
 
 import pytest
 
-__all__ = ("FAST_S", "FAST_SET_S", "RECORD", "Durations", "SharedSetUp", "is_fast", "recorded")
-
 FAST_S = 1.0
 """What takes longer isn't in the fast set, unless it is marked `fast`."""
 FAST_SET_S = 360.0

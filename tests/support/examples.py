@@ -9,8 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ("EXAMPLES", "commands", "load", "numbers")
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ("FAULTS", "HANGS", "Fault")
-
 
 @dataclass(frozen=True)
 class Fault:

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import unisono
 
-__all__ = ("Adder", "add_to", "total")
-
 
 def total(local_rank: int, base: int, *, factor: int = 1) -> int:
     reduced: int = unisono.all_reduce(factor * (base + local_rank))

@@ -25,7 +25,6 @@ _N_BESIDE = 2
 _mutex = ctypes.create_string_buffer(64)  # all zeros: PTHREAD_MUTEX_INITIALIZER
 ROOT = Path(__file__).parents[2]
 THREADS_OF_C = 96
-__all__ = ("THREADS_OF_C", "Hanging", "hang", "hanging")
 
 
 @dataclass(frozen=True, slots=True)

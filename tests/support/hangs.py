@@ -24,20 +24,6 @@ import torch
 
 import unisono as idist
 
-__all__ = (
-    "BY_HAND",
-    "ENDS",
-    "KINDS",
-    "LATE",
-    "MODELS",
-    "SIZE",
-    "TWELVE",
-    "VARIABLES",
-    "is_blamed",
-    "lines_of",
-    "work",
-)
-
 SIZE, LATE = 3, 1
 MODELS = {
     "gloo": "native (gloo)",

@@ -28,8 +28,6 @@ import torch
 import unisono as idist
 from unisono.errors import UnisonoError
 
-__all__ = ("OPERATIONS", "Alarm", "Report", "Trial", "alarm", "interrupted_at", "run_trial")
-
 _OURS = str(Path(idist.__file__).parent)
 _SIZE = 300_000  # elements: too large for a round of the control plane
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import psutil
 
-__all__ = ("listeners", "listening_unix_sockets", "ours")
-
 _LISTENS = "00010000"  # the flag of a listening socket in Linux's /proc/net/unix
 
 

@@ -9,8 +9,6 @@ import pytest
 
 from tests.support.examples import EXAMPLES
 
-__all__ = ("ANNOTATIONS", "JOBS", "command_of", "documents", "job_of", "pods_of")
-
 JOBS = ("job", "jobset")
 # What the controllers of Jobs and of JobSets tell each pod, of a job or a set called `images`.
 ANNOTATIONS = {

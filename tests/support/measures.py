@@ -9,8 +9,6 @@ from pathlib import Path
 
 import unisono
 
-__all__ = ("TABLE", "Clock", "Table", "says_little", "slack")
-
 _PATH = re.compile(r"(/[\w.-]+){3,}")
 _IDLE_S = 0.12  # what that takes on an idle host of two cores, the fork server being there
 _MOST_LINES = 20

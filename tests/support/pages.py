@@ -8,25 +8,13 @@ import importlib
 import importlib.util
 import os
 import re
-import textwrap
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = (
-    "OF_CLUSTERS",
-    "PAGES",
-    "ROOT",
-    "Block",
-    "anchors",
-    "blocks",
-    "links",
-    "prose",
-    "run",
-    "run_in_a_rank",
-)
+from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -35,7 +23,7 @@ PAGES = [
 ]
 OF_CLUSTERS = tuple(ROOT / "docs" / "how-to" / f"{name}.md" for name in ("ray", "slurm"))
 """Pages whose commands need a cluster."""
-_FENCE = re.compile(r"^ *```(?P<info>.*)$")
+_MARKDOWN = MarkdownIt()
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 _MAKES_RANKS = re.compile(r"\b(spawn|host_job|WorkerPool|Parallel|initialize|init_process_group)\(")
 _LINK = re.compile(r"\[[^\]\[]*\]\((?P<target>[^)\s]+)\)")
@@ -85,38 +73,26 @@ class Block:
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    lines: list[str] | None = None
-    start, info = 0, ""
-    for number, line in enumerate(page.read_text().splitlines(), 1):
-        fence = _FENCE.match(line)
-        if fence is None:
-            if lines is not None:
-                lines.append(line)
-        elif lines is None:
-            lines, start, info = [], number, fence["info"].strip()
-        else:
-            language, _, marks = info.partition(" ")
-            text = textwrap.dedent("\n".join(lines) + "\n")  # in a list it is indented
-            yield Block(page, start, language, marks, text)
-            lines = None
-    assert lines is None, f"{page}: the block of line {start} has no end"
+    lines = page.read_text().splitlines()
+    for token in _MARKDOWN.parse(page.read_text()):
+        if token.type == "fence" and token.map is not None:
+            begin, end = token.map
+            assert lines[end - 1].strip() == token.markup, f"{page}:{begin + 1} has no end"
+            language, _, marks = token.info.strip().partition(" ")
+            yield Block(page, begin + 1, language, marks, token.content)
 
 
 def prose(page: Path) -> str:
-    inside, kept = False, []
-    for line in page.read_text().splitlines():
-        if _FENCE.match(line):
-            inside = not inside
-        elif not inside:
-            kept.append(line)
-    return "\n".join(kept)
+    lines = page.read_text().splitlines()
+    for block in reversed([*blocks(page)]):
+        del lines[block.line - 1 : block.line + 1 + block.text.count("\n")]
+    return "\n".join(lines)
 
 
 def anchors(page: Path) -> set[str]:
     """List what ``#...`` may name, as GitHub makes it of headings."""
     headings = re.findall(r"^#+ +(.+)$", prose(page), re.MULTILINE)
-    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
-    return {text.strip().replace(" ", "-") for text in plain}
+    return {re.sub(r"[^\w\- ]", "", each.lower()).strip().replace(" ", "-") for each in headings}
 
 
 def links(page: Path) -> list[str]:

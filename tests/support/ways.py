@@ -15,8 +15,6 @@ from tests.support.requirements import require_backend
 from unisono import Parallel, WorkerPool
 from unisono.errors import WorkerFailedError
 
-__all__ = ("SIZE", "Way", "check_error", "launcher_rank", "told")
-
 SIZE = 3
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "HOROVOD_RANK")
 
