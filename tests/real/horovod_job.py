@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def part_adopt() -> None:
     assert HorovodModel.from_context(ContextHint()) is None
     pair = hvd.ProcessSet([0, 1])
     wait_for_all(os.environ, 60)
-    hvd.init(process_sets=[pair] if hvd_size() > 2 else None)
+    hvd.init(process_sets=[pair] if of_launcher("SIZE", 1) > 2 else None)
     model = HorovodModel.from_context(ContextHint())
     assert model is not None
     assert HorovodModel.from_context(ContextHint()) is model
@@ -121,7 +122,7 @@ def part_adopt() -> None:
 
 def part_facade() -> None:
     """The facade on a context of the user's own, then on one that it makes."""
-    rank, n = hvd_rank(), hvd_size()
+    rank, n = of_launcher("RANK", 0), of_launcher("SIZE", 1)
     assert idist.model_name() == "serial"
     init()
     assert (idist.model_name(), idist.backend()) == ("horovod-dist", "horovod")
@@ -197,36 +198,32 @@ def part_again() -> None:
 def part_mismatch() -> None:
     """Every disagreement that Horovod can see is an error on all ranks, and the job goes on."""
     model = make()
-    odd = model.topology.rank == model.topology.world_size - 1
+    n, two = model.topology.world_size, torch.ones(2)
+    odd = model.topology.rank == n - 1
+    length = torch.ones(3) if odd else two
+    shape = torch.ones((3, 2) if odd else (2, 3))
+    dtype = two.to(torch.int32 if odd else torch.float32)
     calls: list[Callable[[], object]] = [
-        lambda: model.all_reduce(torch.ones(3 if odd else 2), ReduceOp.SUM),
-        lambda: model.all_reduce(torch.ones((3, 2) if odd else (2, 3)), ReduceOp.SUM),
-        lambda: model.all_reduce(
-            torch.ones(2).to(torch.int32 if odd else torch.float32), ReduceOp.SUM
-        ),
-        lambda: model.all_reduce(torch.ones(2), ReduceOp.MAX if odd else ReduceOp.SUM),
-        lambda: model.all_gather(torch.ones(3 if odd else 2)),
-        lambda: model.all_gather(torch.ones((2, 1) if odd else (2,))),
-        lambda: model.all_gather(torch.ones(2).to(torch.int32 if odd else torch.float32)),
-        lambda: model.broadcast(torch.ones(3 if odd else 2), 0),
-        lambda: model.broadcast(torch.ones(2), 1 if odd else 0),
-        lambda: model.reduce_scatter(
-            torch.ones(model.topology.world_size, 3 if odd else 2), ReduceOp.SUM
-        ),
-        lambda: model.all_to_all(torch.ones(model.topology.world_size, 3 if odd else 2)),
-        lambda: model.new_group((0,) if odd else (0, 1)),
+        *(partial(model.all_reduce, each, ReduceOp.SUM) for each in (length, shape, dtype)),
+        lambda: model.all_reduce(two, ReduceOp.MAX if odd else ReduceOp.SUM),
+        *(partial(model.all_gather, each) for each in (length, two.view(2, 1) if odd else two)),
+        partial(model.all_gather, dtype),
+        partial(model.broadcast, length, 0),
+        partial(model.broadcast, two, 1 if odd else 0),
+        partial(model.reduce_scatter, length.repeat(n, 1), ReduceOp.SUM),
+        partial(model.all_to_all, length.repeat(n, 1)),
+        partial(model.new_group, (0,) if odd else (0, 1)),
     ]
     for call in calls:
         for _ in range(2):
             refused(CollectiveMismatchError, f"rank {model.topology.rank}", call)
-            n = model.topology.world_size
             same(model.all_reduce(torch.ones(2), ReduceOp.SUM), torch.full((2,), float(n)))
     model.finalize()
 
 
 def part_absent() -> None:
     """A rank that initialises too late is named by the others, and the job can go on."""
-    rank, n = hvd_rank(), hvd_size()
+    rank, n = of_launcher("RANK", 0), of_launcher("SIZE", 1)
     address = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
     board = Store(address, int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]), "absent")
     for late in (0, n - 1):
@@ -333,18 +330,12 @@ def part_large() -> None:
     model.finalize()
 
 
-def hvd_size() -> int:
-    """Read the size of the job before Horovod is initialised."""
-    names = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE")
-    return int(next((os.environ[name] for name in names if name in os.environ), "1"))
-
-
-def hvd_rank() -> int:
-    """Read this rank before Horovod is initialised."""
-    names = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
-    return int(next((os.environ[name] for name in names if name in os.environ), "0"))
+def of_launcher(fact: str, default: int) -> int:
+    """Read SIZE or RANK before Horovod is initialised."""
+    names = (f"HOROVOD_{fact}", f"OMPI_COMM_WORLD_{fact}")
+    return int(next((os.environ[name] for name in names if name in os.environ), default))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run_parts(*(call for name, call in list(globals().items()) if name.startswith("part_")))
+    run_parts({name.removeprefix("part_"): part for name, part in globals().items()})

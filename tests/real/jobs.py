@@ -21,6 +21,8 @@ import unisono as idist
 from tests.support.coming_from import jobs_of, ours, theirs
 from tests.support.pages import ROOT
 from tests.support.processes import SOURCES
+from unisono.model.contract import ComputationModel
+from unisono.topology import RankInfo
 
 if TYPE_CHECKING:
     import pytest
@@ -39,12 +41,25 @@ def writing_to(folder: Path) -> dict[str, str]:
     return {_FOLDER: str(folder)}
 
 
-def run_parts(*parts: Callable[[], None]) -> None:
+def run_parts(parts: Mapping[str, Any]) -> None:
     """Run those that the command line names, and report each that has passed."""
-    by_name = {part.__name__.removeprefix("part_"): part for part in parts}
     for name in sys.argv[1].split(","):
-        by_name[name]()
+        parts[name]()
         say(f"passed {name}")
+
+
+def with_model(
+    cls: type[ComputationModel],
+    backend: str,
+    entry: Callable[[Any], Any],
+    options: dict[str, Any],
+    info: RankInfo,
+) -> Any:
+    """Make the model, run `entry` with it, end it: what a rank of a launcher does."""
+    model = cls.initialize(backend, info, **options)
+    result = entry(model)
+    model.finalize()
+    return result
 
 
 def run_job(

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -73,6 +74,12 @@ def facade() -> None:
                 found = digest(0, dtype, group)
                 assert len(found) == 1
                 assert found == wanted or idist.get_rank()
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):  # of which MPI knows the last one
+        rows = [torch.tensor([1.0, end, float("nan"), -2.0]).to(dtype) for end in (1.0, 3e38, 1.0)]
+        mine, pair = rows[idist.get_rank()], idist.new_group([0, 1])
+        same(idist.all_reduce(mine, async_op=True).wait(), rows[0] + rows[1] + rows[2])
+        if idist.get_rank() in pair.ranks:
+            same(idist.all_reduce(mine, "MAX", group=pair), torch.maximum(rows[0], rows[1]))
     idist.finalize()
     assert idist.get_world_size() == 1
 
@@ -97,14 +104,12 @@ def missed(rank: int, kind: type[Exception], call: Callable[[], object]) -> None
     raise caught.value
 
 
-def nobody_to_set_up() -> None:
+def nobody_to_set_up(rank: int = 2) -> None:
     limit = timedelta(seconds=2)
-    missed(2, ContextError, lambda: MpiModel.initialize("mpi4py", UNKNOWN, timeout=limit))
+    missed(rank, ContextError, lambda: MpiModel.initialize("mpi4py", UNKNOWN, timeout=limit))
 
 
-def no_first_to_set_up() -> None:
-    limit = timedelta(seconds=2)
-    missed(0, ContextError, lambda: MpiModel.initialize("mpi4py", UNKNOWN, timeout=limit))
+no_first_to_set_up = partial(nobody_to_set_up, 0)
 
 
 def nobody_to_a_group() -> None:
@@ -285,8 +290,4 @@ def forked() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run_parts(
-        uninitialised, contradiction, laws, large, twice, forked, facade, digits, theirs, adopt,
-        facade_adopted, funneled, nobody_to_set_up, no_first_to_set_up, nobody_to_a_group,
-        fail_adopted, facade_fail, abort,
-    )  # fmt: skip
+    run_parts(globals())

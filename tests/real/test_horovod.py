@@ -25,9 +25,8 @@ import pytest
 import torch
 
 import unisono
-from tests.real.jobs import check_digits, check_programs, run_job, writing_to
+from tests.real.jobs import check_digits, check_programs, run_job, with_model, writing_to
 from tests.real.refusals import refusals
-from tests.support.launched import with_model
 from tests.support.measures import slack
 from tests.support.pages import ROOT
 from tests.support.processes import MARK, SOURCES, marked
@@ -139,24 +138,20 @@ def test_nodes_of_different_size() -> None:
     run_job([*horovodrun(3, "-H", "localhost:1,127.0.0.1:2"), *JOB], "nodes", 3)
 
 
-def test_alone_where_there_should_be_peers() -> None:
-    run_job(JOB, "alone", 1)
+def test_what_needs_no_peers() -> None:
+    run_job(JOB, "glance,alone", 1)
 
 
-def launch(entry: Callable[[Any], Any], size: int = 2, **options: Any) -> list[Any]:
+def launch(entry: Callable[[Any], Any], plan: LaunchPlan | int = 2, **options: Any) -> list[Any]:
     """Launch with a model in each replica."""
-    return launch_as(entry, LaunchPlan(size), **options)
-
-
-def launch_as(entry: Callable[[Any], Any], plan: LaunchPlan, **options: Any) -> list[Any]:
     from unisono.launchers.horovod import functions
     from unisono.models.horovod import context
     from unisono.models.horovod.model import HorovodModel
 
-    timeout = options.pop("timeout", None)
-    limit_s = context.seconds(timeout)
-    of_model = {} if timeout is None else {"timeout": timeout}
+    of_model = {"timeout": options.pop("timeout")} if "timeout" in options else {}
+    limit_s = context.seconds(of_model.get("timeout"))
     run = partial(with_model, HorovodModel, "horovod", entry, of_model)
+    plan = plan if isinstance(plan, LaunchPlan) else LaunchPlan(plan)
     return functions.launch(run, plan, stop_limit_s=limit_s, **options)
 
 
@@ -171,6 +166,7 @@ def test_launch_gives_results_by_rank(size: int, capfd: pytest.CaptureFixture[st
         one = torch.tensor(model.topology.rank + offset)
         total = model.all_reduce(one.clone(), ReduceOp.SUM)
         last = model.new_group((model.topology.world_size - 1,))
+        assert model.capabilities == {"groups"}
         with pytest.raises(UnsupportedOperation, match="send"):
             model.send(torch.ones(1), 0)
         with pytest.raises(UnsupportedOperation, match="recv"):
@@ -284,7 +280,7 @@ def test_misuse_is_refused_before_anything_starts(
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
     with pytest.raises(ArgumentError):
-        launch_as(lambda _: None, plan, **options)
+        launch(lambda _: None, plan, **options)
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -405,13 +401,6 @@ def test_a_broken_installation_says_so(tmp_path: Path) -> None:
             assert re.match(f"{'NoneType' if is_known else 'ImportError'} .*{sign}", line)
 
 
-def test_what_it_lacks_is_undeclared() -> None:
-    from unisono.models.horovod.model import HorovodModel
-
-    assert HorovodModel.capabilities == {"groups"}
-    assert HorovodModel.why_unavailable("horovod") is None
-
-
 def test_a_program_of_horovod_and_ours_print_the_same(
     pool: unisono.WorkerPool,
     tmp_path: Path,
@@ -420,10 +409,6 @@ def test_a_program_of_horovod_and_ours_print_the_same(
 ) -> None:
     command = [*horovodrun(2), *JOB]
     check_programs("horovod", command, os.environ, pool, tmp_path, monkeypatch, capsys)
-
-
-def test_every_call_of_horovod_at_a_glance_can_be_made() -> None:
-    run_job(JOB, "glance", 1)
 
 
 @pytest.mark.usefixtures("own_pages")

@@ -21,10 +21,9 @@ import torch
 
 import unisono as idist
 from tests.real import xla_job
-from tests.real.jobs import check_digits
+from tests.real.jobs import check_digits, with_model
 from tests.real.refusals import refusals
 from tests.real.xla_users import WAYS
-from tests.support.launched import with_model
 from tests.support.pages import ROOT
 from tests.support.processes import SOURCES, run_python, until
 from tests.support.requirements import require
@@ -32,7 +31,7 @@ from tests.support.tops import check, check_end, ends_on, job_of_program, told
 from unisono.errors import ArgumentError, UnsupportedOperation, WorkerFailedError
 from unisono.launchers.xla import functions as launcher
 from unisono.models.xla.model import XlaModel
-from unisono.topology import LaunchPlan, RankInfo
+from unisono.topology import LaunchPlan
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 Rows: TypeAlias = "list[dict[str, Any]]"
@@ -196,14 +195,10 @@ def test_bad_requests_are_refused_before_anything_starts() -> None:
         launcher.launch(str, LaunchPlan(1, start_method="spawn"), environ={})
 
 
-def ask_for_too_many(info: RankInfo) -> None:
-    raise AssertionError("never called")
-
-
 def test_a_number_of_replicas_that_the_runtime_lacks_is_named() -> None:
     env = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
     with pytest.raises(WorkerFailedError, match="has 2 devices on this node: ask for 2"):
-        launcher.launch(ask_for_too_many, LaunchPlan(3), environ=env)
+        launcher.launch(str, LaunchPlan(3), environ=env)
 
 
 def test_the_reason_says_what_is_missing_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

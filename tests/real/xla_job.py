@@ -80,11 +80,6 @@ def n_compiled() -> int:
 
 def strings(model: XlaModel) -> None:
     """Check that strings of many sizes are compiled once for each bucket."""
-    import torch_xla.debug.metrics as metrics
-
-    def n_compiled() -> int:
-        data = metrics.metric_data("CompileTime")
-        return 0 if data is None else int(data[0])
 
     def derived(blob: bytes) -> list[bytes]:
         return fallback.exchange(model, blob, None, model.control.bucket)
@@ -220,10 +215,10 @@ def steps(_local_rank: int = 0) -> list[Any]:
     return [counts[-2] - counts[5], weight.detach().cpu()]
 
 
-def network() -> nn.Module:
+def network(is_right: bool = True) -> nn.Module:
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     with torch.no_grad():
-        for i, parameter in enumerate(net.parameters()):
+        for i, parameter in enumerate(net.parameters() if is_right else ()):
             values = torch.arange(parameter.numel()).float().view(parameter.shape)
             parameter.copy_(torch.sin(values + i))
     return net
@@ -235,8 +230,7 @@ def data() -> Tensor:
 
 def trained() -> list[Tensor]:
     """Train by the helpers, whose hooks run inside of backward; rank 0 alone has the right net."""
-    net = network() if idist.get_rank() == 0 else other_network()
-    model = idist.auto_model(net)
+    model = idist.auto_model(network(idist.get_rank() == 0))
     optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     rows: Any = list(data())
     loader = idist.auto_dataloader(rows, batch_size=4, shuffle=False)
@@ -249,10 +243,6 @@ def trained() -> list[Tensor]:
     return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
-def other_network() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
 def saved() -> list[Tensor]:
     """Save a checkpoint, and load it into another model."""
     path = Path(os.environ[FOLDER], "x.pt")
@@ -261,7 +251,7 @@ def saved() -> list[Tensor]:
     model(data().to(idist.device())).pow(2).mean().backward()
     optimizer.step()
     idist.save_checkpoint({"model": model, "optimizer": optimizer}, path)
-    again = idist.auto_model(other_network())
+    again = idist.auto_model(network(False))
     other = idist.auto_optim(torch.optim.SGD(again.parameters(), lr=0.5, momentum=0.9))
     idist.load_checkpoint(path, into={"model": again, "optimizer": other})
     assert other.param_groups[0]["lr"] == 0.1
