@@ -8,7 +8,6 @@ import os
 import re
 import runpy
 import signal
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +18,9 @@ import torch
 
 import unisono as idist
 from tests.support.coming_from import jobs_of, ours, theirs
+from tests.support.command import run, started
 from tests.support.pages import ROOT
-from tests.support.processes import SOURCES
+from tests.support.processes import SOURCES, marked
 from unisono.model.contract import ComputationModel
 from unisono.topology import RankInfo
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import pytest
 
 EXAMPLE = ROOT / "examples" / "digits.py"
+PATH = f"{SOURCES}:{ROOT}"
 _FOLDER = "PROGRAMS_WRITE_TO"
 
 
@@ -70,24 +71,28 @@ def run_job(
     limit_s: float = 270,
 ) -> None:
     """Run parts of a program under a launcher, and see each pass on every rank."""
-    process = subprocess.Popen(
-        [*command, parts],
-        env={**(os.environ if environ is None else environ), "PYTHONPATH": f"{SOURCES}:{ROOT}"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        said, _ = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        said, _ = process.communicate()
-    passed = Counter(re.findall(r"passed (\w+)", said))
-    assert passed == dict.fromkeys(parts.split(","), size), said[-6000:]
-    assert process.returncode == 0, said[-6000:]
+    done = run([*command, parts], limit_s, **{**(environ or {}), "PYTHONPATH": PATH})
+    said = (done.out + done.err)[-6000:]
+    passed = Counter(re.findall(r"passed (\w+)", done.out))
+    assert (passed, done.code) == (dict.fromkeys(parts.split(","), size), 0), said
+
+
+def go_on(local_rank: int) -> None:
+    say("up")
+    while True:
+        idist.barrier()
+
+
+def check_killed_parent(backend: str, folder: Path) -> None:
+    """Kill a program that has spawned ranks: they end, and leave no file."""
+    code = "import sys, unisono as idist; from tests.real.jobs import go_on"
+    code += f"; idist.spawn({backend!r}, go_on, nproc_per_node=2)"
+    variables = {"PYTHONPATH": PATH, "TMPDIR": str(folder)}
+    with started([sys.executable, "-c", code], **variables) as job:
+        job.wait_for("up", 2)
+        job.end(signal.SIGKILL, 15)
+        assert not marked(job.mark, 10)
+    assert not list(folder.iterdir())
 
 
 def run_theirs(library: str, before: Callable[[], object] = lambda: None) -> None:

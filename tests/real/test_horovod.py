@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -25,11 +24,18 @@ import pytest
 import torch
 
 import unisono
-from tests.real.jobs import check_digits, check_programs, run_job, with_model, writing_to
+from tests.real.jobs import (
+    PATH,
+    check_digits,
+    check_killed_parent,
+    check_programs,
+    run_job,
+    with_model,
+    writing_to,
+)
 from tests.real.refusals import refusals
+from tests.support.command import run
 from tests.support.measures import slack
-from tests.support.pages import ROOT
-from tests.support.processes import MARK, SOURCES, marked
 from tests.support.requirements import require, require_backend
 from tests.support.tops import check, job_of_processes, told
 from unisono.context import communicator
@@ -116,22 +122,14 @@ def test_names_do_not_depend_on_values(tmp_path: Path) -> None:
 def test_a_rank_that_raises_ends_the_job(launcher: str, request: pytest.FixtureRequest) -> None:
     is_theirs = launcher == "horovodrun"
     command = horovodrun(2) if is_theirs else [*request.getfixturevalue("mpirun"), "-np", "2"]
-    mark, limit_s = uuid.uuid4().hex, 10.0 * slack()
-    ended = subprocess.run(
-        [*command, *JOB, "fail"],
-        env={**os.environ, "PYTHONPATH": f"{SOURCES}:{ROOT}", MARK: mark},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    limit_s = 10.0 * slack()
+    ended = run([*command, *JOB, "fail"], 120, PYTHONPATH=PATH)
     end = time.time()
-    said = ended.stdout + ended.stderr
-    assert ended.returncode != 0, said
+    said = ended.out + ended.err
+    assert ended.code != 0, said
     raised = re.search(r"ValueError: the original at ([\d.]+)", said)
     assert raised is not None, said
     assert end - float(raised[1]) < limit_s, said
-    assert not marked(mark, 5)
 
 
 def test_nodes_of_different_size() -> None:
@@ -332,41 +330,8 @@ def test_launch_on_two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert caught.value.rank == 1
 
 
-PARENT = """
-from unisono.launchers.horovod.functions import launch
-from unisono.models.horovod.model import HorovodModel
-from unisono.topology import LaunchPlan
-def entry(info):
-    model = HorovodModel.initialize("horovod", info)
-    model.exchange(b"")
-    print("up", flush=True)
-    while True:
-        model.exchange(b"")
-if __name__ == "__main__":
-    launch(entry, LaunchPlan(2))
-"""
-
-
 def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
-    script = tmp_path / "parent.py"
-    script.write_text(PARENT)
-    mark = uuid.uuid4().hex
-    environ = {**os.environ, "PYTHONPATH": SOURCES, MARK: mark}
-    environ["TMPDIR"] = str(tmp_path)
-    parent = subprocess.Popen(
-        [sys.executable, str(script)],
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    with parent:
-        assert parent.stdout is not None
-        assert parent.stdout.readline() == "up\n"
-        parent.kill()
-        parent.wait(15)
-    assert not marked(mark, 5)
-    assert [path.name for path in tmp_path.iterdir()] == ["parent.py"]
+    check_killed_parent("horovod", tmp_path)
 
 
 SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]

@@ -19,10 +19,18 @@ import pytest
 import torch
 
 import unisono as idist
-from tests.real.jobs import check_digits, check_programs, run_job, with_model, writing_to
+from tests.real.jobs import (
+    PATH,
+    check_digits,
+    check_killed_parent,
+    check_programs,
+    run_job,
+    with_model,
+    writing_to,
+)
+from tests.support.command import run, started
 from tests.support.measures import slack
-from tests.support.pages import ROOT
-from tests.support.processes import MARK, SOURCES, python, until
+from tests.support.processes import MARK, python, until
 from tests.support.requirements import require
 from tests.support.tops import check, check_end, job_of_processes, told
 from unisono.context import communicator
@@ -72,7 +80,7 @@ def pool() -> Iterator[idist.WorkerPool]:
 
 def variables() -> dict[str, str]:
     clean = launcher.environment(os.environ, is_root=os.geteuid() == 0)
-    return {**clean, "PYTHONPATH": f"{SOURCES}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    return {**clean, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}
 
 
 def mpiexec(n_ranks: int) -> list[str]:
@@ -80,18 +88,6 @@ def mpiexec(n_ranks: int) -> list[str]:
     asked = subprocess.run([found, "--version"], capture_output=True, text=True, env=variables())
     words = launcher.argv(LaunchPlan(n_ranks), [found], asked.stdout)
     return [*words, sys.executable, "-W", "error", "-m", "tests.real.mpi_job"]
-
-
-def start(n_ranks: int, part: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*mpiexec(n_ranks), part],
-        env=variables(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    )
 
 
 @pytest.mark.usefixtures("runtime")
@@ -111,22 +107,19 @@ class TestJobs:
         "part", ["nobody_to_set_up", "no_first_to_set_up", "nobody_to_a_group"]
     )
     def test_who_comes_names_who_does_not(self, part: str) -> None:
-        process = start(3, part)
-        out, error = process.communicate(timeout=50)
-        assert out.count("MISSED") == 2, out + error
-        assert process.returncode != 0
+        done = run([*mpiexec(3), part], 50, **variables())
+        assert done.out.count("MISSED") == 2, done.out + done.err
+        assert done.code != 0
 
     @pytest.mark.parametrize("part", ["fail_adopted", "facade_fail", "abort"])
     def test_a_rank_that_fails_ends_the_job(self, part: str) -> None:
         limit_s = 5.0 * slack()
-        process = start(2, part)
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("AT WORK")
-        _, error = process.communicate(timeout=limit_s)
-        assert process.returncode != 0
-        if part != "abort":
-            assert "KeyError: 'rank 1 has a bug'" in error
-            assert "Traceback" in error
+        with started([*mpiexec(2), part], **variables()) as job:
+            until(lambda: "AT WORK" in job.out(), 60)
+            assert job.process.wait(limit_s) != 0
+            if part != "abort":
+                assert "KeyError: 'rank 1 has a bug'" in job.err()
+                assert "Traceback" in job.err()
 
 
 def printed(code: str, **more: str) -> str:
@@ -255,25 +248,8 @@ class TestLauncher:
         with pytest.raises(WorkerFailedError, match="can't be pickled"):
             launcher.launch(lambda info: iter([(x for x in [1])]), LaunchPlan(1))
 
-    def test_ranks_end_with_a_parent_that_is_killed(self, tmp_path: Path) -> None:
-        code = (
-            "import os, pathlib, time; from unisono.launchers.mpi.functions import launch\n"
-            "from unisono.topology import LaunchPlan\n"
-            "def entry(info):\n"
-            f"    pathlib.Path({str(tmp_path)!r}, f'rank{{info.rank}}').write_text('')\n"
-            "    time.sleep(600)\n"
-            "launch(entry, LaunchPlan(2))"
-        )
-        parent = subprocess.Popen(
-            [sys.executable, "-c", code],
-            env={**variables(), "TMPDIR": str(tmp_path / "tmp")},
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            until(lambda: len(list(tmp_path.glob("rank*"))) == 2, 120)
-        finally:
-            parent.kill()
-            parent.wait()
+    def test_ranks_end_with_a_parent_that_is_killed(self, nothing_left: Path) -> None:
+        check_killed_parent("mpi4py", nothing_left)
 
 
 def two(local_rank: int) -> int:

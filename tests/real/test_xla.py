@@ -6,26 +6,23 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import psutil
 import pytest
 import torch
 
 import unisono as idist
 from tests.real import xla_job
-from tests.real.jobs import check_digits, with_model
+from tests.real.jobs import check_digits, check_killed_parent, with_model
 from tests.real.refusals import refusals
 from tests.real.xla_users import WAYS
 from tests.support.pages import ROOT
-from tests.support.processes import SOURCES, run_python, until
+from tests.support.processes import run_python
 from tests.support.requirements import require
 from tests.support.tops import check, check_end, ends_on, job_of_program, told
 from unisono.errors import ArgumentError, UnsupportedOperation, WorkerFailedError
@@ -175,17 +172,7 @@ def test_a_user_may_start_xla_in_many_ways() -> None:
 
 
 def test_the_replicas_die_with_the_parent(tmp_path: Path) -> None:
-    code = "from tests.real import test_xla, xla_job; test_xla.launch(xla_job.sleep_on, 2)"
-    path = os.pathsep.join([SOURCES, str(ROOT)])
-    variables = {**os.environ, "PYTHONPATH": path, xla_job.FOLDER: str(tmp_path)}
-    parent = subprocess.Popen([sys.executable, "-c", code], env=variables)
-    until(lambda: len(list(tmp_path.iterdir())) == 2, 60)
-    replicas = psutil.Process(parent.pid).children(recursive=True)
-    assert len(replicas) == 2  # the fresh process and its fork
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
-    _, alive = psutil.wait_procs(replicas, timeout=10)
-    assert alive == []
+    check_killed_parent("xla-cpu", tmp_path)
 
 
 def test_bad_requests_are_refused_before_anything_starts() -> None:

@@ -307,8 +307,3 @@ def alone_in_a_graph(model: XlaModel) -> None:
     if model.topology.rank == 0:
         xm.all_reduce("sum", torch.ones(2, device=model.device)).cpu()
     time.sleep(600)
-
-
-def sleep_on(model: XlaModel) -> None:
-    Path(os.environ[FOLDER], str(model.topology.rank)).touch()
-    time.sleep(600)

@@ -64,12 +64,12 @@ def nobody_is_left(mark: str, limit_s: float = GONE_S) -> None:
     assert not left
 
 
-def run(words: Sequence[str], **more: str) -> Done:
+def run(words: Sequence[str], limit_s: float = LIMIT_S, **more: str) -> Done:
     """Run a command to its end, and check that no process of it is left."""
     with started(words, **more) as job:
         begin = time.monotonic()
         try:
-            code = job.process.wait(LIMIT_S)
+            code = job.process.wait(limit_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running:\n{job.out()}\n{job.err()}") from None
         done = Done(code, job.out(), job.err(), time.monotonic() - begin)

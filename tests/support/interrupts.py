@@ -280,25 +280,23 @@ class Report:
 def run_trial(trial: Trial, rank: int) -> Report:
     """Make the call, interrupted on one rank; then another one, which must be right or refused."""
     report, operation = Report(trial, rank), OPERATIONS[trial.name]
-    begin = time.monotonic()
-    try:
-        value = _interrupted(trial, rank, operation, report)
-        if not _alike(value, operation.gives(rank, trial.tag)):
-            report.wrong = f"gave {str(value)[:200]}"
-    except trial.error:
-        report.was_interrupted = True
-    except UnisonoError as error:
-        report.said = f"{type(error).__name__}: {error}"
-    except BaseException as error:
-        report.wrong = f"raised {type(error).__name__}: {error}"
-    try:
-        found = idist.all_reduce(trial.tag << 8 * rank, "XOR")  # as no operation above
-        if found != trial.tag ^ trial.tag << 8:
-            report.wrong += f"; the next call gave {str(found)[:200]}"
-    except UnisonoError as error:
-        report.said += f" / {type(error).__name__}: {error}"
-    except BaseException as error:
-        report.wrong += f"; the next call raised {type(error).__name__}: {error}"
+
+    def attempt(what: str, call: Callable[[], Any], wanted: Any, *interrupt: Any) -> None:
+        try:
+            value = call()
+            if not _alike(value, wanted):
+                report.wrong += f"{what} gave {str(value)[:200]}; "
+        except interrupt:
+            report.was_interrupted = True
+        except UnisonoError as error:
+            report.said += f"{what}: {type(error).__name__}: {error}; "
+        except BaseException as error:
+            report.wrong += f"{what} raised {type(error).__name__}: {error}; "
+
+    begin, wanted = time.monotonic(), operation.gives(rank, trial.tag)
+    attempt("it", lambda: _interrupted(trial, rank, operation, report), wanted, trial.error)
+    mine, both = trial.tag << 8 * rank, trial.tag ^ trial.tag << 8
+    attempt("the next call", lambda: idist.all_reduce(mine, "XOR"), both)  # as no operation above
     report.seconds = time.monotonic() - begin
     return report
 

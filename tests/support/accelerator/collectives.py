@@ -15,8 +15,15 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.utils._pytree import tree_map
 
-from tests.support.accelerator.device import LIBRARIES, MODULE, NAME, is_ours, new_library
-from tests.support.accelerator.memory import to_host
+from tests.support.accelerator.device import (
+    LIBRARIES,
+    MODULE,
+    NAME,
+    by_name,
+    is_ours,
+    new_library,
+    to_host,
+)
 
 BACKEND = "pretendccl"
 
@@ -79,10 +86,9 @@ def register() -> None:
 
 def _kernel(name: str) -> Any:
     op = getattr(torch.ops.c10d, name).default
-    names = [argument.name for argument in op._schema.arguments]
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = by_name(op, args, kwargs)
         pg = c10d.ProcessGroup.unbox(given["process_group"])
         behind = _behind[id(pg._get_backend(torch.device(NAME)))]
         pairs: list[tuple[Tensor, Tensor]] = []

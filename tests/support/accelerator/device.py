@@ -2,12 +2,17 @@
 
 Torch's hooks for devices written in Python know one index, 0; so the functions of
 ``torch.accelerator`` that deal with an index are replaced.
+
+Tensors are real ones, with a storage, strides and views. DLPack hands memory to torch together
+with its device: that of a CPU tensor, handed over as that of an "external device", is a tensor of
+torch's PrivateUse1, and back again.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,8 +20,6 @@ import torch
 from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_map
-
-from tests.support.accelerator.memory import to_device, to_host, view_of
 
 NAME = "pretend"
 VISIBLE = "PRETEND_VISIBLE_DEVICES"
@@ -26,6 +29,9 @@ LIBRARIES: list[Any] = []  # whose kernels last as long as they do
 _c: Any = torch._C
 new_library: Any = torch.library.Library
 _to_elsewhere: Any = torch.UntypedStorage.to
+_CPU, _EXTERNAL = 1, 12  # kDLCPU, kDLExtDev
+_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 
 
 class Module:
@@ -123,8 +129,8 @@ def _register_kernels() -> None:
     every = new_library("_", "IMPL")
     every.fallback(_run_on_host, _KEY)
     aten = new_library("aten", "IMPL")
-    aten.impl("empty.memory_format", _empty, _KEY)
-    aten.impl("empty_strided", _empty_strided, _KEY)
+    aten.impl("empty.memory_format", _maker(torch.empty), _KEY)
+    aten.impl("empty_strided", _maker(torch.empty_strided), _KEY)
     aten.impl("copy_", _copy, _KEY)
     aten.impl("set_.source_Storage_storage_offset", _set_storage, _KEY)
     aten.impl("set_.source_Storage", _set_storage, _KEY)
@@ -142,17 +148,62 @@ def is_ours(value: object) -> bool:
     return isinstance(value, Tensor) and value.device.type == NAME
 
 
-def _empty(size: Any, *, device: Any = None, **options: Any) -> Tensor:
-    options.pop("pin_memory", None)
-    MODULE.touch()
-    return to_device(torch.empty(size, device="cpu", **options), index_of(device))
+class _Head(ctypes.Structure):
+    """How a DLTensor begins: address, kind of device, index of device."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("kind", ctypes.c_int32), ("index", ctypes.c_int32))
 
 
-def _empty_strided(size: Any, stride: Any, *, device: Any = None, **options: Any) -> Tensor:
-    options.pop("pin_memory", None)
-    MODULE.touch()
-    host = torch.empty_strided(size, stride, device="cpu", **options)
-    return to_device(host, index_of(device))
+def to_device(host: Tensor, index: int) -> Tensor:
+    """Give the memory of a CPU tensor as a tensor of the device."""
+    return _moved(host.detach(), _CPU, _EXTERNAL, index)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Give the memory of a tensor of the device as a CPU tensor, which keeps it alive.
+
+    It stands at the same place of a storage that is as long.
+    """
+    whole = _moved(_whole(tensor), _EXTERNAL, _CPU, 0)
+    return _as(tensor, whole)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    n_items = tensor.untyped_storage().nbytes() // tensor.itemsize
+    whole = tensor.detach()
+    _c._set_conj(whole, False)
+    _c._set_neg(whole, False)
+    return whole.as_strided_((n_items,), (1,), 0)
+
+
+def _as(shown: Tensor, whole: Tensor) -> Tensor:
+    view = whole.as_strided_(shown.size(), shown.stride(), shown.storage_offset())
+    _c._set_conj(view, shown.is_conj())
+    _c._set_neg(view, shown.is_neg())
+    return view
+
+
+def _moved(tensor: Tensor, source: int, kind: int, index: int) -> Tensor:
+    capsule = _c._to_dlpack(tensor)
+    head = _Head.from_address(_pointer(capsule, b"dltensor"))
+    assert head.kind == source, head.kind
+    head.kind, head.index = kind, index
+    moved: Tensor = _c._from_dlpack(capsule)
+    return moved
+
+
+def view_of(base: Tensor, shown: Tensor) -> Tensor:
+    """Give the view of `base` that `shown` is of `to_host(base)`: the same storage."""
+    return _as(shown, _whole(base).view(shown.dtype))
+
+
+def _maker(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(*layout: Any, device: Any = None, **options: Any) -> Tensor:
+        options.pop("pin_memory", None)
+        MODULE.touch()
+        return to_device(make(*layout, device="cpu", **options), index_of(device))
+
+    return run
 
 
 def _copy(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -201,11 +252,15 @@ def _storage_to(storage: Any, *, device: torch.device, non_blocking: bool = Fals
     return to_device(bytes_of.clone(), index_of(device)).untyped_storage()
 
 
+def by_name(op: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = [argument.name for argument in op._schema.arguments]
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
 def _run_on_host(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run any operation on the same memory as the CPU's, and give what it gives on the device."""
     MODULE.touch()
-    names = [argument.name for argument in op._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = by_name(op, args, kwargs)
     ours: list[tuple[Tensor, Tensor]] = []
     target: list[torch.device] = []
 
@@ -215,9 +270,8 @@ def _run_on_host(op: Any, *args: Any, **kwargs: Any) -> Any:
             return torch.device("cpu") if value.type == NAME else value
         if not is_ours(value):
             return value
-        host = to_host(value)
-        ours.append((value, host))
-        return host
+        ours.append((value, to_host(value)))
+        return ours[-1][1]
 
     changed = tree_map(on_host, given)
     index = _one_index([tensor for tensor, _ in ours], target)

@@ -21,8 +21,7 @@ from unisono.payload import codec, memory, pickling
 
 Mutant: TypeAlias = Callable[[pytest.MonkeyPatch], None]
 """Puts something wrong into a process, and so into its forks, before they initialise."""
-_choose, _place = process_group.choose_device, process_group.place_by_hosts
-_gather, _exchange = NativeModel.all_gather, plane.SocketControlPlane.exchange
+_choose, _gather = process_group.choose_device, NativeModel.all_gather
 _reduce, _from_bytes = _dtype_emulation.all_reduce, memory.from_bytes
 
 
@@ -44,22 +43,6 @@ def _first_of_all(*args: Any) -> torch.device:
     return torch.device(NAME, 0)
 
 
-def _sets_the_device_last(patch: pytest.MonkeyPatch) -> None:
-    wanted: list[torch.device] = []
-
-    def choose(*args: Any) -> torch.device:
-        wanted.append(_and_leaves_the_current_one(*args))
-        return wanted[-1]
-
-    def place(model: Any) -> Any:
-        model.all_gather(torch.ones(1, device=wanted[-1]))  # a first collective of the set-up
-        torch.accelerator.set_device_index(wanted[-1].index)
-        return _place(model)
-
-    chooses(choose)(patch)
-    patch.setattr(process_group, "place_by_hosts", place)
-
-
 def _makes_its_own_tensors_on_the_default_device(patch: pytest.MonkeyPatch) -> None:
     def from_bytes(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype)
@@ -74,11 +57,6 @@ def _makes_its_own_tensors_on_the_default_device(patch: pytest.MonkeyPatch) -> N
 
 def _over_the_device(control: Any, blob: bytes, group: Any = None) -> list[bytes]:
     return fallback.exchange(control.model, blob, group)
-
-
-def _there_and_back(control: Any, blob: bytes, group: Any = None) -> list[bytes]:
-    there = torch.frombuffer(bytearray(blob), dtype=torch.uint8).to(NAME)
-    return _exchange(control, memory.to_bytes(there.cpu()), group)
 
 
 VALUES = "values"
@@ -102,7 +80,6 @@ MUTANTS: dict[str, tuple[Mutant, str, str]] = {
         "isn't current",
     ),
     "the first device for every rank": (chooses(_first_of_all), _OWN, "Duplicate device"),
-    "set_device after the first collective": (_sets_the_device_last, _INDEX, "isn't current"),
     "sums on the CPU": (
         replaces(
             _dtype_emulation,
@@ -145,11 +122,6 @@ MUTANTS: dict[str, tuple[Mutant, str, str]] = {
     ),
     "numbers and objects over the device": (
         replaces(plane.SocketControlPlane, "exchange", _over_the_device),
-        VALUES,
-        "touches",
-    ),
-    "numbers and objects copied to it": (
-        replaces(plane.SocketControlPlane, "exchange", _there_and_back),
         VALUES,
         "touches",
     ),
