@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -22,7 +22,7 @@ from tests.support.command import run, started
 from tests.support.pages import ROOT
 from tests.support.processes import SOURCES, marked
 from unisono.model.contract import ComputationModel
-from unisono.topology import RankInfo
+from unisono.topology import ContextHint, RankInfo
 
 if TYPE_CHECKING:
     import pytest
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 EXAMPLE = ROOT / "examples" / "digits.py"
 PATH = f"{SOURCES}:{ROOT}"
 _FOLDER = "PROGRAMS_WRITE_TO"
+
+
+M = TypeVar("M", bound=ComputationModel)
 
 
 def say(line: str) -> None:
@@ -47,6 +50,13 @@ def run_parts(parts: Mapping[str, Any]) -> None:
     for name in sys.argv[1].split(","):
         parts[name]()
         say(f"passed {name}")
+
+
+def adopted(cls: type[M], hint: ContextHint = ContextHint()) -> M:  # noqa: B008 - it is frozen
+    """Give the model of a context that is there."""
+    model = cls.from_context(hint)
+    assert model is not None
+    return model
 
 
 def with_model(

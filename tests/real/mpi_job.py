@@ -14,9 +14,8 @@ import pytest
 import torch
 
 import unisono as idist
-from tests.real.jobs import run_digits, run_parts, run_theirs, say
+from tests.real.jobs import adopted, run_digits, run_parts, run_theirs, say
 from tests.real.oracle import check_collectives, check_exchange, same
-from tests.support.random_sums import digest, digest_wanted
 from unisono.context import ContextState
 from unisono.errors import CollectiveTimeoutError, ContextError, GroupMembershipError
 from unisono.model.reduction import ReduceOp
@@ -66,14 +65,6 @@ def facade() -> None:
     idist.initialize("mpi4py", timeout=60)
     assert (idist.backend(), idist.model_name()) == ("mpi4py", "mpi-dist")
     assert idist.get_world_size() == 3
-    for dtype in (torch.float32, torch.float64):  # ten thousand sums, on any number of ranks
-        wanted = {digest_wanted(dtype)} if idist.is_main_process() else set()
-        for size in (1, 2, 3):
-            group = idist.new_group(range(size))
-            if idist.get_rank() < size:
-                found = digest(0, dtype, group)
-                assert len(found) == 1
-                assert found == wanted or idist.get_rank()
     for dtype in (torch.bfloat16, torch.float16, torch.float32):  # of which MPI knows the last one
         rows = [torch.tensor([1.0, end, float("nan"), -2.0]).to(dtype) for end in (1.0, 3e38, 1.0)]
         mine, pair = rows[idist.get_rank()], idist.new_group([0, 1])
@@ -146,23 +137,17 @@ def adopt() -> None:
     world = MPI.COMM_WORLD
     handler = world.Get_errhandler()
     if world.rank == 0:  # alone, while the others can't answer
-        asked = MpiModel.from_context(ContextHint())
-        assert asked is not None
-        assert (asked.topology.rank, asked.topology.world_size) == (0, world.size)
-        assert asked.topology.local_rank == 0
+        asked = adopted(MpiModel)
+        facts = asked.topology
+        assert (facts.rank, facts.world_size, facts.local_rank) == (0, world.size, 0)
         asked.finalize()
     world.Barrier()
-    hinted = MpiModel.from_context(ContextHint(local_rank=7))
-    assert hinted is not None
-    assert hinted.topology.local_rank == 7
+    assert adopted(MpiModel, ContextHint(local_rank=7)).topology.local_rank == 7
     info = RankInfo(world.rank, world.size, 3, 4, 1, 2)
-    model = MpiModel.from_context(ContextHint(environment=info))
-    assert model is not None
+    model = adopted(MpiModel, ContextHint(environment=info))
     assert model.topology == info.topology()
     foreign = ContextHint(environment=RankInfo(0, 64, 0, 64, 0, 1))
-    other = MpiModel.from_context(foreign)
-    assert other is not None
-    assert other.topology.local_world_size == world.size
+    assert adopted(MpiModel, foreign).topology.local_world_size == world.size
 
     # A message of the user's, under way all the time, meets none of ours.
     mine = bytearray(4)
@@ -178,8 +163,7 @@ def adopt() -> None:
     model.finalize()
     assert not model.is_alive()
     world.Barrier()
-    again = MpiModel.from_context(ContextHint())
-    assert again is not None
+    again = adopted(MpiModel)
     again.exchange(b"")
     MPI.Finalize()
     assert not again.is_alive()
@@ -211,8 +195,7 @@ def funneled() -> None:
     mpi4py.rc.thread_level = "funneled"
     from mpi4py import MPI
 
-    model = MpiModel.from_context(ContextHint())
-    assert model is not None
+    model = adopted(MpiModel)
     context = ContextState(model)
     handle = context.start(lambda: model.all_gather(torch.tensor(1)))
     same(handle.wait(), torch.ones(model.topology.world_size, dtype=torch.int64))
@@ -252,8 +235,7 @@ def fail_adopted() -> None:
     from mpi4py import MPI
 
     assert MPI.Is_initialized()
-    model = MpiModel.from_context(ContextHint())
-    assert model is not None
+    model = adopted(MpiModel)
     model.exchange(b"")
     say("AT WORK")
     if model.topology.rank == 1:

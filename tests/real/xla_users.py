@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import unisono as idist
-from tests.real.jobs import say
+from tests.real.jobs import adopted, say
 from tests.support.processes import in_fork
 from unisono.errors import AlreadyInitializedError, BackendUnavailableError, ContextError
 from unisono.model.reduction import ReduceOp
@@ -49,9 +49,7 @@ def probes() -> None:
     assert XlaModel.from_context(ContextHint()) is None
     assert not torch_xla._XLAC._xla_runtime_is_initialized()
     torch_xla.device()
-    model = XlaModel.from_context(ContextHint())
-    assert model is not None
-    assert model.topology.world_size == 1
+    assert adopted(XlaModel).topology.world_size == 1
 
 
 def initializes_alone() -> None:
@@ -80,12 +78,11 @@ def lacks_something() -> None:
 def adopts(_index: int) -> None:
     import torch_xla.runtime as xr
 
-    model = XlaModel.from_context(ContextHint())
-    assert model is not None
+    model = adopted(XlaModel)
     assert model.topology.rank == xr.global_ordinal()
     assert model.all_reduce(torch.ones(2), ReduceOp.SUM).tolist() == [2.0, 2.0]
     model.finalize()
-    assert XlaModel.from_context(ContextHint()) is not None  # it was the user's, and still is
+    adopted(XlaModel)  # it was the user's, and still is
     say("adopts")
 
 

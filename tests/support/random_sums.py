@@ -45,16 +45,13 @@ def digest_of(total: Tensor) -> str:
     return hashlib.sha256(total.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def digest(local_rank: int, dtype: torch.dtype, group: idist.Group | None = None) -> set[str]:
-    """Sum on the ranks of a group, which share the terms in two ways; give the hashes."""
-    ranks = range(idist.get_world_size()) if group is None else group.ranks
-    here, size = list(ranks).index(idist.get_rank()), len(ranks)
-    every = terms(dtype)
-    found = {digest_of(idist.exact_sum(every[here::size], group=group))}
-    found.add(digest_of(idist.exact_sum(every.flip(0)[: TERMS if here == 0 else 0], group=group)))
+def digest(local_rank: int, dtype: torch.dtype) -> set[str]:
+    """Sum on all ranks, which share the terms in two ways; give the hashes."""
+    rank, size, every = idist.get_rank(), idist.get_world_size(), terms(dtype)
+    parts = every[rank::size], every.flip(0)[: TERMS if rank == 0 else 0]
+    found = {digest_of(idist.exact_sum(part)) for part in parts}
     if size == TERMS:
-        last_first = every[TERMS - 1 - here]
-        found.add(digest_of(idist.all_reduce(last_first, group=group, exact=True)))
+        found.add(digest_of(idist.all_reduce(every[TERMS - 1 - rank], exact=True)))
     return found
 
 

@@ -22,9 +22,6 @@ ClusterName=virtual
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
 SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool/%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -34,16 +31,11 @@ SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-SchedulerType=sched/backfill
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=5
-InactiveLimit=0
-SwitchType=switch/none
 """
 _NODE = (
     "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 RealMemory=2000\n"
@@ -117,13 +109,7 @@ def _start_munge() -> None:
     Path("/run/munge").mkdir(parents=True, exist_ok=True)
     if not key.exists() or not key.read_bytes():
         key.write_bytes(os.urandom(1024))
-    for path in (
-        key,
-        key.parent,
-        Path("/run/munge"),
-        Path("/var/lib/munge"),
-        Path("/var/log/munge"),
-    ):
+    for path in (key, key.parent, "/run/munge", "/var/lib/munge", "/var/log/munge"):
         shutil.chown(path, "munge", "munge")
     key.chmod(0o400)
     Path("/run/munge").chmod(0o755)

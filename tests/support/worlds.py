@@ -13,12 +13,6 @@ from tests.support.requirements import is_required, require_backend
 
 real = pytest.mark.real
 SERIAL = pytest.param("serial", 1, id="serial")
-QUICK = [
-    SERIAL,
-    pytest.param("threads", 2, id="threads-2"),
-    pytest.param("threads", 3, id="threads-3"),
-    pytest.param("gloo", 2, id="gloo-2"),
-]
 REAL = [
     pytest.param("mpi4py", 2, id="mpi4py-2", marks=real),
     pytest.param("horovod", 2, id="horovod-2", marks=real),
