@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.examples import EXAMPLES
-from tests.support.manifests import JOBS, command_of, documents, job_of, pods_of
+from tests.support.examples import EXAMPLES, JOBS, command_of, documents, job_of, pods_of
 from tests.support.requirements import require
 
 OLDEST = "1.31"  # of the versions of Kubernetes that a manifest is checked for

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import LIMIT_S, run, started
-from tests.support.examples import EXAMPLES, numbers
-from tests.support.manifests import JOBS, command_of, pods_of
+from tests.support.examples import EXAMPLES, JOBS, command_of, numbers, pods_of
 from tests.support.virtual_hosts import Hosts
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]

@@ -16,7 +16,7 @@ import torch
 import unisono as idist
 from tests.real.jobs import adopted, run_digits, run_parts, run_theirs, say
 from tests.real.oracle import check_collectives, check_exchange, same
-from unisono.context import ContextState
+from unisono.context import ContextState, communicator
 from unisono.errors import CollectiveTimeoutError, ContextError, GroupMembershipError
 from unisono.model.reduction import ReduceOp
 from unisono.models.mpi import world as setup
@@ -222,25 +222,25 @@ def facade_adopted() -> None:
     assert not MPI.Is_finalized()
 
 
+def fail(model: Any) -> None:
+    """Raise on rank 1 while the other waits for it."""
+    model.exchange(b"")
+    say("AT WORK")
+    if model.topology.rank == 1:
+        raise KeyError("rank 1 has a bug")
+    model.all_reduce(torch.ones(1), ReduceOp.SUM)
+
+
 def facade_fail() -> None:
     idist.initialize("mpi4py")
-    idist.barrier()
-    say("AT WORK")
-    if idist.get_rank() == 1:
-        raise KeyError("rank 1 has a bug")
-    idist.all_reduce(1)
+    fail(communicator().model)
 
 
 def fail_adopted() -> None:
     from mpi4py import MPI
 
     assert MPI.Is_initialized()
-    model = adopted(MpiModel)
-    model.exchange(b"")
-    say("AT WORK")
-    if model.topology.rank == 1:
-        raise KeyError("rank 1 has a bug")
-    model.all_reduce(torch.ones(1), ReduceOp.SUM)
+    fail(adopted(MpiModel))
 
 
 def abort() -> None:

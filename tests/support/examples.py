@@ -1,4 +1,4 @@
-"""The programs of examples/, to be run or called."""
+"""The programs of examples/, to be run or called, and what its manifests ask of Kubernetes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
+JOBS = ("job", "jobset")
+# What the controllers of Jobs and of JobSets tell each pod, of a job or a set called `images`.
+ANNOTATIONS = {
+    "batch.kubernetes.io/job-completion-index": "{index}",
+    "jobset.sigs.k8s.io/coordinator": "images-workers-0-0.images",
+}
 
 
 @cache
@@ -33,3 +41,41 @@ def commands() -> list[str]:
 def numbers(text: str, name: str) -> list[float]:
     """Give the numbers that an example printed after a name."""
     return [float(found) for found in re.findall(rf"{name}:? ([\d.]+)", text)]
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    yaml = pytest.importorskip("yaml", reason="PyYAML isn't installed")
+    return list(yaml.safe_load_all((EXAMPLES / "kubernetes" / f"{name}.yaml").read_text()))
+
+
+def job_of(name: str) -> dict[str, Any]:
+    """Give the Job of a manifest, or the one that a JobSet makes."""
+    last = documents(name)[-1]
+    if last["kind"] == "Job":
+        return last
+    (job,) = last["spec"]["replicatedJobs"]
+    assert job["replicas"] == 1
+    names = {"name": f"{last['metadata']['name']}-{job['name']}-0"}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": names, **job["template"]}
+
+
+def pods_of(name: str) -> tuple[dict[str, Any], int]:
+    """Give the template of its pods, and how many there are."""
+    spec = job_of(name)["spec"]
+    return spec["template"], spec["completions"]
+
+
+def command_of(template: dict[str, Any], index: int) -> list[str]:
+    """Give the command of the pod of a number, its variables filled in as Kubernetes does it."""
+    (container,) = template["spec"]["containers"]
+    variables = {}
+    for variable in container["env"]:
+        path = variable["valueFrom"]["fieldRef"]["fieldPath"]
+        found = re.fullmatch(r"metadata\.annotations\['(.+)'\]", path)
+        assert found, path
+        variables[variable["name"]] = ANNOTATIONS[found[1]].format(index=index)
+
+    def fill(word: str) -> str:
+        return re.sub(r"\$\((\w+)\)", lambda name: variables[name[1]], word)
+
+    return [fill(word) for word in container["command"]]

@@ -27,6 +27,7 @@ import torch
 
 import unisono as idist
 from unisono.errors import UnisonoError
+from unisono.testing.cases._law import same
 
 _OURS = str(Path(idist.__file__).parent)
 _SIZE = 300_000  # elements: too large for a round of the control plane
@@ -126,65 +127,24 @@ def alarm(after_s: float, error: type[BaseException] = KeyboardInterrupt) -> Ite
         signal.signal(signal.SIGALRM, before)
 
 
-def _number(rank: int, tag: int) -> int:
-    return 10 * tag + rank
+def _numbers(tag: int) -> list[int]:
+    """Give what each rank brings."""
+    return [10 * tag, 10 * tag + 1]
 
 
-def _numbers(rank: int, tag: int) -> list[int]:
-    return [_number(0, tag), _number(1, tag)]
+def _tensor(number: int, size: int = _SIZE) -> torch.Tensor:
+    return torch.full((size,), number, dtype=torch.int64)
 
 
-def _total(rank: int, tag: int) -> int:
-    return sum(_numbers(rank, tag))
-
-
-def _totals(rank: int, tag: int) -> list[int]:
-    return [_total(rank, tag)]
-
-
-def _first(rank: int, tag: int) -> int:
-    return _number(0, tag)
-
-
-def _of_rank_0(give: Callable[[int, int], Any]) -> Callable[[int, int], Any]:
-    return lambda rank, tag: None if rank else give(rank, tag)
-
-
-def _tensor(rank: int, tag: int, size: int = 4) -> Any:
-    return torch.full((size,), _number(rank, tag), dtype=torch.int64)
-
-
-def _large(rank: int, tag: int) -> Any:
-    return _tensor(rank, tag, _SIZE)
-
-
-def _alike(found: Any, wanted: Any) -> bool:
-    """Compare values; of a tensor each equal part is filled with one of the numbers."""
-    if isinstance(found, torch.Tensor):
-        parts = found.reshape(len(wanted), -1)
-        return all(bool((part == each).all()) for part, each in zip(parts, wanted, strict=True))
-    if isinstance(found, dict):
-        return found.keys() == wanted.keys() and all(_alike(found[k], wanted[k]) for k in found)
-    if isinstance(found, list):
-        return len(found) == len(wanted) and all(map(_alike, found, wanted))
-    return bool(found == wanted)
-
-
-def _section(rank: int, tag: int) -> int:
+def _section(rank: int, numbers: list[int]) -> int:
     with idist.one_rank_first():
-        return tag
+        return numbers[rank]
 
 
-def _message(rank: int, tag: int) -> Any:
-    if rank == 0:
-        return idist.send((0, tag), 1)
-    return idist.recv(0)
-
-
-def _started(rank: int, tag: int) -> list[Any]:
+def _started(rank: int, numbers: list[int]) -> list[Any]:
     handles = [
-        idist.all_gather(_number(rank, tag), async_op=True),
-        idist.all_reduce(_large(rank, tag), async_op=True),
+        idist.all_gather(numbers[rank], async_op=True),
+        idist.all_reduce(_tensor(numbers[rank]), async_op=True),
         idist.barrier(async_op=True),
     ]
     return [handle.wait() for handle in handles]
@@ -192,53 +152,77 @@ def _started(rank: int, tag: int) -> list[Any]:
 
 @dataclass(frozen=True)
 class Operation:
-    """A call, and what it should give on a rank."""
+    """A call, and what it should give, for a rank and the numbers of both ranks."""
 
-    call: Callable[[int, int], Any]
-    gives: Callable[[int, int], Any]
+    make: Callable[[int, list[int]], Any]
+    due: Callable[[int, list[int]], Any]
+
+    def call(self, rank: int, tag: int) -> Any:
+        return self.make(rank, _numbers(tag))
+
+    def gives(self, rank: int, tag: int) -> Any:
+        return self.due(rank, _numbers(tag))
 
 
 OPERATIONS = {
-    name: Operation(call, gives)
-    for name, (call, gives) in {
-        "all_reduce of a number": (lambda r, t: idist.all_reduce(_number(r, t)), _total),
-        "all_reduce of a small tensor": (lambda r, t: idist.all_reduce(_tensor(r, t)), _totals),
-        "all_reduce of a large tensor": (lambda r, t: idist.all_reduce(_large(r, t)), _totals),
-        "all_reduce of a dict": (
-            lambda r, t: idist.all_reduce({"n": _number(r, t), "t": _tensor(r, t)}),
-            lambda r, t: {"n": _total(r, t), "t": _totals(r, t)},
+    name: Operation(make, due)
+    for name, (make, due) in {
+        "all_reduce of a number": (lambda r, n: idist.all_reduce(n[r]), lambda r, n: sum(n)),
+        "all_reduce of a small tensor": (
+            lambda r, n: idist.all_reduce(_tensor(n[r], 4)),
+            lambda r, n: _tensor(sum(n), 4),
         ),
-        "all_reduce_": (lambda r, t: idist.all_reduce_(_large(r, t)), _totals),
+        "all_reduce of a large tensor": (
+            lambda r, n: idist.all_reduce(_tensor(n[r])),
+            lambda r, n: _tensor(sum(n)),
+        ),
+        "all_reduce of a dict": (
+            lambda r, n: idist.all_reduce({"n": n[r], "t": _tensor(n[r], 4)}),
+            lambda r, n: {"n": sum(n), "t": _tensor(sum(n), 4)},
+        ),
+        "all_reduce_": (
+            lambda r, n: idist.all_reduce_(_tensor(n[r])),
+            lambda r, n: _tensor(sum(n)),
+        ),
         "all_gather of objects": (
-            lambda r, t: idist.all_gather({"n": _number(r, t)}),
-            lambda r, t: [{"n": number} for number in _numbers(r, t)],
+            lambda r, n: idist.all_gather({"n": n[r]}),
+            lambda r, n: [{"n": number} for number in n],
         ),
         "all_gather of large objects": (
-            lambda r, t: idist.all_gather(str(_number(r, t)) * _SIZE),
-            lambda r, t: [str(number) * _SIZE for number in _numbers(r, t)],
+            lambda r, n: idist.all_gather(str(n[r]) * _SIZE),
+            lambda r, n: [str(number) * _SIZE for number in n],
         ),
-        "all_gather of tensors": (lambda r, t: idist.all_gather(_large(r, t)), _numbers),
-        "broadcast": (lambda r, t: idist.broadcast(_number(r, t), src=0), _first),
+        "all_gather of tensors": (
+            lambda r, n: idist.all_gather(_tensor(n[r])),
+            lambda r, n: torch.cat([*map(_tensor, n)]),
+        ),
+        "broadcast": (lambda r, n: idist.broadcast(n[r], src=0), lambda r, n: n[0]),
         "broadcast_": (
-            lambda r, t: idist.broadcast_(_large(r, t), src=1),
-            lambda r, t: [_number(1, t)],
+            lambda r, n: idist.broadcast_(_tensor(n[r]), src=1),
+            lambda r, n: _tensor(n[1]),
         ),
-        "reduce": (lambda r, t: idist.reduce(_tensor(r, t), dst=0), _of_rank_0(_totals)),
-        "gather": (lambda r, t: idist.gather(_number(r, t), dst=0), _of_rank_0(_numbers)),
-        "scatter": (
-            lambda r, t: idist.scatter(None if r else _numbers(r, t), src=0),
-            _number,
+        "reduce": (
+            lambda r, n: idist.reduce(_tensor(n[r], 4), dst=0),
+            lambda r, n: None if r else _tensor(sum(n), 4),
         ),
-        "reduce_scatter": (lambda r, t: idist.reduce_scatter(_tensor(r, t)), _totals),
-        "all_to_all": (lambda r, t: idist.all_to_all([_number(r, t)] * 2), _numbers),
-        "barrier": (lambda r, t: idist.barrier(), lambda r, t: None),
-        "messages": (_message, lambda r, t: (0, t) if r else None),
+        "gather": (lambda r, n: idist.gather(n[r], dst=0), lambda r, n: None if r else n),
+        "scatter": (lambda r, n: idist.scatter(None if r else n, src=0), lambda r, n: n[r]),
+        "reduce_scatter": (
+            lambda r, n: idist.reduce_scatter(_tensor(n[r], 4)),
+            lambda r, n: _tensor(sum(n), 2),
+        ),
+        "all_to_all": (lambda r, n: idist.all_to_all([n[r]] * 2), lambda r, n: n),
+        "barrier": (lambda r, n: idist.barrier(), lambda r, n: None),
+        "messages": (
+            lambda r, n: idist.recv(0) if r else idist.send((0, n[0]), 1),
+            lambda r, n: (0, n[0]) if r else None,
+        ),
         "new_group": (
-            lambda r, t: idist.all_gather(_number(r, t), group=idist.new_group([0, 1])),
-            _numbers,
+            lambda r, n: idist.all_gather(n[r], group=idist.new_group([0, 1])),
+            lambda r, n: n,
         ),
-        "one_rank_first": (_section, lambda r, t: t),
-        "handles": (_started, lambda r, t: [_numbers(r, t), _totals(r, t), None]),
+        "one_rank_first": (_section, lambda r, n: n[r]),
+        "handles": (_started, lambda r, n: [n, _tensor(sum(n)), None]),
     }.items()
 }
 
@@ -283,15 +267,13 @@ def run_trial(trial: Trial, rank: int) -> Report:
 
     def attempt(what: str, call: Callable[[], Any], wanted: Any, *interrupt: Any) -> None:
         try:
-            value = call()
-            if not _alike(value, wanted):
-                report.wrong += f"{what} gave {str(value)[:200]}; "
+            same(call(), wanted)
         except interrupt:
             report.was_interrupted = True
         except UnisonoError as error:
             report.said += f"{what}: {type(error).__name__}: {error}; "
         except BaseException as error:
-            report.wrong += f"{what} raised {type(error).__name__}: {error}; "
+            report.wrong += f"{what}: {type(error).__name__}: {error}; "
 
     begin, wanted = time.monotonic(), operation.gives(rank, trial.tag)
     attempt("it", lambda: _interrupted(trial, rank, operation, report), wanted, trial.error)
