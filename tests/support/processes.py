@@ -66,17 +66,12 @@ def until(condition: Callable[[], _T], seconds: float) -> _T:
 
 
 def gone(pids: Iterable[int], within_s: float) -> list[int]:
-    """Wait until processes have ended; give the ids of those that haven't in time."""
+    """Wait until processes have ended; end those that haven't in time, and give their ids."""
     processes = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             processes.append(psutil.Process(pid))
-    with contextlib.suppress(AssertionError):
-        until(lambda: not any(map(_is_alive, processes)), within_s)
-    alive = [process for process in processes if _is_alive(process)]
-    for process in alive:
-        process.kill()
-    return [process.pid for process in alive]
+    return [each.pid for each in _ended(lambda: [*filter(_is_alive, processes)], within_s)]
 
 
 def _is_alive(process: psutil.Process) -> bool:
@@ -87,19 +82,28 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def marked(mark: str, within_s: float) -> list[str]:
-    """Wait until no other process has the mark; list those that still do."""
-    with contextlib.suppress(AssertionError):
-        until(lambda: not _marked(mark), within_s)
-    return _marked(mark)
+    """Wait until no other process has the mark; end those that still do, and list them."""
+    left = _ended(lambda: _marked(mark), within_s)
+    return [f"{each.pid} {each.info['cmdline']}" for each in left]
 
 
-def _marked(mark: str) -> list[str]:
-    commands = []
-    for process in psutil.process_iter():
+def _marked(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
         with contextlib.suppress(psutil.Error):
             if process.environ().get(MARK) == mark and process.pid != os.getpid():
-                commands.append(f"{process.pid} {process.cmdline()}")
-    return commands
+                found.append(process)
+    return found
+
+
+def _ended(living: Callable[[], list[psutil.Process]], within_s: float) -> list[psutil.Process]:
+    with contextlib.suppress(AssertionError):
+        until(lambda: not living(), within_s)
+    left = living()
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    return left
 
 
 def python(
