@@ -16,8 +16,7 @@ import pytest
 
 from tests.support.measures import Table, says_little
 from tests.support.requirements import require
-from tests.support.virtual_hosts import Hosts
-from tests.support.virtual_wire import Wire, virtual_wire, why_not
+from tests.support.virtual_hosts import Hosts, Wire, virtual_wire, why_no_wire
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 TIMEOUT_S = 5.0
@@ -68,7 +67,7 @@ def step_of(process: subprocess.Popen[str]) -> float:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Hosts, Wire]]:
-    require("netns", why_not())
+    require("netns", why_no_wire())
     with virtual_wire(Path(tmp_path_factory.mktemp("wire"))) as made:
         yield made
 
