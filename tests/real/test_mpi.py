@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -191,20 +191,17 @@ def report(info: RankInfo) -> RankInfo:
     return info
 
 
-def break_down(how: str, info: RankInfo) -> None:
+def break_down(end: Callable[[], object], info: RankInfo) -> None:
     if info.rank == 1:
-        if how == "exit":
-            sys.exit(3)
-        if how == "signal":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "code":
-            os._exit(7)
-    if how == "peer" and info.rank == 0:
-        raise PeerFailedError("rank 1 failed", 1)
-    if how == "peer":
-        time.sleep(0.2)
-        raise KeyError("rank 1 has a bug")
+        end()
     time.sleep(600)
+
+
+def fail_after_a_peer(info: RankInfo) -> None:
+    if info.rank == 0:
+        raise PeerFailedError("rank 1 failed", 1)
+    time.sleep(0.2)
+    raise KeyError("rank 1 has a bug")
 
 
 @pytest.mark.usefixtures("runtime", "nothing_left")
@@ -223,26 +220,31 @@ class TestLauncher:
 
     def test_the_error_is_the_first_failure_of_its_own_kind(self) -> None:
         with pytest.raises(WorkerFailedError, match="rank 1 of 2 raised KeyError") as caught:
-            launcher.launch(partial(break_down, "peer"), LaunchPlan(2))
+            launcher.launch(fail_after_a_peer, LaunchPlan(2))
         assert caught.value.rank == 1
-        assert "break_down" in caught.value.traceback
+        assert "fail_after_a_peer" in caught.value.traceback
         assert isinstance(caught.value.__cause__, KeyError)
 
     @pytest.mark.parametrize(
-        ("how", "exit_code", "name"),
-        [("exit", 3, None), ("code", 7, None), ("signal", None, "SIGKILL")],
+        ("end", "said"),
+        [
+            (lambda: sys.exit(3), (3, None)),
+            (lambda: os._exit(7), (7, None)),
+            (lambda: os.kill(os.getpid(), signal.SIGKILL), (None, "SIGKILL")),
+        ],
+        ids=["exit", "code", "signal"],
     )
     def test_a_rank_that_dies_is_named(
-        self, how: str, exit_code: int | None, name: str | None
+        self, end: Callable[[], object], said: tuple[int | None, str | None]
     ) -> None:
         with pytest.raises(WorkerFailedError, match="rank 1 of 2") as caught:
-            launcher.launch(partial(break_down, how), LaunchPlan(2))
+            launcher.launch(partial(break_down, end), LaunchPlan(2))
         assert caught.value.rank == 1
-        assert (caught.value.exit_code, caught.value.signal) == (exit_code, name)
+        assert (caught.value.exit_code, caught.value.signal) == said
 
     def test_a_job_that_takes_too_long_is_ended(self) -> None:
         with pytest.raises(LaunchError, match=r"ranks \[0, 1\]"):
-            launcher.launch(partial(break_down, "wait"), LaunchPlan(2), timeout_s=1.0)
+            launcher.launch(partial(break_down, str), LaunchPlan(2), timeout_s=1.0)
 
     def test_a_result_that_cannot_be_pickled_is_an_error(self) -> None:
         with pytest.raises(WorkerFailedError, match="can't be pickled"):
