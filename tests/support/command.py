@@ -59,7 +59,7 @@ def nobody_is_left(mark: str, limit_s: float = GONE_S) -> None:
     assert not left
 
 
-def run(words: Sequence[str], limit_s: float = LIMIT_S, **more: str) -> Done:
+def run(words: Sequence[str], limit_s: float = LIMIT_S, /, **more: str) -> Done:
     """Run a command to its end, and check that no process of it is left."""
     with started(words, **more) as job:
         begin = time.monotonic()

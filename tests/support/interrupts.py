@@ -142,7 +142,7 @@ def _section(rank: int, numbers: list[int]) -> int:
 
 
 def _started(rank: int, numbers: list[int]) -> list[Any]:
-    handles = [
+    handles: list[Any] = [
         idist.all_gather(numbers[rank], async_op=True),
         idist.all_reduce(_tensor(numbers[rank]), async_op=True),
         idist.barrier(async_op=True),
