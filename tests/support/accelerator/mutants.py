@@ -84,7 +84,7 @@ MUTANTS: dict[str, tuple[Mutant, str, str]] = {
         replaces(
             _dtype_emulation,
             "all_reduce",
-            lambda *args: _reduce(*args[:4], torch.device("cpu")),
+            lambda *args: _reduce(*args[:4], device=torch.device("cpu")),
         ),
         _RESULTS,
         _OF_CPU,
