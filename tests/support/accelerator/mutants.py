@@ -22,6 +22,7 @@ from unisono.payload import codec, memory, pickling
 Mutant: TypeAlias = Callable[[pytest.MonkeyPatch], None]
 """Puts something wrong into a process, and so into its forks, before they initialise."""
 _choose, _gather = process_group.choose_device, NativeModel.all_gather
+_CPU = torch.device("cpu")
 _reduce, _from_bytes = _dtype_emulation.all_reduce, memory.from_bytes
 
 
@@ -84,7 +85,7 @@ MUTANTS: dict[str, tuple[Mutant, str, str]] = {
         replaces(
             _dtype_emulation,
             "all_reduce",
-            lambda *args: _reduce(*args[:4], device=torch.device("cpu")),
+            lambda context, tensor, op, group, _: _reduce(context, tensor, op, group, _CPU),
         ),
         _RESULTS,
         _OF_CPU,
