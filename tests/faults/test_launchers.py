@@ -20,8 +20,8 @@ from tests.support.measures import Clock, Table, says_little, slack
 from tests.support.processes import MARK, Pipe, gone, marked, python, say
 from tests.support.random_programs.draws import programs
 from tests.support.random_programs.on_ranks import FAILURES as PROGRAM_FAULTS
-from tests.support.random_programs.on_ranks import play, run_until
-from tests.support.random_programs.steps import Step, wrong_with
+from tests.support.random_programs.on_ranks import play, run_until, wrong_with
+from tests.support.random_programs.steps import Step
 from tests.support.requirements import require_backend
 from tests.support.ways import SIZE
 from unisono import WorkerPool, context

@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 import unisono
-from tests.support.random_programs.steps import BASIC, Step, begin
+from tests.support.random_programs.on_ranks import begin
+from tests.support.random_programs.steps import BASIC, Step
 from tests.support.random_programs.values import Filled
 from tests.support.shared_memory import mappings, shared_bytes
 

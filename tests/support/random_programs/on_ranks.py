@@ -2,33 +2,134 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
+
+import torch
+from torch import nn
 
 import unisono
 from tests.support.faults import FAULTS, Fault
 from tests.support.processes import in_fork
-from tests.support.random_programs.steps import Raised, Step, attempt, begin, expected, perform
+from tests.support.random_programs.steps import BASIC, Step, wrong
 from tests.support.random_programs.values import content, difference, make
+from unisono.errors import UnisonoError
 
-Found = Raised | str | None
-"""What was wrong with a step on a rank, or the error that it raised."""
 GroupKey = tuple[tuple[int, ...], int]
 """Ranks, and which of the groups of these."""
 _CHILD_S = 5  # for a fork to learn that it is one; it needs no other process
-_ENDS = ("CollectiveMismatchError", "CollectiveTimeoutError", "PeerFailedError")
 FAILURES = {
     "raises": FAULTS["raises"],
     "os._exit(3)": Fault(FAULTS["os._exit(3)"].do, "ended with exit code 3"),
     "SIGKILL": FAULTS["SIGKILL"],
 }
 """How a rank fails, and what the error says of it by any launcher."""
+
+
+@dataclass(frozen=True)
+class Raised:
+    """The error that a rank got."""
+
+    kind: str
+    text: str
+    is_ours: bool
+
+
+Found = Raised | str | None
+"""What was wrong with a step on a rank, or the error that it raised."""
+
+
+def _attempt(work: Callable[[], Any]) -> Any:
+    """Return what a call returns, or the error that it raises."""
+    try:
+        return work()
+    except Exception as error:
+        is_ours = isinstance(error, UnisonoError)
+        text = str(error) if is_ours else "".join(traceback.format_exception(error)[-3:])
+        return Raised(type(error).__name__, text[:600], is_ours)
+
+
+def _perform(step: Step, value: Any, group: Any = None) -> Any:
+    """Make the call of a step with a value, in `group` or one of the step's ranks."""
+    module = "unisono.compat.mmengine" if step.call.startswith("mm.") else "unisono"
+    given = [] if step.call == "barrier" else [value]
+    if step.call in ("reduce", "gather", "scatter") or "broadcast" in step.call:
+        given.append(step.root)
+    how = dict(step.options)
+    if "reduce" in step.call and step.call != "reduce_mean":
+        how["op"] = step.op
+    if step.call in BASIC:
+        how["group"] = list(step.group) if group is None and step.group is not None else group
+    if step.is_async:
+        how["async_op"] = True
+    call = getattr(importlib.import_module(module), step.call.removeprefix("mm."))
+    if step.call == "all_reduce_grads":
+        given = [[nn.Parameter(torch.zeros_like(grad)) for grad in value]]
+        for param, grad in zip(given[0], value, strict=True):
+            param.grad = grad
+    code = compile("\n" * step.line + "call(*given, **how)", "program.py", "eval")
+    return eval(code, {"call": call, "given": given, "how": how})
+
+
+def begin(step: Step, rank: int, group: Any = None) -> Callable[[], Found]:
+    """Make the call of a step on this rank; return what waits for it and says what was wrong.
+
+    Collective over the step's group.
+    """
+    value, is_read = make(step.values[rank]), step.ends not in ("raises", "reads")
+    before = content(value) if is_read else None
+    started = _attempt(lambda: _perform(step, value, group))
+
+    def finish() -> Found:
+        got = _attempt(lambda: _waited(started))
+        if not is_read:
+            return got if isinstance(got, Raised) else None
+        after = content(value)
+        if isinstance(got, Raised):
+            changed = got.is_ours and difference(after, before)
+            return f"{got!r}, but its value changed: {changed}" if changed else got
+        got = content(value if step.is_in_place and got is None else got)
+        return wrong(step, rank, got) or difference(after, got if step.is_in_place else before)
+
+    return finish
+
+
+def _waited(started: Any) -> Any:
+    if isinstance(started, unisono.Handle):
+        started.is_completed()
+        return started.wait()
+    return started
+
+
+def wrong_with(step: Step, found: Sequence[Found]) -> str | None:
+    """Return what is wrong with what the ranks found at a step, None if nothing is."""
+    for rank, one in enumerate(found):
+        if isinstance(one, str) or (isinstance(one, Raised) and not _may_raise(step, rank, one)):
+            return f"rank {rank}: {one!r}"
+    raised = [isinstance(found[rank], Raised) for rank in step.members]
+    if step.ends == "reads" or all(raised):
+        return None
+    if any(raised):
+        return f"not refused on every rank: {found!r}"
+    return "not refused" if step.ends in ("refused", "raises") else None
+
+
+def _may_raise(step: Step, rank: int, error: Raised) -> bool:
+    """Return whether an error of ours refuses a step with the ranks in step after it."""
+    if step.ends == "right" or not error.is_ours or rank not in step.members:
+        return False
+    # The argument of the rank's own is reported to it as such.
+    is_own = step.ends == "raises" and rank == step.root and step.call == "all_reduce_params"
+    kinds = ("PayloadError", "CollectiveMismatchError")
+    return step.ends == "reads" or error.kind in kinds or (is_own and error.kind == "ArgumentError")
 
 
 class _Held(threading.local):
@@ -49,10 +150,9 @@ def _group(key: GroupKey | None) -> Any:
     return _held.groups[key]
 
 
-def play(local_rank: int, program: Sequence[Step], key: GroupKey | None = None) -> list[Found]:
+def play(local_rank: int, program: Sequence[Step]) -> list[Found]:
     """Make calls one after the other; return what was wrong with each. Collective."""
-    rank, group = unisono.get_rank(), _group(key)
-    return [begin(step, rank, group)() for step in program]
+    return [begin(step, unisono.get_rank())() for step in program]
 
 
 def start(local_rank: int, number: int, step: Step, key: GroupKey | None) -> None:
@@ -79,54 +179,28 @@ def in_threads(
     """Use several groups of the same ranks, each in a thread of its own."""
     rank = unisono.get_rank()
     groups = [_group((ranks, i)) for i in range(len(turns))]
-    found: list[list[Found]] = [[] for _ in turns]
 
-    def go(i: int) -> None:
+    def go(i: int) -> list[Found]:
         time.sleep(delays_ms[rank][i] / 1000)  # so that the groups' calls come in any order
-        found[i] = [begin(step, rank, groups[i])() for step in turns[i]]
+        return [begin(step, rank, groups[i])() for step in turns[i]]
 
-    threads = [threading.Thread(target=go, args=(i,)) for i in range(len(turns))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    with ThreadPoolExecutor(len(turns)) as pool:
+        return list(pool.map(go, range(len(turns))))
 
 
-def _section(_: Any) -> None:
-    with unisono.one_rank_first():
-        pass
-
-
-def _peer() -> int:
-    return (unisono.get_rank() + 1) % unisono.get_world_size()
-
-
-OF_CHILDREN: dict[str, Callable[[Any], Any]] = {
-    "new_group": lambda _: unisono.new_group([0]),
-    "send": lambda _: unisono.send(1, _peer()),
-    "recv": lambda _: unisono.recv(_peer()),
-    "section": _section,
-    "the parent's handle": lambda handle: handle.wait(),
-}
-
-
-def fork(local_rank: int, ranks: tuple[int, ...], does: Step | str, has_handle: bool) -> str | None:
-    """Fork on some ranks, and call something in the children: they get an error that says so."""
+def fork(local_rank: int, ranks: tuple[int, ...], step: Step | None) -> str | None:
+    """Fork on some ranks; a call in the children, or their wait for the parent's, is an error."""
     rank, size = unisono.get_rank(), unisono.get_world_size()
-    handle = unisono.all_gather(rank, async_op=True) if has_handle else None
-    if isinstance(does, str):
-        work = partial(OF_CHILDREN[does], handle)
-    else:  # made here, for that takes OpenMP's threads, which a fork hasn't
-        how = {"async_op": True} if does.is_async else {}
-        work = partial(perform, does, make(does.values[rank]), **how)
+    handle = unisono.all_gather(rank, async_op=True)
+    # Made here, for that takes OpenMP's threads, which a fork hasn't.
+    value = None if step is None else make(step.values[rank])
 
     def child() -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_CHILD_S)
-        got = attempt(work)
+        got = _attempt(lambda: handle.wait() if step is None else _perform(step, value))
         # The parent's operation may have been done before the fork.
-        is_done = does == "the parent's handle" and got == list(range(size))
+        is_done = step is None and got == list(range(size))
         assert is_done or (isinstance(got, Raised) and got.kind == "ContextError"), got
 
     code = 0
@@ -134,7 +208,7 @@ def fork(local_rank: int, ranks: tuple[int, ...], does: Step | str, has_handle: 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python 3.12 warns of threads
             code = in_fork(child)
-    gathered = list(range(size)) if handle is None else handle.wait()
+    gathered = handle.wait()
     if code != 0 or gathered != list(range(size)) or unisono.all_reduce(1) != size:
         return f"its fork ended with {code}, and {gathered!r} was gathered"
     return None
@@ -148,71 +222,22 @@ def run_until(local_rank: int, program: Sequence[Step], at: int, victim: int, fa
     for i, step in enumerate(program):
         if i == at and rank == victim:
             FAILURES[failure].do()
-        perform(step, make(step.values[rank]), groups[step.group])
+        _perform(step, make(step.values[rank]), groups[step.group])
     if at >= len(program) and rank == victim:
         FAILURES[failure].do()
     unisono.barrier()
 
 
-@dataclass(frozen=True)
-class CallTooMany:
-    """Calls of all ranks, each on a line of its own, and one of a single rank among them.
-
-    Args:
-        calls: at least two after the extra one.
-        at: before which of them the extra call is.
-        extra: what the rank calls there.
-        rank: which.
-        is_async: whether all calls are started first and waited for then.
-    """
-
-    calls: tuple[Step, ...]
-    at: int
-    extra: Step
-    rank: int
-    is_async: bool
-
-
 def play_until_told(
-    local_rank: int, program: CallTooMany, timeout_s: float
-) -> list[tuple[int, Found]]:
-    """Make the calls until one raises; return which ones, and what was wrong. Collective."""
+    local_rank: int, programs: Sequence[Sequence[Step]], timeout_s: float
+) -> list[Found]:
+    """Make a rank's own calls until one raises; return what was wrong with each. Collective."""
     rank = unisono.get_rank()
     group = unisono.new_group(range(unisono.get_world_size()), timeout=timeout_s)
-    calls = list(enumerate(program.calls))
-    if rank == program.rank:
-        calls.insert(program.at, (len(calls), program.extra))
-    how: dict[str, Any] = {"async_op": True} if program.is_async else {}
-    started = []
-    found: list[tuple[int, Found]] = []
-    for i, step in calls:
-        # Each call has a place of its own in the source, by which ranks compare their calls.
-        source = "\n" * i + f"unisono.{step.call}(value, group=group, **how)"
-        where = {"unisono": unisono, "value": make(step.values[rank]), "group": group, "how": how}
-        code = compile(source, "program.py", "eval")
-        got = attempt(lambda code=code, where=where: eval(code, where))  # type: ignore[misc]
-        started.append((i, step, got))
-        if not program.is_async and isinstance(got, Raised):
+    found: list[Found] = []
+    begun = (begin(step, rank, group) for step in programs[rank])
+    for finish in list(begun) if programs[rank][0].is_async else begun:
+        found.append(finish())
+        if isinstance(found[-1], Raised):
             break
-    for i, step, got in started:
-        if isinstance(got, unisono.Handle):
-            got = attempt(got.wait)
-        if isinstance(got, Raised):
-            return [*found, (i, got)]
-        wrong = difference(content(got), content(expected(step, rank)))
-        found.append((i, "it was done alone" if step is program.extra else wrong))
     return found
-
-
-def wrong_outcome(program: CallTooMany, found: Sequence[list[tuple[int, Found]]]) -> str | None:
-    """Return what is wrong with what the ranks found: one was given wrong values, or no error."""
-    # Of calls of one kind, one that came together is noticed one call later.
-    is_same = program.extra.call == program.calls[program.at].call
-    for rank, outcomes in enumerate(found):
-        wrong = [(i, one) for i, one in outcomes if isinstance(one, str)]
-        if len(wrong) > is_same:
-            return f"rank {rank} got wrong values: {wrong}"
-        last = outcomes[-1][1]
-        if not isinstance(last, Raised) or not last.is_ours or last.kind not in _ENDS:
-            return f"rank {rank} got no error of ours at the end: {outcomes}"
-    return None
