@@ -19,6 +19,9 @@ traitlets = pytest.importorskip("traitlets.config")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of IPython's own
 
 
+Shown = Callable[[str, str], list[str]]
+
+
 @pytest.fixture
 def shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
     config = traitlets.Config({"HistoryManager": {"enabled": False}})
@@ -29,7 +32,7 @@ def shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
 
 
 @pytest.fixture
-def shown(shell: Any, capsys: pytest.CaptureFixture[str]) -> Callable[[str, str], list[str]]:
+def shown(shell: Any, capsys: pytest.CaptureFixture[str]) -> Shown:
     """Runs a cell, and gives the lines that it shows; what it raises, it raises here."""
 
     def run(line: str, cell: str) -> list[str]:
@@ -40,8 +43,15 @@ def shown(shell: Any, capsys: pytest.CaptureFixture[str]) -> Callable[[str, str]
     return run
 
 
+def raised(shown: Shown, error: type[BaseException], line: str, cell: str) -> str:
+    """Run a cell that fails; give the traceback that it shows."""
+    with pytest.raises(error) as caught:
+        shown(line, cell)
+    return "\n".join(caught.value._render_traceback_())  # type: ignore[attr-defined]
+
+
 @pytest.mark.fast
-def test_equal_lines_and_values_are_shown_once(shown: Callable[[str, str], list[str]]) -> None:
+def test_equal_lines_and_values_are_shown_once(shown: Shown) -> None:
     cell = "print('same')\nprint('I am', rank)\nprint('same too')\nx = rank\nsize"
     lines = ["same", "[rank 0] I am 0", "[rank 1] I am 1", "same too", "2"]
     assert shown("2 --on threads", cell) == lines
@@ -52,7 +62,7 @@ def test_equal_lines_and_values_are_shown_once(shown: Callable[[str, str], list[
     assert shown("", "x") == ["[rank 0] 0", "[rank 1] 5"]
 
 
-def test_bars_of_ranks_do_not_tangle(shown: Callable[[str, str], list[str]]) -> None:
+def test_bars_of_ranks_do_not_tangle(shown: Shown) -> None:
     cell = (
         "import sys\n"
         "for done in range(5):\n"
@@ -67,12 +77,8 @@ def test_bars_of_ranks_do_not_tangle(shown: Callable[[str, str], list[str]]) -> 
     assert shown("", written) == ["by a child", "by a descriptor"]
 
 
-def test_an_error_of_all_ranks_is_one_and_shows_the_cell(
-    shell: Any, shown: Callable[[str, str], list[str]]
-) -> None:
-    with pytest.raises(ZeroDivisionError) as caught:
-        shown("2 --on threads", "y = 3\ny / 0")
-    text = "\n".join(caught.value._render_traceback_())  # type: ignore[attr-defined]
+def test_an_error_of_all_ranks_is_one_and_shows_the_cell(shell: Any, shown: Shown) -> None:
+    text = raised(shown, ZeroDivisionError, "2 --on threads", "y = 3\ny / 0")
     assert text.startswith("all 2 ranks raised ZeroDivisionError: division by zero")
     assert f'File "In[{shell.execution_count}]", line 3, in <module>\n    y / 0' in text
     with pytest.raises(SyntaxError):
@@ -83,22 +89,16 @@ def test_an_error_of_all_ranks_is_one_and_shows_the_cell(
 
 
 @pytest.mark.parametrize("backend", ["threads", "gloo"])
-def test_ranks_that_wait_for_a_failed_one_stay(
-    shown: Callable[[str, str], list[str]], backend: str
-) -> None:
-    with pytest.raises(ValueError, match="on one rank") as caught:
-        cell = "x = rank\nif rank == 1:\n    raise ValueError('on one rank')\nidist.all_reduce(1)"
-        shown(f"2 --on {backend}", cell)
-    text = "\n".join(caught.value._render_traceback_())  # type: ignore[attr-defined]
+def test_ranks_that_wait_for_a_failed_one_stay(shown: Shown, backend: str) -> None:
+    cell = "x = rank\nif rank == 1:\n    raise ValueError('on one rank')\nidist.all_reduce(1)"
+    text = raised(shown, ValueError, f"2 --on {backend}", cell)
     assert text.startswith("rank 1 of 2 raised ValueError: on one rank")
     assert "    idist.all_reduce(1)\n" in text
     assert shown("", "idist.all_reduce(1), x") == ["[rank 0] (2, 0)", "[rank 1] (2, 1)"]
 
 
 @pytest.mark.parametrize("backend", ["threads", "gloo"])
-def test_an_interrupt_leaves_the_names(
-    shown: Callable[[str, str], list[str]], tmp_path: Path, backend: str
-) -> None:
+def test_an_interrupt_leaves_the_names(shown: Shown, tmp_path: Path, backend: str) -> None:
     folder = tmp_path / "busy"
     folder.mkdir()
     cell = f"x = rank + 1\nopen({str(folder)!r} + f'/{{rank}}', 'w').close()\nwhile True: pass"
@@ -113,19 +113,17 @@ def test_an_interrupt_leaves_the_names(
     watcher = threading.Thread(target=interrupt)
     watcher.start()
     try:
-        with pytest.raises(KeyboardInterrupt) as caught:
-            shown(f"2 --on {backend}", cell)
+        text = raised(shown, KeyboardInterrupt, f"2 --on {backend}", cell)
     finally:
         is_over.set()
         watcher.join()
-    text = "\n".join(caught.value._render_traceback_())  # type: ignore[attr-defined]
     assert "while True: pass" in text
     assert text.endswith("The ranks and all their names stay.")
     assert shown("", "x") == ["[rank 0] 1", "[rank 1] 2"]
 
 
 def test_a_rank_that_cannot_be_interrupted_is_given_up(
-    shown: Callable[[str, str], list[str]],
+    shown: Shown,
 ) -> None:
     stuck = (
         "import ctypes\n"
@@ -133,11 +131,8 @@ def test_a_rank_that_cannot_be_interrupted_is_given_up(
         "if rank == 1:\n"
         "    lock(mutex), lock(mutex)\n"  # forever, in C, with Python's own lock
     )
-    with pytest.raises(
-        CollectiveTimeoutError, match="rank 1 of 2 weren't done after 0.5 s"
-    ) as late:
-        shown("2 --on gloo --timeout 0.5", stuck)
-    text = "\n".join(late.value._render_traceback_())  # type: ignore[attr-defined]
+    text = raised(shown, CollectiveTimeoutError, "2 --on gloo --timeout 0.5", stuck)
+    assert "rank 1 of 2 weren't done after 0.5 s" in text
     assert "line 5 in <module>" in text
     assert "their names are lost" in text
     assert shown("", "idist.all_reduce(1)") == ["2"]
@@ -147,22 +142,21 @@ GATE = threading.Event()
 
 
 def test_a_thread_that_cannot_be_interrupted_is_left_to_itself(
-    shown: Callable[[str, str], list[str]],
+    shown: Shown,
 ) -> None:
     GATE.clear()
     stuck = f"from {__name__} import GATE\nx = rank\nif rank == 1:\n    GATE.wait()"
     try:
-        with pytest.raises(CollectiveTimeoutError, match=r"rank 1 of 2 weren't done") as late:
-            shown("2 --on threads --timeout 0.5", stuck)
+        text = raised(shown, CollectiveTimeoutError, "2 --on threads --timeout 0.5", stuck)
         assert shown("", "x, idist.all_reduce(1)") == ["[rank 0] (0, 2)", "[rank 1] (1, 2)"]
     finally:
         GATE.set()
-    text = "\n".join(late.value._render_traceback_())  # type: ignore[attr-defined]
+    assert "rank 1 of 2 weren't done" in text
     assert "GATE.wait()" in text
     assert "names stay" in text
 
 
-def test_a_death_between_cells_is_told(shown: Callable[[str, str], list[str]]) -> None:
+def test_a_death_between_cells_is_told(shown: Shown) -> None:
     shown("2 --on gloo", "x = 1\nimport os")
     with pytest.raises(WorkerFailedError, match="rank 0 of 2 ended with exit code 7"):
         shown("", "if rank == 0: os._exit(7)\nidist.barrier()")
@@ -171,7 +165,7 @@ def test_a_death_between_cells_is_told(shown: Callable[[str, str], list[str]]) -
 
 
 def test_sets_of_ranks_stay_beside_each_other(
-    shell: Any, shown: Callable[[str, str], list[str]], capsys: pytest.CaptureFixture[str]
+    shell: Any, shown: Shown, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ArgumentError, match="%%ranks 4"):
         shown("", "1")

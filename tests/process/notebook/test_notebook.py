@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,8 @@ def interrupt_when_busy(client: Any, folder: Path, is_over: threading.Event) -> 
             return
 
 
-@pytest.fixture(scope="module")
-def cells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """What each cell shows, by its name."""
-    for name in ("nbclient", "ipykernel"):
-        pytest.importorskip(name, reason=f"{name} isn't installed")
-    yield execute(tmp_path_factory.mktemp("notebook"))
-
-
 def execute(folder: Path) -> dict[str, str]:
+    """Execute the notebook; give by name what each cell shows."""
     nbclient, nbformat = map(importlib.import_module, ("nbclient", "nbformat"))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     client = nbclient.NotebookClient(
@@ -63,38 +55,40 @@ def text_of(output: Any) -> str:
     return str(output.get("text", ""))
 
 
-def test_ranks_keep_their_names_from_cell_to_cell(cells: dict[str, str]) -> None:
-    assert cells["start"].splitlines() == ["all ranks say this", "1"]
-    assert cells["state"].splitlines() == ["[rank 0] rank 0 has [0]", "[rank 1] rank 1 has [10]"]
-    assert cells["gather"].splitlines() == ["[0, 10]"]
-    assert cells["one-rank"].splitlines() == ["[rank 0] [0, 1]"]
-
-
-def test_an_error_is_the_rank_s_own_and_all_names_stay(cells: dict[str, str]) -> None:
+def test_each_cell_of_the_notebook_shows_what_it_should(tmp_path: Path) -> None:
+    for name in ("nbclient", "ipykernel"):
+        pytest.importorskip(name, reason=f"{name} isn't installed")
+    cells = execute(tmp_path)
+    lines = {
+        "start": ["all ranks say this", "1"],
+        "state": ["[rank 0] rank 0 has [0]", "[rank 1] rank 1 has [10]"],
+        "gather": ["[0, 10]"],
+        "one-rank": ["[rank 0] [0, 1]"],
+        "still": ["[rank 0] [0, 1]", "[rank 1] [10]"],
+        "after": ["[rank 0] ([0, 1], 2)", "[rank 1] ([10], 2)"],
+        "fresh": ["(2, False)"],
+    }
+    assert {name: cells[name].splitlines() for name in lines} == lines
     assert cells["error"].startswith("ZeroDivisionError: division by zero\n")
-    assert "rank 0 of 2 raised ZeroDivisionError" in cells["error"]
-    assert re.search(r'File "In\[\d+\]", line 3, in share\n    return 12 / parts\n', cells["error"])
-    assert cells["still"].splitlines() == ["[rank 0] [0, 1]", "[rank 1] [10]"]
-
-
-def test_an_interrupt_says_where_each_rank_was_and_ends_none(cells: dict[str, str]) -> None:
-    shown = cells["interrupt"]
-    assert shown.startswith("KeyboardInterrupt")
-    assert "rank 0 of 2:" in shown
-    assert "    idist.all_reduce(1)\n" in shown
-    assert "The ranks and all their names stay" in shown
-    assert "their context was made again" in shown
-
-
-def test_a_hang_ends_at_its_limit_with_the_stack_of_every_rank(cells: dict[str, str]) -> None:
-    shown = cells["hang"]
-    assert "CollectiveTimeoutError: ranks 0 and 1 of 2 weren't done after 1 s" in shown
-    assert "    idist.barrier()\n" in shown
-    assert re.search(r'rank 1 of 2:\n.*\n  File "In\[\d+\]", line [56], in <module>', shown)
-    assert cells["after"].splitlines() == ["[rank 0] ([0, 1], 2)", "[rank 1] ([10], 2)"]
-
-
-def test_a_rank_that_dies_is_named_and_the_next_cell_has_fresh_ones(cells: dict[str, str]) -> None:
-    assert "rank 1 of 2 was ended by SIGKILL" in cells["death"]
-    assert "their names are lost" in cells["death"]
-    assert cells["fresh"].splitlines() == ["(2, False)"]
+    assert cells["interrupt"].startswith("KeyboardInterrupt")
+    parts = {
+        "error": [
+            "rank 0 of 2 raised ZeroDivisionError",
+            r'File "In\[\d+\]", line 3, in share\n    return 12 / parts\n',
+        ],
+        "interrupt": [
+            "rank 0 of 2:",
+            r"    idist\.all_reduce\(1\)\n",
+            "The ranks and all their names stay",
+            "their context was made again",
+        ],
+        "hang": [
+            "CollectiveTimeoutError: ranks 0 and 1 of 2 weren't done after 1 s",
+            r"    idist\.barrier\(\)\n",
+            r'rank 1 of 2:\n.*\n  File "In\[\d+\]", line [56], in <module>',
+        ],
+        "death": ["rank 1 of 2 was ended by SIGKILL", "their names are lost"],
+    }
+    for name, patterns in parts.items():
+        for pattern in patterns:
+            assert re.search(pattern, cells[name]), (name, pattern, cells[name])

@@ -1,4 +1,4 @@
-"""A context that the user made by hand, or that we made earlier, is seen as it is."""
+"""A context that the user made by hand, its groups and its forks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 import unisono
-from tests.support.by_hand import Check, by_hand, join, join_by_tcp, leave, outcomes, prepare
+from tests.support.by_hand import (
+    TIMEOUT,
+    Check,
+    by_hand,
+    join,
+    join_by_tcp,
+    leave,
+    outcomes,
+    prepare,
+)
+from tests.support.processes import in_fork
 from unisono.context import current_model
-from unisono.errors import ContextError
+from unisono.errors import AlreadyInitializedError, ContextError, GroupMembershipError
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,14 +69,9 @@ def forget() -> None:
 
 
 def the_first_call_sees_a_group(rank: int, size: int, folder: Path) -> None:
-    asked: list[tuple[Callable[[], Any], Any]] = [
-        (unisono.get_rank, rank),
-        (unisono.get_world_size, size),
-        (unisono.backend, "gloo"),
-    ]
-    for turn, (ask, wanted) in enumerate(asked):
-        join(folder, rank, size, f"store {turn}")
-        assert ask() == wanted
+    for name, wanted in {"get_rank": rank, "get_world_size": size, "backend": "gloo"}.items():
+        join(folder, rank, size, name)
+        assert getattr(unisono, name)() == wanted
         leave()
 
 
@@ -83,6 +89,7 @@ def one_rank_alone_can_ask_for_every_fact(rank: int, size: int, folder: Path) ->
 
 def sync_and_set_local_rank_are_those_of_idist(rank: int, size: int, folder: Path) -> None:
     join_by_tcp(folder, rank, "127.0.0.1")
+    assert place() == [rank, 2, 1, 0]  # they met on the loopback, so they are on one node
     unisono.set_local_rank(rank + 5)
     assert unisono.get_local_rank() == rank + 5
     unisono.sync()
@@ -98,33 +105,22 @@ def sync_and_set_local_rank_are_those_of_idist(rank: int, size: int, folder: Pat
     assert facts() == SERIAL
 
 
-def set_local_rank_takes_the_place_of_a_guess(rank: int, size: int, folder: Path) -> None:
-    join(folder, rank, size)
-    unisono.set_local_rank(1 - rank)
-    assert unisono.get_local_rank() == 1 - rank
-    forget()
-
-
 def the_environment_knows_the_local_rank(rank: int, size: int, folder: Path) -> None:
-    for others in (("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), ()):
-        says = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    whole = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    for others in (whole, {}):
         with pytest.MonkeyPatch.context() as patch:
-            for name in others:
-                patch.setenv(name, str(says[name]))
-            patch.setenv("LOCAL_RANK", str(1 - rank))
+            for name, value in {**others, "LOCAL_RANK": 1 - rank}.items():
+                patch.setenv(name, str(value))
             join(folder, rank, size, f"store of {len(others)}")
             assert unisono.get_local_rank() == 1 - rank
             leave()
 
 
-def ranks_that_met_on_the_loopback_are_on_one_node(rank: int, size: int, folder: Path) -> None:
-    join_by_tcp(folder, rank, "127.0.0.1")
-    assert place() == [rank, 2, 1, 0]
-    leave()
-
-
 def ranks_that_met_in_a_file_guess_and_say_so_once(rank: int, size: int, folder: Path) -> None:
     join(folder, rank, size)
+    unisono.set_local_rank(1 - rank)
+    assert unisono.get_local_rank() == 1 - rank  # which is none
+    unisono.set_local_rank(None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = [unisono.get_local_rank(), unisono.get_local_rank(), unisono.get_nnodes()]
@@ -138,14 +134,9 @@ def ranks_that_met_in_a_file_guess_and_say_so_once(rank: int, size: int, folder:
 def an_unknown_local_rank_has_two_remedies(rank: int, size: int, folder: Path) -> None:
     join_by_tcp(folder, rank, "0.0.0.0")
     assert facts() == native(rank, 2)
-    for ask in (
-        unisono.get_local_rank,
-        unisono.get_nproc_per_node,
-        unisono.get_nnodes,
-        unisono.get_node_rank,
-    ):
+    for name in ("local_rank", "nproc_per_node", "nnodes", "node_rank"):
         with pytest.raises(ContextError, match=r"sync\(\).*LOCAL_RANK"):
-            ask()
+            getattr(unisono, f"get_{name}")()
     unisono.show_config()
     unisono.set_local_rank(4)
     assert unisono.get_local_rank() == 4
@@ -182,7 +173,7 @@ def finalize_leaves_a_group_alive(rank: int, size: int, folder: Path) -> None:
     x = torch.tensor([rank])
     dist.all_reduce(x)
     assert x.item() == 1
-    with pytest.raises(unisono.errors.AlreadyInitializedError, match="native-dist"):
+    with pytest.raises(AlreadyInitializedError, match="native-dist"):
         unisono.initialize("gloo")
     assert unisono.all_gather(rank) == [0, 1]
     leave()
@@ -206,29 +197,111 @@ def what_is_under_way_keeps_its_place(rank: int, size: int, folder: Path) -> Non
             forget()
 
 
-CHECKS: list[Check] = [
+# What three ranks see of groups within it
+
+
+def a_list_of_ranks_makes_one_group(rank: int, size: int, folder: Path) -> None:
+    join(folder, rank, size)
+    x = torch.ones(1)
+    before = len(dist.distributed_c10d._world.pg_map)
+    for _ in range(500):
+        unisono.all_reduce(x, group=[0, 1])
+        total = unisono.all_reduce(x, group=(1, 0))
+    made = len(dist.distributed_c10d._world.pg_map) - before
+    assert (made, total.item()) == ((1, 2) if rank < 2 else (0, 1))
+    leave()
+
+
+def groups_do_not_outlive_their_context(rank: int, size: int, folder: Path) -> None:
+    join(folder, rank, size, "first")
+    old = unisono.new_group([0, 1])
+    theirs = dist.new_group([0, 1, 2])
+    unisono.all_reduce(1, group=[0, 1])
+    leave()
+    join(folder, rank, size, "second")
+    for group in (old, theirs):
+        with pytest.raises(GroupMembershipError, match="make it again with new_group"):
+            unisono.all_reduce(1, group=group)
+    assert unisono.all_reduce(1, group=[0, 1]) == (2 if rank < 2 else 1)
+    leave()
+    with pytest.raises(GroupMembershipError, match="finished job"):
+        unisono.all_reduce(1, group=old)
+
+
+def a_group_of_torch_can_be_the_group(rank: int, size: int, folder: Path) -> None:
+    join(folder, rank, size)
+    pair = dist.new_group([2, 0])
+    assert unisono.all_gather(rank, dist.group.WORLD) == [0, 1, 2]
+    if rank != 1:
+        assert unisono.all_gather(rank, group=pair) == [0, 2]
+        assert unisono.broadcast(rank, src=2, group=pair) == 2
+    leave()
+
+
+def what_torch_gives_to_no_member_can_be_it(rank: int, size: int, folder: Path) -> None:
+    join(folder, rank, size)
+    wanted = [1] if rank == 1 else rank
+    assert unisono.all_gather(rank, group=dist.new_group([1])) == wanted
+    leave()
+
+
+def a_new_group_inherits_the_timeout_of_the_job(rank: int, size: int, folder: Path) -> None:
+    join(folder, rank, size)
+    handle: Any = unisono.new_group([0, 1, 2]).handle
+    assert handle._get_backend(torch.device("cpu")).options._timeout == TIMEOUT
+    leave()
+
+
+def a_fork_knows_the_facts_and_no_collective(rank: int, size: int, folder: Path) -> None:
+    def look() -> None:
+        assert (unisono.get_rank(), unisono.get_world_size()) == (rank, size)
+        assert unisono.is_distributed()
+        with pytest.raises(ContextError, match=f"fork of rank {rank}"):
+            unisono.barrier()
+
+    join(folder, rank, size)
+    unisono.get_rank()
+    assert in_fork(look) == 0
+    assert unisono.all_reduce(1) == size
+    leave()
+    store = FileStore(str(folder / "ours"), size)
+    unisono.initialize("gloo", rank=rank, world_size=size, store=store)
+    assert in_fork(look) == 0
+    assert unisono.all_reduce(1) == size
+    unisono.finalize()
+
+
+OF_TWO: list[Check] = [
     the_first_call_sees_a_group,
     one_rank_alone_can_ask_for_every_fact,
     sync_and_set_local_rank_are_those_of_idist,
-    set_local_rank_takes_the_place_of_a_guess,
     the_environment_knows_the_local_rank,
-    ranks_that_met_on_the_loopback_are_on_one_node,
     ranks_that_met_in_a_file_guess_and_say_so_once,
     an_unknown_local_rank_has_two_remedies,
     the_first_collective_call_finds_the_nodes,
     finalize_leaves_a_group_alive,
     what_is_under_way_keeps_its_place,
 ]
+OF_THREE: list[Check] = [
+    a_list_of_ranks_makes_one_group,
+    groups_do_not_outlive_their_context,
+    a_group_of_torch_can_be_the_group,
+    what_torch_gives_to_no_member_can_be_it,
+    a_new_group_inherits_the_timeout_of_the_job,
+    a_fork_knows_the_facts_and_no_collective,
+]
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return outcomes(CHECKS, 2, tmp_path_factory.mktemp("job"))
+def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What failed, by the name of the check."""
+    two = outcomes(OF_TWO, 2, tmp_path_factory.mktemp("job"))
+    return two | outcomes(OF_THREE, 3, tmp_path_factory.mktemp("job"))
 
 
-@pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])
-def test_a_group_made_by_hand_is_a_context(job: dict[str, str], name: str) -> None:
-    assert not job[name], job[name]
+@pytest.mark.parametrize("name", [check.__name__ for check in OF_TWO + OF_THREE])
+def test_a_group_made_by_hand_is_a_context(failures: dict[str, str], name: str) -> None:
+    assert not failures[name], failures[name]
 
 
 def test_a_group_that_comes_and_goes_is_followed_without_sync(tmp_path: Path) -> None:

@@ -10,14 +10,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
+from torch._C._distributed_c10d import ProcessGroupGloo
 
 import unisono as idist
 from unisono import registry
 from unisono.accelerators import accelerator
-from unisono.errors import ArgumentError, BackendUnavailableError, ContextError
+from unisono.context import communicator
+from unisono.errors import (
+    ArgumentError,
+    BackendUnavailableError,
+    CollectiveError,
+    ContextError,
+)
+from unisono.models.native import model as native
 from unisono.models.native import process_group as setup
-from unisono.topology import RankInfo
+from unisono.models.native.model import NativeModel
+from unisono.topology import EVERYBODY, RankInfo
 
 BACKENDS = ("gloo", "cpu:gloo", "tworings")
 
@@ -49,13 +57,13 @@ def _alone(_: int, fn: Any, rank: int, *args: Any) -> Any:
 def _join(rank: int, backend: str, **options: Any) -> tuple[Any, ...]:
     if backend == "tworings":
         _register(backend)
+    assert backend in idist.available_backends() or ":" in backend
     idist.initialize(backend, rank=rank, world_size=2, timeout=20, **options)
     try:
         place = idist.get_local_rank(), idist.get_nproc_per_node(), idist.get_nnodes()
         total = idist.all_reduce(torch.full((2,), 2, dtype=torch.int16)).tolist()
-        group = idist.new_group([0, 1])
-        handle: Any = group.handle
-        limit = setup.timeout_of(handle, torch.device("cpu"))
+        group: Any = idist.new_group([0, 1])
+        limit = setup.timeout_of(group.handle, torch.device("cpu"))
         return idist.backend(), place, total, idist.all_gather("é" * rank), limit
     finally:
         idist.finalize()
@@ -88,18 +96,6 @@ def test_a_backend_for_devices_that_are_elsewhere_is_not_listed_and_not_refused(
     assert registry.availability()["gloo"] is None
 
 
-def test_a_backend_registered_with_torch_is_available() -> None:
-    _register("tworings")
-    assert "tworings" in idist.available_backends()
-
-
-def test_a_store_of_the_users_own_is_passed_through() -> None:
-    store = HashStore()
-    idist.initialize("gloo", rank=0, world_size=1, store=store)
-    assert idist.all_gather("x") == ["x"]
-    idist.finalize()
-
-
 def test_one_process_without_an_environment_is_a_world_of_one() -> None:
     idist.initialize()
     facts = idist.get_rank(), idist.get_world_size(), idist.get_local_rank(), idist.get_nnodes()
@@ -125,38 +121,25 @@ def test_backends_of_several_devices_are_read_by_pairs() -> None:
             setup.backends_by_device(wrong)
 
 
-class _FakeAccelerator:
-    """A machine with some accelerators, for choosing among them: nothing is computed."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-        self.chosen: list[int] = []
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.accelerator, "set_device_index", self.chosen.append)
-
-
 def test_each_local_rank_takes_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = _FakeAccelerator(monkeypatch, count=4)
-    info = RankInfo(6, 8, local_rank=2)
-    assert setup.choose_device("nccl", info, None) == torch.device("cuda", 2)
-    assert setup.choose_device("cpu:gloo,cuda:nccl", info, None) == torch.device("cuda", 2)
-    assert setup.choose_device("nccl", info, 3) == torch.device("cuda", 3)
-    assert machine.chosen == [2, 2, 3]
-    assert setup.choose_device("gloo", info, None) == torch.device("cpu")
+    """Of accelerators that there are not: nothing is computed on them."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
 
+    def choose(backend: str, local_rank: int, count: int, device: int | None = None) -> str:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        info = RankInfo(4 + local_rank, 8, local_rank=local_rank)
+        return str(setup.choose_device(backend, info, device))
 
-def test_a_masked_device_is_number_0_whatever_the_local_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    machine = _FakeAccelerator(monkeypatch, count=1)
-    assert setup.choose_device("nccl", RankInfo(3, 4, local_rank=3), None).index == 0
-    assert machine.chosen == [0]
-
-
-def test_more_local_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    _FakeAccelerator(monkeypatch, count=2)
+    assert choose("nccl", 2, count=4) == "cuda:2"
+    assert choose("cpu:gloo,cuda:nccl", 2, count=4) == "cuda:2"
+    assert choose("nccl", 2, count=4, device=3) == "cuda:3"
+    assert choose("gloo", 2, count=4) == "cpu"
+    assert choose("nccl", 3, count=1) == "cuda:0"  # the others are masked
+    assert chosen == [2, 2, 3, 0]
     with pytest.raises(BackendUnavailableError, match="local rank 2 has no cuda device"):
-        setup.choose_device("nccl", RankInfo(2, 3, local_rank=2), None)
+        choose("nccl", 2, count=2)
 
 
 def test_ranks_without_an_address_are_told_what_to_set() -> None:
@@ -194,3 +177,38 @@ def _limits(rank: int, folder: Path) -> list[Any]:
         found.append([setup.timeout_of(group, torch.device("cpu")) for group in groups])
         idist.finalize()
     return found
+
+
+def test_ranks_gather_over_rank_0_until_they_are_connected() -> None:
+    found = idist.spawn("gloo", _gather_while_connecting, nproc_per_node=8)
+    for rank, (told, lied, later) in enumerate(found):
+        assert told == list(range(8))
+        assert lied == [rank if at == rank else -1 for at in range(8)]  # a rank knows its own
+        assert "the ring" in later
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise RuntimeError("the ring")
+
+
+def _gather_while_connecting(_local_rank: int) -> tuple[list[int], list[int], str]:
+    """Gather before a control plane is there, with a root that lies, and after it is there."""
+    rank = idist.get_rank()
+    model: Any = communicator().model
+    fresh = NativeModel(model.topology, torch.device("cpu"), is_owner=False)
+    vars(native)["_all_gather"] = _refuse
+    told = fresh.all_gather(torch.tensor([rank])).flatten().tolist()
+
+    whole = dist.broadcast
+
+    def lie(rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if rank == 0:
+            rows.fill_(-1)
+        return whole(rows, *args, **kwargs)
+
+    vars(dist)["broadcast"] = lie
+    lied = fresh.all_gather(torch.tensor([rank])).flatten().tolist()
+    fresh.control.hubs[EVERYBODY] = None
+    with pytest.raises(CollectiveError) as caught:
+        fresh.all_gather(torch.tensor([rank]))
+    return told, lied, str(caught.value)

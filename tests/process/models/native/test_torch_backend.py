@@ -6,8 +6,8 @@ import atexit
 import gc
 import importlib
 import importlib.metadata
+import itertools
 import os
-import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -27,13 +27,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import unisono
 from tests.support.by_hand import Check, by_hand, join, leave, outcomes, prepare
-from tests.support.processes import run_python
+from tests.support.processes import in_fork, run_python
+from tests.support.shared_memory import mappings
 from unisono.control import rendezvous
 from unisono.errors import (
     CollectiveMismatchError,
@@ -68,46 +69,79 @@ def world() -> _UnisonoGroup:
 
 # The calls of torch.distributed
 
+Fold = Callable[[Tensor], Tensor]
+SUM: tuple[Any, Fold] = (dist.ReduceOp.SUM, lambda rows: rows.sum(0))
+FOLDS: list[tuple[Any, Fold]] = [
+    SUM,
+    (dist.ReduceOp.AVG, lambda rows: rows.mean(0)),
+    (dist.ReduceOp.MAX, lambda rows: rows.amax(0)),
+    (dist.ReduceOp.PRODUCT, lambda rows: rows.prod(0)),
+]
+Case = tuple[str, Callable[[Tensor], Any], Tensor, Tensor | None]
 
-def reductions(rank: int, size: int, folder: Path) -> None:
-    for count in COUNTS:
-        mine = torch.arange(count, dtype=torch.float64) + rank
-        every = torch.stack([torch.arange(count, dtype=torch.float64) + r for r in range(size)])
-        for op, expected in (
-            (dist.ReduceOp.SUM, every.sum(0)),
-            (dist.ReduceOp.AVG, every.mean(0)),
-            (dist.ReduceOp.MAX, every.amax(0)),
-            (dist.ReduceOp.PRODUCT, every.prod(0)),
-        ):
-            total = mine.clone()
-            work = dist.all_reduce(total, op, async_op=True)
-            assert work.wait()
-            assert work.is_completed()
-            torch.testing.assert_close(total, expected)
-        for dst in range(size):
-            total = mine.clone()
-            dist.reduce(total, dst)
-            if rank == dst:
-                assert torch.equal(total, every.sum(0))
-        rows = torch.stack([mine + 10 * r for r in range(size)])
-        for op, scale in ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, size)):
-            row = torch.empty(count, dtype=torch.float64)
-            reduce_scatter(row, rows, op)
-            torch.testing.assert_close(row, (every + 10 * rank).sum(0) / scale)
-            dist.reduce_scatter(row, list(rows), op)
-            torch.testing.assert_close(row, (every + 10 * rank).sum(0) / scale)
+
+def ranks_rows(size: int, count: int) -> Tensor:
+    """Give the tensors of all ranks, [size, count]."""
+    return torch.arange(count, dtype=torch.float64) + torch.arange(size).view(-1, 1)
+
+
+def calls(rank: int, every: Tensor, root: int, op: Any, fold: Fold) -> list[Case]:
+    """List every collective call of ranks that have a row of `every` each.
+
+    Returns:
+        The call's name in records, the call, and its tensor before and, where it's told, after it.
+    """
+    mine, is_root = every[rank], rank == root
+    given = mine + 10 * torch.arange(len(every)).view(-1, 1)  # a row for each rank
+    taken = every + 10 * rank  # what each gives to this one
+    row, rows, parts = torch.zeros_like(mine), torch.zeros_like(every), list(given)
+    sent = parts if is_root else None
+    return [
+        ("all_reduce", lambda x: dist.all_reduce(x, op, async_op=True), mine, fold(every)),
+        ("reduce", lambda x: dist.reduce(x, root, op), mine, fold(every) if is_root else None),
+        ("reduce_scatter", lambda x: reduce_scatter(x, given.view(-1), op), row, fold(taken)),
+        ("reduce_scatter", lambda x: dist.reduce_scatter(x, parts, op), row, fold(taken)),
+        ("broadcast", lambda x: dist.broadcast(x, root), mine, every[root]),
+        ("all_gather", lambda x: all_gather(x.view(-1), mine), rows, every),
+        ("all_gather", lambda x: dist.all_gather(list(x), mine), rows, every),
+        (
+            "gather",
+            lambda x: dist.gather(mine, list(x) if is_root else None, root),
+            rows,
+            every if is_root else rows,
+        ),
+        ("scatter", lambda x: dist.scatter(x, sent, root), row, taken[root]),
+        ("all_to_all", lambda x: dist.all_to_all_single(x, given), rows, taken),
+        ("barrier", lambda _: dist.barrier(), row, row),
+    ]
+
+
+def every_call(rank: int, size: int, folder: Path) -> None:
+    for count, root, (op, fold) in itertools.product(COUNTS, range(size), FOLDS):
+        every = ranks_rows(size, count)
+        exactly = {"rtol": 0.0 if op == dist.ReduceOp.SUM else 1e-12, "atol": 0.0}
+        for name, call, before, after in calls(rank, every, root, op, fold):
+            into = before.clone()
+            work = call(into)
+            if name == "all_reduce":
+                assert work.wait()
+                assert work.is_completed()
+            if after is not None:
+                torch.testing.assert_close(into, after, msg=f"{name} {op} {count}", **exactly)
+    counts = [rank + other + 1 for other in range(size)]
+    into = torch.empty(sum(counts))
+    dist.all_to_all_single(into, torch.full_like(into, rank), counts, counts)  # gloo's
+    assert torch.equal(into, torch.arange(float(size)).repeat_interleave(torch.tensor(counts)))
 
 
 def dtypes(rank: int, size: int, folder: Path) -> None:
+    totals = (dist.ReduceOp.SUM, size * (size + 1) // 2), (dist.ReduceOp.AVG, (size + 1) / 2)
     for dtype in (torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.complex64):
         for count in COUNTS:
-            total = torch.full((count,), rank + 1).to(dtype)
-            dist.all_reduce(total)
-            assert torch.equal(total, torch.full((count,), size * (size + 1) // 2).to(dtype))
-            mean = torch.full((count,), rank + 1).to(dtype)
-            if dtype.is_floating_point:
-                dist.all_reduce(mean, dist.ReduceOp.AVG)
-                assert torch.equal(mean, torch.full((count,), (size + 1) / 2).to(dtype))
+            for op, total in totals[: 1 + dtype.is_floating_point]:
+                mine = torch.full((count,), rank + 1).to(dtype)
+                dist.all_reduce(mine, op)
+                assert torch.equal(mine, torch.full_like(mine, total))
     bits = torch.tensor([1 << rank])
     dist.all_reduce(bits, dist.ReduceOp.BOR)
     assert bits == (1 << size) - 1
@@ -117,39 +151,6 @@ def dtypes(rank: int, size: int, folder: Path) -> None:
     sparse = torch.eye(3).to_sparse() * (rank + 1)
     dist.all_reduce(sparse)  # gloo's
     assert torch.equal(sparse.to_dense(), torch.eye(3) * size * (size + 1) / 2)
-
-
-def movement(rank: int, size: int, folder: Path) -> None:
-    for count in COUNTS:
-        mine = torch.full((count,), float(rank))
-        every = [torch.full((count,), float(r)) for r in range(size)]
-        for src in range(size):
-            copied = mine.clone()
-            dist.broadcast(copied, src)
-            assert torch.equal(copied, every[src])
-            part = torch.empty(count)
-            rows = [mine + 10 * r for r in range(size)]
-            dist.scatter(part, rows if rank == src else None, src)
-            assert torch.equal(part, every[src] + 10 * rank)
-            parts = [torch.empty(count) for _ in range(size)]
-            dist.gather(mine, parts if rank == src else None, src)
-            assert rank != src or torch.equal(torch.stack(parts), torch.stack(every))
-        rows = [torch.empty(count) for _ in range(size)]
-        dist.all_gather(rows, mine)
-        assert torch.equal(torch.stack(rows), torch.stack(every))
-        flat = torch.empty(size * count)
-        all_gather(flat, mine)
-        assert torch.equal(flat, torch.cat(every))
-        into = torch.empty(size * count)
-        dist.all_to_all_single(into, torch.cat([mine + 10 * r for r in range(size)]))
-        assert torch.equal(into, torch.cat([each + 10 * rank for each in every]))
-    sizes = [[r + c + 1 for c in range(size)] for r in range(size)]
-    received = [row[rank] for row in sizes]
-    into = torch.empty(sum(received))
-    mine = torch.full((sum(sizes[rank]),), float(rank))
-    dist.all_to_all_single(into, mine, received, sizes[rank])  # gloo's
-    expected = [torch.full((n,), float(r)) for r, n in enumerate(received)]
-    assert torch.equal(into, torch.cat(expected))
 
 
 def odd_tensors(rank: int, size: int, folder: Path) -> None:
@@ -178,14 +179,6 @@ class Named(Tensor):
     """A tensor of a class of the user's, as libraries of images have."""
 
 
-def coalesced(rank: int, size: int, folder: Path) -> None:
-    flats = [torch.full((3,), float(value)) for value in range(3)]
-    with distributed_c10d._coalescing_manager():
-        for flat in flats:
-            dist.all_reduce(flat)
-    assert [flat[0].item() for flat in flats] == [value * size for value in range(3)]
-
-
 def functional_calls(rank: int, size: int, folder: Path) -> None:
     """Torch calls them from C++ with the interpreter's lock held, where gloo may deadlock."""
     group = world()
@@ -199,20 +192,19 @@ def functional_calls(rank: int, size: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group, "_compare", record)
         for count in COUNTS:
-            mine = torch.arange(count, dtype=torch.float64) + rank
-            every = [torch.arange(count, dtype=torch.float64) + r for r in range(size)]
-            flat = functional.all_gather_tensor(mine, 0, group)
-            assert torch.equal(flat + 0, torch.cat(every))
-            total = functional.reduce_scatter_tensor(torch.cat(every), "sum", 0, group)
-            assert torch.equal(total + 0, size * every[rank])
+            every = ranks_rows(size, count)
+            flat, mine = every.view(-1), every[rank]
+            assert torch.equal(functional.all_gather_tensor(mine, 0, group) + 0, flat)
+            total = functional.reduce_scatter_tensor(flat, "sum", 0, group)
+            assert torch.equal(total + 0, size * mine)
             _, negative = functional.all_gather_into_tensor_coalesced([mine, -mine], group)
-            assert torch.equal(negative + 0, -torch.cat(every))
+            assert torch.equal(negative + 0, -flat)
     each = ["all_gather", "reduce_scatter SUM", "all_gather", "all_gather"]
     assert calls == (each * len(COUNTS) if group._shared else [])  # else all are gloo's
 
 
 def other_classes(rank: int, size: int, folder: Path) -> None:
-    """Ranks may differ in the class of what they pass."""
+    """Ranks may differ in the class of what they pass; as with gloo, autograd sees nothing."""
     for count in COUNTS:
         plain = torch.full((count,), float(rank + 1))
         tensor = plain.as_subclass(Named) if rank == 0 else plain
@@ -220,13 +212,7 @@ def other_classes(rank: int, size: int, folder: Path) -> None:
         assert plain[-1] == 1
         dist.all_reduce(tensor)
         assert plain[-1] == size
-
-
-def unseen_by_autograd(rank: int, size: int, folder: Path) -> None:
-    """As with gloo, a backward after a collective isn't refused."""
-    for count in COUNTS:
-        given = torch.ones(count, requires_grad=True)
-        result = given.exp()
+        result = torch.ones(count, requires_grad=True).exp()
         dist.all_reduce(result)
         dist.broadcast(result, 0)
         assert result._version == 0
@@ -234,7 +220,12 @@ def unseen_by_autograd(rank: int, size: int, folder: Path) -> None:
 
 
 def other_forms(rank: int, size: int, folder: Path) -> None:
-    """Torch's own group takes tensors in place of lists, and options by their names."""
+    """Several tensors at once; tensors in place of lists, and options by their names."""
+    flats = [torch.full((3,), float(value)) for value in range(3)]
+    with distributed_c10d._coalescing_manager():
+        for flat in flats:
+            dist.all_reduce(flat)
+    assert [flat[0].item() for flat in flats] == [value * size for value in range(3)]
     group, tensor = world(), torch.full((3,), float(rank))
     group.allreduce(tensor, op=dist.ReduceOp.MAX).wait()
     assert tensor[0] == size - 1
@@ -286,21 +277,15 @@ def objects(rank: int, size: int, folder: Path) -> None:
 
 
 def messages(rank: int, size: int, folder: Path) -> None:
-    right, left = (rank + 1) % size, (rank - 1) % size
-    received = torch.empty(1000)
-    sends = dist.isend(torch.full((1000,), float(rank)), right)
-    dist.recv(received, left)
-    assert sends is not None
-    sends.wait()
-    assert received[-1] == left
-    into = torch.empty(1000)
-    operations = [
-        dist.P2POp(dist.isend, torch.full((1000,), float(rank)), right),
-        dist.P2POp(dist.irecv, into, left),
-    ]
-    for work in dist.batch_isend_irecv(operations):
+    right, left, mine = (rank + 1) % size, (rank - 1) % size, torch.full((1000,), float(rank))
+    first, second = torch.empty(1000), torch.empty(1000)
+    sending = dist.isend(mine, right)
+    dist.recv(first, left)
+    operations = [dist.P2POp(dist.isend, mine, right), dist.P2POp(dist.irecv, second, left)]
+    for work in (sending, *dist.batch_isend_irecv(operations)):
+        assert work is not None
         work.wait()
-    assert into[-1] == left
+    assert first[-1] == second[-1] == left
 
 
 def groups(rank: int, size: int, folder: Path) -> None:
@@ -339,44 +324,33 @@ def batch(rank: int) -> Tensor:
     return torch.randn(4, 32, generator=torch.Generator().manual_seed(rank))
 
 
-class Net(nn.Module):
-    """A layer goes in slices, the others in one piece; one isn't used by odd calls."""
+def net(has_spare: bool = False) -> nn.Sequential:
+    """Make a module of which one layer goes in slices, the others in one piece.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(32, 256)
-        self.second = nn.Linear(256, 256)
-        self.last = nn.Linear(256, 1)
-        self.spare = nn.Linear(256, 1)
-
-    def forward(self, x: Tensor, is_spare: bool = False) -> Tensor:
-        x = self.second(self.first(x).relu()).relu()
-        result: Tensor = (self.spare(x) if is_spare else self.last(x)).sum()
-        return result
-
-
-def net() -> Net:
+    Args:
+        has_spare: give it a parameter that no call uses, too.
+    """
     torch.manual_seed(0)
-    return Net()
+    last = nn.Linear(256, 1)
+    if has_spare:
+        last.register_parameter("spare", nn.Parameter(torch.ones(3)))
+    layers = nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), last
+    return nn.Sequential(*layers)
 
 
-def gradients(module: nn.Module) -> list[Tensor]:
-    found = [parameter.grad for parameter in module.parameters()]
-    return [torch.zeros(1) if grad is None else grad for grad in found]
-
-
-def expected_gradients(size: int, turns: int = 1) -> list[Tensor]:
-    alone = net()
-    for rank in range(size):
-        for _ in range(turns):
-            (alone(batch(rank)) / size).backward()
-    return gradients(alone)
+def backward(module: Any, rank: int) -> None:
+    module(batch(rank)).sum().backward()
 
 
 def assert_averaged(module: nn.Module, size: int, turns: int = 1) -> None:
-    for grad, expected in zip(gradients(module), expected_gradients(size, turns), strict=True):
-        if expected.numel() > 1:
-            torch.testing.assert_close(grad, expected)
+    alone = net()
+    for rank in range(size):
+        (alone(batch(rank)).sum() * turns / size).backward()
+    for parameter, expected in zip(module.parameters(), alone.parameters(), strict=False):
+        grad: Any = parameter.grad
+        if isinstance(grad, DTensor):
+            grad = grad.full_tensor()
+        torch.testing.assert_close(grad, expected.grad)
 
 
 def ddp(rank: int, size: int, folder: Path) -> None:
@@ -384,25 +358,21 @@ def ddp(rank: int, size: int, folder: Path) -> None:
         {"find_unused_parameters": True},
         {"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 0.1},
         {"static_graph": True},
+        {},
     ]
     for mode in modes:
-        module = DistributedDataParallel(net(), **mode)
+        module = DistributedDataParallel(net(has_spare=bool(mode)), **mode)
         for _ in range(2):
             module.zero_grad()
-            module(batch(rank)).backward()
+            backward(module, rank)
             assert_averaged(module, size)
-    plain = net()
-    plain.spare.requires_grad_(False)
-    module = DistributedDataParallel(plain)
-    module(batch(rank)).backward()
-    assert_averaged(module, size)
 
 
 def ddp_no_sync(rank: int, size: int, folder: Path) -> None:
-    module = DistributedDataParallel(net(), find_unused_parameters=True)
+    module = DistributedDataParallel(net())
     with module.no_sync():
-        module(batch(rank)).backward()
-    module(batch(rank)).backward()
+        backward(module, rank)
+    backward(module, rank)
     assert_averaged(module, size, turns=2)
 
 
@@ -411,56 +381,38 @@ def ddp_join(rank: int, size: int, folder: Path) -> None:
     with Join([module], divide_by_initial_world_size=False):
         for _ in range(3 + rank):
             module.zero_grad()
-            module(batch(rank)).sum().backward()
+            backward(module, rank)
     weights: list[Any] = [None] * size
     dist.all_gather_object(weights, module.module.weight.detach())
     assert all(torch.equal(weight, weights[0]) for weight in weights)
 
 
 def fsdp1(rank: int, size: int, folder: Path) -> None:
-    plain = net()
-    plain.spare.requires_grad_(False)
-    module = FullyShardedDataParallel(plain, device_id=torch.device("cpu"), use_orig_params=True)
-    module(batch(rank)).backward()
+    module = FullyShardedDataParallel(net(), device_id=torch.device("cpu"), use_orig_params=True)
+    backward(module, rank)
     with FullyShardedDataParallel.summon_full_params(module, with_grads=True):
         assert_averaged(module, size)
 
 
 def fsdp2(rank: int, size: int, folder: Path) -> None:
     module = net()
-    fully_shard(module.second)
+    fully_shard(module[2])
     fully_shard(module)
-    module(batch(rank)).backward()
-    found = dict(module.named_parameters())
-    for name, expected in net_gradients(size).items():
-        grad: Any = found[name].grad
-        torch.testing.assert_close(grad.full_tensor(), expected)
-
-
-def net_gradients(size: int) -> dict[str, Tensor]:
-    names = [name for name, _ in net().named_parameters() if not name.startswith("spare")]
-    return dict(zip(names, expected_gradients(size), strict=False))
+    backward(module, rank)
+    assert_averaged(module, size)
 
 
 def zero(rank: int, size: int, folder: Path) -> None:
-    module = DistributedDataParallel(net(), find_unused_parameters=True)
-    alone = net()
-    for parameter in alone.spare.parameters():
-        parameter.requires_grad_(False)
+    module = DistributedDataParallel(net())
     optim: Any = importlib.import_module("torch.distributed.optim")  # warns of itself
-    ours = optim.ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
-    theirs = torch.optim.SGD([p for p in alone.parameters() if p.requires_grad], lr=0.1)
-    for _ in range(2):
-        module.zero_grad()
-        module(batch(rank)).backward()
-        ours.step()
-        theirs.zero_grad()
-        for other in range(size):
-            (alone(batch(other)) / size).backward()
-        theirs.step()
-    for name, parameter in alone.named_parameters():
-        torch.testing.assert_close(module.module.get_parameter(name), parameter)
-    ours.consolidate_state_dict(to=0)
+    optimizer = optim.ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
+    backward(module, rank)
+    optimizer.step()
+    assert_averaged(module, size)
+    for before, after in zip(net().parameters(), module.parameters(), strict=True):
+        assert after.grad is not None
+        torch.testing.assert_close(after, before - 0.1 * after.grad)
+    optimizer.consolidate_state_dict(to=0)
 
 
 def dtensor(rank: int, size: int, folder: Path) -> None:
@@ -488,8 +440,8 @@ def compiled(rank: int, size: int, folder: Path) -> None:
         return flat
 
     assert torch.equal(fn(torch.ones(1000)), torch.full((1000 * size,), 2.0 * size))
-    module = DistributedDataParallel(net(), find_unused_parameters=True)
-    torch.compile(module, backend="aot_eager")(batch(rank)).backward()
+    module = DistributedDataParallel(net())
+    backward(torch.compile(module, backend="aot_eager"), rank)
     assert_averaged(module, size)
 
 
@@ -500,8 +452,8 @@ def checkpoints(rank: int, size: int, folder: Path) -> None:
     dcp.save(state, checkpoint_id=folder / "at once")
     writers = dist.new_group()
     saving: Any = dcp.async_save(state, checkpoint_id=folder / "later", process_group=writers)
-    module = DistributedDataParallel(net(), find_unused_parameters=True)
-    module(batch(rank)).backward()  # while it's written
+    module = DistributedDataParallel(net())
+    backward(module, rank)  # while it's written
     assert_averaged(module, size)
     saving.result()
     for name in ("at once", "later"):
@@ -534,20 +486,20 @@ def test_spawn_makes_it_and_loaders_fork_workers_beside_it() -> None:
 
 
 def differing_calls(rank: int, size: int, folder: Path) -> None:
-    calls: list[list[Callable[[], Any]]] = [
-        [lambda: dist.all_reduce(torch.ones(5)), dist.barrier],
-        [lambda: dist.all_reduce(torch.ones(5)), lambda: dist.all_reduce(torch.ones(6))],
-        [lambda: dist.broadcast(torch.ones(5), 0), lambda: dist.broadcast(torch.ones(5), 1)],
+    five: Any = torch.ones(5)
+    calls: list[tuple[Any, ...]] = [
+        ((dist.all_reduce, five), (dist.barrier,), "barrier at "),
+        ((dist.all_reduce, five), (dist.all_reduce, torch.ones(6)), "all_reduce SUM of float32[6]"),
+        ((dist.broadcast, five, 0), (dist.broadcast, five, 1), "broadcast from 1"),
     ]
-    expected = ["barrier at ", "all_reduce SUM of float32[6]", "broadcast from 1"]
-    for pair, text in zip(calls, expected, strict=True):
+    for *pair, text in calls:
+        call, *args = pair[min(rank, 1)]
         with pytest.raises(CollectiveMismatchError) as caught:
-            pair[min(rank, 1)]()
+            call(*args)
         assert text in str(caught.value)
         assert "test_torch_backend.py" in str(caught.value)  # the user's line, not torch's
-    total = torch.ones(5)
-    dist.all_reduce(total)  # and nothing is broken by it
-    assert total[0] == size
+    dist.all_reduce(five)  # and nothing is broken by it
+    assert five[0] == size
 
 
 def what_is_not_there(rank: int, size: int, folder: Path) -> None:
@@ -556,14 +508,12 @@ def what_is_not_there(rank: int, size: int, folder: Path) -> None:
     with pytest.raises(RuntimeError, match="cast"):
         dist.all_reduce(torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG)
     dist.barrier()
-    child = os.fork()
-    if child == 0:
-        try:
+
+    def call() -> None:
+        with pytest.raises(ContextError, match=f"fork of rank {rank}"):
             dist.all_reduce(torch.ones(1))
-        except ContextError as error:
-            os._exit(0 if f"fork of rank {rank}" in str(error) else 1)
-        os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    assert in_fork(call) == 0
     dist.barrier()
 
 
@@ -582,30 +532,6 @@ def without_memory(rank: int) -> None:
 
 def is_gloo_s(rank: int, size: int, folder: Path) -> None:
     assert world()._host(torch.ones(1)) is None
-    for count in COUNTS:
-        total = torch.ones(count)
-        dist.all_reduce(total)
-        assert total[-1] == size
-
-
-def every_call(rank: int, size: int) -> None:
-    one, two = torch.ones(1), torch.ones(size)
-    rows = [torch.ones(1) for _ in range(size)]
-    dist.all_reduce(one)
-    dist.reduce(one, 0)
-    reduce_scatter(one, two)
-    dist.reduce_scatter(one, rows)
-    dist.broadcast(one, 0)
-    all_gather(two, one)
-    dist.all_gather(rows, one)
-    dist.gather(one, rows if rank == 0 else None, 0)
-    dist.scatter(one, rows if rank == 0 else None, 0)
-    dist.all_to_all_single(two, torch.ones(size))
-    dist.barrier()
-
-
-CALLED = ["all_reduce", "reduce", *["reduce_scatter"] * 2, "broadcast", *["all_gather"] * 2]
-CALLED += ["gather", "scatter", "all_to_all", "barrier"]
 
 
 @contextmanager
@@ -622,14 +548,18 @@ def seen() -> Iterator[list[tuple[str, str]]]:
     assert all(record.duration_ns > 0 and not record.error for record in records)
 
 
-def expected(plane: str) -> list[tuple[str, str]]:
-    return [(name, "control" if name == "barrier" else plane) for name in CALLED]
+def assert_recorded(plane: str, rank: int, size: int) -> None:
+    cases = calls(rank, torch.ones(size, 1), 0, *SUM)
+    with seen() as records:
+        for _, call, into, _ in cases:
+            work = call(into)
+            assert work is None or work.wait()
+    planes = {"barrier": "control"}
+    assert records == [(name, planes.get(name, plane)) for name, *_ in cases]
 
 
 def recorded_in_memory(rank: int, size: int, folder: Path) -> None:
-    with seen() as calls:
-        every_call(rank, size)
-    assert calls == expected("memory")
+    assert_recorded("memory", rank, size)
     with seen() as calls:  # compared first, and then gloo's
         empty = torch.empty(0)
         dist.all_reduce(empty)
@@ -641,9 +571,7 @@ def recorded_in_memory(rank: int, size: int, folder: Path) -> None:
 
 
 def recorded_by_gloo(rank: int, size: int, folder: Path) -> None:
-    with seen() as calls:
-        every_call(rank, size)
-    assert calls == expected("data")
+    assert_recorded("data", rank, size)
     tensor, side = torch.ones(1), "send" if rank == 0 else "recv"
     with seen() as calls:
         work: Any = dist.all_reduce(tensor, async_op=True)
@@ -671,57 +599,33 @@ def once_beside_the_facade(rank: int, size: int, folder: Path) -> None:
 # All of these
 
 
-OTHERS: list[Check] = [objects, messages, groups, coalesced, functional_calls]
-FORMS: list[Check] = [other_classes, unseen_by_autograd, other_forms, what_gloo_refuses]
-CHECKS: dict[str, list[Check]] = {
-    "calls": [reductions, dtypes, movement, odd_tensors, tensors_without_memory, *OTHERS, *FORMS],
-    "modules": [ddp, ddp_no_sync, ddp_join, fsdp1, fsdp2, zero, dtensor, compiled],
-    "others": [
-        recorded_in_memory,
-        checkpoints,
-        views_of_unisono,
-        differing_calls,
-        what_is_not_there,
-    ],
-    "on two hosts": [is_gloo_s, movement, *OTHERS, ddp_no_sync, dtensor],
-    "without memory": [is_gloo_s, recorded_by_gloo, once_beside_the_facade],
+OTHERS: list[Check] = [every_call, objects, messages, groups, other_forms, functional_calls]
+CALLS: list[Check] = [dtypes, odd_tensors, other_classes, tensors_without_memory, what_gloo_refuses]
+OF_UNISONO: list[Check] = [views_of_unisono, differing_calls, what_is_not_there]
+PARTS: dict[str, tuple[int, Callable[[int], None] | None, list[Check]]] = {
+    "calls": (3, None, [*CALLS, *OTHERS]),
+    "modules": (2, None, [ddp, ddp_no_sync, ddp_join, fsdp1, fsdp2, zero, dtensor, compiled]),
+    "others": (2, None, [recorded_in_memory, checkpoints, *OF_UNISONO]),
+    "on two hosts": (3, on_two_hosts, [is_gloo_s, *OTHERS, ddp_no_sync, dtensor]),
+    "without memory": (2, without_memory, [is_gloo_s, recorded_by_gloo, once_beside_the_facade]),
 }
-SIZES = {"calls": 3, "on two hosts": 3}
-SET_UPS = {"on two hosts": on_two_hosts, "without memory": without_memory}
 
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     """Run each part in one job: a rank takes longer to start than any check."""
-    found = {}
-    for part, checks in CHECKS.items():
-        size, folder = SIZES.get(part, 2), tmp_path_factory.mktemp("job")
-        found[part] = outcomes(checks, size, folder, NAME, OF_TORCH, SET_UPS.get(part))
-    return found
+    return {
+        part: outcomes(checks, size, tmp_path_factory.mktemp("job"), NAME, OF_TORCH, set_up)
+        for part, (size, set_up, checks) in PARTS.items()
+    }
 
 
 @pytest.mark.parametrize(
     ("part", "name"),
-    [(part, check.__name__) for part, checks in CHECKS.items() for check in checks],
+    [(part, check.__name__) for part, (*_, checks) in PARTS.items() for check in checks],
 )
 def test_programs_of_torch_run_on_it(jobs: dict[str, dict[str, str]], part: str, name: str) -> None:
     assert not jobs[part][name], jobs[part][name]
-
-
-def test_a_barrier_of_two_hosts_names_who_did_not_come(tmp_path: Path) -> None:
-    def fn(rank: int) -> str:
-        on_two_hosts(rank)
-        start(rank, 2, tmp_path)
-        ends = torch_dist.FileStore(str(tmp_path / "ends"), 2)
-        if rank == 1:
-            ends.wait(["over"])
-            return ""
-        with pytest.raises(CollectiveTimeoutError) as caught, unisono.deadline(1):
-            dist.barrier()
-        ends.set("over", "")
-        return str(caught.value)
-
-    assert "rank 1" in by_hand(fn)[0]
 
 
 # Its life
@@ -754,8 +658,11 @@ def test_a_rank_that_fails_in_a_backward_is_named(how: signal.Signals, tmp_path:
         assert "rank 1" in text
 
 
-def test_the_timeout_of_the_group_names_who_did_not_come(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_the_timeout_of_a_group_names_who_did_not_come(hosts: int, tmp_path: Path) -> None:
     def fn(rank: int) -> str:
+        if hosts == 2:
+            on_two_hosts(rank)
         store = torch_dist.FileStore(str(tmp_path / "store"), 2)
         limit = timedelta(seconds=2)
         dist.init_process_group(NAME, store=store, rank=rank, world_size=2, timeout=limit)
@@ -766,6 +673,8 @@ def test_the_timeout_of_the_group_names_who_did_not_come(tmp_path: Path) -> None
         errors = []
         for group in (late, None):
             with pytest.raises(CollectiveTimeoutError) as caught:
+                if hosts == 2:
+                    dist.barrier(group)
                 dist.all_reduce(torch.ones(5), group=group)
             errors.append(str(caught.value))
         store.set("done", "")
@@ -773,19 +682,17 @@ def test_the_timeout_of_the_group_names_who_did_not_come(tmp_path: Path) -> None
 
     text = by_hand(fn)[0]
     assert text.count("rank 1") >= 2
-    assert "all_reduce SUM of float32[5]" in text
+    assert ("barrier" if hosts == 2 else "all_reduce SUM of float32[5]") in text
 
 
-def descriptors() -> tuple[int, int, int]:
-    """Count what this process holds: descriptors, threads, memories without a name."""
-    maps = Path("/proc/self/maps").read_text()
-    threads = len(os.listdir("/proc/self/task"))
-    return len(os.listdir("/proc/self/fd")), threads, maps.count("memfd:unisono")
+def held() -> tuple[int, int, int]:
+    """Count what this process has: descriptors, threads, memories without a name."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), mappings()
 
 
 def test_destroying_the_group_leaves_nothing(tmp_path: Path) -> None:
     def fn(rank: int) -> list[tuple[int, int, int]]:
-        held = []
+        found = []
         for turn in range(3):
             join(tmp_path, rank, 2, name=f"store{turn}", backend=NAME)
             pair = dist.new_group([0, 1])
@@ -796,8 +703,8 @@ def test_destroying_the_group_leaves_nothing(tmp_path: Path) -> None:
             del pair, group
             leave()
             gc.collect()
-            held.append(descriptors())
-        return held
+            found.append(held())
+        return found
 
     for first, *others in by_hand(fn):
         assert others == [first, first]
@@ -820,12 +727,11 @@ def test_a_rank_that_ends_without_destroying_it_has_left(tmp_path: Path) -> None
 # How torch gets to know it
 
 
-def test_torch_is_imported_by_loaders_that_take_no_attributes() -> None:
-    program = """
+LOADER = """
 import importlib.machinery, sys
 
 class Loader:
-    __slots__ = ("inner",)
+    __slots__ = ("inner",)  # it takes no attributes
     def __init__(self, inner): self.inner = inner
     def create_module(self, spec): return self.inner.create_module(spec)
     def exec_module(self, module): self.inner.exec_module(module)
@@ -838,31 +744,26 @@ class Finder:
         return spec
 
 sys.meta_path.insert(0, Finder())
-import unisono
-import torch.distributed
-print(hasattr(torch.distributed.Backend, "UNISONO"))
+import unisono, torch.distributed
 """
-    assert run_python("-c", program) == "True"
 
 
-@pytest.mark.parametrize("imports", ["import torch, unisono", "import unisono, torch"])
+@pytest.mark.parametrize(
+    "imports",
+    ["import torch, unisono", "import unisono, torch", LOADER],
+    ids=["torch first", "unisono first", "by another loader"],
+)
 def test_importing_unisono_is_enough(imports: str) -> None:
     finders = "import sys; print(*(type(finder).__name__ for finder in sys.meta_path))"
     known = "import torch.distributed as dist; print(dist.is_backend_available('unisono'))"
-    before, is_known = run_python("-c", f"{imports}; {finders}; {known}").splitlines()
+    before, is_known = run_python("-c", f"{imports}\n{finders}\n{known}").splitlines()
     assert "Registrar" not in before
     assert is_known == "True"
 
 
 def test_torch_is_told_by_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch 2.14 loads and calls it."""
-    project = Path(__file__).parents[4] / "pyproject.toml"
-    (value,) = re.findall(
-        r'^\[project.entry-points."torch.distributed.backends"\]\nunisono = "(.*)"$',
-        project.read_text(),
-        re.MULTILINE,
-    )
-    point = importlib.metadata.EntryPoint(NAME, value, "torch.distributed.backends")
+    (point,) = importlib.metadata.entry_points(group="torch.distributed.backends", name=NAME)
     plugins: Any = dist.Backend._plugins
     monkeypatch.delitem(plugins, NAME.upper())
     point.load()()
