@@ -21,12 +21,12 @@ from unisono.errors import (
 from unisono.testing.ranks.world import World
 
 everywhere = with_marks(pytest.mark.ranks(1, on="serial"), pytest.mark.ranks(2))
-Refusal = tuple[Callable[[], Any], type[Exception], Sequence[str]]
+Refusal = tuple[Callable[[], Any], Sequence[str]]
 
 
-def are_refused(world: World, *refusals: Refusal) -> None:
+def are_refused(world: World, error: type[Exception], refusals: Sequence[Refusal]) -> None:
     """Check the error and the words of each call, and after each that the context still works."""
-    for call, error, words in refusals:
+    for call, words in refusals:
         with pytest.raises(error) as caught:
             call()
         assert caught.type is error
@@ -53,7 +53,7 @@ GROUPS: tuple[tuple[Any, str], ...] = (
 
 
 @everywhere
-def test_ranks_that_are_not_there(world: World) -> None:
+def test_ranks_groups_operations_and_a_second_context(world: World) -> None:
     ones = [1] * world.size
     takers: list[tuple[str, Callable[[Any], Any]]] = [
         ("src", lambda rank: idist.broadcast(1, src=rank)),
@@ -67,60 +67,51 @@ def test_ranks_that_are_not_there(world: World) -> None:
         ("rank", first),
     ]
     scope = f"from 0 to {world.size - 1}"
-    for name, call in takers:
-        refusals = [(partial(call, r), ArgumentError, (f"{name}={r!r}", scope)) for r in NO_RANKS]
-        are_refused(world, *refusals)
-
-
-@everywhere
-def test_groups_that_are_none(world: World) -> None:
+    wrong: list[Refusal] = [
+        (partial(call, rank), (f"{name}={rank!r}", scope))
+        for name, call in takers
+        for rank in NO_RANKS
+    ]
     for ranks, words in GROUPS:
-        are_refused(
-            world,
-            (partial(idist.all_reduce, 1, group=ranks), ArgumentError, (words,)),
-            (partial(idist.new_group, ranks), ArgumentError, ("ranks",)),
-        )
-    if world.size > 1:
-        text = "src=0 isn't a member of the group (1,)"
-        are_refused(
-            world, (lambda: idist.broadcast(1, src=0, group=[1]), GroupMembershipError, (text,))
-        )
-
-
-@everywhere
-def test_operations_that_are_unknown(world: World) -> None:
+        wrong.append((partial(idist.all_reduce, 1, group=ranks), (words,)))
+        wrong.append((partial(idist.new_group, ranks), ("ranks",)))
     known, bad, nothing = ("unknown reduction", "SUM AVERAGE"), "NOPE", None
-    are_refused(
-        world,
-        (lambda: idist.all_reduce(1, bad), ArgumentError, ("'NOPE'", *known)),  # type: ignore[call-overload]
-        (lambda: idist.all_reduce_(torch.ones(1), bad), ArgumentError, ("'NOPE'", *known)),  # type: ignore[call-overload]
-        (lambda: idist.reduce(1, op=nothing), ArgumentError, ("None", *known)),  # type: ignore[call-overload]
-        (lambda: idist.all_reduce(torch.ones(1), "AND"), PayloadError, ("AND works on integer",)),
-    )
+    wrong += [
+        (lambda: idist.all_reduce(1, bad), ("'NOPE'", *known)),  # type: ignore[call-overload]
+        (lambda: idist.all_reduce_(torch.ones(1), bad), ("'NOPE'", *known)),  # type: ignore[call-overload]
+        (lambda: idist.reduce(1, op=nothing), ("None", *known)),  # type: ignore[call-overload]
+    ]
+    are_refused(world, ArgumentError, wrong)
+    live = (f"live already (rank {world.rank} of", "call finalize() first")
+    are_refused(world, AlreadyInitializedError, [(lambda: idist.initialize("gloo"), live)])
+    if world.size > 1:
+        outside = ("src=0 isn't a member of the group (1,)",)
+        root = partial(idist.broadcast, 1, src=0, group=[1])
+        are_refused(world, GroupMembershipError, [(root, outside)])
 
 
 @everywhere
 def test_values_of_the_last_rank(world: World) -> None:
-    last = world.size - 1
-    lock, many = threading.Lock(), [threading.Lock()] * world.size
+    last, ones = world.size - 1, [1] * world.size
+    lock = threading.Lock()
+    locks = [lock] * world.size
 
     def mine(bad: Any, good: Any = 1) -> Any:
         return bad if world.rank == last else good
 
     of_last = f"rank {last}: "
+    stuck = (of_last, "a lock can't be pickled")
     too_large = "9223372036854775808 doesn't fit into 64 bits"
-    calls: list[tuple[Callable[[], Any], Sequence[str]]] = [
+    calls: list[Refusal] = [
+        (lambda: idist.all_reduce(torch.ones(1), "AND"), ("AND works on integer",)),
         (lambda: idist.all_gather(2**63), (too_large,)),
         (lambda: idist.all_reduce(mine(2**63)), (of_last, too_large)),
         (lambda: idist.broadcast(2**63, src=last), (of_last, too_large)),
-        (lambda: idist.all_gather(mine(lock)), (of_last, "a lock can't be pickled")),
-        (lambda: idist.broadcast(lock, src=last), (of_last, "a lock can't be pickled")),
-        (lambda: idist.gather({"a": mine(lock)}), (of_last, "a lock can't be pickled")),
-        (lambda: idist.scatter(many, src=last), (of_last, "a lock can't be pickled")),
-        (
-            lambda: idist.all_to_all(mine(many, [1] * world.size)),
-            (of_last, "a lock can't be pickled"),
-        ),
+        (lambda: idist.all_gather(mine(lock)), stuck),
+        (lambda: idist.broadcast(lock, src=last), stuck),
+        (lambda: idist.gather({"a": mine(lock)}), stuck),
+        (lambda: idist.scatter(locks, src=last), stuck),
+        (lambda: idist.all_to_all(mine(locks, ones)), stuck),
         (lambda: idist.all_reduce(mine("x")), (of_last, "a str can't be")),
         (
             lambda: idist.all_reduce({"a": 1, "b": [mine("x")]}),
@@ -130,10 +121,4 @@ def test_values_of_the_last_rank(world: World) -> None:
         (lambda: idist.all_to_all([1] * (last + 2)), ("a list of",)),
         (lambda: idist.reduce_scatter(torch.tensor(1)), ("dim 0 is a multiple of",)),
     ]
-    are_refused(world, *((call, PayloadError, words) for call, words in calls))
-
-
-@everywhere
-def test_a_second_context(world: World) -> None:
-    words = (f"live already (rank {world.rank} of", "call finalize() first")
-    are_refused(world, (lambda: idist.initialize("gloo"), AlreadyInitializedError, words))
+    are_refused(world, PayloadError, calls)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,35 +28,14 @@ two = with_marks(pytest.mark.ranks(2), *on_mpi)
 
 def in_threads(*calls: Callable[[], Any]) -> list[Any]:
     """Run calls in a thread each, all of which are this replica; give what each returned."""
-    context, found = current(), [None] * len(calls)
+    context = current()
 
-    def run(at: int) -> None:
+    def run(call: Callable[[], Any]) -> Any:
         with replica(context):
-            try:
-                found[at] = calls[at]()
-            except Exception as error:
-                found[at] = error  # type: ignore[call-overload]
+            return call()
 
-    threads = [threading.Thread(target=run, args=(at,)) for at in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
-
-
-@two
-def test_two_threads_with_a_group_each_never_meet() -> None:
-    groups = [unisono.new_group([0, 1]) for _ in range(2)]
-
-    def sums(at: int) -> int:
-        wrong = 0
-        for turn in range(300):
-            value = 1000 * (at + 1) + turn
-            wrong += unisono.all_reduce(value, group=groups[at]) != 2 * value
-        return wrong
-
-    assert in_threads(lambda: sums(0), lambda: sums(1)) == [0, 0]
+    with ThreadPoolExecutor() as threads:
+        return [*threads.map(run, calls)]
 
 
 @two
@@ -68,8 +48,8 @@ def test_groups_of_the_same_ranks_may_be_called_in_another_order_by_each_rank(wo
         if at != world.rank:  # each rank begins with another group
             first.wait()
         first.set()
-        found = unisono.all_reduce(value, group=groups[at])
         big = unisono.all_reduce(torch.full((BIG,), value), group=groups[at])
+        found = unisono.all_reduce(value, group=groups[at])
         return found, big[0].item(), big[-1].item()
 
     found = in_threads(lambda: total(0, 1.0), lambda: total(1, 100.0))
@@ -89,24 +69,27 @@ def test_a_bad_timeout_of_a_group_is_refused() -> None:
 # Which leave no context behind that could be used again
 
 
+def seconds_in_vain(rank: int, size: int, group: unisono.Group, given_up: Path) -> float:
+    """Let rank 1 not come before rank 0 has given up; give how long that has waited."""
+    if rank == 1:
+        until(given_up.exists, LIMIT_S)
+        return 0.0
+    begin = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError):
+        unisono.all_reduce(torch.ones(size), group=group)
+    given_up.touch()
+    return time.monotonic() - begin
+
+
 @pytest.mark.parametrize("size", [1, BIG])
 @pytest.mark.parametrize("backend", ["gloo", "threads", "mpi4py"])
 def test_the_timeout_of_a_group_is_heeded(backend: str, size: int, tmp_path: Path) -> None:
     require_backend(backend)
-    given_up = tmp_path / "given up"
 
     def fn(rank: int) -> float:
         group = unisono.new_group([0, 1], timeout=0.5)
         unisono.barrier(group=group)
-        if rank == 1:
-            until(given_up.exists, LIMIT_S)
-            return 0.0
-        begin = time.monotonic()
-        with pytest.raises(CollectiveTimeoutError):
-            unisono.all_reduce(torch.ones(size), group=group)
-        seconds = time.monotonic() - begin
-        given_up.touch()
-        return seconds
+        return seconds_in_vain(rank, size, group, tmp_path / "given up")
 
     if backend == "mpi4py":  # after what was given up MPI can only end the job
         with pytest.raises(WorkerFailedError, match="waited 0.5 s in"):
@@ -128,7 +111,7 @@ def wait_in_vain(rank: int, size: int) -> None:
 def test_a_group_may_have_more_time_than_the_job_and_less_than_its_block(
     backend: str, tmp_path: Path
 ) -> None:
-    may_come, given_up = tmp_path / "may come", tmp_path / "given up"
+    may_come = tmp_path / "may come"
 
     def fn(rank: int) -> Any:
         group = unisono.new_group([0, 1], timeout=30)
@@ -138,14 +121,8 @@ def test_a_group_may_have_more_time_than_the_job_and_less_than_its_block(
         else:
             threading.Timer(1.5, may_come.touch).start()  # more than what the job allows
         total = unisono.all_reduce(1, group=group)
-        if rank == 1:
-            until(given_up.exists, LIMIT_S)
-            return total, 0.0
-        begin = time.monotonic()
-        with unisono.deadline(0.3), pytest.raises(CollectiveTimeoutError):
-            unisono.all_reduce(1, group=group)
-        given_up.touch()
-        return total, time.monotonic() - begin
+        with unisono.deadline(0.3):
+            return total, seconds_in_vain(rank, 1, group, tmp_path / "given up")
 
     (first, seconds), (second, _) = unisono.spawn(backend, fn, nproc_per_node=2, timeout=1)
     assert (first, second) == (2, 2)

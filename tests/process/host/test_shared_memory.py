@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import unisono
-from tests.support.by_hand import by_hand, join, leave, prepare
+from tests.support.by_hand import by_hand, join, leave
 from unisono.context import communicator
 from unisono.control.plane import INLINE_BYTES
 from unisono.host import memory
@@ -42,11 +42,6 @@ if __name__ == "__main__":
     found = unisono.spawn("gloo", fn, nproc_per_node=2)
     assert found == [(["", "x" * 70_000], 2)] * 2
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forks() -> None:
-    prepare()
 
 
 def allow(times: int) -> None:
@@ -92,23 +87,24 @@ def test_values_of_all_lengths_are_whole(pairs: int, tmp_path: Path) -> None:
     assert {limit > INLINE_BYTES for _, limit in found} == {is_everywhere}
 
 
-@pytest.fixture(scope="module")
-def jobs() -> dict[str, tuple[int, str]]:
-    """Codes and output of jobs at the same time: one without a folder, one of another user."""
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere sockets have files")
+def test_jobs_need_no_temporary_folder_and_those_of_two_users_do_not_meet() -> None:
+    """They run at the same time. Of /proc even root can't make a file."""
     other = ["unshare", "--user", "--map-user=65534"]
-    befores: dict[str, list[str]] = {"own": [], **({"other": other} if is_there(other) else {})}
     nowhere = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), "/proc")
-    started = {
-        name: subprocess.Popen(
+    jobs = [
+        subprocess.Popen(
             [*before, sys.executable, "-c", JOB],
-            env={**os.environ, **(nowhere if name == "own" else {})},
+            env={**os.environ, **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for name, before in befores.items()
-    }
-    return {name: ended(job) for name, job in started.items()}
+        for before, variables in (([], nowhere), (other, {}))[: 1 + is_there(other)]
+    ]
+    assert [ended(job) for job in jobs] == [(0, "")] * len(jobs)
+    if len(jobs) == 1:
+        pytest.skip("no other user can be had here")
 
 
 def is_there(before: Sequence[str]) -> bool:
@@ -125,18 +121,6 @@ def ended(job: subprocess.Popen[str]) -> tuple[int, str]:
     finally:
         job.kill()
         job.communicate()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere sockets have files")
-def test_a_job_needs_no_temporary_folder(jobs: dict[str, tuple[int, str]]) -> None:
-    """Of /proc even root can't make a file."""
-    assert jobs["own"] == (0, "")
-
-
-def test_jobs_of_two_users_on_one_host_do_not_meet(jobs: dict[str, tuple[int, str]]) -> None:
-    if "other" not in jobs:
-        pytest.skip("no other user can be had here")
-    assert [*jobs.values()] == [(0, ""), (0, "")]
 
 
 CONTAINED = """
@@ -166,13 +150,12 @@ def test_ranks_that_number_processes_differently_watch_no_strangers(tmp_path: Pa
 
 
 def test_the_shortest_round_that_a_rank_wants_is_everybodys(tmp_path: Path) -> None:
-    def fn(rank: int) -> Any:
+    def fn(rank: int) -> None:
         os.environ["UNISONO_INLINE_BYTES"] = str(1000 * (rank + 1))
         join(tmp_path, rank, 2)
         pieces = [bytes(900), bytes(1500)]
-        found = unisono.all_gather(pieces[rank]) == pieces
-        limit = vars(communicator().control)["hubs"][EVERYBODY].inline_bytes
+        assert unisono.all_gather(pieces[rank]) == pieces
+        assert vars(communicator().control)["hubs"][EVERYBODY].inline_bytes == 1000
         leave()
-        return found, limit
 
-    assert by_hand(fn) == [(True, 1000)] * 2
+    by_hand(fn)

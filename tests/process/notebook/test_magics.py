@@ -18,12 +18,11 @@ interactive = pytest.importorskip("IPython.core.interactiveshell", reason="IPyth
 traitlets = pytest.importorskip("traitlets.config")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of IPython's own
 
-
 Shown = Callable[[str, str], list[str]]
 
 
 @pytest.fixture
-def shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
+def shell(tmp_path: Path) -> Iterator[Any]:
     config = traitlets.Config({"HistoryManager": {"enabled": False}})
     made = interactive.InteractiveShell(config=config, ipython_dir=str(tmp_path / "ipython"))
     made.run_line_magic("load_ext", "unisono")
@@ -122,9 +121,7 @@ def test_an_interrupt_leaves_the_names(shown: Shown, tmp_path: Path, backend: st
     assert shown("", "x") == ["[rank 0] 1", "[rank 1] 2"]
 
 
-def test_a_rank_that_cannot_be_interrupted_is_given_up(
-    shown: Shown,
-) -> None:
+def test_a_rank_that_cannot_be_interrupted_is_given_up(shown: Shown) -> None:
     stuck = (
         "import ctypes\n"
         "lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)\n"
@@ -141,9 +138,7 @@ def test_a_rank_that_cannot_be_interrupted_is_given_up(
 GATE = threading.Event()
 
 
-def test_a_thread_that_cannot_be_interrupted_is_left_to_itself(
-    shown: Shown,
-) -> None:
+def test_a_thread_that_cannot_be_interrupted_is_left_to_itself(shown: Shown) -> None:
     GATE.clear()
     stuck = f"from {__name__} import GATE\nx = rank\nif rank == 1:\n    GATE.wait()"
     try:

@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,7 @@ def what_is_under_way_keeps_its_place(rank: int, size: int, folder: Path) -> Non
 
 
 def a_list_of_ranks_makes_one_group(rank: int, size: int, folder: Path) -> None:
+    """And a new group inherits the timeout of the job."""
     join(folder, rank, size)
     x = torch.ones(1)
     before = len(dist.distributed_c10d._world.pg_map)
@@ -209,6 +211,8 @@ def a_list_of_ranks_makes_one_group(rank: int, size: int, folder: Path) -> None:
         total = unisono.all_reduce(x, group=(1, 0))
     made = len(dist.distributed_c10d._world.pg_map) - before
     assert (made, total.item()) == ((1, 2) if rank < 2 else (0, 1))
+    handle: Any = unisono.new_group([0, 1, 2]).handle
+    assert handle._get_backend(torch.device("cpu")).options._timeout == TIMEOUT
     leave()
 
 
@@ -229,26 +233,14 @@ def groups_do_not_outlive_their_context(rank: int, size: int, folder: Path) -> N
 
 
 def a_group_of_torch_can_be_the_group(rank: int, size: int, folder: Path) -> None:
+    """And so can what torch gives to a rank that is no member."""
     join(folder, rank, size)
     pair = dist.new_group([2, 0])
     assert unisono.all_gather(rank, dist.group.WORLD) == [0, 1, 2]
     if rank != 1:
         assert unisono.all_gather(rank, group=pair) == [0, 2]
         assert unisono.broadcast(rank, src=2, group=pair) == 2
-    leave()
-
-
-def what_torch_gives_to_no_member_can_be_it(rank: int, size: int, folder: Path) -> None:
-    join(folder, rank, size)
-    wanted = [1] if rank == 1 else rank
-    assert unisono.all_gather(rank, group=dist.new_group([1])) == wanted
-    leave()
-
-
-def a_new_group_inherits_the_timeout_of_the_job(rank: int, size: int, folder: Path) -> None:
-    join(folder, rank, size)
-    handle: Any = unisono.new_group([0, 1, 2]).handle
-    assert handle._get_backend(torch.device("cpu")).options._timeout == TIMEOUT
+    assert unisono.all_gather(rank, group=dist.new_group([1])) == ([1] if rank == 1 else rank)
     leave()
 
 
@@ -286,8 +278,6 @@ OF_THREE: list[Check] = [
     a_list_of_ranks_makes_one_group,
     groups_do_not_outlive_their_context,
     a_group_of_torch_can_be_the_group,
-    what_torch_gives_to_no_member_can_be_it,
-    a_new_group_inherits_the_timeout_of_the_job,
     a_fork_knows_the_facts_and_no_collective,
 ]
 
@@ -305,53 +295,37 @@ def test_a_group_made_by_hand_is_a_context(failures: dict[str, str], name: str) 
 
 
 def test_a_group_that_comes_and_goes_is_followed_without_sync(tmp_path: Path) -> None:
-    def fn(rank: int) -> Any:
-        seen: list[Any] = [facts()]
-        for size in (3, 2, 3):
+    def assert_alone() -> None:
+        assert facts() == SERIAL
+        assert unisono.all_gather("alone") == ["alone"]
+
+    def fn(rank: int) -> None:
+        assert_alone()
+        for turn, size in enumerate((3, 2, 3)):
             if rank < size:
-                join(tmp_path, size - 1 - rank, size, f"store {len(seen)}")
-                seen.append(facts())
-                seen.append(unisono.all_gather(unisono.get_rank()))
+                join(tmp_path, size - 1 - rank, size, f"store {turn}")
+                assert facts() == native(size - 1 - rank, size)
+                assert unisono.all_gather(unisono.get_rank()) == list(range(size))
                 leave()
-            else:
-                seen += [SERIAL, [0]]
-            seen.append(facts())
-            seen.append(unisono.all_gather("alone"))
-        return seen
+            assert_alone()
 
-    alone = [SERIAL, ["alone"]]
-    for rank, seen in enumerate(by_hand(fn, 3)):
-        three = [native(2 - rank, 3), [0, 1, 2], *alone]
-        two = [native(1 - rank, 2), [0, 1], *alone] if rank < 2 else [SERIAL, [0], *alone]
-        assert seen == [SERIAL, *three, *two, *three]
-
-
-def test_sync_keeps_a_context_that_initialize_made() -> None:
-    unisono.initialize("gloo")
-    unisono.sync()
-    assert facts() == native(0, 1)
-    unisono.finalize()
+    by_hand(fn, 3)
 
 
 def test_threads_that_ask_first_get_one_view_of_a_context(tmp_path: Path) -> None:
     def fn(rank: int) -> None:
         join(tmp_path, rank, 1)
         sys.setswitchinterval(1e-6)
-        for _ in range(100):
-            unisono.sync()
-            views: set[int] = set()
-            ready = threading.Barrier(4)
+        with ThreadPoolExecutor(4) as threads:
+            for _ in range(100):
+                unisono.sync()
+                ready = threading.Barrier(4)
 
-            def ask(ready: threading.Barrier = ready, views: set[int] = views) -> None:
-                ready.wait()
-                views.add(id(current_model()))
+                def ask(_: int, ready: threading.Barrier = ready) -> int:
+                    ready.wait()
+                    return id(current_model())
 
-            threads = [threading.Thread(target=ask) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert len(views) == 1
+                assert len({*threads.map(ask, range(4))}) == 1
         leave()
 
     by_hand(fn, 1)
