@@ -11,12 +11,11 @@ from tests.support.random_sums import SIZES, digest, digest_wanted, plain_digest
 DTYPES = (torch.float32, torch.float64)
 
 
-def digests(local_rank: int) -> list[set[str]]:
-    return [digest(local_rank, dtype) for dtype in DTYPES]
-
-
 @pytest.mark.parametrize("backend", ["threads", "gloo"])
 def test_ten_thousand_sums_have_one_hash_on_any_number_of_ranks(backend: str) -> None:
+    def digests(rank: int) -> list[set[str]]:
+        return [digest(rank, dtype) for dtype in DTYPES]
+
     found = {size: idist.spawn(backend, digests, nproc_per_node=size) for size in SIZES}
     due = [{digest_wanted(dtype)} for dtype in DTYPES]
     assert found == {size: [due] * size for size in SIZES}

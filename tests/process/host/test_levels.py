@@ -41,17 +41,13 @@ def pretend(hosts: str, rank: int) -> None:
         os.environ["UNISONO_SHARED_BYTES"] = "0"
 
 
-def levels() -> TwoLevels:
-    made = communicator().control.memory(None)
-    assert isinstance(made, TwoLevels)
-    return made
-
-
 @contextmanager
 def noted() -> Iterator[list[str]]:
     """Take note of each operation in the block that goes through both levels."""
     calls: list[str] = []
-    watch = levels().watch
+    levels = communicator().control.memory(None)
+    assert isinstance(levels, TwoLevels)
+    watch = levels.watch
     begin = watch.begin
 
     def note(call: str) -> Any:

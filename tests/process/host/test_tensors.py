@@ -127,7 +127,6 @@ def no_map() -> None:
 @pytest.mark.parametrize(
     ("rank_without", "forbid", "has_mailboxes"),
     [(0, no_memory, False), (0, no_room, True), (1, no_map, True)],
-    ids=["no_memory", "no_room", "no_map"],
 )
 def test_without_memory_the_backend_carries_tensors(
     rank_without: int, forbid: Callable[[], None], has_mailboxes: bool, tmp_path: Path
@@ -183,9 +182,8 @@ def test_a_hundred_megabytes_need_eight_and_leave_nothing(tmp_path: Path) -> Non
 
     def fn(rank: int) -> None:
         before = shared_bytes()
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
-        os.environ.update(LOCAL_WORLD_SIZE=str(size))
-        unisono.initialize("gloo", init_method=f"file://{tmp_path / 'meeting'}")
+        meeting = f"file://{tmp_path / 'meeting'}"
+        unisono.initialize("gloo", init_method=meeting, rank=rank, world_size=size)
         unisono.barrier()
         idle = shared_bytes()
         assert unisono.all_reduce_(torch.ones(25 * MIB)).eq(size).all()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import unisono
+from tests.support.processes import until
 from unisono.errors import ArgumentError, CollectiveTimeoutError, WorkerFailedError
 
 interactive = pytest.importorskip("IPython.core.interactiveshell", reason="IPython isn't installed")
@@ -101,21 +102,15 @@ def test_an_interrupt_leaves_the_names(shown: Shown, tmp_path: Path, backend: st
     folder = tmp_path / "busy"
     folder.mkdir()
     cell = f"x = rank + 1\nopen({str(folder)!r} + f'/{{rank}}', 'w').close()\nwhile True: pass"
-    is_over = threading.Event()
 
     def interrupt() -> None:
-        while not is_over.wait(0.02):
-            if len(os.listdir(folder)) == 2:
-                os.kill(os.getpid(), signal.SIGINT)
-                return
+        until(lambda: len(os.listdir(folder)) == 2, 60)
+        os.kill(os.getpid(), signal.SIGINT)
 
     watcher = threading.Thread(target=interrupt)
     watcher.start()
-    try:
-        text = raised(shown, KeyboardInterrupt, f"2 --on {backend}", cell)
-    finally:
-        is_over.set()
-        watcher.join()
+    text = raised(shown, KeyboardInterrupt, f"2 --on {backend}", cell)
+    watcher.join()
     assert "while True: pass" in text
     assert text.endswith("The ranks and all their names stay.")
     assert shown("", "x") == ["[rank 0] 1", "[rank 1] 2"]

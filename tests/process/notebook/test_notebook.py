@@ -13,17 +13,16 @@ from typing import Any
 import pytest
 
 from tests.support.pages import ROOT
+from tests.support.processes import until
 
 NOTEBOOK = ROOT / "examples" / "testing" / "notebook.ipynb"
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Jupyter's own libraries
 
 
-def interrupt_when_busy(client: Any, folder: Path, is_over: threading.Event) -> None:
+def interrupt_when_busy(client: Any, folder: Path) -> None:
     """Interrupt the kernel as its button does, once both ranks are within the cell."""
-    while not is_over.wait(0.05):
-        if all((folder / f"busy-{rank}").exists() for rank in (0, 1)):
-            client.km.provisioner.process.send_signal(signal.SIGINT)
-            return
+    until(lambda: all((folder / f"busy-{rank}").exists() for rank in (0, 1)), 120)
+    client.km.provisioner.process.send_signal(signal.SIGINT)
 
 
 def execute(folder: Path) -> dict[str, str]:
@@ -36,14 +35,8 @@ def execute(folder: Path) -> dict[str, str]:
         kernel_name="python3",
         resources={"metadata": {"path": str(folder)}},
     )
-    is_over = threading.Event()
-    watcher = threading.Thread(target=interrupt_when_busy, args=(client, folder, is_over))
-    watcher.start()
-    try:
-        client.execute(env={**os.environ, "IPYTHONDIR": str(folder)})
-    finally:
-        is_over.set()
-        watcher.join()
+    threading.Thread(target=interrupt_when_busy, args=(client, folder), daemon=True).start()
+    client.execute(env={**os.environ, "IPYTHONDIR": str(folder)})
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert len(code) == 12
     return {cell.id: "".join(map(text_of, cell.outputs)) for cell in code}

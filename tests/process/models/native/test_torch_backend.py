@@ -103,7 +103,7 @@ def calls(rank: int, every: Tensor, root: int, op: Any, fold: Fold) -> list[Case
     given = mine + 10 * torch.arange(len(every)).view(-1, 1)  # a row for each rank
     taken = every + 10 * rank  # what each gives to this one
     row, rows, parts = torch.zeros_like(mine), torch.zeros_like(every), list(given)
-    sent = parts if is_root else None
+    sent, there = (parts, every) if is_root else (None, rows)
     return [
         ("all_reduce", lambda x: dist.all_reduce(x, op, async_op=True), mine, fold(every)),
         ("reduce", lambda x: dist.reduce(x, root, op), mine, fold(every) if is_root else None),
@@ -112,12 +112,7 @@ def calls(rank: int, every: Tensor, root: int, op: Any, fold: Fold) -> list[Case
         ("broadcast", lambda x: dist.broadcast(x, root), mine, every[root]),
         ("all_gather", lambda x: all_gather(x.view(-1), mine), rows, every),
         ("all_gather", lambda x: dist.all_gather(list(x), mine), rows, every),
-        (
-            "gather",
-            lambda x: dist.gather(mine, list(x) if is_root else None, root),
-            rows,
-            every if is_root else rows,
-        ),
+        ("gather", lambda x: dist.gather(mine, list(x) if is_root else None, root), rows, there),
         ("scatter", lambda x: dist.scatter(x, sent, root), row, taken[root]),
         ("all_to_all", lambda x: dist.all_to_all_single(x, given), rows, taken),
         ("barrier", lambda _: dist.barrier(), row, row),
