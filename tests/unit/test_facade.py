@@ -11,15 +11,27 @@ import pytest
 import unisono
 from tests.support.processes import run_python
 
-# `ignite.distributed` 0.5.
-IDIST = (
-    *("DistributedProxySampler", "auto_dataloader", "auto_model", "auto_optim"),
-    *("Parallel", "all_gather", "all_gather_tensors_with_shapes", "all_reduce"),
-    *("available_backends", "backend", "barrier", "broadcast", "device", "finalize"),
-    *("get_local_rank", "get_nnodes", "get_node_rank", "get_nproc_per_node", "get_rank"),
-    *("get_world_size", "has_hvd_support", "has_native_dist_support", "has_xla_support"),
-    *("hostname", "initialize", "model_name", "new_group", "one_rank_first", "one_rank_only"),
-    *("registered_computation_models", "set_local_rank", "show_config", "spawn", "sync"),
+# The names of `ignite.distributed` 0.5, and their arguments.
+IDIST = {
+    "Parallel": "backend nproc_per_node nnodes node_rank master_addr master_port init_method",
+    "all_gather": "group",
+    "all_gather_tensors_with_shapes": "tensor shapes group",
+    "all_reduce": "op group",
+    "broadcast": "src safe_mode",
+    "initialize": "backend",
+    "new_group": "ranks",
+    "one_rank_first": "rank local",
+    "one_rank_only": "rank with_barrier",
+    "set_local_rank": "index",
+    "spawn": "backend fn args kwargs_dict nproc_per_node",
+    "sync": "temporary",
+}
+OTHERS = (
+    *("DistributedProxySampler", "auto_dataloader", "auto_model", "auto_optim", "barrier"),
+    *("available_backends", "backend", "device", "finalize", "get_local_rank", "get_nnodes"),
+    *("get_node_rank", "get_nproc_per_node", "get_rank", "get_world_size", "has_hvd_support"),
+    *("has_native_dist_support", "has_xla_support", "hostname", "model_name"),
+    *("registered_computation_models", "show_config"),
 )
 
 
@@ -42,25 +54,11 @@ def test_all_is_complete() -> None:
     assert imported <= set(unisono.__all__), imported - set(unisono.__all__)
 
 
-def test_every_name_of_idist_is_there() -> None:
-    assert set(IDIST) <= set(unisono.__all__)
-
-
-@pytest.mark.parametrize("name", IDIST)
-def test_arguments_of_idist_are_taken(name: str) -> None:
-    ours = getattr(unisono, name)
-    idist = {
-        "all_gather": ["group"], "all_reduce": ["op", "group"], "barrier": [],
-        "all_gather_tensors_with_shapes": ["tensor", "shapes", "group"],
-        "broadcast": ["src", "safe_mode"], "initialize": ["backend"], "new_group": ["ranks"],
-        "one_rank_first": ["rank", "local"], "one_rank_only": ["rank", "with_barrier"],
-        "set_local_rank": ["index"], "sync": ["temporary"],
-        "spawn": ["backend", "fn", "args", "kwargs_dict", "nproc_per_node"],
-        "Parallel": ["backend", "nproc_per_node", "nnodes", "node_rank", "master_addr",
-                     "master_port", "init_method"],
-    }.get(name)  # fmt: skip
-    if idist is not None:
-        assert set(idist) <= set(inspect.signature(ours).parameters)
+def test_every_name_of_idist_is_there_and_takes_its_arguments() -> None:
+    assert {*IDIST, *OTHERS} <= set(unisono.__all__)
+    for name, arguments in IDIST.items():
+        parameters = inspect.signature(getattr(unisono, name)).parameters
+        assert set(arguments.split()) <= set(parameters), name
 
 
 def test_facts_about_libraries_are_answered_when_asked() -> None:

@@ -22,9 +22,11 @@ TABLE = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = TABLE["project"]
 
 
-def test_the_citation_has_the_version() -> None:
-    text = (ROOT / "CITATION.cff").read_text()
-    assert re.findall(r"^version: (.+)$", text, re.MULTILINE) == [unisono.__version__]
+def test_the_citation_and_the_changelog_have_the_version() -> None:
+    citation, changes = (ROOT / "CITATION.cff"), (ROOT / "docs" / "changelog.md")
+    found = re.findall(r"^version: (.+)$", citation.read_text(), re.MULTILINE)
+    found += re.findall(r"^## ([\d.]+)", changes.read_text(), re.MULTILINE)[:1]
+    assert found == [unisono.__version__] * 2
 
 
 def test_users_get_our_types() -> None:
@@ -53,8 +55,3 @@ def test_users_get_what_we_use(name: str) -> None:
         for package in (groups[item["include-group"]] if isinstance(item, dict) else [item])
     ]
     assert set(PROJECT["optional-dependencies"][name]) <= set(ours)
-
-
-def test_the_changelog_begins_with_this_version() -> None:
-    text = (ROOT / "docs" / "changelog.md").read_text()
-    assert re.findall(r"^## ([\d.]+)", text, re.MULTILINE)[0] == unisono.__version__

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 import unisono
+from tests.support.processes import python
 from unisono import tracebacks
 from unisono.errors import ArgumentError
 
@@ -46,27 +46,23 @@ def fold(call: Callable[[], object]) -> str:
     return tracebacks.fold(error, error.__traceback__)
 
 
-def test_runs_of_our_frames_are_one_line() -> None:
+def test_runs_of_our_frames_are_one_line_in_causes_too() -> None:
     def call() -> None:
         unisono.broadcast(1, src=7)
+
+    def chained() -> None:
+        try:
+            call()
+        except ArgumentError as error:
+            raise KeyError("no") from error
 
     said = fold(call)
     assert said.count(FOLDED) == 1
     assert said.endswith("ArgumentError: src=7 should be a global rank from 0 to 0\n")
     assert "unisono.broadcast(1, src=7)" in said
     assert str(tracebacks.__file__).rpartition("/")[0] not in said
-
-
-def test_causes_are_folded_too() -> None:
-    def call() -> None:
-        try:
-            unisono.broadcast(1, src=7)
-        except ArgumentError as error:
-            raise KeyError("no") from error
-
-    said = fold(call)
-    assert said.count(FOLDED) == 1
-    assert "The above exception was the direct cause" in said
+    assert fold(chained).count(FOLDED) == 1
+    assert "The above exception was the direct cause" in fold(chained)
 
 
 def test_frames_of_a_section_are_ours_and_a_context_manager_of_the_users_is_not() -> None:
@@ -75,12 +71,12 @@ def test_frames_of_a_section_are_ours_and_a_context_manager_of_the_users_is_not(
             pass
 
     assert "contextlib" not in fold(section)
-    code = (
-        "from contextlib import contextmanager\n@contextmanager\ndef own():\n    1 / 0\n    yield\n"
-    )
-    space: dict[str, Any] = {}
-    exec(code, space)
-    assert "contextlib" in fold(lambda: space["own"]().__enter__())
+
+    @contextmanager
+    def own() -> Iterator[None]:
+        yield 1 / 0  # type: ignore[misc]
+
+    assert "contextlib" in fold(own().__enter__)
 
 
 def test_all_frames_are_shown_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,9 +92,7 @@ def test_all_frames_are_shown_on_demand(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_traceback_that_was_printed_is_read_and_folded(mode: str, tmp_path: Any) -> None:
     script = tmp_path / "train.py"
     script.write_text(PRINTED.replace("MODE", mode))
-    words_of_it = [sys.executable, str(script)]
-    done = subprocess.run(words_of_it, capture_output=True, text=True, timeout=100)
-    words = done.stderr
+    words = python(str(script)).stderr
     said, line = tracebacks.last_exception(words)
     folded = tracebacks.fold_text(words)
     if mode == "inner":
@@ -116,27 +110,46 @@ def test_what_is_no_traceback_is_left_alone() -> None:
         assert tracebacks.last_exception(text) == ("", "")
 
 
-def test_an_assert_without_source_says_no_more_than_it_knows() -> None:
+class Odd(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("one\ntwo"), "ValueError: one"),
+        (KeyError(), "KeyError"),
+        (ArgumentError("x"), "unisono.errors.ArgumentError: x"),
+        (Odd(), f"{__name__}.Odd: <its text can't be had>"),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_a_summary_is_one_line(error: Exception, said: str) -> None:
+    assert tracebacks.summary(error) == said
+
+
+def test_an_assert_is_summed_up_by_what_is_known_of_it() -> None:
+    class array:
+        pass
+
+    def long() -> None:
+        n = 10**5000
+        assert n == 0
+
+    def named() -> None:
+        x = array()
+        assert x is None
+
+    def worded() -> None:
+        raise AssertionError("said by the user")
+
+    for call in (long, named, worded):  # of which some can't be shown
+        assert tracebacks.summary(raised(call)).startswith("AssertionError")
     space: dict[str, Any] = {}
     path = unisono.__file__  # no line of it is an assert
     exec(compile("def bare():\n    raise AssertionError\n", path, "exec"), space)
     assert tracebacks.summary(raised(space["bare"])) == "AssertionError"
-    assert tracebacks.summary(raised(checked)).startswith("AssertionError")
-
-
-def checked() -> None:
-    raise AssertionError("said by the user")
-
-
-def test_a_summary_is_one_line() -> None:
-    class Odd(Exception):
-        def __str__(self) -> str:
-            raise RuntimeError
-
-    assert tracebacks.summary(ValueError("one\ntwo")) == "ValueError: one"
-    assert tracebacks.summary(KeyError()) == "KeyError"
-    assert tracebacks.summary(ArgumentError("x")) == "unisono.errors.ArgumentError: x"
-    assert tracebacks.summary(Odd()).endswith("Odd: <its text can't be had>")
 
 
 def test_files_below_the_working_directory_are_short(
@@ -167,22 +180,6 @@ def test_a_chain_within_a_message_is_no_chain_of_the_exception() -> None:
 def test_a_traceback_of_our_frames_alone_is_read() -> None:
     text = f'{HEAD}  File "{tracebacks.__file__}", line 1, in told\n    x\nValueError: x\n'
     assert tracebacks.last_exception(text) == ("ValueError: x", "")
-
-
-def test_an_assert_on_what_cannot_be_shown_is_summed_up() -> None:
-    class array:
-        pass
-
-    def long() -> None:
-        n = 10**5000
-        assert n == 0
-
-    def named() -> None:
-        x = array()
-        assert x is None
-
-    for call in (long, named):
-        assert tracebacks.summary(raised(call)).startswith("AssertionError")
 
 
 def test_packages_are_never_the_users_own_code() -> None:
