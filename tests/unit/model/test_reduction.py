@@ -30,17 +30,13 @@ PYTHON: dict[ReduceOp, Callable[[list[Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["SUM", "AVERAGE", "PRODUCT", "MIN", "MAX", "AND", "OR", "XOR"])
+@pytest.mark.parametrize("name", [*ReduceOp.__members__, "MEAN"])
 def test_every_name_in_any_case(name: str) -> None:
+    op = ReduceOp["AVERAGE" if name == "MEAN" else name]
     mixed = "".join(c if i % 2 else c.lower() for i, c in enumerate(name))
-    for spelling in (name, name.lower(), name.title(), mixed, ReduceOp[name]):
-        assert parse_op(spelling) is ReduceOp[name]
-    assert ReduceOp[name].is_bitwise == (name in ("AND", "OR", "XOR"))
-
-
-@pytest.mark.parametrize("name", ["MEAN", "mean", "Mean", "mEaN"])
-def test_mean_is_average(name: str) -> None:
-    assert parse_op(name) is ReduceOp.AVERAGE
+    for spelling in (name, name.lower(), name.title(), mixed, op):
+        assert parse_op(spelling) is op
+    assert op.is_bitwise == (name in ("AND", "OR", "XOR"))
 
 
 @pytest.mark.parametrize("name", ["", "SUMM", " sum", "ReduceOp.SUM", None, 1, True, ["SUM"]])
@@ -49,18 +45,13 @@ def test_other_names_are_refused(name: Any) -> None:
         parse_op(name)
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.sampled_from(ReduceOp), st.lists(INT64, min_size=1, max_size=5))
-def test_ints_fold_as_in_python(op: ReduceOp, values: list[int]) -> None:
-    same(fold_numbers(op, values), PYTHON[op](values))
-
-
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.sampled_from(ReduceOp), st.lists(st.booleans() | INT64, min_size=1, max_size=5))
-def test_bools_among_ints_count_as_ints(op: ReduceOp, values: list[int]) -> None:
-    if all(type(value) is bool for value in values):
-        return
-    same(fold_numbers(op, values), PYTHON[op]([int(value) for value in values]))
+def test_ints_fold_as_in_python_and_bools_among_them_count_as_ints(
+    op: ReduceOp, values: list[int]
+) -> None:
+    if not all(type(value) is bool for value in values):
+        same(fold_numbers(op, values), PYTHON[op]([int(value) for value in values]))
 
 
 ARITHMETIC = st.sampled_from([op for op in ReduceOp if not op.is_bitwise])
@@ -116,12 +107,6 @@ def test_what_has_no_meaning_is_refused() -> None:
             fold_numbers(op, [1, 1j])
 
 
-def test_exactness_beyond_what_floats_hold() -> None:
-    same(fold_numbers(ReduceOp.SUM, [2**53 + 1, 2**62, 2**62]), 2**53 + 1 + 2**63)
-    same(fold_numbers(ReduceOp.MAX, [2**53, 2**53 + 1]), 2**53 + 1)
-    same(fold_numbers(ReduceOp.AVERAGE, [2**63 - 1, 2**63 - 1]), float(2**63 - 1))
-
-
 def test_tensors_fold_in_order_into_new_memory() -> None:
     parts = [torch.tensor([1, 6, -3]), torch.tensor([2, 3, 4]), torch.tensor([3, 5, 5])]
     wanted = {
@@ -129,10 +114,6 @@ def test_tensors_fold_in_order_into_new_memory() -> None:
         "AND": [0, 0, 4], "OR": [3, 7, -3], "XOR": [0, 0, -4],
     }  # fmt: skip
     for name, values in wanted.items():
-        values = reduce(
-            lambda a, b: [PYTHON[ReduceOp[name]]([x, y]) for x, y in zip(a, b, strict=True)],
-            [part.tolist() for part in parts],
-        )
         for given_parts in (parts, torch.stack(parts)):
             same(fold_tensors(ReduceOp[name], given_parts), torch.tensor(values))
         alone = fold_tensors(ReduceOp[name], parts[:1])

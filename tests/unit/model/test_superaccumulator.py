@@ -89,14 +89,6 @@ def test_sums_that_hypothesis_finds(dtype: torch.dtype, data: st.DataObject) -> 
     same(total([terms[cut:], terms[:cut]]), due(terms))
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.floats(-1e300, 1e300), min_size=1, max_size=30))
-def test_doubles_give_what_fsum_gives(values: list[float]) -> None:
-    terms = torch.tensor(values, dtype=torch.float64).view(-1, 1)
-    exact = math.fsum(values)
-    assert total([terms]).item() == exact
-
-
 def in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what is quicker for normal numbers."""
     monkeypatch.setattr(superaccumulator, "_are_normal", lambda *_: False)
