@@ -487,7 +487,8 @@ def test_what_is_missing_is_known_from_what_contradicts(words: str) -> None:
 def test_slots_are_the_ranks_of_a_host_where_all_have_as_many(
     variable: str, text: str, count: str | None
 ) -> None:
-    info = found("", "c02", **{variable: text})
+    file: Any = {variable: text}
+    info = found("", "c02", **file)
     assert (info.node_rank, info.nproc_per_node) == (1, count)
     assert info.hosts == ("c01", "c02")
 
