@@ -35,8 +35,9 @@ OTHERS = (
 )
 
 
-def test_all_is_sorted_and_every_name_is_there() -> None:
+def test_all_is_sorted_and_every_name_is_there_and_what_dir_lists() -> None:
     assert list(unisono.__all__) == sorted(set(unisono.__all__))
+    assert set(dir(unisono)) == {*unisono.__all__, "__version__"}
     for name in unisono.__all__:
         assert getattr(unisono, name) is not None
 
@@ -110,10 +111,6 @@ loads("import unisono; dir(unisono); from unisono import RankInfo, Topology, err
 import torch
 loads("import unisono; unisono._preload()")
 """
-
-
-def test_dir_lists_what_is_public_and_nothing_else() -> None:
-    assert set(dir(unisono)) == {*unisono.__all__, "__version__"}
 
 
 def test_a_misspelt_name_is_answered_by_the_nearest() -> None:

@@ -277,23 +277,16 @@ def test_arguments_of_a_program_may_be_anything(monkeypatch: pytest.MonkeyPatch)
     assert [each["program"] for each in facts] == ["train.py 3"]
 
 
-def test_pages_of_threads_that_fail_go_too() -> None:
-    def work(local_rank: int) -> None:
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+@pytest.mark.usefixtures("own_pages")
+def test_pages_go_with_their_context(backend: str) -> None:
+    def work(local_rank: int, is_wrong: bool) -> str:
         idist.barrier()
-        raise ZeroDivisionError
+        assert not is_wrong
+        return str(own_page().facts["job"])
 
-    before = {page.path for page in pages()}
+    first, second = idist.spawn(backend, work, (False,), nproc_per_node=2)
+    assert first == second
     with pytest.raises(idist.errors.WorkerFailedError):
-        idist.spawn("threads", work, nproc_per_node=2)
-    assert {page.path for page in pages()} <= before
-
-
-def test_a_page_goes_with_its_context() -> None:
-    def work(local_rank: int) -> tuple[str, int]:
-        idist.barrier()
-        own_page()
-        return context.current().calls.job, idist.get_rank()
-
-    jobs = idist.spawn("gloo", work, nproc_per_node=2)
-    assert jobs[0][0] == jobs[1][0]
-    assert jobs[0][0] not in {page.facts["job"] for page in pages()}
+        idist.spawn(backend, work, (True,), nproc_per_node=2)
+    assert pages() == []

@@ -302,9 +302,7 @@ def sections() -> None:
         load(3, sise=2)  # type: ignore[call-arg, arg-type]
 
 
-CHECKS = (
-    *(sums, sums_of_containers, gathers, transfers, in_place_and_in_the_background, sections),
-)
+CHECKS = (sums, sums_of_containers, gathers, transfers, in_place_and_in_the_background, sections)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

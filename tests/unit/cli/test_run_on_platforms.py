@@ -26,10 +26,21 @@ ON_PBS = f"PBS_NODEFILE=c01,c01,{HERE},{HERE}"
 RANK_ON_PBS = f"PBS_NODEFILE={HERE},c02 RANK=0 WORLD_SIZE=2 MASTER_ADDR=c01"
 ONE = "launcher 'processes' runs no command"
 """It got as far as the ranks of this host, which have no command."""
+NODE = "nnodes=2 node-rank=1"
+DIGITS = "master-addr=digits-master-0 master-port=23456"
 STARTED = [
     # The words of the user come before the platform's.
     ("skypilot.node1", "-n 3 --master-port 4711", "nproc-per-node=3 master-port=4711"),
-    ("skypilot.node1", "", "master-addr=10.0.0.1 nnodes=2 node-rank=1"),
+    # The agent gets what the platform says, where a RANK is set, too.
+    ("kubeflow.node1", "", f"{NODE} nproc-per-node=2 master-port=29400 says=kubeflow"),
+    ("kubeflow-pytorchjob.node1", "", f"{NODE} nproc-per-node=2 {DIGITS} says=kubeflow"),
+    ("pai.node1", "", f"{NODE} nproc-per-node=2 master-port=23456 says=pai"),
+    ("pytorchjob.node1", "", f"{NODE} {DIGITS} says=pytorchjob"),
+    ("volcano.node1", "", f"{NODE} master-addr=train-worker-0.train says=volcano"),
+    ("skypilot.node1", "", f"{NODE} nproc-per-node=2 master-addr=10.0.0.1 says=skypilot"),
+    ("sagemaker.node1", "", f"{NODE} nproc-per-node=2 master-addr=algo-1 says=sagemaker"),
+    ("azureml.node1", "", f"{NODE} master-addr=10.0.0.1 master-port=6105 says=azureml"),
+    ("tpu.node1", "", f"{NODE} master-addr=tpu-job-0.headless-svc says=tpu"),
     # An elastic job has no node rank.
     ("kubeflow.node1 PET_NNODES=1:4", "", "nnodes=1:4 node-rank="),
     ("kubeflow.node1 PET_NNODES=1:4", "", "rdzv-endpoint=train-node-0-0.train:29400"),
@@ -37,12 +48,13 @@ STARTED = [
     (ELASTIC, "", "max-restarts=3 nnodes=2 rdzv-backend=c10d"),
     (ELASTIC, "--max-restarts 0", "max-restarts=0 nnodes=2 rdzv-backend=c10d"),
     (ON_PBS, "--nnodes auto", "nnodes=2 node-rank=1 nproc-per-node=2"),
-    (RANK_ON_PBS, "-n 2 --nnodes auto", "nnodes=2 node-rank=0"),
+    (RANK_ON_PBS, "-n 2 --nnodes auto", "nnodes=2 node-rank=0 says=pbs"),
     # What may be a rank or a node is both with one rank on each.
     (RANK, "-n 1", "nnodes=2 node-rank=1"),
     (f"{RANK} UNISONO_RANK_COUNTS=nodes", "-n 2", "nnodes=2 node-rank=1"),
     (f"{AS_A_NODE} MASTER_ADDR=c01", "", "nnodes=2 node-rank=1 master-addr=c01"),
     (f"{AS_A_NODE} MASTER_ADDR=c01", "--nnodes auto", "nnodes=2 node-rank=1"),
+    (f"skypilot.node1 {IN_A_TASK}", "--nnodes auto", "nnodes=2 node-rank=1 says=skypilot"),
     (f"skypilot.node1 {IN_A_TASK}", "", "nnodes=2 node-rank=1"),
 ]  # fmt: skip
 REFUSED = [
@@ -95,25 +107,6 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path
             monkeypatch.setenv(variable, text)
 
 
-@pytest.mark.parametrize(
-    "job",
-    ["kubeflow", "kubeflow-pytorchjob", "pai", "pytorchjob", "volcano", "skypilot", "sagemaker",
-     "azureml", "tpu"],
-)  # fmt: skip
-def test_the_agent_gets_what_the_platform_says(monkeypatch: pytest.MonkeyPatch, job: str) -> None:
-    node = NODES[f"{job}.node1"]
-    for variable, text in node.env.items():
-        monkeypatch.setenv(variable, text)
-    code, words, said = printed()
-    assert code == 0, said
-    assert (option(words, "--nnodes"), option(words, "--node-rank")) == ("2", "1")
-    where = f"at {option(words, '--master-addr')}:{option(words, '--master-port')}"
-    assert node.says.endswith(where)
-    if "ranks 2" in node.says:
-        assert option(words, "--nproc-per-node") == "2"
-    assert f"unisono run: node 1 of 2, as {node.says.partition(',')[0]} says" in said
-
-
 @pytest.mark.parametrize(("on", "given", "options"), STARTED, indirect=["on"])
 @pytest.mark.usefixtures("on")
 def test_what_is_started(given: str, options: str) -> None:
@@ -121,7 +114,11 @@ def test_what_is_started(given: str, options: str) -> None:
     assert code == 0, said
     for each in options.split():
         name, _, value = each.partition("=")
-        assert option(words, f"--{name}") == value
+        if name == "says":
+            number = option(words, "--node-rank")
+            assert f"unisono run: node {number} of 2, as {value} says" in said
+        else:
+            assert option(words, f"--{name}") == value
 
 
 @pytest.mark.parametrize(("on", "given", "reasons"), REFUSED, indirect=["on"])
@@ -163,12 +160,3 @@ def test_doctor_says_how_the_hosts_of_pbs_are_used() -> None:
     said = " ".join(run("doctor").out.split())
     assert "pbs starts a script on the first of its hosts alone" in said
     assert 'only with --nnodes auto, or nnodes="auto" to Parallel' in said
-
-
-@pytest.mark.parametrize(
-    ("on", "says"), [(RANK_ON_PBS, "pbs"), (f"skypilot.node1 {IN_A_TASK}", "skypilot")],
-    indirect=["on"],
-)  # fmt: skip
-@pytest.mark.usefixtures("on")
-def test_who_says_so_is_said(says: str) -> None:
-    assert f"as {says} says" in printed("-n", "2", "--nnodes", "auto")[2]

@@ -59,27 +59,32 @@ def ints(dtype: torch.dtype) -> st.SearchStrategy[int]:
     return st.sampled_from(edges) | st.integers(info.min, info.max)
 
 
-def ranks(of: st.SearchStrategy[Any]) -> st.SearchStrategy[list[list[Any]]]:
-    """Give columns: for each place of a tensor, one value for each of 1 to 4 ranks."""
-    return st.integers(1, 4).flatmap(
-        lambda n: st.lists(st.lists(of, min_size=n, max_size=n), min_size=1, max_size=4)
-    )
+Columns = tuple[torch.dtype, list[list[Any]]]
+
+
+def columns_of(
+    dtypes: list[torch.dtype], values: Callable[[torch.dtype], st.SearchStrategy[Any]]
+) -> st.SearchStrategy[Columns]:
+    """Give a dtype and columns: for each place of a tensor, a value for each of 1 to 4 ranks."""
+
+    def lists(dtype: torch.dtype, n: int) -> st.SearchStrategy[list[list[Any]]]:
+        return st.lists(st.lists(values(dtype), min_size=n, max_size=n), min_size=1, max_size=4)
+
+    drawn = st.tuples(st.sampled_from(dtypes), st.integers(1, 4))
+    return drawn.flatmap(lambda each: st.tuples(st.just(each[0]), lists(*each)))
 
 
 def rows(columns: list[list[Any]], dtype: torch.dtype) -> list[Tensor]:
     return [torch.tensor(list(row), dtype=dtype) for row in zip(*columns, strict=True)]
 
 
-@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
-def test_integers_wrap_as_their_type_does(dtype: torch.dtype) -> None:
-    @settings(max_examples=25, deadline=None)
-    @given(ranks(ints(dtype)))
-    def check(columns: list[list[int]]) -> None:
-        for op in EXACT:
-            total = [wrapped(reduce(STEPS[op], column), dtype) for column in columns]
-            same(disguised(rows(columns, dtype), op), torch.tensor(total, dtype=dtype))
-
-    check()
+@settings(max_examples=200, deadline=None)
+@given(columns_of(INTEGERS, ints))
+def test_integers_wrap_as_their_type_does(drawn: Columns) -> None:
+    dtype, columns = drawn
+    for op in EXACT:
+        total = [wrapped(reduce(STEPS[op], column), dtype) for column in columns]
+        same(disguised(rows(columns, dtype), op), torch.tensor(total, dtype=dtype))
 
 
 @pytest.mark.parametrize("op", EXACT, ids=lambda op: op.name)
@@ -120,24 +125,24 @@ def agree(found: Tensor, wanted: Tensor) -> None:
     assert torch.equal(found.view(width)[~nan], wanted.view(width)[~nan])
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_the_order_of_floats(dtype: torch.dtype) -> None:
-    @settings(max_examples=60, deadline=None)
-    @given(ranks(floats(dtype)))
-    def check(columns: list[list[float]]) -> None:
-        parts = rows(columns, dtype)
-        columns = [[float(part[i].double()) for part in parts] for i in range(len(columns))]
-        for op in (ReduceOp.MIN, ReduceOp.MAX):
-            wanted = torch.tensor([least(column, op) for column in columns], dtype=torch.float64)
-            agree(disguised(parts, op), wanted.to(dtype))
-
-    check()
+@settings(max_examples=400, deadline=None)
+@given(columns_of(FLOATS, floats))
+def test_the_order_of_floats(drawn: Columns) -> None:
+    dtype, columns = drawn
+    parts = rows(columns, dtype)
+    columns = [[float(part[i].double()) for part in parts] for i in range(len(columns))]
+    for op in (ReduceOp.MIN, ReduceOp.MAX):
+        wanted = torch.tensor([least(column, op) for column in columns], dtype=torch.float64)
+        agree(disguised(parts, op), wanted.to(dtype))
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_narrow_floats_are_computed_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
-    def check_one(parts: list[Tensor], op: ReduceOp) -> None:
-        wide = torch.float64 if dtype is torch.float64 else torch.float32
+@settings(max_examples=300, deadline=None)
+@given(columns_of(FLOATS, floats))
+def test_narrow_floats_are_computed_in_float32_and_rounded_once(drawn: Columns) -> None:
+    dtype, columns = drawn
+    parts = rows(columns, dtype)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    for op in (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.AVERAGE):
         step = torch.mul if op is ReduceOp.PRODUCT else torch.add
         # A mean is that of halves, quarters and so on: their sum overflows nowhere.
         scale = 0.5 ** (len(parts) - 1).bit_length() if op is ReduceOp.AVERAGE else 1.0
@@ -146,14 +151,6 @@ def test_narrow_floats_are_computed_in_float32_and_rounded_once(dtype: torch.dty
             # The rounding of float8 and float16 comes after the division, never before it.
             total = total / (len(parts) * scale)
         agree(disguised(parts, op), total.to(dtype))
-
-    @settings(max_examples=40, deadline=None)
-    @given(ranks(floats(dtype)))
-    def check(columns: list[list[float]]) -> None:
-        for op in (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.AVERAGE):
-            check_one(rows(columns, dtype), op)
-
-    check()
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)

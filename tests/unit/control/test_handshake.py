@@ -51,6 +51,14 @@ def knock(listener: socket.socket, held: ExitStack, data: bytes = b"") -> socket
     return made
 
 
+def accept_member(listener: socket.socket) -> None:
+    """Accept one who says the word, and let go of all others."""
+    with closing(accept_authenticated(listener, check, time.monotonic() + 20)) as members:
+        sock, found = next(members)
+        sock.close()
+    assert found == "member"
+
+
 def test_strangers_take_no_time_of_a_member(
     listener: socket.socket, held: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,10 +66,7 @@ def test_strangers_take_no_time_of_a_member(
     said = (b"", b"x", WORD[:4], b"garbage" * 9, WORD[:4] + b"!" * 7)
     strangers = [knock(listener, held, said[turn % 5]) for turn in range(40)]
     knock(listener, held, WORD)
-    with closing(accept_authenticated(listener, check, time.monotonic() + 20)) as members:
-        sock, found = next(members)
-        sock.close()
-    assert found == "member"
+    accept_member(listener)
     for stranger in strangers:  # all are sent away, also those who hadn't spoken yet
         with suppress(ConnectionResetError):
             assert stranger.recv(8) in (b"", b"?")
@@ -128,8 +133,6 @@ def test_the_kernel_says_who_connected(held: ExitStack) -> None:
     finally:
         os.seteuid(0)
     knock(listener, held, WORD)
-    with closing(accept_authenticated(listener, check, time.monotonic() + 20)) as members:
-        sock, _ = next(members)
-        sock.close()
+    accept_member(listener)
     with suppress(ConnectionResetError):
         assert stranger.recv(1) == b""

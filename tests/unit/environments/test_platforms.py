@@ -29,10 +29,10 @@ from unisono.topology import NodeInfo, RankInfo
 
 
 def _read(path: str) -> str:
-    """Read a file whose path is its text, in lines that | ends."""
+    """Read a file whose path is its text, with + for a blank and | for the end of a line."""
     if path.startswith("/not/"):
         raise FileNotFoundError(path)
-    return path.replace("|", "\n")
+    return path.replace("+", " ").replace("|", "\n")
 
 
 HERE = Machine(lambda: "host", lambda: "10.0.0.9", _read)
@@ -480,15 +480,14 @@ def test_what_is_missing_is_known_from_what_contradicts(words: str) -> None:
     [
         ("PBS_NODEFILE", "c01|c02|c01|c02|", "2"),
         ("PBS_NODEFILE", "c01|c01|c02|", None),
-        ("PE_HOSTFILE", "c01 3 a|c02 2 a|c02 1 b|", "3"),
-        ("PE_HOSTFILE", "c01 3|c02 2|", None),
+        ("PE_HOSTFILE", "c01+3+a|c02+2+a|c02+1+b|", "3"),
+        ("PE_HOSTFILE", "c01+3|c02+2|", None),
     ],
 )
 def test_slots_are_the_ranks_of_a_host_where_all_have_as_many(
     variable: str, text: str, count: str | None
 ) -> None:
-    file: Any = {variable: text}
-    info = found("", "c02", **file)
+    info = found(f"{variable}={text}", "c02")
     assert (info.node_rank, info.nproc_per_node) == (1, count)
     assert info.hosts == ("c01", "c02")
 
@@ -496,7 +495,7 @@ def test_slots_are_the_ranks_of_a_host_where_all_have_as_many(
 def test_a_host_may_be_alone_and_has_a_number_of_slots() -> None:
     one = found("PBS_NODEFILE=c01|c01 MASTER_PORT=0", "login")  # an alias of c01
     assert (one.node_rank, one.nnodes, one.hosts) == (0, 1, ("c01",))
-    error = refused("", "c02", PE_HOSTFILE="c01 many|c02 2")
+    error = refused("PE_HOSTFILE=c01+many|c02+2", "c02")
     assert "begin with a host and its slots" in str(error)
 
 

@@ -22,6 +22,7 @@ from unisono.host.collectives import HostCollectives
 from unisono.host.folding import DTYPES
 from unisono.model.reduction import ReduceOp, fold_tensors
 from unisono.payload.memory import as_bytes_tensor
+from unisono.testing.cases._law import same
 
 pytestmark = pytest.mark.skipif(not memory.is_supported(), reason="there is no such memory here")
 
@@ -167,13 +168,6 @@ def test_movements_of_every_dtype(size: int) -> None:
     together(fn, replace(SMALL, size=size))
 
 
-def same(result: Tensor, expected: Tensor) -> None:
-    assert result.dtype is expected.dtype
-    assert result.shape == expected.shape
-    raw = [each.contiguous().view(-1).view(torch.uint8) for each in (result, expected)]
-    assert torch.equal(*raw)
-
-
 def test_bytes_of_different_lengths() -> None:
     blobs = [b"", b"x" * 100_000, b"yz"]
 
@@ -249,22 +243,20 @@ def test_threads_of_one_group_take_turns() -> None:
 
 
 def test_the_layout_leaves_room_for_others() -> None:
-    plan = arena.layout(2, cores=8)
-    assert plan is not None
-    assert not plan.is_crowded
-    assert plan.size_bytes - plan.head_bytes == 8 << 20
-    crowded = arena.layout(4, cores=2)
-    assert crowded is not None
-    assert crowded.is_crowded
-    assert (crowded.size_bytes - crowded.head_bytes) // 4 <= 8 << 20
-    tight = arena.layout(2, cores=8, most_bytes=2 << 20)
-    assert tight is not None
-    assert tight.size_bytes - tight.head_bytes <= 2 << 20
+    def body_bytes(size: int, cores: int, *, is_crowded: bool, **most: int) -> int:
+        plan = arena.layout(size, cores=cores, **most)
+        assert plan is not None
+        assert plan.is_crowded is is_crowded
+        return plan.size_bytes - plan.head_bytes
+
+    assert body_bytes(2, 8, is_crowded=False) == 8 << 20
+    assert body_bytes(4, 2, is_crowded=True) // 4 <= 8 << 20
+    assert body_bytes(2, 8, is_crowded=False, most_bytes=2 << 20) <= 2 << 20
     assert arena.layout(2, cores=8, most_bytes=1 << 17) is None
 
 
 @pytest.mark.parametrize("size", [2, 5])
-def test_an_arena_is_read_as_it_was_made(size: int) -> None:
+def test_an_arena_is_read_as_it_was_made_and_no_other_memory(size: int) -> None:
     made = arena.make(size, cores=2, most_bytes=1 << 40)
     assert made is not None
     fd, first = made
@@ -274,9 +266,6 @@ def test_an_arena_is_read_as_it_was_made(size: int) -> None:
     assert last.layout == first.layout
     with pytest.raises(OSError, match="isn't laid out for these ranks"):
         arena.read(shared, size + 1, 0)
-
-
-def test_memory_of_somebody_else_is_refused() -> None:
     with pytest.raises(OSError, match="too small"):
         arena.read(mmap.mmap(-1, 64), 2, 1)
     with pytest.raises(OSError, match="isn't laid out"):

@@ -10,19 +10,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from unisono.control.connection import (
-    ALL,
-    FAIL,
-    GIVE,
-    Connection,
-    ConnectionClosed,
-)
+from unisono.control.connection import ALL, FAIL, GIVE, Connection, ConnectionClosed
 from unisono.control.envelopes import START_BYTES, join_blobs, split_blobs
 from unisono.host import mailbox, memory
 from unisono.host.mailbox import MAILBOX_BYTES, Mailbox
 
 FOREVER = float("inf")
 Frame = tuple[int, int, bytes]
+Ends = tuple[Connection, Connection]
 
 pytestmark = pytest.mark.skipif(not memory.is_supported(), reason="there is no such memory here")
 
@@ -37,7 +32,7 @@ def shared() -> tuple[tuple[socket.socket, Mailbox], tuple[socket.socket, Mailbo
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Connection, Connection]]:
+def ends() -> Iterator[Ends]:
     first, second = shared()
     made = Connection(*first, 2 * MAILBOX_BYTES), Connection(*second, 2 * MAILBOX_BYTES)
     yield made
@@ -59,9 +54,7 @@ def taken(line: Connection) -> Frame:
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, MAILBOX_BYTES - 1, MAILBOX_BYTES, MAILBOX_BYTES + 1])
-def test_frames_of_any_length_come_out_whole_and_once(
-    ends: tuple[Connection, Connection], size: int
-) -> None:
+def test_frames_of_any_length_come_out_whole_and_once(ends: Ends, size: int) -> None:
     bodies = [os.urandom(size) for _ in range(3)]
     for seq, body in enumerate(bodies, 1):
         for source, target in (ends, ends[::-1]):
@@ -72,7 +65,7 @@ def test_frames_of_any_length_come_out_whole_and_once(
             sender.join()
 
 
-def test_who_looks_is_not_woken_and_who_sleeps_is(ends: tuple[Connection, Connection]) -> None:
+def test_who_looks_is_not_woken_and_who_sleeps_is(ends: Ends) -> None:
     source, target = ends
     source.send(GIVE, 1, b"a", FOREVER)
     assert target.mailbox is not None and target.mailbox.has_come()
@@ -90,18 +83,14 @@ def test_who_looks_is_not_woken_and_who_sleeps_is(ends: tuple[Connection, Connec
     assert not is_readable(target)
 
 
-def test_a_report_of_a_failure_goes_past_a_frame_that_nobody_took(
-    ends: tuple[Connection, Connection],
-) -> None:
+def test_a_report_of_a_failure_goes_past_a_frame_that_nobody_took(ends: Ends) -> None:
     source, target = ends
     source.send(GIVE, 1, b"a", FOREVER)
     source.send(FAIL, 1, b"b", FOREVER)
     assert [taken(target), taken(target)] == [(GIVE, 1, b"a"), (FAIL, 1, b"b")]
 
 
-def test_what_was_put_before_the_end_is_taken_before_it(
-    ends: tuple[Connection, Connection],
-) -> None:
+def test_what_was_put_before_the_end_is_taken_before_it(ends: Ends) -> None:
     source, target = ends
     source.send(GIVE, 1, b"last", FOREVER)
     source.close()
@@ -158,9 +147,7 @@ def test_without_shared_memory_there_is_no_mailbox(monkeypatch: pytest.MonkeyPat
         assert mailbox.receive(theirs) is None
 
 
-def test_who_took_a_frame_and_left_before_being_woken_is_no_error(
-    ends: tuple[Connection, Connection],
-) -> None:
+def test_who_took_a_frame_and_left_before_being_woken_is_no_error(ends: Ends) -> None:
     source, target = ends
     target.sleep(True)
     target.close()

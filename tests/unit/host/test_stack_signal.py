@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.hanging import THREADS_OF_C, hanging
-from tests.support.processes import run_python, until
+from tests.support.processes import in_fork, run_python, until
 from unisono.host import stack_signal
 
 ASKED = 100  # the stacks of all threads, told by one of them, ended it after some 20
@@ -152,30 +152,19 @@ def test_nothing_is_sent_to_a_process_that_does_not_listen() -> None:
             sleeping.kill()
 
 
-FORK = """
-import json, os
-from pathlib import Path
-from unisono.host import stack_signal
-first = stack_signal.install()
-assert first == stack_signal.install()
-read, write = os.pipe()
-if not (pid := os.fork()):
-    mine = stack_signal.install()
-    same = os.fstat(mine["stacks_fd"]).st_ino == mine["stacks_inode"]
-    os.write(write, json.dumps([mine, same]).encode())
-    os._exit(0)
-os.waitpid(pid, 0)
-mine, same = json.loads(os.read(read, 4096))
-assert same
-assert mine["stacks_inode"] != first["stacks_inode"]
-assert mine["signal"] == first["signal"]
-assert os.fstat(first["stacks_fd"]).st_ino == first["stacks_inode"]
-print("right")
-"""
-
-
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_fork_gets_memory_of_its_own() -> None:
-    assert run_python("-c", FORK) == "right"
+    first = stack_signal.install()
+    assert first == stack_signal.install()
+
+    def look() -> None:
+        mine = stack_signal.install()
+        assert os.fstat(mine["stacks_fd"]).st_ino == mine["stacks_inode"]
+        assert mine["stacks_inode"] != first["stacks_inode"]
+        assert mine["signal"] == first["signal"]
+
+    assert in_fork(look) == 0
+    assert os.fstat(first["stacks_fd"]).st_ino == first["stacks_inode"]
 
 
 TAKEN = """

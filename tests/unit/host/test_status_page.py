@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -11,17 +12,14 @@ from typing import Any
 
 import pytest
 
+from tests.support.processes import in_fork
 from unisono.host import status_page
-from unisono.host.status_page import CALLED, PageReader, StatusPage, pages
+from unisono.host.status_page import CALLED, Lane, PageReader, StatusPage, pages
 
 CALLS = 20_000
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    place = tmp_path / "pages"
-    monkeypatch.setenv("UNISONO_STATUS", str(place))
-    return place
+pytestmark = pytest.mark.usefixtures("own_pages")
 
 
 def made(**facts: Any) -> StatusPage:
@@ -30,15 +28,28 @@ def made(**facts: Any) -> StatusPage:
     return page
 
 
-def begin(page: StatusPage, number: int, name: str = "barrier") -> tuple[Any, int]:
+def lane_of(page: StatusPage) -> Lane:
     lane = page.lane()
     assert lane is not None
+    return lane
+
+
+def begin(page: StatusPage, number: int, name: str = "barrier") -> tuple[Lane, int]:
+    lane = lane_of(page)
     words = page.words_of(name, "train.py", 7, "all ranks")
     return lane, lane.begin(*words, number, 8, 100 + number, CALLED)
 
 
-def test_calls_and_facts_are_read_as_they_were_written() -> None:
+def begin_elsewhere(page: StatusPage, number: int) -> None:
+    thread = threading.Thread(target=begin, args=(page, number))
+    thread.start()
+    thread.join()
+
+
+def test_calls_and_facts_are_read_as_they_were_written(own_pages: Path) -> None:
+    own_pages.rmdir()  # it is made where it isn't there
     page = made(program="train.py")
+    assert stat.S_IMODE(own_pages.stat().st_mode) == 0o700
     lane, stamp = begin(page, 3)
     (reader,) = pages()
     (record,) = reader.records()
@@ -58,15 +69,12 @@ def test_calls_and_facts_are_read_as_they_were_written() -> None:
 
 def test_the_last_calls_of_each_thread_are_kept() -> None:
     page = made()
-    lane = page.lane()
-    assert lane is not None
+    lane = lane_of(page)
     first = lane.begin(*page.words_of("first", "f", 1, "g"), 1, 0, 1, CALLED)
     for number in range(2, 301):
         lane.begin(*page.words_of("next", "f", 1, "g"), number, 0, number, CALLED)
     lane.end(first, 9)  # others have its place by now
-    thread = threading.Thread(target=begin, args=(page, 1000, "elsewhere"))
-    thread.start()
-    thread.join()
+    begin_elsewhere(page, 1000)
     records = pages()[0].records()
     assert [record.number for record in records] == [*range(173, 301), 1000]
     assert not any(record.end_ns for record in records)
@@ -77,9 +85,7 @@ def test_the_last_calls_of_each_thread_are_kept() -> None:
 def test_lanes_of_ended_threads_are_used_again() -> None:
     page = made()
     for number in range(1, 50):
-        thread = threading.Thread(target=begin, args=(page, number))
-        thread.start()
-        thread.join()
+        begin_elsewhere(page, number)
     assert pages()[0].records()[-1].number == 49
     page.close()
 
@@ -102,8 +108,7 @@ def test_a_signals_handler_may_call_while_a_page_is_written() -> None:
 
 def test_a_full_page_goes_on_without_names() -> None:
     page = made(groups={str(i): list(range(200)) for i in range(50)})
-    lane = page.lane()
-    assert lane is not None
+    lane = lane_of(page)
     for number in range(100):
         words = page.words_of(f"{number} {'x' * 300}", "f", 1, "g")
         lane.begin(*words, number, 0, number, CALLED)
@@ -119,8 +124,7 @@ def test_a_full_page_goes_on_without_names() -> None:
 def write() -> None:
     """Write until this process is ended."""
     page = made()
-    lane = page.lane()
-    assert lane is not None
+    lane = lane_of(page)
     done = 0
     while True:
         for number in range(done + 1, done + 1000):
@@ -150,11 +154,15 @@ def test_a_reader_never_sees_half_a_state() -> None:
         writer.kill()
 
 
-def test_pages_of_the_dead_stay_while_their_job_lives() -> None:
-    other, page = made(job="a"), made(job="a")
-    dead = page.path.with_name("999999999-1-1")
-    page.path.rename(dead)
+def of_the_dead(page: StatusPage) -> Path:
+    """Let a page be that of a process that isn't here."""
+    path = page.path.rename(page.path.with_name("999999999-1-1"))
     page.update(pid=999999999, start_ticks=1)
+    return path
+
+
+def test_pages_of_the_dead_stay_while_their_job_lives() -> None:
+    other, dead = made(job="a"), of_the_dead(made(job="a"))
     assert sorted(reader.is_alive() for reader in pages()) == [False, True]
     made(job="b").close()
     assert dead.exists()
@@ -163,33 +171,32 @@ def test_pages_of_the_dead_stay_while_their_job_lives() -> None:
     assert not dead.exists()
 
 
-def test_what_is_no_page_is_passed_over(folder: Path) -> None:
+def test_what_is_no_page_is_passed_over(own_pages: Path) -> None:
     page = made()
-    (folder / "1-2-3").write_bytes(b"nothing")
-    (folder / "1-2-4").write_bytes(bytes(page._memory[:])[:-8])
-    (folder / "1-2-5").symlink_to(page.path)
-    os.mkfifo(folder / "1-2-6")  # which nobody writes to
+    (own_pages / "folder").mkdir()
+    (own_pages / "1-2-3").write_bytes(b"nothing")
+    (own_pages / "1-2-4").write_bytes(bytes(page._memory[:])[:-8])
+    (own_pages / "1-2-5").symlink_to(page.path)
+    os.mkfifo(own_pages / "1-2-6")  # which nobody writes to
     assert [reader.path for reader in pages()] == [page.path]
     with pytest.raises(ValueError, match="isn't a status page"):
-        PageReader(folder / "1-2-3")
+        PageReader(own_pages / "1-2-3")
     page.close()
 
 
-def test_other_files_in_the_folder_stay(folder: Path) -> None:
-    folder.mkdir(mode=0o700)
+def test_other_files_in_the_folder_stay(own_pages: Path) -> None:
     names = {"2", "2024", "2024-notes.txt", "1-2", "notes"}
     for name in names:
-        (folder / name).write_text("mine")
+        (own_pages / name).write_text("mine")
     made().close()
-    assert {path.name for path in folder.iterdir()} == names
+    assert {path.name for path in own_pages.iterdir()} == names
 
 
 def test_pages_of_another_container_are_not_read_and_stay() -> None:
     """It has process ids of its own, and may share the folder: ``--ipc=host`` does that."""
     page = made(job="elsewhere")
-    there = page.path.with_name("999999999-1-1")  # which lives there, and nothing says so here
-    page.path.rename(there)
-    page.update(pid=999999999, start_ticks=1, pids=page.facts["pids"] + 1)
+    there = of_the_dead(page)  # which lives there, and nothing says so here
+    page.update(pids=page.facts["pids"] + 1)
     assert pages() == []
     made(job="b").close()
     assert there.exists()
@@ -199,23 +206,23 @@ def test_pages_of_another_container_are_not_read_and_stay() -> None:
 
 def test_pages_of_another_host_are_not_read_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may share the folder, too, on a file server; its processes aren't to be seen here."""
-    monkeypatch.setattr(status_page, "boot_id", lambda: "another")
-    page = made(job="elsewhere")
-    there = page.path.with_name("999999999-1-1")
-    page.path.rename(there)
-    page.update(pid=999999999, start_ticks=1)
-    monkeypatch.undo()
-    monkeypatch.setenv("UNISONO_STATUS", str(there.parent))
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(status_page, "boot_id", lambda: "another")
+        there = of_the_dead(made(job="elsewhere"))
     assert pages() == []
     made(job="b").close()
     assert there.exists()
 
 
-def test_a_folder_that_others_can_write_to_is_not_used(folder: Path) -> None:
-    folder.mkdir(mode=0o777)
-    folder.chmod(0o777)
+@pytest.mark.parametrize("mode", [0o755, 0o777])
+def test_a_folder_that_others_can_read_or_write_to_is_not_used(own_pages: Path, mode: int) -> None:
+    page = made()
+    own_pages.chmod(mode)
     assert StatusPage.make({}) is None
     assert pages() == []
+    own_pages.chmod(0o700)
+    assert len(pages()) == 1
+    page.close()
 
 
 def test_no_pages_where_the_user_wants_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,21 +231,17 @@ def test_no_pages_where_the_user_wants_none(monkeypatch: pytest.MonkeyPatch) -> 
     assert pages() == []
 
 
-def test_no_page_where_there_is_no_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_page_where_there_is_no_room(own_pages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     assert StatusPage.make({}) is None
-    assert list(folder.iterdir()) == []
+    assert list(own_pages.iterdir()) == []
 
 
 def test_a_fork_leaves_its_parents_page_alone() -> None:
     page = made()
-    pid = os.fork()
-    if pid == 0:
-        page.close()
-        os._exit(0)
-    os.waitpid(pid, 0)
+    assert in_fork(page.close) == 0
     assert len(pages()) == 1
     page.close()

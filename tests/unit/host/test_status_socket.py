@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import python
+from tests.support.processes import in_fork, python
 from unisono.host import status_page
 from unisono.host.status_page import StatusPage, pages, start_ticks
 from unisono.host.status_socket import StatusSocket, connected, sockets_of
@@ -51,11 +51,7 @@ def test_who_asks_is_connected(folder: Path) -> None:
 
 def test_a_fork_leaves_the_file_alone(folder: Path) -> None:
     sock = made()
-    pid = os.fork()
-    if not pid:
-        sock.close()
-        os._exit(0)
-    os.waitpid(pid, 0)
+    assert in_fork(sock.close) == 0
     assert len(list(folder.iterdir())) == 1
     sock.close()
 
@@ -103,8 +99,7 @@ def test_there_is_none_without_pages_or_where_others_may_come(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder.mkdir(mode=0o755)
-    assert StatusSocket.make() is None
-    assert sockets_of([own()]) == {}
-    monkeypatch.setenv("UNISONO_STATUS", "0")
-    assert StatusSocket.make() is None
-    assert sockets_of([own()]) == {}
+    for place in (str(folder), "0"):
+        monkeypatch.setenv("UNISONO_STATUS", place)
+        assert StatusSocket.make() is None
+        assert sockets_of([own()]) == {}

@@ -44,11 +44,8 @@ def called_on_models() -> set[str]:
     return called
 
 
-def test_the_contract_has_few_members() -> None:
+def test_the_contract_has_few_members_and_a_model_inherits_nothing_else() -> None:
     assert len(CONTRACT) <= MOST_MEMBERS, f"{len(CONTRACT)} members: {sorted(CONTRACT)}"
-
-
-def test_a_model_inherits_nothing_else() -> None:
     public = {name for name in dir(contract.ComputationModel) if not name.startswith("_")}
     assert public <= set(CONTRACT)
 

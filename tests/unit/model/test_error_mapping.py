@@ -40,8 +40,8 @@ def test_patterns_may_be_searched_in_something_else() -> None:
 
 def test_an_error_of_the_library_is_the_cause_of_ours() -> None:
     cause = RuntimeError("reset by peer")
-    expected = pytest.raises(PeerFailedError, match="rank 1: reset by peer")
-    with expected as caught, map_errors(TABLE, worded):
+    match = "rank 1: reset by peer"
+    with pytest.raises(PeerFailedError, match=match) as caught, map_errors(TABLE, worded):
         raise cause
     assert caught.value.__cause__ is cause
 

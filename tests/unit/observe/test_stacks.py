@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 from tests.support.hanging import hanging
 from unisono.observe.stacks import (
@@ -91,7 +92,9 @@ def test_own_threads_stack_comes_first() -> None:
         assert sorted(found) == [0, 5]
         for stacks in found.values():
             assert not isinstance(stacks, str)
-            assert "hang" in [frame.function for frame in stacks[0].frames]
+            own = own_frame(stacks[0].frames)
+            assert own is not None and own.function == "hang"
+            assert Path(own.file).name == "hanging.py"
             assert stacks[0].ident == process.facts["thread_id"]
             assert stacks[1].ident != stacks[0].ident
 

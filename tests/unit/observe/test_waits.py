@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, ClassVar
 
 import pytest
@@ -187,20 +188,18 @@ def started(number: int, *came_ms: tuple[float, float], **others: Any) -> list[C
 
 
 def test_nobody_waits_for_a_call_before_its_handle() -> None:
-    hidden = [
-        each
-        for n in range(1, 6)
-        for each in started(n, (300 * n, 300 * n + 200), (300 * n + 100, 300 * n + 300))
-    ]
-    found = waits(by_rank(*hidden))
+    def five(wait_ms: float, late_ms: float) -> Records:
+        """Rank 1 comes 100 ms after rank 0; each waits for its handle so long after it came."""
+        each = [
+            started(n, (300 * n, 300 * n + wait_ms), (300 * n + 100, 300 * n + 100 + late_ms))
+            for n in range(1, 6)
+        ]
+        return by_rank(*chain(*each))
+
+    found = waits(five(200, 200))
     assert (found.calls, found.slowest, found.last) == (5, None, (0, 0))
     assert (found.lost_s, found.waited_s, found.in_calls_s) == (NOTHING, NOTHING, NOTHING)
-    blocked = [
-        each
-        for n in range(1, 6)
-        for each in started(n, (300 * n, 300 * n + 20), (300 * n + 100, 300 * n + 200))
-    ]
-    found = waits(by_rank(*blocked))
+    found = waits(five(20, 100))
     assert found.slowest == 1
     assert found.waited_s == pytest.approx((5 * 0.08, 0))
     assert found.lost_s == pytest.approx((0, 5 * 0.08))

@@ -50,6 +50,7 @@ ERRORS: list[tuple[News, type[BaseException]]] = [
     (raises(LaunchError("the replicas have ended")), LaunchError),
     (raises(OSError("no more files")), OSError),
     (raises(KeyboardInterrupt()), KeyboardInterrupt),
+    (lambda _: None, CollectiveTimeoutError),  # until a deadline
 ]
 JOINED = [("join", news, error) for news, error in ERRORS]
 JOINED += [("join", lambda job: job.fail(0, FAILED), WorkerFailedError)]
@@ -62,36 +63,21 @@ def test_its_ranks_are_ended_once_after_an_error(
 ) -> None:
     ranks = Told(news)
     job: Job[Any] = Job(ranks, 1)
-    with pytest.raises(raised):
+    limit_s = 0.1 if raised is CollectiveTimeoutError else 60
+    with pytest.raises(raised), unisono.deadline(limit_s):
         getattr(job, call)()
     assert ranks.n_ends == 1
     job.terminate()
     assert ranks.n_ends == 1
 
 
-def test_its_ranks_are_ended_once_after_their_results() -> None:
-    ranks = Told(lambda job: job.succeed(0, RESULT))
-    job: Job[Any] = Job(ranks, 1)
-    assert job.join() == job.join() == [7]
-    assert ranks.n_ends == 1
-
-
-@pytest.mark.parametrize("call", ["join", "send_tasks"])
-def test_its_ranks_are_ended_once_at_a_deadline(call: str) -> None:
-    ranks = Told(lambda _: None)
-    job: Job[Any] = Job(ranks, 1)
-    with pytest.raises(CollectiveTimeoutError), unisono.deadline(0.1):
-        getattr(job, call)()
-    assert ranks.n_ends == 1
-
-
-def test_one_that_may_be_joined_again_goes_on() -> None:
+def test_one_that_may_be_joined_again_goes_on_and_ends_its_ranks_once() -> None:
     ranks = Told(lambda job: job.succeed(0, RESULT))
     job: Job[Any] = Job(ranks, 1)
     with pytest.raises(LaunchError, match="join again"):
         job.join(0)
     assert ranks.n_ends == 0
-    assert job.join() == [7]
+    assert job.join() == job.join() == [7]
     assert ranks.n_ends == 1
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from typing import Any
@@ -14,8 +13,8 @@ import pytest
 from unisono.cli.run import _say
 from unisono.errors import ArgumentError
 from unisono.launchers.script import plugin, supervisor
-from unisono.launchers.script.rank.report import Held, Reader, Report, encode
-from unisono.launchers.script.script import RANK, Script
+from unisono.launchers.script.rank.report import Held, Report, encode
+from unisono.launchers.script.script import Script
 from unisono.launchers.script.supervisor import Outcome, held_back, run_launcher, signals, verdict
 
 HEAD = "Traceback (most recent call last):\n"
@@ -25,15 +24,6 @@ LOST = f"{HEAD}{FRAME}ConnectionResetError: Connection reset by peer\n"
 FAILED = f"{HEAD}{FRAME}ValueError: no data\n"
 IGNORED = f"Exception ignored in: <function f at 0x1>\n{HEAD}{FRAME}RuntimeError: late\n"
 SCRIPT = Script(("train.py",))
-HANDLES = """
-import logging, signal
-try:
-    int("oops")
-except ValueError:
-    logging.exception("handled")
-print("READY", flush=True)
-signal.pause()
-"""
 
 
 def report(rank: int = 1, code: int = 1, words: str = "", **more: bool) -> Report:
@@ -95,27 +85,6 @@ def test_what_a_rank_had_printed_before_it_was_ended_is_shown_once() -> None:
     assert held_back(verdict([report(5, 1, FAILED), *told])) == []
     assert held_back(verdict(told)) == [f"[0] {line}" for line in FAILED.splitlines()]
     assert (verdict(told).failed, verdict(told).code) == (None, 1)
-
-
-def test_a_rank_that_was_told_to_end_did_not_fail_by_itself() -> None:
-    words = [sys.executable, RANK, "--token", "t", "--", sys.executable, "-c", HANDLES]
-    own = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    with subprocess.Popen(
-        words, env={**os.environ, **own}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"[1] READY\n"
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate()
-    assert process.returncode == -signal.SIGTERM
-    reader = Reader("t")
-    (found,) = [
-        said for line in err.splitlines(True) if isinstance(said := reader.read(line), Report)
-    ]
-    assert found.was_told
-    assert found.is_secondary
-    assert "ValueError" in "".join(held_back(verdict([found])))
 
 
 def test_a_signal_is_said_without_what_nobody_checked(capsys: pytest.CaptureFixture[str]) -> None:

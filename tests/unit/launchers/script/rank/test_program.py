@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from tests.support.processes import gone
 from unisono.launchers.script.rank.report import Reader, Report
 from unisono.launchers.script.script import RANK
+from unisono.launchers.script.supervisor import held_back, verdict
 
 INFO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 INFO |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -30,8 +31,19 @@ sys.exit(3)
 """
 
 
-def wrapper(program: str, stderr: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
-    words = [sys.executable, RANK, "--token", "t", "--plain", "--", sys.executable, "-c", program]
+HANDLES = """
+import logging, signal
+try:
+    int("oops")
+except ValueError:
+    logging.exception("handled")
+print("READY", flush=True)
+signal.pause()
+"""
+
+
+def wrapper(program: str, *options: str, stderr: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
+    words = [sys.executable, RANK, "--token", "t", *options, "--", sys.executable, "-c", program]
     return subprocess.Popen(
         words, env={**os.environ, **INFO}, stdout=subprocess.PIPE, stderr=stderr
     )
@@ -43,7 +55,7 @@ def reports(lines: Iterable[bytes]) -> list[Report]:
 
 
 def test_a_rank_that_had_ended_was_not_told_to() -> None:
-    with wrapper(LEAVES_A_CHILD) as process:
+    with wrapper(LEAVES_A_CHILD, "--plain") as process:
         assert process.stdout is not None
         assert gone([int(process.stdout.readline())], 10) == []
         process.send_signal(signal.SIGTERM)  # another rank has failed, because of this one
@@ -54,9 +66,22 @@ def test_a_rank_that_had_ended_was_not_told_to() -> None:
     assert process.returncode == -signal.SIGKILL
 
 
+def test_a_rank_that_was_told_to_end_did_not_fail_by_itself() -> None:
+    with wrapper(HANDLES) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"[0] READY\n"
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate()
+    assert process.returncode == -signal.SIGTERM
+    (report,) = reports(err.splitlines(True))
+    assert report.was_told
+    assert report.is_secondary
+    assert "ValueError" in "".join(held_back(verdict([report])))
+
+
 def test_a_report_is_written_in_pieces_that_a_pipe_takes_whole() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps writes apart
-    with ours, wrapper(SAYS_MUCH, theirs.fileno()):
+    with ours, wrapper(SAYS_MUCH, "--plain", stderr=theirs.fileno()):
         theirs.close()
         writes = list(iter(lambda: ours.recv(1 << 20), b""))
     lines = [data for data in writes if data.startswith(b"\x1e")]
