@@ -38,13 +38,8 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
     "all_gather": lambda tensor: unisono.all_gather(tensor[: COUNT // SIZE]),
     "broadcast": unisono.broadcast_,
 }
-HOW = {"kill": signal.SIGKILL, "segfault": signal.SIGSEGV, "stop": signal.SIGSTOP}
-ORDER = ("kill", "segfault", "kill", "segfault", "stop")  # which lasts until a deadline
-CASE = {
-    "kill": "100 MB in shared memory: SIGKILL in the middle",
-    "segfault": "100 MB in shared memory: SIGSEGV in the middle",
-    "stop": "100 MB in shared memory: SIGSTOP in the middle, from the deadline",
-}
+KILL, SEGFAULT, STOP = signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP
+ORDER = (KILL, SEGFAULT, KILL, SEGFAULT, STOP)  # which lasts until a deadline
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,7 @@ class Moment:
     """When which rank ends, and how: after so many lengths of a call."""
 
     call: str
-    how: str
+    how: signal.Signals
     victim: int
     calls: float
 
@@ -81,12 +76,13 @@ def forks() -> Iterator[None]:
 def strike(path: Path, number: int, delay_s: float) -> None:
     """End or stop this process in a while, whatever its main thread is doing then."""
 
-    def wait_and_strike() -> None:
-        threading.Event().wait(delay_s)
+    def end() -> None:
         path.write_text(str(time.monotonic()))
         os.kill(os.getpid(), number)
 
-    threading.Thread(target=wait_and_strike, daemon=True).start()
+    timer = threading.Timer(delay_s, end)
+    timer.daemon = True
+    timer.start()
 
 
 def until_the_end(moment: Moment, folder: Path, rank: int) -> tuple[str, int | None, float, float]:
@@ -100,9 +96,9 @@ def until_the_end(moment: Moment, folder: Path, rank: int) -> tuple[str, int | N
     start = time.monotonic()
     call(tensor)
     lengths: list[float] = unisono.all_gather(time.monotonic() - start)
-    limit_s = max(LIMIT_S, 10 * max(lengths)) if moment.how == "stop" else 0.0
+    limit_s = max(LIMIT_S, 10 * max(lengths)) if moment.how == STOP else 0.0
     if rank == moment.victim:
-        strike(folder / "struck", HOW[moment.how], moment.calls * max(lengths))
+        strike(folder / "struck", moment.how, moment.calls * max(lengths))
     try:
         while True:
             with unisono.deadline(limit_s or 60):
@@ -127,8 +123,10 @@ def test_every_other_rank_names_the_one_that_ended(
         for rank in set(range(SIZE)) - {moment.victim}:
             text, named, came, limit_s = reports[rank]
             is_named = named == moment.victim
-            if moment.how == "stop":
+            if moment.how == STOP:
                 is_named = f"rank {moment.victim}" in text and "stopped" in text
             assert is_named, f"{moment}, UNISONO_SEED={SEED}: rank {rank} has heard {text!r}"
             late_s = came - struck - limit_s
-            table.add(f"{CASE[moment.how]}, {MOMENTS} moments", late_s, LIMIT_S, text)
+            case = f"100 MB in shared memory: {moment.how.name} in the middle"
+            case += ", from the deadline" * (moment.how == STOP)
+            table.add(f"{case}, {MOMENTS} moments", late_s, LIMIT_S, text)

@@ -7,6 +7,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,27 +71,24 @@ def test_leaving_waits_for_no_rank_that_is_stopped(
     table.add(case, seconds, limit_s, "(left)")
 
 
-@settings(
-    deadline=None, derandomize=True, database=None, max_examples=20,
+EXAMPLES = partial(
+    settings, deadline=None, derandomize=True, database=None,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
-@given(program=programs(SIZE))
-def check_programs(pool: WorkerPool, program: list[Step]) -> None:
-    for step, *found in zip(program, *pool.run(play, program), strict=True):
-        assert wrong_with(step, found) is None, step
 
 
 @pytest.mark.parametrize("backend", LIBRARIES)
 def test_random_programs_give_what_plain_python_gives(backend: str) -> None:
     require_backend(backend)
+
+    @EXAMPLES(max_examples=20)
+    @given(programs(SIZE))
+    def check(program: list[Step]) -> None:
+        for step, *found in zip(program, *pool.run(play, program), strict=True):
+            assert wrong_with(step, found) is None, step
+
     with WorkerPool(backend, nproc_per_node=SIZE) as pool:
-        check_programs(pool)
-
-
-EXAMPLES = settings(
-    deadline=None, derandomize=True, database=None, max_examples=3,
-    suppress_health_check=list(HealthCheck),
-)  # fmt: skip
+        check()
 
 
 def alone(fn: Callable[[], None], rank: int, url: str) -> Any:
@@ -109,7 +107,7 @@ def alone(fn: Callable[[], None], rank: int, url: str) -> Any:
 def test_every_rank_names_a_rank_that_fails_anywhere(fault: str, tmp_path: Path) -> None:
     limit_s = END_S * slack()
 
-    @EXAMPLES
+    @EXAMPLES(max_examples=3)
     @given(programs(SIZE, 4), st.integers(0, 4), st.integers(0, SIZE - 1))
     def check(program: list[Step], at: int, victim: int) -> None:
         url = f"file://{tmp_path}/{uuid.uuid4().hex}"
@@ -136,7 +134,7 @@ def test_a_job_ends_with_a_rank_that_fails_anywhere(backend: str, tmp_path: Path
     require_backend(backend)
     path, times = str(tmp_path / "pipe"), slack()
 
-    @EXAMPLES
+    @EXAMPLES(max_examples=3)
     @given(
         programs(SIZE, 4), st.integers(0, 4), st.integers(0, SIZE - 1),
         st.sampled_from(list(PROGRAM_FAULTS)),
@@ -175,18 +173,17 @@ unisono.barrier()
 """
 
 
-# Ranks report alike by any launcher, of which each loses its own ranks in a way of its own.
-RUNS = [
-    *[("processes", fault, i % 2) for i, fault in enumerate(("raises", 'sys.exit("text")'))],
-    *[("processes", fault, i % 2) for i, fault in enumerate(("os._exit(3)", "SIGKILL"))],
-    *[(launcher, fault, 1) for launcher in ("torchrun", "mpi") for fault in ("raises", "SIGKILL")],
-]
 SAID = {
     "raises": ("raised ArithmeticError: mine", "ArithmeticError: mine"),
-    "os._exit(3)": ("ended with exit code 3; it printed nothing", ""),
     'sys.exit("text")': ("ended with exit code 1; it said:", "text"),
+    "os._exit(3)": ("ended with exit code 3; it printed nothing", ""),
     "SIGKILL": ("was ended by SIGKILL; it printed nothing", ""),
 }
+# Ranks report alike by any launcher, of which each loses its own ranks in a way of its own.
+RUNS = [
+    *[("processes", fault, i % 2) for i, fault in enumerate(SAID)],
+    *[(launcher, fault, 1) for launcher in ("torchrun", "mpi") for fault in ("raises", "SIGKILL")],
+]
 
 
 @pytest.mark.parametrize(("launcher", "fault", "victim"), RUNS)
@@ -214,6 +211,4 @@ def test_a_script_that_fails(
     assert words_of_rank.strip().endswith(cause), last
     _, is_traceback, traceback = last.partition("Traceback (most recent call last):\n")
     says_little(last, is_traceback + traceback)
-    said = first.rpartition(") ")[2].partition(";")[0]
-    named = f"{error}{said}" if cause in said else f"{error}{said}: {cause}"
-    table.add(f"unisono run, {launcher}: {fault}", seconds, RUN_S, named)
+    table.add(f"unisono run, {launcher}: {fault}", seconds, RUN_S, f"{error}{how}")

@@ -2,87 +2,44 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from tests.support.measures import Table
-from tests.support.processes import gone
+from tests.support.processes import gone, run_python
 
 ORPHAN = """
 import os, signal
-child = os.fork()
-if child:
-    os.write(1, b"%d" % child)
+if child := os.fork():
+    print(child)
 else:
-    os.close(1)
+    os.closerange(0, 3)
     signal.pause()
 """
 
 
-@contextmanager
-def an_orphan() -> Iterator[None]:
-    """Leave a process whose parent has ended."""
-    done = subprocess.run([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, timeout=60)
-    try:
-        yield
-    finally:
-        assert gone([int(done.stdout)], 0)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(int(done.stdout), 0)
-
-
-@contextmanager
-def a_listener(path: str) -> Iterator[None]:
+def test_what_is_left_is_found(held: Callable[..., dict[str, set[str]]]) -> None:
+    """Memory and a socket, and a process whose parent has ended; others have other names."""
+    name, before = f"unisono-test-{os.getpid()}", held()
+    children, memory = set(psutil.Process().children(recursive=True)), Path("/dev/shm", name)
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
+        listener.bind(f"\0{name}")
         listener.listen()
-        yield
-
-
-@contextmanager
-def shared_memory() -> Iterator[None]:
-    path = Path(f"/dev/shm/unisono-test-{os.getpid()}")
-    path.write_text("x")
-    try:
-        yield
-    finally:
-        path.unlink()
-
-
-LEFT: dict[str, Callable[[], Any]] = {
-    "shared memory": shared_memory,
-    "listening Unix sockets": lambda: a_listener(f"\0unisono-test-{os.getpid()}"),
-}
-
-
-@pytest.mark.parametrize("what", LEFT)
-def test_what_is_left_is_found(what: str, held: Callable[..., dict[str, set[str]]]) -> None:
-    """That of another test on this host has another name."""
-
-    def is_found() -> bool:
-        return any(f"unisono-test-{os.getpid()}" in name for name in held(before).get(what, ()))
-
-    before = held()
-    with LEFT[what]():
-        assert is_found()
-    assert not is_found()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
-def test_a_process_that_lost_its_parent_is_found() -> None:
-    children = set(psutil.Process().children(recursive=True))
-    with an_orphan():
-        assert len(set(psutil.Process().children(recursive=True)) - children) == 1
+        memory.write_text("x")
+        found = held(before)
+        memory.unlink()
+    for what in ("shared memory", "listening Unix sockets"):
+        assert any(name in each for each in found[what])
+    assert name not in str(held(before))
+    orphan = int(run_python("-c", ORPHAN))
+    found_ids = [each.pid for each in {*psutil.Process().children(recursive=True)} - children]
+    assert gone([orphan], 0) == found_ids == [orphan]
+    os.waitpid(orphan, 0)
 
 
 def test_what_fills_the_table_has_measured_how_slow_the_host_is(table: Table) -> None:

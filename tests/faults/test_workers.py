@@ -1,12 +1,13 @@
-"""A replica that fails, in whatever way, is named with its own cause, and nothing is left."""
+"""A replica that fails, how and whenever, is named with its own cause, and nothing is left."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,218 +34,184 @@ SPAWN, POOL, PARALLEL = Way("spawn"), Way("WorkerPool"), Way("Parallel")
 # Every fault by spawn; another way has one of each kind: a report, an exit code, a signal.
 KINDS = ("raises", "os._exit(0)", "SIGKILL", "exception that can't be pickled")
 RUNNERS = ("spawn", "Parallel", "spawn", "WorkerPool")
-WAYS = [
-    *[(SPAWN, fault, i % SIZE) for i, fault in enumerate(FAULTS)],
-    *[(POOL, fault, 1) for fault in KINDS],
-    (PARALLEL, "raises", 0),
+ON_LIBRARIES = [Way("spawn", backend) for backend in LIBRARIES]
+SET_UP, WAIT, AT_ONCE = "before set-up", "while others wait", "of two ranks at once"
+LAST, FINALIZE, LEAD = "after the last collective", "in finalize", "of the leader of a group"
+MEET, PART = "while ranks meet", "while ranks part"
+CASES = [
+    *[(SPAWN, fault, WAIT, (i % SIZE,)) for i, fault in enumerate(FAULTS)],
+    *[(POOL, fault, WAIT, (1,)) for fault in KINDS],
+    (PARALLEL, "raises", WAIT, (0,)),
     *[
-        (Way(RUNNERS[i], backend), fault, i % SIZE)
+        (Way(RUNNERS[i], backend), fault, WAIT, (i % SIZE,))
         for backend in LIBRARIES
         for i, fault in enumerate(KINDS)
     ],
+    *[
+        (SPAWN, fault, when, (1,))
+        for when in (SET_UP, LAST, FINALIZE)
+        for fault in ("raises", "os._exit(3)", "SIGKILL")
+    ],
+    *[
+        (way, fault, when, (1,))
+        for when, fault in ((SET_UP, "raises"), (LAST, "SIGKILL"), (FINALIZE, "raises"))
+        for way in ON_LIBRARIES
+    ],
+    *[(way, "SIGKILL", AT_ONCE, (0, 2)) for way in (SPAWN, POOL, *ON_LIBRARIES)],
+    (SPAWN, "SIGKILL", LEAD, (1,)),
 ]
-ON_LIBRARIES = [Way("spawn", backend) for backend in LIBRARIES]
 # horovodrun says nothing of a rank that ends with 0: a second is waited for a failure that is.
 SLOWER_S = {("horovod", "os._exit(0)"): 2.0}
-
-
-def at_a_moment(fault: str) -> pytest.MarkDecorator:
-    """Let spawn meet three kinds of fault, and each library one."""
-    ways = [(SPAWN, each) for each in ("raises", "os._exit(3)", "SIGKILL")]
-    ways += [(way, fault) for way in ON_LIBRARIES]
-    return pytest.mark.parametrize(("way", "fault"), ways, ids=str)
+DELAYS_MS = (0, 2, 5, 10, 15, 20, 30, 50)
+WHO = ("the leader", "a member")  # of the control plane: rank 0 leads
 
 
 @dataclass
-class Check:
-    """Runs what fails, and holds the error to its cause and its limit."""
+class Doomed:
+    """What ranks do until one has its fault: at a moment, or some time after it.
 
+    The first moments are when this is unpickled, before there is a context.
+    """
+
+    fault: str
+    when: str
+    victims: tuple[int, ...]
     clock: Clock
-    table: Table
-
-    def __call__(
-        self, way: Way, fault: str, when: str, fn: Callable[[int], Any], victim: int = 1
-    ) -> None:
-        with pytest.raises(WorkerFailedError) as caught:
-            way.run(fn)
-        seconds = told(caught.value, self.clock)
-        first = check_error(caught.value, victim, FAULTS[fault].says)
-        limit_s = SLOWER_S.get((way.backend, fault), AT_MOST_S)
-        self.table.add(f"{way}: {fault} {when}", seconds, limit_s, first)
-
-
-@pytest.fixture
-def check(clock: Clock, table: Table) -> Check:
-    return Check(clock, table)
-
-
-@pytest.mark.parametrize(("way", "fault", "victim"), WAYS, ids=str)
-def test_a_fault_while_others_wait(way: Way, fault: str, victim: int, check: Check) -> None:
-    clock = check.clock
-
-    def fn(local_rank: int) -> None:
-        unisono.barrier()
-        if local_rank == victim:
-            clock.strike()
-            FAULTS[fault].do()
-        unisono.all_reduce(torch.ones(1))
-
-    check(way, fault, "while others wait", fn, victim)
-
-
-class Bomb:
-    """What goes off where it is unpickled, on one rank: before the context is there."""
-
-    def __init__(self, do: Callable[[], Any], path: str) -> None:
-        self.do, self.path = do, path
+    delay_ms: int = 0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if launcher_rank() == 1:
-            Clock(self.path).strike()
-            self.do()
+        if self.when in (SET_UP, MEET) and launcher_rank() in self.victims:
+            self.begin()
 
-    def __call__(self, local_rank: int) -> None:
-        unisono.barrier()
-
-
-@at_a_moment("raises")
-def test_a_fault_before_the_context_is_there(way: Way, fault: str, check: Check) -> None:
-    check(way, fault, "before set-up", Bomb(FAULTS[fault].do, check.clock.path))
-
-
-@at_a_moment("SIGKILL")
-def test_a_fault_after_the_last_collective(way: Way, fault: str, check: Check) -> None:
-    clock = check.clock
-
-    def fn(local_rank: int) -> None:
-        unisono.barrier()
-        if local_rank == 1:
-            clock.strike()
-            FAULTS[fault].do()
-
-    check(way, fault, "after the last collective", fn)
-
-
-@at_a_moment("raises")
-def test_a_fault_in_finalize(way: Way, fault: str, check: Check) -> None:
-    clock = check.clock
-
-    def fn(local_rank: int) -> None:
-        unisono.barrier()
-        if local_rank == 1:
-
-            def end(self: object = None) -> None:
-                clock.strike()
-                FAULTS[fault].do()
-
-            if way.backend == "gloo":
-                vars(dist)["destroy_process_group"] = end
+    def __call__(self, local_rank: int) -> int:
+        pair = unisono.new_group([1, 2]) if self.when == LEAD else None
+        group = pair if local_rank else None
+        unisono.barrier(group=group)
+        if local_rank in self.victims and self.when == FINALIZE:
+            if unisono.model_name() == "native-dist":
+                vars(dist)["destroy_process_group"] = self.strike
             else:
-                setattr(type(unisono.context.current_model()), "finalize", end)  # noqa: B010
+                setattr(type(unisono.context.current_model()), "finalize", self.strike)  # noqa: B010
+        elif local_rank in self.victims and self.when not in (SET_UP, MEET):
+            self.begin()
+        while self.when not in (LAST, FINALIZE, PART):
+            unisono.all_reduce(torch.ones(1), group=group)
+        return local_rank
 
-    check(way, fault, "in finalize", fn)
+    def begin(self) -> None:
+        """Have the fault, after the delay whatever the main thread is doing then."""
+        if self.delay_ms == 0:
+            self.strike()
+        timer = threading.Timer(self.delay_ms / 1000, self.strike)
+        timer.daemon = True
+        timer.start()
+
+    def strike(self, *_: object) -> None:
+        self.clock.strike()
+        FAULTS[self.fault].do()
 
 
-@pytest.mark.parametrize("way", [SPAWN, POOL, *ON_LIBRARIES], ids=str)
-def test_two_ranks_that_die_at_once(way: Way, clock: Clock, table: Table) -> None:
-    def fn(local_rank: int) -> None:
-        unisono.barrier()
-        if local_rank != 1:
-            clock.strike()
-            os.kill(os.getpid(), signal.SIGKILL)
-        unisono.barrier()
-
+@pytest.mark.parametrize(("way", "fault", "when", "victims"), CASES, ids=str)
+def test_a_fault_is_told_at_once_with_its_own_cause(
+    way: Way, fault: str, when: str, victims: tuple[int, ...], clock: Clock, table: Table
+) -> None:
     with pytest.raises(WorkerFailedError) as caught:
-        way.run(fn)
+        way.run(Doomed(fault, when, victims, clock))
     seconds = told(caught.value, clock)
-    assert caught.value.rank in (0, 2)
-    first = check_error(caught.value, caught.value.rank, "was ended by SIGKILL")
-    table.add(f"{way}: two ranks die at once", seconds, AT_MOST_S, first)
+    assert caught.value.rank in victims
+    first = check_error(caught.value, caught.value.rank, FAULTS[fault].says)
+    limit_s = SLOWER_S.get((way.backend, fault), AT_MOST_S)
+    table.add(f"{way}: {fault} {when}", seconds, limit_s, first)
 
 
-STUCK = {
-    SPAWN: list(HANGS),
-    POOL: ["SIGSTOP", "a call in C that holds the GIL"],
-    Way("spawn", "horovod"): ["SIGSTOP"],
-    Way("WorkerPool", "horovod"): ["a call in C that holds the GIL"],
-}
+@pytest.mark.parametrize("victim", [0, 1], ids=WHO)
+@pytest.mark.parametrize("when", [MEET, PART])
+def test_a_death_at_any_moment(when: str, victim: int, clock: Clock, table: Table) -> None:
+    """While ranks part, either its work was done by then, or it is the dead one that is named."""
+
+    def die(delay_ms: int) -> None:
+        try:
+            found = SPAWN.run(Doomed("SIGKILL", when, (victim,), clock, delay_ms))
+        except WorkerFailedError as error:
+            seconds = told(error, clock)
+            first = check_error(error, victim, "was ended by SIGKILL")
+            case = f"spawn: SIGKILL of {WHO[victim]} {when}, {len(DELAYS_MS)} moments"
+            table.add(case, seconds, AT_MOST_S, first)
+        else:
+            assert when == PART
+            assert delay_ms > 0, "a rank that died before it could return anything wasn't a failure"
+            assert found == [0, 1, 2]
+
+    for delay_ms in DELAYS_MS:
+        die(delay_ms)
 
 
-Late = Callable[..., Iterator[tuple[str, float, WorkerFailedError]]]
+LARGE = ", large tensors"
+STUCK = [
+    (SPAWN, "", list(HANGS)),
+    (SPAWN, LARGE, ["SIGSTOP", "a loop in Python"]),
+    (POOL, "", ["SIGSTOP", "a call in C that holds the GIL"]),
+    (Way("spawn", "horovod"), "", ["SIGSTOP"]),
+    (Way("WorkerPool", "horovod"), "", ["a call in C that holds the GIL"]),
+    (Way("spawn", "mpi4py"), "", ["SIGSTOP"]),
+]
 
 
-@pytest.fixture
-def late(tmp_path: Path) -> Late:
-    """Let a rank hang in each way, in jobs that run at once: all last as long as the timeout."""
+@pytest.mark.parametrize(("way", "what", "hangs"), STUCK, ids=str)
+def test_a_rank_that_hangs_is_named_at_the_deadline(
+    way: Way, what: str, hangs: list[str], tmp_path: Path, table: Table,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """In jobs that run at once: all last as long as the timeout."""
+    require_backend(way.backend)
+    if what == LARGE:  # else it is missed before, where calls are compared
+        monkeypatch.setenv("UNISONO_SHARED_BYTES", "0")
+        monkeypatch.setenv("UNISONO_DEBUG", "0")
 
-    def run_all(way: Way, hangs: list[str], call: Callable[[], Any] = unisono.barrier) -> Any:
-        def run(hang: str) -> tuple[str, float, WorkerFailedError]:
-            clock = Clock(str(tmp_path / hang))
+    def run(hang: str) -> tuple[str, float, WorkerFailedError]:
+        clock = Clock(str(tmp_path / hang))
 
-            def fn(local_rank: int) -> None:
-                unisono.barrier()
-                if local_rank == 1:
-                    clock.strike()
-                    HANGS[hang].do()
-                call()
+        def fn(local_rank: int) -> None:
+            unisono.barrier()
+            if local_rank == 1:
+                clock.strike()
+                HANGS[hang].do()
+            unisono.all_reduce(torch.ones(300_000)) if what == LARGE else unisono.barrier()
 
-            with pytest.raises(WorkerFailedError) as caught:
-                way.run(fn, timeout=TIMEOUT_S)
-            return hang, told(caught.value, clock), caught.value
+        with pytest.raises(WorkerFailedError) as caught:
+            way.run(fn, timeout=TIMEOUT_S)
+        return hang, told(caught.value, clock), caught.value
 
-        require_backend(way.backend)
-        with ThreadPoolExecutor() as jobs:
-            return jobs.map(run, hangs)
-
-    return run_all
+    with ThreadPoolExecutor() as jobs:
+        for hang, seconds, error in jobs.map(run, hangs):
+            named = named_late(error, "" if way.backend == "mpi4py" else HANGS[hang].says)
+            if what == LARGE:
+                assert " of 3: all_reduce SUM: " in str(error)
+                assert "rank 2 never came" not in str(error)
+            case = f"{way}: {hang}{what}, timeout {TIMEOUT_S:g} s"
+            table.add(case, seconds, TIMEOUT_S + 1, named)
 
 
 def named_late(error: WorkerFailedError, says: str) -> str:
-    """Fail for an error that doesn't name a late rank and its state; give the line that does."""
-    text = str(error)
+    """Fail for an error that doesn't name a late rank and its state; give the line that does.
+
+    Under MPI it names the call, its line, and who isn't in it, though not where that is.
+    """
+    text, cause = str(error), str(error.__cause__)
+    says_little(text, error.traceback)
+    if not says:
+        assert isinstance(error.__cause__, CollectiveTimeoutError)
+        assert error.rank != 1
+        assert "over ranks [0, 1, 2] at " in cause
+        assert "rank 1 never came" in cause
+        assert cause.count("never came") == 1
+        return cause
     assert "CollectiveTimeoutError" in text
     assert "rank 1 never came" in text
     assert says in text
-    says_little(text, error.traceback)
-    says_little(str(error.__cause__), None)
+    says_little(cause, None)
     return next(line for line in text.splitlines() if "never came" in line)
-
-
-@pytest.mark.parametrize("way", STUCK, ids=str)
-def test_a_rank_that_hangs_is_named_at_the_deadline(way: Way, late: Late, table: Table) -> None:
-    for hang, seconds, error in late(way, STUCK[way]):
-        named = named_late(error, HANGS[hang].says)
-        table.add(f"{way}: {hang}, timeout {TIMEOUT_S:g} s", seconds, TIMEOUT_S + 1, named)
-
-
-def test_a_rank_that_is_stopped_under_mpi_ends_the_job_at_the_deadline(
-    late: Late, table: Table
-) -> None:
-    """The error names the call, its line, and who isn't in it, though not where that is."""
-    way = Way("spawn", "mpi4py")
-    ((hang, seconds, error),) = late(way, ["SIGSTOP"])
-    cause = error.__cause__
-    assert isinstance(cause, CollectiveTimeoutError)
-    assert error.rank != 1
-    assert "over ranks [0, 1, 2] at " in str(cause)
-    assert "rank 1 never came" in str(cause)
-    assert str(cause).count("never came") == 1
-    says_little(str(error), error.traceback)
-    table.add(f"{way}: {hang}, timeout {TIMEOUT_S:g} s", seconds, TIMEOUT_S + 1, str(cause))
-
-
-def test_a_rank_that_never_comes_to_the_data_plane_is_named(
-    late: Late, table: Table, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("UNISONO_SHARED_BYTES", "0")
-    monkeypatch.setenv("UNISONO_DEBUG", "0")  # else it is missed before, where calls are compared
-    call = lambda: unisono.all_reduce(torch.ones(300_000))  # noqa: E731
-    for hang, seconds, error in late(SPAWN, ["SIGSTOP", "a loop in Python"], call):
-        assert " of 3: all_reduce SUM: " in str(error)
-        named = named_late(error, HANGS[hang].says)
-        assert "rank 2 never came" not in str(error)
-        table.add(f"spawn: {hang}, large tensors, timeout 3 s", seconds, TIMEOUT_S + 1, named)
 
 
 def test_a_call_over_the_pools_deadline(clock: Clock, table: Table) -> None:
@@ -277,7 +244,19 @@ def test_an_exit_handler_that_hangs_is_waited_for_as_long_as_the_user_says(table
     table.add("spawn: an exit handler hangs, timeout 3 s", seconds, 9.0, str(caught.value))
 
 
-KILLERS = {fault: FAULTS[fault] for fault in ("raises", "os._exit(3)", "SIGKILL", "SIGSEGV")}
+KILLERS = ("raises", "os._exit(3)", "SIGKILL", "SIGSEGV")
+
+
+def in_forty_jobs(job: Callable[[int], object]) -> int:
+    """Run jobs; fail if anything grows after the eighth. Gives by how much memory did."""
+    process, sizes = psutil.Process(), []
+    for number in range(40):
+        job(number)
+        sizes.append((process.memory_info().rss, process.num_fds(), process.num_threads()))
+    memory: int = sizes[-1][0] - sizes[8][0]
+    assert sizes[-1][1:] == sizes[8][1:], "descriptors and threads"
+    assert memory < 4 << 20, f"32 jobs took {memory} bytes"
+    return memory
 
 
 def test_forty_failures_are_forty_originals_and_nothing_grows(clock: Clock, table: Table) -> None:
@@ -286,27 +265,27 @@ def test_forty_failures_are_forty_originals_and_nothing_grows(clock: Clock, tabl
     def fn(local_rank: int, fault: str, victim: int) -> NoReturn:
         if local_rank == victim:
             clock.strike()
-            KILLERS[fault].do()
+            FAULTS[fault].do()
         unisono.barrier()
         raise AssertionError(f"a barrier without rank {victim}")
 
-    process = psutil.Process()
-    sizes = []
-    for turn in range(10):
-        for i, fault in enumerate(KILLERS):
-            victim = (turn + i) % 2
-            with pytest.raises(WorkerFailedError) as caught:
-                unisono.spawn("gloo", fn, (fault, victim), nproc_per_node=2)
-            seconds = clock.since()
-            first = check_error(caught.value, victim, KILLERS[fault].says, 2)
-            assert isinstance(caught.value.__cause__, ArithmeticError) == (fault == "raises")
-            table.add("spawn: 40 failures, the slowest", seconds, AT_MOST_S, first)
-            sizes.append((process.memory_info().rss, process.num_fds(), process.num_threads()))
-    memory, descriptors, threads = (
-        last - first for first, last in zip(sizes[8], sizes[-1], strict=True)
-    )
-    assert (descriptors, threads) == (0, 0)
-    assert memory < 4 << 20, f"32 jobs took {memory} bytes"
+    def job(number: int) -> None:
+        fault, victim = KILLERS[number % 4], (number // 4 + number) % 2
+        with pytest.raises(WorkerFailedError) as caught:
+            unisono.spawn("gloo", fn, (fault, victim), nproc_per_node=2)
+        seconds = clock.since()
+        first = check_error(caught.value, victim, FAULTS[fault].says, 2)
+        assert isinstance(caught.value.__cause__, ArithmeticError) == (fault == "raises")
+        table.add("spawn: 40 failures, the slowest", seconds, AT_MOST_S, first)
+
+    in_forty_jobs(job)
+
+
+def test_forty_jobs_and_nothing_grows(table: Table) -> None:
+    start = time.monotonic()
+    grown = in_forty_jobs(lambda _: unisono.spawn("gloo", unisono.all_gather, nproc_per_node=2))
+    said = f"(32 jobs took {grown >> 10} KiB)"
+    table.add("40 jobs, each", (time.monotonic() - start) / 40, 2, said)
 
 
 def test_rank_0_leaves_first_and_the_others_go_on(tmp_path: Path) -> None:
