@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.support import virtual_hosts, virtual_slurm
+from tests.support.command import LIMIT_S, Done, Started, started
 from tests.support.requirements import require
 from unisono.launchers.availability import why_no_mpi
 
@@ -20,6 +22,47 @@ OF_RAY = {
     "RAY_AUTH_MODE": "disabled",
 }
 LAUNCHERS = ("processes", "torchrun", "mpi", "slurm", "ray")
+
+
+@contextmanager
+def on_hosts(
+    hosts: virtual_hosts.Hosts, words: Sequence[Sequence[str]], *variables: Mapping[str, str]
+) -> Iterator[list[Started]]:
+    """Start commands on both hosts, half of them on each, with variables for each if any."""
+    with ExitStack() as stack:
+        jobs = []
+        for i, (each, more) in enumerate(zip(words, variables or [{}] * len(words), strict=True)):
+            job = started(hosts.on(2 * i // len(words), each), **more)
+            jobs.append(stack.enter_context(job))
+        yield jobs
+
+
+def on_both(
+    hosts: virtual_hosts.Hosts, words: Sequence[Sequence[str]], *variables: Mapping[str, str]
+) -> list[Done]:
+    """Run a command on each host; both end well."""
+    with on_hosts(hosts, words, *variables) as jobs:
+        return [ended_well(job) for job in jobs]
+
+
+def ended_well(job: Started) -> Done:
+    """Wait for the end of a job."""
+    code = job.process.wait(LIMIT_S)
+    assert code == 0, job.err() + job.out()
+    return Done(0, job.out(), job.err(), 0.0)
+
+
+@contextmanager
+def known(files: Sequence[Path], edit: Callable[[str], str]) -> Iterator[None]:
+    """Change the /etc/hosts of hosts while the block lasts."""
+    before = [file.read_text() for file in files]
+    try:
+        for file, text in zip(files, before, strict=True):
+            file.write_text(edit(text))
+        yield
+    finally:
+        for file, text in zip(files, before, strict=True):
+            file.write_text(text)
 
 
 @pytest.fixture(scope="session")
@@ -44,12 +87,16 @@ def ray() -> None:
 @pytest.fixture
 def own_ray(ray: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ray in this process, where no cluster has been named or noted."""
-    for key, value in OF_RAY.items():
-        monkeypatch.setenv(key, value)
+    has(monkeypatch, OF_RAY)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:  # sockets lie in it
         monkeypatch.setenv("RAY_TMPDIR", folder)
         yield
+
+
+def has(monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str]) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="session")
@@ -61,11 +108,9 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[virtual_hosts.Ho
 
 
 @pytest.fixture(params=LAUNCHERS)
-def launcher(request: pytest.FixtureRequest) -> tuple[str, dict[str, str]]:
-    """Each launcher, and the variables that it needs."""
+def launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each launcher, which finds the variables that it needs."""
     name: str = request.param
-    if name == "slurm":
-        return name, request.getfixturevalue("slurm")
-    if name in ("mpi", "ray"):
-        request.getfixturevalue(name)
-    return name, {}
+    needs = None if name in ("processes", "torchrun") else request.getfixturevalue(name)
+    has(monkeypatch, {**OF_RAY, **(needs or {})})
+    return name

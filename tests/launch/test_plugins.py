@@ -17,7 +17,7 @@ from tests.support.processes import SOURCES
 from unisono import registry
 from unisono.cli import main
 from unisono.environments.detection import environments
-from unisono.errors import LaunchError, UnisonoError, WorkerFailedError
+from unisono.errors import LaunchError, WorkerFailedError
 
 ROOT = str(Path(__file__).parents[2])
 pytestmark = [
@@ -159,29 +159,23 @@ def test_a_broken_plugin_is_said_when_it_is_asked_for(command: Callable[..., Don
     assert "mine" in done.err
 
 
-@pytest.mark.parametrize("name", ["mine", "raises", "tasks"])
+@pytest.mark.parametrize(
+    ("name", "mode", "code", "said"),
+    [
+        *((name, "exit", 7, "ended with exit code 7") for name in ("mine", "raises", "tasks")),
+        ("raises", "raise", 1, "ValueError: the failure"),
+        ("raises", "kill", 128 + 9, "was ended by SIGKILL"),
+    ],
+)
 def test_a_script_ends_with_its_own_exit_code_whatever_its_launcher_raises(
-    command: Callable[..., Done], name: str
+    command: Callable[..., Done], name: str, mode: str, code: int, said: str
 ) -> None:
-    done = command("run", "--launcher", name, "--nproc-per-node", "2", JOB, "exit", "gloo")
-    assert done.code == 7, done.err
+    done = command("run", "--launcher", name, "--nproc-per-node", "2", JOB, mode, "gloo")
+    assert done.code == code, done.err
     assert "error: rank 1 of 2" in done.err
-    assert "ended with exit code 7" in done.err
+    assert done.err.rstrip().endswith(said) if mode == "raise" else said in done.err
     assert "\x1e" not in done.err  # a report's line of base64
     assert "typer" not in done.err
-
-
-@pytest.mark.parametrize(
-    ("mode", "code", "said"),
-    [("raise", 1, "ValueError: the failure"), ("kill", 128 + 9, "was ended by SIGKILL")],
-)
-def test_a_script_that_a_launcher_loses_is_named(
-    command: Callable[..., Done], mode: str, code: int, said: str
-) -> None:
-    done = command("run", "--launcher", "raises", "--nproc-per-node", "2", JOB, mode, "gloo")
-    assert done.code == code, done.err
-    last = done.err.rstrip().splitlines()
-    assert last[-1] == said if mode == "raise" else said in done.err
 
 
 def work(local_rank: int) -> tuple[int, int]:
@@ -204,22 +198,15 @@ def test_functions_by_a_plugin(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "fn", "error", "said", "cause"),
+    ("name", "fn", "said", "cause"),
     [
-        ("tasks", fails, WorkerFailedError, "rank 1 of 2 raised KeyError: 'mine'", KeyError),
-        (
-            "raises",
-            fails,
-            LaunchError,
-            "'raises' of distribution mine failed",
-            RuntimeError,
-        ),
-        ("none", work, LaunchError, "launcher 'none' of distribution mine returned", type(None)),
+        ("tasks", fails, "rank 1 of 2 raised KeyError: 'mine'", KeyError),
+        ("raises", fails, "'raises' of distribution mine failed", RuntimeError),
+        ("none", work, "launcher 'none' of distribution mine returned", type(None)),
     ],
 )
-def test_functions_that_fail_by_a_plugin(
-    name: str, fn: Any, error: type[UnisonoError], said: str, cause: type
-) -> None:
+def test_functions_that_fail_by_a_plugin(name: str, fn: Any, said: str, cause: type) -> None:
+    error = WorkerFailedError if name == "tasks" else LaunchError
     with pytest.raises(error, match=said) as caught:
         spawned(name, fn)
     assert getattr(caught.value, "rank", None) == (1 if name == "tasks" else None)
