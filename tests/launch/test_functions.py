@@ -8,19 +8,18 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYetError
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import unisono
-from tests.launch.conftest import OF_RAY
 from tests.support.command import nobody_is_left, started
 from unisono.errors import ArgumentError, LaunchError, WorkerFailedError
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
-Launcher = tuple[str, dict[str, str]]
 
 
 def facts(local_rank: int, value: int) -> tuple[Any, ...]:
@@ -30,17 +29,9 @@ def facts(local_rank: int, value: int) -> tuple[Any, ...]:
     return (*place, unisono.get_nproc_per_node(), unisono.all_reduce(value))
 
 
-@pytest.fixture
-def ready(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> str:
-    name, variables = launcher
-    for key, value in {**variables, **OF_RAY}.items():
-        monkeypatch.setenv(key, value)
-    return name
-
-
 @pytest.mark.filterwarnings("default")  # Ray's own
-def test_results_and_errors_come_back_by_rank(ready: str) -> None:
-    with unisono.Parallel("gloo", nproc_per_node=2, launcher=ready) as parallel:
+def test_results_and_errors_come_back_by_rank(launcher: str) -> None:
+    with unisono.Parallel("gloo", nproc_per_node=2, launcher=launcher) as parallel:
         assert parallel.run(facts, 3) == [(0, 0, 0, 1, 2, 6), (1, 1, 0, 1, 2, 6)]
         captured = 5
         assert parallel.run(lambda local_rank: captured + local_rank) == [5, 6]
@@ -51,64 +42,54 @@ def test_results_and_errors_come_back_by_rank(ready: str) -> None:
     assert "from rank 1" in raised.value.traceback
 
 
-def ends_early(local_rank: int) -> int:
-    if local_rank == 0:
+def ends_early(local_rank: int, victim: int) -> int:
+    if local_rank == victim == 0:
         os._exit(0)  # as a library that leaves
-    return local_rank
-
-
-def cut_off(local_rank: int) -> int:
-    if local_rank == 1:
+    if local_rank == victim:
         atexit.register(os._exit, 0)
     return local_rank
 
 
 @pytest.mark.filterwarnings("default")  # Ray's own
-@pytest.mark.parametrize("fn", [ends_early, cut_off])
-def test_a_rank_without_a_result_is_a_failure(ready: str, fn: Callable[[int], int]) -> None:
-    if (ready, fn) == ("ray", cut_off):
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_without_a_result_is_a_failure(launcher: str, victim: int) -> None:
+    if (launcher, victim) == ("ray", 1):
         pytest.skip(
             "an actor has Ray's own exit handlers, and hasn't ended when its result is there"
         )
+    options: dict[str, Any] = {"nproc_per_node": 2, "launcher": launcher, "timeout": 20}
     with pytest.raises(WorkerFailedError, match="rank [01] of 2") as raised:
-        unisono.spawn("gloo", fn, nproc_per_node=2, launcher=ready, timeout=20)
-    assert raised.value.rank == (0 if fn is ends_early else 1)
-
-
-def late(released: str, file: str) -> None:
-    with open(released) as stream:
-        stream.read()
-    Path(file).write_text("whole")
+        unisono.spawn("gloo", ends_early, (victim,), **options)
+    assert raised.value.rank == victim
 
 
 def leaves_behind(local_rank: int, released: str, file: str, say: str) -> int:
-    threading.Thread(target=late, args=(released, file)).start()
+    def finish() -> None:
+        Path(released).read_text()
+        Path(file).write_text("whole")
+
+    threading.Thread(target=finish).start()
     Path(say).write_text("")
     return local_rank
 
 
 def test_what_a_function_leaves_behind_is_done_before_its_result(
-    ready: str, tmp_path: Path
+    launcher: str, tmp_path: Path
 ) -> None:
-    if ready == "ray":
+    if launcher == "ray":
         pytest.skip("an actor ends at the end of the job, whatever its threads do")
-    released, file, said = (str(tmp_path / name) for name in ("released", "file", "said"))
+    args = [str(tmp_path / name) for name in ("released", "file", "said")]
+    released, file, said = args
     os.mkfifo(released)
     os.mkfifo(said)
-    found: list[Any] = []
-    args = (released, file, said)
-
-    def run() -> None:
-        found.extend(unisono.spawn("gloo", leaves_behind, args, launcher=ready))
-
-    spawning = threading.Thread(target=run)
-    spawning.start()
-    Path(said).read_text()
-    spawning.join(0.5)
-    assert spawning.is_alive()
-    Path(released).write_text("go")
-    spawning.join()
-    assert (found, Path(file).read_text()) == ([0], "whole")
+    with ThreadPoolExecutor(1) as spawning:
+        found = spawning.submit(unisono.spawn, "gloo", leaves_behind, args, launcher=launcher)
+        Path(said).read_text()
+        with pytest.raises(NotYetError):
+            found.result(0.5)
+        Path(released).write_text("go")
+        assert found.result() == [0]
+    assert Path(file).read_text() == "whole"
 
 
 def fails_once(local_rank: int, folder: str) -> tuple[int, str]:
@@ -128,19 +109,15 @@ def test_results_of_an_earlier_attempt_do_not_count(tmp_path: Path) -> None:
     assert found == [(0, "1"), (1, "1")]
 
 
-def test_slurm_runs_functions_on_all_nodes(
-    slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for key, value in slurm.items():
-        monkeypatch.setenv(key, value)
-    found = unisono.spawn("gloo", facts, (3,), nproc_per_node=2, nnodes=2, launcher="slurm")
+@pytest.mark.parametrize("launcher", ["slurm"], indirect=True)
+def test_slurm_runs_functions_on_all_nodes(launcher: str) -> None:
+    found = unisono.spawn("gloo", facts, (3,), nproc_per_node=2, nnodes=2, launcher=launcher)
     assert found == [(rank, rank % 2, rank // 2, 2, 2, 12) for rank in range(4)]
 
 
 @pytest.mark.filterwarnings("default")  # Ray's own
-def test_ray_seats_nodes_of_different_size(ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for key, value in OF_RAY.items():
-        monkeypatch.setenv(key, value)
+@pytest.mark.parametrize("launcher", ["ray"], indirect=True)
+def test_ray_seats_nodes_of_different_size(launcher: str) -> None:
     library = pytest.importorskip("ray")
     utils = pytest.importorskip("ray.cluster_utils")
     memory = 100 * 2**20
@@ -149,7 +126,7 @@ def test_ray_seats_nodes_of_different_size(ray: None, monkeypatch: pytest.Monkey
     try:
         cluster.add_node(num_cpus=1, object_store_memory=memory)
         library.init(address=cluster.address)
-        options: dict[str, Any] = {"launcher": "ray", "launcher_options": {"counts": (3, 1)}}
+        options: dict[str, Any] = {"launcher": launcher, "launcher_options": {"counts": (3, 1)}}
         with pytest.raises(ArgumentError, match="of 2 nodes: pass nnodes=2"):
             unisono.spawn("gloo", facts, (3,), **options)
         options["nnodes"] = 2
@@ -194,22 +171,19 @@ def test_ray_joins_the_cluster_that_is_named_and_no_other(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("backend", "options", "said"),
     [
-        ({"launcher": "nope"}, "unknown launcher 'nope'"),
-        ({"launcher": "torchrun", "launcher_options": {"max_restart": 1}}, "'max_restarts'"),
-        ({"launcher": "torchrun", "start_method": "fork"}, "takes no start_method"),
-        ({"launcher": "torchrun", "join": False}, "takes no join=False"),
-        ({"launcher": "torchrun", "nnodes": 2}, "master_addr"),
+        ("gloo", {"launcher": "nope"}, "unknown launcher 'nope'"),
+        ("gloo", {"launcher_options": {"max_restart": 1}}, "'max_restarts'"),
+        ("gloo", {"start_method": "fork"}, "takes no start_method"),
+        ("gloo", {"join": False}, "takes no join=False"),
+        ("gloo", {"nnodes": 2}, "master_addr"),
+        ("threads", {}, "are threads"),  # which no launcher makes
     ],
 )
 def test_wrong_options_are_refused_before_anything_starts(
-    options: dict[str, Any], said: str
+    backend: str, options: dict[str, Any], said: str
 ) -> None:
+    given = {"nproc_per_node": 2, "launcher": "torchrun", **options}
     with pytest.raises(ArgumentError, match=said):
-        unisono.spawn("gloo", facts, (3,), nproc_per_node=2, **options)
-
-
-def test_threads_are_made_by_no_launcher() -> None:
-    with pytest.raises(ArgumentError, match="are threads"):
-        unisono.spawn("threads", facts, (3,), nproc_per_node=2, launcher="torchrun")
+        unisono.spawn(backend, facts, (3,), **given)

@@ -12,86 +12,74 @@ import psutil
 import pytest
 
 import unisono
+from tests.launch.conftest import LAUNCHERS, ended_well
 from tests.launch.test_nodes import free_port
-from tests.support.command import (
-    DIGITS,
-    GONE_S,
-    JOB,
-    UNISONO,
-    learnt,
-    learnt_alone,
-    nobody_is_left,
-    run,
-    started,
-)
+from tests.support.command import GONE_S, JOB, UNISONO, nobody_is_left, run, started
 from tests.support.processes import gone, until
 from unisono.context import communicator
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
-Launcher = tuple[str, dict[str, str]]
 
 
-def words(name: str, *more: str, n: int = 2) -> list[str]:
-    return [*UNISONO, "run", "--launcher", name, "--nproc-per-node", str(n), *more]
+def words(launcher: str, *more: str, n: int = 2) -> list[str]:
+    return [*UNISONO, "run", "--launcher", launcher, "--nproc-per-node", str(n), *more]
 
 
-def test_each_rank_knows_who_it_is(launcher: Launcher) -> None:
-    name, variables = launcher
-    done = run([*words(name, "--backend", "gloo", n=3), JOB, "facts"], **variables)
-    assert done.code == 0, done.err
-    found = done.facts()
-    assert [fact["rank"] for fact in found] == [0, 1, 2]
-    assert [fact["local_rank"] for fact in found] == [0, 1, 2]
-    for fact in found:
-        assert (fact["world_size"], fact["nproc_per_node"]) == (3, 3)
-        assert (fact["node_rank"], fact["nnodes"]) == (0, 1)
-        assert (fact["model"], fact["ranks"]) == ("native-dist", [0, 1, 2])
-    assert done.out.count("DONE") == 3
-
-
-def test_the_first_failure_is_said_last(launcher: Launcher, tmp_path: Path) -> None:
-    name, variables = launcher
-    done = run(
-        [*words(name, "--log-dir", str(tmp_path / "logs")), JOB, "raise", "gloo"], **variables
-    )
-    assert done.code == 1
-    _, error, said = done.err.rpartition("error: rank 1 of 2 raised ValueError: the failure\n")
-    assert error, done.err
-    assert re.match(
-        r"  at \S+job\.py:\d+, in \w+ "
-        r"\(local rank 1, host \S+, process \d+, exit code 1\)\n\nTraceback",
-        said,
-    )
-    assert said.rstrip().endswith("ValueError: the failure")
-    assert "KeyError: 'the cause'" in said
-    assert "\x1e" not in done.err + done.out
-    assert "[1] last words to stdout\n" in done.out
-    logs = tmp_path / "logs"
-    assert {file.name for file in logs.iterdir()} == {
-        f"rank{rank}.{kind}" for rank in (0, 1) for kind in ("out", "err")
-    }
-    assert "last words to stdout" in (logs / "rank1.out").read_text()
-    assert "ValueError: the failure" in (logs / "rank1.err").read_text()
+def test_each_rank_knows_who_it_is_and_two_jobs_at_once_dont_meet(launcher: str) -> None:
+    marks = [uuid.uuid4().hex, uuid.uuid4().hex]
+    command = [*words(launcher, "--backend", "gloo", n=3), JOB, "facts"]
+    with (
+        started(command, UNISONO_TEST_MARK=marks[0]) as one,
+        started(command, UNISONO_TEST_MARK=marks[1]) as other,
+    ):
+        for job, mark in zip((one, other), marks, strict=True):
+            done = ended_well(job)
+            found = done.facts()
+            assert [fact["rank"] for fact in found] == [0, 1, 2]
+            assert [fact["local_rank"] for fact in found] == [0, 1, 2]
+            for fact in found:
+                assert (fact["world_size"], fact["nproc_per_node"]) == (3, 3)
+                assert (fact["node_rank"], fact["nnodes"]) == (0, 1)
+                assert (fact["model"], fact["ranks"]) == ("native-dist", [0, 1, 2])
+                assert fact["job"] == [mark] * 3
+            assert done.out.count("DONE") == 3
 
 
 @pytest.mark.parametrize(
     ("mode", "code", "said"),
-    [("exit", 7, "ended with exit code 7"), ("kill", 128 + 9, "was ended by SIGKILL")],
+    [
+        ("raise", 1, " raised ValueError: the failure\n"),
+        ("exit", 7, "ended with exit code 7"),
+        ("kill", 128 + 9, "was ended by SIGKILL"),
+    ],
 )
-def test_a_rank_that_ends_is_named_with_its_code_or_signal_and_output(
-    launcher: Launcher, mode: str, code: int, said: str
+def test_the_first_failure_is_said_last_with_its_output(
+    launcher: str, mode: str, code: int, said: str, tmp_path: Path
 ) -> None:
-    name, variables = launcher
-    done = run([*words(name), JOB, mode, "gloo"], **variables)
+    logs = tmp_path / "logs"
+    done = run([*words(launcher, "--log-dir", str(logs)), JOB, mode, "gloo"])
     assert done.code == code, done.err
-    assert "[1] last words to stdout\n" in done.out
     _, error, last = done.err.rpartition("error: rank 1 of 2")
-    assert error and said in last and "last words to stderr" in last, done.err
+    assert error and said in last, done.err
+    assert "\x1e" not in done.err + done.out
+    assert "[1] last words to stdout\n" in done.out
+    assert {file.name for file in logs.iterdir()} == {
+        f"rank{rank}.{kind}" for rank in (0, 1) for kind in ("out", "err")
+    }
+    assert "last words to stdout" in (logs / "rank1.out").read_text()
+    if mode != "raise":
+        assert "last words to stderr" in last
+        return
+    place = r"  at \S+job\.py:\d+, in \w+ "
+    place += r"\(local rank 1, host \S+, process \d+, exit code 1\)\n\nTraceback"
+    assert re.match(place, last.removeprefix(said))
+    assert last.rstrip().endswith("ValueError: the failure")
+    assert "KeyError: 'the cause'" in last
+    assert "ValueError: the failure" in (logs / "rank1.err").read_text()
 
 
-def test_a_rank_that_is_stopped_is_named_at_once(launcher: Launcher) -> None:
-    name, variables = launcher
-    with started([*words(name), JOB, "stop", "gloo"], **variables) as job:
+def test_a_rank_that_is_stopped_is_named_at_once(launcher: str) -> None:
+    with started([*words(launcher), JOB, "stop", "gloo"]) as job:
         job.wait_for("READY", 1)
         said = r"warning: rank 1 of 2 was stopped by SIGSTOP, and goes on after SIGCONT"
         until(lambda: re.search(said, job.err()), GONE_S)
@@ -124,96 +112,57 @@ def test_a_rank_whose_wrapper_ends_is_named(number: int) -> None:
           for name in ("INT", "TERM", "KILL")],
     ],
 )  # fmt: skip
-def test_all_are_gone_soon_after_it_however_it_ends(
-    launcher: Launcher, mode: str, number: int
-) -> None:
-    name, variables = launcher
-    if name in ("slurm", "ray") and (mode == "stuck" or number == signal.SIGTERM):
+def test_all_are_gone_soon_after_it_however_it_ends(launcher: str, mode: str, number: int) -> None:
+    if launcher in ("slurm", "ray") and (mode == "stuck" or number == signal.SIGTERM):
         pytest.skip("its daemons end the ranks, in their own time")
-    with started([*words(name), JOB, mode, "gloo"], **variables) as job:
+    with started([*words(launcher), JOB, mode, "gloo"]) as job:
         job.wait_for("READY", 2)
         ranks = [int(pid) for pid in re.findall(r"READY (\d+)", job.out())]
         os.kill(job.process.pid, number)
-        assert not gone(ranks, {"mpi": 3.0, "slurm": 10.0, "ray": 20.0}.get(name, 2.0))
+        assert not gone(ranks, {"mpi": 3.0, "slurm": 10.0, "ray": 20.0}.get(launcher, 2.0))
         code = job.process.wait(2 * GONE_S)
-        nobody_is_left(job.mark, 20.0 if name == "ray" else 2 * GONE_S)
+        nobody_is_left(job.mark, 20.0 if launcher == "ray" else 2 * GONE_S)
         if number == signal.SIGINT:
             assert code == 128 + signal.SIGINT
             assert "interrupted" in job.err()
 
 
-def test_two_jobs_at_once_dont_meet(launcher: Launcher) -> None:
-    name, variables = launcher
-    marks = [uuid.uuid4().hex, uuid.uuid4().hex]
-    command = [*words(name), JOB, "facts", "gloo"]
-    with (
-        started(command, UNISONO_TEST_MARK=marks[0], **variables) as one,
-        started(command, UNISONO_TEST_MARK=marks[1], **variables) as other,
-    ):
-        for job, mark in zip((one, other), marks, strict=True):
-            assert job.process.wait(200) == 0, job.err()
-            facts = [line for line in job.out().splitlines() if "FACTS" in line]
-            assert len(facts) == 2
-            assert all(line.count(mark) == 2 for line in facts)
-
-
-def test_digits_learn_the_same_on_each(launcher: Launcher) -> None:
-    name, variables = launcher
-    done = run([*words(name, "--backend", "gloo"), DIGITS, "--epochs", "2"], **variables)
-    assert done.code == 0, done.err
-    assert learnt(done.out) == learnt_alone("2")
-    assert "rank 0 on" in done.out
-    assert "rank 1 on" in done.out
-
-
-BY_URL = """
-import sys, unisono
-with unisono.Parallel("gloo", init_method=sys.argv[1]) as parallel:
-    print("SUM", parallel.run(lambda local_rank: unisono.all_reduce(1)))
-"""
-
-
-@pytest.mark.parametrize("name", ["processes", "torchrun"])
-def test_a_tcp_url_works_where_a_store_is_hosted(name: str, tmp_path: Path) -> None:
-    script = tmp_path / "by_url.py"
-    script.write_text(BY_URL)
-    done = run(words(name, str(script), f"tcp://127.0.0.1:{free_port()}"))
-    assert done.code == 0, done.err
-    assert done.out.count("SUM [2]") == 2
-
-
 PRIVATE = """
-import os, unisono
+import os, sys, unisono
 from unisono.context import communicator
 unisono.initialize("gloo")
 known = communicator().control.secret is not None  # before ranks could agree on one
 print("PRIVATE", "UNISONO_PRIVATE_STORE" in os.environ, known, unisono.all_gather(known))
+unisono.finalize()
+for url in sys.argv[1:]:
+    with unisono.Parallel("gloo", init_method=url) as parallel:
+        print("SUM", parallel.run(lambda local_rank: unisono.all_reduce(1)))
 """
 
 
-@pytest.fixture(params=["processes", "torchrun", "mpi"])
-def on_one_host(request: pytest.FixtureRequest) -> str:
-    """Each launcher whose ranks are all on this host."""
-    name: str = request.param
-    if name == "mpi":
-        request.getfixturevalue("mpi")
-    return name
+# Those whose ranks are all on this host.
+on_one_host = pytest.mark.parametrize("launcher", LAUNCHERS[:3], indirect=True)
 
 
+@on_one_host
 def test_ranks_of_a_script_meet_where_only_their_user_can_come(
-    on_one_host: str, tmp_path: Path
+    launcher: str, tmp_path: Path
 ) -> None:
+    """Unless they are given a URL, which works where a store is hosted, too."""
     script = tmp_path / "private.py"
     script.write_text(PRIVATE)
-    done = run(words(on_one_host, str(script)))
+    urls = [] if launcher == "mpi" else [f"tcp://127.0.0.1:{free_port()}"]
+    done = run(words(launcher, str(script), *urls))
     assert done.code == 0, done.err
     assert done.out.count("PRIVATE True True [True, True]") == 2
+    assert done.out.count("SUM [2]") == 2 * len(urls)
 
 
-def test_ranks_of_a_function_meet_where_only_their_user_can_come(on_one_host: str) -> None:
+@on_one_host
+def test_ranks_of_a_function_meet_where_only_their_user_can_come(launcher: str) -> None:
     def fn(local_rank: int) -> tuple[bool, bool]:
         is_known = vars(communicator().control)["secret"] is not None
         return "UNISONO_PRIVATE_STORE" in os.environ, is_known
 
-    found = unisono.spawn("gloo", fn, nproc_per_node=2, launcher=on_one_host)
+    found = unisono.spawn("gloo", fn, nproc_per_node=2, launcher=launcher)
     assert found == [(True, True)] * 2

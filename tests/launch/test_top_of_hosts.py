@@ -6,14 +6,14 @@ import json
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.support.command import LIMIT_S, UNISONO, Started, environ, started
+from tests.launch.conftest import on_hosts
+from tests.support.command import LIMIT_S, UNISONO, Started, environ
 from tests.support.processes import until
 from tests.support.virtual_hosts import Hosts, ip
 
@@ -35,13 +35,11 @@ def main_of(job: Started, host: int) -> Any:
 def ask(hosts: Hosts) -> Iterator[Ask]:
     """Run a job of two ranks on each host; give what runs a command of unisono beside them."""
     where = ["--nnodes", "2", "--master-addr", hosts.addresses[0], "--master-port", "29531"]
-    with ExitStack() as stack:
-        jobs: list[Started] = []
-        for i in (0, 1):
-            job = [*UNISONO, "run", *where, "--node-rank", str(i), "--nproc-per-node", "2"]
-            clock = _OWN_CLOCK if i else ["env"]
-            alone = ["sh", "-c", _OWN_MEMORY, "sh", *clock, *job, str(PROGRAM)]
-            jobs.append(stack.enter_context(started(hosts.on(i, alone))))
+    words = []
+    for i, clock in enumerate((["env"], _OWN_CLOCK)):
+        job = [*UNISONO, "run", *where, "--node-rank", str(i), "--nproc-per-node", "2"]
+        words.append(["sh", "-c", _OWN_MEMORY, "sh", *clock, *job, str(PROGRAM)])
+    with on_hosts(hosts, words) as jobs:
 
         def command(host: int, *words: str) -> str:
             enter = f"--target={main_of(jobs[host], host).pid}"
@@ -87,13 +85,10 @@ def test_the_rank_of_another_host_is_named_with_its_line(ask: Ask, hosts: Hosts,
     assert all(each["cpu_percent"] is not None for each in job["ranks"])
 
 
-def test_where_tells_the_stacks_of_both_hosts(ask: Ask) -> None:
+def test_where_and_a_table_say_which_rank_is_where(ask: Ask, hosts: Hosts) -> None:
     waiting, _, late = ask(0, "where").partition("rank 3:\n")
     assert waiting.startswith("ranks 0-2:\n")
     assert late.splitlines()[-1] == f"  {PROGRAM}:{LINE} in <module>"
-
-
-def test_a_table_says_which_rank_is_on_which_host(ask: Ask, hosts: Hosts) -> None:
     text = ask(0, "top", "--once")
     assert f"culprit: rank 3 on {hosts.names[1]} is idle outside of calls, at " in text
     rows = [line.split()[:2] for line in text.splitlines() if line[:5].split()[:1] == ["3"]]
