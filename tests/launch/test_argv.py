@@ -35,32 +35,23 @@ def script(**more: object) -> Script:
 
 
 def infos(counts: tuple[int, ...]) -> list[RankInfo]:
-    world_size = sum(counts)
-    found: list[RankInfo] = []
-    for node_rank, count in enumerate(counts):
-        for local_rank in range(count):
-            place = (len(found), world_size, local_rank, count, node_rank, len(counts))
-            found.append(RankInfo(*place, "10.0.0.1", 29999, "torchrun", True))
-    return found
+    places = [(i, count, node) for node, count in enumerate(counts) for i in range(count)]
+    where: Any = (len(counts), "10.0.0.1", 29999, "torchrun", True)
+    return [RankInfo(rank, len(places), *place, *where) for rank, place in enumerate(places)]
 
 
 @pytest.mark.parametrize("counts", [(1,), (2,), (3, 1), (1, 3), (2, 2, 1)])
 def test_what_ranks_read_is_what_was_planned(counts: tuple[int, ...]) -> None:
     for info in infos(counts):
-        assert detection.detect(env_for(info)) == info
+        assert detection.detect(env_for(info)) == detection.detect(env_for(info, 1, 2)) == info
 
 
-def test_local_ranks_read_what_was_planned() -> None:
-    plan = replace(
-        script(nproc_per_node=3).plan(),
-        master_addr="127.0.0.1",
-        master_port=4000,
-        store_is_hosted=True,
-    )
-    for local_rank in range(3):
-        info = replace(plan.info(local_rank), source="torchrun")
-        assert detection.detect(env_for(info, 1, 2)) == info
-        assert (info.world_size, info.local_world_size, info.nnodes) == (3, 3, 1)
+def test_the_ranks_of_a_plan_are_those_of_one_node() -> None:
+    where: dict[str, Any] = {"master_addr": "10.0.0.1", "master_port": 29999}
+    plan = replace(script(nproc_per_node=3).plan(), **where, store_is_hosted=True)
+    found = [replace(plan.info(local_rank), source="torchrun") for local_rank in range(3)]
+    assert [replace(info, job_id=None) for info in found] == infos((3,))
+    assert [detection.detect(env_for(info)) for info in found] == found
 
 
 @pytest.mark.parametrize("nodes", ["ab", "aaab", "abab", "ba", "aabbc"])
@@ -74,21 +65,22 @@ def test_ray_seats_ranks_by_node(nodes: str) -> None:
     assert found[0].node_rank == 0
 
 
-def test_torchrun_on_one_node() -> None:
+def test_torchrun() -> None:
     words = torchrun.argv(script())
     assert words[1:4] == ["-m", "torch.distributed.run", "--nnodes"]
     assert "--standalone" in words
     assert words[-len(RANK_WORDS) - 1 :] == ["--no-python", *RANK_WORDS]
-
-
-def test_torchrun_on_several_nodes() -> None:
     where = {"master_addr": "h1", "master_port": 4000}
-    words = shlex.join(torchrun.argv(script(nnodes=2, max_nnodes=2, node_rank=1, **where)))
-    assert "--node-rank 1 --master-addr h1 --master-port 4000 " in words
-    words = shlex.join(torchrun.argv(script(nnodes=1, max_nnodes=4, timeout_s=7.0, **where)))
-    assert "--nnodes 1:4 " in words
-    assert "--rdzv-backend c10d --rdzv-endpoint h1:4000 " in words
-    assert "join_timeout=7,read_timeout=7" in words
+    text = shlex.join(torchrun.argv(script(nnodes=2, max_nnodes=2, node_rank=1, **where)))
+    assert "--node-rank 1 --master-addr h1 --master-port 4000 " in text
+    text = shlex.join(torchrun.argv(script(nnodes=1, max_nnodes=4, timeout_s=7.0, **where)))
+    assert "--nnodes 1:4 " in text
+    assert "--rdzv-backend c10d --rdzv-endpoint h1:4000 " in text
+    assert "join_timeout=7,read_timeout=7" in text
+    own_store = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # as restarts want it
+    assert torchrun.environment(script(max_restarts=1), {})[own_store] == "1"
+    assert torchrun.environment(script(nnodes=1, max_nnodes=2), {})[own_store] == "1"
+    assert own_store not in torchrun.environment(script(), {})
 
 
 @pytest.mark.parametrize("given", [{}, {"master_addr": "h1"}, {"master_port": 4000}])
@@ -98,15 +90,9 @@ def test_torchrun_on_several_nodes_needs_an_address(given: dict[str, object]) ->
         torchrun.argv(script(nnodes=2, max_nnodes=2, node_rank=1, **given))
 
 
-def test_torchrun_restarts_with_a_store_of_its_own() -> None:
-    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-    assert torchrun.environment(script(max_restarts=1), {})[name] == "1"
-    assert torchrun.environment(script(nnodes=1, max_nnodes=2), {})[name] == "1"
-    assert name not in torchrun.environment(script(), {})
-
-
 def test_srun() -> None:
-    words = slurm.argv(script(nnodes=2, max_nnodes=2))
+    asked = script(nnodes=2, max_nnodes=2)
+    words = slurm.argv(asked)
     assert words[:1] == ["srun"]
     assert "--kill-on-bad-exit=1" in words
     assert words[3:6] == ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2"]
@@ -114,20 +100,18 @@ def test_srun() -> None:
     hosts = script(hosts=(("n1", 3), ("n2", 1)))
     assert "--nodelist=n1,n1,n1,n2" in slurm.argv(hosts)
     assert slurm.environment(hosts, {})["MASTER_ADDR"] == "n1"
+    lines = slurm.batch_script(asked, "train").splitlines()
+    assert lines[0] == "#!/bin/bash"
+    assert {"#SBATCH --nodes=2", "#SBATCH --ntasks=4", "#SBATCH --job-name=train"} <= set(lines)
+    assert shlex.split(lines[-1])[1:] == words
 
 
-def test_srun_forgets_the_step_that_it_is_started_in() -> None:
+def test_a_job_forgets_the_step_or_the_job_that_it_is_started_in() -> None:
     kept = {"SLURM_JOB_ID": "7", "SLURM_CONF": "/c", "PATH": "/bin"}
     step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "RANK": "1"}
     assert slurm.environment(script(), {**kept, **step}) == kept
-
-
-def test_batch_script() -> None:
-    text = slurm.batch_script(script(nnodes=2, max_nnodes=2), "train")
-    lines = text.splitlines()
-    assert lines[0] == "#!/bin/bash"
-    assert {"#SBATCH --nodes=2", "#SBATCH --ntasks=4", "#SBATCH --job-name=train"} <= set(lines)
-    assert shlex.split(lines[-1])[1:] == slurm.argv(script(nnodes=2, max_nnodes=2))
+    old = env_for(infos((2,))[1])
+    assert without_job({**old, "ROLE_RANK": "1", "HOME": "/h"}) == {"HOME": "/h"}
 
 
 def test_options_of_slurm_are_for_the_job_and_the_step() -> None:
@@ -183,26 +167,15 @@ def test_mpiexec(version: str, option: str) -> None:
     assert words[words.index(option) + 1] == "a:3,b:1"
 
 
-def test_ranks_of_a_new_job_dont_read_the_old_ones() -> None:
-    old = env_for(infos((2,))[1])
-    assert without_job({**old, "ROLE_RANK": "1", "HOME": "/h"}) == {"HOME": "/h"}
-
-
-def test_a_program_gets_torchs_variables_and_keeps_its_own() -> None:
+def test_a_program_gets_torchs_variables_and_a_prefix_and_keeps_its_own_variables() -> None:
     info = infos((3, 1))[3]
     found = variables(info, {"OMP_NUM_THREADS": "5", "MASTER_PORT": "1"})
-    assert {name: found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} == {
-        **{"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
-    }
+    assert [found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["3", "4", "0"]
     assert (found["OMP_NUM_THREADS"], found["MASTER_PORT"]) == ("5", "1")
     assert variables(None, {}) == {"PYTHONUNBUFFERED": "1"}
-
-
-def test_prefixes() -> None:
-    info = infos((2,))[1]
-    assert OutputOptions().prefix(info) == b"[1] "
+    assert OutputOptions().prefix(info) == b"[3] "
     assert OutputOptions(style="plain").prefix(info) == b""
-    assert OutputOptions(style="coloured").prefix(info) == b"\x1b[33m[1] \x1b[0m"
+    assert OutputOptions(style="coloured").prefix(infos((2,))[1]) == b"\x1b[33m[1] \x1b[0m"
 
 
 def test_a_report_survives_being_torn_and_labelled() -> None:
@@ -222,22 +195,19 @@ def test_a_report_survives_being_torn_and_labelled() -> None:
     assert report.traceback.startswith("Traceback")
 
 
-@pytest.mark.parametrize(
-    ("last", "is_secondary"),
-    [
+def test_reports_of_others_failures_are_known() -> None:
+    for last, is_secondary in (
         ("ValueError: no", False),
         ("RuntimeError: Connection closed by peer [127.0.0.1]:1", True),
         ("unisono.errors.PeerFailedError: rank 1", True),
-    ],
-)
-def test_reports_of_others_failures_are_known(last: str, is_secondary: bool) -> None:
-    words = f"Traceback (most recent call last):\n  File\n{last}\n"
-    assert Report(0, 2, "h", 1, 1, output=words).is_secondary is is_secondary
+    ):
+        words = f"Traceback (most recent call last):\n  File\n{last}\n"
+        assert Report(0, 2, "h", 1, 1, output=words).is_secondary is is_secondary, last
 
 
-def command(*words: str) -> int:
+def command(*words: str, name: str = "run") -> int:
     with pytest.raises(SystemExit) as raised:
-        main(["run", *words])
+        main([name, *words])
     code = raised.value.code
     assert isinstance(code, int)
     return code
@@ -263,6 +233,8 @@ BAD = [
     (["--node-rank", "-1", HERE], "--node-rank=-1 should be"),
     (["--max-restarts", "-1", HERE], "--max-restarts=-1 should be"),
     (["--timeout", "0", HERE], "--timeout 0 should be over 0"),
+    (["--stdin", "3", "-n", "3", HERE], "--stdin 3 should be a rank below 3"),
+    (["--stdin", "0", "--launcher", "torchrun", HERE], "launcher 'torchrun' takes no --stdin"),
     (["--module", "--no-python", "x"], "contradict each other"),
     (["--nproc-pre-node", "2", HERE], "--nproc-pre-node"),
     ([], "SCRIPT"),
@@ -293,26 +265,27 @@ def test_a_launcher_that_isnt_installed_is_named_with_its_remedy(
     assert "apt-get install" in error
 
 
+Doctor = Callable[..., tuple[int, Any]]
+
+
 @pytest.fixture
-def doctor(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[int, Any]]:
+def doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Doctor:
     """Run the command with variables; give its code, and what it has found."""
     for name in os.environ:
         if name.startswith("SLURM"):
             monkeypatch.delenv(name)
 
     def run(*words: str, **variables: str) -> tuple[int, Any]:
-        with monkeypatch.context() as patch, pytest.raises(SystemExit) as raised:
+        with monkeypatch.context() as patch:
             for name, value in variables.items():
                 patch.setenv(name, value)
-            main(["doctor", "--json", *words])
-        return int(raised.value.code or 0), json.loads(capsys.readouterr().out)
+            code = command("--json", *words, name="doctor")
+        return code, json.loads(capsys.readouterr().out)
 
     return run
 
 
-def test_doctor_says_which_variable_decided_what(doctor: Callable[..., tuple[int, Any]]) -> None:
+def test_doctor_says_which_variable_decided_what(doctor: Doctor) -> None:
     said = {"RANK": "1", "WORLD_SIZE": "2"}
     code, found = doctor(**said, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="3")
     assert code == 0
@@ -327,9 +300,7 @@ def test_doctor_says_which_variable_decided_what(doctor: Callable[..., tuple[int
 
 
 @pytest.mark.skipif(not memory.is_supported(), reason="there is no such memory here")
-def test_doctor_says_how_much_memory_for_tensors_ranks_share(
-    doctor: Callable[..., tuple[int, Any]],
-) -> None:
+def test_doctor_says_how_much_memory_for_tensors_ranks_share(doctor: Doctor) -> None:
     free, limited, nothing, wrong = (
         doctor(UNISONO_SHARED_BYTES=text)[1]["memory"] for text in ("", "5000000", "0", "much")
     )
@@ -351,10 +322,7 @@ def test_doctor_says_how_much_memory_for_tensors_ranks_share(
     ],
 )
 def test_doctor_fails_for_what_cant_work(
-    words: list[str],
-    variables: dict[str, str],
-    said: str,
-    doctor: Callable[..., tuple[int, Any]],
+    words: list[str], variables: dict[str, str], said: str, doctor: Doctor
 ) -> None:
     code, found = doctor(*words, **variables)
     assert code == 1

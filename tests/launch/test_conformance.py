@@ -66,18 +66,8 @@ def test_every_law_holds_in_environments(environment: str) -> None:
 
 
 class TestOfAnEnvironment(EnvironmentConformance):
-    environment = "slurm"
-    examples = (
-        {
-            "SLURM_STEP_ID": "0",
-            "SLURM_JOB_ID": "7",
-            "SLURM_NTASKS": "2",
-            "SLURM_NODEID": "0",
-            "SLURM_PROCID": "1",
-            "SLURM_LOCALID": "1",
-            "SLURM_JOB_NODELIST": "n1",
-        },
-    )
+    environment = "torchrun"
+    examples = ({"RANK": "1", "WORLD_SIZE": "2"},)
 
 
 def launches(monkeypatch: pytest.MonkeyPatch, launch: Callable[..., Any]) -> None:
@@ -87,14 +77,6 @@ def launches(monkeypatch: pytest.MonkeyPatch, launch: Callable[..., Any]) -> Non
 
 
 # Launchers that are broken on purpose.
-
-
-def reverses_results(entry: Any, plan: Any, *, environ: Any = None) -> Any:
-    return processes(entry, plan, environ=environ)[::-1]
-
-
-def forgets_variables(entry: Any, plan: Any, *, environ: Any = None) -> Any:
-    return processes(entry, plan)
 
 
 def names_no_rank(entry: Any, plan: Any, *, environ: Any = None) -> Any:
@@ -112,8 +94,8 @@ def changes_the_parent(entry: Any, plan: Any, *, environ: Any = None) -> Any:
 @pytest.mark.parametrize(
     ("launch", "law"),
     [
-        (reverses_results, "results_come_in_the_order_of_ranks"),
-        (forgets_variables, "variables_are_handed_over"),
+        (lambda *job, **more: processes(*job, **more)[::-1], "results_come_in_the_order_of_ranks"),
+        (lambda entry, plan, **_: processes(entry, plan), "variables_are_handed_over"),
         (names_no_rank, "the_first_failure_is_named_with_its_traceback"),
         (names_no_rank, "a_signal_is_named"),
         (changes_the_parent, "the_parent_is_left_as_it_was"),
@@ -228,17 +210,23 @@ def test_a_timer_that_ran_before_goes_on_after_a_law() -> None:
 WHOLE = {"MINE_RANK": "1", "MINE_SIZE": "2"}
 
 
+def is_known(monkeypatch: pytest.MonkeyPatch, detect: Callable[..., Any], **more: object) -> None:
+    """Let the environment of the name ``mine`` be this one."""
+    mine = SimpleNamespace(**{"NAME": "mine", "detect": detect, "__module__": "types", **more})
+    monkeypatch.setattr(environment_laws, "find_environment", lambda name: mine)
+
+
+def is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 9
+
+
 def whole(env: Mapping[str, str]) -> RankInfo | None:
-    if not env.get("MINE_RANK", "").strip() and not env.get("MINE_SIZE", "").strip():
-        return None
-    numbers = []
-    for name in ("MINE_RANK", "MINE_SIZE"):
-        text = env.get(name, "").strip()
-        if not (text.isascii() and text.isdigit() and len(text) < 9):
+    texts = {name: env.get(name, "").strip() for name in WHOLE}
+    for name, text in texts.items():
+        if not is_number(text) and any(texts.values()):
             what = f"mine environment: {name}={text!r}: set both of its variables, or none"
             raise EnvironmentDetectionError(what, "mine", name, text or None)
-        numbers.append(int(text))
-    return RankInfo(numbers[0], numbers[1], source="mine")
+    return raises_value_error(texts) if all(texts.values()) else None
 
 
 def guesses(env: Mapping[str, str]) -> RankInfo | None:
@@ -271,17 +259,7 @@ def expects_the_key(env: Mapping[str, str]) -> RankInfo | None:
 
 def takes_a_wrong_rank_for_no_job(env: Mapping[str, str]) -> RankInfo | None:
     text = env.get("MINE_RANK", "").strip()
-    if text and not (text.isascii() and text.isdigit() and len(text) < 9):
-        return None
-    return whole(env)
-
-
-def reads_the_process(env: Mapping[str, str]) -> RankInfo | None:
-    return whole({**os.environ, **env})
-
-
-def takes_everything(env: Mapping[str, str]) -> RankInfo | None:
-    return whole({**WHOLE, **env})
+    return None if text and not is_number(text) else whole(env)
 
 
 @pytest.mark.parametrize(
@@ -293,54 +271,48 @@ def takes_everything(env: Mapping[str, str]) -> RankInfo | None:
         (expects_the_key, ("a_partial_example_is_refused_by_name",)),
         (takes_a_wrong_rank_for_no_job, ("a_malformed_variable_is_refused_by_name",)),
         (is_silent, ("a_partial_example_is_refused_by_name",)),
-        (reads_the_process, ("it_reads_what_it_is_given_alone",)),
-        (takes_everything, ("no_variables_are_no_job", "variables_of_others_are_no_job")),
+        (lambda env: whole({**os.environ, **env}), ("it_reads_what_it_is_given_alone",)),
+        (
+            lambda env: whole({**WHOLE, **env}),
+            ("no_variables_are_no_job", "variables_of_others_are_no_job"),
+        ),
     ],
 )
 def test_a_broken_environment_is_caught(
     detect: Callable[..., Any], laws: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine = SimpleNamespace(NAME="mine", detect=detect, EXAMPLES=(WHOLE,), __module__="types")
-    monkeypatch.setattr("unisono.testing.environments.find_environment", lambda name: mine)
+    is_known(monkeypatch, detect, EXAMPLES=(WHOLE,))
     failed = {o.law for o in check_environment("mine") if o.status == "failed"}
     assert set(laws) <= failed
     assert bool(failed) == bool(laws), failed
 
 
-def test_an_environment_is_found_in_any_case_and_may_talk_while_it_is_loaded(
+def test_an_environment_is_found_by_its_name_in_any_case_and_may_talk_while_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert registry.find_environment("slurm").NAME == "slurm"
+    with pytest.raises(unisono.errors.ArgumentError, match="unknown environment 'nope'.*slurm"):
+        registry.find_environment("nope")
     (tmp_path / "talks.py").write_text("import sys\nprint('loaded', file=sys.stderr)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    mine = SimpleNamespace(NAME="mine", detect=whole, EXAMPLES=(WHOLE,), __module__="talks")
-    monkeypatch.setattr("unisono.testing.environments.find_environment", lambda name: mine)
+    is_known(monkeypatch, whole, EXAMPLES=(WHOLE,), __module__="talks")
     assert [o for o in check_environment("Mine") if o.status != "passed"] == []
 
 
 def test_without_examples_laws_are_not_counted_as_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = SimpleNamespace(NAME="mine", detect=whole, __module__="types")
-    monkeypatch.setattr("unisono.testing.environments.find_environment", lambda name: mine)
+    is_known(monkeypatch, whole)
     statuses = {o.law: o.status for o in check_environment("mine")}
     assert statuses["a_partial_example_is_refused_by_name"] == "unsupported"
     assert "failed" not in statuses.values()
     assert set(statuses) == set(environment_laws.ENVIRONMENT_LAWS)
 
 
-def test_an_environment_is_found_by_its_name() -> None:
-    assert registry.find_environment("slurm").NAME == "slurm"
-    with pytest.raises(unisono.errors.ArgumentError, match="unknown environment 'nope'.*slurm"):
-        registry.find_environment("nope")
-
-
-def look(info: RankInfo) -> Any:
-    return info.rank, info.job_id, Path(str(info.private_store)).exists()
-
-
 def test_a_hosted_plan_tells_ranks_where_they_meet() -> None:
     with host_store(LaunchPlan(2, job_id="7")) as plan:
         assert plan.store_is_hosted and plan.master_addr == "127.0.0.1"
         infos = [plan.info(local_rank) for local_rank in range(2)]
-        assert [look(info) for info in infos] == [(0, "7", True), (1, "7", True)]
-    assert not look(infos[0])[2]
+        assert [(info.rank, info.job_id) for info in infos] == [(0, "7"), (1, "7")]
+        assert all(Path(str(info.private_store)).exists() for info in infos)
+    assert not Path(str(infos[0].private_store)).exists()
     with host_store(LaunchPlan(2), address="127.0.0.1") as plan:
         assert plan.store_is_hosted and plan.private_store is None

@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.support.command import JOB, UNISONO, Done, run
+from tests.support.command import JOB, UNISONO, run, started
 from tests.support.processes import python
 from tests.support.requirements import require
 
@@ -53,22 +53,17 @@ def of(name: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("here", [name], indirect=True)
 
 
-def check(words: Sequence[str], variables: dict[str, str]) -> None:
-    done = run([*UNISONO, "check", "--json", *words], **variables)
+@pytest.mark.parametrize(
+    ("here", "words"),
+    [("zmq", ["zmq", "-n", "3"]), ("batch", ["--environment", "batch"])],
+    indirect=["here"],
+)
+def test_a_model_and_an_environment_keep_every_law(here: dict[str, str], words: list[str]) -> None:
+    done = run([*UNISONO, "check", "--json", *words], **here)
     laws = json.loads(done.out)["laws"]
     assert laws
     assert [law for law in laws if law["status"] == "failed"] == [], done.err
     assert done.code == 0, done.err
-
-
-@of("zmq")
-def test_the_model_over_zeromq_keeps_every_law(here: dict[str, str]) -> None:
-    check(["zmq", "-n", "3"], here)
-
-
-@of("batch")
-def test_the_environment_keeps_every_law(here: dict[str, str]) -> None:
-    check(["--environment", "batch"], here)
 
 
 @of("zmq")
@@ -116,21 +111,13 @@ def lets_nobody_in():
 def waits_no_longer():
     with LocalCluster(n_workers=0, dashboard_address=None) as cluster:
         options = {"scheduler": cluster.scheduler_address}
-        def start():
-            unisono.spawn("gloo", len, launcher="dask", launcher_options=options)
-        unisono_dask._START_S = 1.0
-        try:
-            start()
-        except LaunchError as error:
-            print(type(error).__name__, error)
-        unisono_dask._START_S = 120.0
-        try:
-            with unisono.deadline(1):
-                start()
-        except LaunchError as error:
-            print(type(error).__name__)
-        except CollectiveTimeoutError as error:
-            print(type(error).__name__)
+        for start_s, deadline_s in ((1.0, 100), (120.0, 1)):
+            unisono_dask._START_S = start_s
+            try:
+                with unisono.deadline(deadline_s):
+                    unisono.spawn("gloo", len, launcher="dask", launcher_options=options)
+            except (CollectiveTimeoutError, LaunchError) as error:
+                print(type(error).__name__, error)
 
 if __name__ == "__main__":
     laws = ["results_come_in_the_order_of_ranks", "no_rank_is_left_behind"]
@@ -151,7 +138,7 @@ def test_dask_keeps_laws_and_its_cluster_to_itself_and_waits_no_longer(
     assert laws == "passed passed", done.err
     assert refused == ["refused"] * 2, done.err
     assert first == "LaunchError 1 ranks need as many workers, and not all came in 1 s"
-    assert second == "CollectiveTimeoutError"
+    assert second.startswith("CollectiveTimeoutError ")
 
 
 IN_TASKS = """
@@ -168,37 +155,23 @@ for backend in ("gloo", "zmq"):
 def test_ranks_of_a_batch_system_find_each_other_and_hear_that_their_keys_can_be_read(
     here: dict[str, str],
 ) -> None:
-    done = tasks(IN_TASKS, here)
-    assert done.code == 0, done.err
-    assert sorted(done.out.splitlines()) == ["0 [0, 1]"] * 2 + ["1 [0, 1]"] * 2
-    assert done.err.count("this job has no secret of its own") == 1, done.err
-
-
-def tasks(code: str, variables: dict[str, str]) -> Done:
-    """Run two tasks of a batch system; again where their port went to somebody else meanwhile."""
-    for _ in range(3):
-        done = run([sys.executable, "-c", _TASKS.format(code=code)], **variables)
-        if "EADDRINUSE" not in done.err and "in use" not in done.err:
+    words = [sys.executable, "-c", IN_TASKS]
+    for _ in range(3):  # again where their port went to somebody else meanwhile
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            head = f"127.0.0.1:{free.getsockname()[1]}"
+        env = {**here, "BATCH_TASKS": "2", "BATCH_HEAD": head}
+        with (
+            started(words, BATCH_TASK="0", **env) as one,
+            started(words, BATCH_TASK="1", **env) as other,
+        ):
+            codes = [task.process.wait(100) for task in (one, other)]
+            out, err = one.out() + other.out(), one.err() + other.err()
+        if "EADDRINUSE" not in err and "in use" not in err:
             break
-    return done
+    assert codes == [0, 0], err
+    assert sorted(out.splitlines()) == ["0 [0, 1]"] * 2 + ["1 [0, 1]"] * 2
+    assert err.count("this job has no secret of its own") == 1, err
 
-
-_TASKS = """
-import os, socket, subprocess, sys, time
-with socket.create_server(("127.0.0.1", 0)) as free:
-    head = "127.0.0.1:%d" % free.getsockname()[1]
-tasks, codes, limit = [], [], time.monotonic() + 100
-try:
-    for task in range(2):
-        mine = dict(os.environ, BATCH_TASK=str(task), BATCH_TASKS="2", BATCH_HEAD=head)
-        tasks.append(subprocess.Popen([sys.executable, "-c", {code!r}], env=mine))
-    codes = [task.wait(max(0.0, limit - time.monotonic())) for task in tasks]
-finally:
-    for task in tasks:
-        task.kill()
-        task.wait()
-sys.exit(max(map(abs, codes)))
-"""
 
 STRANGER = """
 import sys, zmq

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
+import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.launch.conftest import known, on_both, on_hosts
+from tests.support.command import Started
 from tests.support.measures import Table, says_little
+from tests.support.processes import until
 from tests.support.requirements import require
 from tests.support.virtual_hosts import Hosts, Wire, virtual_wire, why_no_wire
 
@@ -50,19 +51,17 @@ for count in (50_000, 1_200_000):  # by the first rank of each host, and in slic
     mean = unisono.all_reduce(torch.full((count,), rank + 1.0), "AVERAGE")
     assert mean.eq(2.5).all(), mean
     assert unisono.all_gather(torch.full((count,), rank)).view(4, -1).sum(0).eq(6).all()
-print(type(communicator().control.memory(None)).__name__, flush=True)
+print("STEP", type(communicator().control.memory(None)).__name__, flush=True)
 while True:
     unisono.all_reduce_(torch.ones(50_000))
 """
-Job = list["subprocess.Popen[str]"]
+Jobs = list[Started]
+Run = Callable[..., AbstractContextManager[Jobs]]
 
 
-def step_of(process: subprocess.Popen[str]) -> float:
-    """Give when the next step was done, by the clock that all processes share."""
-    assert process.stdout is not None
-    word, _, when = process.stdout.readline().partition(" ")
-    assert word == "STEP"
-    return float(when)
+def steps(job: Started) -> list[float]:
+    """Give when steps were done, by the clock that all processes share."""
+    return [float(when) for when in re.findall(r"^STEP (.*)\n", job.out(), re.MULTILINE)]
 
 
 @pytest.fixture(scope="module")
@@ -80,75 +79,47 @@ def wire(place: tuple[Hosts, Wire]) -> Iterator[Wire]:
 
 
 @pytest.fixture
-def end(tmp_path: Path) -> Path:
-    """The file that ends a job once it is there."""
-    return tmp_path / "end"
+def run(place: tuple[Hosts, Wire], tmp_path: Path) -> Run:
+    """Run ranks of a program, half of them on each host, once they have done something.
 
+    The file "end" ends a job once it is there.
+    """
 
-@pytest.fixture
-def job(place: tuple[Hosts, Wire], wire: Wire, end: Path) -> Iterator[Job]:
-    """A rank on each host, in the midst of its steps, whose timeout is short."""
-    with running(place[0], end, TIMEOUT_S) as processes:
-        yield processes
-
-
-@contextmanager
-def running(hosts: Hosts, end: Path, timeout_s: float) -> Iterator[Job]:
-    with started(hosts, str(end), timeout_s) as processes:
-        for process in processes:
-            assert step_of(process) > 0
-        yield processes
-
-
-@contextmanager
-def started(
-    hosts: Hosts, end: str, timeout_s: float, program: str = JOB, local_size: int = 1
-) -> Iterator[Job]:
-    processes: Job = []
-    for rank in range(2 * local_size):
-        environ = {
-            **os.environ,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(2 * local_size),
-            "MASTER_ADDR": hosts.addresses[0],
+    @contextmanager
+    def run(timeout_s: float, program: str = JOB, n: int = 2, n_ready: int = 1) -> Iterator[Jobs]:
+        words = [[sys.executable, "-c", program, str(timeout_s), str(tmp_path / "end")]] * n
+        where = {
+            "WORLD_SIZE": str(n),
+            "MASTER_ADDR": place[0].addresses[0],
             "MASTER_PORT": "29500",  # of a namespace that nobody else uses
             "GLOO_SOCKET_IFNAME": "eth0",
         }
-        words = [sys.executable, "-c", program, str(timeout_s), end]
-        processes.append(
-            subprocess.Popen(
-                hosts.on(rank // local_size, words),
-                env=environ,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-        )
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+        ranks = [{**where, "RANK": str(rank)} for rank in range(n)]
+        with on_hosts(place[0], words, *ranks) as jobs:
+            for job in jobs:
+                job.wait_for("STEP", n_ready)
+            yield jobs
+
+    return run
 
 
-def last_step(job: Job, begin: float, count: int) -> float:
-    """Give when so many steps were done after a time; what a rank said before it is left out."""
-    done = 0.0
-    while done < begin:
-        done = step_of(job[0])
-    for _ in range(count - 1):
-        done = step_of(job[0])
-    return done
+def last_step(jobs: Jobs, begin: float, count: int) -> float:
+    """Give when so many steps were done after a time."""
+    later = until(lambda: [done for done in steps(jobs[0]) if done >= begin][count - 1 :], 100)
+    return later[0]
+
+
+def errors_of(jobs: Jobs) -> list[str]:
+    for job in jobs:
+        job.process.wait(100)
+    return [job.err() for job in jobs]
 
 
 def test_a_link_that_is_bad_for_a_while_only_costs_time(
-    place: tuple[Hosts, Wire], wire: Wire, end: Path, table: Table
+    run: Run, wire: Wire, tmp_path: Path, table: Table
 ) -> None:
     said = "(no error)"
-    with running(place[0], end, 60.0) as job:
+    with run(60.0) as job:
         start, wire.loss = time.monotonic(), 0.05
         seconds = last_step(job, start, STEPS) - start
         assert wire.lost > 0
@@ -165,67 +136,54 @@ def test_a_link_that_is_bad_for_a_while_only_costs_time(
         done = last_step(job, cut + 0.5, 1)
         assert done >= mended
         table.add("two hosts: a link comes back, to the next step", done - mended, WHOLE_S, said)
-        end.touch()
-        for process in job:
-            out, err = process.communicate(timeout=100)
-            assert process.returncode == 0, err
-            assert out.endswith("DONE\n")
+        (tmp_path / "end").touch()
+        for each in job:
+            assert each.process.wait(100) == 0, each.err()
+            assert each.out().endswith("DONE\n")
 
 
+@pytest.mark.parametrize("has_vanished", [False, True])
 def test_a_link_that_stays_down_is_an_error_at_the_deadline(
-    job: Job, wire: Wire, table: Table
+    has_vanished: bool, run: Run, wire: Wire, table: Table
 ) -> None:
-    wire.is_cut = True
-    start = time.monotonic()
-    errors = [process.communicate(timeout=60)[1] for process in job]
-    seconds = time.monotonic() - start
-    for error in errors:
+    """Also where it is half-open: the other side is gone, and nothing says so."""
+    with run(TIMEOUT_S) as job:
+        wire.is_cut = True
+        if has_vanished:
+            job[1].process.kill()
+        start = time.monotonic()
+        errors = errors_of(job)
+        seconds = time.monotonic() - start
+    for error in errors[: 1 if has_vanished else 2]:
         assert "CollectiveTimeoutError: rank" in error
         says_little(error.rpartition("CollectiveTimeoutError: ")[2], None)
+    assert "CollectiveTimeoutError: rank 1 never came" in errors[0]
     named = next(line for line in errors[0].splitlines() if "rank 1 never came" in line)
-    table.add("two hosts: the link stays down, timeout 5 s", seconds, TIMEOUT_S + LATER_S, named)
-
-
-def test_a_host_that_vanishes_is_an_error_at_the_deadline(
-    job: Job, wire: Wire, table: Table
-) -> None:
-    """Half-open: the other side is gone, and nothing says so."""
-    wire.is_cut = True
-    os.killpg(job[1].pid, signal.SIGKILL)
-    start = time.monotonic()
-    error = job[0].communicate(timeout=60)[1]
-    seconds = time.monotonic() - start
-    assert "CollectiveTimeoutError: rank 1 never came" in error
-    named = next(line for line in error.splitlines() if "rank 1 never came" in line)
-    table.add("two hosts: one vanishes, timeout 5 s", seconds, TIMEOUT_S + LATER_S, named)
+    case = "one vanishes" if has_vanished else "the link stays down"
+    table.add(f"two hosts: {case}, timeout 5 s", seconds, TIMEOUT_S + LATER_S, named)
 
 
 def test_a_host_that_cannot_be_reached_is_named(
-    place: tuple[Hosts, Wire], wire: Wire, end: Path
+    place: tuple[Hosts, Wire], run: Run, wire: Wire
 ) -> None:
     """As behind a firewall that drops packets: no answer, and no refusal either."""
     wire.is_cut = True
     start = time.monotonic()
-    with started(place[0], str(end), 3.0) as job:
-        errors = [process.communicate(timeout=60)[1] for process in job]
+    with run(3.0, n_ready=0) as job:
+        errors = errors_of(job)
     assert time.monotonic() - start < 30
     where = f"{place[0].addresses[0]}:29500"
     assert f"rank 1 of 2 did not come to {where} within 3 s" in errors[0].splitlines()[-1]
     assert f"rank 1 of 2 can't reach the rendezvous at {where}" in errors[1].splitlines()[-1]
 
 
-def test_hosts_of_two_ranks_sum_in_two_levels(
-    place: tuple[Hosts, Wire], wire: Wire, table: Table
-) -> None:
+def test_hosts_of_two_ranks_sum_in_two_levels(run: Run, wire: Wire, table: Table) -> None:
     """And all learn who died on the other host."""
-    with started(place[0], "", 60.0, LEVELS, 2) as job:
-        for process in job:
-            assert process.stdout is not None
-            word = process.stdout.readline()
-            assert word == "TwoLevels\n", process.communicate()[1]
-        os.killpg(job[3].pid, signal.SIGKILL)
+    with run(60.0, LEVELS, n=4) as job:
+        assert [each.out() for each in job] == ["STEP TwoLevels\n"] * 4
+        job[3].process.kill()
         start = time.monotonic()
-        errors = [process.communicate(timeout=100)[1] for process in job[:3]]
+        errors = errors_of(job[:3])
         seconds = time.monotonic() - start
     for error in errors:
         assert "PeerFailedError" in error
@@ -246,26 +204,11 @@ print(unisono.spawn("gloo", work, nproc_per_node=1, nnodes=2, node_rank=int(sys.
 
 
 def test_a_host_that_calls_itself_by_its_loopback_is_met(place: tuple[Hosts, Wire]) -> None:
+    """As the installers of Debian and Ubuntu write it."""
     hosts, _ = place
-    file, name = hosts.files[0], hosts.names[0]
-    before = file.read_text()
-    # As the installers of Debian and Ubuntu write it.
-    file.write_text(before.replace(f"{hosts.addresses[0]} {name}", f"127.0.1.1 {name}"))
-    processes = [
-        subprocess.Popen(
-            hosts.on(node, [sys.executable, "-c", NODE, str(node), name]),
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for node in (0, 1)
-    ]
-    try:
-        said = [process.communicate(timeout=WHOLE_S * 4) for process in processes]
-    finally:
-        file.write_text(before)
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [out for out, _ in said] == ["[[0, 1]]\n"] * 2, said
+    address, name = hosts.addresses[0], hosts.names[0]
+    ours, theirs = f"{address} {name}", f"127.0.1.1 {name}"
+    words = [[sys.executable, "-c", NODE, str(node), name] for node in (0, 1)]
+    with known(hosts.files[:1], lambda text: text.replace(ours, theirs)):
+        done = on_both(hosts, words, *[{"GLOO_SOCKET_IFNAME": "eth0"}] * 2)
+    assert [each.out for each in done] == ["[[0, 1]]\n"] * 2

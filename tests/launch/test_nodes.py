@@ -5,14 +5,13 @@ from __future__ import annotations
 import shutil
 import signal
 import socket
-import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.launch.conftest import LAUNCHERS, ended_well, known, on_both, on_hosts
 from tests.support.command import (
     DIGITS,
     GONE_S,
@@ -20,12 +19,10 @@ from tests.support.command import (
     LIMIT_S,
     UNISONO,
     Done,
-    environ,
     learnt,
     learnt_alone,
     nobody_is_left,
     run,
-    started,
 )
 from tests.support.processes import until
 from tests.support.requirements import require
@@ -39,15 +36,15 @@ MPI = {  # what mpirun wants from root and for more ranks than cores, by Open MP
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+RUN = (*UNISONO, "run")
+UNKNOWN = "--master-addr 'no-such-host.invalid' still doesn't resolve after 1 s"
 
 
 def three_and_one(found: list[dict[str, Any]]) -> None:
-    assert [fact["rank"] for fact in found] == [0, 1, 2, 3]
-    assert [fact["world_size"] for fact in found] == [4] * 4
-    assert [fact["local_rank"] for fact in found] == [0, 1, 2, 0]
-    assert [fact["nproc_per_node"] for fact in found] == [3, 3, 3, 1]
-    assert [fact["node_rank"] for fact in found] == [0, 0, 0, 1]
-    assert [fact["nnodes"] for fact in found] == [2] * 4
+    names = ("rank", "local_rank", "nproc_per_node", "node_rank")
+    places = [tuple(fact[name] for name in names) for fact in found]
+    assert places == [(0, 0, 3, 0), (1, 1, 3, 0), (2, 2, 3, 0), (3, 0, 1, 1)]
+    assert {(fact["world_size"], fact["nnodes"]) for fact in found} == {(4, 2)}
     assert [fact["ranks"] for fact in found] == [[0, 1, 2, 3]] * 4
 
 
@@ -57,31 +54,21 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def on_both(hosts: Hosts, words: list[list[str]]) -> list[Done]:
-    """Run one command on each host, and wait for both."""
-    with ExitStack() as stack:
-        jobs = [stack.enter_context(started(hosts.on(i, each))) for i, each in enumerate(words)]
-        for job in jobs:
-            code = job.process.wait(LIMIT_S)
-            assert code == 0, job.err() + job.out()
-        return [Done(0, job.out(), job.err(), 0.0) for job in jobs]
-
-
-def test_slurm_with_its_variables_alone(slurm: dict[str, str]) -> None:
-    done = run(["srun", "--nodes=2", "--ntasks=4", sys.executable, JOB, "facts", "gloo"], **slurm)
-    assert done.code == 0, done.err
-    three_and_one(done.facts())
-
-
-def test_unisono_run_on_slurm_nodes_of_different_size(slurm: dict[str, str]) -> None:
-    words = [*UNISONO, "run", "--launcher", "slurm", "--hosts", "n1:3,n2:1"]
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["srun", "--nodes=2", "--ntasks=4", sys.executable],  # by its variables alone
+        [*RUN, "--launcher", "slurm", "--hosts", "n1:3,n2:1"],
+    ],
+)
+def test_slurm_on_nodes_of_different_size(slurm: dict[str, str], words: list[str]) -> None:
     done = run([*words, JOB, "facts", "gloo"], **slurm)
     assert done.code == 0, done.err
     three_and_one(done.facts())
 
 
 def test_the_batch_script_runs(slurm: dict[str, str], tmp_path: Path) -> None:
-    words = [*UNISONO, "run", "--launcher", "slurm", "--nnodes", "2", "--nproc-per-node", "2"]
+    words = [*RUN, "--launcher", "slurm", "--nnodes", "2", "--nproc-per-node", "2"]
     printed = run([*words, "--print", JOB, "facts", "gloo"], **slurm)
     assert printed.code == 0, printed.err
     file = tmp_path / "job.sh"
@@ -93,24 +80,15 @@ def test_the_batch_script_runs(slurm: dict[str, str], tmp_path: Path) -> None:
     assert [(fact["rank"], fact["node_rank"]) for fact in found] == [(0, 0), (1, 0), (2, 1), (3, 1)]
 
 
-def test_torchrun_on_two_hosts_of_different_size(hosts: Hosts) -> None:
-    where = ["--nnodes=2", f"--master-addr={hosts.addresses[0]}", "--master-port=29517"]
-    words = [
-        [*TORCHRUN, *where, f"--node-rank={i}", f"--nproc-per-node={n}", JOB, "facts", "gloo"]
-        for i, n in enumerate((3, 1))
-    ]
-    done = on_both(hosts, words)
-    three_and_one(done[0].facts() + done[1].facts())
-
-
-@pytest.mark.parametrize("is_seated", [True, False])
-def test_unisono_run_on_two_hosts_of_different_size(hosts: Hosts, is_seated: bool) -> None:
+@pytest.mark.parametrize(("launcher", "is_seated"), [(TORCHRUN, True), (RUN, True), (RUN, False)])
+def test_two_hosts_of_different_size(
+    hosts: Hosts, launcher: tuple[str, ...], is_seated: bool
+) -> None:
     where = ["--nnodes", "2", "--master-addr", hosts.addresses[0], "--master-port", "29518"]
     words = []
     for i, n in enumerate((3, 1)):
         seat = ["--node-rank", str(i)] if is_seated else []
-        one = [*UNISONO, "run", *where, *seat, "--nproc-per-node", str(n), JOB, "facts", "gloo"]
-        words.append(one)
+        words.append([*launcher, *where, *seat, f"--nproc-per-node={n}", JOB, "facts", "gloo"])
     done = on_both(hosts, words)
     found = done[0].facts() + done[1].facts()
     if is_seated:
@@ -120,35 +98,22 @@ def test_unisono_run_on_two_hosts_of_different_size(hosts: Hosts, is_seated: boo
     assert [fact["nnodes"] for fact in found] == [2] * 4
 
 
-def test_digits_on_two_hosts(hosts: Hosts) -> None:
-    where = ["--nnodes", "2", "--master-addr", hosts.addresses[0], "--master-port", "29519"]
-    script = ["--backend", "gloo", DIGITS, "--epochs", "2"]
-    words = [[*UNISONO, "run", *where, "--node-rank", str(i), *script] for i in (0, 1)]
-    words = [[*each[:4], "--nproc-per-node", "1", *each[4:]] for each in words]
-    done = on_both(hosts, words)
-    for name in hosts.names:
-        assert f"on {name}" in done[0].out
-
-
-def test_an_unreachable_master_is_named_in_time() -> None:
-    port = free_port()
-    where = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1"]
-    words = [*UNISONO, "run", *where, "--master-port", str(port), "--timeout", "2", JOB, "facts"]
-    done = run(words)
+@pytest.mark.parametrize(
+    ("rank", "address", "says"),
+    [
+        ("1", "127.0.0.1", "node 1 of 2 couldn't reach node 0 at 127.0.0.1:{port} in 1 s"),
+        *((rank, "no-such-host.invalid", f"node {rank}: {UNKNOWN}") for rank in ("0", "1")),
+    ],
+)
+def test_a_master_that_cannot_be_reached_is_named_in_time(
+    rank: str, address: str, says: str
+) -> None:
+    where = ["--nnodes", "2", "--node-rank", rank, "--master-addr", address]
+    port = str(free_port())
+    done = run([*RUN, *where, "--master-port", port, "--timeout", "1", JOB, "facts"])
     assert done.code == 1
-    assert f"node 1 of 2 couldn't reach node 0 at 127.0.0.1:{port} in 2 s" in done.err
-    assert "Traceback" not in done.err
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_master_that_doesnt_resolve_is_named_in_time(rank: str) -> None:
-    where = ["--nnodes", "2", "--node-rank", rank, "--master-addr", "no-such-host.invalid"]
-    words = [*UNISONO, "run", *where, "--master-port", "29500", "--timeout", "1", JOB, "facts"]
-    done = run(words)
-    assert done.code == 1
-    named = f"node {rank}: --master-addr 'no-such-host.invalid'"
-    assert f"{named} still doesn't resolve after 1 s" in done.err
-    assert "correct it, or make the name known to this host" in done.err
+    assert says.format(port=port) in done.err
+    assert ("correct it, or make the name known to this host" in done.err) == (UNKNOWN in says)
     assert "Traceback" not in done.err
 
 
@@ -156,88 +121,74 @@ def test_a_master_whose_name_is_known_later_is_met(hosts: Hosts) -> None:
     """As in a Job of Kubernetes, whose pods start before DNS knows the first one."""
     where = ["--nnodes", "2", "--master-addr", "leader", "--master-port", "29520"]
     where += ["--nproc-per-node", "1"]
-    words = [[*UNISONO, "run", *where, "--node-rank", str(i), JOB, "facts"] for i in (0, 1)]
-    before = [file.read_text() for file in hosts.files]
-    with ExitStack() as stack:
-        jobs = [stack.enter_context(started(hosts.on(i, each))) for i, each in enumerate(words)]
+    words = [[*RUN, *where, "--node-rank", str(i), JOB, "facts"] for i in (0, 1)]
+    with on_hosts(hosts, words) as jobs:
         until(lambda: all("resolve yet" in job.err() for job in jobs), LIMIT_S)
-        try:
-            for file, text in zip(hosts.files, before, strict=True):
-                file.write_text(f"{text}{hosts.addresses[0]} leader\n")
-            for job in jobs:
-                assert job.process.wait(LIMIT_S) == 0, job.err()
-        finally:
-            for file, text in zip(hosts.files, before, strict=True):
-                file.write_text(text)
-        found = [Done(0, job.out(), job.err(), 0.0).facts() for job in jobs]
+        with known(hosts.files, lambda text: f"{text}{hosts.addresses[0]} leader\n"):
+            found = [ended_well(job).facts() for job in jobs]
     assert [[fact["rank"] for fact in facts] for facts in found] == [[0], [1]]
 
 
-@pytest.mark.parametrize(("name", "mode"), [("processes", "kill-once"), ("torchrun", "raise-once")])
-def test_a_failed_rank_is_started_again_and_the_job_ends_well(name: str, mode: str) -> None:
-    words = [*UNISONO, "run", "--launcher", name, "--nproc-per-node", "2", "--max-restarts", "1"]
+@pytest.mark.parametrize(
+    ("name", "mode", "code"),
+    [
+        ("processes", "kill-once", 0),
+        ("torchrun", "raise-once", 0),
+        ("processes", "kill", 128 + signal.SIGKILL),
+        ("torchrun", "kill", 128 + signal.SIGKILL),
+    ],
+)
+def test_a_failed_rank_is_started_again_once(name: str, mode: str, code: int) -> None:
+    words = [*RUN, "--launcher", name, "--nproc-per-node", "2", "--max-restarts", "1"]
     done = run([*words, JOB, mode, "gloo"])
-    assert done.code == 0, done.err
-    assert done.out.count("DONE") == 2
+    assert done.code == code, done.err
     assert done.out.count("FACTS") == 4
-    assert "error: rank" not in done.err
+    assert done.out.count("DONE") == (0 if code else 2)
+    assert ("error: rank" in done.err) == ("error: rank 1 of 2" in done.err) == bool(code)
 
 
-@pytest.mark.parametrize("name", ["processes", "torchrun"])
-def test_restarts_come_to_an_end(name: str) -> None:
-    words = [*UNISONO, "run", "--launcher", name, "--nproc-per-node", "2", "--max-restarts", "1"]
-    done = run([*words, JOB, "kill", "gloo"])
-    assert done.code == 128 + signal.SIGKILL
-    assert done.out.count("FACTS") == 4
-    assert "error: rank 1 of 2" in done.err
+MODELS = {"": "serial", "gloo": "native-dist", "mpi4py": "mpi-dist", "horovod": "horovod-dist"}
 
 
 @pytest.mark.parametrize(
-    ("words", "model"),
+    ("needs", "words", "backend"),
     [
-        ([*TORCHRUN, "--standalone", "--nproc-per-node=2"], "native-dist"),
-        (["mpirun", "-n", "2", sys.executable], "native-dist"),
-        (["mpirun", "-n", "2", sys.executable], "mpi-dist"),
-        (["horovodrun", "--gloo", "-np", "2", sys.executable], "horovod-dist"),
-        (["mpirun", "-n", "2", sys.executable], "horovod-dist"),
-        (["srun", "--nodes=2", "--ntasks=2", sys.executable], "native-dist"),
-        ([sys.executable], "serial"),
+        ("", [*TORCHRUN, "--standalone", "--nproc-per-node=2"], "gloo"),
+        *(("mpi", ["mpirun", "-n", "2", sys.executable], backend) for backend in [*MODELS][1:]),
+        ("", ["horovodrun", "--gloo", "-np", "2", sys.executable], "horovod"),
+        ("slurm", ["srun", "--nodes=2", "--ntasks=2", sys.executable], "gloo"),
+        ("", [sys.executable], ""),
+        *(
+            ("" if name in LAUNCHERS[:2] else name, [*RUN, "--launcher", name, "-n", "2"], "gloo")
+            for name in LAUNCHERS
+        ),
     ],
-    ids=lambda value: str(value[0]).rpartition("/")[2] if isinstance(value, list) else str(value),
 )
 def test_digits_unchanged_however_started(
-    words: list[str], model: str, request: pytest.FixtureRequest
+    needs: str, words: list[str], backend: str, request: pytest.FixtureRequest
 ) -> None:
-    backend = {"native-dist": "gloo", "mpi-dist": "mpi4py", "horovod-dist": "horovod"}.get(model)
-    variables: dict[str, str] = {}
-    if words[0] == "srun":
-        variables = request.getfixturevalue("slurm")
-    elif words[0] == "mpirun":
-        request.getfixturevalue("mpi")
+    variables = (request.getfixturevalue(needs) if needs else None) or {}
+    if words[0] == "mpirun":
         variables = MPI
     elif words[0] == "horovodrun" and shutil.which("horovodrun") is None:
         require("horovod", "horovodrun isn't installed")
     if backend in ("mpi4py", "horovod"):
-        library = {"mpi4py": "mpi4py", "horovod": "horovod"}[backend]
-        code = subprocess.run([sys.executable, "-c", f"import {library}"], env=environ(""))
-        require(library, None if code.returncode == 0 else f"{library} isn't installed")
+        done = run([sys.executable, "-c", f"import {backend}"])
+        require(backend, None if done.code == 0 else f"{backend} isn't installed")
     script = [DIGITS, "--epochs", "2", *(["--backend", backend] if backend else [])]
     done = run([*words, *script], **variables)
     assert done.code == 0, done.err
-    assert f"({model})" in done.out
+    assert f"({MODELS[backend]})" in done.out
+    assert all(f"rank {rank} on" in done.out for rank in range(2 if backend else 0))
     assert learnt(done.out) == learnt_alone("2")
 
 
 def test_a_node_that_is_interrupted_leaves_nobody(hosts: Hosts) -> None:
     where = ["--nnodes", "2", "--master-addr", hosts.addresses[0], "--master-port", "29520"]
-    words = [*UNISONO, "run", *where, "--nproc-per-node", "1"]
-    tail = [JOB, "wait", "gloo"]
-    with (
-        started(hosts.on(0, [*words, "--node-rank", "0", *tail])) as one,
-        started(hosts.on(1, [*words, "--node-rank", "1", *tail])) as other,
-    ):
-        one.wait_for("READY", 1)
-        other.wait_for("READY", 1)
-        for job in (one, other):
+    words = [*RUN, *where, "--nproc-per-node", "1", "--node-rank"]
+    with on_hosts(hosts, [[*words, str(i), JOB, "wait", "gloo"] for i in (0, 1)]) as jobs:
+        for job in jobs:
+            job.wait_for("READY", 1)
+        for job in jobs:
             assert job.end(signal.SIGINT, 2 * GONE_S) == 128 + signal.SIGINT
             nobody_is_left(job.mark)
