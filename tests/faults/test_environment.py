@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -25,9 +25,11 @@ from unisono.models.native import rendezvous
 from unisono.topology import RankInfo
 
 AT_ONCE_S = 0.1
+Env = Mapping[str, str | None]
 GOOD = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29511"}  # fmt: skip
-BAD: dict[str, tuple[dict[str, str | None], str]] = {
+AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+BAD: dict[str, tuple[Env, str]] = {
     "RANK is missing": ({"RANK": None}, "RANK"),
     "RANK=5 of 2": ({"RANK": "5"}, "RANK=5"),
     "RANK=-1": ({"RANK": "-1"}, "RANK='-1'"),
@@ -38,30 +40,53 @@ BAD: dict[str, tuple[dict[str, str | None], str]] = {
     "MASTER_PORT=99999": ({"MASTER_PORT": "99999"}, "MASTER_PORT='99999'"),
     "MASTER_PORT=abc": ({"MASTER_PORT": "abc"}, "MASTER_PORT='abc'"),
     "MASTER_ADDR has a space": ({"MASTER_ADDR": "a b"}, "MASTER_ADDR='a b'"),
+    **{
+        f"MASTER_ADDR doesn't resolve, {who}": (
+            {"RANK": who[5], "MASTER_ADDR": "no-such-host.invalid", **more},
+            r"no-such-host\.invalid.*MASTER_ADDR",
+        )
+        for who, more in (("rank 0", {}), ("rank 1", {}), ("rank 0 under an agent", AGENT))
+    },
 }
 
 
-def refused(env: dict[str, str | None], monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
-    with monkeypatch.context() as patch:
-        for name, value in {**GOOD, **env}.items():
-            if value is None:
-                patch.delenv(name, raising=False)
-            else:
-                patch.setenv(name, value)
-        before = dict(os.environ)
-        start = time.monotonic()
-        with pytest.raises(UnisonoError) as caught:
-            unisono.initialize("gloo", **options)
-        seconds = time.monotonic() - start
-        assert dict(os.environ) == before
-    return seconds, str(caught.value)
+Refused = Callable[..., tuple[float, str]]
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> Refused:
+    """Make a call, else initialize as a rank of torchrun's, with variables: it's refused.
+
+    And nothing is changed or started. Gives how long that took, and the text.
+    """
+
+    def run(env: Env, call: Callable[[], Any] | None = None, **options: Any) -> tuple[float, str]:
+        with monkeypatch.context() as patch:
+            for name, value in (env if call else {**GOOD, **env}).items():
+                patch.setenv(name, value or "")
+                if value is None:
+                    patch.delenv(name)
+            before, children = dict(os.environ), _children()
+            start = time.monotonic()
+            with pytest.raises(UnisonoError) as caught:
+                call() if call else unisono.initialize("gloo", **options)
+            seconds = time.monotonic() - start
+            assert dict(os.environ) == before
+            assert _children() <= children
+        return seconds, str(caught.value)
+
+    return run
+
+
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_variable(case: str, monkeypatch: pytest.MonkeyPatch, table: Table) -> None:
+def test_a_bad_variable(case: str, refused: Refused, table: Table) -> None:
     env, says = BAD[case]
-    seconds, text = refused(dict(env), monkeypatch)
-    assert says in text
+    seconds, text = refused(env)
+    assert re.search(says, text)
     table.add(f"variables: {case}", seconds, AT_ONCE_S, text)
 
 
@@ -71,21 +96,32 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
-def test_variables_without_peers(monkeypatch: pytest.MonkeyPatch, table: Table) -> None:
-    port = free_port()
-    seconds, text = refused({"MASTER_PORT": port}, monkeypatch, timeout=2)
-    assert f"rank 1 of 2 did not come to 127.0.0.1:{port} within 2 s" in text
-    assert "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT" in text
-    table.add("rank 0 of 2, nobody comes, timeout 2 s", seconds, 3, text)
-    seconds, text = refused({"RANK": "1", "MASTER_PORT": port}, monkeypatch, timeout=2)
-    assert "rank 1 of 2" in text
-    assert f"127.0.0.1:{port}" in text
-    assert "nobody listened there for 2 s" in text
-    table.add("rank 1 of 2, nobody listens, timeout 2 s", seconds, 3, text)
+THEIRS = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+WITHOUT_PEERS = {
+    "rank 0 of 2, nobody comes": (("rank 1 of 2 did not come to AT within 2 s", THEIRS), 3),
+    "rank 1 of 2, nobody listens": (("rank 1 of 2", "AT", "nobody listened there for 2 s"), 3),
+    "rank 0 of 2, MASTER_PORT in use by another program": (("AT",), 3),
+    "rank 1 of 2, MASTER_PORT is another program's that is silent": (("AT", "didn't answer"), 4),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_PEERS)
+def test_variables_without_peers(case: str, refused: Refused, table: Table) -> None:
+    says, limit_s = WITHOUT_PEERS[case]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        if "program" not in case:
+            taken.close()
+        seconds, text = refused({"RANK": case[5], "MASTER_PORT": port}, timeout=2)
+    for each in says:
+        assert each.replace("AT", f"127.0.0.1:{port}") in text
+    table.add(f"{case}, timeout 2 s", seconds, limit_s, text)
 
 
 def test_set_up_has_a_limit_and_a_warning_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    refused: Refused, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert (rendezvous._LIMIT_S, rendezvous._WARN_AFTER_S) == (60, 10)
     monkeypatch.setattr(rendezvous, "_LIMIT_S", 1.0)
@@ -93,7 +129,7 @@ def test_set_up_has_a_limit_and_a_warning_of_its_own(
     limit_s = 2 * slack()
     for rank, awaited in (("0", "for rank 1"), ("1", "for somebody to listen")):
         caplog.clear()
-        seconds, _ = refused({"RANK": rank, "MASTER_PORT": free_port()}, monkeypatch)
+        seconds, _ = refused({"RANK": rank, "MASTER_PORT": free_port()})
         assert seconds < limit_s
         (record,) = caplog.records
         assert awaited in record.getMessage()
@@ -119,9 +155,9 @@ def test_the_limit_begins_anew_while_ranks_come() -> None:
                 wait.result(60)
 
 
-def test_a_block_with_a_deadline_bounds_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_with_a_deadline_bounds_set_up(refused: Refused) -> None:
     with fast_clock(), unisono.deadline(30):
-        _, text = refused({"MASTER_PORT": free_port()}, monkeypatch)
+        _, text = refused({"MASTER_PORT": free_port()})
     assert re.search(r"within (30|2\d(\.\d)?) s", text)
 
 
@@ -133,32 +169,6 @@ def test_another_try_at_the_same_port_while_the_error_is_handled() -> None:
             unisono.initialize("gloo", **options)
         except UnisonoError:
             unisono.initialize("gloo", **options)
-
-
-@pytest.mark.parametrize("who", ["rank 0", "rank 1", "rank 0 under an agent"])
-def test_an_address_that_does_not_resolve(
-    who: str, monkeypatch: pytest.MonkeyPatch, table: Table
-) -> None:
-    env: dict[str, str | None] = {"RANK": who[5], "MASTER_ADDR": "no-such-host.invalid"}
-    if "agent" in who:
-        env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    seconds, text = refused(env, monkeypatch)
-    assert "no-such-host.invalid" in text
-    assert "MASTER_ADDR" in text
-    table.add(f"MASTER_ADDR doesn't resolve, {who}", seconds, AT_ONCE_S, text)
-
-
-def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch, table: Table) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        seconds, text = refused({"MASTER_PORT": port}, monkeypatch, timeout=2)
-        assert port in text
-        table.add("MASTER_PORT in use by another program, timeout 2 s", seconds, 3, text)
-        seconds, text = refused({"MASTER_PORT": port, "RANK": "1"}, monkeypatch, timeout=2)
-        assert "didn't answer" in text
-        table.add("MASTER_PORT is another program's that is silent, timeout 2 s", seconds, 4, text)
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
@@ -183,25 +193,15 @@ def _parallel() -> None:
         job.run(abs)
 
 
-def _refused_before_anything_starts(call: Callable[[], Any]) -> tuple[float, str]:
-    children = {child.pid for child in psutil.Process().children(recursive=True)}
-    start = time.monotonic()
-    with pytest.raises(UnisonoError) as caught:
-        call()
-    seconds = time.monotonic() - start
-    assert {child.pid for child in psutil.Process().children(recursive=True)} <= children
-    return seconds, str(caught.value)
-
-
 @pytest.mark.parametrize("case", OPTIONS)
-def test_a_bad_option(case: str, table: Table) -> None:
+def test_a_bad_option(case: str, refused: Refused, table: Table) -> None:
     given, says = OPTIONS[case]
     options = {"nproc_per_node": 2, **given}
     calls: list[Callable[[], Any]] = [lambda: unisono.spawn("gloo", abs, **options)]
     if not case.startswith(("start_method", "launcher")):  # looked at by who makes the replicas
         calls.append(lambda: unisono.WorkerPool("gloo", **options))
     for call in calls:
-        seconds, text = _refused_before_anything_starts(call)
+        seconds, text = refused({}, call)
         assert says in text
         table.add(f"options: {case}", seconds, AT_ONCE_S, text)
 
@@ -216,9 +216,8 @@ def test_a_bad_option(case: str, table: Table) -> None:
     ],
 )
 def test_a_bad_variable_of_ours_is_refused_before_anything_starts(
-    variable: str, value: str, monkeypatch: pytest.MonkeyPatch, table: Table
+    variable: str, value: str, refused: Refused, table: Table
 ) -> None:
-    monkeypatch.setenv(variable, value)
     calls: tuple[Callable[[], Any], ...] = (
         lambda: unisono.spawn("gloo", abs, nproc_per_node=2),
         _parallel,
@@ -227,7 +226,7 @@ def test_a_bad_variable_of_ours_is_refused_before_anything_starts(
         lambda: run(__file__),
     )
     for call in calls:
-        seconds, text = _refused_before_anything_starts(call)
+        seconds, text = refused({variable: value}, call)
         assert f"{variable}={value!r}" in text
         table.add(f"variables: {variable}={value}", seconds, AT_ONCE_S, text)
 

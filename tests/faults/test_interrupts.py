@@ -63,21 +63,16 @@ def _check(reports: list[tuple[Report, ...]], share: float = 0.25) -> None:
     assert len(interrupted) >= int(share * len(reports))
 
 
-def _trials(places: dict[str, int], times: int, seed: int) -> Iterator[Trial]:
-    """Draw trials; at its first place a call hasn't begun, which is the program's own mistake."""
+def _trials(places: dict[str, int] | None, times: int, seed: int) -> Iterator[Trial]:
+    """Draw trials, of alarms where no places are given.
+
+    At its first place a call hasn't begun, which is the program's own mistake.
+    """
     chance = random.Random(seed)
     for tag in range(1, times + 1):
-        name = chance.choice(list(places))
-        place = chance.randint(2, places[name])
-        yield Trial(name, tag, chance.randrange(2), place, error=chance.choice(_ERRORS))
-
-
-def _alarms(times: int, seed: int) -> Iterator[Trial]:
-    chance = random.Random(seed)
-    for tag in range(1, times + 1):
-        name = chance.choice(list(OPERATIONS))
-        after_s, error = chance.uniform(1e-5, 2e-3), chance.choice(_ERRORS)
-        yield Trial(name, tag, chance.randrange(2), 0, after_s, error)
+        name, victim = chance.choice(list(OPERATIONS)), chance.randrange(2)
+        place = chance.randint(2, places[name]) if places else 0
+        yield Trial(name, tag, victim, place, chance.uniform(1e-5, 2e-3), chance.choice(_ERRORS))
 
 
 def _count(rank: int) -> dict[str, int]:
@@ -95,13 +90,9 @@ def test_on_threads() -> None:
     places = idist.spawn("threads", _count, nproc_per_node=2)
     reports = []
     for trial in _trials(places[0], TIMES or 1000, SEED):
-        options: dict[str, Any] = {"nproc_per_node": 2, "timeout": TIMEOUT_S}
-        reports.append(tuple(idist.spawn("threads", _swapped, (trial,), **options)))
+        fn = lambda rank, trial=trial: run_trial(trial, rank)  # noqa: E731
+        reports.append(tuple(idist.spawn("threads", fn, nproc_per_node=2, timeout=TIMEOUT_S)))
     _check(reports)
-
-
-def _swapped(rank: int, trial: Trial) -> Report:
-    return run_trial(trial, rank)
 
 
 def _store_at(port: int) -> TCPStore:
@@ -109,55 +100,43 @@ def _store_at(port: int) -> TCPStore:
     return TCPStore("127.0.0.1", port, None, False, timeout=limit, wait_for_workers=False)
 
 
-class _Ranks:
-    """Two ranks that meet at a store of the test's own between trials, in a new context each."""
+def _in_processes(local_rank: int, port: int, backend: str, times: int, seed: int) -> list[Report]:
+    """Make trials of two ranks, which meet between them at a store of the test's own."""
+    store, numbers = _store_at(port), itertools.count()
 
-    def __init__(self, rank: int, port: int, backend: str) -> None:
-        self._store = _store_at(port)
-        self._rank, self._backend = rank, backend
-        self._contexts = 0
-
-    def begin(self) -> None:
-        self._contexts += 1
+    def begin() -> None:
         options: dict[str, Any] = {"timeout": TIMEOUT_S}
-        if self._backend == "gloo":
-            store = PrefixStore(f"context/{self._contexts}", self._store)
-            options |= {"rank": self._rank, "world_size": 2, "store": store}
-        idist.initialize(self._backend, **options)
+        if backend == "gloo":
+            own = PrefixStore(f"context/{next(numbers)}", store)
+            options |= {"rank": local_rank, "world_size": 2, "store": own}
+        idist.initialize(backend, **options)
         idist.barrier()
 
-    def agree(self, key: str, word: str) -> list[str]:
-        """Tell the other rank a word and wait for its word."""
-        self._store.set(f"{key}/{self._rank}", word)
-        return [self._store.get(f"{key}/{rank}").decode() for rank in range(2)]
+    def agree(key: str, word: str) -> list[str]:
+        store.set(f"{key}/{local_rank}", word)
+        return [store.get(f"{key}/{rank}").decode() for rank in range(2)]
 
-    def run(self, trials: Iterator[Trial]) -> list[Report]:
-        reports, is_new = [], True
+    def run(trials: Iterator[Trial]) -> Iterator[Report]:
+        is_new = True
         for trial in trials:
             if is_new:
-                self.begin()
-            self.agree(f"begin/{trial.tag}/{trial.place > 0}", "")
-            report = run_trial(trial, self._rank)
-            reports.append(report)
+                begin()
+            agree(f"begin/{trial.tag}/{trial.place > 0}", "")
+            report = run_trial(trial, local_rank)
+            yield report
             is_over = "over" if report.said or report.was_interrupted else ""
-            is_new = "over" in self.agree(f"end/{trial.tag}/{trial.place > 0}", is_over)
+            is_new = "over" in agree(f"end/{trial.tag}/{trial.place > 0}", is_over)
             if is_new:
                 idist.finalize()
         if not is_new:
             idist.finalize()
-        return reports
 
-
-def _in_processes(local_rank: int, port: int, backend: str, times: int, seed: int) -> list[Report]:
     idist.finalize()
-    ranks = _Ranks(local_rank, port, backend)
-    ranks.begin()
-    mine = _count(local_rank)
-    every = idist.all_gather(mine)
+    begin()
+    every = idist.all_gather(_count(local_rank))
     idist.finalize()
-    places = {name: max(each[name] for each in every) for name in mine}
-    found = ranks.run(_trials(places, times, seed))
-    return found + ranks.run(_alarms(times // 2, seed))
+    places = {name: max(each[name] for each in every) for name in OPERATIONS}
+    return [*run(_trials(places, times, seed)), *run(_trials(None, times // 2, seed))]
 
 
 def _spawn(backend: str, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -285,57 +264,52 @@ def _half(value: int) -> int:
     return value // 2
 
 
-def _job_of_one_call(base: int) -> Any:
+def _job(base: int) -> Any:
     return idist.spawn("gloo", _square, (base,), nproc_per_node=2)
 
 
-def _pool_of_one_call(base: int) -> Any:
+def _pool(base: int) -> Any:
     with idist.WorkerPool("gloo", nproc_per_node=2) as pool:
         return pool.run(_square, base)
 
 
-@_ENDED_LATE
-@pytest.mark.parametrize("make", [_job_of_one_call, _pool_of_one_call])
-def test_a_job_or_a_pool_that_is_interrupted_leaves_nothing(make: Callable[[int], Any]) -> None:
-    """What is left is looked for by the fixtures of this folder, and ranks after each time."""
-    chance, times = random.Random(SEED), slack()
-    for _ in range(2):  # at the first there may be things to load
-        with interrupted_at(0) as seen:
-            assert make(3) == [9, 9]
-    for _ in range(TIMES // 10 or 6):
-        place, environ = chance.randint(1, seen.seen), dict(os.environ)
+def _interrupt_anywhere(make: Callable[[int], Any], times: int, check: Callable[[], bool]) -> None:
+    """Interrupt calls at random places, and check what is true after each."""
+    chance, limit_s = random.Random(SEED), slack() * _END_S
+    make(3)  # at the first there may be things to load
+    with interrupted_at(0) as seen:
+        make(3)
+    for _ in range(TIMES // 10 or times):
+        place = chance.randint(1, seen.seen)
         begin = time.monotonic()
         with contextlib.suppress(KeyboardInterrupt), interrupted_at(place) as places:
             make(3)
         told = f"seed {SEED}: place {place} of {seen.seen}, {places.where}"
-        assert _ranks_left(times * _GONE_S) == [], told
-        assert dict(os.environ) == environ, told
-        assert make(4) == [16, 16], told
-        assert time.monotonic() - begin < times * _END_S, told
+        assert check(), told
+        assert time.monotonic() - begin < limit_s, told
+
+
+@_ENDED_LATE
+@pytest.mark.parametrize("make", [_job, _pool])
+def test_a_job_or_a_pool_that_is_interrupted_leaves_nothing(make: Callable[[int], Any]) -> None:
+    """What is left is looked for by the fixtures of this folder, and ranks after each time."""
+    environ, gone_s = dict(os.environ), slack() * _GONE_S
+
+    def nothing_is_left() -> bool:
+        return not _ranks_left(gone_s) and dict(os.environ) == environ and make(4) == [16, 16]
+
+    _interrupt_anywhere(make, 6, nothing_is_left)
 
 
 @_ENDED_LATE
 def test_a_call_of_a_pool_that_is_interrupted_leaves_it_usable() -> None:
-    chance = random.Random(SEED)
-    limit_s = slack() * _END_S
     with idist.WorkerPool("gloo", nproc_per_node=2) as pool:
-        calls: list[Callable[[int], Any]] = [
-            lambda value: pool.run(_square, value),
-            lambda value: pool.map(_half, [value] * 4),
-        ]
-        for make in calls:
-            make(2)
-            with interrupted_at(0) as seen:
-                make(2)
-            for _ in range(TIMES // 10 or 5):
-                place = chance.randint(1, seen.seen)
-                begin = time.monotonic()
-                with contextlib.suppress(KeyboardInterrupt), interrupted_at(place) as places:
-                    make(3)
-                told = f"seed {SEED}: place {place} of {seen.seen}, {places.where}"
-                assert pool.run(_square, 4) == [16, 16], told
-                assert pool.map(_half, [2, 4, 6]) == [1, 2, 3], told
-                assert time.monotonic() - begin < limit_s, told
+
+        def is_usable() -> bool:
+            return pool.run(_square, 4) == [16, 16] and pool.map(_half, [2, 4, 6]) == [1, 2, 3]
+
+        _interrupt_anywhere(lambda value: pool.run(_square, value), 5, is_usable)
+        _interrupt_anywhere(lambda value: pool.map(_half, [value] * 4), 5, is_usable)
 
 
 @_ENDED_LATE

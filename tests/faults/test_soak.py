@@ -10,7 +10,6 @@ import os
 import random
 import time
 from collections import deque
-from dataclasses import astuple, dataclass
 from typing import Any
 
 import psutil
@@ -62,29 +61,18 @@ def drawn(turn: int, dice: random.Random) -> Step:
     return Step(call, tuple(values), root, op, group, is_async=is_async, is_near=is_near)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What a process has of each, and what of its memory nobody else maps."""
-
-    own_bytes: int
-    shared_bytes: int
-    descriptors: int
-    threads: int
-    mappings: int
-
-
-def sizes_of_this_process() -> Sizes:
+def sizes_of_this_process() -> tuple[int, int, tuple[int, ...]]:
+    """Give its memory that nobody else maps, what it shares, and what it has of all else."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what was freed isn't held
-    process = psutil.Process()
-    memory = process.memory_info()
-    shared = shared_bytes()
-    return Sizes(memory.rss - shared, shared, process.num_fds(), process.num_threads(), mappings())
+    process, shared = psutil.Process(), shared_bytes()
+    counts = (process.num_fds(), process.num_threads(), mappings())
+    return process.memory_info().rss - shared, shared, counts
 
 
-def soak(local_rank: int, seconds: float) -> tuple[int, str, list[tuple[int, ...]]]:
+def soak(local_rank: int, seconds: float) -> tuple[int, str, list[Any]]:
     dice, digest, under_way = random.Random(7), hashlib.sha256(), deque[Any]()
-    until, sizes, turn = time.monotonic() + seconds, list[tuple[int, ...]](), 0
+    until, sizes, turn = time.monotonic() + seconds, list[Any](), 0
     while True:
         for _ in range(BATCH):
             step = drawn(turn, dice)
@@ -96,7 +84,7 @@ def soak(local_rank: int, seconds: float) -> tuple[int, str, list[tuple[int, ...
                 wrong = finish()
                 assert wrong is None, f"turn {turn}, {begun}: {wrong}"
         if turn % (5 * BATCH) == 0 or len(sizes) < 3:
-            sizes.append(astuple(sizes_of_this_process()))
+            sizes.append(sizes_of_this_process())
         if unisono.broadcast(time.monotonic() >= until and len(sizes) > 2, 0):
             return turn, digest.hexdigest(), sizes
 
@@ -107,10 +95,8 @@ def test_four_ranks_for_long() -> None:
     assert len({turns for turns, _, _ in results}) == 1
     assert len({digest for _, digest, _ in results}) == 1
     for turns, _, measured in results:
-        first, last = Sizes(*measured[len(measured) // 3]), Sizes(*measured[-1])
+        first, last = measured[len(measured) // 3], measured[-1]
         _log.info("%d turns: %s .. %s", turns, first, last)
-        counts = ("descriptors", "threads", "mappings")
-        assert [getattr(last, name) for name in counts] == [getattr(first, name) for name in counts]
-        grown = last.own_bytes - first.own_bytes
-        assert grown < MOST_GROWN_BYTES, f"{grown >> 20} MiB after {turns}"
-        assert last.shared_bytes <= MOST_SHARED_BYTES
+        assert last[2] == first[2], "descriptors, threads, mappings"
+        assert last[0] - first[0] < MOST_GROWN_BYTES, f"{turns} turns: {first} .. {last}"
+        assert last[1] <= MOST_SHARED_BYTES
