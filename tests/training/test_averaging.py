@@ -1,7 +1,11 @@
-"""Averaging and broadcasting of what a training has: exact, alike on all ranks, or refused."""
+"""Averaging and broadcasting of what a training has: exact, alike on all ranks, or refused.
+
+Also of memory that comes several times in a list, and with buffers that threads don't share.
+"""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +14,9 @@ from torch import Tensor, nn
 
 import unisono as idist
 from tests.support.worlds import alone_and_several, several
+from unisono.compat import mmengine
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
+from unisono.training.agreement import OVERLAPS, aliases
 
 
 def tensors_of(rank: int) -> list[Tensor]:
@@ -60,38 +66,24 @@ def test_other_operations() -> None:
         tensors = [torch.full((4,), rank), torch.full((300_000,), float(rank))]
         idist.all_reduce_params(tensors, op=op)
         assert [set(tensor.tolist()) for tensor in tensors] == [{expected}, {expected}]
-    if size > 1:
-        with pytest.raises(PayloadError, match="isn.t whole"):
-            idist.all_reduce_params([torch.tensor([int(rank == 0)])])
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used = nn.Linear(3, 2)
-        self.unused = nn.Linear(3, 2)
-        self.sometimes = nn.Linear(3, 2)
-        self.frozen = nn.Linear(3, 2).requires_grad_(False)
-
-    def forward(self, x: Tensor, rank: int) -> Tensor:
-        y: Tensor = self.used(x) + self.frozen(x)
-        return y + self.sometimes(x) if rank == 0 else y
+    with pytest.raises(PayloadError, match="isn.t whole"):
+        idist.all_reduce_params([torch.tensor([int(rank == 0)])])
 
 
 @alone_and_several
 def test_gradients_are_averaged_and_skipped_alike() -> None:
     rank, size = idist.get_rank(), idist.get_world_size()
-    net = Net()
-    net(torch.full((1, 3), float(rank + 1)), rank).sum().backward()
-    net.frozen.weight.grad = torch.full((2, 3), float(rank))  # stale, and none of our business
-    idist.all_reduce_grads(net.parameters())
+    used, unused, sometimes, frozen = (nn.Parameter(torch.zeros(2)) for _ in range(4))
+    frozen.requires_grad_(False)
+    for parameter in (used, frozen, sometimes)[: 3 if rank == 0 else 2]:
+        parameter.grad = torch.full((2,), rank + 1.0)  # a stale one where nothing requires it
+    idist.all_reduce_grads(iter([used, unused, sometimes, frozen]))
     mean = sum(range(1, size + 1)) / size
-    assert net.used.weight.grad is not None
-    torch.testing.assert_close(net.used.weight.grad, torch.full((2, 3), mean))
-    assert net.unused.weight.grad is None
-    assert net.sometimes.bias.grad is not None
-    torch.testing.assert_close(net.sometimes.bias.grad, torch.full((2,), 1 / size))
-    assert net.frozen.weight.grad.tolist() == [[float(rank)] * 3] * 2
+    torch.testing.assert_close(used.grad, torch.full((2,), mean))
+    assert unused.grad is None
+    torch.testing.assert_close(sometimes.grad, torch.full((2,), 1 / size))
+    assert frozen.grad is not None
+    assert frozen.grad.tolist() == [rank + 1.0] * 2
 
 
 @several
@@ -107,35 +99,32 @@ def test_lists_that_differ_are_named() -> None:
     with pytest.raises(CollectiveMismatchError, match=r"torch\.float64"):
         kind = torch.float64 if rank else torch.float32
         idist.all_reduce_grads([torch.ones(1, dtype=kind)])
-    assert idist.all_reduce(1) == idist.get_world_size()  # nothing is broken
-
-
-@several
-def test_sparse_gradients_are_refused_on_every_rank() -> None:
-    table = nn.Embedding(4, 2, sparse=idist.get_rank() == 1)
+    net = nn.Linear(3, 2, bias=rank == 0)
+    with pytest.raises(CollectiveMismatchError, match="rank 1 has groups of"):
+        idist.broadcast_optimizer_state(torch.optim.SGD(net.parameters(), lr=0.1))
+    table = nn.Embedding(4, 2, sparse=rank == 1)
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(PayloadError, match=r"tensor 0 of 1 .* is sparse on ranks \[1\]"):
         idist.all_reduce_grads(table)
+    assert idist.all_reduce(1) == idist.get_world_size()  # nothing is broken
 
 
 @alone_and_several
 def test_means_neither_wrap_nor_overflow() -> None:
     rank, size = idist.get_rank(), idist.get_world_size()
-    equal = [2**62 + 8, -(2**63), 2**63 - 1, 1_760_000_000_000_000_000 * 3]
+    equal = [
+        torch.tensor([2**62 + 8, -(2**63), 2**63 - 1, 1_760_000_000_000_000_000 * 3]),
+        torch.tensor([2**64 - 1, 5], dtype=torch.uint64),
+        torch.tensor([200, 255], dtype=torch.uint8),
+        torch.tensor([True, False]),
+    ]
+    middle = torch.tensor([2**63 - size, size - 1 - 2**63])
     for _ in range(2):
-        tensors = [
-            torch.tensor(equal),
-            torch.tensor([2**63 - 1 - 2 * rank, -(2**63) + 2 * rank]) if size == 2 else matrix(),
-            torch.tensor([2**64 - 1, 5], dtype=torch.uint64),
-            torch.tensor([200, 255], dtype=torch.uint8),
-            torch.tensor([True, False]),
-        ]
-        expected = [tensor.clone() for tensor in tensors]
-        if size == 2:
-            expected[1] = torch.tensor([2**63 - 2, -(2**63) + 1])
+        mine = torch.tensor([2**63 - 1 - 2 * rank, -(2**63) + 2 * rank])
+        tensors = [mine, *(tensor.clone() for tensor in equal)]
         idist.all_reduce_params(tensors)
-        for tensor, other in zip(tensors, expected, strict=True):
-            assert torch.equal(tensor, other), (tensor, other)
+        for tensor, expected in zip(tensors, [middle, *equal], strict=True):
+            assert torch.equal(tensor, expected), (tensor, expected)
     largest = {torch.float16: 40000.0, torch.bfloat16: 2e38, torch.float32: 2e38}
     for dtype, value in {**largest, torch.float64: 1.5e308}.items():
         for length in (3, 600_000):
@@ -147,10 +136,6 @@ def test_means_neither_wrap_nor_overflow() -> None:
             wide = torch.full((length,), value, dtype=dtype).double()
             torch.testing.assert_close(tensor.double(), wide, rtol=1e-2, atol=0)
             torch.testing.assert_close(parameter.grad.double(), wide, rtol=1e-2, atol=0)
-
-
-def matrix() -> Tensor:
-    return torch.arange(6).view(2, 3)
 
 
 @several
@@ -239,13 +224,6 @@ def test_broadcast_of_an_optimizer(kind: Any) -> None:
     assert len(optimizer.state) == 2
 
 
-@several
-def test_optimizers_over_other_groups_are_refused() -> None:
-    net = nn.Linear(3, 2, bias=idist.get_rank() == 0)
-    with pytest.raises(CollectiveMismatchError, match="rank 1 has groups of"):
-        idist.broadcast_optimizer_state(torch.optim.SGD(net.parameters(), lr=0.1))
-
-
 def test_bad_arguments_are_refused_at_size_1_too() -> None:
     with pytest.raises(ArgumentError, match="unknown reduction"):
         idist.all_reduce_params([torch.ones(1)], op="NOPE")  # type: ignore[arg-type]
@@ -276,3 +254,109 @@ def test_extra_memory_is_one_bucket() -> None:
     idist.all_reduce_params(tensors)
     kept = sum(buffer.nbytes for buffer in current().flat_buffers.values())
     assert 0 < kept <= 16 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("make", "owners"),
+    [
+        (lambda w: [w, w], [0, 0]),
+        (lambda w: [w, w.t()], [0, 0]),
+        (lambda w: [w[1:3], torch.ones(1), w], [2, 1, 2]),
+        (lambda w: [w[:, :2], w[:, 2:]], [0, 1]),
+        (lambda w: [w[::2], w[1::2]], [0, 1]),
+        (lambda w: [w.diagonal(), w], [1, 1]),
+        (lambda w: [w[:, :2], w[:, :1]], [0, 0]),
+        (lambda w: [w[:, :3], w[:, 2:]], [OVERLAPS, 1]),
+        (lambda w: [w[:2], w[1:]], [OVERLAPS, 1]),
+        (lambda w: [w, w.view(torch.int32)], [0, OVERLAPS]),
+        (lambda w: [w[0, :1].expand(3)], [OVERLAPS]),
+        (lambda w: [w.view(-1).as_strided((2, 4), (2, 1))], [OVERLAPS]),
+        (lambda w: [w[:0], w[:0]], [0, 1]),
+        (lambda w: [w, torch.zeros(4, 6)], [0, 1]),
+    ],
+)
+def test_what_belongs_to_what(make: Any, owners: list[int]) -> None:
+    tensors = make(torch.zeros(4, 6))
+    assert aliases(tensors, tensors) == owners
+
+
+class Tied(nn.Module):
+    """A language model's embedding and head, whose weight is one; large ones go alone."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, 256)
+        self.head = nn.Linear(256, words, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@alone_and_several
+@pytest.mark.parametrize("words", [100, 4096])
+def test_tied_weights_are_reduced_once(words: int) -> None:
+    rank, size = idist.get_rank(), idist.get_world_size()
+    total = sum(range(1, size + 1))
+    net = Tied(words)
+    weight = net.embedding.weight
+    op: Any
+    for op, expected in (("mean", total / size), ("sum", float(total)), ("max", float(size))):
+        nn.init.constant_(weight, rank + 1.0)
+        idist.all_reduce_params(net.state_dict(), op=op)
+        assert torch.unique(weight).tolist() == [expected], op
+    nn.init.constant_(weight, rank + 1.0)
+    mmengine.all_reduce_params(net.state_dict().values())
+    assert torch.unique(weight).tolist() == [float(total)]
+    nn.init.constant_(weight, rank + 1.0)
+    idist.broadcast_params(net.state_dict(), src=size - 1)
+    assert torch.unique(weight).tolist() == [float(size)]
+    named = dict(net.named_parameters(remove_duplicate=False))
+    assert len(named) == 2
+    for givers, expected in ((size, float(total)), (1, 1.0)):  # who has a gradient at all
+        weight.grad = torch.full_like(weight, rank + 1.0) if rank < givers else None
+        idist.all_reduce_grads(named, op="sum")
+        assert weight.grad is not None
+        assert torch.unique(weight.grad).tolist() == [expected]
+
+
+@several
+def test_memory_that_overlaps_in_part_is_refused_on_every_rank() -> None:
+    rank, size = idist.get_rank(), idist.get_world_size()
+    matrix = torch.zeros(4, 6)
+    parts = [matrix[:2], matrix[1:3] if rank == 1 else matrix[2:]]
+    with pytest.raises(PayloadError, match=r"tensor \d of 2 .* shares a part .* on ranks \[1\]"):
+        idist.all_reduce_params(parts)
+    with pytest.raises(PayloadError, match="shares a part of its memory"):
+        idist.broadcast_params([torch.zeros(1).expand(3)])
+    same = torch.zeros(3)
+    with pytest.raises(CollectiveMismatchError, match="the memory of tensor 0"):
+        idist.all_reduce_params([same, same if rank == 0 else torch.zeros(3)])
+    columns = torch.full((3, 4), rank + 1.0)
+    idist.all_reduce_params([columns[:, :1], columns[:, 1:]], op="sum")
+    assert torch.unique(columns).tolist() == [size * (size + 1) / 2]
+    assert idist.all_reduce(1) == size  # the ranks are in step
+
+
+@pytest.mark.ranks(3, on="gloo")
+def test_threads_with_groups_of_their_own_have_buffers_of_their_own() -> None:
+    """Rank 0 has two threads, one with rank 1 and one with rank 2; each averages equal values."""
+    groups = {1: idist.new_group([0, 1]), 2: idist.new_group([0, 2])}
+    wrong: dict[int, Any] = {}
+
+    def average(peer: int) -> None:
+        value = float(10**peer)
+        try:
+            for _ in range(100):
+                tensors = [torch.full((2000,), value) for _ in range(20)]
+                idist.all_reduce_params(tensors, group=groups[peer])
+                assert all(bool((tensor == value).all()) for tensor in tensors)
+        except Exception as error:
+            wrong[peer] = repr(error)
+
+    if idist.get_rank() == 0:
+        threads = [threading.Thread(target=average, args=(peer,)) for peer in groups]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    else:
+        average(idist.get_rank())
+    assert not wrong

@@ -6,12 +6,14 @@ import copy
 import io
 import itertools
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import unisono as idist
@@ -24,6 +26,19 @@ from unisono.errors import (
     RegistrationError,
     UnsupportedOperation,
 )
+from unisono.model.training import TrainingHooks
+from unisono.models.threads import ThreadsModel
+from unisono.registry import unregister_model
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def with_drawn_weights(net: nn.Module) -> nn.Module:
+    for seed, parameter in enumerate(net.parameters()):
+        parameter.data.copy_(drawn(seed, *parameter.shape))
+    return net
 
 
 class Branches(nn.Module):
@@ -89,35 +104,22 @@ def test_a_parameter_may_get_its_gradient_in_several_parts(bucket_cap_mb: float)
     cases = [*itertools.product((False, True), (False, True), [False]), (True, False, True)]
     for is_reentrant, is_last, on_rank_0_alone in cases:
         modes = [is_reentrant and not (on_rank_0_alone and r) for r in range(size)]
-        made = [made_checkpointed(mode, is_last) for mode in modes]
-        net = made_checkpointed(made[rank].is_reentrant, is_last)
+        nets = [with_drawn_weights(Checkpointed(mode, is_last)) for mode in [modes[rank], *modes]]
+        net, *made = nets
         model = idist.auto_model(net, wrapper=idist.Replicated, bucket_cap_mb=bucket_cap_mb)
         for step in range(3):
+            xs = [drawn(10 * step + other, 4, 3).requires_grad_() for other in range(size)]
             with idist.no_sync(model) if step == 1 else nullcontext():
-                model(samples(rank, step)).backward()
-            for other in range(size):
-                made[other](samples(other, step)).backward()
+                model(xs[rank]).backward()
+            for each, x in zip(made, xs, strict=True):
+                each(x).backward()
             if step == 1:
                 continue
             rows = zip(*map(grads, made), strict=True)
             all_rows = [torch.stack(row).mean(0) for row in rows]
             torch.testing.assert_close(grads(net), all_rows, rtol=1e-5, atol=1e-6)
-            for each in (net, *made):
+            for each in nets:
                 each.zero_grad()
-
-
-def made_checkpointed(is_reentrant: bool, is_last: bool) -> Checkpointed:
-    net = Checkpointed(is_reentrant, is_last)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.normal_(generator=generator)
-    return net
-
-
-def samples(rank: int, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(4, 3, generator=generator).requires_grad_()
 
 
 def grads(net: nn.Module) -> list[Tensor]:
@@ -153,7 +155,7 @@ def test_a_plain_module_outlives_the_context() -> None:
         net = idist.unwrap_model(model)
         net(torch.ones(1, 2)).sum().backward()
         assert idist.auto_model(net) is net  # as the error below advises
-        with pytest.raises(ContextError, match="call auto_model again"):
+        with pytest.raises(ContextError, match="another context .* call auto_model again"):
             model(torch.ones(1, 2))
 
 
@@ -166,24 +168,15 @@ def test_a_failed_backward_spoils_no_later_one() -> None:
     first, last = nn.Linear(2, 2), nn.Linear(2, 1)
     model: Any = idist.auto_model(nn.Sequential(first, last), wrapper=idist.Replicated)
     x = torch.full((1, 2), idist.get_rank() + 1.0)
+    between = first(x)
+    between.register_hook(lambda grad: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        fails: Any = Fails.apply
-        last(fails(first(x))).sum().backward()
+        last(between).sum().backward()
     model.zero_grad()
     model(x).sum().backward()
     grads = idist.all_gather([last.weight.grad, first.weight.grad])
     for row in grads:
         torch.testing.assert_close(row, grads[0])
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise ZeroDivisionError
 
 
 @several_here
@@ -200,8 +193,7 @@ def joins(local_rank: int, is_generic: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with idist.join(model):
         for i in range(2 + 2 * rank):
-            generator = torch.Generator().manual_seed(i)
-            model(torch.randn(4, 2, generator=generator)).sum().backward()
+            model(drawn(i, 4, 2)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
     idist.assert_equal(net.state_dict())
@@ -211,9 +203,8 @@ def joins(local_rank: int, is_generic: bool) -> None:
 def test_batch_norm_over_uneven_batches() -> None:
     """Compare with torch's batch norm over the whole batch, in both directions."""
     rank, size = idist.get_rank(), idist.get_world_size()
-    generator = torch.Generator().manual_seed(5)
-    all_rows = torch.randn(7 * size, 3, 2, generator=generator, dtype=torch.float64) + 1e4
-    weights = torch.randn(7 * size, 3, 2, generator=generator, dtype=torch.float64)
+    all_rows, weights = drawn(5, 2, 7 * size, 3, 2).double()
+    all_rows += 1e4
     mine = slice(7 * rank - (rank > 0), 7 * rank + 6 if rank < size - 1 else None)
     for affine, momentum in ((True, 0.1), (False, None)):
         plain = nn.BatchNorm1d(3, affine=affine, momentum=momentum).double()
@@ -244,8 +235,7 @@ def test_batch_norm_is_differentiable_several_times() -> None:
     Not with torch's batch norm, whose third derivative is another.
     """
     rank, size = idist.get_rank(), idist.get_world_size()
-    generator = torch.Generator().manual_seed(5)
-    all_rows, weights = torch.randn(2, 5 * size, 3, 2, generator=generator, dtype=torch.float64)
+    all_rows, weights = drawn(5, 2, 5 * size, 3, 2).double()
     mine = slice(5 * rank - (rank > 0), 5 * rank + 4 if rank < size - 1 else None)
     for affine in (True, False):
         plain = nn.BatchNorm1d(3, affine=affine).double()
@@ -324,23 +314,9 @@ def test_what_auto_model_refuses() -> None:
 
 
 @pytest.mark.ranks(2, on="threads")
-def test_models_without_fsdp_say_so() -> None:
+def test_wrappers_that_the_model_lacks_and_registered_ones() -> None:
     with pytest.raises(UnsupportedOperation, match="wrapper 'fsdp'"):
         idist.auto_model(nn.Linear(2, 2), wrapper="fsdp")
-
-
-def test_a_model_of_another_context_is_refused() -> None:
-    (model, _) = run("threads", 2, wrapped)
-    with pytest.raises(ContextError, match="another context"):
-        model(torch.ones(1, 2))
-
-
-def wrapped(local_rank: int) -> Any:
-    return idist.auto_model(nn.Linear(2, 2))
-
-
-@pytest.mark.ranks(2, on="threads")
-def test_registered_wrappers() -> None:
     made = nn.Identity()
     idist.register_wrapper("mine", lambda module, flag: made if flag else module, override=True)
     assert idist.auto_model(nn.Linear(2, 2), wrapper="mine", flag=True) is not None
@@ -394,17 +370,13 @@ def test_torch_s_join_divides_by_those_who_have_inputs() -> None:
 def test_ddp_with_its_hook_can_be_copied_and_saved() -> None:
     model: Any = idist.auto_model(nn.Linear(2, 1))
     for _ in range(2):
-        for made in (copy.deepcopy(model), saved(model)):
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for made in (copy.deepcopy(model), torch.load(file, weights_only=False)):
             made(torch.ones(1, 2)).sum().backward()
             model.zero_grad()
         model(torch.ones(1, 2)).sum().backward()  # has its hook from now on
-
-
-def saved(model: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.ranks(2, on="gloo")
@@ -437,43 +409,72 @@ def test_a_hook_of_the_user_stays() -> None:
 
 @pytest.mark.ranks(2, on="gloo")
 def test_fsdp_shards_and_trains_as_one_process() -> None:
-    state = shards()
-    net = small()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for i in range(3):
-        net(batch(i)).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.testing.assert_close(state, dict(net.state_dict()), rtol=1e-5, atol=1e-6)
-
-
-def small() -> nn.Module:
-    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.normal_(generator=generator)
-    return net
-
-
-def batch(i: int) -> Tensor:
-    return torch.randn(6, 4, generator=torch.Generator().manual_seed(i))
-
-
-def shards() -> dict[str, Tensor]:
-    model = idist.auto_model(small(), wrapper="fsdp")
+    net = with_drawn_weights(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
+    model: Any = idist.auto_model(copy.deepcopy(net), wrapper="fsdp")
     with pytest.raises(ArgumentError, match="wrapped already"):
         idist.auto_model(model)
-    optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
+    plain = torch.optim.SGD(net.parameters(), lr=0.1)
+    ours = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.1))
     rank = idist.get_rank()
     for i in range(3):
-        parts = batch(i)[3 * rank : 3 * rank + 3]
+        batch = drawn(i, 6, 4)
+        net(batch).pow(2).mean().backward()
+        parts = batch[3 * rank : 3 * rank + 3]
         with idist.no_sync(model):
             (model(parts[:1]).pow(2).sum() / 6).backward()
         (model(parts[1:]).pow(2).sum() / 6).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: item.full_tensor() for name, item in model.state_dict().items()}
+        for optimizer in (plain, ours):
+            optimizer.step()
+            optimizer.zero_grad()
+    state = {name: item.full_tensor() for name, item in model.state_dict().items()}
+    torch.testing.assert_close(state, dict(net.state_dict()), rtol=1e-5, atol=1e-6)
+
+
+class Averaging(ThreadsModel, TrainingHooks):
+    """Averages gradients in the optimizer's step."""
+
+    name = "averaging"
+    backends = ("averaging",)
+
+    def wrap_optimizer(self, optimizer: Optimizer, **options: Any) -> Optimizer:
+        return optimizer
+
+    def settle_gradients(self, optimizer: Optimizer) -> Callable[[], None]:
+        number = optimizer.param_groups[0]["number"]
+        assert idist.all_gather(number) == [number] * idist.get_world_size()
+        return lambda: None
+
+
+def test_gradients_are_averaged_in_the_order_of_the_optimizers() -> None:
+    idist.register_model(Averaging)
+    try:
+        run("averaging", 2, averages)
+    finally:
+        unregister_model(Averaging)
+
+
+def averages(local_rank: int) -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    optimizers = []
+    for number in range(20):
+        groups: Any = [{"params": [parameter], "number": number}]
+        optimizers.append(idist.auto_optim(torch.optim.SGD(groups, lr=1.0)))
+    idist.clip_grad_norm_([parameter], 1.0)
+    assert len(optimizers) == 20
+
+
+@pytest.mark.ranks(2, on="gloo")
+def test_a_scaler_of_sharded_gradients_is_refused() -> None:
+    model = idist.auto_model(nn.Linear(4, 8), wrapper="fsdp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(drawn(0, 6, 4)).sum().backward()
+    grads = [item.grad.full_tensor() for item in model.parameters()]  # type: ignore[union-attr]
+    norm = idist.clip_grad_norm_(model, 0.5)
+    expected = torch.cat([item.reshape(-1) for item in grads]).norm()
+    torch.testing.assert_close(norm, expected)
+    with pytest.raises(UnsupportedOperation, match="GradScaler over sharded gradients"):
+        scaler: Any = torch.amp.GradScaler("cpu")
+        idist.clip_grad_norm_(model, 0.5, optimizer=optimizer, scaler=scaler)
 
 
 @pytest.mark.parametrize(("backend", "size"), REAL)
