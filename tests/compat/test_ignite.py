@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.utils.data import SequentialSampler, TensorDataset
 
 import unisono
 from tests.support.compared import Case, Compared
+from unisono.compat import ignite
 
 pytest.importorskip("ignite", reason="pytorch-ignite isn't installed")
 
@@ -72,18 +74,14 @@ def model(idist: Any, rank: int, size: int) -> Any:
 
 
 CASES: dict[str, Case] = {
-    "backend": lambda d, r, n: d.backend(),
-    "model_name": lambda d, r, n: d.model_name(),
-    "get_rank": lambda d, r, n: d.get_rank(),
-    "get_world_size": lambda d, r, n: d.get_world_size(),
-    "get_local_rank": lambda d, r, n: d.get_local_rank(),
-    "get_nproc_per_node": lambda d, r, n: d.get_nproc_per_node(),
-    "get_nnodes": lambda d, r, n: d.get_nnodes(),
-    "get_node_rank": lambda d, r, n: d.get_node_rank(),
-    "hostname": lambda d, r, n: d.hostname(),
-    "device": lambda d, r, n: d.device(),
-    "sync": lambda d, r, n: d.sync(),
-    "barrier": lambda d, r, n: d.barrier(),
+    **{
+        name: partial(lambda d, r, n, name: getattr(d, name)(), name=name)
+        for name in (
+            *("backend", "model_name", "get_rank", "get_world_size", "get_local_rank"),
+            *("get_nproc_per_node", "get_nnodes", "get_node_rank", "hostname", "device"),
+            *("sync", "barrier"),
+        )
+    },
     "all_reduce tensor=": lambda d, r, n: d.all_reduce(tensor=numbered(r), op="MAX", group=None),
     "all_reduce int": lambda d, r, n: d.all_reduce(10),
     "all_reduce float": lambda d, r, n: d.all_reduce(1.5 + r),
@@ -174,3 +172,30 @@ def test_every_name_takes_the_same_arguments() -> None:
     theirs = importlib.import_module(PAIR.theirs)
     names = getattr(theirs, "__all__", dir(theirs))
     PAIR.check_arguments(name for name in names if not name.startswith("_"))
+
+
+@pytest.mark.parametrize("name", ["", ".auto", ".launcher", ".utils", ".comp_models"])
+def test_every_name_is_there(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs: Any = importlib.import_module(f"ignite.distributed{name}")
+    ours: Any = importlib.import_module(f"unisono.compat.ignite{name}")
+    names = {each for each in dir(theirs) if not each.startswith("_")}
+    names -= {"annotations", "TYPE_CHECKING", "setup_available_computation_models"}
+    names = set(getattr(theirs, "__all__", names))
+    assert not {each for each in names if not hasattr(ours, each)}
+    assert names <= set(ours.__all__)
+
+
+def test_variables_are_answered_when_asked() -> None:
+    assert ignite.has_native_dist_support is True
+    assert ignite.comp_models.has_native_dist_support is True
+    assert ignite.native.NCCL == "nccl"
+    with pytest.raises(AttributeError, match="nothing"):
+        ignite.nothing  # noqa: B018
+
+
+@pytest.mark.ranks(2, on="threads")
+def test_a_program_runs_unchanged() -> None:
+    assert ignite.all_reduce(ignite.get_rank() + 1) == 3
+    assert ignite.utils.model_name() == "threads"

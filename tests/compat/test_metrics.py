@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,39 +12,29 @@ import unisono as idist
 
 SCORES = [[1.0, 2.0, 3.0], [10.0], [4.0, 4.0]]  # uneven, and their mean isn't that of means
 
-JOBS = [("threads", 1), ("threads", 3), ("gloo", 2), ("kvstore", 2)]
 
-
-@dataclass
-class Measured:
-    backend: str
-    expected: list[float]
-    """Of all ranks."""
-    by_rank: list[dict[str, Any]]
-
-
-@pytest.fixture(scope="module", params=JOBS, ids=[f"{backend}-{size}" for backend, size in JOBS])
-def measured(request: pytest.FixtureRequest) -> Iterator[Measured]:
-    """What the ranks of one job measured; what ignite knows of models is then what it was."""
+@pytest.mark.parametrize(
+    ("backend", "size"), [("threads", 1), ("threads", 3), ("gloo", 2), ("kvstore", 2)]
+)
+def test_metrics_are_computed_over_all_ranks(
+    backend: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ignite knows of models is afterwards what it was."""
     pytest.importorskip("torchmetrics", reason="torchmetrics isn't installed")
     pytest.importorskip("ignite", reason="pytorch-ignite isn't installed")
-    backend, size = request.param
     utils = importlib.import_module("ignite.distributed.utils")
-    with pytest.MonkeyPatch.context() as patched:
-        for name in ("registered_computation_models", "_model", "_need_to_sync"):
-            patched.setattr(utils, name, getattr(utils, name))
-        expected = [score for row in SCORES[:size] for score in row]
-        yield Measured(backend, expected, idist.spawn(backend, measure, nproc_per_node=size))
+    for name in ("registered_computation_models", "_model", "_need_to_sync"):
+        monkeypatch.setattr(utils, name, getattr(utils, name))
+    scores = [score for row in SCORES[:size] for score in row]
+    mean = sum(scores) / len(scores)
+    is_lone = size > 1 and backend != "gloo"  # which torchmetrics knows
+    lone = [["parts.lone"] if is_lone and rank == 0 else [] for rank in range(size)]
+    by_rank = idist.spawn(backend, measure, nproc_per_node=size)
+    assert by_rank == [((pytest.approx(mean), scores), (size, mean), each) for each in lone]
 
 
-def measure(_local_rank: int) -> dict[str, Any]:
-    return {"torchmetrics": by_torchmetrics(), "ignite": by_ignite(), "lone": lone_metrics()}
-
-
-def test_metrics_of_torchmetrics(measured: Measured) -> None:
-    for mean, values in (each["torchmetrics"] for each in measured.by_rank):
-        assert mean == pytest.approx(sum(measured.expected) / len(measured.expected))
-        assert values == measured.expected
+def measure(_local_rank: int) -> tuple[Any, ...]:
+    return by_torchmetrics(), by_ignite(), lone_metrics()
 
 
 def by_torchmetrics() -> tuple[float, list[float]]:
@@ -60,13 +48,6 @@ def by_torchmetrics() -> tuple[float, list[float]]:
         mean.update(score)
         values.update(torch.tensor(score))
     return float(mean.compute()), values.compute().reshape(-1).tolist()
-
-
-def test_a_metric_that_sees_no_other_rank_is_warned_of(measured: Measured) -> None:
-    size = len(measured.by_rank)
-    is_lone = size > 1 and measured.backend != "gloo"  # which torchmetrics knows
-    wanted = [["parts.lone"] if is_lone and rank == 0 else [] for rank in range(size)]
-    assert [each["lone"] for each in measured.by_rank] == wanted
 
 
 def lone_metrics() -> list[str]:
@@ -91,11 +72,6 @@ def lone_metrics() -> list[str]:
         assert "unisono.compat.torchmetrics.OPTIONS" in str(error)
         return str(error).partition(":")[0].split(", ")
     return []
-
-
-def test_metrics_of_ignite(measured: Measured) -> None:
-    size, mean = len(measured.by_rank), sum(measured.expected) / len(measured.expected)
-    assert [each["ignite"] for each in measured.by_rank] == [(size, mean)] * size
 
 
 def by_ignite() -> tuple[int, float]:

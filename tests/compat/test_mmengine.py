@@ -1,4 +1,4 @@
-"""The names of ``mmengine.dist``, asked of it and of ours side by side."""
+"""The names of ``ours.dist``, asked of it and of ours side by side."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ import torch.distributed as dist
 
 import unisono
 from tests.support.compared import Case, Compared
+from tests.support.worlds import several
+from unisono.compat import mmengine as ours
+from unisono.context import current
+from unisono.errors import ArgumentError, CollectiveMismatchError, NotInitializedError
 
 pytest.importorskip("mmengine", reason="mmengine isn't installed")
 
@@ -120,6 +124,13 @@ def unlike(_local_rank: int) -> dict[str, tuple[Any, Any]]:
 
 def test_alone() -> None:
     assert PAIR.differences(CASES, 0, 1) == {}
+    assert ours.collect_results([1, 2, 3], 2) == [1, 2]
+    with pytest.raises(ArgumentError, match="tmpdir"):
+        ours.collect_results([1], 1, "gpu", "somewhere")
+    with pytest.raises(ArgumentError, match="init_backend"):
+        ours.init_dist("pytorch", init_backend="deepspeed")
+    with pytest.raises(ArgumentError, match="unknown launcher 'mpy'"):
+        ours.init_dist("mpy")
 
 
 @pytest.mark.parametrize("size", [1, 4])
@@ -129,4 +140,81 @@ def test_over_gloo(size: int) -> None:
 
 def test_every_name_takes_the_same_arguments() -> None:
     names = importlib.import_module(PAIR.theirs).__all__
+    assert set(ours.__all__) == set(names)
     PAIR.check_arguments(name for name in names if name != "master_only")
+
+
+@several
+def test_tensors_are_reduced_and_moved() -> None:
+    rank, size = ours.get_dist_info()
+    data = torch.arange(2) + rank
+    assert ours.all_reduce(data) is None  # type: ignore[func-returns-value]
+    assert data.tolist() == [sum(range(size)), sum(range(1, size + 1))]
+    wide = torch.tensor([float(rank)])
+    ours.all_reduce(wide, op="mean")
+    assert wide.item() == (size - 1) / 2
+    gathered = [part.item() for part in ours.gather(torch.tensor(rank), dst=1)]
+    assert gathered == (list(range(size)) if rank == 1 else [])
+    ours.broadcast(data.fill_(rank), src=1)
+    assert data.tolist() == [1, 1]
+    named = {"b": torch.tensor([2**24 + 1]), "a": torch.tensor([0.5])}
+    ours.all_reduce_dict(named)
+    assert named["b"].item() == size * (2**24 + 1)
+    assert named["a"].item() == size / 2
+    params = [torch.full((3,), rank), torch.full((2,), float(rank))]
+    ours.all_reduce_params(iter(params))
+    assert params[0].tolist() == [sum(range(size))] * 3
+    assert ours.cast_data_device({"x": [data]}, torch.device("cpu"))["x"][0] is data
+    out = [torch.zeros(2, dtype=torch.int64)]
+    ours.cast_data_device([data], torch.device("cpu"), out=out)
+    assert out[0].tolist() == [1, 1]
+    assert ours.get_data_device([data, data]) == ours.get_comm_device() == torch.device("cpu")
+
+
+@several
+def test_means_of_integers_are_cut() -> None:
+    """Cut towards 0, as there, but never rounded on the way; each memory is reduced once."""
+    rank, size = ours.get_dist_info()
+    half = (size - 1) // 2
+    large = 2**64 - size
+    for reduce in (ours.all_reduce, lambda data, op: ours.all_reduce_params([data], op=op)):
+        cut = torch.tensor([rank, -rank, 2**62 + rank, 7], dtype=torch.int64)
+        reduce(cut, op="mean")
+        assert cut.tolist() == [half, -half, 2**62 + half, 7]
+        unsigned = torch.tensor([large + rank, rank], dtype=torch.uint64)
+        reduce(unsigned, op="mean")
+        assert unsigned.tolist() == [large + half, half]
+    named = {"a": torch.tensor([large + rank], dtype=torch.uint64), "b": torch.tensor([-rank])}
+    ours.all_reduce_dict(named, "mean")
+    assert [value.item() for value in named.values()] == [large + half, -half]
+    twice = torch.tensor([rank, 2 * rank])
+    ours.all_reduce_params([twice, twice], op="mean")
+    assert twice.tolist() == [half, size - 1]
+    mine = torch.tensor([rank, 2 * rank])
+    part = mine[:1] if rank == 0 else mine[:1].clone()
+    with pytest.raises(CollectiveMismatchError, match="the memory of tensor 0"):
+        ours.all_reduce_params([mine, part], op="mean")
+    assert mine.tolist() == [rank, 2 * rank]
+
+
+@several
+def test_results_and_groups_of_a_node() -> None:
+    rank, size = ours.get_dist_info()
+    length = 4 * size + 1
+    part = [None if i == 2 else i for i in range(rank, length, size)]
+    gathered = [None if i == 2 else i for i in range(length)]
+    for collect in (ours.collect_results, ours.collect_results_cpu, ours.collect_results_gpu):
+        assert collect(part, length) == (gathered if rank == 0 else None)
+    assert len(set(ours.all_gather_object(ours.sync_random_seed()))) == 1
+    with pytest.raises(NotInitializedError, match="init_local_group"):
+        ours.get_local_group()
+    node = int(rank > 0)  # uneven: rank 0 alone, the others together
+    ours.init_local_group(node, size - 1 if node else 1)
+    assert ours.get_local_size() == (size - 1 if node else 1)
+    assert ours.get_local_rank() == (rank - 1 if node else 0)
+    total = torch.tensor([rank])
+    ours.all_reduce(total, group=ours.get_local_group())
+    assert total.item() == sum(range(1, size)) * node
+    assert ours.get_rank([0]) == (0 if rank == 0 else -1)
+    ours.barrier(ours.get_default_group())
+    del current().groups[()]  # which these ranks would keep for the next test
