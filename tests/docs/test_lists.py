@@ -8,29 +8,19 @@ from pathlib import Path
 from typing import get_args
 
 from tests.support.pages import ROOT
+from tests.support.platforms import ELASTIC, JOBS, NODES
+from unisono.environments.platforms import PLATFORMS
 from unisono.testing import cases, runner
 
-
-def section(page: str, heading: str) -> str:
-    """Give the text under a heading of a page, to the next one of its level."""
-    text = (ROOT / page).read_text()
-    _, found, rest = text.partition(f"\n## {heading}\n")
-    assert found, f"{page} has no section {heading!r}"
-    return rest.partition("\n## ")[0]
+CLUSTERS = (ROOT / "docs" / "how-to" / "clusters.md").read_text()
 
 
-def folders(of: Path) -> set[str]:
-    return {each.name for each in of.iterdir() if each.is_dir() and each.name[0] not in "._"}
-
-
-def test_contributing_names_every_folder_of_tests() -> None:
-    table = section("CONTRIBUTING.md", "Where does a test go")
-    named = re.findall(r"^\| `tests/(\w+)` \|", table, re.MULTILINE)
-    assert sorted(named) == sorted(folders(ROOT / "tests"))
-
-
-def test_contributing_names_sessions_that_there_are() -> None:
-    table = section("CONTRIBUTING.md", "Where does a test go")
+def test_contributing_names_every_folder_of_tests_and_sessions_that_there_are() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    table = text.partition("\n## Where does a test go\n")[2].partition("\n## ")[0]
+    folders = [each.name for each in (ROOT / "tests").iterdir() if each.is_dir()]
+    rows = re.findall(r"^\| `tests/(\w+)` \|", table, re.MULTILINE)
+    assert sorted(rows) == sorted(name for name in folders if name[0] not in "._")
     named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"\|([^|]+)\|$", table, re.MULTILINE))))
     noxfile = (ROOT / "noxfile.py").read_text()
     sessions = re.findall(r"^@nox\.session.*\n(?:@nox.*\n)?def (\w+)", noxfile, re.MULTILINE)
@@ -48,3 +38,38 @@ def test_the_page_of_support_has_a_title_for_every_group_of_laws() -> None:
     groups = runpy.run_path(str(ROOT / ".ci" / "support.py"))["GROUPS"]
     modules = Path(cases.__file__).parent.glob("[!_]*.py")
     assert sorted(groups) == sorted(path.stem for path in modules)
+
+
+def test_the_table_of_platforms_has_every_variable() -> None:
+    """The site writes it out of the code; what that gives is here."""
+    rows = runpy.run_path(str(ROOT / "docs" / "extensions" / "platforms.py"))["rendered"]()
+    table = "\n".join(rows)
+    assert table.count("* -") == 1 + len(PLATFORMS)
+    for each in PLATFORMS:
+        hosts = () if each.hosts is None else (*each.hosts.variables, *each.hosts.own)
+        names = (*each.marks, *each.node_rank, *each.nnodes, *each.leader, *each.port, *hosts)
+        for name in (*names, *each.nproc_per_node, *each.main):
+            assert f"``{name}``" in table, (each.NAME, name)
+        for name in (*each.max_restarts, *each.meets_by):
+            assert f"`{name}" in CLUSTERS, (each.NAME, name)
+        assert each.documentation in table
+
+
+def test_every_platform_has_a_recipe_that_shows_what_it_sets() -> None:
+    shown = re.findall(r"\{literalinclude\} \.\./\.\./(tests/data/\S+)", CLUSTERS)
+    assert all((ROOT / path).is_file() for path in shown)
+    assert {path.rpartition("/")[2] for path in shown if "platforms" in path} == {
+        f"{job}.node1.env" for job in (*JOBS, *ELASTIC)
+    }
+    recipes = CLUSTERS.partition("## Recipes")[2].split("\n### ")[1:]
+    for recipe in recipes:
+        title = recipe.partition("\n")[0]
+        assert "literalinclude" in recipe, title
+        assert "unisono" in recipe and "run" in recipe and "total.py" in recipe, title
+
+
+def test_what_a_dump_names_is_the_page_of_its_platform() -> None:
+    pages = {each.NAME: each.documentation for each in PLATFORMS}
+    for node in NODES.values():
+        if node.name.partition(".")[0] in pages:
+            assert node.documentation == pages[node.name.partition(".")[0]], node.name
