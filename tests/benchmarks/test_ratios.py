@@ -1,9 +1,10 @@
-"""How benchmarks judge and print: a goal is about the best of the others."""
+"""How benchmarks judge and print; the picture of their README shows what its tables say."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,3 +72,27 @@ def test_what_is_printed_for_people_and_for_programs_is_the_same(
     wanted = ["work", ours, "fast", fast, times, ">= 20 times", "NO", f"slow {slow}"]
     *_, row = said.splitlines()[:5]
     assert row == f"| {' | '.join(wanted)} |"
+
+
+@pytest.fixture
+def bars(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield importlib.import_module("bars")
+    del sys.modules["bars"]
+
+
+def test_every_bar_is_a_row_and_the_picture_has_its_figures(bars: Any) -> None:
+    text = (FOLDER / "README.md").read_text()
+    picture = (FOLDER / "bars.svg").read_text()
+    shown = re.findall(r"<!-- ([\d.]+) times: (.+?) -->", picture)
+    wanted = []
+    for bar in bars.BARS:
+        row = bars.row_of(bar, text)
+        wanted.append((f"{row.times_faster:g}", f"{row.ours}, {row.against} {row.theirs}"))
+    assert shown == wanted
+
+
+def test_a_row_that_is_not_there_is_told(bars: Any) -> None:
+    bar = bars.Bar("", "tensors", 2, "all_reduce of nothing", "gloo")
+    with pytest.raises(LookupError, match="all_reduce of nothing"):
+        bars.row_of(bar, (FOLDER / "README.md").read_text())
