@@ -15,15 +15,12 @@ from torch import Tensor, nn
 from tests.support.by_hand import Check, outcomes, prepare
 
 OF_OTHERS = r".*"  # what these libraries warn of isn't ours
+load: Any = importlib.import_module
 
 
 @pytest.fixture(scope="module", autouse=True)
 def forks() -> None:
     prepare()
-
-
-def load(name: str) -> Any:
-    return importlib.import_module(name)
 
 
 def line(rank: int) -> tuple[nn.Linear, Tensor]:
@@ -76,9 +73,7 @@ def ignite(rank: int, size: int, folder: Path) -> None:
     assert idist.all_gather(f"rank {rank}") == [f"rank {other}" for other in range(size)]
     assert idist.broadcast(torch.tensor([rank]), src=1).item() == 1
     layer, data = line(rank)
-    assert (
-        idist.auto_model(layer) is layer
-    )  # it wraps for backends that it knows, which is documented
+    assert idist.auto_model(layer) is layer  # it wraps for backends that it knows: documented
     module = nn.parallel.DistributedDataParallel(layer)
     module(data).sum().backward()
     torch.testing.assert_close(layer.weight.grad, expected_gradient(size))
