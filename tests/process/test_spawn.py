@@ -10,12 +10,11 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import psutil
@@ -24,7 +23,8 @@ import torch
 
 import unisono
 from tests.support import functions
-from tests.support.processes import Pipe, gone, run_python, say
+from tests.support.listeners import listeners
+from tests.support.processes import Pipe, gone, run_python, say, until
 from unisono import WorkerPool
 from unisono.launchers.job.worker_handles import Workers
 
@@ -108,20 +108,14 @@ def test_a_module_that_only_a_later_path_finds_can_be_spawned(
     assert unisono.spawn("gloo", module.fn) == [("found_later", str(tmp_path / "found_later.py"))]
 
 
-@pytest.mark.parametrize("wrap", [lambda fn: fn, functools.partial], ids=["plain", "partial"])
-@pytest.mark.parametrize("is_listed", [True, False])
-def test_a_module_that_nobody_else_can_import_can_be_spawned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_listed: bool, wrap: Callable[..., Any]
-) -> None:
-    module = _load(tmp_path / "unimportable.py", "class C: pass\ndef fn(local_rank): return C()\n")
-    if is_listed:
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    (result,) = unisono.spawn("gloo", wrap(module.fn))
-    assert type(result) is module.C
-
-
-CACHED = """
+MODULE = """
 import functools
+
+class C:
+    pass
+
+def fn(local_rank):
+    return C()
 
 @functools.lru_cache(maxsize=8)
 def numbers(n):
@@ -130,28 +124,29 @@ def numbers(n):
 
 
 @pytest.mark.parametrize("is_listed", [True, False])
-def test_cached_functions_that_nobody_can_import_can_be_spawned(
+def test_what_a_module_that_nobody_else_can_import_defines_can_be_spawned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_listed: bool
 ) -> None:
-    module = _load(tmp_path / "cached.py", CACHED)
+    path = tmp_path / "unimportable.py"
+    path.write_text(MODULE)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     if is_listed:
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    for fn in (module.fn, functools.partial(module.fn)):
+        (result,) = unisono.spawn("gloo", fn)
+        assert type(result) is module.C
     assert unisono.spawn("gloo", module.numbers) == [[0]]
 
+
+def test_a_cached_function_that_is_local_can_be_spawned() -> None:
     @functools.cache
     def local(local_rank: int) -> int:
         return local_rank
 
     assert unisono.spawn("gloo", local, nproc_per_node=2) == [0, 1]
-
-
-def _load(path: Path, source: str) -> ModuleType:
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_environment_reaches_the_replicas_and_stays_as_it_was(
@@ -238,17 +233,20 @@ def test_a_deadline_holds_while_a_worker_is_stopped_within_its_result(tmp_path: 
 
 
 @pytest.mark.parametrize("method", ["forkserver", "fork"])  # it is the helper's child, or ours
-def test_a_worker_that_is_stopped_is_named_at_once(
+def test_a_worker_that_is_stopped_is_named_at_once_and_no_failure_if_it_goes_on_in_time(
     method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fn(local_rank: int, path: str) -> str:
+        unisono.barrier()
         if local_rank == 1:
             say(path, os.getpid())
             os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            time.sleep(4)  # longer than the timeout, without a collective
         return "on"
 
     with Pipe(tmp_path) as pipe:
-        options: dict[str, Any] = {"start_method": method, "join": False}
+        options: dict[str, Any] = {"start_method": method, "timeout": 2, "join": False}
         job = unisono.spawn("gloo", fn, (pipe.path,), nproc_per_node=2, **options)
         pid = int(pipe.read(1)[0])
         while "rank 1 of 2 was stopped by SIGSTOP" not in caplog.text:
@@ -259,85 +257,51 @@ def test_a_worker_that_is_stopped_is_named_at_once(
     assert caplog.text.count("was stopped by") == 1
 
 
-def test_terminate_ends_a_job(tmp_path: Path) -> None:
-    def fn(local_rank: int, path: str) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        say(path, os.getpid())
-        signal.pause()
-
-    with Pipe(tmp_path) as pipe:
-        job = unisono.spawn("gloo", fn, (pipe.path,), nproc_per_node=2, join=False)
-        pids = [int(pid) for pid in pipe.read(2)]
-    job.terminate()
-    assert not gone(pids, 0)
-    with pytest.raises(unisono.errors.WorkerFailedError):
-        job.join()
-    job.terminate()
-
-
-def test_two_jobs_share_one_helper() -> None:
-    assert unisono.spawn("gloo", _helper, nproc_per_node=2) == unisono.spawn("gloo", _helper) * 2
-
-
 def _helper(local_rank: int) -> int:
     return os.getppid()
 
 
-def test_a_job_goes_on_when_a_variable_makes_another_helper(
+def test_jobs_share_a_helper_and_go_on_when_a_variable_makes_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "5")  # ranks of another test may stay with its helper
-    with Pipe(tmp_path) as pipe, WorkerPool("gloo", 2) as pool:
+    there, go_on = tmp_path / "there", tmp_path / "go on"
+
+    def wait(local_rank: int) -> str:
+        there.touch()
+        until(go_on.exists, 60)
+        return "went on"
+
+    with WorkerPool("gloo", 2) as pool:
         old, *_ = pool.run(_helper)
-        job = unisono.spawn("gloo", _wait, (pipe.path,), join=False)
-        go_on = pipe.read(1)[0]
+        job = unisono.spawn("gloo", wait, join=False)
+        until(there.exists, 60)
         monkeypatch.setenv("OMP_NUM_THREADS", "6")
         (new,) = unisono.spawn("gloo", _helper)
         assert new != old
+        assert unisono.spawn("gloo", _helper, nproc_per_node=2) == [new, new]
         assert pool.run(_helper) == [old, old]
-        say(go_on, "go on")
-        assert job.join(30) == ["go on"]
+        go_on.touch()
+        assert job.join(30) == ["went on"]
         assert psutil.pid_exists(old)
     assert not gone([old], 5)
     assert psutil.pid_exists(new)
 
 
-def _wait(local_rank: int, said: str) -> str:
-    go_on = f"{said}-{os.getpid()}"
-    os.mkfifo(go_on)
-    say(said, go_on)
-    with open(go_on) as heard:
-        return heard.readline().strip()
+def test_jobs_of_several_threads_run_at_the_same_time_and_outlive_them(tmp_path: Path) -> None:
+    def fn(local_rank: int, base: int) -> int:
+        until((tmp_path / "go on").exists, 60)
+        return functions.total(local_rank, base)
 
+    def start(base: int) -> Any:
+        return unisono.spawn("gloo", fn, (base,), nproc_per_node=2, join=False)
 
-def test_a_job_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
-    answer = str(tmp_path / "answer")
-    os.mkfifo(answer)
-    jobs = []
-
-    def start() -> None:
-        fn = lambda local_rank: Path(answer).read_text()  # noqa: E731 - pickled by value
-        jobs.append(unisono.spawn("gloo", fn, join=False))
-
-    thread = threading.Thread(target=start)
-    thread.start()
-    thread.join()
-    say(answer, "go on")
-    assert jobs[0].join() == ["go on\n"]
-
-
-def test_jobs_of_several_threads_run_at_the_same_time() -> None:
-    results: dict[int, list[int]] = {}
-
-    def start(base: int) -> None:
-        results[base] = unisono.spawn("gloo", functions.total, (base,), nproc_per_node=2)
-
-    threads = [threading.Thread(target=start, args=(base,)) for base in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {base: [2 * base + 1] * 2 for base in range(3)}
+    with ThreadPoolExecutor(3) as threads:
+        jobs = list(threads.map(start, range(3)))
+    (tmp_path / "go on").touch()
+    with ThreadPoolExecutor(3) as threads:
+        results = list(threads.map(lambda job: job.join(), jobs))
+    assert results == [[2 * base + 1] * 2 for base in range(3)]
 
 
 def test_a_replica_can_spawn_a_job_of_its_own() -> None:
@@ -356,31 +320,25 @@ def test_a_process_with_a_context_can_spawn() -> None:
     unisono.finalize()
 
 
-def test_a_job_needs_no_fixed_port_and_listens_on_the_loopback_alone() -> None:
-    def fn(local_rank: int, parent: int) -> list[str]:
+def test_a_job_needs_no_fixed_port_and_listens_on_the_loopback_alone(tmp_path: Path) -> None:
+    def fn(local_rank: int) -> None:
         unisono.barrier()
-        family = [psutil.Process(parent), *psutil.Process(parent).children(recursive=True)]
-        pids = {process.pid for process in family}
-        listening = [
-            connection.laddr.ip
-            for connection in psutil.net_connections("tcp")
-            if connection.pid in pids and connection.status == psutil.CONN_LISTEN
-        ]
-        unisono.barrier()
-        return listening
+        (tmp_path / f"there{os.getpid()}").touch()
+        until((tmp_path / "go on").exists, 60)
 
     with contextlib.ExitStack() as stack:
         for port in (2222, 29500, 15000):
             taken = stack.enter_context(socket.socket())
             with contextlib.suppress(OSError):  # somebody else has it, which does as well
                 taken.bind(("127.0.0.1", port))
-        both = [
-            unisono.spawn("gloo", fn, (os.getpid(),), nproc_per_node=2, join=False)
-            for _ in range(2)
-        ]
-        found = [ip for job in both for listening in job.join() for ip in listening]
+        jobs = [unisono.spawn("gloo", fn, nproc_per_node=2, join=False) for _ in range(2)]
+        until(lambda: len(list(tmp_path.iterdir())) == 4, 60)
+        found = {address.ip for address in listeners()}
+        (tmp_path / "go on").touch()
+        for job in jobs:
+            job.join()
     assert found
-    assert set(found) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    assert found <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
 def leave_notes(local_rank: int, folder: Path) -> int:
