@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import select
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from torch._C._distributed_c10d import FileStore
 
 import unisono
+from tests.support.by_hand import by_hand
 from tests.support.processes import until
 from unisono.context import communicator
 
@@ -26,6 +28,23 @@ def start(
         os.environ.update(UNISONO_DEBUG="0", UNISONO_SHARED_BYTES="0")
     store = FileStore(str(folder / "store"), size)
     unisono.initialize("gloo", rank=rank, world_size=size, store=store, timeout=timeout)
+
+
+def in_ranks(
+    size: int = 2, *, killed: int = -1
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function of a rank, a folder and parameters: each rank is made by hand."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        def test(tmp_path: Path, **case: Any) -> None:
+            by_hand(lambda rank: body(rank, tmp_path, **case), size, killed)
+
+        _, _, *cases = inspect.signature(body).parameters.values()
+        folder = next(iter(inspect.signature(test).parameters.values()))
+        vars(test)["__signature__"] = inspect.Signature([folder, *cases])
+        return test
+
+    return decorate
 
 
 def until_there(*paths: Path) -> None:

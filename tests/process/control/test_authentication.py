@@ -21,10 +21,11 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import unisono
+from tests.process.control.contexts import in_ranks
 from tests.support.by_hand import by_hand, join
 from tests.support.clock import fast_clock
 from tests.support.processes import Pipe
-from unisono import WorkerPool
+from tests.support.ways import Way
 from unisono.context import communicator
 from unisono.control import handshake, rendezvous
 from unisono.control.handshake import strangers
@@ -64,15 +65,19 @@ class Evil:
         return os.mkdir, (self.path,)
 
 
+def become_nobody() -> None:
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+
+
 @contextlib.contextmanager
 def as_nobody(work: Callable[[], None]) -> Iterator[int]:
     """Run something in a fork of this process that is another user's."""
     child = os.fork()
     if child == 0:
         try:
-            os.setgroups([])
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
+            become_nobody()
             work()
         except BaseException:
             traceback.print_exc()
@@ -143,20 +148,14 @@ def gathers(local_rank: int) -> list[int]:
     return found
 
 
+@pytest.mark.parametrize("runner", ["spawn", "WorkerPool"])
 def test_a_stranger_at_the_store_is_no_rank_of_spawn(
-    monkeypatch: pytest.MonkeyPatch, pwned: Path
+    monkeypatch: pytest.MonkeyPatch, pwned: Path, runner: str
 ) -> None:
+    """Nor of a pool."""
     with attacked(monkeypatch, pwned) as ports:
-        assert unisono.spawn("gloo", gathers, nproc_per_node=2, timeout=30) == [[0, 1]] * 2
+        assert Way(runner).run(gathers, nproc_per_node=2, timeout=30) == [[0, 1]] * 2
     assert ports
-    assert not pwned.exists()
-
-
-def test_a_stranger_at_the_store_is_no_rank_of_a_pool(
-    monkeypatch: pytest.MonkeyPatch, pwned: Path
-) -> None:
-    with attacked(monkeypatch, pwned), WorkerPool("gloo", nproc_per_node=2, timeout=30) as pool:
-        assert pool.run(gathers) == [[0, 1]] * 2
     assert not pwned.exists()
 
 
@@ -204,8 +203,7 @@ def test_a_rank_of_another_user_is_refused_in_a_job_that_others_started(pwned: P
         url = f"tcp://127.0.0.1:{port}"
         load()
         if rank == 1:
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
+            become_nobody()
         with pytest.raises(CollectiveError) as caught:
             unisono.initialize("gloo", rank=rank, world_size=2, init_method=url, timeout=20)
             unisono.all_gather(Evil(str(pwned)))
@@ -225,8 +223,7 @@ def test_one_that_lies_about_its_user_is_found_out_by_the_kernel(liar: int, tmp_
         load()
         join(tmp_path, rank, 2)
         if rank == liar:
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
+            become_nobody()
         with fast_clock(5), pytest.raises(CollectiveError) as caught:
             unisono.sync()
             rendezvous.connect_group(cast("Any", communicator().control), None, 1 << 10, "here")
@@ -240,45 +237,34 @@ def test_one_that_lies_about_its_user_is_found_out_by_the_kernel(liar: int, tmp_
     assert f"a process of user {NOBODY} (pid {told[liar][2]})" in text
 
 
-def test_who_hasnt_the_secret_is_refused_on_the_data_plane(tmp_path: Path) -> None:
+@in_ranks(3)
+def test_who_hasnt_the_secret_is_refused_on_the_data_plane(rank: int, folder: Path) -> None:
     """The one who took the seat of rank 1 in gloo, with all that a rank may know but the secret."""
-
-    def fn(rank: int) -> Any:
-        join(tmp_path, rank, 3)
-        control: Any = communicator().control
-        control.secret = secrets.token_bytes(32) if rank == 1 else b"s" * 32
-        with pytest.raises(CollectiveError) as caught:
-            unisono.all_gather(rank)
-        return type(caught.value).__name__, getattr(caught.value, "rank", None)
-
-    assert by_hand(fn, 3) == [
-        ("PeerRefusedError", 1),
-        ("PeerRefusedError", 0),
-        ("PeerRefusedError", 1),
-    ]
+    join(folder, rank, 3)
+    control: Any = communicator().control
+    control.secret = secrets.token_bytes(32) if rank == 1 else b"s" * 32
+    with pytest.raises(PeerRefusedError) as caught:
+        unisono.all_gather(rank)
+    assert caught.value.rank == (0 if rank == 1 else 1)
 
 
+@in_ranks(3)
 def test_ranks_agree_on_a_secret_that_the_kernel_vouches_for_and_prove_it_in_each_group(
-    tmp_path: Path,
+    rank: int, folder: Path
 ) -> None:
     """Where others started them."""
-
-    def fn(rank: int) -> Any:
-        join(tmp_path, rank, 3)
-        control: Any = communicator().control
-        assert control.secret is None
-        unisono.all_gather(rank)
-        secret = control.secret
+    join(folder, rank, 3)
+    control: Any = communicator().control
+    assert control.secret is None
+    unisono.all_gather(rank)
+    found: Any = unisono.all_gather(control.secret)
+    assert found == found[:1] * 3
+    assert len(found[0]) == 32
+    unisono.new_group([0, 1, 2])
+    if rank == 1:
+        control.secret = b"x" * 32
+    with pytest.raises(PeerRefusedError, match="couldn't prove"):
         unisono.new_group([0, 1, 2])
-        if rank == 1:
-            control.secret = b"x" * 32
-        with pytest.raises(PeerRefusedError, match="couldn't prove"):
-            unisono.new_group([0, 1, 2])
-        return secret
-
-    first, *others = by_hand(fn, 3)
-    assert others == [first] * 2
-    assert len(first) == 32
 
 
 def test_a_proof_is_of_one_direction_one_group_and_one_time() -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import unisono
+from tests.process.control.contexts import in_ranks
 from tests.support.by_hand import by_hand, join, leave
 from tests.support.listeners import listeners, listening_unix_sockets
 from tests.support.processes import until
@@ -60,11 +61,15 @@ def test_a_killed_rank_is_named_by_all_others(wait: str, victim: int, tmp_path: 
         select.select([ended], [], [])
         with pytest.raises(PeerFailedError, match=f"rank {victim} .*has ended") as caught:
             WAITS[wait]()
-        return caught.value.rank
+        for _ in range(2):  # every call says so again
+            with pytest.raises(PeerFailedError, match=f"rank {victim}"):
+                unisono.all_gather("x")
+        dist.destroy_process_group()
+        return caught.value.rank, unisono.all_gather("alone")
 
     results = by_hand(fn, 4, killed=victim)
     del results[victim]
-    assert results == [victim] * 3
+    assert results == [(victim, ["alone"])] * 3
 
 
 CALLS: dict[str, Callable[[], Any]] = {
@@ -195,144 +200,105 @@ def test_the_same_call_on_other_lines_is_no_mistake() -> None:
             assert unisono.all_gather(None) == expected
 
 
-def test_after_an_interrupted_round_the_next_one_says_so(tmp_path: Path) -> None:
+@in_ranks()
+def test_after_an_interrupted_round_the_next_one_says_so(rank: int, folder: Path) -> None:
     def wake(*_: object) -> None:
         raise KeyboardInterrupt
 
-    def fn(rank: int) -> Any:
-        join(tmp_path, rank, 2)
-        unisono.barrier()
-        if rank == 0:
-            signal.signal(signal.SIGALRM, wake)
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
-            with pytest.raises(KeyboardInterrupt):
-                unisono.all_gather("x")
-            with pytest.raises(CollectiveError, match="KeyboardInterrupt interrupted all_gather"):
-                unisono.all_gather("y")
-        leave()
-
-    assert by_hand(fn) == [None, None]
+    join(folder, rank, 2)
+    unisono.barrier()
+    if rank == 0:
+        signal.signal(signal.SIGALRM, wake)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            unisono.all_gather("x")
+        with pytest.raises(CollectiveError, match="KeyboardInterrupt interrupted all_gather"):
+            unisono.all_gather("y")
+    leave()
 
 
-def test_hosts_of_different_size_meet_in_a_tree_over_tcp(tmp_path: Path) -> None:
-    hosts = ["a", "b", "b", "c", "a", "d", "c"]
-
-    def fn(rank: int) -> Any:
-        # All take the fan-out of the first.
-        os.environ.update(UNISONO_FAN_OUT=str(rank + 2), UNISONO_SOCKET_IFNAME="lo")
-        join(tmp_path, rank, 7)
-        control: Any = communicator().control
-        before = len(listeners())
-        hub = rendezvous.connect_group(control, None, plane.INLINE_BYTES, hosts[rank])
-        assert hub is not None
-        control.hubs[EVERYBODY] = hub
-        found = [unisono.all_gather(rank), unisono.all_reduce({"a": rank, "b": torch.ones(2)})["a"]]
-        found.append(unisono.all_gather("é" * 100_000 * rank)[6] == "é" * 600_000)
-        with pytest.raises(CollectiveMismatchError, match="rank 5: barrier"):
-            unisono.barrier() if rank == 5 else unisono.all_gather(1)
-        after = len(listeners())
-        unisono.barrier()
-        leave()
-        return *found, after - before
-
-    assert by_hand(fn, 7) == [([*range(7)], 21, True, 0)] * 7
+@in_ranks(7)
+def test_hosts_of_different_size_meet_in_a_tree_over_tcp(rank: int, folder: Path) -> None:
+    # All take the fan-out of the first.
+    os.environ.update(UNISONO_FAN_OUT=str(rank + 2), UNISONO_SOCKET_IFNAME="lo")
+    join(folder, rank, 7)
+    control: Any = communicator().control
+    before, host = len(listeners()), ("a", "b", "b", "c", "a", "d", "c")[rank]
+    hub = rendezvous.connect_group(control, None, plane.INLINE_BYTES, host)
+    assert hub is not None
+    control.hubs[EVERYBODY] = hub
+    assert unisono.all_gather(rank) == [*range(7)]
+    assert unisono.all_reduce({"a": rank, "b": torch.ones(2)})["a"] == 21
+    assert unisono.all_gather("é" * 100_000 * rank)[6] == "é" * 600_000
+    with pytest.raises(CollectiveMismatchError, match="rank 5: barrier"):
+        unisono.barrier() if rank == 5 else unisono.all_gather(1)
+    assert len(listeners()) == before
+    unisono.barrier()
+    leave()
 
 
-def test_strangers_are_dropped_and_nothing_listens_afterwards(tmp_path: Path) -> None:
+@in_ranks()
+def test_strangers_are_dropped_and_nothing_listens_afterwards(rank: int, folder: Path) -> None:
     """While the ranks meet, others connect: silent, with garbage, without the secret."""
+    join(folder, rank, 2)
+    bind = addresses.listen_locally
+    names: list[str] = []
 
-    def fn(rank: int) -> Any:
-        join(tmp_path, rank, 2)
-        control: Any = communicator().control
-        bind = addresses.listen_locally
-        names: list[str] = []
+    def bind_and_be_visited(stack: Any) -> Any:
+        made = bind(stack)
+        names.append(made[1])
+        greeting = rendezvous._HELLO.pack(1, 0, b"x" * 16)
+        without_the_secret = greeting + bytes(rendezvous._PROOF_BYTES)
+        for data in (b"", b"\xff" * 500, greeting, without_the_secret):
+            stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
+            stranger.connect(made[1].replace("@", "\0", 1))
+            stranger.sendall(data)
+        return made
 
-        def bind_and_be_visited(stack: Any) -> Any:
-            made = bind(stack)
-            names.append(made[1])
-            greeting = rendezvous._HELLO.pack(1, 0, b"x" * 16)
-            without_the_secret = greeting + bytes(rendezvous._PROOF_BYTES)
-            for data in (b"", b"\xff" * 500, greeting, without_the_secret):
-                stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
-                stranger.connect(made[1].replace("@", "\0", 1))
-                stranger.sendall(data)
-            return made
-
-        vars(rendezvous)["listen_locally"] = bind_and_be_visited
-        found = unisono.all_gather(rank)
-        assert control.hubs[EVERYBODY] is not None
-        heard = " ".join(listening_unix_sockets())
-        unisono.barrier()
-        leave()
-        return found, [name in heard for name in names]
-
-    assert by_hand(fn) == [([0, 1], [False])] * 2
+    vars(rendezvous)["listen_locally"] = bind_and_be_visited
+    assert unisono.all_gather(rank) == [0, 1]
+    assert vars(communicator().control)["hubs"][EVERYBODY] is not None
+    heard = " ".join(listening_unix_sockets())
+    unisono.barrier()
+    leave()
+    (name,) = names
+    assert name not in heard
 
 
-def test_where_sockets_cannot_be_had_the_models_own_collectives_serve(tmp_path: Path) -> None:
-    def fn(rank: int) -> Any:
-        if rank == 1:
+@in_ranks(3)
+def test_where_sockets_cannot_be_had_the_models_own_collectives_serve(
+    rank: int, folder: Path
+) -> None:
+    def refuse(stack: Any) -> Any:
+        raise OSError("no sockets here")
 
-            def refuse(stack: Any) -> Any:
-                raise OSError("no sockets here")
-
-            vars(rendezvous)["listen_locally"] = refuse
-        join(tmp_path, rank, 3)
-        found = [unisono.all_gather("é" * rank), unisono.all_reduce(rank)]
-        with pytest.raises(CollectiveMismatchError):
-            unisono.all_reduce(1) if rank == 2 else unisono.broadcast(1)
-        unisono.barrier()
-        assert vars(communicator().control)["hubs"][EVERYBODY] is None
-        leave()
-        return found
-
-    assert by_hand(fn, 3) == [[["", "é", "éé"], 3]] * 3
-
-
-def test_a_context_that_is_made_again_meets_again(tmp_path: Path) -> None:
-    def fn(rank: int) -> Any:
-        found = []
-        descriptors = []
-        for turn in range(4):
-            join(tmp_path, rank, 2, f"store{turn}")
-            found.append(unisono.all_gather(turn))
-            unisono.all_reduce(1, group=[0, 1])
-            leave()
-            unisono.get_rank()
-            descriptors.append(psutil.Process().num_fds())
-        until(lambda: psutil.Process().num_fds() <= descriptors[1], 10)  # threads close some
-        return found
-
-    assert by_hand(fn) == [[[0, 0], [1, 1], [2, 2], [3, 3]]] * 2
+    if rank == 1:
+        vars(rendezvous)["listen_locally"] = refuse
+    join(folder, rank, 3)
+    assert unisono.all_gather("é" * rank) == ["", "é", "éé"]
+    assert unisono.all_reduce(rank) == 3
+    with pytest.raises(CollectiveMismatchError):
+        unisono.all_reduce(1) if rank == 2 else unisono.broadcast(1)
+    unisono.barrier()
+    assert vars(communicator().control)["hubs"][EVERYBODY] is None
+    leave()
 
 
-def test_after_a_failure_every_call_says_so_again(tmp_path: Path) -> None:
-    def fn(rank: int) -> Any:
-        join(tmp_path, rank, 2)
-        unisono.barrier()
-        if rank == 1:
-            os._exit(3)
-        for _ in range(3):
-            with pytest.raises(PeerFailedError, match="rank 1"):
-                unisono.all_gather("x")
-        dist.destroy_process_group()
-        assert issubclass(PeerFailedError, CollectiveError)
-        return unisono.all_gather("alone")
-
-    assert by_hand(fn, killed=1)[0] == ["alone"]
-
-
-def test_a_rank_that_looks_again_alone_keeps_what_all_made_together(tmp_path: Path) -> None:
-    def fn(rank: int) -> Any:
-        join(tmp_path, rank, 2)
+@in_ranks()
+def test_a_context_that_is_made_again_meets_again(rank: int, folder: Path) -> None:
+    """And a rank that looks again alone keeps what all made together."""
+    descriptors = []
+    for turn in range(4):
+        join(folder, rank, 2, f"store{turn}")
         group = unisono.new_group([0, 1])
-        found = [unisono.all_gather(rank), unisono.all_reduce(1, group=[1, 0])]
-        if rank == 0:
-            unisono.sync()
-            unisono.set_local_rank(0)
-        found += [unisono.all_gather(rank, group=group), unisono.all_reduce(2, group=[1, 0])]
-        unisono.barrier()
+        for is_again in (False, True):
+            assert unisono.all_gather(turn) == [turn, turn]
+            assert unisono.all_reduce(1, group=[1, 0]) == 2
+            assert unisono.all_gather(rank, group=group) == [0, 1]
+            if rank == 0 and not is_again:
+                unisono.sync()
+                unisono.set_local_rank(0)
         leave()
-        return found
-
-    assert by_hand(fn) == [[[0, 1], 2, [0, 1], 4]] * 2
+        unisono.get_rank()
+        descriptors.append(psutil.Process().num_fds())
+    until(lambda: psutil.Process().num_fds() <= descriptors[1], 10)  # threads close some

@@ -28,11 +28,6 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(name, None)
 
 
-def rounds_of(tally: Any) -> dict[str, int]:
-    """Give the messages of rounds: farewells may come after the other end has left."""
-    return {kind: tally.messages[kind] for kind in ("GIVE", "ALL")}
-
-
 @pytest.mark.parametrize("size", [2, 8, 20])
 def test_what_is_simulated_is_what_real_ranks_do(simulation: Any, size: int) -> None:
     real = unisono.spawn("gloo", simulation.count, (PER_HOST, ROUNDS), nproc_per_node=size)
@@ -43,7 +38,8 @@ def test_what_is_simulated_is_what_real_ranks_do(simulation: Any, size: int) -> 
             for name in COUNTS:
                 found = getattr(simulated, name)
                 assert found == getattr(tallies[at], name), (per_host, rank, name)
-            assert rounds_of(simulated) == rounds_of(tallies[at])
+            for kind in ("GIVE", "ALL"):  # farewells may come after the other end has left
+                assert simulated.messages[kind] == tallies[at].messages[kind]
 
 
 @pytest.mark.parametrize("dead", [0, 8, 63])
@@ -54,32 +50,12 @@ def test_all_other_ranks_name_the_simulated_one_that_died(simulation: Any, dead:
     assert {error.rank for error in job.errors.values()} == {dead}
 
 
-def test_a_thousand_ranks_send_twice_as_many_messages_as_there_are_connections(
-    simulation: Any,
-) -> None:
-    job = simulation.Simulation(1000, 8, ROUNDS)
-    job.run()
-    row = simulation.row_of(job)
-    assert (row["hosts"], row["depth"]) == (125, 4)
-    assert row["messages a round"] == 2 * 999
-    assert row["most of a rank"] == 7 + 8 + 1  # its host's ranks, other leaders, the one above
-
-
 def test_the_page_shows_what_the_script_prints(simulation: Any) -> None:
     page = (FOLDER.parent / "docs" / "large-jobs.md").read_text()
-    for size in (2, 8, 16, 64, 256):
+    for size in (2, 8, 16, 64, 256, 1000):
         job = simulation.Simulation(size, 8, ROUNDS)
         job.run()
         printed = simulation._text([simulation.row_of(job)], "markdown").splitlines()
         head, row = (line.split(" | ")[:8] for line in (printed[0], printed[-1]))
         assert f"\n{' | '.join(head)} |\n" in page
         assert f"\n{' | '.join(row)} |\n" in page
-
-
-def test_a_simulated_rank_that_waits_in_vain_is_told(simulation: Any) -> None:
-    kernel = simulation.Kernel()
-    process = simulation.Process(0, "host 0")
-    kernel.processes.append(process)
-    kernel.begin(process, lambda: kernel.wait([simulation.Waitable()], None))
-    with pytest.raises(RuntimeError, match=r"ranks \[0\] wait for what never comes"):
-        kernel.run()
