@@ -44,16 +44,22 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
-def test_every_law_holds_for_tensors_of_the_cpu_beside_the_device(found: dict[str, Any]) -> None:
-    assert found["beside"] == []
-
-
-def test_every_law_holds_for_tensors_on_the_device(found: dict[str, Any]) -> None:
-    assert found["laws"] == []
-
-
-def test_a_wrong_handling_of_the_device_is_caught(found: dict[str, Any]) -> None:
-    assert found["mutants"] == {}
+@pytest.mark.parametrize(
+    ("part", "right"),
+    [
+        pytest.param("beside", [], id="every law holds for tensors of the cpu beside the device"),
+        pytest.param("laws", [], id="every law holds for tensors on the device"),
+        pytest.param("mutants", {}, id="a wrong handling of the device is caught"),
+        pytest.param("values", [0, 0], id="values that aren't on the device never touch it"),
+        pytest.param(
+            "parent initialised the device",
+            False,
+            id="a process that lists backends and starts ranks leaves the device alone",
+        ),
+    ],
+)
+def test_nothing_is_wrong(found: dict[str, Any], part: str, right: Any) -> None:
+    assert found[part] == right
 
 
 def test_each_rank_has_its_own_device_before_anything_else(found: dict[str, Any]) -> None:
@@ -62,16 +68,6 @@ def test_each_rank_has_its_own_device_before_anything_else(found: dict[str, Any]
     assert by_rank == [first, second]
     assert masked == [first, first]  # of one visible device each: number 0, whichever that is
     assert gloo == [["gloo", "cpu", []]] * 2
-
-
-def test_values_that_are_not_on_the_device_never_touch_it(found: dict[str, Any]) -> None:
-    assert found["values"] == [0, 0]
-
-
-def test_a_process_that_lists_backends_and_starts_ranks_leaves_the_device_alone(
-    found: dict[str, Any],
-) -> None:
-    assert found["parent initialised the device"] is False
 
 
 def test_training_is_on_the_device_and_its_file_loads_anywhere(found: dict[str, Any]) -> None:

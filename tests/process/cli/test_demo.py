@@ -52,17 +52,13 @@ def test_the_data_are_real_and_held_out_images_are_not_learnt_from() -> None:
     assert 0 == data.images.min() < data.images.max() == 1
 
 
-def test_one_that_is_alone_learns_to_read() -> None:
-    assert accuracy(alone()) >= GOAL
-    assert alone().workers[0]["model"] == "serial"
-
-
 @pytest.mark.parametrize(("backend", "workers"), WAYS)
 def test_the_number_of_workers_changes_nothing(backend: str, workers: int) -> None:
     outcomes = unisono.spawn(
         backend, _digits.train, (digits(), SETTINGS, unseen), nproc_per_node=workers
     )
     assert len(outcomes) == workers
+    assert alone().workers[0]["model"] == "serial"
     for outcome in outcomes:
         assert [row["rank"] for row in outcome.workers] == list(range(workers))
         assert (outcome.parameters - alone().parameters).abs().max() <= TOLERANCE
@@ -98,21 +94,14 @@ def test_rank_0_alone_reports_every_epoch() -> None:
 
 
 def test_more_workers_than_images_in_a_batch_is_no_mistake() -> None:
-    settings = _digits.Settings(epochs=1, batch_size=2, seed=0)
-    args = (_few(8), settings, unseen)
+    data = digits()
+    few = _digits.Digits(
+        data.images[:8], data.labels[:8], data.held_out_images[:2], data.held_out_labels[:2]
+    )
+    args = (few, _digits.Settings(epochs=1, batch_size=2, seed=0), unseen)
     one = unisono.spawn("threads", _digits.train, args, nproc_per_node=1)
     many = unisono.spawn("threads", _digits.train, args, nproc_per_node=3)
     assert (many[2].parameters - one[0].parameters).abs().max() <= TOLERANCE
-
-
-def _few(count: int) -> _digits.Digits:
-    data = digits()
-    return _digits.Digits(
-        data.images[:count],
-        data.labels[:count],
-        data.held_out_images[:2],
-        data.held_out_labels[:2],
-    )
 
 
 def test_the_module_runs_as_a_command_and_compares(tmp_path: Path) -> None:
@@ -147,8 +136,6 @@ def test_a_goal_that_is_missed_is_said_and_is_the_exit_code() -> None:
         (["--backend", "goo"], "unknown backend 'goo'. Did you mean 'gloo'?"),
         (["--backend", "serial"], "serial model is one replica, not nproc_per_node=2"),
         (["--nproc-per-node", "0"], "'--nproc-per-node'"),
-        (["--nproc-per-node", "-1"], "'--nproc-per-node'"),
-        (["--nproc-per-node", "two"], "'--nproc-per-node'"),
         (["--epochs", "0"], "'--epochs'"),
         (["--batch-size", "0"], "'--batch-size'"),
         (["--seed", "-1"], "'--seed'"),

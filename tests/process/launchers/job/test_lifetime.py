@@ -7,6 +7,7 @@ import os
 import random
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,19 +31,11 @@ def write_after(released: Path, file: Path) -> None:
     file.write_text("whole")
 
 
-def leave_a_thread(*args: Path) -> None:
-    threading.Thread(target=write_after, args=args).start()
-
-
-def leave_an_executor(*args: Path) -> None:
-    ThreadPoolExecutor(1).submit(write_after, *args)
-
-
-def leave_an_exit_handler(*args: Path) -> None:
-    atexit.register(write_after, *args)
-
-
-LEAVING = [leave_a_thread, leave_an_executor, leave_an_exit_handler]  # by rank
+LEAVING: list[Callable[..., object]] = [  # by rank
+    lambda *args: threading.Thread(target=write_after, args=args).start(),
+    lambda *args: ThreadPoolExecutor(1).submit(write_after, *args),
+    lambda *args: atexit.register(write_after, *args),
+]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -71,7 +64,10 @@ def test_what_a_function_left_behind_is_done_before_its_result_counts(
 def test_a_pool_ends_when_all_that_its_calls_left_behind_has_ended(tmp_path: Path) -> None:
     released, files = tmp_path / "released", [tmp_path / str(rank) for rank in range(3)]
     pool = WorkerPool("gloo", 3)
-    leave = lambda local_rank: LEAVING[local_rank](released, files[local_rank])  # noqa: E731
+
+    def leave(local_rank: int) -> None:
+        LEAVING[local_rank](released, files[local_rank])
+
     assert pool.run(leave) == [None] * 3
     assert pool.run(lambda local_rank: files[local_rank].exists()) == [False] * 3  # it went on
     closing = threading.Thread(target=pool.close)
@@ -83,14 +79,10 @@ def test_a_pool_ends_when_all_that_its_calls_left_behind_has_ended(tmp_path: Pat
     assert [file.read_text() for file in files] == ["whole"] * 3
 
 
-def end_by(code: int) -> None:
-    atexit.register(os._exit, code)
-
-
 def test_a_rank_that_is_cut_off_at_its_end_is_a_failure() -> None:
     def fn(local_rank: int) -> int:
         if local_rank == 1:
-            end_by(3)
+            atexit.register(os._exit, 3)
         return local_rank
 
     with pytest.raises(WorkerFailedError, match="rank 1 of 2 ended with exit code 3") as caught:
@@ -198,22 +190,18 @@ def draw(_: int) -> tuple[float, ...]:
     return float(torch.rand(1)), random.random(), float(numpy.random.rand())
 
 
-def test_ranks_and_spawns_draw_different_numbers() -> None:
+def test_ranks_and_spawns_draw_different_numbers_unless_they_are_seeded() -> None:
+    def seeded(local_rank: int) -> tuple[float, ...]:
+        unisono.seed_everything(7)
+        return draw(local_rank)
+
     torch.manual_seed(1)
     methods: tuple[Any, ...] = (*METHODS, "forkserver")
     jobs = [unisono.spawn("gloo", draw, nproc_per_node=2, start_method=each) for each in methods]
     for numbers in zip(*(numbers for job in jobs for numbers in job), strict=True):
         assert len(set(numbers)) == 8, "two ranks, four times"
-
-
-def test_a_seed_is_all_that_ranks_need_to_draw_the_same() -> None:
-    def fn(local_rank: int) -> tuple[float, ...]:
-        unisono.seed_everything(7)
-        return draw(local_rank)
-
-    first = unisono.spawn("gloo", fn, nproc_per_node=2)
-    assert first[0] == first[1]
-    assert unisono.spawn("gloo", fn) == first[:1]
+    first, second = unisono.spawn("gloo", seeded, nproc_per_node=2)
+    assert [first] == [second] == unisono.spawn("gloo", seeded)
 
 
 # Each case is a fork of a program that has loaded torch, and has started no process yet.
