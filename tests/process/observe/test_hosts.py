@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -45,48 +44,23 @@ BETWEEN, THERE = 2, 3
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a job is.
+def command(*words: str) -> str:
+    done = run(*words)
+    assert done.code == 0, done.err
+    return done.out
 
-    Args:
-        folder: what holds the pages of each host.
-        fd: of the pipe that a rank waits for.
-    """
 
-    folder: Path
-    fd: int
+def told() -> dict[str, Any]:
+    """Tell what ``unisono top --json`` tells, twice for the sake of its meter."""
+    meter = Meter()
+    for _ in range(2):
+        (job,) = reports(meter)["jobs"]
+    return dict(job)
 
-    def pages(self, host: str) -> Path:
-        return self.folder / host
 
-    def command(self, *words: str) -> str:
-        """Run a command on host a."""
-        with self.on_host_a():
-            done = run(*words)
-        assert done.code == 0, done.err
-        return done.out
-
-    def told(self) -> dict[str, Any]:
-        """Tell what ``unisono top --json`` on host a tells, twice for the sake of its meter."""
-        meter = Meter()
-        for _ in range(2):
-            (job,) = self.reported(meter)
-        return dict(job)
-
-    def reported(self, meter: Meter) -> list[dict[str, Any]]:
-        with self.on_host_a():
-            return list(reports(meter)["jobs"])
-
-    @contextmanager
-    def on_host_a(self) -> Iterator[None]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("UNISONO_STATUS", str(self.pages("host-a")))
-            yield
-
-    def is_held_up(self) -> bool:
-        jobs = self.reported(Meter())
-        return bool(jobs and jobs[0]["verdict"]["kind"] not in ("none", "unseen"))
+def is_held_up() -> bool:
+    jobs = reports(Meter())["jobs"]
+    return bool(jobs and jobs[0]["verdict"]["kind"] not in ("none", "unseen"))
 
 
 def be_on(folder: Path, rank: int) -> None:
@@ -119,12 +93,12 @@ def keep(fd: int) -> None:
 
 
 @contextmanager
-def job(folder: Path, late: int, *, with_lock: bool = False) -> Iterator[Place]:
-    """Run four ranks; one waits at a pipe, and the others for it."""
+def job(folder: Path, late: int, *, with_lock: bool = False) -> Iterator[Path]:
+    """Run four ranks, of which one waits at a pipe and the others for it; be on host a."""
     os.mkfifo(folder / "pipe")
-    place = Place(folder, os.open(folder / "pipe", os.O_RDWR))
+    pipe = os.open(folder / "pipe", os.O_RDWR)
     for host in HOSTS[1:]:
-        place.pages(host).mkdir(mode=0o700)
+        (folder / host).mkdir(mode=0o700)
 
     def fn(rank: int) -> list[str]:
         be_on(folder, rank)
@@ -139,89 +113,86 @@ def job(folder: Path, late: int, *, with_lock: bool = False) -> Iterator[Place]:
         unisono.finalize()
         return [each.name for each in (folder / HOSTS[rank]).iterdir() if each.suffix == ".ask"]
 
-    with ThreadPoolExecutor(1) as executor:
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as executor:
+        patch.setenv("UNISONO_STATUS", str(folder / HOSTS[0]))
         running = executor.submit(by_hand, fn, len(HOSTS))
         try:
-            until(lambda: running.done() or place.is_held_up(), LIMIT_S)
-            yield place
+            until(lambda: running.done() or is_held_up(), LIMIT_S)
+            yield folder
         finally:
-            os.write(place.fd, b"!")
+            os.write(pipe, b"!")
             left = running.result()
-            os.close(place.fd)
+            os.close(pipe)
     assert left[THERE] == []
-    assert list(place.pages("host-a").glob("*.ask")) == []
+    assert list((folder / HOSTS[0]).glob("*.ask")) == []
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forks() -> Iterator[None]:
+def forks() -> None:
     prepare()
-    yield
 
 
 @pytest.fixture(scope="module")
-def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    """A job that the rank of host b holds up."""
-    with job(tmp_path_factory.mktemp("held"), THERE) as place:
-        yield place
+def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The pages on host a of a job that the rank of host c holds up."""
+    with job(tmp_path_factory.mktemp("held"), THERE) as folder:
+        yield folder / HOSTS[0]
 
 
-def test_a_rank_of_another_host_is_named_with_its_line(held: Place) -> None:
-    told = held.told()
-    (culprit,) = told["culprits"]
-    assert (told["verdict"]["kind"], culprit["rank"], culprit["waiters"]) == (
+def test_a_rank_of_another_host_is_named_with_its_line(held: Path) -> None:
+    job = told()
+    (culprit,) = job["culprits"]
+    assert (job["verdict"]["kind"], culprit["rank"], culprit["waiters"]) == (
         "late",
         THERE,
         [0, 1, 2],
     )
     assert (Path(culprit["file"]), culprit["line"]) == (Path(__file__), LINE)
     assert (culprit["from"], culprit["function"]) == ("stack", "wait")
-    assert [each["host"] for each in told["ranks"]] == list(HOSTS)
-    assert (told["elsewhere"], told["silent"], told["is_asked"]) == ([], [], True)
-    assert all(each["memory_bytes"] > 1 << 20 for each in told["ranks"])
-    assert all(each["cpu_percent"] is not None for each in told["ranks"])
+    assert [each["host"] for each in job["ranks"]] == list(HOSTS)
+    assert (job["elsewhere"], job["silent"], job["is_asked"]) == ([], [], True)
+    assert all(each["memory_bytes"] > 1 << 20 for each in job["ranks"])
+    assert all(each["cpu_percent"] is not None for each in job["ranks"])
 
 
-def test_ages_are_those_of_its_own_clock(held: Place) -> None:
+def test_ages_are_those_of_its_own_clock(held: Path) -> None:
     """By the clock of host a it would have left its last call days from now."""
-    told = held.told()
-    ages = [each["since_s"] for each in told["ranks"]]
+    job = told()
+    ages = [each["since_s"] for each in job["ranks"]]
     # It left the first barrier before the others came to the second one, give or take its end.
     assert max(ages[:2]) - 1.0 < ages[THERE] < max(ages[:2]) + LIMIT_S
-    assert told["culprits"][0]["lost_s"] < 3 * told["up_s"]
+    assert job["culprits"][0]["lost_s"] < 3 * job["up_s"]
 
 
-def test_where_tells_its_stack(held: Place) -> None:
-    waiting, _, late = held.command("where").partition("rank 3:\n")
+def test_where_tells_its_stack_and_the_table_its_host(held: Path) -> None:
+    waiting, _, late = command("where").partition("rank 3:\n")
     assert waiting.startswith("ranks 0-2:\n")
     assert late.splitlines()[-1] == f"  {__file__}:{LINE} in wait"
-
-
-def test_the_table_has_a_column_for_the_host(held: Place) -> None:
-    text = held.command("top", "--once")
+    text = command("top", "--once")
     assert "culprit: rank 3 on host-c is " in text
     rows = [line.split()[:2] for line in text.splitlines() if line.split()[1:2] == ["host-c"]]
     assert rows == [["3", "host-c"]]
 
 
-def test_a_host_that_does_not_answer_is_named(held: Place) -> None:
+def test_a_host_that_does_not_answer_is_named(held: Path) -> None:
     """And so is the one that is reached through it."""
-    pid = held.told()["ranks"][BETWEEN]["pid"]
+    pid = told()["ranks"][BETWEEN]["pid"]
     os.kill(pid, signal.SIGSTOP)
     try:
-        told, text = held.told(), held.command("top", "--once")
+        job, text = told(), command("top", "--once")
     finally:
         os.kill(pid, signal.SIGCONT)
-    silent = [(each["host"], each["ranks"]) for each in told["silent"]]
+    silent = [(each["host"], each["ranks"]) for each in job["silent"]]
     assert silent == [("host-b", [BETWEEN]), ("host-c", [THERE])]
-    assert told["elsewhere"] == [BETWEEN, THERE]
-    assert told["verdict"]["kind"] == "unseen"
+    assert job["elsewhere"] == [BETWEEN, THERE]
+    assert job["verdict"]["kind"] == "unseen"
     assert "host host-b (rank 2): no answer within 1 s: it can't be reached, or rank 2" in text
 
 
-def test_any_rank_can_be_asked_and_nonsense_harms_nobody(held: Place) -> None:
+def test_any_rank_can_be_asked_and_nonsense_harms_nobody(held: Path) -> None:
     """The second rank of host a is connected to the first alone."""
     request = {"ranks": [], "limit_s": LIMIT_S}
-    for path in held.pages("host-a").glob("*.ask"):
+    for path in held.glob("*.ask"):
         assert [*answers(path, b"\xff\n"), *answers(path, b"{}\n")] == []
         *told, last = answers(path, json.dumps(request).encode() + b"\n")
         assert sorted(each["place"] for each in told) == [BETWEEN, THERE]
@@ -257,38 +228,38 @@ for path in paths:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_a_socket_is_closed_to_other_users(held: Place) -> None:
+def test_a_socket_is_closed_to_other_users(held: Path) -> None:
     """By the folder; and by what the kernel says of who connects, where that is open."""
-    words = ["-c", AS_NOBODY, str(held.pages("host-a"))]
+    words = ["-c", AS_NOBODY, str(held)]
     refused = python(*words)
     assert (refused.returncode, refused.stdout) == (0, "PermissionError\n" * 2), refused.stderr
-    sockets = list(held.pages("host-a").glob("*.ask"))
+    sockets = list(held.glob("*.ask"))
     assert len(sockets) == 2
     try:
-        for path in (held.pages("host-a"), *sockets):
+        for path in (held, *sockets):
             path.chmod(0o777)
         found = python(*words)
     finally:
         for path in sockets:
             path.chmod(0o600)
-        held.pages("host-a").chmod(0o700)
+        held.chmod(0o700)
     assert (found.returncode, found.stdout) == (0, "b''\n" * 2), found.stderr
 
 
 def test_where_the_first_rank_keeps_the_lock_it_is_named_and_the_host_too(tmp_path: Path) -> None:
     """Its own page is here. The other rank answers, but all its ways lead through the first."""
-    with job(tmp_path, 0, with_lock=True) as place:
-        told = place.told()
-    (culprit,) = told["culprits"]
-    assert (told["verdict"]["kind"], culprit["rank"]) == ("late", 0)
-    assert [each["host"] for each in told["silent"]] == ["host-b", "host-c"]
-    for silent in told["silent"]:
+    with job(tmp_path, 0, with_lock=True):
+        found = told()
+    (culprit,) = found["culprits"]
+    assert (found["verdict"]["kind"], culprit["rank"]) == ("late", 0)
+    assert [each["host"] for each in found["silent"]] == ["host-b", "host-c"]
+    for silent in found["silent"]:
         assert "rank 0, through which this host asks, doesn't answer" in silent["why"]
 
 
 def test_the_first_rank_is_asked_where_another_keeps_the_lock(tmp_path: Path) -> None:
-    with job(tmp_path, 1, with_lock=True) as place:
-        told = place.told()
-    assert [each["rank"] for each in told["culprits"]] == [1]
-    assert told["culprits"][0]["waiters"] == [0, BETWEEN, THERE]
-    assert (told["silent"], told["elsewhere"]) == ([], [])
+    with job(tmp_path, 1, with_lock=True):
+        found = told()
+    assert [each["rank"] for each in found["culprits"]] == [1]
+    assert found["culprits"][0]["waiters"] == [0, BETWEEN, THERE]
+    assert (found["silent"], found["elsewhere"]) == ([], [])

@@ -1,10 +1,11 @@
-"""``unisono top`` on jobs that hang: it names the rank and the line."""
+"""``unisono top`` on jobs that hang: it names the rank and the line, on the full screen too."""
 
 from __future__ import annotations
 
 import json
+import re
 import resource
-from collections.abc import Iterator
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import unisono as idist
 from tests.support import by_hand, hangs
 from tests.support.hangs import BY_HAND, VARIABLES
 from tests.support.processes import python, until
-from tests.support.screens import run
+from tests.support.screens import picture, run, top_in_terminal
 from tests.support.tops import (
     ANSWER_S,
     LIMIT_S,
@@ -32,12 +33,13 @@ from unisono.observe.jobs import Meter, look
 from unisono.observe.report import report_of, reports
 
 pytestmark = pytest.mark.usefixtures("own_pages")
+SHOWN, HIDDEN = "\x1b[?1049h", "\x1b[?1049l"
+NO_JOB, NAMED, WHICH = "no job of this user runs", "culprit: rank 1", "stacks of which rank? [1]"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forks() -> Iterator[None]:
+def forks() -> None:
     by_hand.prepare()
-    yield
 
 
 @pytest.mark.parametrize("kind", hangs_on("gloo"))
@@ -136,3 +138,41 @@ def test_a_job_without_a_fault_names_nobody() -> None:
     assert {each["state"] for each in job["ranks"]} == {"computes"}
     work_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert work_s < ANSWER_S
+
+
+def test_keys_show_stacks_and_end_the_job_and_the_terminal_is_as_it_was() -> None:
+    with top_in_terminal("--every", "0.3") as screen:
+        screen.wait_for(NO_JOB)  # it waits for one
+        with job_of_processes("locked"):
+            text = screen.wait_for(NAMED, "rank 1 is idle", "waits for rank 1")
+            assert re.search(r"hangs\.py:\d+ locked", text)
+            assert "q quit" in text
+            screen.press("s", WHICH)
+            assert "in locked" in screen.press("\n", "rank 1:", "in work")
+            screen.press("x", NAMED)
+            screen.press("s", WHICH)
+            screen.press("7\r", "there isn't a rank 7 here")
+            screen.press("x", NAMED)
+            screen.press("a", "ranks 0, 2:", "in barrier of all ranks")
+            text = screen.press("\x1b[B", "rank 1:", "in locked", hidden="ranks 0, 2:")
+            assert "ranks 0, 2:" not in text  # one line down
+            screen.press("x", NAMED)
+            assert "culprit:" in picture(screen.frame())
+            screen.press("k", "end the 3 ranks of job")
+            screen.press("\r", NAMED)  # the default is no
+            screen.press("k", "end the 3 ranks of job")
+            screen.press("y\r", NO_JOB)
+        screen.press("q")
+        written = screen.rest()
+        assert screen.process.wait() == 0
+    assert written.index(SHOWN) < written.index(HIDDEN)
+    assert "\x1b[?25h" in written[written.index(HIDDEN) - 200 :]  # the cursor is back
+
+
+def test_ctrl_c_ends_it() -> None:
+    with top_in_terminal() as screen:
+        screen.wait_for(NO_JOB)
+        screen.process.send_signal(signal.SIGINT)
+        written = screen.rest()
+        assert screen.process.wait() == 130
+    assert HIDDEN in written
