@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,9 @@ import pytest
 
 import unisono
 from tests.support.processes import python
+from tests.support.ways import Way
 
+RUNNERS = ("spawn", "Parallel", "WorkerPool")
 SAID = r"replicas within a rank: {} is called in rank 0 of 2 \({}\)"
 
 
@@ -20,49 +21,25 @@ def total(local_rank: int) -> Any:
     return unisono.all_reduce(local_rank + 1)
 
 
-def nests(local_rank: int, call: str) -> tuple[Any, list[tuple[str, str]]]:
-    """Make replicas in a rank; give their result, and what was warned of, with the line's file."""
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        found = WAYS[call]()
-    return found, [(str(item.message), Path(item.filename).name) for item in heard]
+def test_rank_0_says_that_each_rank_would_make_its_own() -> None:
+    def nests(local_rank: int) -> tuple[Any, list[tuple[str, str]]]:
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            found = [Way(runner, "threads").run(total, nproc_per_node=3) for runner in RUNNERS]
+        return found, [(str(each.message), Path(each.filename).name) for each in heard]
 
-
-def _by_parallel() -> Any:
-    with unisono.Parallel("threads", nproc_per_node=3) as parallel:
-        return parallel.run(total)
-
-
-def _by_pool() -> Any:
-    with unisono.WorkerPool("threads", nproc_per_node=3) as pool:
-        return pool.run(total)
-
-
-WAYS: dict[str, Callable[[], Any]] = {
-    "spawn": lambda: unisono.spawn("threads", total, nproc_per_node=3),
-    "Parallel": _by_parallel,
-    "WorkerPool": _by_pool,
-}
-
-
-@pytest.mark.parametrize("call", list(WAYS))
-def test_rank_0_says_that_each_rank_would_make_its_own(call: str) -> None:
-    (mine, said), (other, nothing) = unisono.spawn("gloo", nests, (call,), nproc_per_node=2)
-    assert mine == other == [6, 6, 6]
+    (mine, said), (other, nothing) = unisono.spawn("gloo", nests, nproc_per_node=2)
+    assert mine == other == [[6, 6, 6]] * 3
     assert nothing == []
-    ((text, file),) = said
-    assert re.match(SAID.format(call if call == "WorkerPool" else "spawn", "native-dist"), text)
-    assert "use Parallel() without nproc_per_node" in text
-    assert file == "test_nested.py"
+    for (text, file), call in zip(said, ("spawn", "spawn", "WorkerPool"), strict=True):
+        assert re.match(SAID.format(call, "native-dist"), text)
+        assert "use Parallel() without nproc_per_node" in text
+        assert file == "ways.py"  # where they are called
 
 
 def test_replicas_that_are_threads_say_so_too() -> None:
     with pytest.raises(unisono.errors.WorkerFailedError, match=SAID.format("spawn", "threads")):
-        unisono.spawn("threads", nests_in_a_thread, nproc_per_node=2)
-
-
-def nests_in_a_thread(local_rank: int) -> None:
-    unisono.spawn("threads", total, nproc_per_node=2)
+        Way("spawn", "threads").run(lambda _: Way("spawn", "threads").run(total), nproc_per_node=2)
 
 
 def test_the_environment_says_who_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,21 +1,24 @@
-"""What the parent sees and leaves: who makes its ranks may be stopped, and ranks may be, too."""
+"""What the parent sees and leaves: what it started may be stopped, and none of it outlives it."""
 
 from __future__ import annotations
 
 import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 import unisono
+from tests.support.faults import FAULTS
 from tests.support.measures import slack
-from tests.support.processes import Pipe, say, until
+from tests.support.processes import SOURCES, Pipe, gone, say, until
 from unisono.errors import CollectiveTimeoutError, WorkerFailedError
 from unisono.launchers.job.worker_handles import Workers
 
@@ -48,7 +51,7 @@ def stop(pid: int) -> None:
     until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, 60)
 
 
-def test_a_maker_that_is_stopped_while_ranks_work_costs_seconds(
+def test_a_maker_that_is_stopped_while_ranks_work_or_before_costs_seconds(
     limit_s: float, helper: int
 ) -> None:
     def fn(local_rank: int) -> int:
@@ -57,17 +60,12 @@ def test_a_maker_that_is_stopped_while_ranks_work_costs_seconds(
             stop(os.getppid())
         return add(local_rank)
 
-    start = time.monotonic()
-    assert unisono.spawn("gloo", fn, nproc_per_node=2, timeout=15) == [2, 2]
-    assert time.monotonic() - start < limit_s
-    assert unisono.spawn("gloo", maker) == [helper]
-
-
-def test_a_maker_that_is_stopped_before_a_job_makes_its_ranks(limit_s: float, helper: int) -> None:
-    stop(helper)
-    start = time.monotonic()
-    assert unisono.spawn("gloo", add, nproc_per_node=2, timeout=15) == [2, 2]
-    assert time.monotonic() - start < limit_s
+    for work in (fn, add):
+        start = time.monotonic()
+        assert unisono.spawn("gloo", work, nproc_per_node=2, timeout=15) == [2, 2]
+        assert time.monotonic() - start < limit_s
+        assert unisono.spawn("gloo", maker) == [helper]
+        stop(helper)
 
 
 def test_a_rank_that_dies_while_its_maker_is_stopped_is_named(helper: int) -> None:
@@ -82,8 +80,9 @@ def test_a_rank_that_dies_while_its_maker_is_stopped_is_named(helper: int) -> No
         unisono.spawn("gloo", fn, nproc_per_node=2, timeout=15)
 
 
+@pytest.mark.parametrize("is_stopped", [True, False])
 def test_ranks_are_ended_though_their_maker_stays_stopped(
-    limit_s: float, helper: int, tmp_path: Path
+    limit_s: float, helper: int, is_stopped: bool, tmp_path: Path
 ) -> None:
     def fn(local_rank: int, path: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -93,19 +92,20 @@ def test_ranks_are_ended_though_their_maker_stays_stopped(
     with Pipe(tmp_path) as pipe:
         job = unisono.spawn("gloo", fn, (pipe.path,), nproc_per_node=2, join=False)
         pids = [int(pid) for pid in pipe.read(2)]
-    stop(helper)
+    if is_stopped:
+        stop(helper)
+        assert isinstance(job.ranks, Workers)
+        job.ranks.maker = None  # nobody wakes it
     start = time.monotonic()
-    assert isinstance(job.ranks, Workers)
-    job.ranks.maker = None  # nobody wakes it
     job.terminate()
     assert time.monotonic() - start < limit_s
-    assert all(
-        not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-        for pid in pids
-    )
+    assert not gone(pids, 0)
+    with pytest.raises(WorkerFailedError):
+        job.join()
+    job.terminate()
 
 
-def test_a_maker_that_died_is_no_zombie(helper: int) -> None:
+def test_a_maker_that_died_is_no_zombie_and_the_next_job_has_another(helper: int) -> None:
     def fn(local_rank: int) -> None:
         os.kill(os.getppid(), signal.SIGKILL)
         signal.pause()
@@ -113,6 +113,7 @@ def test_a_maker_that_died_is_no_zombie(helper: int) -> None:
     with pytest.raises(WorkerFailedError, match="the process that made it died"):
         unisono.spawn("gloo", fn, nproc_per_node=2)
     assert not psutil.pid_exists(helper)
+    assert unisono.spawn("gloo", add, nproc_per_node=2) == [2, 2]
 
 
 def stop_last(local_rank: int) -> int:
@@ -122,45 +123,16 @@ def stop_last(local_rank: int) -> int:
     return local_rank
 
 
-def test_a_rank_that_is_stopped_after_its_last_collective_is_named_at_the_timeout(
-    limit_s: float,
-) -> None:
+def test_a_rank_that_is_stopped_after_its_last_collective_is_named_in_time(limit_s: float) -> None:
     start = time.monotonic()
     with pytest.raises(WorkerFailedError, match="rank 1 of 2 was stopped by SIGSTOP") as caught:
         unisono.spawn("gloo", stop_last, nproc_per_node=2, timeout=2)
     assert (caught.value.rank, caught.value.signal) == (1, "SIGSTOP")
     assert 2 < time.monotonic() - start < limit_s
-
-
-def test_a_rank_that_is_stopped_after_its_last_collective_is_named_at_the_deadline(
-    limit_s: float,
-) -> None:
-    start = time.monotonic()
-    with (
-        pytest.raises(CollectiveTimeoutError, match=r"ranks \[1\] of 2.*rank 1 was stopped by SIG"),
-        unisono.deadline(2),
-    ):
+    start, named = time.monotonic(), r"ranks \[1\] of 2.*rank 1 was stopped by SIG"
+    with pytest.raises(CollectiveTimeoutError, match=named), unisono.deadline(2):
         unisono.spawn("gloo", stop_last, nproc_per_node=2)
     assert time.monotonic() - start < limit_s
-
-
-def test_a_rank_that_goes_on_in_time_is_no_failure(tmp_path: Path) -> None:
-    def fn(local_rank: int, path: str) -> int:
-        unisono.barrier()
-        if local_rank == 1:
-            say(path, os.getpid())
-            os.kill(os.getpid(), signal.SIGSTOP)
-        else:
-            time.sleep(4)  # longer than the timeout, without a collective
-        return local_rank
-
-    with Pipe(tmp_path) as pipe:
-        job = unisono.spawn("gloo", fn, (pipe.path,), nproc_per_node=2, timeout=2, join=False)
-        pid = int(pipe.read(1)[0])
-        with pytest.raises(unisono.errors.LaunchError, match="haven't finished"):
-            job.join(1.0)
-        os.kill(pid, signal.SIGCONT)
-        assert job.join() == [0, 1]
 
 
 def test_ranks_that_the_parent_ended_are_not_the_first_failure() -> None:
@@ -184,16 +156,11 @@ def held() -> tuple[int, int, int]:
     return len(listening), process.num_fds(), process.num_threads()
 
 
-def fail(local_rank: int) -> None:
-    raise ValueError("mine")
+@pytest.mark.parametrize("fault", ["raises", "os._exit(3)"])
+def test_an_error_that_is_kept_keeps_nothing_else(fault: str) -> None:
+    def fn(local_rank: int) -> None:
+        FAULTS[fault].do()
 
-
-def die(local_rank: int) -> None:
-    os._exit(3)
-
-
-@pytest.mark.parametrize("fn", [fail, die])
-def test_an_error_that_is_kept_keeps_nothing_else(fn: Any) -> None:
     unisono.spawn("gloo", add, nproc_per_node=2)
     gc.collect()
     before = held()
@@ -217,3 +184,152 @@ def test_an_error_that_is_kept_keeps_nothing_else(fn: Any) -> None:
         assert held() == before
     finally:
         gc.enable()
+
+
+# Each process writes its id into the parent's standard output once it is where it will stay.
+STUCK = """
+import ctypes, os, signal, unisono
+
+def here():
+    os.write(1, b"%d\\n" % os.getpid())
+
+def compute(local_rank):
+    here()
+    while True:
+        pass
+
+def wait(local_rank):
+    if local_rank == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    here()
+    if local_rank == 0:
+        unisono.barrier()
+    signal.pause()
+
+def sleep_in_c(local_rank):
+    here()
+    ctypes.CDLL(None).sleep(600)
+
+def hold_the_gil(local_rank):
+    here()
+    ctypes.PyDLL(None).sleep(600)
+
+def stop(local_rank):
+    here()
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+KILLED = """
+jobs = [unisono.spawn("gloo", wait, nproc_per_node=2, join=False)]
+jobs += [unisono.spawn("gloo", fn, join=False) for fn in (compute, hold_the_gil, stop)]
+jobs.append(unisono.spawn("gloo", sleep_in_c, start_method="fork", join=False))
+if os.fork() == 0:  # a child of the user's own, which holds all that its parent held
+    os.write(1, b"%d\\n" % -os.getpid())
+signal.pause()
+"""
+STARTING = """
+job = unisono.spawn("gloo", compute, start_method="{method}", join=False)
+signal.pause()
+"""
+INTERRUPTED = """
+def one_of_each(local_rank):
+    [wait, hold_the_gil, compute][local_rank](local_rank)
+
+unisono.spawn("gloo", one_of_each, nproc_per_node=3)
+"""
+INTERRUPTED_POOL = """
+with unisono.WorkerPool("gloo", 2) as pool:
+    pool.run(lambda local_rank: [hold_the_gil, stop][local_rank](local_rank))
+"""
+# Stops each process that imports torch in order to become a helper or a worker.
+SITE = """
+import os, signal, sys
+
+class Stop:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "torch" and "{mark}" in "".join(sys.orig_argv):
+            os.write({fd}, b"%d\\n" % os.getpid())
+            while True:
+                signal.pause()
+
+sys.meta_path.insert(0, Stop)
+"""
+
+
+@contextmanager
+def parent_of(program: str, folder: Path | None = None) -> Iterator[subprocess.Popen[str]]:
+    """Run a program in a process group of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK + program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{SOURCES}" if folder else SOURCES},
+        start_new_session=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def pids_of(process: subprocess.Popen[str], count: int) -> list[int]:
+    assert process.stdout is not None
+    return [int(process.stdout.readline()) for _ in range(count)]
+
+
+def test_no_replica_outlives_a_parent_that_is_killed() -> None:
+    limit_s = slack()  # 2 s on an idle host
+    with parent_of(KILLED) as parent:
+        said = pids_of(parent, 7)
+        parent.kill()
+        replicas = [pid for pid in said if pid > 0]
+        assert not gone(replicas, limit_s)
+        assert len(gone([-pid for pid in said if pid < 0], 0)) == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "mark", "fd"),
+    [("forkserver", "unisono_helper", 2), ("spawn", "launchers.job.worker", 1)],
+    ids=["the helper", "a worker"],
+)
+def test_nobody_who_is_still_starting_outlives_a_parent_that_is_killed(
+    method: str, mark: str, fd: int, tmp_path: Path
+) -> None:
+    limit_s = slack()
+    (tmp_path / "sitecustomize.py").write_text(SITE.format(mark=mark, fd=fd))
+    with parent_of(STARTING.format(method=method), tmp_path) as parent:
+        stream = parent.stdout if fd == 1 else parent.stderr
+        assert stream is not None
+        starting = int(stream.readline())
+        parent.kill()
+        assert not gone([starting], limit_s)
+
+
+@pytest.mark.parametrize(
+    ("program", "size", "is_of_all"),
+    [(INTERRUPTED, 3, True), (INTERRUPTED_POOL, 2, False)],
+    ids=["spawn", "pool"],
+)
+def test_ctrl_c_ends_everybody(program: str, size: int, is_of_all: bool) -> None:
+    limit_s = slack()
+    with parent_of(program) as parent:
+        replicas = pids_of(parent, size)
+        (os.killpg if is_of_all else os.kill)(parent.pid, signal.SIGINT)
+        assert not gone(replicas, limit_s)
+        _, text = parent.communicate(timeout=60)
+    assert parent.returncode == -signal.SIGINT
+    assert "Traceback" not in text, text
+    assert text.count("KeyboardInterrupt") == 1, text
+
+
+def test_ctrl_c_ends_replicas_that_are_threads() -> None:
+    def fn(local_rank: int) -> None:
+        unisono.barrier()
+        if local_rank == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        unisono.barrier(group=[1, 2] if local_rank else None)
+
+    with pytest.raises(KeyboardInterrupt):
+        unisono.spawn("threads", fn, nproc_per_node=3)
