@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import unisono as idist
 from tests.support.processes import run_python
@@ -19,10 +19,6 @@ from unisono.recording import CollectiveRecord
 LATE_S = 0.2
 STEPS = 3
 BALANCED_RUNS = 20
-
-
-def _slowly(gradient: Tensor) -> None:
-    time.sleep(LATE_S)
 
 
 def train(local_rank: int, slow: int | None, steps: int) -> tuple[Any, ...]:
@@ -37,7 +33,7 @@ def train(local_rank: int, slow: int | None, steps: int) -> tuple[Any, ...]:
             optimizer.zero_grad()
             outputs = model(inputs)
             if idist.get_rank() == slow:
-                outputs.register_hook(_slowly)
+                outputs.register_hook(lambda _: time.sleep(LATE_S))
             outputs.square().mean().backward()
             optimizer.step()
     return watch.slowest, watch.lost_s, watch.by_line, watch.last, str(watch)
@@ -55,14 +51,12 @@ def test_a_slow_backward_under_ddp_is_named_within_three_steps(size: int, slow: 
     assert f"for rank {slow} in gradients at test_watching.py:" in text
 
 
-def balanced(local_rank: int, runs: int) -> list[Any]:
-    return [train(local_rank, None, 10) for _ in range(runs)]
-
-
 @pytest.mark.timed  # a rank that another's load holds up is rightly named
 def test_balanced_runs_name_nobody() -> None:
-    named = [each for each in run("gloo", 3, balanced, BALANCED_RUNS)[0] if each[0] is not None]
-    assert not named
+    def balanced(local_rank: int) -> list[Any]:
+        return [train(local_rank, None, 10) for _ in range(BALANCED_RUNS)]
+
+    assert not [each for each in run("gloo", 3, balanced)[0] if each[0] is not None]
 
 
 @alone_and_several
