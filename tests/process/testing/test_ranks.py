@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tests.support.processes import MARK, marked, run_python
 from tests.support.sessions import Sessions
+from unisono.testing.ranks.delays import _COLLECTIVES, Delays
+
+LEFT_S = 20.0  # for what is left of a session to end
+
+
+@pytest.fixture(scope="module")
+def sessions() -> Iterator[Sessions]:
+    """Sessions of pytest for all of these tests, in one interpreter, of which nothing is left."""
+    mark = uuid.uuid4().hex
+    with Sessions({MARK: mark}) as warm:
+        yield warm
+    assert not marked(mark, LEFT_S)
+
 
 PASSES = """
 import os
@@ -122,8 +140,10 @@ import warnings
 import pytest
 import unisono as idist
 
+pytestmark = pytest.mark.ranks(2, on="threads")
 
-@pytest.mark.ranks(4, on="threads")
+
+@pytest.mark.ranks(4)
 def test_several(world):
     values = [world.size, 2]
     if world.only([1, 3]):
@@ -144,12 +164,10 @@ def broken(world):
     yield 1 / (1 - world.rank)
 
 
-@pytest.mark.ranks(2, on="threads")
 def test_setup(broken):
     pass
 
 
-@pytest.mark.ranks(2, on="threads")
 def test_refused(monkeypatch):
     pass
 
@@ -169,24 +187,20 @@ def test_xfail(world):
     idist.barrier()
 
 
-@pytest.mark.ranks(2, on="threads")
 @pytest.mark.xfail(raises=ValueError, strict=True)
 def test_xfail_of_another_kind(world):
     assert world.only(1)
 
 
-@pytest.mark.ranks(2, on="threads")
 @pytest.mark.xfail(strict=True)
 def test_xpass(world):
     pass
 
 
-@pytest.mark.ranks(2, on="threads")
 def test_xfail_call(world):
     pytest.xfail("not yet")
 
 
-@pytest.mark.ranks(2, on="threads")
 @pytest.mark.skipif(True, reason="not at all")
 def test_skipif(world):
     raise SystemExit
@@ -201,15 +215,15 @@ def test_unknown(world):
 @pytest.mark.parametrize("pid", [os.getpid()])
 def test_parameters_of_each_process(pid):
     pass
-
-
-def test_world_of_the_parent(world):
-    pass
 """
 
 
 ENDS = """
 import pytest
+
+
+def test_world_of_the_parent(world):
+    pass
 
 
 @pytest.fixture(scope="module")
@@ -226,19 +240,19 @@ def test_module(ends_badly):
 
 def test_failures_are_told_once_and_by_rank(sessions: Sessions, tmp_path: Path) -> None:
     result = sessions.run(tmp_path, "-rA", test_ends=ENDS, test_fails=FAILS)
-    result.assert_outcomes(failed=7, errors=4, passed=1, skipped=3, xfailed=3)
-    result.stdout.fnmatch_lines(
-        [
-            "ranks 1,3 of 4 (threads):",
-            ">           assert values == [[]world.size, 3[]]",
-            "E           assert [[]4, 2[]] == [[]4, 3[]]",
-            "E             At index 1 diff: 2 != 3",
-            "*ranks 0,2 of 4 still ran, and were ended*",
-            '  File "*test_fails.py", line *, in test_several',
-            "    idist.barrier()",
-        ]
-    )
+    result.assert_outcomes(failed=8, errors=4, passed=1, skipped=3, xfailed=3)
     for on in ("threads", "gloo"):
+        result.stdout.fnmatch_lines(
+            [
+                f"ranks 1,3 of 4 ({on}):",
+                ">           assert values == [[]world.size, 3[]]",
+                "E           assert [[]4, 2[]] == [[]4, 3[]]",
+                "E             At index 1 diff: 2 != 3",
+                "*ranks 0,2 of 4 still ran, and were ended*",
+                '  File "*test_fails.py", line *, in test_several',
+                "    idist.barrier()",
+            ]
+        )
         result.stdout.fnmatch_lines(
             [
                 f"*_ test_output[[]2-{on}[]] _*",
@@ -261,7 +275,7 @@ def test_failures_are_told_once_and_by_rank(sessions: Sessions, tmp_path: Path) 
     summary = [f"*::test_output[[]2-{on}[]]" for on in ("threads", "gloo")]
     result.stdout.fnmatch_lines(["*warnings summary*", *summary, "*UserWarning: from a rank"])
     again = sessions.run(tmp_path, "--lf", "--maxfail=2", "-s", "-k", "output or setup")
-    again.assert_outcomes(failed=2, deselected=8)
+    again.assert_outcomes(failed=2, deselected=9)
     for line in ("[[]rank 0[]] only rank 0", "[[]rank 1[]] only rank 1") * 2:
         again.stdout.fnmatch_lines_random(line)
 
@@ -311,3 +325,268 @@ def test_torch_waits_for_a_test_that_wants_ranks(tmp_path: Path) -> None:
         alone = "def test_alone(): pass"
         result = sessions.run(tmp_path, "-s", conftest=LOADED, test_alone=alone)
     result.stdout.fnmatch_lines(["*set()*"])
+
+
+TWENTY = """
+import os
+import signal
+import time
+
+import pytest
+import unisono as idist
+
+pytestmark = pytest.mark.ranks(2, on="gloo")
+
+
+@pytest.mark.parametrize("value", range(8))
+def test_before(world, value):
+    assert idist.all_reduce(value) == 2 * value
+
+
+@pytest.mark.ranks(2, on="gloo", timeout=4)
+def test_hangs(world):
+    if world.only(1):
+        time.sleep(1000)
+    idist.barrier()
+
+
+def test_dies(world):
+    if world.only(1):
+        os.kill(os.getpid(), signal.SIGSEGV)
+    idist.barrier()
+
+
+def test_leaks(world):
+    os.environ["LEFT_BEHIND"] = "here"
+
+
+@pytest.mark.parametrize("value", range(8))
+def test_after(world, value):
+    assert "LEFT_BEHIND" not in os.environ
+    assert idist.all_reduce(value) == 2 * value
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["-n", "2"]], ids=["alone", "xdist"])
+def test_a_session_names_what_went_wrong_and_goes_on(
+    sessions: Sessions, tmp_path: Path, options: list[str]
+) -> None:
+    result = sessions.run(tmp_path, *options, test_twenty=TWENTY)
+    result.assert_outcomes(passed=16, failed=3)
+    result.stdout.fnmatch_lines_random(
+        [
+            "*ranks 0,1 of 2 weren't done after 4 s (gloo)*",
+            "*time.sleep(1000)",
+            "rank 1 of 2 was ended by SIGSEGV*",
+            "the test left behind: environment variable LEFT_BEHIND='here'",
+        ]
+    )
+
+
+LEAKS = """
+import os
+import threading
+
+import pytest
+import torch
+import unisono as idist
+
+kept = []
+pytestmark = pytest.mark.ranks(2)
+
+
+@pytest.fixture(scope="module")
+def lasting(request):
+    if "OF_THE_MODULE" not in os.environ:
+        os.environ["OF_THE_MODULE"] = "fine"
+    kept.append(open(__file__))
+    return "fine"
+
+
+def test_fine(world, lasting, tmp_path):
+    assert os.environ["OF_THE_MODULE"] == lasting
+    with open(tmp_path / str(world.rank), "w"):
+        pass
+    group = idist.new_group([0, 1])
+    idist.all_reduce(torch.ones(100_000), group=group)
+    thread = threading.Thread(target=print)
+    thread.start()
+
+
+def test_still_fine(world, lasting):
+    assert os.environ["OF_THE_MODULE"] == lasting
+
+
+def test_process(world, tmp_path):
+    os.environ.pop("HOME", None)
+    os.chdir(tmp_path)
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    threading.Thread(target=threading.Event().wait, name="mine", daemon=True).start()
+
+
+def test_file(world):
+    if world.only(1):
+        kept.append(open(__file__, "a"))
+
+
+@pytest.mark.ranks(2, on="gloo")
+def test_group(world):
+    torch.distributed.destroy_process_group()
+
+
+def test_all_is_as_it_was(world):
+    assert torch.ones(1).dtype is torch.float32
+    assert "HOME" in os.environ
+    assert os.path.exists("leaks_of_tests.py")
+    assert idist.all_reduce(1) == 2
+"""
+
+
+def test_what_a_test_leaves_behind_is_named(sessions: Sessions, tmp_path: Path) -> None:
+    result = sessions.run(tmp_path, "leaks_of_tests.py", leaks_of_tests=LEAKS)
+    result.assert_outcomes(passed=6, failed=5)
+    left = (
+        "environment variable HOME is gone",
+        "working directory *test_process*, which was *",
+        "torch's default dtype torch.float64, which was *; *deterministic*",
+        "thread 'mine', which still runs Event.wait*",
+    )
+    result.stdout.fnmatch_lines_random(
+        [
+            f"the test left behind: {'; '.join(left)}",
+            "the test left behind: open file *leaks_of_tests.py (descriptor *)",
+            "the test left behind: the context of its ranks, which it ended or replaced",
+            "ranks 0,1 of 2 (threads), one process:",
+            "rank 1 of 2 (gloo):",
+        ]
+    )
+
+
+SLOW = """
+import time
+
+import pytest
+import unisono as idist
+
+@pytest.mark.ranks(2)
+def test_takes_its_time(world, request):
+    begin = time.perf_counter()
+    for _ in range(20):
+        idist.all_gather("x")
+    print("seconds", request.node.name, time.perf_counter() - begin)
+
+
+@pytest.mark.ranks(2, on="threads")
+def test_fails(world):
+    assert world.rank < 0
+"""
+
+
+def test_delays_come_before_collectives_and_the_seed_is_printed(
+    sessions: Sessions, tmp_path: Path
+) -> None:
+    result = sessions.run(tmp_path, "slow_tests.py", "--ranks-delay=7", "-rP", slow_tests=SLOW)
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(["ranks: collectives are delayed by --ranks-delay=7"])
+    result.stdout.fnmatch_lines(["*- Random delays -*", "--ranks-delay=7 repeats them"])
+    spent = [line.split()[1:] for line in result.outlines if line.startswith("seconds ")]
+    for on in ("threads", "gloo"):
+        name = f"test_takes_its_time[2-{on}]"
+        spent_s = [float(seconds) for of, seconds in spent if of == name]
+        delays = drawn(7, f"slow_tests.py::{name}", 0)
+        assert len(spent_s) == 2
+        assert min(spent_s) >= sum(delays[:20]) > 0
+
+
+def drawn(seed: int, test: str, rank: int) -> list[float]:
+    model: Any = SimpleNamespace(**dict.fromkeys(_COLLECTIVES, len))
+    delays = Delays(model, seed, rank)
+    delays.begin(test)
+    return [delays.seconds() for _ in range(100)]
+
+
+def test_delays_are_the_same_for_the_same_seed_test_and_rank() -> None:
+    first = drawn(1, "test", 0)
+    assert first == drawn(1, "test", 0)
+    assert first not in (drawn(2, "test", 0), drawn(1, "other", 0), drawn(1, "test", 1))
+    assert 0 in first
+    assert 0 < max(first) < 0.1
+
+
+def test_a_seed_that_is_none_is_refused(sessions: Sessions, tmp_path: Path) -> None:
+    result = sessions.run(tmp_path, "--ranks-delay=soon")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        ["*--ranks-delay: SEED should be a whole number, or random: 'soon'"]
+    )
+
+
+LIMITED = """
+import time
+
+import pytest
+import unisono as idist
+
+@pytest.mark.timeout(4)
+@pytest.mark.ranks(2, on="gloo")
+def test_hangs(world):
+    if world.only(1):
+        time.sleep(1000)
+    idist.barrier()
+
+@pytest.mark.ranks(2, on="gloo")
+def test_goes_on(world):
+    assert idist.all_reduce(1) == 2
+"""
+
+
+def test_the_limit_of_another_plugin_ends_a_test_in_ranks(
+    sessions: Sessions, tmp_path: Path
+) -> None:
+    result = sessions.run(tmp_path, test_limited=LIMITED)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*Timeout (>4.0s) from pytest-timeout*"])
+
+
+COUNTS = """
+import pytest
+
+@pytest.mark.ranks(2, on="gloo")
+def test_counted(world):
+    if world.rank == 0:
+        assert world.size == 2
+    else:
+        assert world.size == 2
+"""
+
+
+def test_coverage_counts_what_ranks_ran(tmp_path: Path) -> None:
+    """It has to be there before the process that ranks are forks of."""
+    settings = "[run]\nparallel = true\npatch = subprocess, fork, _exit\nsource = .\n"
+    (tmp_path / ".coveragerc").write_text(settings)
+    with Sessions(is_warm=False) as sessions:
+        result = sessions.run(tmp_path, "-p", "pytest_cov", "--cov=.", test_counted=COUNTS)
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["test_counted.py * 6 * 0 * 100%"])
+
+
+FORKS = """
+import os
+import signal
+
+from unisono.testing._last_words import Witness
+
+with Witness("mine"):
+    child = os.fork()
+    if not child:
+        signal.alarm(60)  # and no longer, where the test fails
+        signal.pause()
+os.kill(child, signal.SIGKILL)
+os.waitpid(child, 0)
+print("left")
+"""
+
+
+def test_a_fork_that_is_left_keeps_nobody_waiting() -> None:
+    assert run_python("-c", FORKS) == "left"
