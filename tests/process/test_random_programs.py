@@ -139,16 +139,14 @@ class Programs(RuleBasedStateMachine):
         self.wait_for(number)
         return multiple()
 
-    @rule(number=consumes(handles))
-    def wait(self, number: int) -> None:
+    @rule(number=consumes(handles), is_synced=st.booleans())
+    def wait(self, number: int, is_synced: bool) -> None:
+        if is_synced:
+            self.ranks.run(on_ranks.sync)
         self.wait_for(number)
 
     def wait_for(self, number: int) -> None:
         self.ranks.check(self.left.pop(number), self.ranks.run(on_ranks.wait, number))
-
-    @rule()
-    def sync(self) -> None:
-        self.ranks.run(on_ranks.sync)
 
     @of_several()
     @rule(data=st.data())
@@ -157,7 +155,12 @@ class Programs(RuleBasedStateMachine):
         self.wait_for(self.start(data.draw(draws.odd_tensors(SIZE, kinds) | draws.overlaps(SIZE))))
 
     @of_several()
-    @rule(step=draws.means(SIZE) | draws.misfits(SIZE) | draws.raising_values(SIZE))
+    @rule(step=draws.means(SIZE) | draws.reductions(SIZE, ["all_reduce", "all_reduce_", "reduce"]))
+    def arithmetic(self, step: Step) -> None:
+        self.wait_for(self.start(step))
+
+    @of_several()
+    @rule(step=draws.misfits(SIZE) | draws.raising_values(SIZE))
     def refused(self, step: Step) -> None:
         self.wait_for(self.start(step))
 

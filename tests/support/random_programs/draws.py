@@ -102,7 +102,7 @@ def _limits_of(name: str) -> Values:
         return st.builds(complex, real, real)
     if dtype.is_floating_point:
         info = torch.finfo(dtype)
-        numbers = [info.max * x for x in (1.0, 0.9, 0.5, -1.0, -0.7, 1 / 3)]
+        numbers = [info.max * x for x in (1.0, 0.9, 0.5, -1.0, -0.7, 1 / 3)] * 2
         numbers += [0.0, -0.0, 1.0, 3.0, 0.1, info.tiny, info.smallest_normal * info.eps]
         numbers = torch.tensor(numbers, dtype=dtype).tolist()
         return st.sampled_from([*numbers, math.inf, -math.inf, math.nan])
@@ -120,14 +120,15 @@ def _tensors(shape: tuple[int, ...], dtype: str, op: str = "SUM") -> Values:
     return row.map(lambda row: Filled(row[: max(math.prod(shape), 1)], dtype, shape))
 
 
-def _numbers(op: str, tensor: Values) -> list[Values]:
+def _numbers(op: str, tensor: Values, is_right: bool) -> list[Values]:
     """List what else than a tensor `op` reduces, the same on every rank."""
     small, limits = st.integers(-9, 9), _limits_of("float64")
     kinds: list[Values] = [small | st.integers(-(2**63), 2**63 - 1) | _limits_of("int64")]
+    if op == "mean":
+        kinds += [limits, limits, small | limits, _limits_of("complex128")]
+        return kinds if is_right else [*kinds, st.booleans()]
     if op not in _BITS:
         kinds += [limits, st.floats(-1e6, 1e6)]
-    if op == "mean":
-        return [*kinds, _limits_of("complex128"), small | limits]
     if op in ("SUM", "MIN", "MAX"):
         mixed = lambda a, b, t: {"a": [a, (b,)], "p": Point(t, a)}  # noqa: E731
         kinds.append(st.builds(mixed, small, small, tensor))
@@ -153,7 +154,7 @@ def reductions(
     refused anywhere: neither is right.
     """
     name, op = draw(st.sampled_from(names)), draw(st.sampled_from(_OPS if is_right else _OPS[-1:]))
-    dtypes: tuple[str, ...] = _EXACT if op in _BITS else (*_FLOATS, *_EXACT)
+    dtypes: tuple[str, ...] = _EXACT if op in _BITS else (*_FLOATS, *_FLOATS, *_EXACT)
     if op not in (*_BITS, "MIN", "MAX"):
         dtypes = _INEXACT if is_right and op == "mean" else (*_INEXACT, *_EXACT)
     dtype = draw(st.sampled_from(_INEXACT if name == "all_reduce_grads" else dtypes))
@@ -161,15 +162,17 @@ def reductions(
     shape = _rows(shape, count) if name == "reduce_scatter" else shape
     kinds = [_tensors(shape, dtype, op)] * 3
     if name in ("all_reduce", "reduce", "all_reduce in a dict", "reduce_mean"):
-        kinds += _numbers(op, kinds[0])
+        kinds += _numbers(op, kinds[0], is_right)
     one = draw(st.sampled_from(kinds))
     alike, each = one.map(lambda value: (value,) * size), st.tuples(*[one] * size)
     values = draw(alike | each if op == "mean" else each)
 
     def ends(call: str, root: int) -> str:
-        if op != "mean" or not isinstance(values[0], Filled) or dtype in _INEXACT:
+        is_tensor = isinstance(values[0], Filled)
+        is_bool = dtype == "bool" if is_tensor else any(isinstance(x, bool) for x in values)
+        if op != "mean" or (not is_bool and (not is_tensor or dtype in _INEXACT)):
             return "right"
-        if dtype == "bool" or call.startswith("mm."):
+        if is_bool or call.startswith("mm."):
             return "either"
         columns = zip(*(value.row for value in values), strict=True)
         is_whole = 0 in shape or all(sum(column) % size == 0 for column in columns)
@@ -223,8 +226,10 @@ def odd_tensors(draw: st.DrawFn, size: int, kinds: Sequence[str]) -> Step:
     """
     names = {*BASIC, "all_gather in a list", "all_reduce in a dict", "all_reduce_params"}
     names |= {"broadcast_params", "reduce_dict", "scatter in a list"}
-    name = draw(st.sampled_from(sorted(names - {"barrier", "scatter"})))
     kind, ranks = draw(st.sampled_from(kinds)), draw(some_of(size))
+    if kind in odd.IN_PLACE_REFUSED:
+        names = {"all_reduce_", "broadcast_", "all_reduce", "all_gather", "broadcast_params"}
+    name = draw(st.sampled_from(sorted(names - {"barrier", "scatter"})))
     numel = draw(st.sampled_from([12, 12, 12, _LARGE]))
 
     def ends(call: str, root: int) -> str:

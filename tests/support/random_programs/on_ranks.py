@@ -96,6 +96,8 @@ def begin(step: Step, rank: int, group: Any = None) -> Callable[[], Found]:
         if isinstance(got, Raised):
             changed = got.is_ours and difference(after, before)
             return f"{got!r}, but its value changed: {changed}" if changed else got
+        if step.ends == "refused":
+            return None  # there is nothing to compare with: `wrong_with` reports it
         got = content(value if step.is_in_place and got is None else got)
         return wrong(step, rank, got) or difference(after, got if step.is_in_place else before)
 
