@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import linecache
 import os
 import re
@@ -18,13 +19,14 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 __all__ = (
     "after",
     "fold",
     "fold_text",
+    "frame_of",
     "hides",
     "is_full",
     "is_ours",
@@ -73,6 +75,22 @@ def hides(_: object = None) -> bool:
 def is_ours(file: str) -> bool:
     """Whether a file belongs to this package. Local, and pure."""
     return file.startswith(_PACKAGE)
+
+
+def frame_of(thread_id: int) -> FrameType | None:
+    """Return the innermost frame of a thread of this process; None where there is no such thread.
+
+    Local.
+    """
+    # A collection within this call may wait for a lock that the call itself holds:
+    # https://github.com/python/cpython/issues/106883, until Python 3.11.9 is the oldest 3.11.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread_id)
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def place_of(file: str, line: int) -> str:

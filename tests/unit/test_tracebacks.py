@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 import unisono
-from tests.support.processes import python
+from tests.support.processes import python, run_python
 from unisono import tracebacks
 from unisono.errors import ArgumentError
 
@@ -187,3 +188,26 @@ def test_packages_are_never_the_users_own_code() -> None:
     for folder in ("/u/.local/lib/python3.11/site-packages", "/usr/lib/python3/dist-packages"):
         installed = traceback.FrameSummary(f"{folder}/lib.py", 1, "g", line="")
         assert tracebacks.where([own, installed]) is own
+
+
+def test_a_thread_s_frame_is_found_while_garbage_has_locals_of_threads() -> None:
+    """Python 3.11.0 to 3.11.8 waits for itself if it collects them within that call."""
+    program = """
+        import gc, threading
+        from unisono.tracebacks import frame_of
+
+        event = threading.Event()
+        thread = threading.Thread(target=event.wait)
+        thread.start()
+        gc.set_threshold(1)
+        for _ in range(200):
+            ring = [threading.local()]
+            ring[0].value = 1
+            ring.append(ring)
+            del ring
+            assert frame_of(thread.ident) is not None
+        assert frame_of(0) is None
+        assert gc.isenabled()
+        event.set()
+    """
+    assert run_python("-c", textwrap.dedent(program)) == ""

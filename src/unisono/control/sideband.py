@@ -10,7 +10,6 @@ import json
 import math
 import os
 import select
-import sys
 import threading
 import time
 import traceback
@@ -35,7 +34,7 @@ from unisono.control.inquiry import Inquiries
 from unisono.control.missing import Farewell
 from unisono.control.tree import Links, Seat
 from unisono.model.handle import BACKGROUND
-from unisono.tracebacks import is_ours, place_of, where
+from unisono.tracebacks import frame_of, is_ours, place_of, where
 
 __all__ = ("Sideband", "State", "stack_of")
 
@@ -81,7 +80,7 @@ def stack_of(thread_id: int) -> str:
     thread, main = by_id.get(thread_id), threading.main_thread()
     if thread is None or thread.name.startswith(_OWN_THREADS):  # the user's thread waits for it
         thread_id = main.ident or thread_id
-    stack = traceback.extract_stack(sys._current_frames().get(thread_id))
+    stack = traceback.extract_stack(frame_of(thread_id))
     if len(stack) > 1 and stack[0].filename == "<string>" and is_ours(stack[1].filename):
         del stack[0]  # the command line of the process that makes ranks
     innermost, frames = where(stack), [each for each in stack if not is_ours(each.filename)]

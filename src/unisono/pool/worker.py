@@ -7,7 +7,6 @@ import os
 import pickle
 import queue
 import socket
-import sys
 import threading
 import traceback
 from contextlib import suppress
@@ -23,7 +22,7 @@ from unisono.launchers.job.output import begin_lines_with_rank
 from unisono.launchers.job.pickling import load_from_parent
 from unisono.launchers.job.worker import describe
 from unisono.model.contract import ComputationModel
-from unisono.tracebacks import hides
+from unisono.tracebacks import frame_of, hides
 
 __all__ = (
     "BROKEN",
@@ -118,7 +117,7 @@ class _Pool:
 
 def _may_wait(thread_id: int) -> bool:
     """Tell whether a call is within anything that may wait for other ranks. Local."""
-    frame, may_wait = sys._current_frames().get(thread_id), False
+    frame, may_wait = frame_of(thread_id), False
     while frame is not None and frame.f_code is not _outcome.__code__:
         may_wait = may_wait or str(frame.f_globals.get("__name__")).startswith(_WAITING)
         frame = frame.f_back
@@ -128,7 +127,7 @@ def _may_wait(thread_id: int) -> bool:
 def _stack(thread_id: int) -> list[tuple[str, int, str, str]]:
     """Give file, line, function and source of each frame of a call, outermost first. Local."""
     frames = []
-    for frame, line in traceback.walk_stack(sys._current_frames().get(thread_id)):
+    for frame, line in traceback.walk_stack(frame_of(thread_id)):
         if frame.f_code is _outcome.__code__:
             break
         code = frame.f_code
