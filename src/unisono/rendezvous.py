@@ -77,7 +77,8 @@ def join_store(info: RankInfo, timeout: timedelta | None = None) -> JobStore:
         timeout: for all ranks to come; None for 60 s.
 
     Returns:
-        The store, and the job's secret where there is one.
+        The store, and the job's secret where there is one. Keep it as long as the model: rank 0
+        may host the store, which ends with the last reference to it.
 
     Raises:
         ContextError: there is no address, nobody listens there, or not all ranks came.

@@ -40,7 +40,7 @@ class ZmqModel(ComputationModel):
         self.limit_s = None if timeout is None else timeout.total_seconds()
         self.round = 0
         self.early: dict[tuple[int, int], bytes] = {}
-        job = join_store(info, timeout)
+        self.job = job = join_store(info, timeout)  # rank 0 may host the store, others read it yet
         self.context = zmq.Context()
         secret = job.secret or _agreed(job, info)
         self.inbox = self._socket(zmq.PULL, secret)
