@@ -14,6 +14,7 @@ import reprlib
 import sys
 import sysconfig
 import textwrap
+import threading
 import traceback
 from collections.abc import Sequence
 from functools import cache
@@ -42,6 +43,7 @@ __all__ = (
 
 E = TypeVar("E", bound=BaseException)
 _TEXT = "_unisono_text"  # attribute of an exception
+_ONE_AT_A_TIME = threading.Lock()
 _PACKAGE = str(Path(__file__).parent) + os.sep
 # Its frames are between a user's ``with`` and our frames.
 _BETWEEN = os.sep + "contextlib.py"
@@ -84,13 +86,14 @@ def frame_of(thread_id: int) -> FrameType | None:
     """
     # A collection within this call may wait for a lock that the call itself holds:
     # https://github.com/python/cpython/issues/106883, until Python 3.11.9 is the oldest 3.11.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return sys._current_frames().get(thread_id)
-    finally:
-        if was_enabled:
-            gc.enable()
+    with _ONE_AT_A_TIME:  # a second thread would find collections disabled, and leave them so
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames().get(thread_id)
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 def place_of(file: str, line: int) -> str:

@@ -263,6 +263,7 @@ STATE = {
     "training.states: _custom": "states that programs register",
     "training.wrapping: _averaging": "optimizers whose step averages gradients",
     "training.wrapping: _wrappers": "what plug-ins and programs bring",
+    "tracebacks: _ONE_AT_A_TIME": "one thread disables collections",
 }
 STATEFUL = frozenset(
     {

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -211,3 +214,20 @@ def test_a_thread_s_frame_is_found_while_garbage_has_locals_of_threads() -> None
         event.set()
     """
     assert run_python("-c", textwrap.dedent(program)) == ""
+
+
+def test_threads_that_ask_at_once_leave_collections_enabled() -> None:
+    def ask() -> None:
+        for _ in range(20_000):
+            tracebacks.frame_of(0)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            for done in [threads.submit(ask) for _ in range(16)]:
+                done.result()
+        assert gc.isenabled()
+    finally:
+        gc.enable()
+        sys.setswitchinterval(before)
