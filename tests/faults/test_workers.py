@@ -160,9 +160,13 @@ STUCK = [
 
 @pytest.mark.parametrize(("way", "what", "hangs"), STUCK, ids=str)
 def test_a_rank_that_hangs_is_named_at_the_deadline(
-    way: Way, what: str, hangs: list[str], tmp_path: Path, table: Table,
+    way: Way,
+    what: str,
+    hangs: list[str],
+    tmp_path: Path,
+    table: Table,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """In jobs that run at once: all last as long as the timeout."""
     require_backend(way.backend)
     if what == LARGE:  # else it is missed before, where calls are compared

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 
 import unisono
+from unisono.context import communicator
+from unisono.host.collectives import HostCollectives
 
 
 def shared_bytes() -> int:
@@ -19,6 +21,13 @@ def shared_bytes() -> int:
         re.search(r"^Rss:\s+(\d+) kB", part, re.MULTILINE) for part in parts if "memfd" in part
     ]
     return sum(1024 * int(size[1]) for size in sizes if size)
+
+
+def host_of() -> HostCollectives:
+    """Return the collectives in memory of the context's default group."""
+    host = communicator().control.host(None)
+    assert host is not None
+    return host
 
 
 def mappings() -> int:

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 import unisono
-from tests.process.host.test_tensors import host_of
 from tests.support.by_hand import by_hand, join, leave
 from tests.support.processes import until
-from tests.support.shared_memory import mappings, shared_bytes
+from tests.support.shared_memory import host_of, mappings, shared_bytes
 from unisono.errors import (
     ArgumentError,
     CollectiveMismatchError,

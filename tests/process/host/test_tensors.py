@@ -19,7 +19,12 @@ import torch
 
 import unisono
 from tests.support.by_hand import by_hand, join, leave
-from tests.support.shared_memory import assert_collectives_are_right, mappings, shared_bytes
+from tests.support.shared_memory import (
+    assert_collectives_are_right,
+    host_of,
+    mappings,
+    shared_bytes,
+)
 from unisono.context import communicator
 from unisono.errors import (
     CollectiveError,
@@ -30,7 +35,6 @@ from unisono.errors import (
 )
 from unisono.host import memory
 from unisono.host.arena import Arena, Layout
-from unisono.host.collectives import HostCollectives
 from unisono.host.mailbox import MAILBOX_BYTES
 from unisono.testing.ranks.world import World
 from unisono.topology import EVERYBODY
@@ -44,12 +48,6 @@ LONG = 5 * MIB  # of float32 don't fit in a slot
 
 def has_arena(group: unisono.Group | None = None) -> bool:
     return communicator().control.host(group) is not None
-
-
-def host_of() -> HostCollectives:
-    host = communicator().control.host(None)
-    assert host is not None
-    return host
 
 
 @pytest.mark.ranks(3, on="gloo")
