@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import pytest
 
 import unisono
@@ -91,9 +93,18 @@ def changes_the_parent(entry: Any, plan: Any, *, environ: Any = None) -> Any:
     return processes(entry, plan, environ=environ)
 
 
+def pickles_abc_by_value(entry: Any, plan: Any, *, environ: Any = None) -> Any:
+    cloudpickle.register_pickle_by_value(abc)
+    try:
+        return processes(entry, plan, environ=environ)
+    finally:
+        cloudpickle.unregister_pickle_by_value(abc)
+
+
 @pytest.mark.parametrize(
     ("launch", "law"),
     [
+        (pickles_abc_by_value, "classes_of_every_kind_arrive"),
         (lambda *job, **more: processes(*job, **more)[::-1], "results_come_in_the_order_of_ranks"),
         (lambda entry, plan, **_: processes(entry, plan), "variables_are_handed_over"),
         (names_no_rank, "the_first_failure_is_named_with_its_traceback"),

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor
 
 from unisono.errors import PayloadError
 from unisono.payload.memory import from_bytes, view_bytes
+from unisono.pickling import Pickler
 
 __all__ = ("dump", "load")
 
@@ -67,7 +67,7 @@ def _is_storage_of_accelerator(value: Any) -> bool:
     return isinstance(value, torch.UntypedStorage) and value.device.type != "cpu"
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(Pickler):
     """Pickles by value what other processes can't import, and tensors as raw memory."""
 
     def reducer_override(self, obj: Any) -> Any:

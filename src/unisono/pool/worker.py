@@ -11,8 +11,6 @@ import threading
 import traceback
 from contextlib import suppress
 
-import cloudpickle
-
 from unisono import context
 from unisono.control.addresses import local_address
 from unisono.errors import CollectiveError, PayloadError
@@ -22,6 +20,7 @@ from unisono.launchers.job.output import begin_lines_with_rank
 from unisono.launchers.job.pickling import load_from_parent
 from unisono.launchers.job.worker import describe
 from unisono.model.contract import ComputationModel
+from unisono.pickling import dumps
 from unisono.tracebacks import frame_of, hides
 
 __all__ = (
@@ -143,13 +142,13 @@ def _outcome(local_rank: int, body: bytes, is_process: bool) -> tuple[bytes, byt
         with forks_end_here():
             result = fn(local_rank, *args, **kwargs) if takes_rank else fn(*args, **kwargs)
         try:
-            return channel.RESULT, cloudpickle.dumps(result)
+            return channel.RESULT, dumps(result)
         except Exception as error:  # an object's own __reduce__ may raise anything
             kind = type(result).__qualname__
             raise PayloadError(f"the result, a {kind}, can't be pickled: {error}") from error
     except BaseException as error:  # SystemExit too: the pool decides what it means
         is_lost = leaves_out_of_step(error) or context.current().interrupted is not None
-        return BROKEN if is_lost else channel.ERROR, cloudpickle.dumps(describe(error))
+        return BROKEN if is_lost else channel.ERROR, dumps(describe(error))
     finally:
         flush()
 

@@ -11,10 +11,12 @@ import tempfile
 import threading
 import time
 import traceback
+from abc import ABC, ABCMeta
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 import psutil
 
@@ -39,6 +41,7 @@ from unisono.topology import LaunchPlan, RankInfo
 
 __all__ = ("LAUNCHER_LAWS", "LauncherTrial", "check_launcher")
 
+_T = TypeVar("_T")
 _MARK = "UNISONO_CHECK_MARK"
 _BLOCKS_S = (6.0, 40.0)  # deadlines of their law: the second where ranks weren't there by the first
 _COME_S = 60.0  # for all ranks to be there before they are interrupted
@@ -46,6 +49,10 @@ _GRACE_S = 20.0  # for all ranks to end after it
 _GONE_S = 5.0
 _LOOK_S = 0.05
 _EXIT_CODE = 7
+_KINDS = (
+    *("ABC", "Mapping", "Iterable", "Protocol", "context manager"),
+    *("Enum", "NamedTuple", "dataclass"),
+)
 
 
 class _UntestableError(Exception):
@@ -180,6 +187,60 @@ def _given(local_rank: int, data: bytes, make: Callable[[int], Any], *, word: st
     return len(data), data[-3:], make(facts.get_rank()), word
 
 
+def _kinds() -> dict[str, Any]:
+    """Make one of each kind of class, over those of the standard library, that programs have."""
+
+    class Own(ABC):  # noqa: B024 - its metaclass is what counts
+        def value(self) -> int:
+            return 42
+
+    class Items(Mapping[str, int]):
+        def __getitem__(self, key: str) -> int:
+            return len(key)
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(("one", "three"))
+
+        def __len__(self) -> int:
+            return 2
+
+    class Stream(Iterable[_T], Generic[_T]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(range(3))
+
+    class Speaks(Protocol):
+        def value(self) -> str: ...
+
+    class Speaker(Speaks):
+        def value(self) -> str:
+            return "spoken"
+
+    class Held(contextlib.AbstractContextManager[Any]):
+        def __exit__(self, *_: object) -> None: ...
+
+    class Color(Enum):
+        RED = 1
+
+    class Point(NamedTuple):
+        x: int
+
+    @dataclass
+    class Record:
+        x: int
+
+    made = (Own(), Items(), Stream[int](), Speaker(), Held(), Color.RED, Point(2), Record(3))
+    return dict(zip(_KINDS, made, strict=True))
+
+
+def _use(local_rank: int, kinds: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    found: list[Any] = [type(type(kinds["ABC"])) is ABCMeta]
+    with kinds["context manager"] as held:
+        found.append(held is kinds["context manager"])
+    found += [kinds["ABC"].value(), dict(kinds["Mapping"]), [*kinds["Iterable"]]]
+    found += [kinds["Protocol"].value(), kinds["Enum"].name, kinds["NamedTuple"].x]
+    return [*found, kinds["dataclass"].x], dict(kinds)
+
+
 def _who(info: RankInfo) -> tuple[RankInfo, str | None, str | None]:
     return info, os.environ.get(_MARK), os.environ.get("HOME")
 
@@ -257,6 +318,20 @@ def arguments_and_closures_arrive(trial: LauncherTrial) -> None:
     assert results == expected, f"got {results!r}, wanted {expected!r}"
     captured = object
     assert trial.spawn(lambda local_rank: captured.__name__) == ["object"] * trial.nproc
+
+
+@_law
+def classes_of_every_kind_arrive(trial: LauncherTrial) -> None:
+    """An object whose class no module has is in a rank what it is here, and when it comes back.
+
+    Classes over those of abc, collections.abc, contextlib, dataclasses, enum and typing.
+    """
+    kinds = _kinds()
+    known = [True, True, 42, {"one": 3, "three": 5}, [0, 1, 2], "spoken", "RED", 2, 3]
+    for rank, (found, back) in enumerate(trial.spawn(_use, kinds)):
+        assert found == known, f"rank {rank} found {found}, not {known}"
+        for name, value in kinds.items():
+            assert type(back[name]) is type(value), f"{name} came back as another class"
 
 
 @_law

@@ -19,6 +19,7 @@ interactive = pytest.importorskip("IPython.core.interactiveshell", reason="IPyth
 traitlets = pytest.importorskip("traitlets.config")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of IPython's own
 
+KINDS = Path(__file__).parents[2] / "data" / "kinds.py"
 Shown = Callable[[str, str], list[str]]
 
 
@@ -188,3 +189,11 @@ def test_functions_of_cells_show_their_lines_in_tracebacks(shell: Any) -> None:
         pytest.raises(WorkerFailedError, match=r"\n    return 1 / local_rank\n"),
     ):
         pool.run(work)
+
+
+def test_a_class_of_every_kind_can_be_of_a_cell(shell: Any, shown: Shown, tmp_path: Path) -> None:
+    text = KINDS.read_text()
+    shell.run_cell(text, store_history=True).raise_error()
+    names = shell.user_ns
+    names["check"](unisono.spawn("gloo", names["work"], (str(tmp_path),), nproc_per_node=2))
+    shown("2 --on gloo", f"{text}\ncheck([work(rank, {str(tmp_path)!r})])")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, Generic, TypeVar
-
-import cloudpickle
 
 from unisono.deadlines import end_of_block, host_s, overdue
 from unisono.errors import CollectiveTimeoutError, LaunchError, WorkerFailedError
@@ -246,7 +245,7 @@ class Job(Generic[T]):
 
     def _value(self, rank: int) -> Any:
         try:
-            return cloudpickle.loads(self.results[rank])
+            return pickle.loads(self.results[rank])
         except Exception as error:  # a constructor of the user's may raise anything
             raise WorkerFailedError(
                 f"rank {rank} of {self.world_size} returned a value that can't be unpickled here: "

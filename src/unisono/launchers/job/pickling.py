@@ -21,6 +21,7 @@ from typing import Any
 import cloudpickle
 
 from unisono.errors import PayloadError
+from unisono.pickling import Pickler, dumps
 from unisono.tracebacks import hides
 
 __all__ = ("load_from_parent", "pickle_for_worker")
@@ -29,6 +30,10 @@ __tracebackhide__ = hides
 
 _lock = threading.Lock()
 _MAIN = "__main__"
+_ONE_IN_A_PROCESS = (  # and its own is meant in each: ``from os import environ``
+    *(("os", "environ"), ("os", "environb"), ("random", "_inst")),
+    *(("numpy.random.mtrand", "_rand"), ("torch", "default_generator")),
+)
 _LARGEST_CLASS_BYTES = 1 << 20  # of one that may not even be needed
 
 
@@ -101,7 +106,7 @@ def load_from_parent(data: bytes, *, defines: bool = True) -> Any:
     return value
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(Pickler):
     def __init__(self, out: io.BytesIO, definitions: _Definitions) -> None:
         super().__init__(out)
         self.registered: list[ModuleType] = []
@@ -109,6 +114,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._sources = definitions.sources
         self._seen = {_MAIN, *cloudpickle.list_registry_pickle_by_value()}
         self._by_value = set(self._seen)
+        known = ((sys.modules.get(name), key) for name, key in _ONE_IN_A_PROCESS)
+        self._places = {id(getattr(module, key)): (module, key) for module, key in known if module}
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, FunctionType)):
@@ -117,6 +124,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 self._used.setdefault(obj.__module__, {})[obj.__name__] = obj
             if obj.__module__ in self._by_value and isinstance(obj, FunctionType):
                 self._keep_source(obj.__code__.co_filename)
+        elif (place := self._places.get(id(obj))) is not None:
+            return getattr, place
         elif isinstance(obj, functools._lru_cache_wrapper):
             self._look_at(obj.__module__)
             is_by_value = obj.__module__ in self._by_value
@@ -161,7 +170,9 @@ def _cached(fn: Any, parameters: dict[str, Any]) -> Any:
 
 
 def _is_importable(name: str, module: ModuleType) -> bool:
-    """Tell whether an import of `name` elsewhere would find the same file. Local."""
+    """Tell whether an import of `name` elsewhere would find the same module. Local."""
+    if name.partition(".")[0] in sys.stdlib_module_names:
+        return True  # also where it is frozen, or an alias, as collections.abc is
     parent = name.rpartition(".")[0]
     file = getattr(module, "__file__", None)
     if file is None and parent:
@@ -186,7 +197,7 @@ def _other_classes(used: dict[str, Any]) -> dict[str, bytes]:
         if not is_own or name in used:
             continue
         try:
-            data = cloudpickle.dumps(obj)
+            data = dumps(obj)
         except Exception:  # what can't be pickled can't be needed there
             continue
         if len(data) <= _LARGEST_CLASS_BYTES:
@@ -201,8 +212,7 @@ def _define(definitions: _Definitions) -> None:
         if name not in sys.modules and not _can_be_found(name):
             sys.modules[name] = ModuleType(name)
         if name in sys.modules:
-            for key, obj in objects.items():
-                setattr(sys.modules[name], key, obj)
+            _define_in(sys.modules[name], objects)
     main = sys.modules[_MAIN]
     known = vars(main)
     others = {  # a fork of the parent has them
@@ -218,6 +228,14 @@ def _define(definitions: _Definitions) -> None:
         return
     if not hasattr(ForkingPickler, "reducer_override"):  # somebody else's stays
         setattr(ForkingPickler, "reducer_override", _reduce_for_child)  # noqa: B010 - see its type
+
+
+def _define_in(module: ModuleType, objects: dict[str, Any]) -> None:
+    """Define what came by value, but nothing in place of what an import has defined."""
+    is_imported = module.__name__ != _MAIN and module.__spec__ is not None
+    for key, obj in objects.items():
+        if not (is_imported and hasattr(module, key)):
+            setattr(module, key, obj)
 
 
 def _can_be_found(name: str) -> bool:
@@ -236,7 +254,7 @@ class _Others:
     def __call__(self, name: str) -> Any:
         if name not in self.pickles:
             raise AttributeError(f"module {_MAIN!r} has no attribute {name!r}")
-        loaded = cloudpickle.loads(self.pickles[name])
+        loaded = pickle.loads(self.pickles[name])
         setattr(sys.modules[_MAIN], name, loaded)
         return loaded
 
@@ -247,12 +265,12 @@ def _reduce_for_child(_: ForkingPickler, obj: Any) -> Any:
     Such a process would run the program's file for it, which this one hasn't run itself.
     """
     if isinstance(obj, (type, FunctionType)) and obj.__module__ == _MAIN and _is_at_top(obj):
-        return _define_in_child, (obj.__name__, cloudpickle.dumps(obj))
+        return _define_in_child, (obj.__name__, dumps(obj))
     return NotImplemented
 
 
 def _define_in_child(name: str, data: bytes) -> Any:
     main = sys.modules[_MAIN]
     if name not in vars(main):
-        setattr(main, name, cloudpickle.loads(data))
+        setattr(main, name, pickle.loads(data))
     return getattr(main, name)

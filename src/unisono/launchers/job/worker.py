@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
-import cloudpickle
-
 from unisono.at_exit import LastCalls
 from unisono.errors import CollectiveError, PayloadError, PeerFailedError, WorkerFailedError
 from unisono.launchers.job import channel as messages
@@ -25,6 +23,7 @@ from unisono.launchers.job.lifetime import PEERS_S, Lifetime, flush, seed_genera
 from unisono.launchers.job.pickling import load_from_parent
 from unisono.launchers.job.process_state import Surroundings
 from unisono.launchers.job.title import name_process
+from unisono.pickling import dumps
 from unisono.topology import RankInfo
 from unisono.tracebacks import fold, summary
 
@@ -107,7 +106,7 @@ def _wait_for_peers(
 
 def _pickle(result: object) -> bytes:
     try:
-        data: bytes = cloudpickle.dumps(result)
+        data: bytes = dumps(result)
     except Exception as error:  # an object's own __reduce__ may raise anything
         raise PayloadError(
             f"the result, a {type(result).__qualname__}, can't be pickled: "
@@ -148,7 +147,7 @@ def _watch(channel: socket.socket, ended: threading.Event, all_done: threading.E
 def describe(error: BaseException) -> Failure:
     """Say how a function failed. Local."""
     try:
-        cause = cloudpickle.dumps(error)
+        cause = dumps(error)
     except Exception:  # the traceback says what there is to say
         cause = None
     headline, line = summary(error), WorkerFailedError.line_of(error)

@@ -11,13 +11,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import cloudpickle
-
 from unisono.launchers.job.failure import Failure
 from unisono.launchers.job.pickling import load_from_parent
 from unisono.launchers.job.store import host
 from unisono.launchers.job.worker import describe
 from unisono.launchers.script.script import Script
+from unisono.pickling import dumps
 from unisono.topology import LaunchPlan, RankInfo
 
 __all__ = ("RankActor", "seats")
@@ -63,7 +62,7 @@ class RankActor:
         sys.path.extend(item for item in path if item not in sys.path)
         try:
             entry: Callable[[RankInfo], Any] = load_from_parent(pickled)
-            return cloudpickle.dumps(entry(info))
+            return dumps(entry(info))
         except BaseException as error:  # SystemExit and KeyboardInterrupt are failures too
             failure: Failure = describe(error)
             return failure

@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import cloudpickle
-
 from unisono.at_exit import LastCalls
 from unisono.deadlines import overdue
 from unisono.errors import CollectiveTimeoutError, LaunchError, WorkerFailedError
@@ -29,6 +27,7 @@ from unisono.launchers.job.process_state import search_path
 from unisono.launchers.job.store import no_room, private_folder
 from unisono.launchers.script.script import Script
 from unisono.launchers.script.supervisor import Outcome, held_back, show
+from unisono.pickling import dumps
 from unisono.plugins import read_environment
 from unisono.topology import RankInfo
 
@@ -159,7 +158,7 @@ def _results(left: Sequence[_Leaving | None]) -> list[Any]:
                 item.rank,
                 0,
             )
-    return [cloudpickle.loads(item.result) for item in begun if item.result is not None]
+    return [pickle.loads(item.result) for item in begun if item.result is not None]
 
 
 def _late(folder: Path, places: Sequence[int], first: int) -> list[int]:
@@ -200,11 +199,11 @@ def work(folder: str) -> NoReturn:
     try:
         mine.write(where, place)
         result = load_from_parent((where / "entry").read_bytes())(info)
-        body = cloudpickle.dumps(result)
+        body = dumps(result)
         Lifetime.run_exit_handlers()
     except BaseException as error:  # SystemExit and KeyboardInterrupt are failures too
         with contextlib.suppress(Exception):  # the traceback says what there is to say
-            (where / f"error-{mine.attempt}-{info.rank}").write_bytes(cloudpickle.dumps(error))
+            (where / f"error-{mine.attempt}-{info.rank}").write_bytes(dumps(error))
         flush()
         traceback.print_exc(file=sys.__stderr__)  # without a prefix, for it is read again
         code = WorkerFailedError.exit_code_of(error) or 1

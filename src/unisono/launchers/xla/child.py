@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-import cloudpickle
 import torch
 
 from unisono.errors import LaunchError
@@ -24,6 +23,7 @@ from unisono.launchers.job.forkserver import die_with
 from unisono.launchers.job.lifetime import Lifetime, flush, seed_generators
 from unisono.launchers.job.pickling import load_from_parent
 from unisono.launchers.job.worker import describe
+from unisono.pickling import Pickler
 from unisono.topology import LaunchPlan, RankInfo
 
 __all__ = ("FORK_DIED", "serve")
@@ -62,7 +62,7 @@ def serve(link: Connection) -> NoReturn:
         link: to the parent, which sends the job and is told the results.
     """
     global _child
-    entry, plan, parent = cloudpickle.loads(link.recv_bytes())
+    entry, plan, parent = pickle.loads(link.recv_bytes())
     die_with(parent)
     lock = multiprocessing.get_context("fork").Lock()
     _child = child = _Child(link, lock, entry, plan, os.getpid())
@@ -139,7 +139,7 @@ def _info(runtime: Any, plan: LaunchPlan) -> RankInfo:
     )
 
 
-class _ResultPickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _ResultPickler(Pickler):
     """Pickles tensors of XLA devices as CPU tensors: the parent may have no such device."""
 
     def reducer_override(self, obj: Any) -> Any:

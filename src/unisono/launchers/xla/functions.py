@@ -19,8 +19,6 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-import cloudpickle
-
 from unisono.deadlines import limit_of
 from unisono.errors import (
     ArgumentError,
@@ -36,6 +34,7 @@ from unisono.launchers.job.tail import Tail
 from unisono.launchers.variables import OF_XLA, without
 from unisono.launchers.xla.child import FORK_DIED
 from unisono.launchers.xla.crash_report import explain, with_ranks
+from unisono.pickling import dumps
 from unisono.topology import LaunchPlan, RankInfo
 
 __all__ = ("launch",)
@@ -76,7 +75,7 @@ def launch(
             f"start_method={plan.start_method!r}: XLA's replicas are forked from a fresh process, "
             "so leave it out"
         )
-    task = cloudpickle.dumps((pickle_for_worker(entry), plan, os.getpid()))
+    task = dumps((pickle_for_worker(entry), plan, os.getpid()))
     link, theirs = multiprocessing.Pipe()
     with link:
         with theirs:

@@ -7,10 +7,9 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import cloudpickle
-
 from unisono import facts
 from unisono.collectives.gathers import all_gather
+from unisono.pickling import dumps
 from unisono.testing.cases import same
 from unisono.tracebacks import hides
 
@@ -49,7 +48,7 @@ class World:
             AssertionError: they differ; says who has what (on every rank).
         """
         __tracebackhide__ = hides  # here as well, for the debugger
-        pickles = all_gather(cloudpickle.dumps(value))
+        pickles = all_gather(dumps(value))
         chosen = range(self.size) if among is None else sorted(among)
         values = {rank: pickle.loads(pickles[rank]) for rank in chosen}
         groups: list[list[int]] = []

@@ -1,0 +1,41 @@
+"""cloudpickle, whose code keeps the file that it was written in.
+
+Since 3.1.3 its ``_code_reduce`` sends ``<dynamic-code>`` in place of every file, so that no
+traceback, timeout or mismatch would name a line.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import ChainMap
+from types import CodeType
+from typing import Any
+
+import cloudpickle
+
+__all__ = ("Pickler", "dumps")
+
+_reduce = cloudpickle.Pickler.dispatch_table[CodeType]
+
+
+def _reduce_code(code: CodeType) -> tuple[Any, ...]:
+    make, args = _reduce(code)
+    return _make_code, (make, args, code.co_filename)
+
+
+def _make_code(make: Any, args: tuple[Any, ...], file: str) -> CodeType:
+    code: CodeType = make(*args)
+    return code.replace(co_filename=file)
+
+
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles by value what other processes can't import, with its files and lines."""
+
+    dispatch_table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+
+
+def dumps(value: object) -> bytes:
+    """Pickle a value, for plain ``pickle.loads`` where unisono is installed. Local."""
+    out = io.BytesIO()
+    Pickler(out).dump(value)
+    return out.getvalue()
