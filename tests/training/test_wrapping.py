@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import random
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -163,10 +164,63 @@ def kept_wrappers(local_rank: int) -> Any:
     return idist.auto_model(nn.Linear(2, 1), wrapper=idist.Replicated)
 
 
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(4)])
+
+    def forward(self, factors: list[int]) -> Tensor:
+        """Use the parameters whose factor isn't 0."""
+        used = [p * x for p, x in zip(self.parts, factors, strict=True) if x]
+        return torch.cat(used).sum()
+
+
+def drawn_factors(draw: random.Random) -> list[int]:
+    factors = [draw.choice((0, draw.randint(1, 9))) for _ in range(4)]
+    factors[draw.randrange(4)] = draw.randint(1, 9)
+    return factors
+
+
 @several
-def test_a_failed_backward_spoils_no_later_one() -> None:
+@pytest.mark.parametrize("wrapper", ["ddp", idist.Replicated])
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_accumulate_as_under_torch_s_wrapper(wrapper: Any, seed: int) -> None:
+    """What isn't zeroed stays and is averaged again, on ranks that don't use it now, too."""
+    rank, size, draw = idist.get_rank(), idist.get_world_size(), random.Random(seed)
+    for _ in range(20):
+        net = Scales()
+        model = idist.auto_model(net, wrapper=wrapper, find_unused_parameters=True)
+        known: list[list[float | None]] = [[None] * 4 for _ in range(size)]  # by rank
+        was_kept, touched = False, set[int]()
+        for _ in range(6):
+            if not was_kept and draw.random() < 0.7:  # torch fails where those of no_sync go
+                is_none = draw.random() < 0.5
+                model.zero_grad(set_to_none=is_none)
+                known = [[None if is_none or x is None else 0.0 for x in row] for row in known]
+            factors = [drawn_factors(draw) for _ in range(size)]
+            was_kept = draw.random() < 0.3
+            with idist.no_sync(model) if was_kept else nullcontext():
+                model(factors[rank]).backward()
+            for row, used in zip(known, factors, strict=True):
+                for i in (i for i, factor in enumerate(used) if factor):
+                    row[i] = (row[i] or 0.0) + used[i]
+                    touched.add(i)
+            if not was_kept:
+                for i in touched:
+                    mean = sum(row[i] or 0.0 for row in known) / size
+                    for row in known:
+                        row[i] = mean
+                touched.clear()
+            found = [None if p.grad is None else round(p.grad.item(), 3) for p in net.parts]
+            assert found == [None if x is None else round(x, 3) for x in known[rank]]
+
+
+@several
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_failed_backward_spoils_no_later_one(is_training: bool) -> None:
     first, last = nn.Linear(2, 2), nn.Linear(2, 1)
     model: Any = idist.auto_model(nn.Sequential(first, last), wrapper=idist.Replicated)
+    model.train(is_training)
     x = torch.full((1, 2), idist.get_rank() + 1.0)
     between = first(x)
     between.register_hook(lambda grad: 1 // 0)
@@ -180,14 +234,15 @@ def test_a_failed_backward_spoils_no_later_one() -> None:
 
 
 @several_here
+@pytest.mark.parametrize("is_training", [True, False])
 @pytest.mark.parametrize("is_generic", [True, False])
-def test_ranks_may_have_different_numbers_of_batches(is_generic: bool) -> None:
-    joins(0, is_generic)
+def test_ranks_may_have_different_numbers_of_batches(is_generic: bool, is_training: bool) -> None:
+    joins(0, is_generic, is_training)
 
 
-def joins(local_rank: int, is_generic: bool) -> None:
+def joins(local_rank: int, is_generic: bool, is_training: bool = True) -> None:
     rank = idist.get_rank()
-    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).train(is_training)
     wrapper: Any = idist.Replicated if is_generic else "ddp"
     model = idist.auto_model(net, wrapper=wrapper)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -45,14 +45,17 @@ class _Bucket:
         self.parts = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
         self.handle: Handle[Tensor] | None = None
 
-    def start(self, touched: set[int], size: int, notes: Sequence[bool] = ()) -> None:
-        """Copy the gradients together and start their sum. Collective over all ranks."""
-        has = [id(p) in touched and p.grad is not None for p in self.parameters]
-        for parameter, part, is_there in zip(self.parameters, self.parts, has, strict=True):
-            if is_there and parameter.grad is not None:
+    def start(self, touched: set[int] | None, size: int, notes: Sequence[bool] = ()) -> None:
+        """Copy the gradients together and start their sum. Collective over all ranks.
+
+        `touched` is None where this rank only takes part in the others' backward.
+        """
+        for parameter, part in zip(self.parameters, self.parts, strict=True):
+            if touched is not None and parameter.grad is not None:  # of an earlier backward, too
                 torch.div(parameter.grad, size, out=part)
             else:
                 part.zero_()
+        has = [id(p) in (touched or ()) and p.grad is not None for p in self.parameters]
         self.counts.copy_(torch.tensor(has, device="cpu"))
         if self.notes.numel():
             self.notes.copy_(torch.tensor(notes, device="cpu"))
@@ -73,7 +76,9 @@ class _Bucket:
                 continue
             counts = self.counts.tolist() if counts is None else counts
             if counts[i]:
-                parameter.grad = torch.empty_like(parameter).copy_(part)
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(part)
 
 
 class Averager:
@@ -160,7 +165,7 @@ class Averager:
             self._late.add(index)
         with torch.no_grad():
             while self._next < len(self._buckets) - 1 and self._missing[self._next] == 0:
-                self._start_next()
+                self._start_next(self._touched)
 
     def _begin(self) -> None:
         self._is_running = True
@@ -170,38 +175,37 @@ class Averager:
         self._missing = list(self._sizes)
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
-    def _start_next(self) -> None:
+    def _start_next(self, touched: set[int] | None) -> None:
         bucket = self._buckets[self._next]
         late = [index in self._late for index in range(bucket.notes.numel())]
-        bucket.start(self._touched, self._size, late)
+        bucket.start(touched, self._size, late)
         self._next += 1
 
     def _end(self) -> None:
         if self._is_running:
-            self._finish(is_shadow=False)
+            self._finish(self._touched)
 
-    def _finish(self, is_shadow: bool) -> None:
+    def _finish(self, touched: set[int] | None) -> None:
         with torch.no_grad():
             while self._next < len(self._buckets):
-                self._start_next()
+                self._start_next(touched)
             for bucket in self._buckets:
                 bucket.wait()
             again = self._buckets[-1].notes.tolist() if len(self._buckets) > 1 else []
             for bucket, count in zip(self._buckets, again, strict=False):
                 if count:
-                    bucket.start(self._touched, self._size)
+                    bucket.start(touched, self._size)
                     bucket.wait()
-            for bucket in [] if is_shadow else self._buckets:
-                bucket.copy_back(self._touched)
+            for bucket in self._buckets if touched is not None else ():
+                bucket.copy_back(touched)
         self._is_running = False
         self._touched.clear()
 
     def shadow(self) -> None:
         """Take part in the others' backward with no gradients. Collective over all ranks."""
-        self._touched.clear()
         self._late.clear()
         self._next = 0
-        self._finish(is_shadow=True)
+        self._finish(None)
 
 
 def _hook(averager: Averager, parameters: Sequence[Tensor]) -> list[RemovableHandle]:
@@ -225,7 +229,7 @@ def _remove(hooks: list[RemovableHandle]) -> None:
 
 
 _JOIN = "a step of join"
-_SYNCS, _ACCUMULATES, _HAS_ENDED = b"s", b"a", b"e"
+_SYNCS, _SYNCS_IN_EVAL, _ACCUMULATES, _HAS_ENDED = b"s", b"v", b"a", b"e"
 # DistributedDataParallel's, which are always so here, or make no difference.
 _NEEDLESS = frozenset(
     {"find_unused_parameters", "gradient_as_bucket_view", "static_graph", "check_reduction"}
@@ -285,14 +289,15 @@ class Replicated(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Collective over all ranks in training, where it has buffers."""
-        if torch.is_grad_enabled() and self.training:
+        if torch.is_grad_enabled():
             self._averager.check_context()
             self._averager.reset()
             src = 0
             if self._is_joining:
-                word = _SYNCS if self._averager.is_syncing else _ACCUMULATES
+                word = _SYNCS if self.training else _SYNCS_IN_EVAL
+                word = word if self._averager.is_syncing else _ACCUMULATES
                 src = self._first_active(swap(communicator(), _JOIN, word, None))
-            if self._averager.is_syncing:
+            if self._averager.is_syncing and self.training:
                 self._broadcast_buffers(src)
         return self.module(*args, **kwargs)
 
@@ -339,6 +344,7 @@ class Replicated(nn.Module):
             src = self._first_active(marks)
             if marks[src] == _SYNCS:
                 self._broadcast_buffers(src)
+            if marks[src] != _ACCUMULATES:
                 self._averager.shadow()
         broadcast_params(self.module, self._leader)
 
