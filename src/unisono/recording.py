@@ -44,7 +44,6 @@ __tracebackhide__ = hides
 T = TypeVar("T")
 _now = time.monotonic_ns  # both are called in each collective
 _frame = sys._getframe
-_PASSED = (*OUR_FRAMES, f"{Path(torch.__file__).parent}{os.sep}")
 _LONGEST_PROGRAM = 200
 _LONGEST_ERROR = 500
 _LONGEST_JOB = 200
@@ -467,7 +466,7 @@ def _known_of(code: CodeType) -> _Code:
 def _note(code: CodeType) -> _Code:
     """Keep what is asked of the code of a frame: its file, and lines by place unless it is ours."""
     file = code.co_filename
-    is_ours = file == "<string>" or file.startswith(_PASSED)  # that is a process that we started
+    is_ours = file == "<string>" or file.startswith(OUR_FRAMES)  # that is a process that we started
     if len(_codes) >= _MOST_CODES:
         _codes.clear()
     known = _codes[id(code)] = (code, file, None if is_ours else {})

@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import random
+import re
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -213,6 +214,104 @@ def test_gradients_accumulate_as_under_torch_s_wrapper(wrapper: Any, seed: int) 
                 touched.clear()
             found = [None if p.grad is None else round(p.grad.item(), 3) for p in net.parts]
             assert found == [None if x is None else round(x, 3) for x in known[rank]]
+
+
+@several
+@pytest.mark.parametrize("wrapper", ["ddp", idist.Replicated])
+def test_every_backward_outside_of_no_sync_is_averaged(wrapper: Any) -> None:
+    """Whatever its forward was: of the wrapper in no_sync, of the module inside, an earlier one."""
+    rank, size = idist.get_rank(), idist.get_world_size()
+    net = nn.Linear(1, 1, bias=False)
+    model = idist.auto_model(net, wrapper=wrapper)
+    mean = (size + 1) / 2
+    x = torch.tensor([[rank + 1.0]])
+
+    def grad() -> float:
+        assert net.weight.grad is not None
+        found = net.weight.grad.item()
+        model.zero_grad()
+        return found
+
+    with idist.no_sync(model):
+        losses = [model(x).sum() for _ in range(2)]
+    sum(losses).backward()  # type: ignore[union-attr]
+    assert grad() == pytest.approx(2 * mean)
+    net(x).sum().backward()
+    assert grad() == pytest.approx(mean)
+    first, second = model(x).sum(), model(x).sum()
+    first.backward()
+    assert grad() == pytest.approx(mean)
+    second.backward()
+    assert grad() == pytest.approx(mean)
+    with idist.no_sync(model):
+        net(x).sum().backward()
+    assert grad() == rank + 1.0
+
+
+class InParts(nn.Sequential):
+    """Computes each part again in backward."""
+
+    def __init__(self, parts: list[nn.Linear], is_reentrant: bool) -> None:
+        super().__init__(*parts)
+        self.is_reentrant = is_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self:
+            x = checkpoint(part, x, use_reentrant=self.is_reentrant)
+        return x
+
+
+@pytest.mark.ranks(2, on="gloo")
+def test_what_torch_averages_is_averaged_once() -> None:
+    calls: list[str] = []
+    remove = idist.add_hook(after=lambda record: calls.append(record.name))
+    options = [{}, {"static_graph": True}, {"find_unused_parameters": True}]
+    for is_reentrant, kwargs in itertools.product((False, True), options):
+        if is_reentrant and "find_unused_parameters" in kwargs:
+            continue  # torch refuses it
+        parts = [nn.Linear(2, 2) for _ in range(3)]
+        model = idist.auto_model(InParts(parts, is_reentrant), **kwargs)
+        for _ in range(3):
+            model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    remove()
+    assert "gradients" in calls
+    assert "all_reduce_grads" not in calls
+
+
+@pytest.mark.ranks(2, on="gloo")
+def test_ranks_that_train_another_model_are_told_at_once() -> None:
+    """Also where it is as large; and where one of them calls something else meanwhile."""
+    rank = idist.get_rank()
+
+    def made(which: int) -> nn.Module:
+        return [idist.auto_model(nn.Linear(2, n)) for n in (2, 2, 300)][which]
+
+    for other in (1, 2):
+        model = made(0 if rank == 0 else other)
+        loss = model(torch.ones(1, 2)).sum()
+        with pytest.raises(CollectiveMismatchError, match="gradients of backward of Linear") as why:
+            loss.backward()
+        line = f"test_wrapping.py:{why.traceback[0].lineno + 1}"
+        assert len(set(re.findall(r"\(model \d+\)", str(why.value)))) == 2
+        assert str(why.value).count(line) == 2
+    model = made(0)
+    loss = model(torch.ones(1, 2)).sum()
+    both = r"(?s)rank 0: barrier at .*rank 1: gradients"
+    with pytest.raises(CollectiveMismatchError, match=both):
+        idist.barrier() if rank == 0 else loss.backward()
+    net = nn.Linear(1, 1)
+    model = idist.auto_model(net)
+    model(torch.tensor([[rank + 1.0]])).sum().backward()
+    assert net.weight.grad == 1.5  # the ranks are still in step
+
+
+@pytest.mark.ranks(2, on="gloo")
+def test_sparse_gradients_are_averaged_by_torch() -> None:
+    net = nn.Embedding(3, 1, sparse=True)
+    model = idist.auto_model(net)
+    model(torch.tensor([idist.get_rank()])).sum().backward()
+    assert net.weight.grad is not None
+    assert net.weight.grad.to_dense().tolist() == [[0.5], [0.5], [0.0]]
 
 
 @several

@@ -19,8 +19,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from unisono.control.envelopes import COPIED_BYTES, read_call
 from unisono.errors import CollectiveMismatchError
+from unisono.topology import EVERYBODY, Group
 from unisono.tracebacks import hides, place_of
 
 __all__ = (
@@ -108,8 +111,12 @@ def _shifted(
 UNKNOWN = "a call of the library's own"
 """What `describe` says of a frame that isn't one."""
 _LONGEST_SITE = 60  # bytes: with its call a short value still fits into the fallback's frame
-OUR_FRAMES = (str(Path(__file__).parents[1]), contextlib.__file__)
-"""Starts of the files whose frames are ours, or of who enters and leaves our sections."""
+OUR_FRAMES = (
+    *(str(Path(__file__).parents[1]), contextlib.__file__),
+    f"{Path(torch.__file__).parent}{os.sep}",
+)
+"""Starts of the files whose frames aren't the user's: ours, torch's, and of who enters and leaves
+our sections."""
 
 
 # The line of the call that a background thread carries: its own frames say nothing of it.
@@ -137,25 +144,19 @@ def carried_line() -> str:
     return carried.decode("utf-8", "replace") if carried else ""
 
 
-def site(passed: tuple[str, ...] = OUR_FRAMES) -> bytes:
-    """Give file and line of the innermost frame that isn't ours.
-
-    Local.
-
-    Args:
-        passed: starts of the files whose frames are passed over.
-    """
+def site() -> bytes:
+    """Give file and line of the user's innermost frame. Local."""
     carried = _carried.get()
     if carried or line.known:
         return carried or line.known
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(passed):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(OUR_FRAMES):
         frame = frame.f_back
     return named(frame.f_code.co_filename, frame.f_lineno)
 
 
 def line_of_call() -> str:
-    """Give file and line of the innermost frame that isn't ours, for a person. Local."""
+    """Give file and line of the user's innermost frame, for a person. Local."""
     frame = sys._getframe(level() - 1)
     return place_of(frame.f_code.co_filename, frame.f_lineno)
 
@@ -282,6 +283,13 @@ class SequenceNumbers:
         """The last of them and its line; empty once something else came after it."""
         self.histories: defaultdict[str, CallHistory] = defaultdict(CallHistory)
         """The lines of rounds in which all ranks said what they call."""
+        self._models: dict[str, int] = {}
+
+    def count_model(self, group: Group | None) -> int:
+        """Number the models that a group trains together, from 1, alike on all ranks. Local."""
+        key = EVERYBODY if group is None else group.name
+        self._models[key] = number = self._models.get(key, 0) + 1
+        return number
 
     def begin(self, group: str, call: str) -> int:
         """Take note of an operation that this rank begins; give its number. Local."""

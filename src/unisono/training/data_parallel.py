@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -22,10 +22,11 @@ from unisono.errors import (
     UnsupportedOperation,
 )
 from unisono.model.handle import Handle
-from unisono.training.averaging import broadcast_params
+from unisono.topology import Group
+from unisono.training.averaging import all_reduce_grads, broadcast_params
 from unisono.training.buckets import MEGABYTE, buckets
 
-__all__ = ("Averager", "Replicated", "owners")
+__all__ = ("Averager", "Replicated", "UnannouncedAverager", "owners")
 
 
 class _Bucket:
@@ -196,8 +197,9 @@ class Averager:
                 if count:
                     bucket.start(touched, self._size)
                     bucket.wait()
-            for bucket in self._buckets if touched is not None else ():
-                bucket.copy_back(touched)
+            if touched is not None:
+                for bucket in self._buckets:
+                    bucket.copy_back(touched)
         self._is_running = False
         self._touched.clear()
 
@@ -208,7 +210,76 @@ class Averager:
         self._finish(None)
 
 
-def _hook(averager: Averager, parameters: Sequence[Tensor]) -> list[RemovableHandle]:
+class UnannouncedAverager:
+    """Averages what a backward leaves of which ``DistributedDataParallel`` has seen no forward.
+
+    That averages in the first backward after a forward of its own outside of ``no_sync``. Not where
+    the forward ran in ``no_sync``, or the loss is of the module inside, or of an earlier forward:
+    there gradients would stay as they are on each rank, without a word. `Replicated` averages in
+    every backward, and so do both with this.
+
+    Args:
+        module: whose parameters' gradients are averaged.
+        group: the ranks that train it together.
+    """
+
+    def __init__(self, module: nn.parallel.DistributedDataParallel, group: Group | None) -> None:
+        self._module, self._group = weakref.ref(module), group
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        weakref.finalize(module, _remove, _hook(self, parameters)).atexit = False
+        module.register_forward_pre_hook(self)
+        self._is_announced, self._announced = False, 0
+        self._backward = -1
+
+    def __call__(self, module: Any, inputs: Any) -> None:
+        """Take note of a forward. Local."""
+        if torch.is_grad_enabled() and module.require_backward_grad_sync:
+            self._is_announced = True
+            self._announced += 1
+
+    def on_gradient(self, key: int, parameter: Tensor) -> None:
+        """Let the end of this backward average, if nothing else will. Local."""
+        backward: int = torch._C._current_graph_task_id()
+        module = self._module()
+        if backward == self._backward or module is None or not module.require_backward_grad_sync:
+            return
+        self._backward = backward
+        self._queue(self._wait if self._is_announced else self._average)
+
+    def _queue(self, call: Callable[[], None]) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(call)
+
+    def _wait(self) -> None:
+        self._queue(self._note_end)  # after torch's own call, which this backward has queued since
+
+    def _note_end(self) -> None:
+        """Take note that torch has averaged; one within reentrant checkpointing comes too early."""
+        module = self._module()
+        if module is None or (module.static_graph and self._announced == 1):
+            return  # the first backward of a static graph doesn't say when it ends
+        with suppress(RuntimeError):  # it goes on
+            module._check_reducer_finalized()  # type: ignore[no-untyped-call]
+            self._is_announced = False
+
+    def _average(self) -> None:
+        module = self._module()
+        if module is not None and not module._join_config.enable:
+            all_reduce_grads(module.parameters(), group=self._group)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Forgotten, ()
+
+
+class _Forgotten:
+    """What the copy of a module has in its place: parameters that are copied lose their hooks."""
+
+    def __call__(self, module: Any, inputs: Any) -> None:
+        pass
+
+
+def _hook(
+    averager: Averager | UnannouncedAverager, parameters: Sequence[Tensor]
+) -> list[RemovableHandle]:
     """Let the parameters tell of their gradients, without keeping the averager alive. Local."""
     reference = weakref.ref(averager)
 

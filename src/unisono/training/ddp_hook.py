@@ -5,12 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from unisono.collectives.call import check
 from unisono.context import ContextState, communicator
 from unisono.host.collectives import HostCollectives
 from unisono.host.folding import folds
@@ -38,7 +39,9 @@ def average_in_shared_memory(
         group: the ranks that train it together.
     """
     if context.control.host(group) is not None:
-        module.register_forward_pre_hook(Averaging(group))
+        number = context.control.steps.count_model(group)
+        name = f"gradients of backward of {type(module.module).__name__} (model {number})"
+        module.register_forward_pre_hook(Averaging(group, name))
 
 
 class Averaging:
@@ -46,10 +49,11 @@ class Averaging:
 
     Args:
         group: the ranks that train together; a copy in another process has all.
+        name: what its buckets are called when calls are compared.
     """
 
-    def __init__(self, group: Group | None = None) -> None:
-        self._group = group
+    def __init__(self, group: Group | None = None, name: str = "") -> None:
+        self._group, self._name = group, name
         self._module: Callable[[], Any] = _nothing
         self._is_live = False
 
@@ -74,10 +78,15 @@ class Averaging:
         return communicator().control.host(self._group)
 
     @contextmanager
-    def recorded(self, flat: Tensor) -> Iterator[None]:
-        """Record what the body does as the averaging of one bucket. Local."""
-        with communicator().calls.call("gradients", self._group, flat):
+    def bucket(self, index: int, flat: Tensor, host: HostCollectives) -> Iterator[None]:
+        """Record what the body does as the averaging of one bucket, if all ranks have come to it.
+
+        Collective over the group.
+        """
+        context = communicator()
+        with context.calls.call("gradients", self._group, flat):
             plane_is("memory")
+            check(context, f"{self._name}, bucket {index},", flat, self._group, host)
             yield
 
     def divisor(self, host: HostCollectives) -> Tensor | None:
@@ -92,6 +101,11 @@ class Averaging:
             return None
         return host.all_reduce(torch.tensor([float(self._is_live)], device="cpu"), ReduceOp.SUM)
 
+    def library_group(self) -> Any:
+        """Give torch's own group of the module. Local."""
+        module = self._module()
+        return None if module is None else module.process_group
+
     def end_step(self) -> None:
         """Take note that a backward is done: a rank without inputs has no forward before the next.
 
@@ -100,7 +114,7 @@ class Averaging:
         self._is_live = False
 
     def __deepcopy__(self, memo: object) -> Self:
-        return type(self)(self._group)
+        return type(self)(self._group, self._name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), ())
@@ -109,9 +123,9 @@ class Averaging:
 def average(state: Averaging, bucket: Any) -> torch.futures.Future[Tensor]:
     """Average one bucket of gradients in place: a communication hook. Collective over the group."""
     flat, host = bucket.buffer(), state.host()
-    if host is None:  # the context isn't the one that it was: torch's own way
-        return default_hooks.allreduce_hook(cast("Any", None), bucket)
-    with torch.no_grad(), state.recorded(flat):
+    if host is None or flat.layout is not torch.strided:  # another context, or sparse gradients
+        return default_hooks.allreduce_hook(state.library_group(), bucket)
+    with torch.no_grad(), state.bucket(bucket.index(), flat, host):
         divisor = state.divisor(host)
         if divisor is not None:
             host.all_reduce(flat.div_(divisor.to(flat.dtype)), ReduceOp.SUM)

@@ -28,7 +28,7 @@ from unisono.plugins import PluginRegistry, check_callable
 from unisono.topology import Group
 from unisono.training.averaging import broadcast_optimizer_state
 from unisono.training.batchnorm import convert_sync_batchnorm
-from unisono.training.data_parallel import Replicated, owners
+from unisono.training.data_parallel import Replicated, UnannouncedAverager, owners
 from unisono.training.ddp_hook import average_in_shared_memory
 from unisono.training.states import remember_wrapper, unwrapped
 
@@ -116,6 +116,7 @@ def auto_model(
     wrapped = hooks_of(current).wrap_module(model, str(wrapper), **kwargs)
     if isinstance(wrapped, _DDP):
         average_in_shared_memory(wrapped, context, group)
+        UnannouncedAverager(wrapped, group)
     if wrapped is not None:
         return wrapped
     if wrapper != "ddp":

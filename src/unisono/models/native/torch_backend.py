@@ -20,7 +20,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -49,7 +48,6 @@ __all__ = ("create",)
 __tracebackhide__ = hides
 
 _CPU = torch.device("cpu")
-_PASSED = (*OUR_FRAMES, f"{Path(torch.__file__).parent}{os.sep}")
 _PACKAGE = f"{OUR_FRAMES[0]}{os.sep}"
 _c10d: Any = _distributed_c10d  # whose stubs say other parameters in each version of torch
 _ProcessGroup: Any = dist.ProcessGroup
@@ -195,7 +193,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
             )
         if tensor is not None:
             call = f"{call} of {str(tensor.dtype)[6:]}[{tensor.numel()}]"
-        line = site(_PASSED)
+        line = site()
         head = call_head(call, line)
         blobs = self._control.exchange(head + value, self._group)
         self._control.steps.site = line
@@ -519,7 +517,7 @@ def _end_with(token: Token, future: Any) -> Any:
 
 def _is_ours(frame: FrameType | None) -> bool:
     """Tell whether unisono itself calls torch, which has a record of the call then."""
-    while frame is not None and frame.f_code.co_filename.startswith((__file__, *_PASSED[1:])):
+    while frame is not None and frame.f_code.co_filename.startswith((__file__, *OUR_FRAMES[1:])):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_PACKAGE)
 
