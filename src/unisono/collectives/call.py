@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -29,6 +30,7 @@ from unisono.topology import EVERYBODY, Group
 from unisono.tracebacks import hides
 
 __all__ = (
+    "called",
     "check",
     "collective",
     "compares",
@@ -46,6 +48,7 @@ __all__ = (
 __tracebackhide__ = hides
 
 _LONGEST_CALL = 500
+_purpose: ContextVar[str] = ContextVar("_purpose", default="")
 T = TypeVar("T")
 
 
@@ -116,7 +119,17 @@ def introduce(context: ContextState, call: str) -> None:
 
 def signature(call: str, tensor: Tensor) -> str:
     """Name a call with the dtype and shape that must agree. Local."""
-    return f"{call} of {str(tensor.dtype)[6:]}{list(tensor.shape)}"
+    return f"{_purpose.get() or call} of {str(tensor.dtype)[6:]}{list(tensor.shape)}"
+
+
+@contextmanager
+def called(purpose: str) -> Iterator[None]:
+    """Let calls within, and what they start, be compared and told as what they are for. Local."""
+    token = _purpose.set(purpose)
+    try:
+        yield
+    finally:
+        _purpose.reset(token)
 
 
 def compares(context: ContextState, group: Group | None, *, sums: bool = False) -> bool:

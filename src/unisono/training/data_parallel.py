@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from unisono.collectives.call import swap
+from unisono.collectives.call import called, swap
 from unisono.collectives.reductions import all_reduce_
-from unisono.context import communicator, current, current_model
+from unisono.context import ContextState, communicator, current, current_model
 from unisono.errors import (
     ArgumentError,
     CollectiveError,
@@ -26,7 +26,7 @@ from unisono.topology import Group
 from unisono.training.averaging import all_reduce_grads, broadcast_params
 from unisono.training.buckets import MEGABYTE, buckets
 
-__all__ = ("Averager", "Replicated", "UnannouncedAverager", "owners")
+__all__ = ("Averager", "Replicated", "UnannouncedAverager", "name_of_gradients", "owners")
 
 
 class _Bucket:
@@ -35,9 +35,9 @@ class _Bucket:
     # The counts make it right, without another collective, that a parameter has a gradient on some
     # ranks only: it counts as zero on the others; and that one which has none anywhere keeps none.
 
-    def __init__(self, parameters: Sequence[Tensor], notes: int) -> None:
+    def __init__(self, name: str, parameters: Sequence[Tensor], notes: int) -> None:
         first = parameters[0]
-        self.parameters = parameters
+        self.name, self.parameters = name, parameters
         sizes = [*(p.numel() for p in parameters), len(parameters), notes]
         self.flat = torch.zeros(
             sum(sizes), dtype=first.dtype, device=first.device, requires_grad=False
@@ -60,7 +60,8 @@ class _Bucket:
         self.counts.copy_(torch.tensor(has, device="cpu"))
         if self.notes.numel():
             self.notes.copy_(torch.tensor(notes, device="cpu"))
-        self.handle = all_reduce_(self.flat, "SUM", async_op=True)
+        with called(self.name):
+            self.handle = all_reduce_(self.flat, "SUM", async_op=True)
 
     def wait(self) -> None:
         """Wait for the sum, which `start` began. Local."""
@@ -80,6 +81,12 @@ class _Bucket:
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
                 parameter.grad.copy_(part)
+
+
+def name_of_gradients(context: ContextState, module: nn.Module, group: Group | None) -> str:
+    """Name what is averaged, alike on all ranks that have wrapped the same models. Local."""
+    number = context.control.steps.count_model(group)
+    return f"gradients of backward of {type(module).__name__} (model {number})"
 
 
 class Averager:
@@ -106,7 +113,11 @@ class Averager:
         self.parameter_ids: set[int] = {id(parameter) for parameter in parameters}
         runs = list(buckets(parameters, bucket_bytes))
         notes = [0] * (len(runs) - 1) + [len(runs)]
-        self._buckets = [_Bucket(run, count) for run, count in zip(runs, notes, strict=False)]
+        name = name_of_gradients(context, module, None)
+        self._buckets = [
+            _Bucket(f"{name}, bucket {i},", run, count)
+            for i, (run, count) in enumerate(zip(runs, notes, strict=False))
+        ]
         self._bucket_of = {id(p): i for i, run in enumerate(runs) for p in run}
         self._sizes = [len(run) for run in runs]
         self._hooks = _hook(self, parameters)

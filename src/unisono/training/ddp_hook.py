@@ -18,6 +18,7 @@ from unisono.host.folding import folds
 from unisono.model.reduction import ReduceOp
 from unisono.recording import plane_is
 from unisono.topology import Group
+from unisono.training.data_parallel import name_of_gradients
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -39,8 +40,7 @@ def average_in_shared_memory(
         group: the ranks that train it together.
     """
     if context.control.host(group) is not None:
-        number = context.control.steps.count_model(group)
-        name = f"gradients of backward of {type(module.module).__name__} (model {number})"
+        name = name_of_gradients(context, module.module, group)
         module.register_forward_pre_hook(Averaging(group, name))
 
 
