@@ -62,7 +62,7 @@ class CollectiveRecord(NamedTuple):
         job: tells the job from others; the same on all its ranks where its launcher or its
             variables say it.
         group: the name of the group; ``"all ranks"`` for all.
-        ranks: global ranks of the group, ascending.
+        ranks: global ranks of the group, in its order.
         number: how many calls of the group this rank has made, with this one: equal numbers are the
             same call on all ranks; 0 after a call that a hook has refused, which isn't made.
         size_bytes: of the tensor that was given; 0 for anything else.

@@ -179,10 +179,10 @@ class ContextHint:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """Some ranks of one context, in ascending order.
+    """Some ranks of one context, in an order of their own.
 
     Args:
-        ranks: global ranks of the members, ascending.
+        ranks: global ranks of the members: ascending, unless torch's own group has another order.
         handle: the model's own object, such as a ``torch.distributed.ProcessGroup``; may be None
             on a rank that isn't a member.
         name: tells it from every other group of its context, even of the same ranks; the same on

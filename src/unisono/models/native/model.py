@@ -338,7 +338,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         if not isinstance(handle, dist.ProcessGroup):
             return None
         try:
-            ranks = tuple(sorted(dist.get_process_group_ranks(handle)))
+            ranks = tuple(dist.get_process_group_ranks(handle))
         except KeyError as error:
             raise GroupMembershipError(
                 f"{handle} isn't a group of the live context: make it again with new_group"

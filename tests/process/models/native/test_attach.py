@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,25 @@ def a_group_of_torch_can_be_the_group(rank: int, size: int, folder: Path) -> Non
     leave()
 
 
+def a_group_of_torch_keeps_its_order(rank: int, size: int, folder: Path) -> None:
+    """On every plane: with small values, with tensors in memory, and by torch itself."""
+    join(folder, rank, size)
+    ranks = [2, 0, 1]
+    with suppress(TypeError):  # of torch before 2.13, which sorts them
+        group = dist.new_group(ranks, sort_ranks=False)
+        place = ranks.index(rank)
+        assert unisono.all_gather(f"of {rank}", group=group) == ["of 2", "of 0", "of 1"]
+        for n in (3, 300_000):
+            assert unisono.all_gather(torch.full((n,), rank), group=group)[::n].tolist() == ranks
+            parts = torch.arange(3).repeat_interleave(n)
+            part = unisono.reduce_scatter(parts, group=group)
+            assert part.tolist() == [3 * place] * n
+            assert unisono.broadcast_(torch.full((n,), rank), 0, group)[0] == 0
+        items = [f"to {each}" for each in ranks] if rank == 1 else None
+        assert unisono.scatter(items, src=1, group=group) == f"to {rank}"
+    leave()
+
+
 def a_fork_knows_the_facts_and_no_collective(rank: int, size: int, folder: Path) -> None:
     def look() -> None:
         assert (unisono.get_rank(), unisono.get_world_size()) == (rank, size)
@@ -278,6 +298,7 @@ OF_THREE: list[Check] = [
     a_list_of_ranks_makes_one_group,
     groups_do_not_outlive_their_context,
     a_group_of_torch_can_be_the_group,
+    a_group_of_torch_keeps_its_order,
     a_fork_knows_the_facts_and_no_collective,
 ]
 
