@@ -17,7 +17,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler
 
 import unisono as idist
 from tests.support.worlds import REAL, alone_and_several, run, several
@@ -226,6 +226,36 @@ def test_bad_arguments_are_refused_alone_too() -> None:
         idist.gather_results([1], 1, dst=3)
     with pytest.raises(ArgumentError, match="get_rng_state"):
         idist.set_rng_state({})
+
+
+@alone_and_several
+def test_results_are_of_all_samples_and_of_one_kind_or_refused() -> None:
+    data: Any = [*range(10)]
+    size = idist.get_world_size()
+    every = [SubsetRandomSampler(data), RandomSampler(data), None]
+    for sampler in every:
+        loader = DataLoader(data, batch_size=2 * size, sampler=sampler)
+        assert idist.evaluate(lambda batch: batch * 2, loader).tolist() == [2 * i for i in data]
+    for some in (SubsetRandomSampler([7, 8, 9]), RandomSampler(data, num_samples=3)):
+        with pytest.raises(ArgumentError, match=r"a \w+RandomSampler|a RandomSampler, draws 3"):
+            idist.evaluate(lambda batch: batch, DataLoader(data, sampler=some))
+    calls: list[int] = []
+
+    def changing(batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        calls.append(1)
+        return {"x": batch, "late": batch} if len(calls) > 1 else {"x": batch}
+
+    with pytest.raises(
+        PeerFailedError, match=r"named \['late', 'x'\], and those before it \['x'\]"
+    ):
+        idist.evaluate(changing, data, batch_size=2 * size)
+    for count in (2, 4):
+        with pytest.raises(
+            PeerFailedError, match=f"a batch of {count} samples gave a tuple of 2 tensors"
+        ):
+            idist.evaluate(
+                lambda batch: (batch, batch), [*range(4 * size)], batch_size=count * size
+            )
 
 
 @pytest.mark.ranks(2, on="threads")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
@@ -14,14 +17,15 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     WeightedRandomSampler,
 )
 
 import unisono as idist
-from tests.support.worlds import several
+from tests.support.worlds import several, several_here
 from unisono import ReplicaLoader
-from unisono.errors import ArgumentError
+from unisono.errors import ArgumentError, CollectiveMismatchError
 from unisono.training.loader import moved
 
 
@@ -64,10 +68,18 @@ def test_a_loader_alone_orders_as_several_replicas_do() -> None:
     assert [i for rows in in_order for i in rows.tolist()] == data
     own = RandomSampler(data)
     assert idist.auto_dataloader(data, batch_size=4, sampler=own).sampler is own
+    seeded = epochs(0, data, 7)
+    assert sorted(seeded[0]) == data
+    assert seeded[0] not in (orders[0], epochs(0, data, 8)[0])
+    together = idist.spawn("threads", epochs, args=(data, 7), nproc_per_node=2)
+    assert [
+        i for pair in zip(*(part[0] for part in together), strict=True) for i in pair
+    ] == seeded[0]
 
 
-def epochs(_local_rank: int, data: list[int]) -> list[list[int]]:
-    loader = idist.auto_dataloader(data, batch_size=4)
+def epochs(_local_rank: int, data: list[int], seed: int | None = None) -> list[list[int]]:
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    loader = idist.auto_dataloader(data, batch_size=4, generator=generator)
     orders = []
     for epoch in (0, 0, 1):
         loader.sampler.set_epoch(epoch)
@@ -92,11 +104,44 @@ def test_the_proxy_deals_out_any_sampler() -> None:
             assert sorted(epochs[0]) == data
 
 
-def test_the_proxy_leaves_the_generator_alone() -> None:
+class Drawn(Sampler[int]):
+    """Draws in a way of its own."""
+
+    def __init__(self, draw: Callable[[], list[int]]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.draw())
+
+
+@several_here
+def test_a_sampler_that_draws_elsewhere_is_seeded_or_refused() -> None:
+    for draw in (
+        lambda: random.sample(range(12), 12),
+        lambda: numpy.random.permutation(12).tolist(),
+    ):
+        loader = idist.auto_dataloader([*range(12)], batch_size=12, sampler=Drawn(draw))
+        parts = idist.all_gather([i for rows in loader for i in rows.tolist()])
+        assert sorted(i for part in parts for i in part) == [*range(12)]
+    own = RandomSampler(range(12), generator=torch.Generator().manual_seed(idist.get_rank()))
+    unseeded = Drawn(lambda: numpy.random.default_rng().permutation(12).tolist())
+    for sampler in (own, unseeded):
+        loader = idist.auto_dataloader([*range(12)], batch_size=12, sampler=sampler)
+        name = type(sampler).__name__
+        with pytest.raises(CollectiveMismatchError, match=f"a {name}, draws other indices on"):
+            list(loader)
+
+
+def test_the_proxy_leaves_the_generators_alone() -> None:
     proxy = idist.DistributedProxySampler(RandomSampler(range(9)), 2, 0)
-    state = torch.get_rng_state()
+    state = idist.get_rng_state()
     first = list(proxy)
-    assert torch.equal(torch.get_rng_state(), state)
+    after = idist.get_rng_state()
+    assert torch.equal(after.pop("torch"), state.pop("torch"))
+    assert after == state
     torch.rand(3)
     assert list(proxy) == first
 

@@ -428,6 +428,16 @@ def test_conversion_keeps_parameters_and_takes_names() -> None:
         idist.convert_sync_batchnorm(net, "mmcv")
     with pytest.raises(UnsupportedOperation, match="unisono"):
         idist.convert_sync_batchnorm(net, "torch")
+    shared = nn.Module()
+    shared.first = nn.BatchNorm1d(2)
+    shared.second = shared.first
+    idist.convert_sync_batchnorm(shared)
+    assert shared.second is shared.first
+    norm = idist.SyncBatchNorm(1, track_running_stats=False).eval()
+    if idist.get_rank() == 0:  # evaluation isn't collective
+        torch.testing.assert_close(
+            norm(torch.tensor([[1.0], [3.0]])), torch.tensor([[-1.0], [1.0]])
+        )
     idist.register_sync_batchnorm("tests", lambda module: module, override=True)
     assert idist.convert_sync_batchnorm(net, "tests") is net
     with pytest.raises(RegistrationError, match="taken"):

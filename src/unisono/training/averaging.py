@@ -310,6 +310,18 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLi
         buckets.broadcast_all(context, works, src, group)
     if not is_src:
         optimizer.load_state_dict(state)
+        _keep_dtypes(optimizer, state)
+
+
+def _keep_dtypes(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Put back what ``load_state_dict`` has cast to a parameter's dtype: a float32 momentum."""
+    parameters = [each for entry in optimizer.param_groups for each in entry["params"]]
+    keys = [key for entry in state["param_groups"] for key in entry["params"]]
+    for key, parameter in zip(keys, parameters, strict=True):
+        loaded = optimizer.state[parameter]
+        for name, value in state["state"].get(key, {}).items():
+            if isinstance(value, Tensor) and value.dtype != loaded[name].dtype:
+                loaded[name] = value
 
 
 _Heads = dict[int, tuple[str, list[int], bool]]

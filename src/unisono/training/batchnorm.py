@@ -131,14 +131,14 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise [n, channels, ...]. Collective over `group` in training."""
         self._check_input_dim(input)
-        uses_batch = self.training or self.running_mean is None
-        if not uses_batch or team(self.group)[0].model.topology.size(self.group) == 1:
+        # Without running statistics evaluation takes those of this rank's batch, as torch's does.
+        if not self.training or team(self.group)[0].model.topology.size(self.group) == 1:
             return super().forward(input)
         kind = torch.promote_types(input.dtype, torch.float32)
         x = input.to(kind)
         with torch.no_grad():
             mean, variance, count = _statistics(x.detach(), self.group)
-            if self.training and self.track_running_stats:
+            if self.track_running_stats:
                 self._track(mean, variance, count)
         invstd = torch.rsqrt(variance + self.eps)
         normal: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
@@ -205,15 +205,22 @@ def convert_sync_batchnorm(
     return convert(model)
 
 
-def _converted(module: nn.Module) -> nn.Module:
+def _convert(module: nn.Module, made: dict[nn.Module, nn.Module], one: Converter) -> nn.Module:
+    """Convert the batch norms of a module with `one`; what stands under two names stays one."""
+    if isinstance(module, _BatchNorm):
+        made[module] = made.get(module) or one(module)
+    elif module not in made:
+        made[module] = module
+        for name, child in module._modules.items():
+            if child is not None:
+                setattr(module, name, _convert(child, made, one))
+    return made[module]
+
+
+def _synchronised(module: nn.Module) -> nn.Module:
     if isinstance(module, SyncBatchNorm):
         return module
-    if not isinstance(module, _BatchNorm):
-        for name, child in module.named_children():
-            made = _converted(child)
-            if made is not child:
-                setattr(module, name, made)
-        return module
+    assert isinstance(module, _BatchNorm)
     made = SyncBatchNorm(
         module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats
     )
@@ -226,7 +233,10 @@ def _converted(module: nn.Module) -> nn.Module:
 _converters: PluginRegistry[Converter] = PluginRegistry(
     "implementation",
     "unisono.batchnorms",
-    {"unisono": _converted, "torch": nn.SyncBatchNorm.convert_sync_batchnorm},
+    {
+        "unisono": lambda module: _convert(module, {}, _synchronised),
+        "torch": lambda module: _convert(module, {}, nn.SyncBatchNorm.convert_sync_batchnorm),
+    },
     check_callable,
 )
 

@@ -8,7 +8,8 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from unisono.arguments import check_count
 from unisono.collectives.call import guarded, swap
@@ -19,7 +20,7 @@ from unisono.collectives.value_types import T
 from unisono.context import ContextState, communicator, current, current_model
 from unisono.errors import ArgumentError, CollectiveMismatchError
 from unisono.payload.codec import decode, encode
-from unisono.training.loading import auto_dataloader
+from unisono.training.loading import DistributedProxySampler, auto_dataloader
 
 __all__ = ("EvaluationSampler", "evaluate", "gather_results")
 
@@ -179,8 +180,8 @@ def evaluate(fn: Callable[[Any], Any], data: Any, dst: int | None = None, **kwar
         fn: called with a batch, on this rank's device, without gradients. Returns a result for each
             sample: a tensor [b, ...], a list or tuple of b values, or a dict of these. A module is
             in evaluation mode meanwhile.
-        data: a dataset with a length, or a ``DataLoader``, whose order doesn't count; also one from
-            `auto_dataloader`.
+        data: a dataset with a length, or a ``DataLoader`` of all its samples, whose order doesn't
+            count; also one from `auto_dataloader`.
         dst: global rank that gets the results; None for all.
         kwargs: those of `auto_dataloader` that don't choose an order, such as ``batch_size``.
 
@@ -189,7 +190,8 @@ def evaluate(fn: Callable[[Any], Any], data: Any, dst: int | None = None, **kwar
         these; an empty list for no samples; None on ranks other than `dst`.
 
     Raises:
-        ArgumentError: `data` has no length, or the arguments choose an order.
+        ArgumentError: `data` has no length, or the arguments choose an order, or the sampler of
+            `data` leaves out samples or repeats them.
         PeerFailedError: `fn` raised on some rank, or its results aren't one for each sample (on
             every rank; the original is the cause on the rank that failed).
         CollectiveMismatchError: ranks have results of different names, kinds, dtypes or shapes (on
@@ -205,6 +207,8 @@ def evaluate(fn: Callable[[Any], Any], data: Any, dst: int | None = None, **kwar
     if chosen or not isinstance(dataset, Sized):
         what = f"{', '.join(chosen)} can't be given" if chosen else "the dataset has no length"
         raise ArgumentError(f"evaluate takes all samples in order: {what}")
+    if isinstance(data, DataLoader):
+        _check_sampler(data, len(dataset))
     context = communicator()
     check_rank(context, None, 0 if dst is None else dst, "dst")
     loader = auto_dataloader(data, shuffle=False, drop_last=False, **kwargs)
@@ -215,6 +219,28 @@ def evaluate(fn: Callable[[Any], Any], data: Any, dst: int | None = None, **kwar
     if dst not in (None, context.model.topology.rank):
         return None
     return made.get(None, made) if made else []
+
+
+def _check_sampler(loader: DataLoader[Any], size: int) -> None:
+    """Refuse a loader that chooses samples, for its choice would be lost."""
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    if type(sampler) is BatchSampler:
+        sampler = sampler.sampler
+    if isinstance(sampler, DistributedProxySampler):
+        sampler = sampler.sampler
+    if isinstance(sampler, (SequentialSampler, DistributedSampler)):
+        return
+    if isinstance(sampler, RandomSampler) and not sampler.replacement:
+        drawn = sampler.num_samples
+        is_all = drawn == size
+    else:
+        indices = [i for item in sampler for i in (item if isinstance(item, list) else [item])]
+        drawn, is_all = len(indices), sorted(indices) == list(range(size))
+    if not is_all:
+        raise ArgumentError(
+            f"evaluate takes each of the {size} samples once, and the loader's sampler, a "
+            f"{type(sampler).__qualname__}, draws {drawn}: give it a torch.utils.data.Subset"
+        )
 
 
 def _agreed(context: ContextState, call: Callable[[], Columns]) -> Columns:
@@ -257,7 +283,7 @@ def _told(context: ContextState, frame: bytes) -> list[bytes]:
 
 def _results(fn: Callable[[Any], Any], loader: Any) -> list[Columns]:
     """Give the results of each batch, by their names. Local, but for what `fn` does."""
-    made = []
+    made: list[Columns] = []
     left = len(loader.sampler)
     with torch.no_grad(), _evaluating(fn):
         for batch in loader:
@@ -267,6 +293,11 @@ def _results(fn: Callable[[Any], Any], loader: Any) -> list[Columns]:
             named = results if isinstance(results, dict) else {None: results}
             for name, part in named.items():
                 _check_results(name, part, count)
+            if made and named.keys() != made[0].keys():
+                raise ArgumentError(
+                    f"evaluate: batch {len(made)} gave results named {sorted(named, key=str)}, and "
+                    f"those before it {sorted(made[0], key=str)}: return the same names each time"
+                )
             made.append(named)
     return made
 
@@ -274,14 +305,20 @@ def _results(fn: Callable[[Any], Any], loader: Any) -> list[Columns]:
 def _check_results(name: str | None, part: Any, count: int) -> None:
     if not isinstance(part, (Tensor, list, tuple)) or (isinstance(part, Tensor) and not part.dim()):
         shown = "a 0-dim tensor" if isinstance(part, Tensor) else f"a {type(part).__qualname__}"
+    elif isinstance(part, tuple) and part and all(_is_column(each, count) for each in part):
+        shown = f"a tuple of {len(part)} tensors for all of them"
     elif len(part) != count:
         shown = f"{len(part)} results"
     else:
         return
     raise ArgumentError(
         f"evaluate: a batch of {count} samples gave {shown}{f' as {name!r}' if name else ''}: "
-        "return one result for each, in a tensor or a list"
+        "return one result for each, in a tensor or a list, or a dict of several of these"
     )
+
+
+def _is_column(value: Any, count: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == count
 
 
 def _joined(batches: list[Columns]) -> Columns:

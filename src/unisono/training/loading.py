@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import warnings
@@ -17,20 +18,24 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
 
 from unisono import facts
-from unisono.collectives.call import introduce
-from unisono.context import current, current_model
+from unisono.collectives.call import introduce, swap
+from unisono.context import communicator, current, current_model
 from unisono.control.signatures import level
-from unisono.errors import ArgumentError
+from unisono.errors import ArgumentError, CollectiveMismatchError
 from unisono.model.training import hooks_of
 from unisono.training.loader import ReplicaLoader
+from unisono.training.randomness import seeded
 
 __all__ = ("DistributedProxySampler", "auto_dataloader")
 
 _log = logging.getLogger(__name__)
+_OF_TORCH = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 _drawing = threading.Lock()
 
 
@@ -49,7 +54,8 @@ def auto_dataloader(
     ``batch_size`` is that of all replicas together and is divided by their number; ``num_workers``
     is that of a node and is divided among its replicas. Without ``sampler`` the loader shuffles
     (unless ``shuffle=False``) in an order that is the same on every run, and that
-    ``loader.set_epoch(epoch)`` changes, alone as with several replicas. Several replicas
+    ``loader.set_epoch(epoch)`` changes, alone as with several replicas; ``generator``, of one seed
+    on every rank, chooses another one by that seed. Several replicas
     put a sampler of yours into a `DistributedProxySampler`; a distributed one is used as it is.
     Memory is pinned where that helps the device.
 
@@ -92,7 +98,8 @@ def auto_dataloader(
         _order(dataset, kwargs, world_size)
     elif not isinstance(dataset, IterableDataset) and _chooses_order(kwargs):
         is_shuffled = kwargs.pop("shuffle", True)
-        kwargs["sampler"] = (_Shuffled if is_shuffled else _InOrder)(cast("Sized", dataset))
+        data = cast("Sized", dataset)
+        kwargs["sampler"] = _Shuffled(data, _seed(kwargs)) if is_shuffled else _InOrder(data)
     kwargs.setdefault("pin_memory", hooks.can_pin_memory)
     device = context.model.device if to_device and context.model.device.type != "cpu" else None
     return hooks.wrap_loader(ReplicaLoader(dataset, device, **kwargs))
@@ -208,7 +215,8 @@ def _sampler(dataset: Any, kwargs: dict[str, Any]) -> Sampler[Any]:
     share: dict[str, Any] = {"num_replicas": topology.world_size, "rank": topology.rank}
     sampler = kwargs.get("sampler")
     if sampler is None:
-        return DistributedSampler(dataset, shuffle=kwargs.pop("shuffle", True), **share)
+        is_shuffled = kwargs.pop("shuffle", True)
+        return DistributedSampler(dataset, shuffle=is_shuffled, seed=_seed(kwargs), **share)
     sampler_share = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
     if sampler_share == (None, None):
         return DistributedProxySampler(sampler, **share)
@@ -223,15 +231,21 @@ def _sampler(dataset: Any, kwargs: dict[str, Any]) -> Sampler[Any]:
     return made
 
 
+def _seed(kwargs: dict[str, Any]) -> int:
+    """Give the seed of the order, to which the epoch is added. Local."""
+    generator: torch.Generator | None = kwargs.get("generator")
+    return 0 if generator is None else generator.initial_seed() % (1 << 62)
+
+
 class _Shuffled(RandomSampler):
     """The order that a ``DistributedSampler`` of one replica has, of the type of one alone."""
 
     epoch = 0
     deals_in_turn = True
 
-    def __init__(self, dataset: Sized) -> None:
+    def __init__(self, dataset: Sized, seed: int) -> None:
         super().__init__(dataset)
-        self._indices: Any = DistributedSampler(dataset, 1, 0)  # type: ignore[arg-type]
+        self._indices: Any = DistributedSampler(dataset, 1, 0, seed=seed)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next epoch."""
@@ -256,10 +270,11 @@ class _InOrder(SequentialSampler):
 class DistributedProxySampler(DistributedSampler[Any]):
     """Wraps any sampler with a length, and distributes its indices to the replicas in turn.
 
-    Local. Every rank draws all indices of the sampler, with torch's generator seeded by the epoch,
-    and keeps its own; the generator is put back. A sampler with a generator of its own must draw
-    the same on every rank. As torch's ``DistributedSampler``, it starts over at the end until
-    every rank has as many; call ``set_epoch`` before each epoch.
+    Every rank draws all indices of the sampler, with the generators of torch, Python and numpy
+    seeded by the epoch, and keeps its own; the generators are put back. Collective over all ranks
+    when an epoch begins, where it isn't one of torch's samplers without a generator of its own:
+    then ranks compare what they have drawn. As torch's ``DistributedSampler``, it starts over at
+    the end until every rank has as many; call ``set_epoch`` before each epoch.
 
     Args:
         sampler: any ``Sampler`` with a length that isn't distributed.
@@ -292,13 +307,27 @@ class DistributedProxySampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         indices: list[Any] = []
-        # Replicas that are threads share the generator.
-        with _drawing, torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.epoch)
+        with _drawing, seeded(self.epoch):  # replicas that are threads share the generators
             while len(indices) < self.total_size:
                 drawn = list(self.sampler)
                 if not drawn:
                     raise ArgumentError("the sampler has a length, but gives no index")
                 indices += drawn
+        if type(self.sampler) not in _OF_TORCH or getattr(self.sampler, "generator", None):
+            self._compare(indices)
         mine = indices[: self.total_size][self.rank :: self.num_replicas]
         return iter(mine)
+
+    def _compare(self, indices: list[Any]) -> None:
+        """Refuse on all ranks what they haven't drawn alike: parts would overlap."""
+        context = communicator()
+        if context.model.topology.world_size != self.num_replicas:
+            return  # it isn't this job's
+        digest = hashlib.blake2b(repr(indices).encode(), digest_size=16).digest()
+        name = type(self.sampler).__qualname__
+        if len(set(swap(context, f"an epoch of a {name}", digest, None))) > 1:
+            raise CollectiveMismatchError(
+                f"the sampler, a {name}, draws other indices on other ranks, so their parts would "
+                "overlap and leave samples out: let it draw by torch's default generator, or seed "
+                "its own alike on every rank"
+            )

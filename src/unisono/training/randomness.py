@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ __all__ = (
     "get_rng_state",
     "rank_generator",
     "seed_everything",
+    "seeded",
     "set_rng_state",
     "sync_random_seed",
 )
@@ -84,12 +87,27 @@ def seed_everything(seed: int | None = None, per_rank: bool = False) -> int:
     """
     shared = sync_random_seed(seed)
     mine = (shared + (current_model().topology.rank if per_rank else 0)) % _LIMIT
-    random.seed(mine)
-    torch.manual_seed(mine)
+    _seed(mine)
+    return shared
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed(mine)
-    return shared
+        numpy.random.seed(seed)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw from a seed, and put the generators back where they were. Local."""
+    before = get_rng_state()
+    _seed(seed)
+    try:
+        yield
+    finally:
+        set_rng_state(before)
 
 
 def rank_generator(seed: int | None = None, device: torch.device | str = "cpu") -> torch.Generator:
