@@ -392,11 +392,7 @@ def _hand_over(context: ContextState | None) -> None:
 
 
 def _hint() -> ContextHint:
-    environment, local_rank = detect_environment(), _local_rank
-    if local_rank is None and environment is None:
-        text = os.environ.get("LOCAL_RANK", "")  # alone it says nothing of who else is there
-        local_rank = int(text) if text.isdecimal() else None
-    return ContextHint(local_rank, environment)
+    return ContextHint(_local_rank, detect_environment())
 
 
 def read_environment() -> RankInfo | None:

@@ -316,7 +316,9 @@ def sync(temporary: bool = False) -> None:
         >>> import unisono as idist
         >>> idist.sync()
     """
-    if not context.is_ours(context.current()):
+    active = context.current()
+    if not context.is_ours(active):
+        active.settle()  # what runs in the background may introduce the ranks
         context.forget()
     if context.current().must_introduce:
         introduce(context.communicator(), "sync")

@@ -95,6 +95,9 @@ def part_adopt() -> None:
     assert (facts.rank, facts.world_size) == (hvd.rank(), n)
     assert (facts.local_rank, facts.nnodes) == (hvd.local_rank(), 1)
     assert adopted(HorovodModel, ContextHint(local_rank=9)).topology.local_rank == 9
+    os.environ["LOCAL_RANK"] = "0"  # which a shell has left, perhaps
+    assert idist.get_local_rank() == hvd.local_rank()
+    del os.environ["LOCAL_RANK"]
     same(model.all_reduce(torch.ones(2), ReduceOp.SUM), torch.full((2,), float(n)))
     everybody = model.new_group(tuple(range(n)))
     same(model.all_reduce(torch.ones(2), ReduceOp.SUM, everybody), torch.full((2,), float(n)))

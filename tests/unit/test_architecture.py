@@ -151,6 +151,7 @@ MODELS_READING_ENVIRON = {
     "models.horovod.context": "Horovod is told by variables",
     "models.mpi.availability": "where mpi4py's wheel would look for its library",
     "models.mpi.model": "which rank of the host this is, as MPI doesn't tell",
+    "models.native.model": "LOCAL_RANK alone, where nothing says who else is there",
     "models.native.process_group": "the interface that the user named for gloo",
     "models.native.rendezvous": "the store that our launchers pass on; gloo's address",
 }
@@ -181,7 +182,6 @@ FOREIGN = re.compile(
 # Modules besides those of environments/ that spell variables of other programs.
 SPELLS_VARIABLES = {
     "cli.run": "refuses to be run as a rank",
-    "context": "LOCAL_RANK alone, where nothing says who else is there",
     "control.addresses": "the host that ranks meet at says which interface leads there",
     "launchers.horovod.functions": "horovodrun's own",
     "launchers.job.lifetime": "torchrun's ranks, in a worker's title",
@@ -196,6 +196,7 @@ SPELLS_VARIABLES = {
     "models.horovod.context": "Horovod is told by variables",
     "models.horovod.rendezvous": "horovodrun's rendezvous server",
     "models.mpi.world": "which rank of the host this is, as MPI doesn't tell",
+    "models.native.model": "LOCAL_RANK alone, where nothing says who else is there",
     "models.native.rendezvous": "the attempt of torchrun that this is",
     "recording": "ranks that meet at one address are of one job",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from datetime import timedelta
@@ -135,8 +136,12 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
                 topology = topology.or_else(placed)
         else:
             topology = process_group.place_by_store(rank, world_size)
-        if hint.local_rank is not None:
-            topology = replace(topology, local_rank=hint.local_rank, is_guess=False)
+        local_rank = hint.local_rank
+        if local_rank is None and info is None:
+            text = os.environ.get("LOCAL_RANK", "")  # alone it says nothing of who else is there
+            local_rank = int(text) if text.isdecimal() else None
+        if local_rank is not None:
+            topology = replace(topology, local_rank=local_rank, is_guess=False)
         return cls(topology, getattr(pg, "bound_device_id", None), is_owner=False)
 
     @classmethod

@@ -107,6 +107,16 @@ def sync_and_set_local_rank_are_those_of_idist(rank: int, size: int, folder: Pat
     assert facts() == SERIAL
 
 
+def sync_waits_for_what_has_been_started(rank: int, size: int, folder: Path) -> None:
+    """Else ranks disagree whether the first call has told them each other's hosts."""
+    for attempt in range(5):
+        join(folder, rank, size, f"attempt {attempt}")
+        handles = [unisono.all_gather(i, async_op=True) for i in range(50)]
+        unisono.sync()
+        assert [handle.wait() for handle in handles] == [[i] * size for i in range(50)]
+        leave()
+
+
 def the_environment_knows_the_local_rank(rank: int, size: int, folder: Path) -> None:
     whole = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     for others in (whole, {}):
@@ -287,6 +297,7 @@ OF_TWO: list[Check] = [
     the_first_call_sees_a_group,
     one_rank_alone_can_ask_for_every_fact,
     sync_and_set_local_rank_are_those_of_idist,
+    sync_waits_for_what_has_been_started,
     the_environment_knows_the_local_rank,
     ranks_that_met_in_a_file_guess_and_say_so_once,
     an_unknown_local_rank_has_two_remedies,
