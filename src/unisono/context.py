@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import multiprocessing
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import astuple
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,10 +32,10 @@ from unisono.host.status_page import close_all as close_pages
 from unisono.model.contract import ComputationModel
 from unisono.model.handle import BACKGROUND, Background, Handle, Outcome
 from unisono.model.reduction import ReduceOp
-from unisono.models.serial import SerialModel
+from unisono.models.serial import ChildOfRank, SerialModel
 from unisono.observe.trace import begin_if_asked
 from unisono.recording import CallLog, job_of, job_of_one_process
-from unisono.topology import ContextHint, Group, RankInfo
+from unisono.topology import ContextHint, Group, RankInfo, Topology
 
 __all__ = (
     "ContextState",
@@ -203,6 +205,7 @@ class ContextState:
 
 
 _NO_HINT = ContextHint()
+_OF_RANK = "unisono: of rank"
 _serial = ContextState(SerialModel())
 
 
@@ -299,10 +302,10 @@ def refuse_fork(context: ContextState) -> None:
         ContextError: it is.
     """
     if _forked is not None and context.context_id == _forked.context_id:
+        how = "was made by" if isinstance(context.model, ChildOfRank) else "is a fork of"
         raise ContextError(
-            f"this process is a fork of rank {context.model.topology.rank}, whose connections it "
-            "must not use: call this in the process that initialised, or start processes of their "
-            "own"
+            f"this process {how} rank {context.model.topology.rank}, whose connections it must not "
+            "use: call this in the process that initialised, or start processes of their own"
         )
 
 
@@ -327,7 +330,7 @@ def left_half_way(call: str, error: BaseException) -> None:
 
 def _look_around() -> ContextState:
     with _lock:
-        context = _still_alive() or _adopt()
+        context = _still_alive() or _adopt() or _of_parent()
     if context is not None:
         return context
     if _replica_threads:
@@ -364,7 +367,35 @@ def _adopt() -> ContextState | None:
         _thread.context = context
     else:
         _process = context
+        _tell_children(context)
     return context
+
+
+def _tell_children(context: ContextState | None) -> None:
+    """Let processes that multiprocessing makes know which rank made them, fork or not.
+
+    What a process object has in ``_config``, such as the key for authentication, goes along.
+    """
+    config: dict[str, Any] | None = getattr(multiprocessing.current_process(), "_config", None)
+    if config is None:
+        return
+    config.pop(_OF_RANK, None)
+    if context is not None and context.model.topology.world_size > 1:
+        model = context.model
+        facts = (astuple(model.topology), model.name, model.backend, str(model.device))
+        config[_OF_RANK] = (os.getpid(), *facts)
+
+
+def _of_parent() -> ContextState | None:
+    """Give the facts of the rank that made this process, if one did: a worker of a DataLoader."""
+    global _process, _forked
+    config: dict[str, Any] = getattr(multiprocessing.current_process(), "_config", {})
+    pid, *facts = config.get(_OF_RANK, (os.getpid(),))
+    if pid == os.getpid():
+        return None
+    topology, *others = facts
+    _process = _forked = ContextState(ChildOfRank(Topology(*topology), *others))
+    return _process
 
 
 def _still_alive() -> ContextState | None:
@@ -375,6 +406,7 @@ def _still_alive() -> ContextState | None:
     if _process is not None and not _process.model.is_alive():
         _process.part()
         _process = None
+        _tell_children(None)
     return _thread.context or _process
 
 
@@ -459,6 +491,7 @@ def activate(
             _thread.context = _thread.ours = context
         else:
             _process = _ours = context
+            _tell_children(context)
         return context
 
 
@@ -480,7 +513,7 @@ def is_ours(context: ContextState) -> bool:
 
 def is_serial(model: ComputationModel) -> bool:
     """Tell whether `model` is what is active when no context is. Local."""
-    return isinstance(model, SerialModel)
+    return isinstance(model, SerialModel) and not isinstance(model, ChildOfRank)
 
 
 def forget() -> None:
@@ -493,6 +526,7 @@ def forget() -> None:
             _before.part()
             _before = None
         _process = _ours = None
+        _tell_children(None)
         if _thread.context is not None and _thread.context.control.is_thread_bound:
             _thread.context = _thread.ours = None
 

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     RandomSampler,
     Sampler,
@@ -25,7 +26,7 @@ from torch.utils.data import (
 import unisono as idist
 from tests.support.worlds import several, several_here
 from unisono import ReplicaLoader
-from unisono.errors import ArgumentError, CollectiveMismatchError
+from unisono.errors import ArgumentError, CollectiveMismatchError, ContextError
 from unisono.training.loader import moved
 
 
@@ -133,6 +134,27 @@ def test_a_sampler_that_draws_elsewhere_is_seeded_or_refused() -> None:
         name = type(sampler).__name__
         with pytest.raises(CollectiveMismatchError, match=f"a {name}, draws other indices on"):
             list(loader)
+
+
+class Asking(Dataset[str]):
+    """Says what a worker of a DataLoader knows of the rank, and whether it may call others."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> str:
+        with pytest.raises(ContextError, match=f"of rank|by rank {idist.get_rank()}, whose"):
+            idist.barrier()
+        where = f"{idist.get_rank()} of {idist.get_world_size()}, {idist.get_local_rank()}"
+        return f"{where} {idist.model_name()} {idist.backend()} {idist.is_distributed()}"
+
+
+@pytest.mark.ranks(2, on="gloo")
+def test_workers_of_a_loader_know_their_rank() -> None:
+    rank = idist.get_rank()
+    for method in ("fork", "forkserver", "spawn"):
+        loader = DataLoader(Asking(), num_workers=1, multiprocessing_context=method)
+        assert list(loader) == [[f"{rank} of 2, {rank} native-dist gloo True"]], method
 
 
 def test_the_proxy_leaves_the_generators_alone() -> None:

@@ -18,7 +18,7 @@ from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ("SerialModel",)
+__all__ = ("ChildOfRank", "SerialModel")
 
 T = TypeVar("T")
 # What other models take, so that a program runs alone as it runs on many ranks.
@@ -85,3 +85,31 @@ class SerialModel(ComputationModel, LaunchHooks):
         check_names("new_group", options, _GROUP_OPTIONS)
         self._n_groups += 1
         return Group(ranks, name=f"group {self._n_groups}")
+
+
+class ChildOfRank(SerialModel):
+    """The facts of the rank that made this process, as a DataLoader makes its workers.
+
+    Args:
+        topology: the rank's.
+        name: its model's.
+        backend: its backend.
+        device: its device.
+    """
+
+    def __init__(self, topology: Topology, name: str, backend: str, device: str) -> None:
+        super().__init__()
+        self.name = name  # type: ignore[misc]
+        self._topology, self._backend, self._device = topology, backend, torch.device(device)
+
+    @property
+    def topology(self) -> Topology:
+        return self._topology
+
+    @property
+    def backend(self) -> str:
+        return self._backend
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
