@@ -7,7 +7,7 @@ import logging
 import mmap
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,13 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+)
 
 import unisono as idist
 from tests.support.worlds import REAL, alone_and_several, run, several
@@ -228,6 +234,14 @@ def test_bad_arguments_are_refused_alone_too() -> None:
         idist.set_rng_state({})
 
 
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+    def __len__(self) -> int:
+        return 3
+
+
 @alone_and_several
 def test_results_are_of_all_samples_and_of_one_kind_or_refused() -> None:
     data: Any = [*range(10)]
@@ -239,6 +253,8 @@ def test_results_are_of_all_samples_and_of_one_kind_or_refused() -> None:
     for some in (SubsetRandomSampler([7, 8, 9]), RandomSampler(data, num_samples=3)):
         with pytest.raises(ArgumentError, match=r"a \w+RandomSampler|a RandomSampler, draws 3"):
             idist.evaluate(lambda batch: batch, DataLoader(data, sampler=some))
+    with pytest.raises(ArgumentError, match="no length, or is iterable"):
+        idist.evaluate(lambda batch: batch, Stream())
     calls: list[int] = []
 
     def changing(batch: torch.Tensor) -> dict[str, torch.Tensor]:

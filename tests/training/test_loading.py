@@ -17,6 +17,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -86,6 +87,20 @@ def epochs(_local_rank: int, data: list[int], seed: int | None = None) -> list[l
         loader.sampler.set_epoch(epoch)
         orders.append([i for rows in loader for i in rows.tolist()])
     return orders
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+def test_an_iterable_data_set_is_told_that_every_rank_reads_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    idist.spawn("threads", lambda local_rank: idist.auto_dataloader(Stream()), nproc_per_node=2)
+    said = "a Stream is iterable, so every rank reads all of it, unless its __iter__ takes a part"
+    assert [said in record.getMessage() for record in caplog.records] == [True]
+    assert caplog.records[0].levelname == "WARNING"
 
 
 @several

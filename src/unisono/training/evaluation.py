@@ -8,7 +8,14 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from unisono.arguments import check_count
@@ -190,8 +197,8 @@ def evaluate(fn: Callable[[Any], Any], data: Any, dst: int | None = None, **kwar
         these; an empty list for no samples; None on ranks other than `dst`.
 
     Raises:
-        ArgumentError: `data` has no length, or the arguments choose an order, or the sampler of
-            `data` leaves out samples or repeats them.
+        ArgumentError: `data` has no length or is iterable, or the arguments choose an order, or
+            the sampler of `data` leaves out samples or repeats them.
         PeerFailedError: `fn` raised on some rank, or its results aren't one for each sample (on
             every rank; the original is the cause on the rank that failed).
         CollectiveMismatchError: ranks have results of different names, kinds, dtypes or shapes (on
@@ -204,8 +211,9 @@ def evaluate(fn: Callable[[Any], Any], data: Any, dst: int | None = None, **kwar
     """
     dataset = data.dataset if isinstance(data, DataLoader) else data
     chosen = sorted(kwargs.keys() & {"sampler", "batch_sampler", "shuffle", "drop_last"})
-    if chosen or not isinstance(dataset, Sized):
-        what = f"{', '.join(chosen)} can't be given" if chosen else "the dataset has no length"
+    if chosen or not isinstance(dataset, Sized) or isinstance(dataset, IterableDataset):
+        what = "the dataset has no length, or is iterable"
+        what = f"{', '.join(chosen)} can't be given" if chosen else what
         raise ArgumentError(f"evaluate takes all samples in order: {what}")
     if isinstance(data, DataLoader):
         _check_sampler(data, len(dataset))

@@ -176,7 +176,12 @@ def _order(dataset: Any, kwargs: dict[str, Any], world_size: int) -> None:
     if kwargs.get("batch_sampler") is not None:
         _check_batch_sampler(kwargs["batch_sampler"], world_size)
     elif isinstance(dataset, IterableDataset):
-        _log.info("an iterable dataset isn't split: it must give each rank its own part")
+        if facts.is_main_process():
+            _log.warning(
+                "auto_dataloader: a %s is iterable, so every rank reads all of it, unless its "
+                "__iter__ takes a part by get_rank() and get_world_size()",
+                type(dataset).__qualname__,
+            )
     else:
         kwargs["sampler"] = _sampler(dataset, kwargs)
 
