@@ -236,7 +236,7 @@ def _check_sampler(loader: DataLoader[Any], size: int) -> None:
         sampler = sampler.sampler
     if isinstance(sampler, DistributedProxySampler):
         sampler = sampler.sampler
-    if isinstance(sampler, (SequentialSampler, DistributedSampler)):
+    if isinstance(sampler, (SequentialSampler, DistributedSampler, EvaluationSampler)):
         return
     if isinstance(sampler, RandomSampler) and not sampler.replacement:
         drawn = sampler.num_samples
