@@ -92,7 +92,8 @@ def test_any_callable_can_be_spawned(fn: Callable[..., Any]) -> None:
 def test_what_main_defines_can_be_spawned_and_comes_back_as_itself(
     how: str, tmp_path: Path
 ) -> None:
-    script = tmp_path / "script.py"
+    script = tmp_path / os.fsdecode(b"caf\xe9") / "script.py"  # which isn't UTF-8
+    script.parent.mkdir()
     script.write_text(PROGRAM)
     ways = {"-c": ["-c", PROGRAM], "stdin": ["-"], "script without a main guard": [str(script)]}
     assert run_python(*ways[how], text=PROGRAM, cwd=tmp_path) == PRINTED

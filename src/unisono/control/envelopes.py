@@ -91,7 +91,7 @@ def call_head(call: str, site: bytes) -> bytes:
         call: the operation with all that must agree between ranks: ``"broadcast from 0"``.
         site: the line that it was made on.
     """
-    text = call.encode()
+    text = call.encode("utf-8", "backslashreplace")
     if len(text) > _LONGEST_CALL:
         text = text[:_LONGEST_CALL] + hashlib.sha256(text).hexdigest().encode()
     return _CALL.pack(_MAGIC, len(text), len(site)) + text + site

@@ -249,7 +249,7 @@ class FailureDetector:
         missing = self._report(places, got, self.ask(places, got))
         text = f"{self._me()} is still waiting: {missing}"
         _log.warning("%s", text)
-        self._notify(list(got), text.encode())
+        self._notify(list(got), text.encode("utf-8", "backslashreplace"))
 
     def _notify(self, places: list[int], body: bytes) -> None:
         for place in places:

@@ -172,7 +172,7 @@ def level() -> int:
 @lru_cache(maxsize=1024)
 def named(file: str, line: int) -> bytes:
     """Write a line as `site` gives it. Local, and pure."""
-    return f"{file}:{line}".encode()[-_LONGEST_SITE:]
+    return f"{file}:{line}".encode("utf-8", "backslashreplace")[-_LONGEST_SITE:]
 
 
 def unpack(
