@@ -79,6 +79,8 @@ def _overlaps(tensor: Tensor) -> bool:
     dims = [pair for pair in zip(tensor.stride(), tensor.shape, strict=True) if pair[1] != 1]
     if any(size == 0 for _, size in dims):
         return False
+    if any(stride == 0 for stride, _ in dims):
+        return True
     reach = 0
     for stride, size in sorted(dims):
         if stride <= reach:

@@ -146,6 +146,8 @@ def all_gather(
 
     def call() -> Any:
         parts = _gather(context, tensor, members, "all_gather")
+        if isinstance(parts, Tensor) and uneven:
+            return [part.clone() for part in parts]
         if uneven or not isinstance(tensor, Tensor):
             return list(parts)
         return _joined(parts, context, members, tensor)
@@ -182,9 +184,8 @@ def _gather(
     rows = carriers.all_gather(context, mine, group).to(value.device)
     if len({head.shape for head in heads}) == 1:
         return rows.reshape(len(heads), *heads[0].shape)
-    return [
-        row[:size].reshape(head.shape) for row, size, head in zip(rows, sizes, heads, strict=True)
-    ]
+    cut = zip(rows, sizes, heads, strict=True)
+    return [row[:size].reshape(head.shape).clone() for row, size, head in cut]
 
 
 def _frame(context: ContextState, value: Any, call: str, group: Group | None) -> bytes:
@@ -300,7 +301,7 @@ def all_gather_tensors_with_shapes(
             mine = torch.cat([mine, mine.new_zeros(max(sizes) - mine.numel())])
         rows = carriers.all_gather(context, mine, members).to(tensor.device)
         return [
-            row[:size].reshape(shape)
+            row[:size].reshape(shape).clone()
             for row, size, shape in zip(rows, sizes, expected, strict=True)
         ]
 

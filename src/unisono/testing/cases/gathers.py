@@ -52,6 +52,15 @@ def all_gather_joins_tensors_of_uneven_length() -> None:
         same(idist.all_gather(parts[rank], uneven=True), parts)
         mixed = [torch.full((1 + r,) * (1 + r % 2), float(r)) for r in range(size)]
         same(idist.all_gather(mixed[rank], uneven=True), mixed)
+    for length in (3, 300_000):  # items that are kept or saved have no memory but their own
+        part = torch.full((length,), float(rank))
+        shapes = [part.shape] * size
+        for items in (
+            idist.all_gather(part, uneven=True),
+            idist.all_gather_tensors_with_shapes(part, shapes),
+        ):
+            assert [item.untyped_storage().nbytes() for item in items] == [part.nbytes] * size
+            items[0].mul_(torch.ones(1, requires_grad=True))
 
 
 @law()

@@ -140,9 +140,8 @@ def _refuse(text: str, token: str, info: RankInfo | None = None) -> int:
 
 def _send(report: Report, token: str) -> None:
     """Write a report line by line: other ranks' can't come into a write that a pipe takes whole."""
-    data = (
-        encode(report, token) if token else f"{report.text()}\n".encode("utf-8", "backslashreplace")
-    )
+    text = f"{report.text()}\n"
+    data = encode(report, token) if token else text.encode("utf-8", "backslashreplace")
     for line in data.splitlines(keepends=True):
         _write(2, line)
 
