@@ -76,7 +76,6 @@ class ContextState:
         "groups",
         "hosts",
         "interrupted",
-        "is_checked",
         "model",
         "must_introduce",
     )
@@ -94,10 +93,6 @@ class ContextState:
         """Identity of this context: never equal for two contexts of one process."""
         self.groups: dict[tuple[int, ...], Group] = {}
         """Groups that were made for lists of ranks, by the ranks in ascending order."""
-        setting = os.environ.get("UNISONO_DEBUG", "")
-        self.is_checked: bool | None = {"0": False, "1": True}.get(setting)
-        """Whether ranks compare their calls before each collective of the data plane; None for
-        where it costs little, which the control plane tells."""
         self.interrupted: CollectiveError | None = None
         """Why this rank calls nothing more in this context: it left a collective half-way."""
         self.hosts: Sequence[bytes] = ()

@@ -85,7 +85,7 @@ def swap(
     head = call_head(call, site or find_site())
     blobs = context.model.exchange(head + blob, group)
     history = None
-    if context.is_checked is not False:
+    if context.control.checks(group) is not False:
         name = EVERYBODY if group is None else group.name
         history = context.control.steps.histories[name]
     return unpack(blobs, head, partial(ranks_of, context, group), history)
@@ -144,9 +144,10 @@ def compares(context: ContextState, group: Group | None, *, sums: bool = False) 
         sums: whether it is one that memory carries between hosts, too.
     """
     control = context.control
-    if context.is_checked is None:
+    checks = control.checks(group)
+    if checks is None:
         return control.compares_calls(group) or (sums and control.memory(group) is not None)
-    return context.is_checked or control.host(group) is not None
+    return checks or control.host(group) is not None
 
 
 def check(

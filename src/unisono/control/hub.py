@@ -92,6 +92,8 @@ class Hub:
         """Whether every round goes through memory; set once the ranks know what all of them can."""
         self.compares_calls = False
         """Whether comparing calls costs little beside the data plane; set likewise."""
+        self.checks: bool | None = None
+        """Whether ranks compare calls before each collective, as their users want it."""
         self.arena: Arena | None = peers.arena
         """Memory for tensors that the ranks of this host share, if they do."""
         self.hosts: list[list[int]] = []

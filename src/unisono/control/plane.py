@@ -6,13 +6,14 @@ A model without one gets the default, which adds nothing to the model's own `exc
 from __future__ import annotations
 
 import math
+import os
 import threading
 import weakref
 from typing import TYPE_CHECKING
 
 from unisono.control.hub import Hub
 from unisono.control.missing import Absent
-from unisono.control.rendezvous import connect_group
+from unisono.control.rendezvous import checks_by, connect_group
 from unisono.control.signatures import SequenceNumbers
 from unisono.control.watch import Watch
 from unisono.deadlines import end_of_call
@@ -62,6 +63,8 @@ class ControlPlane:
         self._model = weakref.ref(model)  # a cycle would keep torch's group and its sockets
         self.steps: SequenceNumbers = SequenceNumbers()
         """What this rank has begun on the data plane."""
+        self.setting: str = os.environ.get("UNISONO_DEBUG", "")
+        """Whether its user wants calls compared: 1, 0, or else where it costs little."""
 
     @property
     def model(self) -> ComputationModel:
@@ -101,6 +104,16 @@ class ControlPlane:
         """
         memory = self.memory(group)
         return memory if isinstance(memory, HostCollectives) else None
+
+    def checks(self, group: Group | None) -> bool | None:
+        """Tell whether ranks compare calls before each collective of the data plane.
+
+        Local, or collective at creation of what they agree over.
+
+        Returns:
+            None for where it costs little, which `compares_calls` tells.
+        """
+        return checks_by([self.setting])
 
     def compares_calls(self, group: Group | None) -> bool:
         """Tell whether comparing the ranks' calls costs little beside a collective of `group`.
@@ -211,6 +224,14 @@ class SocketControlPlane(ControlPlane):
         if hub is None:
             return -1 if folds else fallback.INLINE_TENSOR_BYTES
         return hub.inline_bytes // _TENSOR_PART
+
+    def checks(self, group: Group | None) -> bool | None:
+        """Tell it as all ranks of `group` have agreed when they met. Collective at creation."""
+        key = EVERYBODY if group is None else group.name
+        if key not in self.hubs and self.model.topology.size(group) > 1:
+            self._hub(group)
+        hub = self.hubs.get(key)
+        return super().checks(group) if hub is None else hub.checks
 
     def compares_calls(self, group: Group | None) -> bool:
         """Tell whether all ranks share memory, and their tensors are there: it costs 20 us then.

@@ -44,7 +44,7 @@ from unisono.host.status_page import boot_id
 from unisono.model import fallback
 from unisono.topology import Group, name_of, usable_cores
 
-__all__ = ("Connectable", "connect_group", "host_of_this_process")
+__all__ = ("Connectable", "checks_by", "connect_group", "host_of_this_process")
 
 _log = logging.getLogger(__name__)
 _SET_UP_S = 10.0
@@ -83,6 +83,7 @@ class _Advertisement:
         fan_out: likewise.
         most_bytes: likewise.
         shared_bytes: likewise.
+        debug: likewise.
         wrong_setting: what `EnvironmentDetectionError` takes, where a setting isn't a number.
     """
 
@@ -99,6 +100,7 @@ class _Advertisement:
     fan_out: int = 0
     most_bytes: int = 0
     shared_bytes: int = 0
+    debug: str = ""
     wrong_setting: dict[str, Any] | None = None
 
 
@@ -138,6 +140,7 @@ def _advertise(control: Connectable, host: str | None) -> _Advertisement:
         pid_namespace=_pid_namespace(),
         key=secrets.token_bytes(16).hex(),
     )
+    own.debug = control.setting
     try:
         own.warn_after_s = warn_after_s()
         own.fan_out = int(number_in("UNISONO_FAN_OUT", FAN_OUT, least=1))
@@ -206,6 +209,7 @@ class Connectable(Protocol):
     has_levels: bool
     proved: set[str]
     timeout_s: float | None
+    setting: str
 
     @property
     def model(self) -> Provable:
@@ -283,6 +287,7 @@ def _connect_all(
             hub.hosts = [[ranks[at] for at in each] for each in _places_by_host(adverts).values()]
         else:
             hub.arena = None
+        hub.checks = checks_by([advert.debug for advert in adverts])
         hub.inline_bytes = min(
             _inline_bytes(hub, len(ranks), inline_bytes),
             _least_inline_bytes(adverts),
@@ -346,6 +351,17 @@ def _reasons(records: Sequence[_Advertisement | _Vote]) -> list[str]:
 
 def _least_inline_bytes(adverts: list[_Advertisement]) -> int:
     return min(advert.most_bytes for advert in adverts)
+
+
+def checks_by(settings: Sequence[str]) -> bool | None:
+    """Tell whether ranks compare calls: where one of them wants it; not where no one does. Local.
+
+    Args:
+        settings: UNISONO_DEBUG of each rank.
+    """
+    if "1" in settings:
+        return True
+    return False if set(settings) == {"0"} else None
 
 
 def _keys(adverts: list[_Advertisement]) -> bytes:

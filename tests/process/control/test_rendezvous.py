@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch._C._distributed_c10d import TCPStore
 
 import unisono
@@ -62,6 +63,23 @@ def test_hosts_that_were_taken_for_one_meet_over_tcp(rank: int, folder: Path) ->
     assert hub is not None
     assert said == []
     assert unisono.all_gather(rank) == [0, 1]
+    leave()
+
+
+@pytest.mark.parametrize(
+    ("settings", "checks"),
+    [(("1", ""), True), (("0", "1"), True), (("0", ""), None), (("0", "0"), False)],
+)
+@in_ranks()
+def test_whether_calls_are_compared_is_agreed_on(
+    rank: int, folder: Path, settings: tuple[str, str], checks: bool | None
+) -> None:
+    """One terminal has the variable: its rank would compare calls that the others don't."""
+    os.environ.update(UNISONO_SOCKET_IFNAME="lo", UNISONO_DEBUG=settings[rank])
+    join_by_tcp(folder, rank, "127.0.0.1")
+    vars(rendezvous)["host_of_this_process"] = lambda: f"host {rank}"
+    assert [unisono.all_reduce(torch.ones(n))[0] for n in (3, 300_000)] == [2, 2]
+    assert communicator().control.checks(None) is checks
     leave()
 
 
