@@ -75,9 +75,8 @@ class HostCollectives(Turns):
         """Let go of the memory; nothing can be called any more. Local."""
         super().close()
         self.shared.close()
-        if self._turn.acquire(blocking=False):  # else somebody is still in it
+        if self._turn.is_free():  # else somebody is still in it
             self._arena.close()
-            self._turn.release()
 
     def _withdraw(self) -> None:
         self.shared.withdraw()

@@ -13,7 +13,7 @@ from torch import Tensor
 from unisono.errors import CollectiveError, ContextError, UnisonoError
 from unisono.host.arena import Check
 
-__all__ = ("Turns", "Watch")
+__all__ = ("Turn", "Turns", "Watch")
 
 _AS_IT_IS = nullcontext()
 
@@ -31,6 +31,39 @@ class Watch(Protocol):
         """Give the same for another view of the context. Local."""
 
 
+class Turn:
+    """A lock whose holder learns that it would wait for itself."""
+
+    def __init__(self) -> None:
+        self._lock: Any = threading.RLock()  # which knows at any moment whose it is
+        self._call = ""
+
+    def take(self, call: str) -> None:
+        """Wait for the lock. Local.
+
+        Raises:
+            CollectiveError: this thread has it: a signal came, or garbage was collected meanwhile.
+        """
+        if self._lock._is_owned():
+            raise CollectiveError(
+                f"{call} was called within {self._call}, by a signal handler or a finalizer: let "
+                "those call no collective"
+            )
+        self._lock.acquire()
+        self._call = call
+
+    def give(self) -> None:
+        """Let go of the lock. Local."""
+        self._lock.release()
+
+    def is_free(self) -> bool:
+        """Tell whether nobody has it, this thread included. Local."""
+        is_free = not self._lock._is_owned() and self._lock.acquire(blocking=False)
+        if is_free:
+            self._lock.release()
+        return is_free
+
+
 class Turns:
     """What runs the operations of one group.
 
@@ -41,7 +74,7 @@ class Turns:
     def __init__(self, watch: Watch) -> None:
         self.watch: Watch = watch
         """As above; changes with the view of the context."""
-        self._turn = threading.Lock()  # threads of one group must agree on their order anyway
+        self._turn = Turn()  # threads of one group must agree on their order anyway
         self._ended: UnisonoError | None = None
 
     def belong_to(self, control: Any) -> None:
@@ -57,20 +90,27 @@ class Turns:
     def _run(self, call: str, work: Callable[[Check], None], target: Tensor | None = None) -> None:
         """Run an operation that overwrites `target`; one that is left half-way is the last."""
         is_apart = target is not None and target.is_inference()
-        with self._turn, torch.inference_mode() if is_apart else _AS_IT_IS:
+        self._turn.take(call)
+        try:
             if self._ended is not None:
                 raise type(self._ended)(f"{call}: {self._ended}")
-            try:
-                work(self.watch.begin(call))
-            except BaseException as error:
-                self._withdraw()
-                self._ended = CollectiveError(
-                    "an earlier call left the memory that the ranks share half-way, so they are "
-                    "out of step: end the job, or finalize() and initialize again"
-                )
-                if not isinstance(error, UnisonoError):
-                    self.watch.leave(call, error)
-                raise
+            with torch.inference_mode() if is_apart else _AS_IT_IS:
+                self._do(call, work)
+        finally:
+            self._turn.give()
+
+    def _do(self, call: str, work: Callable[[Check], None]) -> None:
+        try:
+            work(self.watch.begin(call))
+        except BaseException as error:
+            self._withdraw()
+            self._ended = CollectiveError(
+                "an earlier call left the memory that the ranks share half-way, so they are "
+                "out of step: end the job, or finalize() and initialize again"
+            )
+            if not isinstance(error, UnisonoError):
+                self.watch.leave(call, error)
+            raise
 
     def _withdraw(self) -> None:
         """Take back from the others what an operation that failed has lent them. Local."""

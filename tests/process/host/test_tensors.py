@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import unisono
 from tests.support.by_hand import by_hand, join, leave
@@ -236,6 +237,41 @@ def test_a_user_s_alarm_in_the_middle_ends_the_context(tmp_path: Path) -> None:
                 unisono.all_reduce_(tensor)
         with pytest.raises(CollectiveError):
             unisono.all_reduce_(tensor)
+
+    by_hand(fn)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "unisono"])
+def test_a_handler_that_calls_a_collective_within_one_is_told(tmp_path: Path, backend: str) -> None:
+    """All ranks get the signal, as before a preemption: they would wait for themselves."""
+
+    def fn(rank: int) -> None:
+        join(tmp_path, rank, 2, backend=backend)
+        call = dist.all_reduce if backend == "unisono" else unisono.all_reduce_
+        tensor = torch.ones(LONG)
+        call(tensor)
+        group: Any = dist.group.WORLD
+        control = communicator().control if backend == "gloo" else group._control
+        watch, begin = control.host(None).watch, control.host(None).watch.begin
+
+        def interrupted(name: str) -> Any:
+            watch.begin = begin
+            signal.raise_signal(signal.SIGUSR1)
+            return begin(name)
+
+        told = list[str]()
+
+        def handle(*_: object) -> None:
+            with pytest.raises(CollectiveError, match="by a signal handler or a finalizer") as why:
+                call(torch.ones(LONG))
+            told.append(str(why.value))
+
+        signal.signal(signal.SIGUSR1, handle)
+        watch.begin = interrupted
+        call(tensor)
+        assert len(told) == 1
+        assert tensor[0] == 4
+        leave()
 
     by_hand(fn)
 

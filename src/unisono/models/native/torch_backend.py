@@ -16,7 +16,6 @@ import atexit
 import functools
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ from unisono.errors import ContextError
 from unisono.host.collectives import HostCollectives
 from unisono.host.folding import folds
 from unisono.host.status_page import IN_FLIGHT
+from unisono.host.turns import Turn
 from unisono.model.reduction import ReduceOp
 from unisono.models.native.gloo_threads import settle_at_exit
 from unisono.payload.memory import from_bytes, to_bytes
@@ -135,7 +135,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         model: Any = _Gloo(gloo, topology)
         self._model = model  # which the control plane doesn't keep
         self._control = SocketControlPlane(model, timeout.total_seconds())
-        self._turn = threading.Lock()  # threads must agree on their order anyway
+        self._turn = Turn()  # threads must agree on their order anyway
         # All ranks are here now, so they connect: later, one might miss the others' first call.
         self._shared = self._control.host(self._group)
         self._inline_bytes = self._control.inline_bytes(self._group)
@@ -156,16 +156,20 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self, name: str, tensor: Tensor | None = None, plane: str = "memory"
     ) -> Iterator[Token]:
         """Be alone in an operation, which neither autograd nor a tensor's class sees; record it."""
-        with self._turn, torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            token = self._calls.begin(name, self._recorded, tensor)
-            plane_is(plane)
-            try:
-                yield token
-            except BaseException as error:
-                token.end(error)
-                raise
-            if not token.plane:  # else gloo goes on with it
-                token.end()
+        self._turn.take(name)
+        try:
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                token = self._calls.begin(name, self._recorded, tensor)
+                plane_is(plane)
+                try:
+                    yield token
+                except BaseException as error:
+                    token.end(error)
+                    raise
+                if not token.plane:  # else gloo goes on with it
+                    token.end()
+        finally:
+            self._turn.give()
 
     def _by_gloo(
         self,
@@ -455,7 +459,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     def disown(self) -> None:
         """Let go of what a forked child has inherited. Local."""
-        self._is_forked, self._turn = True, threading.Lock()
+        self._is_forked, self._turn = True, Turn()
         self._calls.disown()
         self._control.disown()
 
