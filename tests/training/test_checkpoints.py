@@ -135,6 +135,23 @@ while True:
 """
 
 
+def test_writers_of_one_path_leave_each_other_s_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one may begin at the last moment: between the end of this file and its new name."""
+    path, replace = tmp_path / "both.pt", Path.replace
+
+    def late(part: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", replace)
+        idist.save_checkpoint({"by": "another"}, path)
+        return replace(part, target)
+
+    monkeypatch.setattr(Path, "replace", late)
+    idist.save_checkpoint({"by": "this one"}, path)
+    assert idist.load_checkpoint(path) == {"by": "this one"}
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_the_next_writer_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)])

@@ -64,7 +64,7 @@ def write_whole(target: Path, write: Callable[[Any], object]) -> None:
             _fill(file, write, target)
             if old is not None:
                 _keep_mode(file.fileno(), old)
-        part.replace(target)
+            part.replace(target)  # while it is locked: others remove what isn't
     except BaseException:  # Ctrl-C too: no half of a file is left
         part.unlink(missing_ok=True)
         raise

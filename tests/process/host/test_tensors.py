@@ -251,7 +251,7 @@ def test_a_handler_that_calls_a_collective_within_one_is_told(tmp_path: Path, ba
         tensor = torch.ones(LONG)
         call(tensor)
         group: Any = dist.group.WORLD
-        control = communicator().control if backend == "gloo" else group._control
+        control: Any = communicator().control if backend == "gloo" else group._control
         watch, begin = control.host(None).watch, control.host(None).watch.begin
 
         def interrupted(name: str) -> Any:
