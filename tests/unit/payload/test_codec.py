@@ -432,3 +432,17 @@ def test_memory_is_shown_copied_and_checked() -> None:
     for data in (b"123", b"12345", b""):
         with pytest.raises(PayloadError, match=r"bytes aren't a tensor"):
             from_bytes(data, torch.int32, (1,))
+    for wrong in (torch.ones(2, 3).t(), torch.ones(2, device="meta")):
+        with pytest.raises(PayloadError, match="the memory of a Tensor can't be read as it is"):
+            to_bytes(wrong)
+
+
+def test_what_torch_func_wraps_has_no_memory_to_send() -> None:
+    found = list[bool]()
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        found.append(is_dense(x))
+        return x
+
+    torch.func.vmap(look)(torch.ones(2))
+    assert found == [False]
