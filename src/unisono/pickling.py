@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 from collections import ChainMap
 from types import CodeType
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 
@@ -31,7 +31,9 @@ def _make_code(make: Any, args: tuple[Any, ...], file: str) -> CodeType:
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles by value what other processes can't import, with its files and lines."""
 
-    dispatch_table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+    dispatch_table: ClassVar[Any] = ChainMap(
+        {CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
+    )
 
 
 def dumps(value: object) -> bytes:
