@@ -28,12 +28,15 @@ def _make_code(make: Any, args: tuple[Any, ...], file: str) -> CodeType:
     return code.replace(co_filename=file)
 
 
-class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles by value what other processes can't import, with its files and lines."""
 
     dispatch_table: ClassVar[Any] = ChainMap(
         {CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
     )
+
+
+Pickler: Any = _Pickler  # to type checkers cloudpickle has no types
 
 
 def dumps(value: object) -> bytes:

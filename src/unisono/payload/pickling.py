@@ -67,7 +67,7 @@ def _is_storage_of_accelerator(value: Any) -> bool:
     return isinstance(value, torch.UntypedStorage) and value.device.type != "cpu"
 
 
-class _Pickler(Pickler):
+class _Pickler(Pickler):  # type: ignore[misc]
     """Pickles by value what other processes can't import, and tensors as raw memory."""
 
     def reducer_override(self, obj: Any) -> Any:

@@ -106,7 +106,7 @@ def load_from_parent(data: bytes, *, defines: bool = True) -> Any:
     return value
 
 
-class _Pickler(Pickler):
+class _Pickler(Pickler):  # type: ignore[misc]
     def __init__(self, out: io.BytesIO, definitions: _Definitions) -> None:
         super().__init__(out)
         self.registered: list[ModuleType] = []

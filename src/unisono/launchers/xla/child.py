@@ -139,7 +139,7 @@ def _info(runtime: Any, plan: LaunchPlan) -> RankInfo:
     )
 
 
-class _ResultPickler(Pickler):
+class _ResultPickler(Pickler):  # type: ignore[misc]
     """Pickles tensors of XLA devices as CPU tensors: the parent may have no such device."""
 
     def reducer_override(self, obj: Any) -> Any:
