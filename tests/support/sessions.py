@@ -108,6 +108,8 @@ def _session(folder: str, streams: Sequence[str], arguments: Sequence[str]) -> i
         for name, module in list(sys.modules.items()):
             if (getattr(module, "__file__", None) or "").startswith(folder):
                 del sys.modules[name]
+        if "pytest_timeout" in sys.modules:  # which --pdb has told for good that it's debugged
+            vars(sys.modules["pytest_timeout"])["SUPPRESS_TIMEOUT"] = False
         importlib.invalidate_caches()
 
 
