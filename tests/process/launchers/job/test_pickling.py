@@ -6,7 +6,6 @@ import pickle
 from pathlib import Path
 
 import cloudpickle
-import pytest
 
 from tests.support import functions
 from tests.support.processes import run_python
@@ -14,21 +13,24 @@ from unisono.launchers.job.pickling import load_from_parent, pickle_for_worker
 from unisono.pickling import dumps
 
 KINDS = Path(__file__).parents[3] / "data" / "kinds.py"
-SPAWN = "check(unisono.spawn('gloo', work, (FOLDER,), nproc_per_node=2, {}))"
-WAYS = {
-    **{method: SPAWN.format(f"start_method={method!r}") for method in ("fork", "forkserver")},
-    "spawn": SPAWN.format("start_method='spawn'"),
-    "torchrun": SPAWN.format("launcher='torchrun'"),
-    "pool": "with unisono.WorkerPool('gloo', 2) as pool: check(pool.run(work, FOLDER))",
-}
+MAIN = """
+import sys
+import unisono
+
+folder = sys.argv[1]
+for method in ("fork", "forkserver", "spawn"):
+    check(unisono.spawn("gloo", work, (folder,), nproc_per_node=2, start_method=method))
+check(unisono.spawn("gloo", work, (folder,), nproc_per_node=2, launcher="torchrun"))
+with unisono.WorkerPool("gloo", 2) as pool:
+    check(pool.run(work, folder))
+print("done")
+"""
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_class_of_every_kind_works_in_a_rank_and_comes_back(way: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    main = f"import unisono\nFOLDER = {str(tmp_path)!r}\n{WAYS[way]}\nprint('done')\n"
-    script.write_text(f"{KINDS.read_text()}\n\n{main}")
-    assert run_python(str(script)) == "done"
+def test_a_class_of_every_kind_works_in_a_rank_and_comes_back(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"  # without a main guard
+    script.write_text(f"{KINDS.read_text()}\n\n{MAIN}")
+    assert run_python(str(script), str(tmp_path)) == "done"
 
 
 def test_code_that_goes_by_value_keeps_its_file() -> None:
