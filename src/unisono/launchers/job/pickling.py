@@ -115,7 +115,7 @@ class _Pickler(Pickler):  # type: ignore[misc]
         self._seen = {_MAIN, *cloudpickle.list_registry_pickle_by_value()}
         self._by_value = set(self._seen)
         known = ((sys.modules.get(name), key) for name, key in _ONE_IN_A_PROCESS)
-        self._places = {id(getattr(module, key)): (module, key) for module, key in known if module}
+        self._places = {id(getattr(at, key)): (at, key) for at, key in known if hasattr(at, key)}
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, FunctionType)):
@@ -232,7 +232,7 @@ def _define(definitions: _Definitions) -> None:
 
 def _define_in(module: ModuleType, objects: dict[str, Any]) -> None:
     """Define what came by value, but nothing in place of what an import has defined."""
-    is_imported = module.__name__ != _MAIN and module.__spec__ is not None
+    is_imported = module.__name__ != _MAIN and getattr(module, "__spec__", None) is not None
     for key, obj in objects.items():
         if not (is_imported and hasattr(module, key)):
             setattr(module, key, obj)
