@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Concatenate, Literal, TypeVar
@@ -117,6 +118,8 @@ def _try(call: Callable[[], T], size: int) -> tuple[Ending, T]:
     replies = [decode(frame, context.model.device) for frame in frames]
     endings = [reply[0] for reply in replies]
     if "out of memory" in endings:
+        if error is not None:  # the thread that raised it may hold it still, and so its frames
+            traceback.clear_frames(error.__traceback__)
         value = None  # the next try needs its room
         return "out of memory", value
     for worst in ("failed", "out of step"):
