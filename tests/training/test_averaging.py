@@ -227,12 +227,14 @@ def test_broadcast_of_an_optimizer(kind: Any) -> None:
 @several
 def test_the_state_of_an_optimizer_keeps_its_dtype() -> None:
     parameter = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    unused = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([unused, parameter], lr=0.1, momentum=0.9)
     if idist.get_rank() == 0:
         optimizer.state[parameter]["momentum_buffer"] = torch.full((2,), 1.001)
     idist.broadcast_optimizer_state(optimizer)
     found = optimizer.state[parameter]["momentum_buffer"]
     assert torch.equal(found, torch.full((2,), 1.001))
+    assert unused not in optimizer.state
 
 
 def test_bad_arguments_are_refused_at_size_1_too() -> None:

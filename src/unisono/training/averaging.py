@@ -314,12 +314,13 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLi
 
 
 def _keep_dtypes(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Put back what ``load_state_dict`` has cast to a parameter's dtype: a float32 momentum."""
+    """Restore what ``load_state_dict`` has cast to a parameter's dtype, as a float32 momentum."""
     parameters = [each for entry in optimizer.param_groups for each in entry["params"]]
     keys = [key for entry in state["param_groups"] for key in entry["params"]]
-    for key, parameter in zip(keys, parameters, strict=True):
-        loaded = optimizer.state[parameter]
-        for name, value in state["state"].get(key, {}).items():
+    parameter_of = dict(zip(keys, parameters, strict=True))
+    for key, values in state["state"].items():  # others have no state, and get none by a look
+        loaded = optimizer.state[parameter_of[key]]
+        for name, value in values.items():
             if isinstance(value, Tensor) and value.dtype != loaded[name].dtype:
                 loaded[name] = value
 
