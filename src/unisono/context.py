@@ -367,7 +367,7 @@ def _adopt() -> ContextState | None:
 
 
 def _tell_children(context: ContextState | None) -> None:
-    """Let processes that multiprocessing makes know which rank made them, fork or not.
+    """Record which rank this is, for the processes that multiprocessing makes, fork or not.
 
     What a process object has in ``_config``, such as the key for authentication, goes along.
     """
@@ -382,7 +382,7 @@ def _tell_children(context: ContextState | None) -> None:
 
 
 def _of_parent() -> ContextState | None:
-    """Give the facts of the rank that made this process, if one did: a worker of a DataLoader."""
+    """Return the facts of the rank that made this process, if one did: a worker of a DataLoader."""
     global _process, _forked
     config: dict[str, Any] = getattr(multiprocessing.current_process(), "_config", {})
     pid, *facts = config.get(_OF_RANK, (os.getpid(),))

@@ -124,7 +124,7 @@ def signature(call: str, tensor: Tensor) -> str:
 
 @contextmanager
 def called(purpose: str) -> Iterator[None]:
-    """Let calls within, and what they start, be compared and told as what they are for. Local."""
+    """Name the calls within, and what they start, by what they are for. Local."""
     token = _purpose.set(purpose)
     try:
         yield

@@ -106,7 +106,7 @@ class ControlPlane:
         return memory if isinstance(memory, HostCollectives) else None
 
     def checks(self, group: Group | None) -> bool | None:
-        """Tell whether ranks compare calls before each collective of the data plane.
+        """Return whether ranks compare calls before each collective of the data plane.
 
         Local, or collective at creation of what they agree over.
 
@@ -226,7 +226,7 @@ class SocketControlPlane(ControlPlane):
         return hub.inline_bytes // _TENSOR_PART
 
     def checks(self, group: Group | None) -> bool | None:
-        """Tell it as all ranks of `group` have agreed when they met. Collective at creation."""
+        """Return what all ranks of `group` agreed on when they met. Collective at creation."""
         key = EVERYBODY if group is None else group.name
         if key not in self.hubs and self.model.topology.size(group) > 1:
             self._hub(group)

@@ -354,7 +354,7 @@ def _least_inline_bytes(adverts: list[_Advertisement]) -> int:
 
 
 def checks_by(settings: Sequence[str]) -> bool | None:
-    """Tell whether ranks compare calls: where one of them wants it; not where no one does. Local.
+    """Return whether ranks compare calls: where one wants it; not where no one does. Local.
 
     Args:
         settings: UNISONO_DEBUG of each rank.

@@ -145,7 +145,7 @@ def carried_line() -> str:
 
 
 def site() -> bytes:
-    """Give file and line of the user's innermost frame. Local."""
+    """Return file and line of the user's innermost frame. Local."""
     carried = _carried.get()
     if carried or line.known:
         return carried or line.known
@@ -156,7 +156,7 @@ def site() -> bytes:
 
 
 def line_of_call() -> str:
-    """Give file and line of the user's innermost frame, for a person. Local."""
+    """Return file and line of the user's innermost frame, for a person. Local."""
     frame = sys._getframe(level() - 1)
     return place_of(frame.f_code.co_filename, frame.f_lineno)
 

@@ -36,28 +36,24 @@ class Turn:
 
     def __init__(self) -> None:
         self._lock: Any = threading.RLock()  # which knows at any moment whose it is
-        self._call = ""
+        self.call: str = ""
+        """What its holder is doing."""
 
-    def take(self, call: str) -> None:
-        """Wait for the lock. Local.
+    def of(self, call: str) -> Any:
+        """Return the lock, for a ``with`` block, which no interrupt comes between. Local.
 
         Raises:
             CollectiveError: this thread has it: a signal came, or garbage was collected meanwhile.
         """
         if self._lock._is_owned():
             raise CollectiveError(
-                f"{call} was called within {self._call}, by a signal handler or a finalizer: let "
+                f"{call} was called within {self.call}, by a signal handler or a finalizer: let "
                 "those call no collective"
             )
-        self._lock.acquire()
-        self._call = call
-
-    def give(self) -> None:
-        """Let go of the lock. Local."""
-        self._lock.release()
+        return self._lock
 
     def is_free(self) -> bool:
-        """Tell whether nobody has it, this thread included. Local."""
+        """Return whether nobody has it, this thread included. Local."""
         is_free = not self._lock._is_owned() and self._lock.acquire(blocking=False)
         if is_free:
             self._lock.release()
@@ -90,14 +86,11 @@ class Turns:
     def _run(self, call: str, work: Callable[[Check], None], target: Tensor | None = None) -> None:
         """Run an operation that overwrites `target`; one that is left half-way is the last."""
         is_apart = target is not None and target.is_inference()
-        self._turn.take(call)
-        try:
+        with self._turn.of(call), torch.inference_mode() if is_apart else _AS_IT_IS:
+            self._turn.call = call
             if self._ended is not None:
                 raise type(self._ended)(f"{call}: {self._ended}")
-            with torch.inference_mode() if is_apart else _AS_IT_IS:
-                self._do(call, work)
-        finally:
-            self._turn.give()
+            self._do(call, work)
 
     def _do(self, call: str, work: Callable[[Check], None]) -> None:
         try:

@@ -170,7 +170,7 @@ def _cached(fn: Any, parameters: dict[str, Any]) -> Any:
 
 
 def _is_importable(name: str, module: ModuleType) -> bool:
-    """Tell whether an import of `name` elsewhere would find the same module. Local."""
+    """Return whether an import of `name` elsewhere would find the same module. Local."""
     if name.partition(".")[0] in sys.stdlib_module_names:
         return True  # also where it is frozen, or an alias, as collections.abc is
     parent = name.rpartition(".")[0]

@@ -156,20 +156,17 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self, name: str, tensor: Tensor | None = None, plane: str = "memory"
     ) -> Iterator[Token]:
         """Be alone in an operation, which neither autograd nor a tensor's class sees; record it."""
-        self._turn.take(name)
-        try:
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                token = self._calls.begin(name, self._recorded, tensor)
-                plane_is(plane)
-                try:
-                    yield token
-                except BaseException as error:
-                    token.end(error)
-                    raise
-                if not token.plane:  # else gloo goes on with it
-                    token.end()
-        finally:
-            self._turn.give()
+        with self._turn.of(name), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self._turn.call = name
+            token = self._calls.begin(name, self._recorded, tensor)
+            plane_is(plane)
+            try:
+                yield token
+            except BaseException as error:
+                token.end(error)
+                raise
+            if not token.plane:  # else gloo goes on with it
+                token.end()
 
     def _by_gloo(
         self,
