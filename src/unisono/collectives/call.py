@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -16,8 +15,8 @@ from unisono.collectives.membership import check_rank, resolve
 from unisono.collectives.routing import Reducer, fits_round
 from unisono.context import ContextState, communicator, left_half_way, own_context
 from unisono.control.envelopes import call_head
+from unisono.control.signatures import purpose_or, unpack
 from unisono.control.signatures import site as find_site
-from unisono.control.signatures import unpack
 from unisono.errors import CollectiveMismatchError, PayloadError, UnisonoError
 from unisono.host.collectives import HostCollectives
 from unisono.host.levels import TwoLevels
@@ -30,7 +29,6 @@ from unisono.topology import EVERYBODY, Group
 from unisono.tracebacks import hides
 
 __all__ = (
-    "called",
     "check",
     "collective",
     "compares",
@@ -48,7 +46,6 @@ __all__ = (
 __tracebackhide__ = hides
 
 _LONGEST_CALL = 500
-_purpose: ContextVar[str] = ContextVar("_purpose", default="")
 T = TypeVar("T")
 
 
@@ -119,17 +116,7 @@ def introduce(context: ContextState, call: str) -> None:
 
 def signature(call: str, tensor: Tensor) -> str:
     """Name a call with the dtype and shape that must agree. Local."""
-    return f"{_purpose.get() or call} of {str(tensor.dtype)[6:]}{list(tensor.shape)}"
-
-
-@contextmanager
-def called(purpose: str) -> Iterator[None]:
-    """Name the calls within, and what they start, by what they are for. Local."""
-    token = _purpose.set(purpose)
-    try:
-        yield
-    finally:
-        _purpose.reset(token)
+    return f"{purpose_or(call)} of {str(tensor.dtype)[6:]}{list(tensor.shape)}"
 
 
 def compares(context: ContextState, group: Group | None, *, sums: bool = False) -> bool:

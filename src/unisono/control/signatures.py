@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context, ContextVar, copy_context
 from functools import lru_cache
 from pathlib import Path
@@ -31,6 +31,7 @@ __all__ = (
     "UNKNOWN",
     "CallHistory",
     "SequenceNumbers",
+    "called",
     "carried_line",
     "describe",
     "from_here",
@@ -39,6 +40,7 @@ __all__ = (
     "line_of_call",
     "name",
     "named",
+    "purpose_or",
     "site",
     "unpack",
 )
@@ -121,6 +123,7 @@ our sections."""
 
 # The line of the call that a background thread carries: its own frames say nothing of it.
 _carried: ContextVar[bytes] = ContextVar("_carried", default=b"")
+_purpose: ContextVar[str] = ContextVar("_purpose", default="")
 
 
 class _Line(threading.local):
@@ -129,6 +132,21 @@ class _Line(threading.local):
 
 
 line: _Line = _Line()
+
+
+@contextlib.contextmanager
+def called(purpose: str) -> Iterator[None]:
+    """Name the calls within, and what they start, by what they are for. Local."""
+    token = _purpose.set(purpose)
+    try:
+        yield
+    finally:
+        _purpose.reset(token)
+
+
+def purpose_or(call: str) -> str:
+    """Return what the calls of here are for; `call` where nobody has said it. Local."""
+    return _purpose.get() or call
 
 
 def from_here() -> Context:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from unisono.collectives.call import called, swap
+from unisono.collectives.call import swap
 from unisono.collectives.reductions import all_reduce_
 from unisono.context import ContextState, communicator, current, current_model
+from unisono.control.signatures import called
 from unisono.errors import (
     ArgumentError,
     CollectiveError,
@@ -115,7 +116,7 @@ class Averager:
         notes = [0] * (len(runs) - 1) + [len(runs)]
         name = name_of_gradients(context, module, None)
         self._buckets = [
-            _Bucket(f"{name}, bucket {i},", run, count)
+            _Bucket(f"{name}, bucket {i}", run, count)
             for i, (run, count) in enumerate(zip(runs, notes, strict=False))
         ]
         self._bucket_of = {id(p): i for i, run in enumerate(runs) for p in run}

@@ -1,10 +1,9 @@
-"""Gradients of ``DistributedDataParallel`` through memory that the ranks of one host share."""
+"""Gradients of ``DistributedDataParallel``: in shared memory on one host, named between hosts."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +12,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from unisono.collectives.call import check
 from unisono.context import ContextState, communicator
+from unisono.control.signatures import called
 from unisono.host.collectives import HostCollectives
 from unisono.host.folding import folds
+from unisono.model.handle import Handle
 from unisono.model.reduction import ReduceOp
 from unisono.recording import plane_is
 from unisono.topology import Group
@@ -23,23 +24,26 @@ from unisono.training.data_parallel import name_of_gradients
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ("Averaging", "average", "average_in_shared_memory")
+__all__ = ("Averaging", "average", "average_by_name")
 
 
-def average_in_shared_memory(
+def average_by_name(
     module: nn.parallel.DistributedDataParallel, context: ContextState, group: Group | None
 ) -> None:
-    """Let a module average its buckets in shared memory, unless the user has a hook of their own.
+    """Let a module average its buckets as the facade does, unless the user has a hook of their own.
 
-    Collective over `group`. ``DistributedDataParallel`` takes one communication hook, which must be
-    there before the first backward: ours is registered by the first forward that has one.
+    Collective over `group`. On one host they go through memory, and are compared with what other
+    ranks call; between hosts torch's group carries them, with a name and a deadline of ours.
+    ``DistributedDataParallel`` takes one communication hook, which must be there before the first
+    backward: ours is registered by the first forward that has one.
 
     Args:
-        module: of parameters on the CPU.
+        module: whose buckets; nothing is done where an accelerator's library carries them.
         context: the active one.
         group: the ranks that train it together.
     """
-    if context.control.host(group) is not None:
+    is_shared = context.control.host(group) is not None
+    if is_shared or all(p.device.type == "cpu" for p in module.parameters()):
         name = name_of_gradients(context, module.module, group)
         module.register_forward_pre_hook(Averaging(group, name))
 
@@ -56,12 +60,14 @@ class Averaging:
         self._group, self._name = group, name
         self._module: Callable[[], Any] = _nothing
         self._is_live = False
+        self._started: list[tuple[Handle[Tensor], torch.futures.Future[Tensor]]] = []
 
     def __call__(self, module: Any, inputs: Any) -> None:
         """Register the hook, the first time; take note that this rank has inputs. Local."""
         if not torch.is_grad_enabled():
             return
         self._is_live, is_done = True, self._module() is not None
+        self._started.clear()  # of a backward that failed
         if is_done:
             return
         self._module = weakref.ref(module)
@@ -77,19 +83,29 @@ class Averaging:
         """Give what the ranks share, after what runs in the background. Local."""
         return communicator().control.host(self._group)
 
-    @contextmanager
-    def bucket(self, index: int, flat: Tensor, host: HostCollectives) -> Iterator[None]:
-        """Record what the body does as the averaging of one bucket, if all ranks have come to it.
+    def reduce(
+        self, index: int, flat: Tensor, op: ReduceOp, host: HostCollectives | None
+    ) -> torch.futures.Future[Tensor]:
+        """Reduce one bucket in place, or start that between hosts. Collective over the group."""
+        context, done = communicator(), torch.futures.Future[Tensor]()
+        call = f"{self._name}, bucket {index}"
+        with called(call):
+            token = context.calls.begin("gradients", self._group, flat, host is None)
+            try:
+                check(context, call, flat, self._group, host)
+                if host is None:
+                    handle = context.start_all_reduce(flat, op, self._group)
+                    self._started.append((token.started(handle), done))
+                    return done
+                plane_is("memory")
+                done.set_result(host.all_reduce(flat, op))
+            except BaseException as error:
+                token.end(error)
+                raise
+        token.end()
+        return done
 
-        Collective over the group.
-        """
-        context = communicator()
-        with context.calls.call("gradients", self._group, flat):
-            plane_is("memory")
-            check(context, f"{self._name}, bucket {index},", flat, self._group, host)
-            yield
-
-    def divisor(self, host: HostCollectives) -> Tensor | None:
+    def divisor(self, host: HostCollectives | None) -> Tensor | None:
         """Give the number of ranks that have inputs, where torch divides by that; None else.
 
         Collective over the group where it does: in ``join(divide_by_initial_world_size=False)``.
@@ -99,7 +115,10 @@ class Averaging:
             return None
         if module._divide_by_initial_world_size:
             return None
-        return host.all_reduce(torch.tensor([float(self._is_live)], device="cpu"), ReduceOp.SUM)
+        live = torch.tensor([float(self._is_live)], device="cpu")
+        if host is None:
+            return communicator().model.all_reduce(live, ReduceOp.SUM, self._group)
+        return host.all_reduce(live, ReduceOp.SUM)
 
     def library_group(self) -> Any:
         """Give torch's own group of the module. Local."""
@@ -107,11 +126,14 @@ class Averaging:
         return None if module is None else module.process_group
 
     def end_step(self) -> None:
-        """Take note that a backward is done: a rank without inputs has no forward before the next.
+        """Wait for what was started; a rank without inputs has no forward before the next. Local.
 
-        Local.
+        Raises:
+            CollectiveError: a peer failed or didn't come in time.
         """
-        self._is_live = False
+        self._is_live, started, self._started = False, self._started, []
+        for handle, done in started:
+            done.set_result(handle.wait())
 
     def __deepcopy__(self, memo: object) -> Self:
         return type(self)(self._group, self._name)
@@ -122,21 +144,21 @@ class Averaging:
 
 def average(state: Averaging, bucket: Any) -> torch.futures.Future[Tensor]:
     """Average one bucket of gradients in place: a communication hook. Collective over the group."""
-    flat, host = bucket.buffer(), state.host()
-    if host is None or flat.layout is not torch.strided:  # another context, or sparse gradients
-        return default_hooks.allreduce_hook(state.library_group(), bucket)
-    with torch.no_grad(), state.bucket(bucket.index(), flat, host):
+    flat, group = bucket.buffer(), state.library_group()
+    if flat.layout is not torch.strided:  # sparse gradients
+        return default_hooks.allreduce_hook(group, bucket)
+    host, op = state.host(), ReduceOp.SUM
+    with torch.no_grad():
         divisor = state.divisor(host)
         if divisor is not None:
-            host.all_reduce(flat.div_(divisor.to(flat.dtype)), ReduceOp.SUM)
-        elif folds(flat.dtype, ReduceOp.AVERAGE):
-            host.all_reduce(flat, ReduceOp.AVERAGE)
+            flat.div_(divisor.to(flat.dtype))
+        elif host is not None and folds(flat.dtype, ReduceOp.AVERAGE):
+            op = ReduceOp.AVERAGE
         else:
-            host.all_reduce(flat.div_(host.size), ReduceOp.SUM)
+            flat.div_(group.size())
+        done = state.reduce(bucket.index(), flat, op, host)
     if bucket.is_last():
         state.end_step()
-    done: torch.futures.Future[Tensor] = torch.futures.Future()
-    done.set_result(flat)
     return done
 
 

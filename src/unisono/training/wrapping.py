@@ -29,7 +29,7 @@ from unisono.topology import Group
 from unisono.training.averaging import broadcast_optimizer_state
 from unisono.training.batchnorm import convert_sync_batchnorm
 from unisono.training.data_parallel import Replicated, UnannouncedAverager, owners
-from unisono.training.ddp_hook import average_in_shared_memory
+from unisono.training.ddp_hook import average_by_name
 from unisono.training.states import remember_wrapper, unwrapped
 
 __all__ = (
@@ -115,7 +115,7 @@ def auto_model(
         kwargs["process_group"] = _library_group(current, group)
     wrapped = hooks_of(current).wrap_module(model, str(wrapper), **kwargs)
     if isinstance(wrapped, _DDP):
-        average_in_shared_memory(wrapped, context, group)
+        average_by_name(wrapped, context, group)
         UnannouncedAverager(wrapped, group)
     if wrapped is not None:
         return wrapped

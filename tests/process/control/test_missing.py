@@ -8,10 +8,12 @@ import select
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
+from torch import nn
 
 import unisono
 from tests.process.control.contexts import (
@@ -88,6 +90,41 @@ def test_a_rank_that_hangs_is_named_at_the_deadline(
         assert re.search(r"its process is \d+ on this host", said)
         assert ("not done after 30 s" in said) != is_in_round
         assert ("  ranks 0 and 2 wait in barrier at " in said) == (is_in_round and victim == 1)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "first"),
+    [(unisono.auto_model, 0), (unisono.auto_model, 1), (nn.parallel.DistributedDataParallel, 0)],
+)
+@in_ranks()
+def test_a_call_and_a_backward_name_each_other(
+    rank: int, folder: Path, wrap: Any, first: int
+) -> None:
+    """Where nothing is compared, as between hosts; torch's own wrapper has no name of ours."""
+    start(folder, rank, 2, 30, is_compared=False)
+    model = wrap(nn.Linear(1, 1))
+    loss = model(torch.ones(1, 1)).sum()
+    begun = folder / "begun"
+    loss.register_hook(lambda _: begun.touch() if rank != first else None)
+    if rank != first:
+        if rank == 0:
+            begun.touch()
+        with pytest.raises(RuntimeError):  # when the first has left
+            unisono.barrier() if rank == 0 else loss.backward()
+        return
+    until_there(begun)
+    with fast_clock(30), pytest.raises(CollectiveTimeoutError) as caught:
+        unisono.barrier() if rank == 0 else loss.backward()
+    said = str(caught.value)
+    assert f"rank {rank} never came" not in said
+    assert re.search(rf"rank {1 - rank} never came.*: it is at .*:\d+ \(.*loss.backward\(\)", said)
+    gradients = "gradients of backward of Linear (model 1), bucket 0"
+    if rank == 0:
+        assert "rank 0 waits in barrier at " in said
+        assert (f"its last collective was {gradients} at " in said) == (wrap is unisono.auto_model)
+    else:
+        assert "its last collective was barrier at " in said
+        assert f"rank 1 of 2: {gradients}: not done after 30 s" in said
 
 
 @in_ranks(4)

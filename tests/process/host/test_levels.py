@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import unisono
 from tests.support.by_hand import Check, by_hand, join, outcomes
@@ -116,6 +117,13 @@ def gradients_and_parameters_are_averaged(rank: int, size: int, folder: Path) ->
             assert unisono.all_reduce(apart)[-1] == 6
         assert unisono.all_reduce_(apart)[-1] == 6
     assert calls.count("all_reduce AVERAGE") == 2  # the large one, and the others
+    net = nn.Linear(1, 1)
+    model: Any = unisono.auto_model(net)
+    with model.join(divide_by_initial_world_size=False):
+        for step in range(1 + (rank == 0)):
+            model.zero_grad()
+            model(torch.tensor([[rank + 1.0]])).sum().backward()
+            assert net.weight.grad == [2.5, 1.0][step]
 
 
 def groups_over_several_hosts_stay_with_the_model(rank: int, size: int, folder: Path) -> None:

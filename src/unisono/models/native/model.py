@@ -161,8 +161,9 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         is_local = is_one_host(rendezvous.info)
         try:
             with listening_locally(is_local):
-                process_group.join(backend, rendezvous.info, timeout, rendezvous.left(), options)
-            model = cls(info.topology(), device, True, timeout, is_local)
+                left = rendezvous.left()
+                allowed = process_group.join(backend, rendezvous.info, timeout, left, options)
+            model = cls(info.topology(), device, True, allowed, is_local)
             model.control.secret, model.control.is_one_host = rendezvous.secret, is_local
             if info.world_size > 1:
                 # Also so that a rank that is done and gone doesn't look dead to one still joining.

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from unisono.control.missing import Absent
 from unisono.control.plane import SocketControlPlane
+from unisono.control.signatures import purpose_or
 from unisono.deadlines import allowed_s, end_of_block, format_s, host_s, limit_of
 from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
 from unisono.model.error_mapping import ErrorRow, mapped
@@ -94,14 +95,14 @@ class Calls:
             except RuntimeError as error:
                 self.fail(call, group, error)
             return
-        work, step = self._begin(call, group, start, *args)
+        call, work, step = self._begin(call, group, start, *args)
         self._wait(call, group, work, step)
 
     def start(
         self, call: str, group: Group | None, start: Callable[..., Any], *args: Any
     ) -> Handle[None]:
         """Start one operation. As `run` otherwise."""
-        work, step = self._begin(call, group, start, *args)
+        call, work, step = self._begin(call, group, start, *args)
         model = self._whole()  # which the handle keeps, also when another view takes its place
         return Handle(
             partial(self._wait, call, group, work, step, end_of_block(), model), work.is_completed
@@ -109,13 +110,13 @@ class Calls:
 
     def _begin(
         self, call: str, group: Group | None, start: Callable[..., Any], *args: Any
-    ) -> tuple[Any, int]:
-        """Give torch's handle, and the number of the operation in the group; 0 for none."""
-        step = 0
+    ) -> tuple[str, Any, int]:
+        """Return what it is called, torch's handle, and its number in the group; 0 for none."""
+        call, step = purpose_or(call), 0
         if self._is_watched:
             step = self._control.steps.begin(name_of(group), call)
         try:
-            return start(*args, _handle(group), async_op=True), step
+            return call, start(*args, _handle(group), async_op=True), step
         except RuntimeError as error:
             self.fail(call, group, error, step)
 

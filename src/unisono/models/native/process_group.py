@@ -33,6 +33,8 @@ __all__ = (
     "wrong_interface",
 )
 
+_LATER = timedelta(seconds=2)
+
 
 def known_backends() -> tuple[str, ...]:
     """List the backends that torch knows or that somebody registered with it. Local."""
@@ -143,11 +145,12 @@ def join(
     timeout: timedelta | None,
     left: timedelta,
     options: dict[str, Any],
-) -> None:
-    """Let torch make the default group.
+) -> timedelta | None:
+    """Let torch make the default group; return the time that our own operations may take.
 
-    Collective over all ranks of `info`. Gloo connects all ranks within what is left for set-up, and
-    keeps to the job's own timeout from then on.
+    Collective over all ranks of `info`. Gloo connects all ranks within what is left for set-up.
+    From then on it keeps to the job's own timeout, and a little longer: a rank that waits in a call
+    of ours says first who is in one that torch makes, such as those of a backward.
 
     Args:
         backend: a name that torch knows.
@@ -161,12 +164,14 @@ def join(
     options = {**options, "rank": info.rank, "world_size": info.world_size}
     if set(backends_by_device(backend).values()) != {"gloo"}:
         dist.init_process_group(backend, **options)
-        return
+        return timeout
     dist.init_process_group(backend, **{**options, "timeout": left})
     pg = dist.group.WORLD
     assert pg is not None
+    allowed = timeout or dist.default_pg_timeout
     for device in {torch.device(name) for name in backends_by_device(backend)}:
-        pg._get_backend(device)._set_default_timeout(timeout or dist.default_pg_timeout)
+        pg._get_backend(device)._set_default_timeout(allowed + _LATER)
+    return allowed
 
 
 def place_by_store(rank: int, world_size: int) -> Topology:
