@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
-from socket import gethostname
 from typing import Protocol
 
 from unisono.arguments import seconds
 from unisono.errors import CollectiveTimeoutError
-from unisono.topology import Group
+from unisono.topology import Group, boot_id
 
 __all__ = (
     "DEFAULT_TIMEOUT_S",
@@ -107,7 +106,7 @@ class Limit:
     Args:
         until: by ``time.monotonic()`` of the host.
         left_s: seconds that were left when it was sent, for other hosts.
-        host: its name.
+        host: its boot id.
     """
 
     until: float
@@ -120,7 +119,7 @@ class Limit:
         until = end_of_block()
         if until is None:
             return None
-        return cls(until, max(0.0, until - time.monotonic()), gethostname())
+        return cls(until, max(0.0, until - time.monotonic()), boot_id())
 
 
 @contextmanager
@@ -134,7 +133,7 @@ def within(limit: Limit | None) -> Iterator[None]:
         yield
         return
     until = time.monotonic() + limit.left_s  # no clock of another host says more
-    with _until_sooner(min(until, limit.until) if limit.host == gethostname() else until):
+    with _until_sooner(min(until, limit.until) if limit.host == boot_id() else until):
         yield
 
 

@@ -6,6 +6,8 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from socket import gethostname
 
 __all__ = (
     "EVERYBODY",
@@ -17,6 +19,7 @@ __all__ = (
     "NodeInfo",
     "RankInfo",
     "Topology",
+    "boot_id",
     "members_of_pair",
     "name_of",
     "pair",
@@ -36,6 +39,14 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def boot_id() -> str:
+    """Give what processes have in common that one kernel runs, with one monotonic clock. Local."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return gethostname()
 
 
 @dataclass(frozen=True, slots=True)

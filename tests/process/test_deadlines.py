@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 import unisono
 from tests.support.clock import fast_clock
 from tests.support.processes import until
-from unisono.deadlines import limit_of
+from unisono import deadlines
+from unisono.deadlines import Limit, limit_of
 from unisono.errors import ArgumentError, CollectiveError, CollectiveTimeoutError
 
 LIMIT_S = 60.0
@@ -89,6 +91,18 @@ def test_limits_pass_as_fast_as_their_clock() -> None:
         assert limit_of(40) == pytest.approx(30)
     with fast_clock(1e9), unisono.deadline(30):
         assert limit_of(None) == 0
+
+
+def test_a_limit_of_another_boot_counts_by_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two machines may have one name; their monotonic clocks begin when each starts."""
+    with unisono.deadline(30):
+        sent = Limit.here()
+    assert sent is not None
+    with deadlines.within(sent):
+        assert deadlines.end_of_block() == sent.until
+    monkeypatch.setattr(deadlines, "boot_id", lambda: "another")
+    with deadlines.within(replace(sent, until=sent.until - 5000)):
+        assert 0 < (limit_of(None) or 0) <= 30
 
 
 @pytest.mark.parametrize("value", [0, -1, "x", None, True, float("nan")])

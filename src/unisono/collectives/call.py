@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -15,6 +14,7 @@ from unisono.collectives.membership import check_rank, resolve
 from unisono.collectives.routing import Reducer, fits_round
 from unisono.context import ContextState, communicator, left_half_way, own_context
 from unisono.control.envelopes import call_head
+from unisono.control.rendezvous import host_of_this_process
 from unisono.control.signatures import purpose_or, unpack
 from unisono.control.signatures import site as find_site
 from unisono.errors import CollectiveMismatchError, PayloadError, UnisonoError
@@ -108,7 +108,7 @@ def introduce(context: ContextState, call: str) -> None:
     """
     if context.must_introduce:
         head = call_head(call, find_site())
-        blobs = context.model.exchange(head + socket.gethostname().encode(), None)
+        blobs = context.model.exchange(head + host_of_this_process().encode(), None)
         hosts = unpack(blobs, head, partial(ranks_of, context, None))
         context.hosts = tuple(bytes(host) for host in hosts)
         context.must_introduce = False

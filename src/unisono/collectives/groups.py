@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -12,6 +11,7 @@ from unisono.arguments import seconds
 from unisono.collectives.call import collective, guarded, swap
 from unisono.collectives.membership import GroupLike, checked, make, resolve
 from unisono.context import communicator
+from unisono.control.rendezvous import host_of_this_process
 from unisono.model.handle import Handle
 from unisono.options import GroupOptions
 from unisono.payload.codec import decode, encode
@@ -84,7 +84,7 @@ def local_group() -> Group:
     context = communicator()
     own_group = context.groups.get(())
     if own_group is None:
-        node = (socket.gethostname(), context.model.topology.node_rank)
+        node = (host_of_this_process(), context.model.topology.node_rank)
         with context.calls.call("local_group"):
             frames = swap(context, "local_group", encode(node), None)
         nodes = [decode(frame, context.model.device) for frame in frames]

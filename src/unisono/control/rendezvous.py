@@ -40,9 +40,8 @@ from unisono.errors import CollectiveError, EnvironmentDetectionError, PeerRefus
 from unisono.host import arena, memory
 from unisono.host.arena import Arena
 from unisono.host.mailbox import MAILBOX_BYTES, Mailbox, receive, send
-from unisono.host.status_page import boot_id
 from unisono.model import fallback
-from unisono.topology import Group, name_of, usable_cores
+from unisono.topology import Group, boot_id, name_of, usable_cores
 
 __all__ = ("Connectable", "checks_by", "connect_group", "host_of_this_process")
 

@@ -13,7 +13,6 @@ import json
 import mmap
 import os
 import re
-import socket
 import stat
 import struct
 import threading
@@ -24,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unisono.topology import boot_id
+
 __all__ = (
     "CALLED",
     "IN_FLIGHT",
@@ -33,7 +34,6 @@ __all__ = (
     "PageReader",
     "PageRecord",
     "StatusPage",
-    "boot_id",
     "close_all",
     "folder",
     "is_running",
@@ -395,14 +395,6 @@ def pages() -> list[PageReader]:
             found.append(PageReader(path))
     here = _pids()
     return [page for page in found if page.facts.get("pids") == here]
-
-
-def boot_id() -> str:
-    """Give what processes have in common that one kernel runs, with one monotonic clock. Local."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 def _pids() -> int:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import ArgumentError
-from unisono.host.status_page import boot_id
 from unisono.recording import CollectiveRecord
+from unisono.topology import boot_id
 
 __all__ = ("RankTrace", "TraceFile", "read")
 

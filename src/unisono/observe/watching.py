@@ -12,12 +12,12 @@ from typing import TypeAlias
 
 from unisono.collectives.gathers import all_gather
 from unisono.context import communicator
-from unisono.host.status_page import boot_id
 from unisono.observe.clocks import Moment, offsets
 from unisono.observe.drawing import draw
 from unisono.observe.packing import pack, unpack
 from unisono.observe.waits import Waits, meetings, waits
 from unisono.recording import CollectiveRecord, add_hook
+from unisono.topology import boot_id
 from unisono.tracebacks import hides
 
 __all__ = ("Watch", "watching")

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from unisono.control.rendezvous import host_of_this_process
 from unisono.errors import PayloadError
+from unisono.topology import boot_id
 
 __all__ = ("check_archive", "write_whole")
 
@@ -104,8 +104,7 @@ def _keep_mode(number: int, old: os.stat_result) -> None:
 
 def _own_mark() -> str:
     """Name this host in few letters: locks tell of its processes alone. Local."""
-    host = host_of_this_process().split()[0]
-    return hashlib.blake2b(host.encode(), digest_size=4).hexdigest()
+    return hashlib.blake2b(boot_id().encode(), digest_size=4).hexdigest()
 
 
 def _lock(number: int) -> bool:

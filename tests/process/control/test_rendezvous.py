@@ -20,7 +20,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 import unisono
-from tests.process.control.contexts import heard, in_ranks
+from tests.process.control.contexts import heard, in_ranks, start
 from tests.support.by_hand import by_hand, join, join_by_tcp, leave
 from tests.support.clock import fast_clock
 from unisono.context import communicator
@@ -63,6 +63,24 @@ def test_hosts_that_were_taken_for_one_meet_over_tcp(rank: int, folder: Path) ->
     assert hub is not None
     assert said == []
     assert unisono.all_gather(rank) == [0, 1]
+    leave()
+
+
+@in_ranks()
+def test_hosts_of_one_name_are_two_nodes(rank: int, folder: Path) -> None:
+    """As machines of one image may be: in a context of ours, and in one made by hand."""
+    os.environ["UNISONO_SOCKET_IFNAME"] = "lo"
+    vars(rendezvous)["boot_id"] = lambda: f"boot {rank}"
+    for is_ours in (True, False):
+        if is_ours:
+            start(folder, rank, 2)
+        else:
+            join(folder, rank, 2, "by hand")
+        unisono.sync()
+        assert (unisono.get_nnodes(), unisono.get_local_rank()) == (2, 0)
+        assert unisono.local_group().ranks == (rank,)
+        if is_ours:
+            unisono.finalize()
     leave()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from unisono.control.rendezvous import host_of_this_process
 from unisono.errors import AlreadyInitializedError, ArgumentError, ContextError
 from unisono.model.handle import Outcome
 from unisono.models.horovod.rendezvous import wait_for_all
@@ -145,7 +145,7 @@ def topology_of(hvd: ModuleType, hint: ContextHint) -> Topology:
 
 def seat(hvd: ModuleType) -> bytes:
     """Say on which node this replica is, for `place`. Local."""
-    node = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+    node = os.environ.get("HOROVOD_HOSTNAME") or host_of_this_process()
     return json.dumps([node, hvd.local_rank()]).encode()
 
 

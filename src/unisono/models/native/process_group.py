@@ -16,6 +16,7 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
 
 from unisono.accelerators import accelerator, accelerator_count
+from unisono.control.rendezvous import host_of_this_process
 from unisono.errors import ArgumentError, BackendUnavailableError
 from unisono.model.contract import ComputationModel
 from unisono.topology import RankInfo, Topology
@@ -210,10 +211,9 @@ def place_by_hosts(model: ComputationModel) -> Topology:
     Collective over all ranks.
 
     Returns:
-        What is known of this rank already, and for the rest what the hosts' names say.
+        What is known of this rank already, and for the rest what the hosts say.
     """
-    hosts = model.exchange(socket.gethostname().encode())
-    return model.topology.among(hosts)
+    return model.topology.among(model.exchange(host_of_this_process().encode()))
 
 
 def timeout_of(group: Any, device: torch.device) -> timedelta | None:

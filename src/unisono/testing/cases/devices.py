@@ -10,6 +10,7 @@ import torch
 import unisono as idist
 from unisono.accelerators import accelerator
 from unisono.context import current_model
+from unisono.control.rendezvous import host_of_this_process
 from unisono.testing.cases._law import law, needs_ranks, same, tensor_of, worlds
 
 __all__ = ()
@@ -46,7 +47,7 @@ def ranks_of_a_node_have_a_device_each_where_tensors_travel_on_it() -> None:
     assert model.transport_device in (torch.device("cpu"), idist.device())
     kind = accelerator()
     if kind is not None and model.transport_device.type == kind.type:
-        devices = idist.all_gather((idist.hostname(), str(idist.device())))
+        devices = idist.all_gather((host_of_this_process(), str(idist.device())))
         visible = torch.accelerator.device_count()
         assert visible == 1 or len(set(devices)) == len(devices), devices
 
