@@ -81,7 +81,6 @@ def _process(inode: str) -> str:
     return ""
 
 
-_HANDSHAKE_S = 1.0  # for a connection to prove itself, in all
 _MOST_PENDING = 256  # handshakes at a time; the oldest one makes room
 T = TypeVar("T")
 Check = Callable[[socket.socket], Generator[int, bytes, "T | None"]]
@@ -94,14 +93,12 @@ class _Handshake(Generic[T]):
     Args:
         sock: the connection.
         dialogue: yields how many bytes it wants next, and returns what the connection proved to be.
-        until: when it is dropped.
         n_expected: bytes that the dialogue waits for.
         received: those of them that have come.
     """
 
     sock: socket.socket
     dialogue: Generator[int, bytes, T | None]
-    until: float
     n_expected: int = 0
     received: bytes = b""
 
@@ -127,7 +124,7 @@ class _Pending(Generic[T]):
     """The handshakes under way at one listener."""
 
     # A connection: accepted --its dialogue ends with a result--> given to the caller
-    #   accepted --with None, an error, after a second, or as the oldest of too many--> dropped
+    #   accepted --with None, an error, or as the oldest of too many--> dropped
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
@@ -137,16 +134,13 @@ class _Pending(Generic[T]):
         for sock in self._handshakes:
             sock.close()
 
-    def left_s(self, until: float | None) -> float | None:
-        """Give the seconds until the next handshake, or all of it, is over."""
-        ends = [handshake.until for handshake in self._handshakes.values()]
-        if until is not None:
-            ends.append(until)
-        return max(0.0, min(ends) - time.monotonic()) if ends else None
-
     def add(self, sock: socket.socket, dialogue: Generator[int, bytes, T | None]) -> None:
-        self._handshakes[sock] = _Handshake(sock, dialogue, time.monotonic() + _HANDSHAKE_S)
+        self._handshakes[sock] = _Handshake(sock, dialogue)
         self._selector.register(sock, selectors.EVENT_READ)
+        if len(self._handshakes) > _MOST_PENDING:
+            oldest = next(iter(self._handshakes))
+            self._remove(oldest)
+            oldest.close()
 
     def advance(self, ready: Collection[object]) -> Iterator[tuple[socket.socket, T]]:
         """Read from connections that are ready; give those that have proved themselves."""
@@ -158,14 +152,6 @@ class _Pending(Generic[T]):
                 sock.close()
             elif proved is not None:
                 yield sock, proved
-
-    def drop_late(self) -> None:
-        now = time.monotonic()
-        late = [sock for sock, handshake in self._handshakes.items() if handshake.until < now]
-        too_many = max(0, len(self._handshakes) - _MOST_PENDING)
-        for sock in dict.fromkeys(late + [*self._handshakes][:too_many]):
-            self._remove(sock)
-            sock.close()
 
     def _remove(self, sock: socket.socket) -> None:
         self._selector.unregister(sock)
@@ -181,8 +167,8 @@ def accept_authenticated(
 ) -> Generator[tuple[socket.socket, T], None, None]:
     """Accept connections and authenticate them without letting one block another.
 
-    Local. Each has a second to prove itself, all at the same time. At a Unix-domain socket
-    processes of other users are dropped at once.
+    Local. All may prove themselves at the same time, and until the end: members of a busy host are
+    slow. At a Unix-domain socket processes of other users are dropped at once.
 
     Args:
         listener: the socket that they connect to.
@@ -203,11 +189,11 @@ def accept_authenticated(
                 selector.register(watched, selectors.EVENT_READ)
         with contextlib.closing(pending):
             while until is None or time.monotonic() < until:
-                ready = [key.fileobj for key, _ in selector.select(pending.left_s(until))]
+                left_s = None if until is None else max(0.0, until - time.monotonic())
+                ready = [key.fileobj for key, _ in selector.select(left_s)]
                 if stop in ready:
                     return
                 yield from pending.advance(ready)
-                pending.drop_late()
                 sock = _accept(listener, refused) if listener in ready else None
                 if sock is not None:
                     pending.add(sock, check(sock))
