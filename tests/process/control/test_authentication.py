@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -313,7 +314,18 @@ def test_a_stranger_at_gloos_socket_is_named() -> None:
     assert strangers() == ""
 
 
-def test_the_store_of_a_job_is_closed_to_other_users() -> None:
+@pytest.mark.parametrize("is_forbidden", [False, True], ids=["no name", "a folder"])
+def test_the_store_of_a_job_is_closed_to_other_users(
+    is_forbidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where memory without a name is forbidden, as a seccomp profile may do."""
+
+    def forbid(name: str) -> int:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    if is_forbidden:
+        monkeypatch.setattr(os, "memfd_create", forbid)
+
     def fn(local_rank: int) -> Any:
         path = os.environ["UNISONO_PRIVATE_STORE"]
         there, here = os.pipe()
@@ -331,5 +343,5 @@ def test_the_store_of_a_job_is_closed_to_other_users() -> None:
 
     (path, *told), _ = unisono.spawn("gloo", fn, nproc_per_node=2)
     assert told == ["PermissionError"]
-    assert re.fullmatch(rf"/proc/{os.getpid()}/fd/\d+", path)
+    assert bool(re.fullmatch(rf"/proc/{os.getpid()}/fd/\d+", path)) is not is_forbidden
     assert not os.path.exists(path)

@@ -63,8 +63,8 @@ def private_store(held: ExitStack) -> dict[str, str]:
     """Make the file that the ranks of one host meet in, where no other user can come.
 
     Local. On Linux it has no name: ranks open it in this process's folder of ``/proc``, which the
-    kernel opens to this user alone, and it is gone with the last process that has it. Elsewhere it
-    is in a folder of mode 0700.
+    kernel opens to this user alone, and it is gone with the last process that has it. Elsewhere,
+    and where memory without a name is forbidden, it is in a folder of mode 0700.
 
     Args:
         held: keeps it.
@@ -75,15 +75,13 @@ def private_store(held: ExitStack) -> dict[str, str]:
     Raises:
         LaunchError: it can't be made; says where and what to do.
     """
-    if sys.platform != "linux" or not os.path.isdir("/proc/self/fd"):
-        folder = held.enter_context(private_folder())
-        return {PRIVATE_STORE: str(Path(folder, "store"))}
-    try:
-        file = os.memfd_create("unisono-store")
-    except OSError as error:
-        raise LaunchError(f"the file that ranks meet in can't be made: {error}") from error
-    held.callback(os.close, file)
-    return {PRIVATE_STORE: f"/proc/{os.getpid()}/fd/{file}"}
+    if sys.platform == "linux" and os.path.isdir("/proc/self/fd"):
+        with suppress(OSError):  # as a seccomp profile raises
+            file = os.memfd_create("unisono-store")
+            held.callback(os.close, file)
+            return {PRIVATE_STORE: f"/proc/{os.getpid()}/fd/{file}"}
+    folder = held.enter_context(private_folder())
+    return {PRIVATE_STORE: str(Path(folder, "store"))}
 
 
 _LOOPBACK = "127.0.0.1"
