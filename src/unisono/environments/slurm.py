@@ -32,7 +32,7 @@ EXAMPLES = (
         "SLURM_STEP_NODELIST": "n[1-2]",
     },
 )
-_REMEDY = "start the program with srun, or unset the SLURM_ variables"
+_REMEDY = "start the program with srun, which sets them all, or unset the SLURM_ variables"
 _STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
 _NODELISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
@@ -70,10 +70,12 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
         EnvironmentDetectionError: the variables are partial, malformed or contradict each other.
     """
     reader = Reader(env, NAME, _REMEDY)
-    step = reader.number(*_STEP, most=_ANY_ID)
-    if step is None or step.value > _LAST_STEP:
-        return None
     if any(all(map(reader.has, names)) for names in _INNER_LAUNCHERS):
+        return None
+    numbers = map(reader.number, ("SLURM_PROCID", "SLURM_LOCALID"))
+    is_task = any(number and number.value for number in numbers)  # a batch script has 0 in both
+    step = (reader.needed if is_task else reader.number)(*_STEP, most=_ANY_ID)
+    if step is None or step.value > _LAST_STEP:
         return None
     return make_info(reader, _unchecked(reader, step))
 

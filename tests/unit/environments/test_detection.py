@@ -92,6 +92,7 @@ def test_jobs_at_the_same_time_have_ports_of_their_own() -> None:
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "c01", "MASTER_PORT": "29500"}
 SRUN = dict(DUMPS["slurm_srun_3_1.rank0"][1])
+NO_STEP = {"SLURM_STEP_ID": None, "SLURM_STEPID": None}
 MPIRUN = dict(DUMPS["openmpi4.rank0"][1])
 BAD: list[tuple[dict[str, str], dict[str, str | None], str, str | None]] = [
     (TORCH, {"RANK": None}, "RANK", None),
@@ -120,6 +121,8 @@ BAD: list[tuple[dict[str, str], dict[str, str | None], str, str | None]] = [
     (SRUN, {"SLURM_PROCID": "4"}, "SLURM_PROCID", "4"),
     (SRUN, {"SLURM_LOCALID": "3"}, "SLURM_LOCALID", "3"),
     (SRUN, {"SLURM_STEP_ID": "x"}, "SLURM_STEP_ID", "x"),
+    (SRUN, {"SLURM_PROCID": "1", **NO_STEP}, "SLURM_STEP_ID", None),
+    (SRUN, {"SLURM_LOCALID": "1", **NO_STEP}, "SLURM_STEP_ID", None),
     (SRUN, {"SLURM_NODEID": "2"}, "SLURM_STEP_TASKS_PER_NODE", "3,1"),
     (SRUN, {"SLURM_STEP_TASKS_PER_NODE": "2(x2"}, "SLURM_STEP_TASKS_PER_NODE", "2(x2"),
     (SRUN, {"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, "SLURM_STEP_TASKS_PER_NODE", "2(x3)"),
