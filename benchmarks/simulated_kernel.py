@@ -530,7 +530,7 @@ class Kernel:
             ),
             "select": _Library(select, poll=poll),
             "selectors": _Library(selectors, DefaultSelector=poll),
-            "socket": _Library(socket, socket=new_socket, gethostname=here, gethostbyname=here),
+            "socket": _Library(socket, socket=new_socket, gethostname=here),
             "threading": _Library(threading, Thread=self._thread_of, Lock=lambda: _Lock(self)),
             "time": _Library(time, monotonic=self._monotonic, sleep=sleep),
         }
@@ -552,6 +552,7 @@ class Kernel:
         names = {"send": _send_mailbox, "receive": _Socket.take, **names}
         names["host_of_this_process"] = lambda: self.process.host
         changes += [(rendezvous, name, new) for name, new in names.items()]
+        changes.append((addresses, "_address_to", libraries["socket"].gethostname))
         changes.append((inquiry, "StatusSocket", _Library(None, make=self._status_socket)))
         before = [(module, name, getattr(module, name)) for module, name, _ in changes]
         for module, name, new in changes:

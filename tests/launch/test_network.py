@@ -7,7 +7,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from tests.support.command import Started
 from tests.support.measures import Table, says_little
 from tests.support.processes import until
 from tests.support.requirements import require
-from tests.support.virtual_hosts import Hosts, Wire, virtual_wire, why_no_wire
+from tests.support.virtual_hosts import Hosts, Wire, ip, virtual_wire, why_no_wire
+from unisono.control import addresses
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 TIMEOUT_S = 5.0
@@ -196,19 +198,27 @@ NODE = """
 import sys, unisono
 
 def work(local_rank):
-    return unisono.all_gather(unisono.get_rank())
+    return unisono.all_gather(unisono.get_rank(), group=unisono.new_group([0, 1]))
 
 print(unisono.spawn("gloo", work, nproc_per_node=1, nnodes=2, node_rank=int(sys.argv[1]),
                     master_addr=sys.argv[2], master_port=23456, timeout=30))
 """
 
 
-def test_a_host_that_calls_itself_by_its_loopback_is_met(place: tuple[Hosts, Wire]) -> None:
-    """As the installers of Debian and Ubuntu write it."""
+@pytest.mark.parametrize("is_named", [True, False])
+def test_hosts_that_call_themselves_by_their_loopback_meet(
+    is_named: bool, place: tuple[Hosts, Wire]
+) -> None:
+    """As the installers of Debian and Ubuntu write it; the first one by its name, too."""
     hosts, _ = place
-    address, name = hosts.addresses[0], hosts.names[0]
-    ours, theirs = f"{address} {name}", f"127.0.1.1 {name}"
-    words = [[sys.executable, "-c", NODE, str(node), name] for node in (0, 1)]
-    with known(hosts.files[:1], lambda text: text.replace(ours, theirs)):
-        done = on_both(hosts, words, *[{"GLOO_SOCKET_IFNAME": "eth0"}] * 2)
+    where = (hosts.names if is_named else hosts.addresses)[0]
+    words = [[sys.executable, "-c", NODE, str(node), where] for node in (0, 1)]
+    with ExitStack() as stack:
+        for name, addr, file in zip(hosts.names, hosts.addresses, hosts.files, strict=True):
+            edit = partial(re.sub, f"{addr} {name}", f"127.0.1.1 {name}")
+            stack.enter_context(known([file], edit))
+            # What a default route does, but for name servers, which would be waited for.
+            ip("-n", name, "route", "replace", addresses._ELSEWHERE, "dev", "eth0")
+        done = on_both(hosts, words)
     assert [each.out for each in done] == ["[[0, 1]]\n"] * 2
+    assert all("control plane" not in each.err for each in done)

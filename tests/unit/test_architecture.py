@@ -152,7 +152,6 @@ MODELS_READING_ENVIRON = {
     "models.mpi.availability": "where mpi4py's wheel would look for its library",
     "models.mpi.model": "which rank of the host this is, as MPI doesn't tell",
     "models.native.model": "LOCAL_RANK alone, where nothing says who else is there",
-    "models.native.process_group": "the interface that the user named for gloo",
     "models.native.rendezvous": "the store that our launchers pass on; gloo's address",
 }
 

@@ -26,6 +26,7 @@ __all__ = (
     "listen_locally",
     "local_address",
     "own_address",
+    "own_interface",
     "peer",
     "why_unreachable",
 )
@@ -33,15 +34,21 @@ __all__ = (
 BACKLOG = 4096
 """Connections that may wait at a listener, where the kernel allows so many."""
 _SIOCGIFADDR = 0x8915  # Linux, netdevice(7)
+_ELSEWHERE = "192.0.2.1"  # of no host (RFC 5737): the default route leads there
 _REMEDY = "set UNISONO_SOCKET_IFNAME to the interface that the other hosts reach"
 _VARIABLES = ("UNISONO_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def own_address() -> str:
-    """Choose the address that leaders of other hosts connect to.
+def own_address(master_addr: str | None = None, *, has_others: bool = True) -> str:
+    """Choose the address at which other hosts reach this one.
 
     Local. The interface that a variable names comes first (``UNISONO_SOCKET_IFNAME``, gloo's,
-    NCCL's); then the address from which ``MASTER_ADDR`` is reached; then that of the host's name.
+    NCCL's); then the address from which ``MASTER_ADDR`` is reached. Where that is the loopback, as
+    on the first host if its name is, comes that of the host's name, then that of the default route.
+
+    Args:
+        master_addr: in place of ``MASTER_ADDR``; None for the variable's.
+        has_others: whether there are other hosts for certain; else only the first two count.
 
     Returns:
         An IPv4 address.
@@ -53,22 +60,35 @@ def own_address() -> str:
         for name in os.environ.get(variable, "").split(","):
             if name and not name.startswith(("^", "=")):
                 return _address_of(name)
-    try:
-        address = _address_of_route()
-    except OSError as error:
-        raise OSError(f"no address of this host is known ({error}); {_REMEDY}") from error
-    if address.startswith("127."):
-        raise OSError(f"other hosts can't reach {address}, as this host calls itself; {_REMEDY}")
-    return address
+    first, reasons = master_addr or os.environ.get("MASTER_ADDR"), []
+    others = (socket.gethostname(), _ELSEWHERE) if has_others else ()
+    for host in filter(None, (first, *others)):
+        try:
+            address = _address_to(host)
+        except OSError as error:
+            reasons.append(f"{host}: {error}")
+            continue
+        if not is_loopback(address):
+            return address
+        reasons.append(f"other hosts can't reach {address}, which {host} is here")
+    raise OSError(f"no address of this host is known ({', '.join(reasons)}); {_REMEDY}")
 
 
-def _address_of_route() -> str:
-    master = os.environ.get("MASTER_ADDR")
-    if master and master not in ("localhost", "127.0.0.1"):
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            sock.connect((master, 9))  # sends nothing: the kernel only chooses a route
-            return str(sock.getsockname()[0])
-    return socket.gethostbyname(socket.gethostname())
+def own_interface(master_addr: str | None, *, has_others: bool) -> str:
+    """Name the interface of `own_address`; empty where there is none. Local."""
+    with contextlib.suppress(OSError):
+        address = own_address(master_addr, has_others=has_others)
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                if _address_of(name) == address:
+                    return name
+    return ""
+
+
+def _address_to(host: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.connect((host, 9))  # sends nothing: the kernel only chooses a route
+        return str(sock.getsockname()[0])
 
 
 def _address_of(interface: str) -> str:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ RANKS = 200
 
 def call_itself(answer: Callable[[str], str]) -> None:
     """Let this process's host have such an address, and no variable name another."""
-    vars(socket)["gethostbyname"] = answer
+    vars(addresses)["_address_to"] = answer
     del os.environ["GLOO_SOCKET_IFNAME"]
 
 
@@ -256,6 +257,19 @@ def test_an_interface_that_gloo_is_told_to_use_and_isnt_there_is_named(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nope0")
     with pytest.raises(ContextError, match="GLOO_SOCKET_IFNAME names nope0, .* has .*lo"):
         unisono.initialize("gloo", rank=0, world_size=1, init_method="tcp://127.0.0.1:0")
+
+
+def test_where_gloo_listens_and_what_to_do_where_nothing_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(addresses, "_address_to", lambda host: "127.0.1.1")
+    info = RankInfo(0, 2, 0, 1, 0, 2, "this-host", 1)
+    assert native_rendezvous.gloo_interface(info) == ""
+    assert native_rendezvous.wrong_interface(info).endswith(addresses._REMEDY)
+    for here in (replace(info, nnodes=1), replace(info, master_addr="127.0.0.1")):
+        assert native_rendezvous.gloo_interface(here) == "lo"
+        assert native_rendezvous.wrong_interface(here) == ""
 
 
 @in_ranks()

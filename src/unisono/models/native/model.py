@@ -31,7 +31,13 @@ from unisono.models.native import process_group
 from unisono.models.native.gloo_threads import settle, settle_at_exit
 from unisono.models.native.operations import LEAST_S, Calls, set_timeout
 from unisono.models.native.registration import NAME
-from unisono.models.native.rendezvous import Rendezvous, is_one_host, listening_locally
+from unisono.models.native.rendezvous import (
+    Rendezvous,
+    gloo_interface,
+    is_one_host,
+    listening_at,
+    wrong_interface,
+)
 from unisono.topology import EVERYBODY, ContextHint, Group, LaunchPlan, RankInfo, Topology
 from unisono.tracebacks import hides
 
@@ -84,14 +90,14 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         device: torch.device | None,
         is_owner: bool,
         timeout: timedelta | None = None,
-        is_local: bool = False,
+        interface: str = "",
     ) -> None:
         self._pg = dist.group.WORLD
         self._backend = str(dist.get_backend())
         self._topology = topology
         self._device = device
         self._is_owner = is_owner
-        self._is_local = is_local
+        self._interface = interface
         table = process_group.backends_by_device(self._backend)
         transport = device if device is not None else self._user_device()
         self.transport_device = (
@@ -159,11 +165,12 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             options["store"] = rendezvous.store()
             options.pop("init_method", None)
         is_local = is_one_host(rendezvous.info)
+        interface = gloo_interface(rendezvous.info)
         try:
-            with listening_locally(is_local):
+            with listening_at(interface):
                 left = rendezvous.left()
                 allowed = process_group.join(backend, rendezvous.info, timeout, left, options)
-            model = cls(info.topology(), device, True, allowed, is_local)
+            model = cls(info.topology(), device, True, allowed, interface)
             model.control.secret, model.control.is_one_host = rendezvous.secret, is_local
             if info.world_size > 1:
                 # Also so that a rank that is done and gone doesn't look dead to one still joining.
@@ -181,7 +188,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             where = url or f"{here.master_addr}:{here.master_port}"
             raise ContextError(
                 f"rank {info.rank} of {info.world_size} couldn't join the {backend} group at "
-                f"{where} (from {info.source}): {error}{process_group.wrong_interface()}"
+                f"{where} (from {info.source}): {error}{wrong_interface(here)}"
             ) from error
         return model
 
@@ -314,7 +321,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         try:
             # Not with use_local_synchronization: it names the group by how many groups this rank
             # has seen, which members of overlapping groups count differently (torch 2.13).
-            with listening_locally(self._is_local):
+            with listening_at(self._interface):
                 made = dist.new_group(list(ranks), **options)
         except TypeError as error:
             raise ArgumentError(f"new_group: {error}") from error

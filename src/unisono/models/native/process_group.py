@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
-import socket
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -31,7 +29,6 @@ __all__ = (
     "timeout_of",
     "why_no_device",
     "wrap",
-    "wrong_interface",
 )
 
 _LATER = timedelta(seconds=2)
@@ -222,19 +219,6 @@ def timeout_of(group: Any, device: torch.device) -> timedelta | None:
         timeout = group._get_backend(device).options._timeout  # no public name in torch 2.13
         return timeout if isinstance(timeout, timedelta) else None
     return None
-
-
-def wrong_interface() -> str:
-    """Say which interface that gloo is told to use isn't there, if that is so. Local."""
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
-    here = {name for _, name in socket.if_nameindex()}
-    unknown = [name for name in names if name and name not in here]
-    if not unknown:
-        return ""
-    return (
-        f"; GLOO_SOCKET_IFNAME names {', '.join(unknown)}, and this host has {', '.join(here)}: "
-        "correct or unset it"
-    )
 
 
 def wrap(module: nn.Module, wrapper: str, device: torch.device, **options: Any) -> nn.Module | None:

@@ -27,6 +27,8 @@ from unisono.control.addresses import (
     is_loopback,
     listen_at,
     listen_for_others,
+    own_address,
+    own_interface,
     why_unreachable,
 )
 from unisono.control.stores import store_at
@@ -35,7 +37,7 @@ from unisono.errors import ArgumentError, ContextError
 from unisono.model.handle import Outcome
 from unisono.topology import PRIVATE_STORE, RankInfo
 
-__all__ = ("Rendezvous", "is_one_host", "listening_locally")
+__all__ = ("Rendezvous", "gloo_interface", "is_one_host", "listening_at", "wrong_interface")
 
 _log = logging.getLogger(__name__)
 _LIMIT_S = 60.0  # for set-up, where the user says nothing
@@ -65,16 +67,41 @@ def is_one_host(info: RankInfo) -> bool:
     return info.nnodes is None and is_loopback(info.master_addr or "")
 
 
+def gloo_interface(info: RankInfo) -> str:
+    """Name the interface that gloo listens at; empty for that of the host's name. Local."""
+    if is_one_host(info) or is_loopback(info.master_addr or ""):
+        return "lo"
+    return own_interface(info.master_addr, has_others=info.nnodes is not None)
+
+
+def wrong_interface(info: RankInfo) -> str:
+    """Say what is wrong with the interface that gloo listens at, if anything is. Local."""
+    names = os.environ.get(_GLOO, "").split(",")
+    here = {name for _, name in socket.if_nameindex()}
+    unknown = [name for name in names if name and name not in here]
+    if unknown:
+        return (
+            f"; {_GLOO} names {', '.join(unknown)}, and this host has {', '.join(here)}: "
+            "correct or unset it"
+        )
+    if info.nnodes is not None and not gloo_interface(info):
+        try:
+            own_address(info.master_addr)
+        except OSError as error:
+            return f"; {error}"
+    return ""
+
+
 @contextlib.contextmanager
-def listening_locally(is_wanted: bool) -> Iterator[None]:
-    """Let gloo listen on the loopback while it lasts, not at the address of the host's name.
+def listening_at(interface: str) -> Iterator[None]:
+    """Let gloo listen at an interface while it lasts.
 
     Local. A variable is the only way to tell gloo; the user's own stays.
     """
-    if not is_wanted or _GLOO in os.environ or sys.platform != "linux":
+    if not interface or _GLOO in os.environ or sys.platform != "linux":
         yield
         return
-    os.environ[_GLOO] = "lo"
+    os.environ[_GLOO] = interface
     try:
         yield
     finally:
