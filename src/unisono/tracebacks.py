@@ -30,6 +30,7 @@ __all__ = (
     "frame_of",
     "hides",
     "is_full",
+    "is_of_a_library",
     "is_ours",
     "last_exception",
     "line_of",
@@ -45,6 +46,7 @@ E = TypeVar("E", bound=BaseException)
 _TEXT = "_unisono_text"  # attribute of an exception
 _ONE_AT_A_TIME = threading.Lock()
 _PACKAGE = str(Path(__file__).parent) + os.sep
+_INSTALLED = re.compile(r"/(site-packages|dist-packages|lib/python3\.\d+)/|^<frozen")
 # Its frames are between a user's ``with`` and our frames.
 _BETWEEN = os.sep + "contextlib.py"
 _FRAME = re.compile(
@@ -108,19 +110,19 @@ def place_of(file: str, line: int) -> str:
 def where(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
     """Choose the innermost frame of the user's code, else of another library. Local, and pure."""
     foreign = [frame for frame in frames if not is_ours(frame.filename)]
-    own = [frame for frame in foreign if not _is_of_a_library(frame.filename)]
+    own = [frame for frame in foreign if not is_of_a_library(frame.filename)]
     return next(reversed(own or foreign), None)
 
 
-def _is_of_a_library(file: str) -> bool:
-    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(file.split(os.sep))
-    return is_installed or file.startswith(_libraries())
+def is_of_a_library(file: str) -> bool:
+    """Whether a file belongs to Python or is installed, here or in another environment. Local."""
+    return bool(_INSTALLED.search(file)) or file.startswith(_libraries())
 
 
 @cache
 def _libraries() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
-    return *(paths[name] + os.sep for name in ("stdlib", "platstdlib", "purelib")), "<frozen"
+    return tuple(paths[name] + os.sep for name in ("stdlib", "platstdlib", "purelib"))
 
 
 def fold(error: BaseException, frames: TracebackType | None) -> str:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.text import Text
 
 from unisono.cli._tables import Column
+from unisono.errors import ArgumentError
+from unisono.observe.jobs import Job
+from unisono.observe.report import facts_of
 from unisono.observe.stacks import Frame, Stack, equal, folded
 from unisono.observe.verdict import named
 
 __all__ = (
     "NO_JOB",
+    "chosen",
     "columns",
     "grouped",
     "headline",
@@ -51,6 +55,43 @@ _SOURCES = {
 _NOW_S = 2.0
 _MIB = 1 << 20
 _MINUTE_S, _HOUR_S = 60, 3600
+
+
+def chosen(jobs: Sequence[Job], wanted: str | None) -> Job:
+    """Choose a job by its name, a rank's process, its program, or how its name begins.
+
+    Local.
+
+    Args:
+        jobs: to choose from.
+        wanted: what it is called; None for the only one.
+
+    Raises:
+        ArgumentError: there isn't one, or there are several.
+    """
+    ways: Sequence[Callable[[Job], bool]] = (
+        lambda job: wanted in (None, job.name),
+        lambda job: wanted in {str(each.rank.pid) for each in job.ranks if each.is_here},
+        lambda job: wanted in _programs(job),
+        lambda job: bool(wanted) and job.name.startswith(str(wanted)),
+    )
+    found: Sequence[Job] = next(filter(None, ([*filter(way, jobs)] for way in ways)), [])
+    if len(found) == 1:
+        return found[0]
+    called = "" if wanted is None else f" called {wanted!r}"
+    what = f"no job, program or rank's process is{called} on this host; this user's jobs:"
+    if found:
+        what = f"several jobs{called} run here, name one:"
+    facts = [facts_of(job) for job in found or jobs]
+    listed = [f"\n  {headline(each)}, in {each['cwd']}" for each in facts]
+    raise ArgumentError(what + ("".join(listed) or " none"))
+
+
+def _programs(job: Job) -> set[str]:
+    """Return what a user may call a job's program: its file's name or path, its command line."""
+    program = str(job.facts.get("program", ""))
+    file = program.partition(" ")[0]
+    return {program, file, os.path.basename(file)} - {""}
 
 
 def headline(job: Mapping[str, Any]) -> str:
@@ -144,7 +185,7 @@ def _row(rank: Mapping[str, Any], culprit: Mapping[str, Any] | None) -> list[Tex
     if call is not None:
         name = call["name"] + (f" {_size(call['size_bytes'])}" if call["size_bytes"] else "")
         name = name if rank["is_in_call"] else f"last: {name}"
-    at = "-" if call is None else f"{os.path.basename(call['file'])}:{call['line']}"
+    at = f"{os.path.basename(call['file'])}:{call['line']}" if call and call["file"] else "-"
     if culprit is not None and culprit["file"]:
         inside = f" {culprit['function']}" if culprit["function"] else ""
         at = f"{os.path.basename(culprit['file'])}:{culprit['line']}{inside}"

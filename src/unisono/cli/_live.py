@@ -21,6 +21,7 @@ from rich.text import Text
 
 from unisono.cli._jobs import (
     NO_JOB,
+    chosen,
     columns,
     grouped,
     headline,
@@ -31,7 +32,7 @@ from unisono.cli._jobs import (
 from unisono.observe.asking import Asked
 from unisono.observe.hosts import gather
 from unisono.observe.jobs import Job, Meter, look, send
-from unisono.observe.report import calls_of, chosen, report_of, stacks_of
+from unisono.observe.report import calls_of, report_of, stacks_of
 
 __all__ = ("LiveView",)
 

@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from unisono.cli._jobs import NO_JOB, columns, headline, rows, verdict_lines
+from unisono.cli._jobs import NO_JOB, chosen, columns, headline, rows, verdict_lines
 from unisono.cli._tables import folded, show
 from unisono.observe.hosts import gather
 from unisono.observe.jobs import Meter, look
-from unisono.observe.report import chosen, reports
+from unisono.observe.report import reports
 
 __all__ = ("top",)
 
@@ -28,7 +28,7 @@ def top(
         str | None,
         typer.Option(
             metavar="JOB",
-            help="Show this one alone: its name, how that begins, or the pid of a rank.",
+            help="Show this one alone: its program, its name or how that begins, or a rank's pid.",
         ),
     ] = None,
     every: Annotated[
@@ -53,11 +53,13 @@ def top(
 def _once(wanted: str | None, *, as_json: bool) -> int:
     meter = Meter()
     jobs = look(meter)
-    for each in jobs if wanted is None else [chosen(jobs, wanted)]:
-        gather(each, meter)
+    name = None if wanted is None else chosen(jobs, wanted).name
+    for each in jobs:
+        if name in (None, each.name):
+            gather(each, meter)
     if jobs:
         time.sleep(_SAMPLE_S)
-    report = reports(meter, wanted)
+    report = reports(meter, name)
     if as_json:
         typer.echo(json.dumps(report, indent=2))
         return 0

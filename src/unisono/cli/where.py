@@ -6,11 +6,10 @@ from typing import Annotated
 
 import typer
 
-from unisono.cli._jobs import NO_JOB, grouped, host_of
-from unisono.errors import ArgumentError
+from unisono.cli._jobs import NO_JOB, chosen, grouped, host_of
 from unisono.observe.hosts import gather
 from unisono.observe.jobs import Meter, look
-from unisono.observe.report import calls_of, chosen, stacks_of
+from unisono.observe.report import calls_of, stacks_of
 
 __all__ = ("where",)
 
@@ -19,8 +18,8 @@ def where(
     job: Annotated[
         str | None,
         typer.Argument(
-            help="The job: its name, how that begins, or the pid of a rank; needless if there is "
-            "one job alone.",
+            help="The job: its program, its name or how that begins, or the pid of a rank; "
+            "needless if there is one job alone.",
         ),
     ] = None,
     *,
@@ -46,10 +45,7 @@ def where(
     if job is None and not jobs:
         typer.echo(NO_JOB)
         return 0
-    if job is None and len(jobs) > 1:
-        names = ", ".join(each.name for each in jobs)
-        raise ArgumentError(f"several jobs run here, name one: {names}")
-    found = gather(jobs[0] if job is None else chosen(jobs, job), Meter())
+    found = gather(chosen(jobs, job), Meter())
     asked = stacks_of(found, timeout, all_threads=all_threads)
     lines = grouped(asked, calls_of(found), all_threads=all_threads)
     lines += [f"{host_of(each.host, each.ranks)}: {each.why}" for each in found.silent]

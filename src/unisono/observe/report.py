@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
-from unisono.errors import ArgumentError
 from unisono.observe import stacks
 from unisono.observe.asking import Answer, Asked, ask
 from unisono.observe.hosts import gather
@@ -15,13 +14,13 @@ from unisono.observe.jobs import Job, Meter, Seen, look
 from unisono.observe.stacks import Frame, Stack
 from unisono.observe.verdict import Call, Culprit, State, Verdict, judge
 
-__all__ = ("calls_of", "chosen", "report_of", "reports", "stacks_of")
+__all__ = ("calls_of", "facts_of", "report_of", "reports", "stacks_of")
 
 _S = 1e9
 _MOST_ASKED = 8  # culprits whose stacks are asked for
 
 
-def reports(meter: Meter, wanted: str | None = None) -> dict[str, Any]:
+def reports(meter: Meter, name: str | None = None) -> dict[str, Any]:
     """Look at all jobs of this user that run on this host, and at their ranks on others.
 
     Local. Nothing is asked of the ranks of this host but of those that make others wait, and of one
@@ -29,41 +28,23 @@ def reports(meter: Meter, wanted: str | None = None) -> dict[str, Any]:
 
     Args:
         meter: what the last look was made with.
-        wanted: see `chosen`; None for all jobs.
+        name: of one job; None for all.
 
     Returns:
         What ``unisono top --json`` writes: see docs/how-to/top.md.
-
-    Raises:
-        ArgumentError: there isn't a job of that name.
     """
-    jobs = look(meter)
-    if wanted is not None:
-        jobs = [chosen(jobs, wanted)]
     asked = Asked()
+    jobs = [job for job in look(meter) if name in (None, job.name)]
     found = [report_of(gather(job, meter), asked) for job in jobs]
     return {"host": socket.gethostname(), "jobs": found}
 
 
-def chosen(jobs: Sequence[Job], wanted: str) -> Job:
-    """Choose a job by its name, the beginning of its name, or the process of a rank.
-
-    Local.
-
-    Raises:
-        ArgumentError: there isn't one, or there are several.
-    """
-    named = [job for job in jobs if job.name == wanted]
-    by_pid = [
-        job for job in jobs if wanted in {str(each.rank.pid) for each in job.ranks if each.is_here}
-    ]
-    begins = [job for job in jobs if wanted and job.name.startswith(wanted)]
-    found = named or by_pid or begins
-    if len(found) == 1:
-        return found[0]
-    names = ", ".join(job.name for job in jobs) or "none"
-    many = "several jobs are" if found else "there isn't a job or a rank's process"
-    raise ArgumentError(f"{many} called {wanted!r} on this host; jobs of this user: {names}")
+def facts_of(job: Job) -> dict[str, Any]:
+    """Name a job, its program and its size, as its pages do. Local."""
+    began_ns = min(each.rank.made_ns for each in job.ranks)
+    known = {key: job.facts.get(key, "") for key in ("program", "cwd", "backend", "model")}
+    up_s = (time.monotonic_ns() - began_ns) / _S
+    return {"job": job.name, **known, "world_size": job.world_size, "up_s": up_s}
 
 
 def report_of(job: Job, asked: Asked) -> dict[str, Any]:
@@ -83,15 +64,8 @@ def report_of(job: Job, asked: Asked) -> dict[str, Any]:
     seen = {each.rank.rank: each for each in job.ranks}
     culprits = [each.rank for each in verdict.culprits[:_MOST_ASKED]]
     answers = asked.stacks(job, verdict, culprits)
-    facts = job.facts
     return {
-        "job": job.name,
-        "program": facts.get("program", ""),
-        "cwd": facts.get("cwd", ""),
-        "backend": facts.get("backend", ""),
-        "model": facts.get("model", ""),
-        "world_size": job.world_size,
-        "up_s": (now_ns - min(each.rank.made_ns for each in job.ranks)) / _S,
+        **facts_of(job),
         "verdict": {"kind": verdict.kind, "text": verdict.text},
         "culprits": [
             {**_culprit(each), **_place(each, verdict, answers.get(each.rank))}

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from unisono.host import stack_signal
+from unisono.tracebacks import is_of_a_library
 
 __all__ = (
     "STOPPED",
@@ -34,15 +34,7 @@ __all__ = (
 STOPPED = "is stopped by a signal, so it can't tell its stack"
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
-_LIBRARIES = re.compile(r"[/\\](site-packages|dist-packages|lib[/\\]python3[^/\\]*)[/\\]|^<frozen ")
-_INSTALLED = tuple(
-    f"{path}{os.sep}"
-    for path in (
-        Path(__file__).parents[1],
-        sysconfig.get_path("stdlib"),
-        sysconfig.get_path("purelib"),
-    )
-)
+_PACKAGE = Path(__file__).parents[1]
 _N_AT_ONCE = 16
 _PY_SPY_S = 1.0
 
@@ -94,10 +86,11 @@ def own_frame(frames: Sequence[Frame]) -> Frame | None:
         frames: the innermost first.
 
     Returns:
-        The frame; the innermost one where all are a library's, None where there is none.
+        The frame; the innermost of another library where none is the user's, else None.
     """
-    own = (frame for frame in frames if not _is_library(frame.file))
-    return next(own, frames[0] if frames else None)
+    foreign = [frame for frame in _begun(frames) if not _is_ours(frame.file)]
+    own = (frame for frame in foreign if not is_of_a_library(frame.file))
+    return next(own, foreign[0] if foreign else None)
 
 
 def folded(frames: Sequence[Frame]) -> tuple[Frame, ...]:
@@ -108,22 +101,25 @@ def folded(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     Args:
         frames: the innermost first.
     """
-    if len(frames) > 1 and frames[-1].file == "<string>" and _is_ours(frames[-2]):
-        frames = frames[:-1]  # the command line of a process that we started
-    own = next((at for at, frame in enumerate(frames) if not _is_library(frame.file)), None)
-    if own is None:
+    frames, own = _begun(frames), own_frame(frames)
+    if own is None or is_of_a_library(own.file):
         return tuple(frames)
-    ours = [at for at, frame in enumerate(frames[:own]) if _is_ours(frame)]
+    ours = [at for at, frame in enumerate(frames[: frames.index(own)]) if _is_ours(frame.file)]
     begin = ours[-1] + 1 if ours else 0
-    return tuple(frame for frame in frames[begin:] if not _is_ours(frame))
+    return tuple(frame for frame in frames[begin:] if not _is_ours(frame.file))
 
 
-def _is_ours(frame: Frame) -> bool:
-    return frame.file.startswith(_INSTALLED[0])
+def _begun(frames: Sequence[Frame]) -> Sequence[Frame]:
+    """Leave out the command line of a process that we started."""
+    is_started = len(frames) > 1 and frames[-1].file == "<string>" and _is_ours(frames[-2].file)
+    return frames[:-1] if is_started else frames
 
 
-def _is_library(file: str) -> bool:
-    return bool(_LIBRARIES.search(file)) or file.startswith(_INSTALLED)
+@cache
+def _is_ours(file: str) -> bool:
+    """Return whether a file is unisono's, in whichever environment the rank has it."""
+    _, package, inside = file.rpartition(f"/{_PACKAGE.name}/")
+    return bool(package) and (_PACKAGE / inside).is_file()
 
 
 def of_ranks(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -17,13 +18,13 @@ import pytest
 from tests.support.processes import in_fork
 from tests.support.screens import Ended, run
 from unisono.cli import _live
-from unisono.cli._jobs import NO_JOB
+from unisono.cli._jobs import NO_JOB, chosen
 from unisono.cli._live import LiveView
 from unisono.errors import ArgumentError
 from unisono.host.status_page import CALLED, IN_FLIGHT, StatusPage, pages
 from unisono.observe import jobs
 from unisono.observe.jobs import Meter, look
-from unisono.observe.report import chosen, reports
+from unisono.observe.report import reports
 from unisono.observe.verdict import Call, innermost
 from unisono.recording import CallLog
 from unisono.topology import Group, pair
@@ -47,9 +48,9 @@ def page(rank: int, job: str = "job a", **more: Any) -> Iterator[StatusPage]:
 
 
 def begin(of: StatusPage, name: str, number: int, begin_ns: int, state: int = CALLED) -> None:
-    lane = of.lane()
+    lane, file = of.lane(), "" if name == "initialize" else "train.py"
     assert lane is not None
-    lane.begin(*of.words_of(name, "train.py", 7, "all ranks"), number, 64, begin_ns, state)
+    lane.begin(*of.words_of(name, file, 7, "all ranks"), number, 64, begin_ns, state)
 
 
 def leave_page(**facts: Any) -> None:
@@ -252,16 +253,22 @@ def test_how_busy_a_rank_is_comes_with_the_second_look() -> None:
     assert (second.rank.memory_bytes or 0) > 1 << 20
 
 
-def test_a_job_is_chosen_by_name_its_beginning_or_a_process() -> None:
-    with page(0, "abc-1"), page(0, "abc-2"), page(0, "abd"):
+def test_a_job_is_chosen_by_name_its_beginning_a_process_or_a_program() -> None:
+    facts = {"program": "my/train.py --lr 1", "cwd": "/home/me"}
+    with page(0, "abc-1", **facts), page(0, "abc-2", program="train.py"), page(0, "abd", **facts):
         jobs = look(Meter())
+    for program in ("train.py", "my/train.py", "my/train.py --lr 1"):
+        assert chosen(jobs[:1], program).name == "abc-1"
+    assert chosen(jobs[:2], "my/train.py").name == "abc-1"
     assert chosen(jobs, "abc-1").name == "abc-1"
     assert chosen(jobs, "abd").name == "abd"
     assert chosen(jobs[2:], "a").name == "abd"
     assert chosen(jobs[2:], str(os.getpid())).name == "abd"
-    for wrong in ("abc", "x", "", str(os.getpid())):
-        with pytest.raises(ArgumentError, match="abc-1, abc-2, abd"):
+    for wrong in ("abc", "x", "", str(os.getpid()), "train.py", None):
+        with pytest.raises(ArgumentError, match=r"(?s)job abc-1: .*job abc-2: train\.py, 3 ranks"):
             chosen(jobs, wrong)
+    with pytest.raises(ArgumentError, match=r"called 'my/train\.py' run here.*\n.*in /home/me\n"):
+        chosen(jobs, "my/train.py")
 
 
 def test_the_report_is_plain_data() -> None:
@@ -277,6 +284,13 @@ def test_the_report_is_plain_data() -> None:
     assert rank["call"]["name"] == "all_reduce"
 
 
+def test_a_call_without_a_line_of_the_users_has_none() -> None:
+    with page(0) as own:
+        begin(own, "all_reduce", 1, 10)
+        begin(own, "initialize", 2, 20)
+        assert re.search(r" initialize 64 B +-\n", run("top", "--once").out)
+
+
 def test_without_a_job_one_line_says_so() -> None:
     for words in (("top",), ("top", "--once"), ("where",)):
         assert run(*words) == Ended(0, f"{NO_JOB}\n", "")
@@ -287,7 +301,7 @@ def test_an_unknown_job_is_wrong_use() -> None:
     for words in (("top", "--once", "--job", "nosuch"), ("where", "nosuch")):
         done = run(*words)
         assert (done.code, done.out) == (2, "")
-        assert done.err.startswith("error: there isn't a job or a rank's process called")
+        assert done.err.startswith("error: no job, program or rank's process is called 'nosuch'")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")

@@ -39,14 +39,18 @@ def test_what_faulthandler_writes_is_read() -> None:
 OURS = Frame(sys.modules[own_frame.__module__].__file__ or "", 1, "wait")
 LIBRARY = Frame(json.__file__, 1, "loads")
 SITE = Frame("/opt/x/site-packages/torch/nn.py", 2, "forward")
+STARTED = Frame("<string>", 5, "<module>")
 OWN = Frame("/home/me/unisono/train.py", 9, "load")  # of a project that is called like us
 
 
 def test_the_users_line_is_outside_of_libraries() -> None:
     frozen = Frame("<frozen importlib._bootstrap>", 1, "_load")
     assert own_frame([LIBRARY, SITE, frozen, OURS, OWN, Frame("run.py", 1, "<module>")]) == OWN
-    assert own_frame([LIBRARY, SITE]) == LIBRARY
-    assert own_frame([]) is None
+    assert own_frame([OURS, LIBRARY, SITE]) == LIBRARY
+    assert own_frame([OURS, STARTED]) is own_frame([]) is None
+    elsewhere = Frame("/opt/clone/src/unisono/control/hub.py", 354, "_sleep")
+    assert own_frame([elsewhere, OWN]) == OWN
+    assert folded([OWN, elsewhere, STARTED]) == (OWN,)
 
 
 def test_the_inside_of_a_collective_is_folded() -> None:
@@ -54,9 +58,8 @@ def test_the_inside_of_a_collective_is_folded() -> None:
     assert folded([LIBRARY, OURS, SITE, OWN, OURS, LIBRARY]) == (SITE, OWN, LIBRARY)
     assert folded([LIBRARY, OWN, OURS]) == (LIBRARY, OWN)
     assert folded([LIBRARY, OURS]) == (LIBRARY, OURS)
-    started = Frame("<string>", 5, "<module>")
-    assert folded([OWN, OURS, started]) == (OWN,)
-    assert folded([OWN, started]) == (OWN, started)
+    assert folded([OWN, OURS, STARTED]) == (OWN,)
+    assert folded([OWN, STARTED]) == (OWN, STARTED)
 
 
 def test_who_has_yet_to_come_to_a_line_is_before_it() -> None:
