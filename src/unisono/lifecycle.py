@@ -438,7 +438,9 @@ def spawn(
 ) -> Any:
     """Run a function in replicas that are made for it, and give what each returned.
 
-    Local. In the replicas ``fn(local_rank, *args, **kwargs_dict)`` runs within a live context.
+    Local. In the replicas ``fn(local_rank, *args, **kwargs_dict)`` runs within a live context. The
+    script isn't run there, so `fn` sets up what its top does, such as logging, where they are
+    processes.
 
     Args:
         backend: as in `initialize`.
