@@ -24,7 +24,7 @@ import torch
 import unisono
 from tests.support import functions
 from tests.support.listeners import listeners
-from tests.support.processes import Pipe, gone, run_python, say, until
+from tests.support.processes import Pipe, gone, python, run_python, say, until
 from unisono import WorkerPool
 from unisono.launchers.job.worker_handles import Workers
 
@@ -192,6 +192,22 @@ def test_every_start_method_has_the_directory_and_the_arguments_of_the_parent(
         start_method=method,
     )
     assert results == [([0, 1], str(tmp_path), ["program", "--flag"])] * 2
+
+
+FLAGS = """
+import sys, unisono
+
+def flags(local_rank):
+    return sys.flags[:], sys.warnoptions, sys._xoptions
+
+for way in ({"start_method": "forkserver"}, {"start_method": "spawn"}, {"launcher": "torchrun"}):
+    unisono.spawn("gloo", flags, nproc_per_node=2, **way) == [flags(0)] * 2 or sys.exit(f"{way}")
+"""
+
+
+def test_ranks_have_the_flags_of_the_interpreter() -> None:
+    done = python("-q", "-X", "dev", "-W", "error::BytesWarning", "-c", FLAGS)
+    assert (done.returncode, "ResourceWarning" in done.stderr) == (0, False), done.stderr
 
 
 def test_output_goes_where_the_parent_writes_now(capfd: pytest.CaptureFixture[str]) -> None:

@@ -264,7 +264,7 @@ def _helper_for(method: str) -> _Helper:
     _retired[:] = [old for old in _retired if old.process.poll() is None]
     at_load = sorted(item for item in os.environ.items() if item[0].startswith(_AT_LOAD))
     # What a user may do is the helper's for good, and that of its workers.
-    key = (sys.executable, os.geteuid(), os.getegid(), *os.getgroups(), *at_load)
+    key = (*forkserver.interpreter(), os.geteuid(), os.getegid(), *os.getgroups(), *at_load)
     known = _helpers.get(method)
     if known is not None and known.owner == os.getpid():
         if known.key == key and _answers(known):
@@ -296,7 +296,7 @@ def _start_helper(method: str, key: tuple[object, ...]) -> _Helper:
     )
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-c", code],
+            [*forkserver.interpreter(), "-c", code],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             cwd=None if has_directory() else "/",  # torch can't be imported where there is none

@@ -27,6 +27,7 @@ from unisono.deadlines import DEFAULT_TIMEOUT_S
 from unisono.errors import ArgumentError, LaunchError
 from unisono.launchers.horovod.output import Lines
 from unisono.launchers.job.connected import ConnectedWorkers, listen_privately
+from unisono.launchers.job.forkserver import interpreter
 from unisono.launchers.job.job import Job
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import search_path
@@ -250,7 +251,7 @@ def _start(
     hosts = ",".join(f"{name}:{count}" for name, count in slots.items())
     arguments = ["--gloo", "--disable-cache", "-np", str(sum(slots.values())), "-H", hosts]
     arguments += ["--verbose"] if is_verbose else []
-    command = [sys.executable, "-c", boot(path, link)]
+    command = [*interpreter(), "-c", boot(path, link)]
     kept = without(os.environ, OF_HOROVOD, OF_MPI, OF_TORCH)  # horovodrun would let them win
     variables = {**environ, **kept}
     variables.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")

@@ -27,11 +27,16 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-__all__ = ("attend", "die_with", "main", "make_ready_for_copies", "serve")
+__all__ = ("attend", "die_with", "interpreter", "main", "make_ready_for_copies", "serve")
 
 WORKER = "from unisono.launchers.job.worker import work; work({channel}, {parent})"
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5  # a child of the parent may hold its end of the control socket open forever
+
+
+def interpreter() -> list[str]:
+    """Write the command of a Python with the flags of this one, as multiprocessing does. Local."""
+    return [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
 
 
 def die_with(parent: int, number: int = signal.SIGKILL) -> None:
@@ -192,7 +197,7 @@ def _exec(fds: list[int]) -> int:
     code = f"import sys; sys.path[:] = {sys.path!r}; "
     code += WORKER.format(channel=channel, parent=parent)
     worker = subprocess.Popen(
-        [sys.executable, "-c", code],
+        [*interpreter(), "-c", code],
         stdin=stdin,
         stdout=stdout,
         stderr=stderr,

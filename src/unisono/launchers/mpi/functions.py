@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ from unisono.deadlines import DEFAULT_TIMEOUT_S
 from unisono.errors import BackendUnavailableError, LaunchError, UnsupportedOperation
 from unisono.launchers.availability import mpiexec
 from unisono.launchers.job.connected import ConnectedWorkers, listen_privately
+from unisono.launchers.job.forkserver import interpreter
 from unisono.launchers.job.job import Job
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import search_path
@@ -230,7 +230,7 @@ def _version(program: str) -> str:
 
 def _start(arguments: list[str], link: str, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [*arguments, sys.executable, "-c", boot(search_path(), link)],
+        [*arguments, *interpreter(), "-c", boot(search_path(), link)],
         env={**_AT_ONCE, **environ, **environment(os.environ, is_root=os.geteuid() == 0)},
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -21,6 +21,7 @@ from unisono.at_exit import LastCalls
 from unisono.deadlines import overdue
 from unisono.errors import CollectiveTimeoutError, LaunchError, WorkerFailedError
 from unisono.launchers.job.failure import signal_name
+from unisono.launchers.job.forkserver import interpreter
 from unisono.launchers.job.lifetime import PEERS_S, Lifetime, flush
 from unisono.launchers.job.pickling import load_from_parent, pickle_for_worker
 from unisono.launchers.job.process_state import search_path
@@ -34,7 +35,7 @@ from unisono.topology import RankInfo
 __all__ = ("run_function", "work")
 
 _BOOT = (
-    "import pickle, sys; sys.path[:] = pickle.load(open({path!r}, 'rb')); "
+    "import pathlib, pickle, sys; sys.path[:] = pickle.loads(pathlib.Path({path!r}).read_bytes()); "
     "from unisono.launchers.script.function_job import work; work({folder!r})"
 )
 
@@ -80,7 +81,7 @@ def run_function(
         except OSError as error:
             raise no_room(error) from error
         boot = _BOOT.format(path=str(folder / "path"), folder=str(folder))
-        outcome = run(replace(script, program=(sys.executable, "-c", boot), is_prefixed=False))
+        outcome = run(replace(script, program=(*interpreter(), "-c", boot), is_prefixed=False))
         for line in held_back(outcome):
             show(2, f"{line}\n".encode())
         if outcome.interrupted is None:

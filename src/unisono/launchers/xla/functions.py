@@ -13,7 +13,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
@@ -27,6 +26,7 @@ from unisono.errors import (
     WorkerFailedError,
 )
 from unisono.launchers.job.failure import signal_name
+from unisono.launchers.job.forkserver import interpreter
 from unisono.launchers.job.job import Job, Ranks
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import search_path
@@ -171,7 +171,7 @@ class _Replicas(Ranks):
 def _start(link_fd: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
-            [sys.executable, "-c", _BOOT, str(link_fd)],
+            [*interpreter(), "-c", _BOOT, str(link_fd)],
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env={**without(os.environ, OF_XLA), **env},
