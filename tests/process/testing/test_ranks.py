@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import MARK, marked, run_python
+from tests.support.processes import MARK, marked, python, run_python
 from tests.support.sessions import Sessions
 from unisono.testing.ranks.delays import _COLLECTIVES, Delays
 
@@ -278,6 +279,45 @@ def test_failures_are_told_once_and_by_rank(sessions: Sessions, tmp_path: Path) 
     again.assert_outcomes(failed=2, deselected=9)
     for line in ("[[]rank 0[]] only rank 0", "[[]rank 1[]] only rank 1") * 2:
         again.stdout.fnmatch_lines_random(line)
+
+
+DRAWS = """
+import pytest
+import unisono as idist
+from hypothesis import given, settings, strategies as st
+
+
+@pytest.mark.ranks(2)
+@given(x=st.integers())
+def test_refused(world, x):
+    pass
+
+
+def work(x):
+    assert idist.get_rank() == 0 or x < 10
+    return idist.all_reduce(x)
+
+
+@settings(deadline=None, derandomize=True, max_examples=20)
+@given(x=st.integers(-1000, 9))
+def test_drawn_once(ranks, x):
+    assert ranks(2).run(work, x) == [2 * x, 2 * x]
+
+
+@settings(deadline=None, derandomize=True, max_examples=20)
+@given(x=st.integers(-1000, 1000))
+def test_smallest(ranks, x):
+    ranks(2, on="gloo").run(work, x)
+"""
+
+
+def test_hypothesis_draws_in_the_parent(tmp_path: Path) -> None:
+    """In a session of its own, with the plug-in of hypothesis, which looks at fixtures."""
+    (tmp_path / "test_draws.py").write_text(DRAWS)
+    printed = python("-m", "pytest", "-p", "no:cacheprovider", cwd=tmp_path).stdout
+    assert "1 failed, 1 passed, 2 errors" in printed, printed
+    assert "mark ranks isn't for tests of hypothesis" in printed
+    assert re.search(r"E +unisono.errors.WorkerFailedError: rank 1 of 2[^\x00]*E +x=10,", printed)
 
 
 DEBUGGED = """

@@ -200,12 +200,13 @@ def world(request: pytest.FixtureRequest) -> Any:
     return importlib.import_module("unisono.testing.ranks.world").World.here()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest) -> Any:
     """Ranks for a test that stays in the parent.
 
     Local. ``ranks(3, on="gloo", timeout=10).run(work, 5)`` runs ``work(5)`` in three ranks, which
-    stay warm for the next test, and gives what each returned, by rank.
+    stay warm for the next test, and gives what each returned, by rank. Fixtures of any scope may
+    use it, and tests of hypothesis.
     """
     session = request.config.pluginmanager.get_plugin("unisono-ranks")
     if session is None:
@@ -234,6 +235,13 @@ class _Session:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Leave a marked test's fixtures to its ranks; let others be alone here. Local."""
         if place_of(item) is not None:
+            if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+                pytest.fail(
+                    "mark ranks isn't for tests of hypothesis: each rank would draw examples of "
+                    "its own. Take the mark away, and give what is drawn to a function: "
+                    "ranks(2).run(work, x), with the fixture ranks",
+                    pytrace=False,
+                )
             item.fixturenames = []  # type: ignore[attr-defined]
             return
         if self._pools is not None:
