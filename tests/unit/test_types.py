@@ -317,6 +317,9 @@ def test_what_comes_is_what_checkers_are_told(check: Callable[[], None]) -> None
 def test_numbers_of_numpy_are_taken() -> None:
     for number in (np.float64(0.5), np.int64(3), np.float32(0.5)):
         assert type(idist.all_reduce(number)) in (int, float)
+    truth: Any = np.True_  # which is no number to a type checker
+    assert idist.all_reduce({"is_right": truth}) == {"is_right": True}
+    assert idist.all_reduce(truth) is True
 
 
 WRONG: tuple[tuple[type[Exception], str, Callable[[], object]], ...] = (

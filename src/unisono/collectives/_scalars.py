@@ -29,6 +29,7 @@ __tracebackhide__ = hides
 
 
 _PLAIN = {bool: "?", int: "q", float: "d", complex: "D"}
+_BOOLS_OF_NUMPY = (("numpy", "bool"), ("numpy", "bool_"))  # until numpy 2: bool_
 _HEAD = struct.Struct("<cII")
 _TAG = b"v"
 _ALONE = {
@@ -42,7 +43,8 @@ def _number(value: object) -> Number | None:
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Rational) or not isinstance(value, numbers.Complex):
-        return None
+        kind = type(value)
+        return bool(value) if (kind.__module__, kind.__name__) in _BOOLS_OF_NUMPY else None
     number = float(value) if isinstance(value, numbers.Real) else complex(value)
     # What is wider than a double, such as np.longdouble, may lose digits. NaN is never equal.
     if number != value and value == value:

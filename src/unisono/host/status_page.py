@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import logging
 import mmap
 import os
 import re
@@ -20,6 +21,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ __all__ = (
     "start_ticks_of",
 )
 
+_log = logging.getLogger(__name__)
 # The page, in words of 8 bytes, of the host's order:
 #   head     magic; edition of the facts; length of facts in even and in odd editions; strings used
 #   facts    JSON, twice: an edition is written beside the one before, then its number
@@ -110,7 +113,19 @@ def _private(path: Path, *, makes: bool) -> bool:
     except OSError:
         return False
     is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-    return is_ours and not status.st_mode & 0o077
+    is_private = is_ours and not status.st_mode & 0o077
+    if not is_private:
+        _warn_of(path)
+    return is_private
+
+
+@cache  # once
+def _warn_of(path: Path) -> None:
+    _log.warning(
+        "%s isn't a folder of yours alone (mode 0700), so unisono top and where don't know of this "
+        "process: remove it, or name another one in UNISONO_STATUS",
+        path,
+    )
 
 
 class StatusPage:

@@ -58,7 +58,7 @@ def _restore_view(data: bytes, kind: str, shape: tuple[int, ...], is_readonly: b
 def _is_strided(tensor: Tensor) -> bool:
     """Whether its memory, once it is contiguous, is all of it. Torch knows the others."""
     is_known = tensor.layout is torch.strided and not tensor.is_quantized
-    return is_known and not tensor.is_nested
+    return is_known and not tensor.is_nested and not tensor.is_meta
 
 
 def _is_storage_of_accelerator(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -18,12 +19,17 @@ def _children(node: Tree) -> list[tuple[str, Tree]] | None:
         return [(f"{{{key!r}}}", child) for key, child in node.items()]
     if isinstance(node, list):
         return [(f"[{index}]", child) for index, child in enumerate(node)]
-    if isinstance(node, tuple):
+    if isinstance(node, tuple) and not _is_record(node):
         names = getattr(node, "_fields", range(len(node)))
         return [(f"({name})", child) for name, child in zip(names, node, strict=True)]
     if is_dataclass(node) and not isinstance(node, type):
         return [(f".{item.name}", getattr(node, item.name)) for item in fields(node) if item.init]
     return None
+
+
+def _is_record(node: Tree) -> bool:
+    """Return whether it is one of Python's own, such as a struct_time, whose sum means nothing."""
+    return hasattr(node, "n_sequence_fields") and type(node).__module__ != "torch.return_types"
 
 
 def flatten(tree: Tree) -> tuple[list[Any], list[str]]:
@@ -104,7 +110,7 @@ def _build(node: Tree, source: Iterator[Any]) -> Tree:
 
 def _rebuild(node: Tree, children: list[tuple[str, Tree]], built: Iterator[Tree]) -> Tree:
     if isinstance(node, dict):
-        new = node.copy()
+        new = copy(node)  # its own copy() may make a plain dict
         for key in node:
             new[key] = next(built)
         return new

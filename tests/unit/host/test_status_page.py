@@ -215,11 +215,15 @@ def test_pages_of_another_host_are_not_read_and_stay(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o777])
-def test_a_folder_that_others_can_read_or_write_to_is_not_used(own_pages: Path, mode: int) -> None:
+def test_a_folder_that_others_can_read_or_write_to_is_not_used(
+    own_pages: Path, mode: int, caplog: pytest.LogCaptureFixture
+) -> None:
     page = made()
     own_pages.chmod(mode)
     assert StatusPage.make({}) is None
     assert pages() == []
+    (warning,) = caplog.messages
+    assert f"{own_pages} isn't a folder of yours alone" in warning
     own_pages.chmod(0o700)
     assert len(pages()) == 1
     page.close()
