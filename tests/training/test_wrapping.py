@@ -456,6 +456,10 @@ def test_what_auto_model_refuses() -> None:
         idist.auto_model(nn.Linear(1, 1), device_ids=[0])
     with pytest.raises(ArgumentError, match="needed, not a str"):
         idist.auto_model("net")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"2\.weight has no shape yet: run a batch"):
+        idist.auto_model(nn.Sequential(nn.Linear(1, 2), nn.ReLU(), nn.LazyLinear(1)))
+    with pytest.raises(ArgumentError, match="weight is on the meta device.*to_empty"):
+        idist.auto_model(nn.Linear(1, 1, device="meta"))
     with pytest.raises(ArgumentError, match="needed, not a int"):
         idist.auto_optim(3)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from unisono.arguments import check_names
@@ -79,7 +80,8 @@ def auto_model(
         With several replicas the wrapped model; alone `model` itself.
 
     Raises:
-        ArgumentError: no module, an unknown wrapper or option, or a model that is wrapped already.
+        ArgumentError: no module, an unknown wrapper or option, or a model that is wrapped already,
+            or has parameters without a shape or without values.
         GroupMembershipError: this rank isn't a member of ``process_group``.
         UnsupportedOperation: the model of this context lacks the wrapper or one of its options.
         CollectiveMismatchError: the modules differ between ranks; names where (on every rank).
@@ -174,6 +176,15 @@ def _check_module(model: nn.Module) -> None:
         raise ArgumentError(
             "the model, or a part of it, was given to auto_model before: use what that returned"
         )
+    for name, item in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(item):
+            text = f"{name} has no shape yet: run a batch through the model before auto_model"
+            raise ArgumentError(text)
+        if item.is_meta:
+            raise ArgumentError(
+                f"{name} is on the meta device, without values: call "
+                "model.to_empty(device=idist.device()) and set them before auto_model"
+            )
 
 
 def _find(wrapper: str | Wrapper) -> Wrapper | None:
