@@ -178,6 +178,7 @@ class WorkerFailedError(LaunchError):
 
         If the exception names another rank as the cause, that rank comes first.
         """
+        summary = summary.removesuffix(":")  # of a list, which the traceback has
         kind, _, text = summary.partition(": ")
         if kind.startswith(_ABOUT_OTHERS) and text:
             raised = f"{who} raised {kind.rpartition('.')[2]}"

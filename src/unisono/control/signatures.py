@@ -277,15 +277,17 @@ def _split(frame: bytes) -> tuple[str, str]:
 def _mismatch(frames: Sequence[bytes], ranks: Sequence[int]) -> CollectiveMismatchError:
     """Say who called what; first the one that called something else than all others, if one did."""
     calls = {rank: describe(frame) for rank, frame in zip(ranks, frames, strict=True)}
-    kinds = [name(frame) for frame in frames]
-    odd = [rank for rank, kind in zip(ranks, kinds, strict=True) if kinds.count(kind) == 1]
-    head = "the ranks called different things at the same time:"
-    if len(odd) == 1 and len(set(kinds)) == 2:
-        other = next(rank for rank in ranks if rank != odd[0])
-        head = f"rank {odd[0]} called {calls[odd[0]]}, the others {calls[other]}:"
+    kinds = dict(zip(ranks, map(name, frames), strict=True))
+    called = [*kinds.values()]
+    odd = [rank for rank, kind in kinds.items() if called.count(kind) == 1]
+    is_alone = len(odd) == 1 and len(set(called)) == 2
+    one = odd[0] if is_alone else ranks[0]
+    other = next((rank for rank, kind in kinds.items() if kind != kinds[one]), ranks[-1])
+    others = "the others" if is_alone else f"rank {other}"
     lines = "\n".join(f"  rank {rank}: {call}" for rank, call in calls.items())
     return CollectiveMismatchError(
-        f"{head}\n{lines}\nmake every rank of the group call the same collectives in the same order"
+        f"rank {one} called {calls[one]}, {others} {calls[other]}:\n{lines}\n"
+        "make every rank of the group call the same collectives in the same order"
     )
 
 

@@ -192,7 +192,8 @@ class Calls:
             raise ours(f"{late or 'some rank never came'}\n  {where}: {text}") from error
         if ours is PeerFailedError:
             absent = self._find_absent(group, step)
-            raise PeerFailedError(f"{where}: {absent.how}: {text}", absent.rank) from error
+            how = absent.how if absent.rank >= 0 else f"{absent.how}: {text}"
+            raise PeerFailedError(f"{where}: {how}", absent.rank) from error
         raise CollectiveError(f"{where} failed: {text}") from error
 
     def _find_absent(self, group: Group | None, step: int) -> Absent:

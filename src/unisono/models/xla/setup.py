@@ -63,7 +63,8 @@ def _release(version: str) -> list[str]:
 
 def _why_no_tpu() -> str | None:
     if _version_of("libtpu") is None:
-        return "libtpu isn't installed: python -m pip install 'torch_xla[tpu]==2.9.0'"
+        install = "python -m pip install 'torch_xla[tpu]==2.9.0'"
+        return f"libtpu isn't installed: {install}, or use backend 'xla-cpu' without a TPU"
     if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/[0-9]*"):
         return "this machine has no TPU (/dev/accel*, /dev/vfio/*): use backend 'xla-cpu'"
     return None

@@ -205,10 +205,25 @@ def test_who_called_something_else_is_named_first() -> None:
             unisono.all_gather("x")
         unisono.barrier()
 
-    error = failure(fn)
-    assert isinstance(error.__cause__, CollectiveMismatchError)
-    pattern = r"rank 1 called all_gather at \S+:\d+, the others barrier at \S+:\d+:"
-    assert re.fullmatch(pattern, str(error).splitlines()[0])
+    def in_shape(local_rank: int) -> None:
+        unisono.all_reduce(torch.ones(local_rank))
+
+    shape = r"all_reduce SUM of float32\[%d\]"
+    first = rf"rank 0 called {shape % 0} at \S+:\d+, rank 1 {shape % 1} at \S+:\d+"
+    one = r"rank 1 called all_gather at \S+:\d+, the others barrier at \S+:\d+"
+    for called, pattern in ((fn, one), (in_shape, first)):
+        error = failure(called)
+        assert isinstance(error.__cause__, CollectiveMismatchError)
+        assert re.fullmatch(pattern, str(error).splitlines()[0])
+
+
+def test_a_message_that_nobody_receives_is_told_in_our_words() -> None:
+    def fn(local_rank: int) -> None:
+        if local_rank == 0:
+            unisono.send("x", dst=1)
+
+    text = str(failure(fn, size=2).__cause__)
+    assert re.fullmatch(r"rank 0 of 2: send to rank 1: rank 1 .* left after its last \w*", text)
 
 
 def test_a_failed_assert_says_its_text_and_values(
