@@ -69,7 +69,7 @@ def train(local_rank: int, options: argparse.Namespace) -> dict[str, Any]:
 
     for epoch in range(state["epoch"], options.epochs):
         model.train()
-        loader.sampler.set_epoch(epoch)  # another order in each epoch
+        loader.set_epoch(epoch)  # another order in each epoch
         losses: list[Tensor] = []
         for images, labels in loader:  # on this worker's device
             with torch.autocast(device.type, torch.bfloat16, enabled=options.bfloat16):

@@ -14,6 +14,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -21,6 +22,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     WeightedRandomSampler,
 )
 
@@ -59,7 +61,7 @@ def test_loaders_share_the_dataset() -> None:
 def test_a_loader_alone_orders_as_several_replicas_do() -> None:
     data = list(range(20))
     orders = epochs(0, data)
-    assert orders[0] == orders[1] != orders[2]
+    assert orders[0] == orders[1] == orders[3] != orders[2] == orders[4]
     assert sorted(orders[0]) == sorted(orders[2]) == data
     together = idist.spawn("threads", epochs, args=(data,), nproc_per_node=2)
     pairs = (zip(*parts, strict=True) for parts in zip(*together, strict=True))
@@ -79,14 +81,60 @@ def test_a_loader_alone_orders_as_several_replicas_do() -> None:
     ] == seeded[0]
 
 
-def epochs(_local_rank: int, data: list[int], seed: int | None = None) -> list[list[int]]:
+def epochs(_local_rank: int, data: Any, seed: int | None = None) -> list[list[int]]:
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     loader = idist.auto_dataloader(data, batch_size=4, generator=generator)
     orders = []
     for epoch in (0, 0, 1):
         loader.sampler.set_epoch(epoch)
         orders.append([i for rows in loader for i in rows.tolist()])
-    return orders
+    plain: Any = DataLoader(data, batch_size=4, shuffle=True)  # nobody tells it of epochs
+    loader = idist.auto_dataloader(plain, generator=generator)
+    return [*orders, *([i for rows in loader for i in rows.tolist()] for _ in range(2))]
+
+
+class Counting(Dataset[int]):
+    """A data set, or the indices of one, in another order in each epoch."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.number = epoch
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        return 10 * self.number + index
+
+
+class Turning(Counting, Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter([self.number % 2, 1 - self.number % 2])
+
+
+def seen(loader: Any, epoch: int) -> list[int]:
+    loader.set_epoch(epoch)
+    return [rows.item() for rows in loader]
+
+
+@several_here
+def test_a_data_set_and_a_sampler_within_others_learn_of_the_epoch() -> None:
+    data: Any = ConcatDataset([Subset(Counting(), [0, 1])])
+    loader = idist.auto_dataloader(data, sampler=Turning(), per_replica=True)
+    for epoch, order in ((1, [11, 10]), (2, [20, 21])):
+        assert [part[0] for part in idist.all_gather(seen(loader, epoch))[:2]] == order
+    position = loader.state_dict()
+    loader.set_epoch(7)
+    loader.load_state_dict(position)
+    assert {rows.item() // 10 for rows in loader} == {3}
+
+
+def test_persistent_workers_learn_of_the_epoch() -> None:
+    workers: Any = {"num_workers": 1, "persistent_workers": True}
+    loader = idist.auto_dataloader(Counting(), sampler=Turning(), **workers)
+    assert [seen(loader, epoch) for epoch in (1, 2)] == [[11, 10], [20, 21]]
 
 
 class Stream(IterableDataset[int]):

@@ -227,7 +227,7 @@ class Own(SequentialSampler):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *[("epoch", -1), ("order", "first"), ("batches", 1.5), ("is_dealt_in_turn", 1)],
+        *[("epoch", -1), ("epoch", "first"), ("batches", 1.5), ("is_dealt_in_turn", 1)],
         *[("batch_size", 0), ("world_size", None), ("samples", True)],
     ],
 )
@@ -293,6 +293,29 @@ def test_a_look_at_the_first_batch_keeps_the_position() -> None:
     loader.load_state_dict(state)
     loader.set_epoch(7)
     assert len(list(loader)) == 5
+
+
+def test_passes_before_training_cost_neither_an_epoch_nor_the_position() -> None:
+    def made() -> Any:
+        return idist.auto_dataloader(list(range(10)), batch_size=2)
+
+    begun = made()
+    next(iter(begun))
+    state = begun.state_dict()
+    loader = made()
+    loader.load_state_dict(state)
+    assert [len(list(loader)) for _ in range(2)] == [4, 5]
+    next(iter(loader))
+    assert loader.epoch == 0
+    loader.set_epoch(0)
+    assert list(map(Tensor.tolist, loader)) == list(map(Tensor.tolist, begun))[1:]
+    assert loader.epoch == 1
+    for saves in (False, True):  # which is training, as what goes on is
+        other = made()
+        assert len(list(other)) == 5
+        batches = None if saves else iter(other)
+        assert not saves or other.state_dict()["epoch"] == 1
+        assert other.epoch == 1, batches
 
 
 def test_batches_of_a_sampler_of_ones_own_are_resumed_only_if_they_come_again() -> None:

@@ -10,7 +10,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    Subset,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from unisono.arguments import check_count
@@ -19,7 +26,7 @@ from unisono.errors import ArgumentError, UnsupportedOperation
 
 __all__ = ("ReplicaLoader", "moved")
 
-_KEYS = ("epoch", "order", "batches", "is_dealt_in_turn", "batch_size", "world_size", "samples")
+_KEYS = ("epoch", "batches", "is_dealt_in_turn", "batch_size", "world_size", "samples")
 
 
 class ReplicaLoader(DataLoader[Any]):
@@ -36,36 +43,41 @@ class ReplicaLoader(DataLoader[Any]):
     def __init__(self, dataset: Any, to_device: torch.device | None = None, **kwargs: Any) -> None:
         self._target = to_device
         self._world_size = current_model().topology.world_size
-        self._order = 0
-        self._position = _Position()
         super().__init__(dataset, **kwargs)
-        self._position.epoch = self._order = self._order_of_sampler()
+        samplers = (self.batch_sampler, getattr(self.batch_sampler, "sampler", None), self.sampler)
+        ordering = (each for each in samplers if hasattr(each, "set_epoch"))
+        self._position = _Position(next(ordering, None))
+        # Where training begins, until it is asked for.
+        self._begin: tuple[int, int] | None = (self._position.epoch, 0)
 
     @property
     def epoch(self) -> int:
-        """The epoch that goes on, or comes next; it is one more once an epoch has ended. Local."""
-        return self._position.epoch
+        """The epoch that goes on, or comes next; it is one more once an epoch has ended.
+
+        Local. Passes before it is asked for, set or saved for the first time, for statistics or a
+        learning rate, aren't epochs of the training.
+        """
+        begin, self._begin = self._begin, None
+        at = self._position
+        if begin is not None and begin[0] != at.epoch and not at.is_under_way:
+            at.move(*begin)
+        return at.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch; another one than `epoch` begins at its start. Local."""
+        """Choose the order of an epoch; another one than `epoch` begins at its start.
+
+        Local. A pass without it takes the next order. It goes on to the data set, if that has a
+        ``set_epoch``: then even persistent workers start anew for each pass, to learn of it.
+        """
         check_count("epoch", epoch, 0)
-        holder = self._holder()
-        if holder is not None:
-            holder.set_epoch(epoch)
-            self._order = self._order_of_sampler()
-        self._go_to(epoch)
-
-    def _go_to(self, epoch: int) -> None:
-        if epoch != self._position.epoch:
+        if epoch != self.epoch:
             self._position.begin(epoch, 0)
+        self._tell()
 
-    def _holder(self) -> Any:
-        """Give the sampler that orders by epochs, None where none does. Local."""
-        holders = (self.batch_sampler, getattr(self.batch_sampler, "sampler", None), self.sampler)
-        return next((item for item in holders if hasattr(item, "set_epoch")), None)
-
-    def _order_of_sampler(self) -> int:
-        return int(getattr(self._holder(), "epoch", 0))
+    def _tell(self) -> None:
+        self._position.tell()
+        for dataset in _with_epochs(self.dataset):
+            dataset.set_epoch(self._position.epoch)
 
     @property
     def _index_sampler(self) -> Any:  # torch's loader and its iterators ask for it
@@ -73,14 +85,15 @@ class ReplicaLoader(DataLoader[Any]):
         return _Rest(self._position if is_drawn_from else _Position(), super()._index_sampler)
 
     def __iter__(self) -> Any:
-        order = self._order_of_sampler()
-        if order != self._order:  # the program has called set_epoch of the sampler itself
-            self._order = order
-            self._go_to(order)
-        self._position.begin(self._position.epoch, self._position.start)
-        left_out = self._position.start if isinstance(self.dataset, IterableDataset) else 0
+        at = self._position
+        if at.said != at.told:  # the program has called set_epoch of the sampler itself
+            self.set_epoch(at.said)
+        at.begin(at.epoch, at.start)
+        left_out = at.start if isinstance(self.dataset, IterableDataset) else 0
+        if _with_epochs(self.dataset):
+            self._iterator = None  # persistent workers wouldn't learn of the epoch
         batches = super().__iter__()
-        return _Batches(batches, self._position, left_out, self._target, self.pin_memory)
+        return _Batches(batches, at, left_out, self._target, self.pin_memory)
 
     def state_dict(self) -> dict[str, Any]:
         """Give the position, for a checkpoint.
@@ -93,11 +106,10 @@ class ReplicaLoader(DataLoader[Any]):
         Raises:
             UnsupportedOperation: an epoch is under way, and the sampler can't repeat its order.
         """
-        at = self._position
+        at, self._begin = self._position, None
         if at.batches and not self._repeats():
             self._refuse()
-        is_dealt = self._is_dealt_in_turn()
-        position = (at.epoch, self._order, at.batches, is_dealt, *self._shape())
+        position = (at.epoch, at.batches, self._is_dealt_in_turn(), *self._shape())
         return dict(zip(_KEYS, position, strict=True))
 
     def _refuse(self) -> NoReturn:
@@ -122,12 +134,12 @@ class ReplicaLoader(DataLoader[Any]):
         return size, self._world_size, len(dataset) if isinstance(dataset, Sized) else None
 
     def _repeats(self) -> bool:
-        holder = self._holder()
-        if holder is None:
+        sampler = self._position.sampler
+        if sampler is None:
             inner = getattr(self.batch_sampler, "sampler", self.sampler)
             is_in_order = isinstance(inner, SequentialSampler) and not self._has_own_batches()
             return is_in_order or isinstance(self.dataset, IterableDataset)
-        inner = getattr(holder, "sampler", None)
+        inner = getattr(sampler, "sampler", None)
         return getattr(inner, "generator", None) is None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -145,13 +157,10 @@ class ReplicaLoader(DataLoader[Any]):
         """
         if not isinstance(state, dict) or set(state) != set(_KEYS):
             raise ArgumentError(f"a position has {', '.join(_KEYS)}: this is {state!r}")
-        epoch, order, batches, *shape = _checked(state)
-        batches = self._batches_here(batches, *shape) if batches else 0
-        holder = self._holder()
-        if holder is not None:
-            holder.set_epoch(order)
-        self._order = self._order_of_sampler()
-        self._position.begin(epoch, batches)
+        epoch, batches, *shape = _checked(state)
+        self._begin = (epoch, self._batches_here(batches, *shape) if batches else 0)
+        self._position.begin(*self._begin)
+        self._tell()
 
     def _batches_here(
         self,
@@ -201,19 +210,49 @@ def _checked(state: dict[str, Any]) -> list[Any]:
     return [checked.get(key, state[key]) for key in _KEYS]
 
 
+def _with_epochs(dataset: Any) -> list[Any]:
+    """List the data sets that count epochs: this one, or those within torch's wrappers. Local."""
+    if hasattr(dataset, "set_epoch"):
+        return [dataset]
+    parts = [dataset.dataset] if isinstance(dataset, Subset) else []
+    parts = dataset.datasets if isinstance(dataset, ConcatDataset) else parts
+    return [each for part in parts for each in _with_epochs(part)]
+
+
 @dataclass(eq=False)
 class _Position:
     """Where a loader is. Its iterators hold this, not the loader, which would be a cycle."""
 
-    epoch: int = 0
+    sampler: Any = None  # the one that orders by epochs, if one does
     start: int = 0  # the batches that an iterator of this epoch leaves out
     batches: int = 0  # those that were left out or seen
     turn: int = 0  # of the iterator that moves the position: the last one
+    is_under_way: bool = False  # whether that one goes on
+
+    def __post_init__(self) -> None:
+        self.epoch = self.told = self.said
+
+    @property
+    def said(self) -> int:
+        """The epoch that the sampler says. Local."""
+        return int(getattr(self.sampler, "epoch", 0))
+
+    def tell(self) -> None:
+        """Let the sampler know of the epoch. Local."""
+        if self.sampler is not None:
+            self.sampler.set_epoch(self.epoch)
+            self.told = self.said
 
     def begin(self, epoch: int, start: int) -> None:
         """Go to the start of an epoch, or of what is left of it. Local."""
         self.epoch, self.start, self.batches = epoch, start, start
         self.turn += 1
+        self.is_under_way = False
+
+    def move(self, epoch: int, start: int) -> None:
+        """Go there, and let the sampler know. Local."""
+        self.begin(epoch, start)
+        self.tell()
 
 
 class _Batches:
@@ -230,6 +269,7 @@ class _Batches:
         self._inner = inner
         self._position = position
         self._turn = position.turn
+        position.is_under_way = True
         self._left_out = left_out
         self._target = target
         self._non_blocking = non_blocking
@@ -250,7 +290,7 @@ class _Batches:
             batch = next(self._inner)
         except StopIteration:
             if self._turn == position.turn:
-                position.begin(position.epoch + 1, 0)
+                position.move(position.epoch + 1, 0)
             raise
         except Exception:  # of the dataset: the next call gives the batch after this one
             self._count(is_new)
@@ -260,6 +300,9 @@ class _Batches:
 
     def _count(self, is_new: bool) -> None:
         self._position.batches += is_new and self._turn == self._position.turn
+
+    def __del__(self) -> None:
+        self._position.is_under_way &= self._turn != self._position.turn
 
 
 class _Rest:

@@ -53,11 +53,11 @@ def auto_dataloader(
 
     ``batch_size`` is that of all replicas together and is divided by their number; ``num_workers``
     is that of a node and is divided among its replicas. Without ``sampler`` the loader shuffles
-    (unless ``shuffle=False``) in an order that is the same on every run, and that
-    ``loader.set_epoch(epoch)`` changes, alone as with several replicas; ``generator``, of one seed
-    on every rank, chooses another one by that seed. Several replicas
-    put a sampler of yours into a `DistributedProxySampler`; a distributed one is used as it is.
-    Memory is pinned where that helps the device.
+    (unless ``shuffle=False``), each pass in another order, and these are the same on every run,
+    alone as with several replicas; ``loader.set_epoch(epoch)`` chooses one, and ``generator``, of
+    one seed on every rank, others by that seed. Several replicas put a sampler of yours into a
+    `DistributedProxySampler`; a distributed one is used as it is. Memory is pinned where that helps
+    the device.
 
     Args:
         dataset: the same on every rank, a list for example; an iterable one must give each rank
@@ -279,7 +279,8 @@ class DistributedProxySampler(DistributedSampler[Any]):
     seeded by the epoch, and keeps its own; the generators are put back. Collective over all ranks
     when an epoch begins, where it isn't one of torch's samplers without a generator of its own:
     then ranks compare what they have drawn. As torch's ``DistributedSampler``, it starts over at
-    the end until every rank has as many; call ``set_epoch`` before each epoch.
+    the end until every rank has as many. A loader of `auto_dataloader` tells it each epoch; in
+    another one call ``set_epoch``, which goes on to a sampler that has one.
 
     Args:
         sampler: any ``Sampler`` with a length that isn't distributed.
@@ -309,6 +310,12 @@ class DistributedProxySampler(DistributedSampler[Any]):
             shuffle=False,
         )
         self.sampler = sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next epoch. Local."""
+        super().set_epoch(epoch)
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         indices: list[Any] = []

@@ -42,7 +42,10 @@ def a_position_is_followed_by_what_was_not_seen() -> None:
     again.load_state_dict(state)
     again.set_epoch(again.epoch)
     same([rows.tolist() for rows in again], whole[2:], f"the rest on rank {rank}")
-    same([rows.tolist() for rows in make()] == whole, False, "each epoch has an order of its own")
+    other = make()
+    same([rows.tolist() for rows in other] == whole, False, "each pass has an order of its own")
+    same([rows.tolist() for rows in other], whole, "the second pass has that of epoch 1")
+    same(other.epoch, 0, "passes before training aren't epochs")
 
 
 @law()
