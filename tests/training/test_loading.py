@@ -199,6 +199,32 @@ def test_a_sampler_that_draws_elsewhere_is_seeded_or_refused() -> None:
             list(loader)
 
 
+class Drawing(Dataset[list[float]]):
+    """Changes its samples at random, as augmentation does."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> list[float]:
+        return [torch.rand(()).item(), random.random(), float(numpy.random.rand())]
+
+
+class Shuffled(IterableDataset[float]):
+    def __iter__(self) -> Iterator[float]:
+        return iter([torch.rand(()).item(), random.random()])
+
+
+@pytest.mark.ranks(2, on="gloo")
+def test_data_sets_draw_by_rank_and_the_program_and_streams_draw_alike() -> None:
+    for workers in (0, 1):
+        idist.seed_everything(7)
+        loader = idist.auto_dataloader(Drawing(), num_workers=workers, per_replica=True)
+        drawn = [float(column) for _ in range(2) for columns in loader for column in columns]
+        assert len(set(sum(idist.all_gather(drawn), []))) == 2 * 2 * 8 * 3
+        stream = list(idist.auto_dataloader(Shuffled(), num_workers=workers, per_replica=True))
+        idist.assert_equal([stream, torch.rand(2), random.random(), float(numpy.random.rand())])
+
+
 class Asking(Dataset[str]):
     """Says what a worker of a DataLoader knows of the rank, and whether it may call others."""
 

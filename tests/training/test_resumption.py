@@ -174,6 +174,22 @@ def test_a_position_goes_on_with_the_rest() -> None:
         assert [rows.tolist() for rows in again] == whole
 
 
+@pytest.mark.ranks(1, on="serial")
+@pytest.mark.ranks(2, on="gloo")
+def test_what_is_drawn_goes_on_with_the_position() -> None:
+    def go_on() -> Iterator[Any]:
+        return ((rows.tolist(), torch.rand(()).item()) for rows in loader)
+
+    loader = idist.auto_dataloader(Noisy(range(16)), batch_size=4)
+    begun = go_on()
+    next(begun)
+    state, generators = loader.state_dict(), idist.get_rng_state()
+    rest = list(begun)
+    loader.load_state_dict(state)
+    idist.set_rng_state(generators)
+    assert list(go_on()) == rest
+
+
 def test_a_position_goes_on_with_another_number_of_ranks() -> None:
     def see(local_rank: int, state: Any, count: int) -> Any:
         loader = idist.auto_dataloader(list(range(50)), batch_size=12)
@@ -254,6 +270,11 @@ def test_an_epoch_goes_on_after_an_error_of_the_data_set(workers: int) -> None:
     again = idist.auto_dataloader(data, shuffle=False)
     again.load_state_dict(state)
     assert [rows.item() for rows in again] == [3, 4, 5]
+
+
+class Noisy(list[int]):
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index) + torch.rand(())
 
 
 class OneIsBad(list[int]):

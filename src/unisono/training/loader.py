@@ -23,6 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 from unisono.arguments import check_count
 from unisono.context import current_model
 from unisono.errors import ArgumentError, UnsupportedOperation
+from unisono.training.randomness import seeded
 
 __all__ = ("ReplicaLoader", "moved")
 
@@ -42,7 +43,9 @@ class ReplicaLoader(DataLoader[Any]):
 
     def __init__(self, dataset: Any, to_device: torch.device | None = None, **kwargs: Any) -> None:
         self._target = to_device
-        self._world_size = current_model().topology.world_size
+        model = current_model()
+        self._world_size, self._rank = model.topology.world_size, model.topology.rank
+        self._owns_generators = not model.replicas_are_threads
         super().__init__(dataset, **kwargs)
         samplers = (self.batch_sampler, getattr(self.batch_sampler, "sampler", None), self.sampler)
         ordering = (each for each in samplers if hasattr(each, "set_epoch"))
@@ -94,6 +97,30 @@ class ReplicaLoader(DataLoader[Any]):
             self._iterator = None  # persistent workers wouldn't learn of the epoch
         batches = super().__iter__()
         return _Batches(batches, at, left_out, self._target, self.pin_memory)
+
+    def _get_iterator(self) -> Any:  # torch's loader asks for it
+        given, self.generator = self.generator, self._seeds()
+        try:
+            made: Any = super()._get_iterator()
+        finally:
+            self.generator = given
+        is_dealt = self._world_size > 1 and not isinstance(self.dataset, IterableDataset)
+        if is_dealt and self._owns_generators and self.num_workers == 0:
+            made._dataset_fetcher = _Fetcher(made._dataset_fetcher, self._rank)
+        return made
+
+    def _seeds(self) -> torch.Generator | None:
+        """Return the generator of the workers' seeds, which differ by rank. Local.
+
+        Only a pass from its start draws from that of the program, as what goes on has drawn before.
+        """
+        generator: torch.Generator | None = self.generator
+        if self._position.start:
+            generator = torch.Generator()
+            generator.set_state((self.generator or torch.default_generator).get_state())
+        if self._rank == 0 or isinstance(self.dataset, IterableDataset):
+            return generator  # a stream may shuffle on each rank alike, and then take a part
+        return torch.Generator().manual_seed(_drawn(generator) + self._rank)
 
     def state_dict(self) -> dict[str, Any]:
         """Give the position, for a checkpoint.
@@ -303,6 +330,23 @@ class _Batches:
 
     def __del__(self) -> None:
         self._position.is_under_way &= self._turn != self._position.turn
+
+
+class _Fetcher:
+    """Fetches batches in this process, where data sets draw other numbers on each rank."""
+
+    def __init__(self, inner: Any, rank: int) -> None:
+        self._inner = inner
+        self._rank = rank
+
+    def fetch(self, indices: Any) -> Any:
+        """Do what torch's does. Local."""
+        with seeded(_drawn() + self._rank):
+            return self._inner.fetch(indices)
+
+
+def _drawn(generator: torch.Generator | None = None) -> int:
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
 
 
 class _Rest:

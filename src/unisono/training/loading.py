@@ -56,8 +56,9 @@ def auto_dataloader(
     (unless ``shuffle=False``), each pass in another order, and these are the same on every run,
     alone as with several replicas; ``loader.set_epoch(epoch)`` chooses one, and ``generator``, of
     one seed on every rank, others by that seed. Several replicas put a sampler of yours into a
-    `DistributedProxySampler`; a distributed one is used as it is. Memory is pinned where that helps
-    the device.
+    `DistributedProxySampler`; a distributed one is used as it is. What a dataset that isn't
+    iterable draws at random differs by rank, where replicas are processes. Memory is pinned where
+    that helps the device.
 
     Args:
         dataset: the same on every rank, a list for example; an iterable one must give each rank

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -70,7 +71,8 @@ def seed_everything(seed: int | None = None, per_rank: bool = False) -> int:
     Args:
         seed: the seed, taken from rank 0; None draws one from the system.
         per_rank: whether each rank adds its rank, so that ranks draw different numbers, as for
-            dropout and augmentation; else all draw the same, as for equal parameters.
+            dropout; else all draw the same, as for equal parameters, but for what the dataset of
+            an `auto_dataloader` draws.
 
     Returns:
         The seed before the rank was added, the same on every rank. Replicas that are threads share
@@ -99,15 +101,46 @@ def _seed(seed: int) -> None:
         numpy.random.seed(seed)
 
 
+class _Generator(NamedTuple):
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+    seed: Callable[[int], Any]
+
+
+def _generators() -> dict[str, _Generator]:
+    """Return the generators that everything in this rank shares, of its device too."""
+    made = {
+        "python": _Generator(random.getstate, random.setstate, random.seed),
+        "torch": _Generator(
+            torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed
+        ),
+    }
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        draws = numpy.random
+        made["numpy"] = _Generator(draws.get_state, draws.set_state, draws.seed)
+    device = current_model().device
+    module: Any = getattr(torch, device.type, None)
+    if device.type != "cpu" and hasattr(module, "get_rng_state"):
+        made["device"] = _Generator(
+            partial(module.get_rng_state, device),
+            partial(module.set_rng_state, device=device),
+            module.manual_seed,
+        )
+    return made
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Draw from a seed, and put the generators back where they were. Local."""
-    before = get_rng_state()
-    _seed(seed)
+    before = [(each, each.get()) for each in _generators().values()]
+    for each, _ in before:
+        each.seed(seed % _LIMIT)
     try:
         yield
     finally:
-        set_rng_state(before)
+        for each, state in before:
+            each.set(state)
 
 
 def rank_generator(seed: int | None = None, device: torch.device | str = "cpu") -> torch.Generator:
@@ -160,20 +193,12 @@ def get_rng_state() -> dict[str, Any]:
         >>> bool(torch.rand(1) == first)
         True
     """
-    version, internal, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "python": [version, list(internal), gauss],
-        "torch": torch.get_rng_state(),
-    }
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, position, has_gauss, cached = numpy.random.get_state()
-        keys = [int(key) for key in keys]
-        state["numpy"] = [str(kind), keys, int(position), int(has_gauss), float(cached)]
-    device = current_model().device
-    module: Any = getattr(torch, device.type, None)
-    if device.type != "cpu" and hasattr(module, "get_rng_state"):
-        state["device"] = module.get_rng_state(device)
+    state = {name: each.get() for name, each in _generators().items()}
+    version, internal, gauss = state["python"]
+    state["python"] = [version, list(internal), gauss]
+    if "numpy" in state:
+        kind, keys, position, has_gauss, cached = state["numpy"]
+        state["numpy"] = [str(kind), keys.tolist(), int(position), int(has_gauss), float(cached)]
     return state
 
 
@@ -195,14 +220,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
     if not isinstance(state, dict) or not {"python", "torch"} <= set(state):
         raise ArgumentError("a state that get_rng_state gave is needed")
     version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    torch.set_rng_state(state["torch"].cpu())
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and "numpy" in state:
-        kind, keys, position, has_gauss, cached = state["numpy"]
-        numbers = numpy.array(keys, dtype=numpy.uint32)
-        numpy.random.set_state((kind, numbers, position, has_gauss, cached))
-    device = current_model().device
-    if "device" in state and device.type != "cpu":
-        module: Any = getattr(torch, device.type)
-        module.set_rng_state(state["device"].cpu(), device)
+    given = {**state, "python": (version, tuple(internal), gauss)}
+    for name, each in _generators().items():
+        if name in given:
+            value = given[name]
+            each.set(value.cpu() if isinstance(value, torch.Tensor) else value)
