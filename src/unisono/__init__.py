@@ -88,6 +88,7 @@ if TYPE_CHECKING:
         set_rng_state,
         sync_random_seed,
     )
+    from unisono.training.streams import shard
     from unisono.training.toolbox import (
         RankFilter,
         RankFormatter,
@@ -217,6 +218,7 @@ __all__ = (
     "send",
     "set_local_rank",
     "set_rng_state",
+    "shard",
     "shared",
     "shared_empty",
     "show_config",
@@ -347,6 +349,7 @@ _EXTRAS = {
         "DistributedProxySampler",
         "auto_dataloader",
     ),
+    "unisono.training.streams": ("shard",),
     "unisono.training.preemption": ("preemptible", "preemption_point"),
     "unisono.training.toolbox": (
         "RankFilter",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import InitVar, dataclass, field
@@ -145,10 +146,24 @@ class Stream(IterableDataset[int]):
 def test_an_iterable_data_set_is_told_that_every_rank_reads_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    idist.spawn("threads", lambda local_rank: idist.auto_dataloader(Stream()), nproc_per_node=2)
-    said = "a Stream is iterable, so every rank reads all of it, unless its __iter__ takes a part"
-    assert [said in record.getMessage() for record in caplog.records] == [True]
-    assert caplog.records[0].levelname == "WARNING"
+    for data in (Stream(), idist.shard(Stream())):
+        work: Any = lambda local_rank, data=data: idist.auto_dataloader(data)  # noqa: E731
+        idist.spawn("threads", work, nproc_per_node=2)
+    said = "a Stream is iterable, so every rank reads all of it, unless .* part: idist.shard"
+    (record,) = caplog.records
+    assert re.search(said, record.getMessage())
+    assert record.levelname == "WARNING"
+
+
+@several_here
+def test_shard_gives_each_rank_and_worker_its_part() -> None:
+    rank, size = idist.get_rank(), idist.get_world_size()
+    for workers in (0, 2) if idist.backend() == "gloo" else (0,):  # forks and threads don't fit
+        whole = idist.shard(range(7))
+        loader = idist.auto_dataloader(whole, num_workers=workers, per_replica=True)
+        assert sorted(rows.item() for rows in loader) == [*range(rank, 7, size)]
+    loader = idist.auto_dataloader(idist.shard(Turning()))
+    assert idist.all_gather(seen(loader, 1))[:2] == [[1], [0]]
 
 
 @several

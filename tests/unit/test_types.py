@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 import unisono as idist
 from unisono import lifecycle, models, options
@@ -164,6 +165,7 @@ def gathers() -> None:
     assert_type(idist.gather(mine), Tensor | None)
     results = [f"sample {i}" for i in idist.EvaluationSampler(range(5))]
     assert_type(idist.gather_results(results, 5), list[str])
+    assert_type(idist.shard(results), IterableDataset[str])
     assert_type(idist.gather_results(tuple(results), 5, dst=0), list[str] | None)
     assert_type(idist.gather_results(torch.arange(rank, 5, size), 5), Tensor)
     assert_type(idist.gather_results(torch.arange(rank, 5, size), 5, dst=0), Tensor | None)

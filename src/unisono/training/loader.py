@@ -24,6 +24,7 @@ from unisono.arguments import check_count
 from unisono.context import current_model
 from unisono.errors import ArgumentError, UnsupportedOperation
 from unisono.training.randomness import seeded
+from unisono.training.streams import Shard
 
 __all__ = ("ReplicaLoader", "moved")
 
@@ -241,7 +242,7 @@ def _with_epochs(dataset: Any) -> list[Any]:
     """List the data sets that count epochs: this one, or those within torch's wrappers. Local."""
     if hasattr(dataset, "set_epoch"):
         return [dataset]
-    parts = [dataset.dataset] if isinstance(dataset, Subset) else []
+    parts: list[Any] = [dataset.dataset] if isinstance(dataset, (Subset, Shard)) else []
     parts = dataset.datasets if isinstance(dataset, ConcatDataset) else parts
     return [each for part in parts for each in _with_epochs(part)]
 

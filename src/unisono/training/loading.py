@@ -31,6 +31,7 @@ from unisono.errors import ArgumentError, CollectiveMismatchError
 from unisono.model.training import hooks_of
 from unisono.training.loader import ReplicaLoader
 from unisono.training.randomness import seeded
+from unisono.training.streams import Shard
 
 __all__ = ("DistributedProxySampler", "auto_dataloader")
 
@@ -62,10 +63,10 @@ def auto_dataloader(
 
     Args:
         dataset: the same on every rank, a list for example; an iterable one must give each rank
-            its own part itself. Or a ``DataLoader``, of which another one is made: what it was
-            given counts as `kwargs`, and those given here come first; a ``BatchSampler`` of torch
-            counts as its size, order and ``drop_last``. One from here keeps its batches, if
-            `batch_size` isn't given.
+            its own part itself, as `shard` does. Or a ``DataLoader``, of which another one is made:
+            what it was given counts as `kwargs`, and those given here come first; a
+            ``BatchSampler`` of torch counts as its size, order and ``drop_last``. One from here
+            keeps its batches, if `batch_size` isn't given.
         per_replica: whether ``batch_size`` and ``num_workers`` are those of each replica.
         to_device: whether batches are moved to `device`, from pinned memory in the background.
         kwargs: those of ``DataLoader``.
@@ -177,10 +178,10 @@ def _order(dataset: Any, kwargs: dict[str, Any], world_size: int) -> None:
     if kwargs.get("batch_sampler") is not None:
         _check_batch_sampler(kwargs["batch_sampler"], world_size)
     elif isinstance(dataset, IterableDataset):
-        if facts.is_main_process():
+        if facts.is_main_process() and not isinstance(dataset, Shard):
             _log.warning(
                 "auto_dataloader: a %s is iterable, so every rank reads all of it, unless its "
-                "__iter__ takes a part by get_rank() and get_world_size()",
+                "__iter__ takes a part: idist.shard(dataset) gives each rank and worker its own",
                 type(dataset).__qualname__,
             )
     else:
