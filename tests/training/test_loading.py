@@ -48,8 +48,13 @@ def test_loaders_share_the_dataset() -> None:
     with pytest.warns(UserWarning, match="each loads batches of 1"):
         idist.auto_dataloader(data, batch_size=size + 1)
     plain = BatchSampler(SequentialSampler(data), 2, drop_last=False)
-    with pytest.warns(UserWarning, match="each replica would load every batch"):
-        idist.auto_dataloader(data, batch_sampler=plain)
+    dealt = [rows.tolist() for rows in idist.auto_dataloader(data, batch_sampler=plain)]
+    assert dealt[0] == [2 * rank, 2 * rank + 1]
+    with pytest.warns(UserWarning, match=f"over {size + 1} replicas, so its batches aren't dealt"):
+        batches = BatchSampler(DistributedSampler(data, size + 1, rank), 2, False)
+        idist.auto_dataloader(data, batch_sampler=batches)
+    with pytest.warns(UserWarning, match="a list_iterator, has no length, so its batches aren't"):
+        idist.auto_dataloader(data, batch_sampler=iter([[0, 1], [2]]))
     good = BatchSampler(idist.DistributedProxySampler(SequentialSampler(data)), 2, False)
     idist.auto_dataloader(data, batch_sampler=good)
     own: Any = DistributedSampler(data, size, rank)
@@ -196,6 +201,36 @@ class Drawn(Sampler[int]):
         return iter(self.draw())
 
 
+class Buckets:
+    """Batches in an order that is drawn, more of them in each epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.count = 4 + epoch
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(random.sample([[i, i + 1] for i in range(self.count)], self.count))
+
+
+@several_here
+def test_batches_of_a_batch_sampler_are_dealt_to_ranks_and_resumed() -> None:
+    size = idist.get_world_size()
+    for epoch in (1, 2):
+        loader = idist.auto_dataloader([*range(9)], batch_sampler=Buckets())
+        loader.set_epoch(epoch)
+        mine = [rows.tolist() for rows in loader]
+        everything = [first for part in idist.all_gather(mine) for first, _ in part]
+        assert set(everything) == {*range(4 + epoch)}
+        assert len(everything) == len(loader) * size < 4 + epoch + size
+        loader.set_epoch(epoch)
+        next(iter(loader))
+        again = idist.auto_dataloader([*range(9)], batch_sampler=Buckets())
+        again.load_state_dict(loader.state_dict())
+        assert [rows.tolist() for rows in again] == mine[1:]
+
+
 @several_here
 def test_a_sampler_that_draws_elsewhere_is_seeded_or_refused() -> None:
     for draw in (
@@ -338,8 +373,7 @@ def test_a_ready_loader_keeps_what_its_batch_sampler_says() -> None:
     if size == 1:
         assert idist.auto_dataloader(kept).batch_sampler is unlike
     else:
-        with pytest.warns(UserWarning, match="each replica would load every batch"):
-            assert idist.auto_dataloader(kept).batch_sampler is unlike
+        assert idist.auto_dataloader(kept).batch_sampler.sampler is unlike
 
 
 class Pair(NamedTuple):

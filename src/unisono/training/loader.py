@@ -167,8 +167,11 @@ class ReplicaLoader(DataLoader[Any]):
             inner = getattr(self.batch_sampler, "sampler", self.sampler)
             is_in_order = isinstance(inner, SequentialSampler) and not self._has_own_batches()
             return is_in_order or isinstance(self.dataset, IterableDataset)
-        inner = getattr(sampler, "sampler", None)
-        return getattr(inner, "generator", None) is None
+        while getattr(sampler, "generator", None) is None or hasattr(sampler, "set_epoch"):
+            if not hasattr(sampler, "sampler"):
+                return True
+            sampler = sampler.sampler
+        return False
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on at a position: the next loop begins with the first batch that wasn't seen.

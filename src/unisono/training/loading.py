@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import threading
 import warnings
 from collections.abc import Iterator, Sequence, Sized
-from typing import Any, cast
+from itertools import cycle, islice
+from typing import Any, ClassVar, cast
 
 import torch
 from torch.utils.data import (
@@ -57,7 +59,8 @@ def auto_dataloader(
     (unless ``shuffle=False``), each pass in another order, and these are the same on every run,
     alone as with several replicas; ``loader.set_epoch(epoch)`` chooses one, and ``generator``, of
     one seed on every rank, others by that seed. Several replicas put a sampler of yours into a
-    `DistributedProxySampler`; a distributed one is used as it is. What a dataset that isn't
+    `DistributedProxySampler`; a distributed one is used as it is. A batch sampler's batches go to
+    the replicas in turn, whole. What a dataset that isn't
     iterable draws at random differs by rank, where replicas are processes. Memory is pinned where
     that helps the device.
 
@@ -176,7 +179,7 @@ def _divide(kwargs: dict[str, Any], world_size: int) -> None:
 def _order(dataset: Any, kwargs: dict[str, Any], world_size: int) -> None:
     """Choose a sampler that deals out the samples. Local."""
     if kwargs.get("batch_sampler") is not None:
-        _check_batch_sampler(kwargs["batch_sampler"], world_size)
+        kwargs["batch_sampler"] = _dealt(kwargs["batch_sampler"], world_size)
     elif isinstance(dataset, IterableDataset):
         if facts.is_main_process() and not isinstance(dataset, Shard):
             _log.warning(
@@ -205,16 +208,23 @@ def _share(batch_size: int, world_size: int) -> int:
     return share
 
 
-def _check_batch_sampler(batch_sampler: Any, world_size: int) -> None:
-    holders = (batch_sampler, getattr(batch_sampler, "sampler", None))
-    if not any(getattr(item, "num_replicas", None) == world_size for item in holders):
-        warnings.warn(
-            f"the batch_sampler, a {type(batch_sampler).__qualname__}, doesn't say that it is "
-            f"distributed over {world_size} replicas, so each replica would load every batch: give "
-            "it a DistributedSampler or DistributedProxySampler, or pass sampler= and batch_size=",
-            UserWarning,
-            stacklevel=level(),
-        )
+def _dealt(batch_sampler: Any, world_size: int) -> Any:
+    """Return a batch sampler of this rank's batches. Local."""
+    holders: list[Any] = [batch_sampler, getattr(batch_sampler, "sampler", None)]
+    shares = [item.num_replicas for item in holders if hasattr(item, "num_replicas")]
+    if world_size in shares:
+        return batch_sampler
+    if not shares and hasattr(batch_sampler, "__len__"):
+        return _DealtBatches(batch_sampler)
+    what = f"is distributed over {shares[0]} replicas" if shares else "has no length"
+    warnings.warn(
+        f"the batch_sampler, a {type(batch_sampler).__qualname__}, {what}, so its batches aren't "
+        f"dealt to the {world_size} replicas, and each would load all of them: give it a __len__, "
+        "or a sampler for these replicas",
+        UserWarning,
+        stacklevel=level(),
+    )
+    return batch_sampler
 
 
 def _sampler(dataset: Any, kwargs: dict[str, Any]) -> Sampler[Any]:
@@ -294,11 +304,12 @@ class DistributedProxySampler(DistributedSampler[Any]):
     """
 
     deals_in_turn = True
+    _takes: ClassVar[type] = Sampler
 
     def __init__(
         self, sampler: Sampler[Any], num_replicas: int | None = None, rank: int | None = None
     ) -> None:
-        if not isinstance(sampler, Sampler):
+        if not isinstance(sampler, self._takes):
             raise ArgumentError(f"a Sampler is needed, not a {type(sampler).__qualname__}")
         if isinstance(sampler, DistributedSampler):
             raise ArgumentError("the sampler is distributed already: use it as it is")
@@ -320,17 +331,15 @@ class DistributedProxySampler(DistributedSampler[Any]):
             self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        indices: list[Any] = []
         with _drawing, seeded(self.epoch):  # replicas that are threads share the generators
-            while len(indices) < self.total_size:
-                drawn = list(self.sampler)
-                if not drawn:
-                    raise ArgumentError("the sampler has a length, but gives no index")
-                indices += drawn
+            indices = list(self.sampler)  # which needn't be as many in each epoch
+            if not indices:
+                raise ArgumentError("the sampler has a length, but gives no index")
+            self.num_samples = math.ceil(len(indices) / self.num_replicas)
+            self.total_size = self.num_samples * self.num_replicas
         if type(self.sampler) not in _OF_TORCH or getattr(self.sampler, "generator", None):
             self._compare(indices)
-        mine = indices[: self.total_size][self.rank :: self.num_replicas]
-        return iter(mine)
+        return islice(cycle(indices), self.rank, self.total_size, self.num_replicas)
 
     def _compare(self, indices: list[Any]) -> None:
         """Refuse on all ranks what they haven't drawn alike: parts would overlap."""
@@ -345,3 +354,9 @@ class DistributedProxySampler(DistributedSampler[Any]):
                 "overlap and leave samples out: let it draw by torch's default generator, or seed "
                 "its own alike on every rank"
             )
+
+
+class _DealtBatches(DistributedProxySampler):
+    """Distributes batches, of any iterable with a length."""
+
+    _takes = object
