@@ -8,8 +8,8 @@ import itertools
 import random
 import re
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -243,9 +243,26 @@ def test_every_backward_outside_of_no_sync_is_averaged(wrapper: Any) -> None:
     assert grad() == pytest.approx(mean)
     second.backward()
     assert grad() == pytest.approx(mean)
-    with idist.no_sync(model):
-        net(x).sum().backward()
-    assert grad() == rank + 1.0
+    compiled: Any = torch.compile(model, backend="eager")
+    for module in (model, compiled):
+        with idist.no_sync(module):
+            net(x).sum().backward()
+        assert grad() == rank + 1.0
+
+
+def test_a_wrapper_s_own_no_sync_is_used() -> None:
+    calls = []
+
+    class Own(nn.Identity):
+        @contextmanager
+        def no_sync(self) -> Iterator[None]:
+            calls.append("begin")
+            yield
+            calls.append("end")
+
+    with idist.no_sync(Own()):
+        assert calls == ["begin"]
+    assert calls == ["begin", "end"]
 
 
 class InParts(nn.Sequential):
@@ -346,7 +363,8 @@ def joins(local_rank: int, is_generic: bool, is_training: bool = True) -> None:
     wrapper: Any = idist.Replicated if is_generic else "ddp"
     model = idist.auto_model(net, wrapper=wrapper)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with idist.join(model):
+    compiled: Any = torch.compile(model, backend="eager")
+    with idist.join(compiled):
         for i in range(2 + 2 * rank):
             model(drawn(i, 4, 2)).sum().backward()
             optimizer.step()

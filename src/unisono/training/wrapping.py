@@ -281,13 +281,14 @@ def averaging_optimizers(parameters: Iterable[Tensor]) -> list[Optimizer]:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulate gradients on each rank, in any wrapper.
+    """Accumulate gradients on each rank, in any wrapper that averages in backward.
 
     Local. The first backward outside averages the accumulated gradients. It does nothing where the
     optimizer's step averages gradients, or no context is active.
 
     Args:
-        model: the result of `auto_model`.
+        model: the result of `auto_model`, compiled or not. One of a wrapper of yours needs a
+            ``no_sync`` of its own.
 
     Yields:
         None.
@@ -298,8 +299,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         >>> with idist.no_sync(model):
         ...     model(torch.ones(1, 2)).sum().backward()
     """
-    if isinstance(model, (_DDP, Replicated)):
-        with model.no_sync():
+    own: Any = getattr(model, "no_sync", None)  # a compiled model has that of what it wraps
+    if own is not None:
+        with own():
             yield
         return
     switch = getattr(model, "set_requires_gradient_sync", None)
@@ -320,7 +322,7 @@ def join(model: nn.Module) -> Iterator[None]:
     Collective over all ranks, which enter and leave together.
 
     Args:
-        model: the result of `auto_model`.
+        model: the result of `auto_model`, compiled or not.
 
     Yields:
         None.
@@ -334,8 +336,9 @@ def join(model: nn.Module) -> Iterator[None]:
         >>> with idist.join(model):
         ...     model(torch.ones(1, 2)).sum().backward()
     """
-    if isinstance(model, (_DDP, Replicated)):
-        with model.join():
+    own: Any = getattr(model, "join", None)  # as in no_sync; a module's may be something else
+    if isinstance(getattr(own, "__self__", None), (_DDP, Replicated)):
+        with own():
             yield
     elif current_model().topology.world_size == 1:
         yield
