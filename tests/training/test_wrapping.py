@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import pickle
 import random
 import re
 import weakref
@@ -77,8 +78,16 @@ def test_the_facade_averages_whatever_has_a_gradient_somewhere(bucket_cap_mb: fl
     with idist.no_sync(model):
         model(torch.full((1, 2), rank + 1.0)).sum().backward()
     assert net.always.weight.grad.tolist() == [[rank + 1.0] * 2]
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.update_parameters(model)
+    with torch.no_grad():
+        torch.testing.assert_close(average(torch.ones(1, 2)), model(torch.ones(1, 2)))
+    copied: Any = copy.deepcopy(model)  # which averages by itself, as a copy of torch's does
+    copied(torch.full((1, 2), rank + 1.0)).sum().backward()
+    assert copied.module.always.weight.grad.tolist() == [[mean, mean]]
+    assert net.always.weight.grad.tolist() == [[rank + 1.0] * 2]
     with pytest.raises(ArgumentError, match=r"use its \.module"):
-        copy.deepcopy(model)
+        pickle.dumps(model)
 
 
 class Checkpointed(nn.Module):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -103,22 +105,19 @@ class Averager:
     Args:
         module: whose parameters that require grad are averaged.
         bucket_bytes: size of a bucket.
+        name: of what is averaged; None for that of another model.
     """
 
-    def __init__(self, module: nn.Module, bucket_bytes: int) -> None:
+    def __init__(self, module: nn.Module, bucket_bytes: int, name: str | None = None) -> None:
         context = current()
         self._context_id = context.context_id
         self._size = context.model.topology.world_size
         # Backward reaches the last ones first.
         parameters = [p for p in module.parameters() if p.requires_grad][::-1]
         self.parameter_ids: set[int] = {id(parameter) for parameter in parameters}
-        runs = list(buckets(parameters, bucket_bytes))
-        notes = [0] * (len(runs) - 1) + [len(runs)]
-        name = name_of_gradients(context, module, None)
-        self._buckets = [
-            _Bucket(f"{name}, bucket {i}", run, count)
-            for i, (run, count) in enumerate(zip(runs, notes, strict=False))
-        ]
+        self._bucket_bytes = bucket_bytes
+        self._runs = runs = list(buckets(parameters, bucket_bytes))
+        self._name = name or name_of_gradients(context, module, None)
         self._bucket_of = {id(p): i for i, run in enumerate(runs) for p in run}
         self._sizes = [len(run) for run in runs]
         self._hooks = _hook(self, parameters)
@@ -131,6 +130,18 @@ class Averager:
         self._is_running = False
         self._missing: list[int] = []
         self._next = 0
+
+    @cached_property
+    def _buckets(self) -> list[_Bucket]:  # with memory, which an average of weights never needs
+        notes = [0] * (len(self._runs) - 1) + [len(self._runs)]
+        return [
+            _Bucket(f"{self._name}, bucket {i}", run, count)
+            for i, (run, count) in enumerate(zip(self._runs, notes, strict=False))
+        ]
+
+    def for_copy(self, module: nn.Module) -> Averager:
+        """Make one for a copy of the module, which other ranks needn't make. Local."""
+        return Averager(module, self._bucket_bytes, self._name)
 
     @property
     def is_current(self) -> bool:
@@ -435,10 +446,18 @@ class Replicated(nn.Module):
         """Stop averaging gradients: an optimizer does instead. Local."""
         self._averager.release()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Replicated:
+        made = memo[id(self)] = type(self).__new__(type(self))
+        state = {name: item for name, item in self.__dict__.items() if name != "_averager"}
+        made.__dict__.update(copy.deepcopy(state, memo))
+        made._averager = self._averager.for_copy(made.module)
+        _alive.add(made)
+        return made
+
     def __getstate__(self) -> dict[str, Any]:
         raise ArgumentError(
-            "a model that auto_model wrapped belongs to its context and can't be copied or "
-            "pickled: use its .module"
+            "a model that auto_model wrapped belongs to its context and can't be pickled: use its "
+            ".module, or copy.deepcopy for a copy"
         )
 
 
