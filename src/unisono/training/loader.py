@@ -28,7 +28,7 @@ from unisono.training.streams import Shard
 
 __all__ = ("ReplicaLoader", "moved")
 
-_KEYS = ("epoch", "batches", "is_dealt_in_turn", "batch_size", "world_size", "samples")
+_KEYS = ("epoch", "order", "batches", "is_dealt_in_turn", "batch_size", "world_size", "samples")
 
 
 class ReplicaLoader(DataLoader[Any]):
@@ -51,21 +51,20 @@ class ReplicaLoader(DataLoader[Any]):
         samplers = (self.batch_sampler, getattr(self.batch_sampler, "sampler", None), self.sampler)
         ordering = (each for each in samplers if hasattr(each, "set_epoch"))
         self._position = _Position(next(ordering, None))
-        # Where training begins, until it is asked for.
-        self._begin: tuple[int, int] | None = (self._position.epoch, 0)
+        self._begin = (self._position.order, 0)  # where training begins
+        self._passed = 0  # passes that were no epochs
+        self._counts = False  # whether passes are epochs from now on
 
     @property
     def epoch(self) -> int:
         """The epoch that goes on, or comes next; it is one more once an epoch has ended.
 
-        Local. Passes before it is asked for, set or saved for the first time, for statistics or a
-        learning rate, aren't epochs of the training.
+        Local. Passes before it is asked for or set for the first time, for statistics or a learning
+        rate, aren't epochs of the training.
         """
-        begin, self._begin = self._begin, None
-        at = self._position
-        if begin is not None and begin[0] != at.epoch and not at.is_under_way:
-            at.move(*begin)
-        return at.epoch
+        if not self._counts:
+            self._passed, self._counts = self._position.order - self._begin[0], True
+        return self._position.order - self._passed
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of an epoch; another one than `epoch` begins at its start.
@@ -74,14 +73,16 @@ class ReplicaLoader(DataLoader[Any]):
         ``set_epoch``: then even persistent workers start anew for each pass, to learn of it.
         """
         check_count("epoch", epoch, 0)
-        if epoch != self.epoch:
-            self._position.begin(epoch, 0)
+        if epoch != self.epoch or self._passed:
+            begin, start = self._begin
+            self._position.begin(epoch, start if self._passed and epoch == begin else 0)
+            self._passed = 0
         self._tell()
 
     def _tell(self) -> None:
         self._position.tell()
         for dataset in _with_epochs(self.dataset):
-            dataset.set_epoch(self._position.epoch)
+            dataset.set_epoch(self._position.order)
 
     @property
     def _index_sampler(self) -> Any:  # torch's loader and its iterators ask for it
@@ -92,7 +93,7 @@ class ReplicaLoader(DataLoader[Any]):
         at = self._position
         if at.said != at.told:  # the program has called set_epoch of the sampler itself
             self.set_epoch(at.said)
-        at.begin(at.epoch, at.start)
+        at.begin(at.order, at.start)
         left_out = at.start if isinstance(self.dataset, IterableDataset) else 0
         if _with_epochs(self.dataset):
             self._iterator = None  # persistent workers wouldn't learn of the epoch
@@ -134,10 +135,11 @@ class ReplicaLoader(DataLoader[Any]):
         Raises:
             UnsupportedOperation: an epoch is under way, and the sampler can't repeat its order.
         """
-        at, self._begin = self._position, None
+        at = self._position
         if at.batches and not self._repeats():
             self._refuse()
-        position = (at.epoch, at.batches, self._is_dealt_in_turn(), *self._shape())
+        is_dealt = self._is_dealt_in_turn()
+        position = (at.order - self._passed, at.order, at.batches, is_dealt, *self._shape())
         return dict(zip(_KEYS, position, strict=True))
 
     def _refuse(self) -> NoReturn:
@@ -188,9 +190,10 @@ class ReplicaLoader(DataLoader[Any]):
         """
         if not isinstance(state, dict) or set(state) != set(_KEYS):
             raise ArgumentError(f"a position has {', '.join(_KEYS)}: this is {state!r}")
-        epoch, batches, *shape = _checked(state)
+        epoch, order, batches, *shape = _checked(state)
         self._begin = (epoch, self._batches_here(batches, *shape) if batches else 0)
-        self._position.begin(*self._begin)
+        self._passed, self._counts = order - epoch, False
+        self._position.begin(order, self._begin[1])
         self._tell()
 
     def _batches_here(
@@ -258,10 +261,9 @@ class _Position:
     start: int = 0  # the batches that an iterator of this epoch leaves out
     batches: int = 0  # those that were left out or seen
     turn: int = 0  # of the iterator that moves the position: the last one
-    is_under_way: bool = False  # whether that one goes on
 
     def __post_init__(self) -> None:
-        self.epoch = self.told = self.said
+        self.order = self.told = self.said  # the epoch whose order it has
 
     @property
     def said(self) -> int:
@@ -271,19 +273,13 @@ class _Position:
     def tell(self) -> None:
         """Let the sampler know of the epoch. Local."""
         if self.sampler is not None:
-            self.sampler.set_epoch(self.epoch)
+            self.sampler.set_epoch(self.order)
             self.told = self.said
 
-    def begin(self, epoch: int, start: int) -> None:
+    def begin(self, order: int, start: int) -> None:
         """Go to the start of an epoch, or of what is left of it. Local."""
-        self.epoch, self.start, self.batches = epoch, start, start
+        self.order, self.start, self.batches = order, start, start
         self.turn += 1
-        self.is_under_way = False
-
-    def move(self, epoch: int, start: int) -> None:
-        """Go there, and let the sampler know. Local."""
-        self.begin(epoch, start)
-        self.tell()
 
 
 class _Batches:
@@ -300,7 +296,6 @@ class _Batches:
         self._inner = inner
         self._position = position
         self._turn = position.turn
-        position.is_under_way = True
         self._left_out = left_out
         self._target = target
         self._non_blocking = non_blocking
@@ -321,7 +316,8 @@ class _Batches:
             batch = next(self._inner)
         except StopIteration:
             if self._turn == position.turn:
-                position.move(position.epoch + 1, 0)
+                position.begin(position.order + 1, 0)
+                position.tell()
             raise
         except Exception:  # of the dataset: the next call gives the batch after this one
             self._count(is_new)
@@ -331,9 +327,6 @@ class _Batches:
 
     def _count(self, is_new: bool) -> None:
         self._position.batches += is_new and self._turn == self._position.turn
-
-    def __del__(self) -> None:
-        self._position.is_under_way &= self._turn != self._position.turn
 
 
 class _Fetcher:
