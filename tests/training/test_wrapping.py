@@ -8,6 +8,7 @@ import itertools
 import pickle
 import random
 import re
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -330,6 +331,25 @@ def test_ranks_that_train_another_model_are_told_at_once(wrapper: Any) -> None:
     model = idist.auto_model(net, wrapper=wrapper)
     model(torch.tensor([[rank + 1.0]])).sum().backward()
     assert net.weight.grad == (idist.get_world_size() + 1) / 2  # the ranks are still in step
+
+
+@several_here
+@pytest.mark.parametrize("widths", [(1, 3), (2, 2)], ids=["a GAN", "a mixture"])
+def test_a_choice_by_a_rank_s_own_loss_ends_within_some_rounds(widths: tuple[int, int]) -> None:
+    models = [idist.auto_model(nn.Linear(2, width)) for width in widths]
+
+    def round_s(choice: int) -> float:
+        begin = time.monotonic()
+        models[choice](torch.ones(1, 2)).sum().backward()
+        return time.monotonic() - begin
+
+    slowest_s = max(round_s(turn % 2) for turn in range(10))
+    begin = time.monotonic()
+    with pytest.raises(
+        CollectiveMismatchError, match=r"(?s)rank \d.*gradients.*rank \d.*gradients"
+    ):
+        round_s(int(idist.get_rank() == 0))
+    assert time.monotonic() - begin < 500 * slowest_s  # mostly it is one
 
 
 @pytest.mark.ranks(2, on="gloo")
