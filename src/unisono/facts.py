@@ -357,6 +357,7 @@ def make_audible(log: logging.Logger) -> None:
     if not log.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
+        handler.addFilter(lambda _: not logging.getLogger().handlers)  # set up later, it shows all
         ours.addHandler(handler)
 
 

@@ -284,13 +284,13 @@ class Parallel:
         if not self._is_entered:
             raise NotInitializedError("Parallel.run works inside of its with block")
         if self._count is None:
-            self._say("Run %r in %s processes", fn, facts.get_world_size())
+            self._say("run %s", _work(fn, facts.get_world_size()))
             results = [fn(facts.get_local_rank(), *args, **kwargs)]
         else:
             count, options = self._count, {**self._place, **self._options}
-            self._say("Spawn function %r in %s processes", fn, count)
+            self._say("spawn %s", _work(fn, count))
             results = spawn(self._backend, fn, args, kwargs, nproc_per_node=count, **options)
-        self._say("End of run")
+        self._say("end of run")
         return list(results)
 
     def _say(self, text: str, *args: object) -> None:
@@ -313,6 +313,12 @@ class Parallel:
         else:  # finalize() would wait for ranks that may never come
             context.current_model().abort()
             context.forget()
+
+
+def _work(fn: Callable[..., Any], count: int) -> str:
+    name = getattr(fn, "__qualname__", None)
+    called = f"{fn.__module__}.{name}" if name else repr(fn)
+    return f"{called} in {count} rank{'s' * (count > 1)}"
 
 
 def _count(node: NodeInfo, world_size: int | None) -> int | None:

@@ -12,6 +12,7 @@ import pytest
 
 import unisono
 from tests.support.platforms import NODES
+from tests.support.processes import python
 from unisono.environments.platforms import PORT
 from unisono.errors import ArgumentError, ContextError, EnvironmentDetectionError
 from unisono.lifecycle import _warn_on_a_node
@@ -103,6 +104,7 @@ def test_what_the_program_says_comes_first(
         pass
     with unisono.Parallel("threads", nproc_per_node=2) as parallel:
         assert parallel.run(own_rank) == [0, 1]
+    assert f"spawn {__name__}.own_rank in 2 ranks" in caplog.text
     with (
         pytest.warns(UserWarning, match="goes on alone: .*SKYPILOT_NUM_NODES") as caught,
         unisono.Parallel("gloo", nproc_per_node=1),
@@ -111,6 +113,25 @@ def test_what_the_program_says_comes_first(
     assert caught[0].filename == __file__
     refuse(EnvironmentDetectionError, "SKYPILOT_NUM_NODES", nnodes="auto")
     assert "says" not in caplog.text
+
+
+LOGS = """
+import logging, unisono
+
+def say():
+    with unisono.Parallel("serial") as parallel:
+        parallel.run(print)
+
+say()
+logging.basicConfig(format="mine %(levelname)s", level="INFO")
+say()
+"""
+
+
+def test_once_a_program_has_set_up_logging_that_alone_shows_what_parallel_says() -> None:
+    lines = python("-c", LOGS).stderr.splitlines()
+    assert ["INFO: run builtins.print in 1 rank" in line for line in lines].count(True) == 1
+    assert lines[len(lines) // 2 :] == ["mine INFO"] * (len(lines) // 2), lines
 
 
 @pytest.mark.usefixtures("sge")

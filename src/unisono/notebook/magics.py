@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NoReturn
 
 from unisono.errors import ArgumentError
+from unisono.lifecycle import best_backend
 from unisono.notebook.output import shown_once
 from unisono.notebook.rank_set import RankSet
 from unisono.notebook.reports import briefly, raise_failure
@@ -24,7 +25,7 @@ def load_ipython_extension(shell: Any) -> None:
     Args:
         shell: IPython's.
     """
-    magics = Magics(lambda: shell.execution_count)
+    magics = Magics(lambda: shell.execution_count, shell.user_ns)
     shell.register_magic_function(magics.cell, "cell", _NAME)
     shell.register_magic_function(magics.line, "line", _NAME)
 
@@ -46,12 +47,14 @@ class Magics:
 
     Args:
         count: gives the number of the cell that runs.
+        names: what the notebook itself has defined.
     """
 
-    def __init__(self, count: Callable[[], int]) -> None:
+    def __init__(self, count: Callable[[], int], names: Container[str]) -> None:
         self._count = count
-        self._sets: dict[tuple[str | None, int], RankSet] = {}
-        self._last: tuple[str | None, int] | None = None
+        self._names = names
+        self._sets: dict[tuple[str, int], RankSet] = {}
+        self._last: tuple[str, int] | None = None
 
     @briefly()
     def cell(self, line: str, cell: str) -> None:
@@ -74,7 +77,7 @@ class Magics:
         result = run(
             rank_set, source, filename, _checked(options.rank, rank_set.size), options.timeout
         )
-        raise_failure(result, options.timeout)
+        raise_failure(result, options.timeout, self._names)
         if result.stays:
             print(f"{result.stays}.")
         values = {rank: o.value for rank, o in result.outcomes.items() if o.value is not None}
@@ -110,7 +113,8 @@ class Magics:
             assert key is not None
         else:
             is_default = backend is None and self._last is not None and self._last[1] == size
-            key = self._last if is_default and self._last is not None else (backend, size)
+            known = self._last if is_default else None
+            key = known or (backend or best_backend(), size)
         self._last = key
         if key not in self._sets:
             made = RankSet(*key)

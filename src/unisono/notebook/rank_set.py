@@ -77,7 +77,7 @@ class RankSet:
         size: number of ranks.
     """
 
-    def __init__(self, backend: str | None, size: int) -> None:
+    def __init__(self, backend: str, size: int) -> None:
         self.size: int = size
         self._backend = backend
         self._key = secrets.token_hex(8)
@@ -94,8 +94,7 @@ class RankSet:
         return bool(self._pool.pids)
 
     def __str__(self) -> str:
-        name = self._backend or "the default backend"
-        return f"{self.size} rank{'s' * (self.size > 1)} on {name}"
+        return f"{self.size} rank{'s' * (self.size > 1)} on {self._backend}"
 
     def describe(self) -> str:
         """Say which ranks there are, and what cells have defined in them. Local."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+import re
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
@@ -18,6 +19,7 @@ __all__ = ("briefly", "raise_failure")
 
 __tracebackhide__ = hides
 
+_MISSING = re.compile(r"NameError: name '(\w+)' is not defined")
 _RENDER = "_render_traceback_"  # IPython asks an exception for it
 
 
@@ -36,7 +38,7 @@ def briefly() -> Iterator[None]:
         raise
 
 
-def raise_failure(run: Run, timeout_s: float | None) -> None:
+def raise_failure(run: Run, timeout_s: float | None, names: Container[str]) -> None:
     """Raise what went wrong in a cell, if anything did.
 
     Local. A notebook shows the ranks' tracebacks in place of this process's.
@@ -44,6 +46,7 @@ def raise_failure(run: Run, timeout_s: float | None) -> None:
     Args:
         run: how the cell went.
         timeout_s: seconds that it had.
+        names: what the notebook itself has defined.
 
     Raises:
         BaseException: what a rank raised, as if this process had.
@@ -67,9 +70,8 @@ def raise_failure(run: Run, timeout_s: float | None) -> None:
     if first is not None:
         ranks = [rank for rank in own if own[rank].traceback == own[first].traceback]
         others = {rank: failure for rank, failure in failures.items() if rank not in ranks}
-        _raise(
-            _error(own[first], first, run.size), _text(ranks, own[first], run, others), run.stays
-        )
+        text = _text(ranks, own[first], run, others) + _remedy(own[first], names)
+        _raise(_error(own[first], first, run.size), text, run.stays)
     if failures:
         _raise(KeyboardInterrupt(), _places(run, failures), run.stays)
 
@@ -89,6 +91,13 @@ def _text(ranks: list[int], failure: Failure, run: Run, others: dict[int, Failur
     head = f"{who} raised {failure.summary}" + (f"\n  at {failure.line}" if failure.line else "")
     rest = _places(run, others)
     return f"{head}\n\n{failure.traceback}" + (f"\nThe others:\n{rest}" if rest else "")
+
+
+def _remedy(failure: Failure, names: Container[str]) -> str:
+    missing = _MISSING.match(failure.summary)
+    if missing is None or missing[1] not in names:
+        return ""
+    return f"\nthe notebook has {missing[1]}, its ranks don't: define it in a cell of %%ranks"
 
 
 def _places(run: Run, failures: dict[int, Failure]) -> str:

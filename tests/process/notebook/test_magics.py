@@ -87,6 +87,10 @@ def test_an_error_of_all_ranks_is_one_and_shows_the_cell(shell: Any, shown: Show
     with pytest.raises(SystemExit):
         shown("", "raise SystemExit(3)")
     assert shown("", "y") == ["3"]
+    assert "its ranks don't" not in raised(shown, NameError, "", "lr")
+    shell.user_ns["lr"] = 0.1
+    text = raised(shown, NameError, "", "lr")
+    assert "\nthe notebook has lr, its ranks don't: define it in a cell of %%ranks" in text
 
 
 @pytest.mark.parametrize("backend", ["threads", "gloo"])
@@ -156,11 +160,15 @@ def test_a_death_between_cells_is_told(shown: Shown) -> None:
 
 
 def test_sets_of_ranks_stay_beside_each_other(
-    shell: Any, shown: Shown, capsys: pytest.CaptureFixture[str]
+    shell: Any,
+    shown: Shown,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(ArgumentError, match="%%ranks 4"):
         shown("", "1")
-    shown("2 --on threads", "first = 1")
+    monkeypatch.setenv("UNISONO_BACKEND", "threads")  # the default, and named
+    shown("2", "first = 1")
     (line,) = shown("1 --on serial", "second = 1")
     assert line.startswith("another set: 1 rank on serial; it stays beside 2 ranks on threads")
     assert shown("2 --on threads", "first") == ["1"]

@@ -212,6 +212,12 @@ def test_unknown(world):
     pass
 
 
+@pytest.mark.ranks(2, on="threads", timeout=3)
+def test_waits_for_one_that_is_done(world):
+    if world.only(0):
+        idist.barrier()
+
+
 @pytest.mark.ranks(2, on="gloo")
 @pytest.mark.parametrize("pid", [os.getpid()])
 def test_parameters_of_each_process(pid):
@@ -241,7 +247,7 @@ def test_module(ends_badly):
 
 def test_failures_are_told_once_and_by_rank(sessions: Sessions, tmp_path: Path) -> None:
     result = sessions.run(tmp_path, "-rA", test_ends=ENDS, test_fails=FAILS)
-    result.assert_outcomes(failed=8, errors=4, passed=1, skipped=3, xfailed=3)
+    result.assert_outcomes(failed=9, errors=4, passed=1, skipped=3, xfailed=3)
     for on in ("threads", "gloo"):
         result.stdout.fnmatch_lines(
             [
@@ -273,10 +279,12 @@ def test_failures_are_told_once_and_by_rank(sessions: Sessions, tmp_path: Path) 
         ["*ranks 0,1 of 2*", "*this rank collects no test *must be the same*"]
     )
     result.stdout.fnmatch_lines(["*mark this one @pytest.mark.ranks(2)*"])
+    done = ["rank 1 of 2 was done", "rank 0 of 2:", "    idist.barrier()"]
+    result.stdout.fnmatch_lines(["*rank 0 of 2 wasn't done after 3 s*", *done])
     summary = [f"*::test_output[[]2-{on}[]]" for on in ("threads", "gloo")]
     result.stdout.fnmatch_lines(["*warnings summary*", *summary, "*UserWarning: from a rank"])
     again = sessions.run(tmp_path, "--lf", "--maxfail=2", "-s", "-k", "output or setup")
-    again.assert_outcomes(failed=2, deselected=9)
+    again.assert_outcomes(failed=2, deselected=10)
     for line in ("[[]rank 0[]] only rank 0", "[[]rank 1[]] only rank 1") * 2:
         again.stdout.fnmatch_lines_random(line)
 

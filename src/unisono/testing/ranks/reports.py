@@ -6,7 +6,7 @@ import os
 import pickle
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from warnings import WarningMessage
@@ -22,7 +22,6 @@ from _pytest._code.code import (
 from unisono.deadlines import format_s
 from unisono.errors import CollectiveTimeoutError, WorkerFailedError
 from unisono.launchers.job.failure import Failure
-from unisono.pool.replicas import Frame
 from unisono.testing.ranks.answers import Answers
 from unisono.testing.ranks.body import Reports, TestFailed
 from unisono.testing.ranks.leaks import left_text
@@ -217,7 +216,7 @@ def _failure(answers: Answers, place: Place, item: pytest.Item, failed: Sequence
             f"{late} of {place.size} {wasnt} done after {format_s(place.timeout_s)} "
             f"({place.backend})"
         )
-        longrepr = _text(item, head, _stacks(answers.stacks, place.size))
+        longrepr = _text(item, head, _stacks(answers, place.size))
     else:
         first, *others = groups
         decisive = first[0].decisive
@@ -234,7 +233,7 @@ def _failure(answers: Answers, place: Place, item: pytest.Item, failed: Sequence
             longrepr.addsection(name, str(decisive.longrepr))
     if answers.stacks and not answers.late:
         waited = f"{ranks_text(answers.stacks)} of {place.size} still ran, and were ended"
-        longrepr.addsection(waited, _stacks(answers.stacks, place.size))
+        longrepr.addsection(waited, _stacks(answers, place.size))
     ranks = [one.rank for group in groups for one in group]
     return Merged("failed", when, longrepr, failed=[] if answers.error else ranks)
 
@@ -280,10 +279,12 @@ def _crash(longrepr: Any) -> str:
     return str(longrepr) if crash is None else f"{crash.path}:{crash.lineno}: {crash.message}"
 
 
-def _stacks(stacks: Mapping[int, Sequence[Frame]], size: int) -> str:
-    """Write where ranks are: the frames of the test's body, and what it calls."""
-    parts = []
-    for rank, frames in sorted(stacks.items()):
+def _stacks(answers: Answers, size: int) -> str:
+    """Write where ranks are: the frames of the test's body, and what it calls; or are done."""
+    done = sorted(answers.values)
+    was = "was" if len(done) == 1 else "were"
+    parts = [f"{ranks_text(done)} of {size} {was} done\n"] if done else []
+    for rank, frames in sorted(answers.stacks.items()):
         starts = [index for index, frame in enumerate(frames, 1) if frame[0].endswith(_BODY)]
         own = frames[max(starts, default=0) :]
         lines = [
@@ -326,7 +327,7 @@ def error_of(answers: Answers, size: int, what: str, timeout_s: float) -> Except
     if answers.late:
         return CollectiveTimeoutError(
             f"{what} wasn't done on {ranks_text(answers.late)} of {size} after "
-            f"{format_s(timeout_s)}\n{_stacks(answers.stacks, size)}"
+            f"{format_s(timeout_s)}\n{_stacks(answers, size)}"
         )
     faults = [(f.doubt, rank, f) for rank, f in answers.failures.items() if isinstance(f, Failure)]
     if faults:
