@@ -298,6 +298,7 @@ def sections() -> None:
     assert_type(save("x", size=2), int | None)
     assert_type(idist.run_on_rank(lambda: 3), int)
     assert_type(idist.shared(lambda: [3]), list[int])
+    assert_type(idist.auto_dataloader([3]), idist.ReplicaLoader)
     assert_type(idist.shared_empty(2, 3, dtype=torch.int64), Tensor)
     assert_type(idist.shared_empty((2, 3)), Tensor)
     with pytest.raises(PeerFailedError, match="TypeError"):

@@ -42,6 +42,8 @@ class ReplicaLoader(DataLoader[Any]):
         kwargs: as ``DataLoader``'s, for this replica.
     """
 
+    sampler: Any  # torch's type has no set_epoch, which most have here
+
     def __init__(self, dataset: Any, to_device: torch.device | None = None, **kwargs: Any) -> None:
         self._target = to_device
         model = current_model()

@@ -48,7 +48,7 @@ def auto_dataloader(
     per_replica: bool = False,
     to_device: bool = True,
     **kwargs: Any,
-) -> Any:
+) -> ReplicaLoader:
     """Make a data loader whose replicas share the dataset, and each ``batch_size``.
 
     Collective over all ranks, at the first such call, in a context that somebody else made; else
@@ -107,7 +107,8 @@ def auto_dataloader(
         kwargs["sampler"] = _Shuffled(data, _seed(kwargs)) if is_shuffled else _InOrder(data)
     kwargs.setdefault("pin_memory", hooks.can_pin_memory)
     device = context.model.device if to_device and context.model.device.type != "cpu" else None
-    return hooks.wrap_loader(ReplicaLoader(dataset, device, **kwargs))
+    loader: ReplicaLoader = hooks.wrap_loader(ReplicaLoader(dataset, device, **kwargs))
+    return loader
 
 
 _SAME = ("num_workers", "collate_fn", "timeout", "worker_init_fn", "multiprocessing_context")
