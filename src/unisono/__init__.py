@@ -88,6 +88,7 @@ if TYPE_CHECKING:
         set_rng_state,
         sync_random_seed,
     )
+    from unisono.training.states import ByRank
     from unisono.training.streams import shard
     from unisono.training.toolbox import (
         RankFilter,
@@ -117,6 +118,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = (
+    "ByRank",
     "CollectiveRecord",
     "ComputationModel",
     "ContextHint",
@@ -351,6 +353,7 @@ _EXTRAS = {
     ),
     "unisono.training.streams": ("shard",),
     "unisono.training.preemption": ("preemptible", "preemption_point"),
+    "unisono.training.states": ("ByRank",),
     "unisono.training.toolbox": (
         "RankFilter",
         "RankFormatter",

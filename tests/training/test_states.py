@@ -16,8 +16,14 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 import unisono as idist
-from tests.support.worlds import REAL, SERIAL, run, run_all
-from unisono.errors import PayloadError, PeerFailedError, UnsupportedOperation
+from tests.support.worlds import REAL, SERIAL, alone_and_several, run, run_all
+from unisono.errors import (
+    ArgumentError,
+    CollectiveMismatchError,
+    PayloadError,
+    PeerFailedError,
+    UnsupportedOperation,
+)
 
 WAYS = [SERIAL, pytest.param("threads", 2, id="threads-2"), pytest.param("gloo", 2, id="gloo-2")]
 FIRST_STEP = torch.ones(3, 4)
@@ -110,6 +116,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (stops_and_goes_on, str(folder)),
         (goes_on_sharded, str(folder)),
         (gathers_its_state, str(folder / "gathered.pt")),
+        (saves_by_rank, str(folder)),
     )
     return folder
 
@@ -355,7 +362,7 @@ def test_what_contains_itself_is_refused(tmp_path: Path) -> None:
 
 
 class Refuses:
-    """Has a state on one rank alone, as an optimizer whose parts were gathered there."""
+    """Has a state on some ranks alone."""
 
     def __init__(self, *ranks: int) -> None:
         self.ranks = ranks
@@ -367,6 +374,12 @@ class Refuses:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         pass
+
+
+class RefusingOptimizer(Refuses, torch.optim.Optimizer):
+    """As one whose parts were gathered on one rank."""
+
+    param_groups: list[dict[str, Any]] = []
 
 
 class RefusingNet(nn.Linear):
@@ -382,16 +395,76 @@ class RefusingNet(nn.Linear):
 @pytest.mark.ranks(2, on=("threads", "gloo"))
 def test_a_state_that_cannot_be_had_is_an_error_on_every_rank(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
-    idist.save_checkpoint({"one": Refuses(1)}, path, rank=1)
-    for what in (Refuses(1), RefusingNet(0), RefusingNet(1)):
+    idist.save_checkpoint({"one": RefusingOptimizer(1)}, path, rank=1)
+    for what in (Refuses(0), RefusingOptimizer(1), RefusingNet(0), RefusingNet(1)):
         with pytest.raises(PeerFailedError, match="RuntimeError: the state isn't here") as caught:
             idist.save_checkpoint({"one": what}, path)
         is_here = idist.get_rank() not in what.ranks
         assert isinstance(caught.value.__cause__, RuntimeError) == is_here
     if idist.backend() == "gloo":
         with pytest.raises(PeerFailedError, match="rank 0 raised RuntimeError"):
-            idist.save_checkpoint({"one": Refuses(1)}, tmp_path / "shards", sharded=True)
+            idist.save_checkpoint({"one": RefusingOptimizer(1)}, tmp_path / "shards", sharded=True)
     assert idist.load_checkpoint(path) == {"one": {"seen": 3}}
+
+
+class Meter:
+    """Counts, and has seen; on each rank something else."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.state: Any = {"count": count, "seen": {"é", 2**70}, "mean": torch.ones(count % 4)}
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = {key: state[key] for key in self.state}
+
+
+@alone_and_several
+def test_a_state_that_differs_is_refused_or_kept_by_rank(tmp_path: Path) -> None:
+    """In a file, and in shards where there are some."""
+    rank, size = idist.get_rank(), idist.get_world_size()
+    mine = Meter(10 + rank)
+    one, alike = Meter(), {"all": [Meter(3)], "one": Meter(rank) if rank == size - 1 else None}
+    for sharded in (False, True) if idist.backend() in ("serial", "gloo") else (False,):
+        path = tmp_path / ("shards" if sharded else "x.pt")
+        save = partial(idist.save_checkpoint, path=path, sharded=sharded)
+        save(alike, rank=size - 1)
+        if size > 1:
+            with pytest.raises(CollectiveMismatchError, match=r"'m'\}\{0\}\{'count'\} .*ByRank"):
+                save({"m": [mine], **alike})
+            with pytest.raises(CollectiveMismatchError, match=r"'m'\} in .* on ranks \[0\]: put"):
+                save({"m": idist.ByRank(mine) if rank else mine})
+        generator = torch.Generator().manual_seed(rank)
+        state = {"m": idist.ByRank(mine), "g": [idist.ByRank(generator)], "epoch": 3}
+        save(state)
+        drawn = torch.rand(1, generator=generator)
+        into = {"m": idist.ByRank(one), "g": [idist.ByRank(generator)], "epoch": 0}
+        idist.load_checkpoint(path, into=into)
+        idist.assert_equal(into)
+        assert (one.state["count"], one.state["mean"].shape) == (10 + rank, ((10 + rank) % 4,))
+        assert torch.equal(torch.rand(1, generator=generator), drawn)
+        with pytest.raises(PayloadError, match=r"\['m'\] was saved by rank: load it into ByRank"):
+            idist.load_checkpoint(path, into={"m": one})
+        with pytest.raises(PayloadError, match=r"\['epoch'\] wasn't saved by rank"):
+            idist.load_checkpoint(path, into={"epoch": idist.ByRank(one)})
+        idist.barrier()
+    with pytest.raises(ArgumentError, match="ByRank takes what has a state dict"):
+        idist.ByRank(3)
+
+
+def test_a_state_by_rank_is_refused_on_another_number_of_ranks(saved: Path) -> None:
+    for name in ("split.pt", "split"):
+        with pytest.raises(
+            PayloadError, match="by rank, on 2 ranks, and can't be loaded on 1: leave"
+        ):
+            idist.load_checkpoint(saved / name, into={"m": idist.ByRank(Meter())})
+
+
+def saves_by_rank(local_rank: int, folder: str) -> None:
+    for name in ("split.pt", "split"):
+        state = {"m": idist.ByRank(Meter(local_rank))}
+        idist.save_checkpoint(state, Path(folder, name), sharded="." not in name)
 
 
 def test_the_state_of_an_optimizer_gathered_on_the_writer_is_saved(saved: Path) -> None:

@@ -21,6 +21,7 @@ from unisono.collectives.call import swap
 from unisono.context import ContextState, communicator, current, current_model
 from unisono.errors import (
     ArgumentError,
+    CollectiveMismatchError,
     PayloadError,
     PeerFailedError,
     UnisonoError,
@@ -30,11 +31,15 @@ from unisono.payload.codec import decode, encode, refuse_pickle
 from unisono.sections import run_on_rank
 from unisono.tracebacks import summary
 from unisono.training.atomic_files import check_archive, write_whole
+from unisono.training.equality import differing, digest
 from unisono.training.loader import moved
 from unisono.training.states import (
+    ByRank,
+    by_rank,
+    entries,
     has_shards,
     has_shown_wrapper,
-    module_states,
+    own_states,
     plain,
     refuse_lost_shards,
     refuse_lost_states,
@@ -73,6 +78,8 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
 
     Raises:
         ArgumentError: `rank` isn't there (on every rank).
+        CollectiveMismatchError: a state differs between ranks, so that all but one would be lost;
+            or not all ranks have a `ByRank` (on every rank).
         PayloadError: `obj` has something that can't be pickled, or contains itself, or has tensors
             that are sharded with ``sharded=False``; or shards are to be saved by several ranks
             under ``UNISONO_NO_PICKLE=1``, for they exchange pickles, or of what is neither a dict
@@ -94,7 +101,8 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
         (3, ['weight', 'bias'])
     """
     target, context = Path(path), communicator()
-    states, is_sharded = _agreed(context, lambda: _look(obj, sharded))
+    (states, is_sharded), told = _agreed(context, lambda: _look(obj, sharded))
+    _settle(context, obj, states, told)
     if is_sharded:
         _save_shards(obj, states, target)
         return
@@ -110,11 +118,15 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
         )
 
 
-def _look(obj: Any, sharded: bool | None) -> tuple[dict[int, Any], bool]:
-    """Ask modules for their states, and tell whether there are shards."""
-    states = module_states(obj)
+def _look(obj: Any, sharded: bool | None) -> tuple[tuple[dict[int, Any], bool], Any]:
+    """Ask for states, and find shards; give what other ranks must know of the states, too."""
+    states = own_states(obj)
+    named = entries(obj, states)
+    split = {name: item.state() for name, item in named.items() if isinstance(item, ByRank)}
+    digests = {name: digest(states[id(named[name])]) for name in named.keys() - split.keys()}
+    told = digests, split
     if sharded:
-        return states, True
+        return (states, True), told
     is_sharded = has_shards(obj, states)
     if is_sharded and sharded is False:
         raise PayloadError(
@@ -122,30 +134,63 @@ def _look(obj: Any, sharded: bool | None) -> tuple[dict[int, Any], bool]:
             "sharded out, which writes a folder, or give whole tensors, such as those of torch's "
             "get_model_state_dict with full_state_dict=True"
         )
-    return states, is_sharded
+    return (states, is_sharded), told
 
 
-def _agreed(context: ContextState, call: Callable[[], T]) -> T:
-    """Call something on every rank, and fail on every rank where it fails on one."""
+def _settle(context: ContextState, obj: Any, states: dict[int, Any], told: list[Any]) -> None:
+    """Refuse states that differ, and take in those of all ranks where they may."""
+    named = entries(obj, states)
+    own = {name: states[id(item)] for name, item in named.items()}
+    found = differing(context, "save_checkpoint", own, [digests for digests, _ in told])
+    if found:
+        raise CollectiveMismatchError(
+            f"save_checkpoint would keep the state of one rank, but {found}. Put what differs into "
+            "ByRank(...), which keeps each rank's, or make it the same on all ranks"
+        )
+    splits = [split for _, split in told]
+    for name in {name: None for split in splits for name in split}:
+        without = [rank for rank, split in enumerate(splits) if name not in split]
+        if without:
+            raise CollectiveMismatchError(
+                f"save_checkpoint has {name} in ByRank, but not on ranks {without}: put it in on "
+                "every rank"
+            )
+        states[id(named[name])] = by_rank([split[name] for split in splits])
+
+
+def _agreed(context: ContextState, call: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
+    """Call something on every rank, and fail on every rank where it fails on one.
+
+    Collective over all ranks.
+
+    Args:
+        context: the active context.
+        call: gives a value, and what all ranks must know.
+
+    Returns:
+        The value, and what each rank has told.
+    """
     error: Exception | None = None
     value: Any = None
-    problem: tuple[bool, str] | None = None
+    frame = b""
     try:
-        value = call()
+        value, told = call()
+        frame = encode((None, told))
     except Exception as raised:  # what the classes of the user raise
         error = raised
         is_refused = isinstance(raised, PayloadError)
-        problem = (is_refused, str(raised) if is_refused else summary(raised))
-    for rank, reply in enumerate(_told(context, "save_checkpoint", problem)):
-        if reply is not None:
-            is_refused, text = reply
+        frame = encode(((is_refused, str(raised) if is_refused else summary(raised)), None))
+    replies = _told(context, "save_checkpoint", frame)
+    for rank, (problem, _) in enumerate(replies):
+        if problem is not None:
+            is_refused, text = problem
             if is_refused:
                 raise PayloadError(f"rank {rank} can't save its checkpoint: {text}") from error
             failed = PeerFailedError(f"rank {rank} raised {text} in save_checkpoint", rank=rank)
             failed.is_in_step = True
             raise failed from error
     kept: T = value
-    return kept
+    return kept, [told for _, told in replies]
 
 
 def _save_file(obj: Any, states: dict[int, Any], target: Path, rank: int) -> None:
@@ -170,7 +215,7 @@ def _write(obj: Any, target: Path, kept: list[Exception]) -> str | None:
 
 def _save_shards(obj: Any, states: dict[int, Any], target: Path) -> None:
     library = _shard_library()
-    state = _agreed(communicator(), lambda: _state_of_shards(obj, states))
+    state = _agreed(communicator(), lambda: (_state_of_shards(obj, states), None))[0]
     name = broadcast(f"{_SHARDS}{uuid.uuid4().hex[:12]}")
     folder = target / name
     run_on_rank(partial(folder.mkdir, parents=True))
@@ -194,11 +239,9 @@ def _state_of_shards(obj: Any, states: dict[int, Any]) -> Any:
     return state
 
 
-def _told(context: ContextState, call: str, value: Any) -> list[Any]:
+def _told(context: ContextState, call: str, frame: bytes) -> list[Any]:
     """Tell every rank what each has to say. Collective over all ranks."""
-    return [
-        decode(frame, context.model.device) for frame in swap(context, call, encode(value), None)
-    ]
+    return [decode(each, torch.device("cpu")) for each in swap(context, call, frame, None)]
 
 
 def _let_count(target: Path, name: str) -> None:
@@ -310,7 +353,7 @@ def _load_shards(target: Path, into: Any, weights_only: bool, where: str) -> Any
         failed = _unreadable(target, where, error)
         failed.__cause__ = error
     context = communicator()
-    problems = _told(context, "load_checkpoint of shards", None if failed is None else str(failed))
+    problems = _told(context, "load_checkpoint of shards", encode(failed and str(failed)))
     if failed is not None:
         raise failed
     if any(problems):
@@ -320,7 +363,7 @@ def _load_shards(target: Path, into: Any, weights_only: bool, where: str) -> Any
 
 def _fill(library: Any, target: Path, into: Any, weights_only: bool) -> Any:
     """Give the state of what is to be loaded, filled. Local, but for modules' state dicts."""
-    states = module_states(into)
+    states = own_states(into)
     try:
         name = (target / _POINTER).read_text()
     except OSError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -14,15 +14,16 @@ from unisono.collectives.call import guarded, ranks_of, swap
 from unisono.collectives.membership import GroupLike, team
 from unisono.context import ContextState
 from unisono.errors import CollectiveMismatchError, PayloadError
-from unisono.payload.codec import decode, encode, failure, is_dense, raise_failures, reason
+from unisono.payload.codec import decode, encode, frame_or_reason, is_dense, raise_failures
 from unisono.payload.codec import plain as plain_tensor
 from unisono.payload.memory import view_bytes
+from unisono.payload.pickling import dump
 from unisono.payload.pytree import survey
 from unisono.topology import Group
 from unisono.training.agreement import is_sharded
-from unisono.training.states import has_state, module_states, plain
+from unisono.training.states import has_state, own_states, plain
 
-__all__ = ("assert_equal",)
+__all__ = ("assert_equal", "differing", "digest")
 
 _DIGEST_BYTES = 16
 _NAMED = 5
@@ -57,26 +58,95 @@ def assert_equal(tree: Any, group: GroupLike = None) -> None:
     context, group, is_member = team(group)
     if not is_member:
         return
-    leaves: dict[str, Leaf] = {}
-    try:
-        leaves = _leaves(tree)
-        frame = encode(_digest(encode(sorted(leaves.items()))))
-    except Exception as error:  # what the classes of the user raise
-        frame = failure(reason(error))
+    trees: dict[str, Any] = {}
+
+    def described() -> bytes:
+        trees[""] = _states_of(tree)
+        return encode(digest(trees[""]))
+
+    frame = frame_or_reason(described)
     with context.calls.call(_CALL, group):
         frames = swap(context, _CALL, frame, group)
         raise_failures(frames, lambda: ranks_of(context, group), _CALL)
-        if len({bytes(each) for each in frames}) > 1:
-            _refuse(context, leaves, group)
+        found = differing(context, _CALL, trees, [{"": bytes(each)} for each in frames], group)
+        if found:
+            raise CollectiveMismatchError(f"{_CALL}: {found}")
 
 
-def _leaves(tree: Any) -> dict[str, Leaf]:
-    """Describe what a tree holds, by path. Local, but for modules' state dicts."""
+def digest(tree: Any) -> bytes:
+    """Hash a tree of plain values; where two hashes differ, `differing` says what does. Local.
+
+    Raises:
+        PayloadError: a value can't be pickled.
+    """
+    try:
+        return _hash(*dump(tree))
+    except PayloadError:  # a DTensor has no pickle
+        leaves = _leaves(tree)
+        return _hash(encode([(path, leaves[path][1]) for path in sorted(leaves)]))
+
+
+def differing(
+    context: ContextState,
+    call: str,
+    trees: Mapping[str, Any],
+    digests: Sequence[Mapping[str, bytes]],
+    group: Group | None = None,
+) -> str:
+    """Say which values of some trees differ between the ranks that have these trees; empty if none.
+
+    Collective over `group` where digests differ.
+
+    Args:
+        context: the active context.
+        call: what compares them.
+        trees: of plain values, by name, of this rank.
+        digests: what `digest` gives for the trees of each rank.
+        group: the ranks that take part.
+    """
+    names = [
+        name
+        for name in dict.fromkeys(name for each in digests for name in each)
+        if len({each[name] for each in digests if name in each}) > 1
+    ]
+    if not names:
+        return ""
+    frame = frame_or_reason(
+        lambda: encode({name: _leaves(trees[name]) for name in names if name in trees})
+    )
+    frames = swap(context, f"{call}: values differ", frame, group)
+    ranks = ranks_of(context, group)
+    raise_failures(frames, lambda: ranks, call)
+    by_rank = [decode(each, context.model.device) for each in frames]
+    lines: list[str] = []
+    count = 0
+    for name in names:
+        there = [
+            (rank, each[name]) for rank, each in zip(ranks, by_rank, strict=True) if name in each
+        ]
+        paths = list(dict.fromkeys(path for _, leaves in there for path in leaves))
+        count += len(paths)
+        for path in paths:
+            column = [(rank, leaves.get(path)) for rank, leaves in there]
+            if len({leaf and leaf[1] for _, leaf in column}) > 1:
+                lines.append(_line(name + path, column))
+    more = f"; and {len(lines) - _NAMED} others differ" if len(lines) > _NAMED else ""
+    text = f"{len(lines)} of {count} values differ between ranks: "
+    return f"{text}{'; '.join(lines[:_NAMED])}{more}" if lines else ""
+
+
+def _states_of(tree: Any) -> Any:
+    """Put states in the place of what has one. Local, but for modules' state dicts."""
     try:
         tree = _opened(tree)
     except RecursionError as error:
         raise PayloadError("a container contains itself, or is nested too deep") from error
-    values, paths, empty = survey(plain(tree, module_states(tree)))
+    return plain(tree, own_states(tree))
+
+
+def _leaves(tree: Any) -> dict[str, Leaf]:
+    """Describe what a tree of plain values holds, by path. Local."""
+    values, paths, empty = survey(tree)
     leaves = {path: _leaf(value) for path, value in zip(paths, values, strict=True)}
     return {**leaves, **dict.fromkeys(empty, ("", b""))}
 
@@ -104,14 +174,14 @@ def _leaf(value: Any) -> Leaf:
     if isinstance(value, Tensor) and (is_dense(value) or is_sharded(value)):
         look = f"{str(value.dtype)[6:]}{list(value.shape)}"
         if is_sharded(value):
-            return look, b""
+            return look, _hash(look.encode())
         data = plain_tensor(value.detach()).cpu().resolve_conj().resolve_neg().contiguous()
-        return look, _digest(view_bytes(data))
+        return look, _hash(look.encode(), view_bytes(data))
     ordered = _in_order(value)
-    if ordered is not value:
-        return f"{ordered[0]}({reprlib.repr(ordered[1])})", _digest(encode(ordered))
     shown = type(value).__qualname__ if isinstance(value, Tensor) else reprlib.repr(value)
-    return shown, _digest(encode([value] if type(value) is int else value))
+    if ordered is not value:
+        shown = f"{ordered[0]}({reprlib.repr(ordered[1])})"
+    return shown, _hash(*dump(ordered))
 
 
 def _in_order(value: Any) -> Any:
@@ -119,35 +189,24 @@ def _in_order(value: Any) -> Any:
     if type(value) not in (set, frozenset):
         return value
     items = [_in_order(item) for item in value]
-    return type(value).__name__, sorted(items, key=lambda item: encode([item]))
+    return type(value).__name__, sorted(items, key=lambda item: b"".join(dump(item)))
 
 
-def _digest(data: Any) -> bytes:
-    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+def _hash(*data: Any) -> bytes:
+    made = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for each in data:
+        made.update(each)
+    return made.digest()
 
 
-def _refuse(context: ContextState, leaves: dict[str, Leaf], group: Group | None) -> None:
-    """Raise what differs. Collective over `group`."""
-    blobs = swap(context, f"{_CALL}: values differ", encode(leaves), group)
-    by_rank: list[dict[str, Leaf]] = [decode(blob, context.model.device) for blob in blobs]
-    ranks = ranks_of(context, group)
-    paths = list(dict.fromkeys(path for each in by_rank for path in each))
-    differing = [path for path in paths if len({each.get(path) for each in by_rank}) > 1]
-    lines = [_line(path, [each.get(path) for each in by_rank], ranks) for path in differing]
-    more = f"; and {len(lines) - _NAMED} others differ" if len(lines) > _NAMED else ""
-    raise CollectiveMismatchError(
-        f"{_CALL}: {len(differing)} of {len(paths)} values differ between ranks: "
-        f"{'; '.join(lines[:_NAMED])}{more}"
-    )
-
-
-def _line(path: str, column: Sequence[Leaf | None], ranks: Sequence[int]) -> str:
+def _line(path: str, column: Sequence[tuple[int, Leaf | None]]) -> str:
     """Say which ranks have what at a path. Local."""
     shown = []
-    is_seen = len({each and each[0] for each in column}) > 1
-    for leaf in dict.fromkeys(column):
-        where = [rank for rank, each in zip(ranks, column, strict=True) if each == leaf]
-        what, digest = ("nothing", b"") if leaf is None else leaf
+    is_seen = len({leaf and leaf[0] for _, leaf in column}) > 1
+    by_digest = {leaf and leaf[1]: leaf for _, leaf in reversed(column)}
+    for known in dict.fromkeys(leaf and leaf[1] for _, leaf in column):
+        where = [rank for rank, leaf in column if (leaf and leaf[1]) == known]
+        what, digest = by_digest[known] or ("nothing", b"")
         shown.append(
             f"ranks {where}: {what}{'' if is_seen else f' with digest {digest.hex()[:8]}'}"
         )

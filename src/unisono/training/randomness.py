@@ -183,7 +183,7 @@ def get_rng_state() -> dict[str, Any]:
 
     Returns:
         Plain values and tensors, which ``load_checkpoint`` reads with ``weights_only=True``. Each
-        rank has its own: gather them, or save them by rank.
+        rank has its own: ``ByRank(get_rng_state, set_rng_state)`` saves all.
 
     Example:
         >>> import torch, unisono as idist

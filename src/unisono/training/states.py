@@ -5,22 +5,26 @@ from __future__ import annotations
 import copy
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from unisono.errors import PayloadError
+from unisono.context import current_model
+from unisono.errors import ArgumentError, PayloadError
 from unisono.training.data_parallel import Replicated
 from unisono.training.local_parts import local_part, optimizer_parts
 
 __all__ = (
+    "ByRank",
+    "by_rank",
+    "entries",
     "has_shards",
     "has_shown_wrapper",
     "has_state",
-    "module_states",
+    "own_states",
     "plain",
     "refuse_lost_shards",
     "refuse_lost_states",
@@ -33,6 +37,7 @@ __all__ = (
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, Replicated)
 _COMPILED = "_orig_mod"  # where torch.compile keeps the module
 _SHOWN = ("module.", f"{_COMPILED}.")
+_BY_RANK = "by_rank"  # in a checkpoint, beside the states of all ranks
 _custom: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # where others' wrappers keep it
 
 
@@ -120,10 +125,55 @@ def _state_of(module: nn.Module) -> OrderedDict[str, Any]:
     return _renamed(state, {key: _without(key, shown) for key in (*state, *paths)})
 
 
-def module_states(obj: Any) -> dict[int, Any]:
-    """Ask all modules for their state dicts, which may be collective; by the ids of the modules.
+class ByRank:
+    """Keeps the states of all ranks, where they differ, in what `save_checkpoint` is given.
 
-    Local, but for what the state dict of a module does.
+    `load_checkpoint` into the same gives each of as many ranks its own.
+
+    Args:
+        kept: has a state dict, as a loader or a meter has; or is a ``torch.Generator``; or a
+            function that gives a state of tensors and plain values.
+        load: where `kept` is a function, the one that takes the state.
+
+    Raises:
+        ArgumentError: `kept` is something else.
+
+    Example:
+        >>> import pathlib, tempfile, torch, unisono as idist
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "last.pt")
+        >>> state = {"random": idist.ByRank(idist.get_rng_state, idist.set_rng_state)}
+        >>> idist.save_checkpoint(state, path)
+        >>> first = torch.rand(1)
+        >>> state = idist.load_checkpoint(path, into=state)
+        >>> bool(torch.rand(1) == first)
+        True
+    """
+
+    def __init__(self, kept: Any, load: Callable[[Any], object] | None = None) -> None:
+        if load is None and has_state(kept):
+            kept, load = kept.state_dict, kept.load_state_dict
+        elif load is None and isinstance(kept, torch.Generator):
+            generator = kept
+            kept, load = generator.get_state, lambda state: generator.set_state(state.cpu())
+        if not callable(kept) or not callable(load):
+            raise ArgumentError(
+                f"ByRank takes what has a state dict, a torch.Generator, or two functions, not a "
+                f"{type(kept).__qualname__}"
+            )
+        self.state: Callable[[], Any] = kept
+        self.load: Callable[[Any], object] = load
+
+
+def by_rank(states: Sequence[Any]) -> dict[str, Any]:
+    """Make what is saved of the states of all ranks. Local."""
+    return {_BY_RANK: tuple(states)}  # a tuple is one value in shards, whatever it holds
+
+
+def own_states(obj: Any) -> dict[int, Any]:
+    """Ask modules and whatever else has a state for it, by their ids.
+
+    Local, but for what the state dict of a module does. Not optimizers, some of which have their
+    whole state on one rank alone.
 
     Args:
         obj: dicts, lists and tuples are looked into.
@@ -132,13 +182,28 @@ def module_states(obj: Any) -> dict[int, Any]:
         PayloadError: `obj` contains itself.
     """
     states: dict[int, Any] = {}
-    for _, leaf in _leaves(obj):
+    leaves = [leaf for _, leaf in _leaves(obj)]
+    for leaf in leaves:  # first, as it may be collective: what fails on one rank alone comes later
         if isinstance(leaf, nn.Module) and id(leaf) not in states:
             states[id(leaf)] = _state_of(_within(leaf, _hidden_name))
+    for leaf in leaves:
+        if isinstance(leaf, ByRank):
+            states[id(leaf)] = by_rank(())
+        elif has_state(leaf) and not isinstance(leaf, (nn.Module, torch.optim.Optimizer)):
+            states[id(leaf)] = leaf.state_dict()
     return states
 
 
-def _leaves(obj: Any) -> list[tuple[tuple[str, ...], Any]]:
+def entries(obj: Any, states: Mapping[int, Any]) -> dict[str, Any]:
+    """Name what `own_states` has asked besides modules, as `survey` would. Local."""
+    return {
+        "".join(f"{{{key!r}}}" for key in path): leaf
+        for path, leaf in _leaves(obj)
+        if id(leaf) in states and not isinstance(leaf, nn.Module)
+    }
+
+
+def _leaves(obj: Any) -> list[tuple[tuple[Any, ...], Any]]:
     """List what dicts, lists and tuples hold, with the keys that lead there. Local."""
     try:
         return list(_walk((), obj))
@@ -146,13 +211,13 @@ def _leaves(obj: Any) -> list[tuple[tuple[str, ...], Any]]:
         raise PayloadError("a dict or list contains itself, or is nested too deep") from error
 
 
-def _walk(path: tuple[str, ...], obj: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _walk(path: tuple[Any, ...], obj: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     if isinstance(obj, dict):
         for key, item in obj.items():
-            yield from _walk((*path, str(key)), item)
+            yield from _walk((*path, key), item)
     elif isinstance(obj, (list, tuple)):
         for index, item in enumerate(obj):
-            yield from _walk((*path, str(index)), item)
+            yield from _walk((*path, index), item)
     else:
         yield path, obj
 
@@ -162,7 +227,7 @@ def has_shards(obj: Any, states: Mapping[int, Any]) -> bool:
 
     Args:
         obj: what is to be saved.
-        states: what `module_states` found.
+        states: what `own_states` found.
     """
     for _, leaf in _leaves(obj):
         tensors = [leaf]
@@ -182,7 +247,7 @@ def plain(obj: Any, states: Mapping[int, Any]) -> Any:
 
     Args:
         obj: dicts, lists and tuples are looked into.
-        states: what `module_states` found; whatever else has a state and isn't there is asked.
+        states: what `own_states` found; whatever else has a state and isn't there is asked.
 
     Returns:
         `obj` itself where there is nothing to replace.
@@ -296,6 +361,8 @@ def refuse_lost_states(into: Any, there: Mapping[str, Any], saved: Mapping[str, 
         PayloadError: what has a state lacks some keys.
     """
     for path, leaf in _leaves(into):
+        is_split = "".join(f"{key}." for key in path) + _BY_RANK in saved
+        _check_split(leaf, is_split, f"the checkpoint{''.join(f'[{key!r}]' for key in path)}")
         if has_state(leaf) and not isinstance(leaf, nn.Module):
             is_optimizer = isinstance(leaf, torch.optim.Optimizer)
             start = "".join(f"{key}." for key in (*path, *(["state"] if is_optimizer else [])))
@@ -355,7 +422,10 @@ def restore(into: Any, saved: Any, where: str = "the checkpoint") -> Any:
     Raises:
         PayloadError: they don't fit together.
     """
-    if isinstance(into, nn.Module):
+    _check_split(into, isinstance(saved, Mapping) and saved.keys() == {_BY_RANK}, where)
+    if isinstance(into, ByRank):
+        _load_own(into, saved[_BY_RANK], where)
+    elif isinstance(into, nn.Module):
         _load(_within(into, _hidden_name), saved, where)
     elif has_state(into):
         if isinstance(into, torch.optim.Optimizer):
@@ -375,11 +445,31 @@ def restore(into: Any, saved: Any, where: str = "the checkpoint") -> Any:
     return into
 
 
+def _check_split(into: Any, is_split: bool, where: str) -> None:
+    if is_split and has_state(into):
+        raise PayloadError(f"{where} was saved by rank: load it into ByRank(...)")
+    if isinstance(into, ByRank) and not is_split:
+        raise PayloadError(f"{where} wasn't saved by rank: load it into what is in ByRank(...)")
+
+
+def _load_own(into: ByRank, states: Sequence[Any], where: str) -> None:
+    topology = current_model().topology
+    if len(states) != topology.world_size:
+        raise PayloadError(
+            f"{where} was saved by rank, on {len(states)} ranks, and can't be loaded on "
+            f"{topology.world_size}: leave it out of into="
+        )
+    try:
+        into.load(states[topology.rank])
+    except Exception as error:  # each class has its own
+        raise PayloadError(f"{where} doesn't fit: {error}") from error
+
+
 def _is_kept(item: Any) -> bool:
     """Tell whether something is loaded in place, rather than replaced. Local."""
     if isinstance(item, (list, tuple)):
         return any(map(_is_kept, item))
-    return isinstance(item, (nn.Module, dict, Tensor)) or has_state(item)
+    return isinstance(item, (nn.Module, ByRank, dict, Tensor)) or has_state(item)
 
 
 def _restore_items(into: Any, saved: Any, where: str) -> Any:
