@@ -31,6 +31,7 @@ from unisono.errors import (
     WorkerFailedError,
 )
 from unisono.host.status_page import close_all as close_pages
+from unisono.host.status_page import pages
 from unisono.launchers.job.lifetime import Lifetime
 from unisono.launchers.job.output import begin_lines_with_rank
 from unisono.launchers.job.process_state import streams_filled
@@ -131,8 +132,9 @@ class Replica:
 
 
 def _log_of(info: RankInfo, backend: str, cls: type[ComputationModel], job: str = "") -> CallLog:
-    name = job_of(info, job)
-    return CallLog.of_rank(info.rank, info.world_size, name, backend=backend, model=cls.name)
+    name, variables = job_of(info, job), str(context.detect_environment())
+    facts = {"backend": backend, "model": cls.name, "variables": variables}
+    return CallLog.of_rank(info.rank, info.world_size, name, **facts)
 
 
 T = TypeVar("T")
@@ -190,7 +192,8 @@ def initialize(backend: str | None = None, **options: Unpack[InitializeOptions])
         AlreadyInitializedError: a context is live, no matter who made it.
         EnvironmentDetectionError: the environment's variables are partial or contradictory, or one
             of ours has a bad value.
-        ContextError: the ranks couldn't meet.
+        ContextError: the ranks couldn't meet; or a rank has started this program, which has
+            inherited its variables.
 
     Warns:
         UserWarning: this process is alone, but on a platform that says that it is a node of
@@ -209,13 +212,20 @@ def initialize(backend: str | None = None, **options: Unpack[InitializeOptions])
     check_names(f"initialize({name!r})", options, {*cls.options, "rank", "world_size"})
     given: dict[str, Any] = {**options}
     info = _who_am_i(given)
-    if info.source == "none" and not (cls.replicas_are_threads or "launch" in cls.capabilities):
+    takes_info = not (cls.replicas_are_threads or "launch" in cls.capabilities)
+    if info.source == "none" and takes_info:
         _warn_on_a_node(cls.launcher)
     if given.get("timeout") is not None:
         given["timeout"] = seconds("timeout", given["timeout"])
     given = {key: value for key, value in given.items() if value is not None}
+
+    def make() -> ComputationModel:
+        if takes_info and not given.keys() & {"init_method", "store"}:
+            _refuse_child(info)
+        return cls.initialize(name.lower(), info, **given)
+
     context.activate(
-        lambda: cls.initialize(name.lower(), info, **given),
+        make,
         lambda: _log_of(info, name.lower(), cls),
         cls,
     )
@@ -248,6 +258,25 @@ def _who_am_i(options: dict[str, Any]) -> RankInfo:
         raise ArgumentError("init_method= needs rank= and world_size= as well")
     options.pop("init_method", None)
     return RankInfo(0, 1, 0, 1, 0, 1, source="none")
+
+
+def _refuse_child(info: RankInfo) -> None:
+    """Refuse to be the rank that has started this program, whose variables it has inherited.
+
+    Local. Ranks that wait for it, and it for them, would do so until their time is over.
+    """
+    if info.world_size == 1 or not (info.job_id or info.master_port):
+        return
+    same = [page for page in pages() if page.facts.get("variables") == str(info)]
+    pids = {page.facts["pid"] for page in same if page.is_alive()}
+    above = {each.pid for each in load("psutil:Process")().parents()} if pids else pids
+    for pid in pids & above:
+        raise ContextError(
+            f"rank {info.rank} of {info.world_size} is process {pid}, which has started this one: "
+            "the variables that say so are inherited. For a program alone call "
+            "initialize('serial'), or start it with env= without the launcher's variables; for a "
+            "job of its own start it with `unisono run`"
+        )
 
 
 def _warn_on_a_node(launcher: str) -> None:

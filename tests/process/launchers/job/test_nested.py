@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 import unisono
-from tests.support.processes import python
+from tests.support.processes import python, run_python
 from tests.support.ways import Way
 
 RUNNERS = ("spawn", "Parallel", "WorkerPool")
@@ -70,3 +71,31 @@ def test_a_script_that_spawns_says_so_under_a_launcher(tmp_path: Path) -> None:
     assert done.stdout.count("[2, 2]") == 2
     assert done.stderr.count("UserWarning") == 1
     assert "train.py:4: UserWarning: replicas within a rank" in done.stderr
+
+
+CHILD = "import unisono; unisono.initialize({!r}); print(unisono.all_reduce(1))"
+PARENT = f"""
+import subprocess, sys, unisono
+unisono.initialize("gloo")
+for is_rank in (True, False):
+    done = subprocess.run([sys.executable, "-c", {CHILD.format("gloo")!r}], capture_output=True)
+    print(done.stderr.decode().splitlines()[-1:], done.stdout.decode().split())
+    unisono.finalize()
+"""
+
+
+@pytest.mark.ranks(2, on="gloo")
+def test_a_program_that_a_rank_starts_isnt_that_rank() -> None:
+    done = python("-c", CHILD.format("gloo"))
+    assert f"rank {unisono.get_rank()} of 2 is process {os.getpid()}, which has" in done.stderr
+    assert run_python("-c", CHILD.format("serial")) == "1"
+    assert unisono.all_reduce(1) == 2
+
+
+def test_a_program_that_a_rank_starts_may_take_its_place(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PARENT)
+    done = python("-m", "unisono", "run", "-n", "2", str(script))
+    first, then = done.stdout.splitlines()[:2], done.stdout.splitlines()[2:]
+    assert all("ContextError: rank" in line for line in first), done
+    assert sorted(then) == ["[0] [] ['2']", "[1] [] ['2']"]
