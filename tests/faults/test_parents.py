@@ -21,7 +21,7 @@ from tests.support.ways import Way
 AT_MOST_S = 2.0
 # Each replica writes its id into a pipe once it is where it will stay.
 STATES = """
-import ctypes, os, signal, sys, unisono
+import ctypes, os, signal, subprocess, sys, unisono
 
 def here():
     with open(sys.argv[1], "wb", buffering=0) as pipe:
@@ -36,6 +36,7 @@ states = [compute, lambda: os.kill(os.getpid(), signal.SIGSTOP), unisono.barrier
           lambda: ctypes.PyDLL(None).sleep(600)]
 
 def stay(local_rank):
+    subprocess.Popen(["sh", "-c", "sleep 600; true"])
     unisono.barrier()
     here()
     states[local_rank]()

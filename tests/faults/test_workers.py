@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +23,7 @@ import torch.distributed as dist
 import unisono
 from tests.support.faults import FAULTS, HANGS
 from tests.support.measures import Clock, Table, says_little
-from tests.support.processes import python, say
+from tests.support.processes import Pipe, gone, python, say
 from tests.support.requirements import require_backend
 from tests.support.ways import SIZE, Way, check_error, launcher_rank, told
 from unisono import WorkerPool
@@ -87,6 +89,8 @@ class Doomed:
     def __call__(self, local_rank: int) -> int:
         pair = unisono.new_group([1, 2]) if self.when == LEAD else None
         group = pair if local_rank else None
+        if self.when == WAIT and self.fault != "os._exit(0)":  # a rank that ends well leaves it
+            subprocess.Popen(["sh", "-c", "sleep 600; true"])
         unisono.barrier(group=group)
         if local_rank in self.victims and self.when == FINALIZE:
             if unisono.model_name() == "native-dist":
@@ -145,6 +149,34 @@ def test_a_death_at_any_moment(when: str, victim: int, clock: Clock, table: Tabl
 
     for delay_ms in DELAYS_MS:
         die(delay_ms)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+def test_children_of_a_rank_that_fails_end_unless_they_are_daemons(
+    method: str, tmp_path: Path
+) -> None:
+    """They don't heed SIGTERM."""
+
+    def leaves(local_rank: int, fails: bool, pipe: str) -> None:
+        for is_daemon in (False, True):
+            words = ["sh", "-c", "trap '' TERM; echo; exec sleep 600"]
+            child = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=is_daemon)
+            assert child.stdout is not None
+            child.stdout.readline()
+            say(pipe, child.pid if is_daemon else -child.pid)
+        unisono.barrier()
+        if fails:
+            raise ValueError("mine")
+
+    with Pipe(tmp_path) as pipe:
+        for fails in (True, False):
+            with contextlib.suppress(WorkerFailedError):
+                SPAWN.run(leaves, fails, pipe.path, start_method=method)
+            pids = [int(line) for line in pipe.read(2 * SIZE)]
+            stay = {abs(pid) for pid in pids if pid > 0 or not fails}
+            assert gone({*map(abs, pids)} - stay, 20) == []
+            assert set(gone(stay, 0)) == stay
 
 
 LARGE = ", large tensors"

@@ -317,10 +317,13 @@ def _dismiss_all() -> None:
     """End all helpers, and with them the workers that they still have."""
     for helper in (*_helpers.values(), *_retired):
         if helper.owner == os.getpid():
-            helper.process.kill()
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                helper.process.send_signal(number)
+                helper.process.send_signal(signal.SIGCONT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    helper.process.wait(_END_S)
+                    break
             helper.control.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                helper.process.wait(_END_S)
 
 
 class _Fork:

@@ -9,7 +9,7 @@ its channel to the parent, and its status socket. On the status socket the paren
 numbers, one byte each, and reads ``{process id}p`` once the worker is there, with a descriptor of
 its process where the kernel has them, or ``{errno}x`` where it can't be made; ``{signal}s`` when it
 is stopped, ``{signal}c`` when it goes on, and ``{wait status}e`` once it has ended. Closing it ends
-the worker.
+the worker. What a worker that failed has left behind, and is in the process group still, is ended.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -30,8 +31,9 @@ from typing import Any
 __all__ = ("attend", "die_with", "interpreter", "main", "make_ready_for_copies", "serve")
 
 WORKER = "from unisono.launchers.job.worker import work; work({channel}, {parent})"
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_S = 0.5  # a child of the parent may hold its end of the control socket open forever
+_TERM_S = 1.0  # from SIGTERM to SIGKILL, for a worker's children: some take their files away
 
 
 def interpreter() -> list[str]:
@@ -48,16 +50,97 @@ def die_with(parent: int, number: int = signal.SIGKILL) -> None:
         parent: id of the process that made this one; 0 where it isn't known.
         number: the signal that this process gets then.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    _prctl(_PR_SET_PDEATHSIG, number)
     if parent and os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+class _Orphans:
+    """The processes that workers have left behind: they are children of this process then."""
+
+    def __init__(self) -> None:
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        self.are_ending: bool = False
+        """Whether some are still being ended."""
+        self._left: set[int] = set()  # by workers that go on, or have ended well: they may stay
+        self._told: set[int] = set()
+        self._until = 0.0
+
+    def reap(self, workers: dict[socket.socket, int]) -> list[int]:
+        """Let go of workers that have ended, and end what those have left behind that failed.
+
+        Local; waits for nothing.
+
+        Args:
+            workers: status sockets and processes of those that haven't ended.
+
+        Returns:
+            The wait statuses of those that have.
+        """
+        before = _children(os.getpid())  # a worker's are here before it is reaped
+        ended = _reap(workers)
+        here = _children(os.getpid()).difference(workers.values())
+        here = {pid for pid in here if not _has_ended(pid)}
+        if any(ended):
+            self.are_ending, self._until = True, time.monotonic() + _TERM_S
+        doomed = _of_this_group(here - self._left) if self.are_ending else set()
+        is_over = time.monotonic() >= self._until
+        if is_over or not doomed:
+            _signal(doomed, signal.SIGKILL)
+            self._left, self._told, self.are_ending = here & before, set(), False
+        else:
+            _signal(doomed - self._told, signal.SIGTERM, signal.SIGCONT)
+            self._told |= doomed
+        return ended
+
+
+def _children(pid: int) -> set[int]:
+    """List the children of a process; none where the kernel doesn't."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError):  # it, or one of its threads, has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                found.update(map(int, file.read().split()))
+    return found
+
+
+def _has_ended(pid: int) -> bool:
+    with contextlib.suppress(ChildProcessError):
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    return True
+
+
+def _of_this_group(pids: set[int]) -> set[int]:
+    """Take those and their descendants that are in this process's group: daemons leave it."""
+    found: set[int] = set()
+    while pids:
+        found |= pids
+        pids = {child for pid in pids for child in _children(pid)} - found
+    return {pid for pid in found if _group_of(pid) == os.getpgrp()}
+
+
+def _group_of(pid: int) -> int:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getpgid(pid)
+    return 0
+
+
+def _signal(pids: Iterable[int], *numbers: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            for number in numbers:
+                os.kill(pid, number)
 
 
 def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] | None) -> None:
     """Make workers until the parent is gone, or wants no more and the last one has ended.
 
-    Local.
+    Local. SIGTERM ends all workers, and then this.
 
     Args:
         control: the socket that requests come on.
@@ -65,20 +148,23 @@ def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] 
         work: runs a worker in a forked child, given its channel and this process's id.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    orders: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: orders.append(number))
     wake_read, wake_write = _wake_by_signals()
     workers: dict[socket.socket, int] = {}
-    is_wanted = True
-    while is_wanted or workers:
+    orphans, is_wanted = _Orphans(), True
+    while is_wanted or workers or orphans.are_ending:
         by_fd = {status.fileno(): status for status in workers}
         ready = _ready([wake_read, *by_fd, *([control.fileno()] if is_wanted else [])])
-        if os.getppid() != parent:
-            return
         _drain(wake_read)
-        if control.fileno() in ready:
-            is_wanted = _make(control, workers, [wake_read, wake_write], work)
+        if orders or os.getppid() != parent:
+            is_wanted = False
+            _signal(workers.values(), signal.SIGKILL)
+        elif control.fileno() in ready:
+            is_wanted = _make(control, workers, [wake_read, wake_write], work, before)
         for status in [by_fd[fd] for fd in ready if fd in by_fd]:
             _obey(status, workers[status])
-        _reap(workers)
+        orphans.reap(workers)
 
 
 def attend(status: socket.socket, pid: int, parent: int) -> int:
@@ -97,16 +183,19 @@ def attend(status: socket.socket, pid: int, parent: int) -> int:
     signal.signal(signal.SIGTERM, lambda number, _: os.kill(pid, number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     wake_read, _ = _wake_by_signals()
+    orphans = _Orphans()
     with contextlib.suppress(OSError):
         status.send(f"{pid}p".encode())
-    while (wait_status := _tell_news(status, pid)) is None:
-        ready = _ready([wake_read, status.fileno()])
-        if os.getppid() != parent:
-            os._exit(1)
+    workers = {status: pid}
+    ended: list[int] = []
+    while not (ended := ended + orphans.reap(workers)) or orphans.are_ending:
+        ready = _ready([wake_read, *(each.fileno() for each in workers)])
         _drain(wake_read)
+        if os.getppid() != parent:
+            _signal(workers.values(), signal.SIGKILL)
         if status.fileno() in ready:
             _obey(status, pid)
-    return wait_status
+    return ended[0]
 
 
 def _wake_by_signals() -> tuple[int, int]:
@@ -129,6 +218,7 @@ def _make(
     workers: dict[socket.socket, int],
     inherited: list[int],
     work: Callable[[int, int], None] | None,
+    on_term: Any,
 ) -> bool:
     """Take one request, and tell whether the parent may have more."""
     request, fds, _, _ = socket.recv_fds(control, 4, 5)
@@ -138,7 +228,7 @@ def _make(
     inherited = [*inherited, control.fileno(), status.fileno()]
     inherited += [other.fileno() for other in workers]
     try:
-        pid = _fork(work, fds, inherited) if request == b"fork" and work else _exec(fds)
+        pid = _fork(work, fds, inherited, on_term) if request == b"fork" and work else _exec(fds)
     except (OSError, subprocess.SubprocessError) as error:  # this process serves others, too
         with contextlib.suppress(OSError):
             status.send(f"{getattr(error, 'errno', 0) or 0}x".encode(), socket.MSG_DONTWAIT)
@@ -172,7 +262,9 @@ def _present(status: socket.socket, pid: int) -> None:
         os.close(pidfd)
 
 
-def _fork(work: Callable[[int, int], None], fds: list[int], inherited: list[int]) -> int:
+def _fork(
+    work: Callable[[int, int], None], fds: list[int], inherited: list[int], on_term: Any
+) -> int:
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -180,6 +272,7 @@ def _fork(work: Callable[[int, int], None], fds: list[int], inherited: list[int]
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, on_term or signal.SIG_DFL)
         for fd in inherited:
             os.close(fd)
         channel = fds.pop()
@@ -225,11 +318,15 @@ def _obey(status: socket.socket, pid: int) -> None:
             os.kill(pid, order)
 
 
-def _reap(workers: dict[socket.socket, int]) -> None:
+def _reap(workers: dict[socket.socket, int]) -> list[int]:
+    ended = []
     for status, pid in list(workers.items()):
-        if _tell_news(status, pid) is not None:
+        wait_status = _tell_news(status, pid)
+        if wait_status is not None:
+            ended.append(wait_status)
             status.close()
             del workers[status]
+    return ended
 
 
 def _tell_news(status: socket.socket, pid: int) -> int | None:
