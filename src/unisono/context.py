@@ -116,6 +116,11 @@ class ContextState:
                     setattr(self, name, getattr(other, name))
             self.control.take_over(other.control)
 
+    def forget_ended(self) -> None:
+        """Let go of what is kept by the names of groups that have ended. Local."""
+        while self.control.ended:
+            self.calls.forget(self.control.ended.popleft())
+
     def finalize(self) -> None:
         """End the context, after what runs in the background. Collective over all its ranks."""
         self.settle()

@@ -401,6 +401,15 @@ class CallLog:
             ranks = {short_name(group.name): shortened(group.ranks)}
             self._page.update(groups={**self._page.facts["groups"], **ranks})
 
+    def forget(self, group: str) -> None:
+        """Let go of a group that has ended. Local."""
+        self._numbers.pop(group, None)
+        self._members.pop(group, None)
+        if self._page is not None:
+            groups = dict(self._page.facts["groups"])
+            groups.pop(short_name(group), None)
+            self._page.update(groups=groups)
+
     @contextmanager
     def call(self, name: str, group: Group | None = None, value: object = None) -> Iterator[None]:
         """Record what the body does as one call. Local. The arguments are those of `begin`."""

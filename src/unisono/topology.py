@@ -188,8 +188,14 @@ class ContextHint:
     environment: RankInfo | None = None
 
 
+class _Referable:
+    """What there may be weak references to."""  # `weakref_slot` of dataclass: from Python 3.11 on
+
+    __slots__ = ("__weakref__",)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class Group(_Referable):
     """Some ranks of one context, in an order of their own.
 
     Args:

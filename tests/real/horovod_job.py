@@ -207,7 +207,7 @@ def part_mismatch() -> None:
         partial(model.broadcast, two, 1 if odd else 0),
         partial(model.reduce_scatter, length.repeat(n, 1), ReduceOp.SUM),
         partial(model.all_to_all, length.repeat(n, 1)),
-        partial(model.new_group, (0,) if odd else (0, 1)),
+        partial(model.control.begin_group, (0,) if odd else (0, 1)),
     ]
     for call in calls:
         for _ in range(2):

@@ -22,7 +22,12 @@ def make(context: ContextState, ranks: tuple[int, ...], **options: Any) -> Group
     """Make a group; one of nobody needs no communicator. Collective at creation."""
     if not ranks:
         return Group((), context_id=context.context_id)
-    return context.model.new_group(ranks, **options).of_context(context.context_id)
+    context.control.begin_group(ranks)
+    context.forget_ended()
+    group = context.model.new_group(ranks, **options).of_context(context.context_id)
+    if context.model.topology.rank in ranks:
+        context.control.watch_over(group)
+    return group
 
 
 def checked(context: ContextState, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -75,6 +80,7 @@ def resolve(context: ContextState, group: GroupLike) -> Group | None:
             "group should be a Group, a list of global ranks or a group of "
             f"{context.model.name}: {group!r}"
         )
+    context.forget_ended()
     return adopted.of_context(context.context_id)
 
 

@@ -5,19 +5,24 @@ A model without one gets the default, which adds nothing to the model's own `exc
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+from unisono.control.envelopes import call_head
 from unisono.control.hub import Hub
 from unisono.control.missing import Absent
 from unisono.control.rendezvous import checks_by, connect_group
-from unisono.control.signatures import SequenceNumbers
+from unisono.control.signatures import SequenceNumbers, site, unpack
 from unisono.control.watch import Watch
 from unisono.deadlines import end_of_call
-from unisono.errors import CollectiveError, ContextError
+from unisono.errors import CollectiveError, ContextError, GroupMembershipError
 from unisono.host.collectives import HostCollectives
 from unisono.host.levels import MemoryCollectives, TwoLevels
 from unisono.model import fallback
@@ -38,6 +43,7 @@ INLINE_BYTES = 1 << 16
 
 Where all ranks share memory it is what fits into their mailboxes.
 """
+_NOBODYS: tuple[Callable[[], Any], int] = (lambda: None), 0
 _TENSOR_PART = 4
 """A CPU tensor travels in a round up to this part of the longest blob, measured on 2 and 4 ranks:
 16 KiB over sockets, 1 MiB over the number of ranks where they share memory."""
@@ -65,6 +71,9 @@ class ControlPlane:
         """What this rank has begun on the data plane."""
         self.setting: str = os.environ.get("UNISONO_DEBUG", "")
         """Whether its user wants calls compared: 1, 0, or else where it costs little."""
+        self.ended: deque[str] = deque()
+        """Names of groups that have ended, for who keeps something by them."""
+        self._dropped: deque[tuple[str, tuple[int, ...]]] = deque()
 
     @property
     def model(self) -> ComputationModel:
@@ -124,6 +133,28 @@ class ControlPlane:
         model = self.model
         return model.transport_device.type == "cpu" and model.topology.size(group) > 1
 
+    def watch_over(self, group: Group) -> None:
+        """Let a group end once this rank has it no more, at a later `begin_group`. Local."""
+        # A finalizer runs in any thread and in the middle of any call, so it only takes note.
+        note = weakref.finalize(group, self._dropped.append, (group.name, group.ranks))
+        note.atexit = False
+
+    def begin_group(self, ranks: tuple[int, ...]) -> None:
+        """End groups that were dropped, before another one is made.
+
+        Local, or collective over all ranks, which then compare what they make.
+
+        Args:
+            ranks: those of the group that is made next.
+        """
+        while self._dropped:
+            self.end(self._dropped.popleft()[0])
+
+    def end(self, name: str) -> None:
+        """Let go of what is kept by the name of a group. Local."""
+        self.steps.forget(name)
+        self.ended.append(name)
+
     def bucket(self, size_bytes: int) -> int:
         """Round a size up to one that the model likes to see. Local; XLA compiles per size."""
         return fallback.at_least_one(size_bytes)
@@ -149,7 +180,7 @@ class ControlPlane:
 
     def take_over(self, other: Self) -> None:
         """Share what the ranks made together for another view of this context. Local."""
-        self.steps = other.steps
+        self.steps, self.ended, self._dropped = other.steps, other.ended, other._dropped
 
 
 def control_of(model: ComputationModel) -> ControlPlane:
@@ -186,6 +217,12 @@ class SocketControlPlane(ControlPlane):
         """Whether the model's collectives may be taken for the way between hosts alone."""
         self.is_one_host: bool = False
         """Whether a rank that isn't a process of this user on this host can't be of the job."""
+        self.destroy: Callable[[Any], object] | None = None
+        """How the model's library ends a group, given its handle; None if it can't."""
+        self._handles: dict[str, tuple[Callable[[], Any], int]] = {}
+        """By name the library's own group, as long as it is there, and its references when made."""
+        self._over: dict[str, tuple[int, ...]] = {}
+        """The ranks of groups that this one has dropped, until all of them have."""
 
     def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
         """Give every rank the bytes of every rank; the first call of a group connects it.
@@ -276,6 +313,71 @@ class SocketControlPlane(ControlPlane):
             rank = self.model.topology.rank
             self._memories[key] = TwoLevels(hub.arena, hosts, rank, watch, self)
 
+    def watch_over(self, group: Group) -> None:
+        """Let a group end once no rank has it or its handle. Local, as in the class above."""
+        super().watch_over(group)
+        handle = group.handle
+        self._handles[group.name] = weakref.ref(handle), sys.getrefcount(handle)
+
+    def begin_group(self, ranks: tuple[int, ...]) -> None:
+        """End groups that all of their ranks have dropped. Collective over all ranks."""
+        while self._dropped:
+            self._over.update([self._dropped.popleft()])
+        head = call_head(f"new_group {list(ranks)}", site())
+        mine = [name for name in self._over if not self._is_lent(name)]
+        blobs = self.exchange(head + json.dumps(mine).encode())
+        everybody = range(len(blobs))
+        dropped = [json.loads(bytes(each)) for each in unpack(blobs, head, lambda: everybody)]
+        for name in sorted(self._over):
+            if all(name in dropped[rank] for rank in self._over[name]):
+                del self._over[name]
+                handle = self._handles.get(name, _NOBODYS)[0]()
+                if self.destroy is not None and handle is not None:
+                    self.destroy(handle)
+                self.end(name)
+
+    def _is_lent(self, name: str) -> bool:
+        """Tell whether somebody has the handle of a group that was dropped, as DDP may."""
+        reference, count = self._handles.get(name, _NOBODYS)
+        handle = reference()
+        return handle is not None and sys.getrefcount(handle) >= count  # one was the group's
+
+    def adopt(self, group: Group) -> None:
+        """Take note of a group that somebody else made, and end those that they have destroyed.
+
+        Local.
+        """
+        known = self._handles.get(group.name)
+        if known is not None and known[0]() is group.handle:
+            return
+        over = [name for name, (handle, _) in self._handles.items() if self._is_over(handle())]
+        for name in over:
+            self.end(name)
+        self._handles[group.name] = weakref.ref(group.handle), 0
+
+    def _is_over(self, handle: object) -> bool:
+        try:
+            return self.model.adopt_group(handle) is None
+        except GroupMembershipError:
+            return True
+
+    def end(self, name: str) -> None:
+        """Close the connections of a group, too. Local, as in the class above."""
+        self._let_go([name], lambda hub: hub.close("left"))
+        for kept in (self._handles, self._connects):
+            kept.pop(name, None)
+        self.proved.discard(name)
+        super().end(name)
+
+    def _let_go(self, names: list[str], leave: Callable[[Hub], object]) -> None:
+        hubs = [self.hubs.pop(name, None) for name in names]
+        for memory in [self._memories.pop(name, None) for name in names]:
+            if memory is not None:
+                memory.close()
+        for hub in hubs:
+            if hub is not None:
+                leave(hub)
+
     def make_part(self, ranks: tuple[int, ...]) -> Group:
         """Make a group whose operations are parts of those of all ranks. Collective over all."""
         group = self.model.new_group(ranks)
@@ -288,11 +390,6 @@ class SocketControlPlane(ControlPlane):
         """What this rank's groups share for tensors."""
         arenas = [hub.arena for hub in self._connected()]
         return sum(arena.layout.size_bytes for arena in arenas if arena is not None)
-
-    def _let_go_of_memory(self) -> None:
-        for memory in self._memories.values():
-            memory.close()
-        self._memories.clear()
 
     def _connected(self) -> list[Hub]:
         return [hub for hub in list(self.hubs.values()) if hub is not None]  # threads add to them
@@ -309,25 +406,18 @@ class SocketControlPlane(ControlPlane):
 
     def close(self, farewell: str = "left") -> None:
         """Close the connections. Local, as in the class above."""
-        hubs = self._connected()
-        self.hubs.clear()
-        self._let_go_of_memory()
-        for hub in hubs:
-            hub.close(farewell)
+        self._let_go(list(self.hubs), lambda hub: hub.close(farewell))
 
     def disown(self) -> None:
         """Close what a forked child has inherited, without a word to the others. Local."""
-        hubs = self._connected()
-        self.hubs.clear()
-        self._let_go_of_memory()
-        for hub in hubs:
-            hub.disown()
+        self._let_go(list(self.hubs), Hub.disown)
 
     def take_over(self, other: Self) -> None:
         """Share the connections of another view of this context, and what they proved. Local."""
         super().take_over(other)
         self.hubs, self.secret, self._memories = other.hubs, other.secret, other._memories
         self.proved, self._parts, self.is_one_host = other.proved, other._parts, other.is_one_host
+        self._handles, self._over = other._handles, other._over
         for memory in self._memories.values():
             memory.belong_to(self)
 

@@ -311,6 +311,11 @@ class SequenceNumbers:
         self._models[key] = number = self._models.get(key, 0) + 1
         return number
 
+    def forget(self, group: str) -> None:
+        """Let go of a group that has ended. Local."""
+        for kept in (self.counts, self.histories, self._models):
+            kept.pop(group, None)
+
     def begin(self, group: str, call: str) -> int:
         """Take note of an operation that this rank begins; give its number. Local."""
         self.counts[group] = count = self.counts.get(group, 0) + 1

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from unisono.deadlines import allowed_s, format_s, host_s, limit_of
@@ -30,7 +31,9 @@ class Watch:
     """
 
     def __init__(self, control: SocketControlPlane, group: Group | None, name: str) -> None:
-        self._control, self._group, self._name = control, group, name
+        # Without its handle, and not the group itself, which would never end.
+        self._group = None if group is None else replace(group, handle=None)
+        self._control, self._name = control, name
 
     def on(self, control: Any) -> Watch:
         """Give the same for another view of the context. Local."""

@@ -102,6 +102,8 @@ class ThreadExchange:
             is_last = len(entries) == len(ranks)
             if is_last:
                 self._open[group].remove(entries)
+                if not self._open[group]:
+                    del self._open[group]
                 self._condition.notify_all()
         if not is_last:
             missing = lambda: [r for r in ranks if r not in entries]  # noqa: E731

@@ -98,12 +98,14 @@ class _World(ThreadExchange):
 
     def fetch(self, key: tuple[object, int, int], rank: int, timeout_s: float) -> Tensor:
         """Take the oldest message from `key`."""
+        letters, src = self._letters, key[1]
+        missing = lambda: [] if letters.get(key) else [src]  # noqa: E731
+        self._wait(missing, {}, rank, f"recv from rank {src}", timeout_s)
         with self._condition.lock:
-            box = self._letters.setdefault(key, [])
-        src = key[1]
-        self._wait(lambda: [] if box else [src], {}, rank, f"recv from rank {src}", timeout_s)
-        with self._condition.lock:
-            return box.pop(0)
+            letter = letters[key].pop(0)
+            if not letters[key]:
+                del letters[key]
+        return letter
 
     def _has_failed(self) -> bool:
         return self.failure is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -11,13 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import unisono
 from tests.support.processes import until
 from tests.support.requirements import is_required, require_backend
 from tests.support.worlds import with_marks
 from unisono.context import current, replica
-from unisono.errors import ArgumentError, CollectiveTimeoutError, WorkerFailedError
+from unisono.errors import (
+    ArgumentError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    WorkerFailedError,
+)
 from unisono.testing.ranks.world import World
 
 BIG = 2_000_000  # elements: more than what travels in a round
@@ -54,6 +62,47 @@ def test_groups_of_the_same_ranks_may_be_called_in_another_order_by_each_rank(wo
 
     found = in_threads(lambda: total(0, 1.0), lambda: total(1, 100.0))
     assert found == [(2.0, 2.0, 2.0), (200.0, 200.0, 200.0)]
+
+
+@with_marks(pytest.mark.ranks(2, on=("threads", "gloo", "unisono")), *on_mpi)
+def test_groups_that_no_rank_has_leave_nothing(world: World) -> None:
+    """Neither ours nor torch's own, which its maker destroys: descriptors, threads, counts."""
+    context = current()
+    is_torchs = context.model.name == "native-dist"
+
+    def use() -> None:
+        theirs = [dist.new_group([0, 1])] if is_torchs else []
+        for group in (unisono.new_group([0, 1]), *theirs):
+            assert unisono.all_reduce(torch.ones(BIG), group=group)[-1] == 2
+            assert unisono.all_reduce(1, group=group, async_op=True).wait() == 2
+        for group in theirs:
+            dist.destroy_process_group(group)
+
+    def held() -> tuple[int, ...]:
+        gc.collect()
+        counts = [len(kept) for kept in (context.calls._numbers, context.control.steps.counts)]
+        what = ("fd", "task") if is_torchs else ()
+        return (*counts, *(len(os.listdir(f"/proc/self/{each}")) for each in what))
+
+    use()
+    before = held()
+    for _ in range(4):
+        use()
+    until(lambda: held() <= before, LIMIT_S)
+
+
+@pytest.mark.ranks(2, on="gloo")
+def test_a_group_whose_handle_somebody_has_stays() -> None:
+    handle: Any = unisono.new_group([0, 1]).handle
+    unisono.new_group([0, 1])
+    dist.all_reduce(total := torch.ones(1), group=handle)
+    assert total == 2
+
+
+@pytest.mark.ranks(2, on="gloo")
+def test_ranks_that_make_different_groups_are_told(world: World) -> None:
+    with pytest.raises(CollectiveMismatchError, match=rf"rank {world.rank}.* new_group \[0"):
+        unisono.new_group([0, world.rank] if world.rank else [0])
 
 
 @with_marks(pytest.mark.ranks(1, on=("serial", "gloo", "threads")), *on_mpi)

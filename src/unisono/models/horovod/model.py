@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -18,7 +17,6 @@ from unisono.deadlines import limit_of
 from unisono.errors import (
     ArgumentError,
     CollectiveError,
-    CollectiveMismatchError,
     UnsupportedOperation,
 )
 from unisono.model.contract import ComputationModel
@@ -224,12 +222,6 @@ class HorovodModel(ComputationModel, TrainingHooks):
         timeout = options.pop("timeout", None)
         check_names("new_group on horovod", options, {"timeout"})
         self._made += 1
-        requested = [json.loads(blob) for blob in self.exchange(json.dumps(ranks).encode())]
-        if requested != [list(ranks)] * len(requested):
-            raise CollectiveMismatchError(
-                f"rank {self._topology.rank}: new_group: the ranks asked for different groups "
-                f"(by rank {requested}): make every rank of the job ask for the same"
-            )
         try:
             made = self._find_process_set(ranks) or hvd.add_process_set(list(ranks))
         except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -111,7 +112,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         self._gathers_at_root = carrier == "gloo" and topology.world_size >= _MANY
         timeout_s = None if self._timeout is None else self._timeout.total_seconds()
         self.control: SocketControlPlane = SocketControlPlane(self, timeout_s)
-        self.control.has_levels = is_gloo
+        self.control.has_levels, self.control.destroy = is_gloo, _destroy
         if is_gloo:
             settle_at_exit()
         self._calls = Calls(self, self.transport_device.type == "cpu" and topology.world_size > 1)
@@ -360,7 +361,15 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             return Group(ranks, handle, EVERYBODY)
         timeout = process_group.timeout_of(handle, self.transport_device)
         timeout_s = None if timeout is None else timeout.total_seconds()
-        return Group(ranks, handle, handle.group_name, timeout_s)
+        group = Group(ranks, handle, handle.group_name, timeout_s)
+        self.control.adopt(group)
+        return group
+
+
+def _destroy(handle: Any) -> None:
+    settle()
+    with suppress(ValueError):  # its user has destroyed it
+        dist.destroy_process_group(handle)
 
 
 def _parts(backend: str) -> tuple[str, ...]:
