@@ -35,7 +35,7 @@ from unisono.model.reduction import ReduceOp
 from unisono.models.serial import ChildOfRank, SerialModel
 from unisono.observe.trace import begin_if_asked
 from unisono.recording import CallLog, job_of, job_of_one_process
-from unisono.topology import ContextHint, Group, RankInfo, Topology
+from unisono.topology import EVERYBODY, ContextHint, Group, RankInfo, Topology, name_of
 
 __all__ = (
     "ContextState",
@@ -68,7 +68,7 @@ class ContextState:
     """
 
     __slots__ = (
-        "background",
+        "backgrounds",
         "calls",
         "context_id",
         "control",
@@ -99,8 +99,8 @@ class ContextState:
         """The name of each rank's host, once the ranks of an adopted context have said them."""
         self.must_introduce: bool = False
         """Whether the first call over all ranks has these name their hosts: where we adopted it."""
-        self.background: Background | None = None
-        """Runs what was started and not waited for, in order."""
+        self.backgrounds: dict[str, Background] = {}
+        """What runs a group's calls that were started and not waited for, in order, by its name."""
         self.flat_buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         """Buffers that averaging reuses, one for each dtype and device."""
 
@@ -119,11 +119,13 @@ class ContextState:
     def forget_ended(self) -> None:
         """Let go of what is kept by the names of groups that have ended. Local."""
         while self.control.ended:
-            self.calls.forget(self.control.ended.popleft())
+            name = self.control.ended.popleft()
+            self.calls.forget(name)
+            self.backgrounds.pop(name, None)
 
     def finalize(self) -> None:
         """End the context, after what runs in the background. Collective over all its ranks."""
-        self.settle()
+        self.settle_all()
         self.groups.clear()
         self.model.finalize()
         self.calls.close()
@@ -136,7 +138,7 @@ class ContextState:
 
     def disown(self) -> None:
         """Let go of what a forked child has inherited. Local."""
-        self.background = None  # its thread isn't here
+        self.backgrounds = {}  # whose threads aren't here
         self.calls.disown()
         self.control.disown()
 
@@ -165,21 +167,28 @@ class ContextState:
         if self.interrupted is not None:
             raise type(self.interrupted)(*self.interrupted.args)
 
-    def start(self, call: Callable[[], T]) -> Handle[T]:
-        """Start `call`, which uses this context's collectives, without waiting for it.
+    def start(self, call: Callable[[], T], group: Group | None) -> Handle[T]:
+        """Start `call`, which uses the collectives of a group, without waiting for it.
 
-        Local. It runs in one background thread for each context, in order, under the deadline that
-        holds here, and in the name of the user's line; at once where no thread may.
+        Local. It runs in one background thread for each group, in order, under the deadline that
+        holds here, and in the name of the user's line; at once where no thread may, and until the
+        first call over all ranks is done: what they agree on decides how their groups connect.
         """
         self.check_whole()
-        if not self.control.allows_threads:
-            return self._done(call)
-        if self.background is None:
-            self.background = Background(f"{BACKGROUND}-{self.model.name}-{self.context_id}")
-        return self.background.submit(partial(from_here().run, call))
+        if not (self.control.allows_threads and self.control.has_met(None)):
+            return self._done(call, group)
+        name = self._order(group)
+        if name not in self.backgrounds:
+            made = Background(f"{BACKGROUND}-{self.model.name}-{self.context_id}")
+            self.backgrounds.setdefault(name, made)
+        return self.backgrounds[name].submit(partial(from_here().run, call))
 
-    def _done(self, call: Callable[[], T]) -> Handle[T]:
-        self.settle()
+    def _order(self, group: Group | None) -> str:
+        """Name the group whose calls those of `group` keep one order with."""
+        return name_of(group) if self.control.separates_groups else EVERYBODY
+
+    def _done(self, call: Callable[[], T], group: Group | None) -> Handle[T]:
+        self.settle(group)
         outcome: Outcome[T] = Outcome()  # with an error that belongs to who waits for the handle
         outcome.of(call, is_own=lambda error: isinstance(error, Exception))
         return Handle(outcome.wait, lambda: outcome.is_known)
@@ -194,14 +203,25 @@ class ContextState:
         started = self.model.start_all_reduce(tensor, op, group)
         if started is not None:
             return started
-        return self.start(lambda: self.model.all_reduce(tensor, op, group))
+        return self.start(lambda: self.model.all_reduce(tensor, op, group), group)
 
-    def settle(self) -> None:
-        """Wait for what `start` has under way, so that every rank keeps one order. Local."""
-        if self.background is not None:
-            self.background.settle()
+    def settle(self, group: Group | None = None) -> None:
+        """Wait for what `start` has under way over a group, for every rank keeps one order. Local.
+
+        Args:
+            group: the ranks that take part in what comes next.
+        """
+        background = self.backgrounds.get(self._order(group)) if self.backgrounds else None
+        if background is not None:
+            background.settle()
         if self.control.is_lazy:
             self.control.settle()
+
+    def settle_all(self) -> None:
+        """Wait for what `start` has under way over every group. Local."""
+        for background in list(self.backgrounds.values()):
+            background.settle()
+        self.settle()
 
 
 _NO_HINT = ContextHint()
@@ -254,10 +274,13 @@ def current() -> ContextState:
     return _look_around()
 
 
-def communicator() -> ContextState:
+def communicator(group: Group | None = None) -> ContextState:
     """Give the active context, ready for a collective.
 
-    Local, but for waiting until what runs asynchronously in the background is done.
+    Local, but for waiting until what runs asynchronously over the group is done.
+
+    Args:
+        group: the ranks that take part.
 
     Raises:
         CollectiveError: this rank left a collective half-way.
@@ -271,8 +294,8 @@ def communicator() -> ContextState:
         refuse_fork(context)
     if context.interrupted is not None:
         context.check_whole()
-    if context.background is not None or context.control.is_lazy:
-        context.settle()
+    if context.backgrounds or context.control.is_lazy:
+        context.settle(group)
     return context
 
 

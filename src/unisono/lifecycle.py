@@ -347,7 +347,7 @@ def sync(temporary: bool = False) -> None:
     """
     active = context.current()
     if not context.is_ours(active):
-        active.settle()  # what runs in the background may introduce the ranks
+        active.settle_all()  # what runs in the background may introduce the ranks
         context.forget()
     if context.current().must_introduce:
         introduce(context.communicator(), "sync")

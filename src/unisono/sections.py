@@ -143,6 +143,7 @@ def _outcome_for_all(
 
 @guarded
 def _tell(context: ContextState, call: str, frame: bytes, group: Group | None) -> list[bytes]:
+    context.settle(group)
     return swap(context, call, frame, group)
 
 

@@ -197,12 +197,12 @@ def funneled() -> None:
 
     model = adopted(MpiModel)
     context = ContextState(model)
-    handle = context.start(lambda: model.all_gather(torch.tensor(1)))
+    handle = context.start(lambda: model.all_gather(torch.tensor(1)), None)
     same(handle.wait(), torch.ones(model.topology.world_size, dtype=torch.int64))
     started = context.start_all_reduce(torch.ones(1), ReduceOp.SUM)
     assert started.wait().item() == model.topology.world_size
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
-        assert context.background is None
+        assert not context.backgrounds
         say("NO THREAD")
 
 

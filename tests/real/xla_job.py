@@ -130,8 +130,8 @@ def lazy_inputs(model: XlaModel) -> None:
 def eager(model: XlaModel) -> None:
     """Check that what is started is computed at once, and an error is kept for the wait."""
     context = ContextState(model)
-    handle = context.start(lambda: model.all_reduce(torch.ones(2), ReduceOp.SUM))
-    broken = context.start(lambda: 1 // 0)
+    handle = context.start(lambda: model.all_reduce(torch.ones(2), ReduceOp.SUM), None)
+    broken = context.start(lambda: 1 // 0, None)
     with pytest.raises(ZeroDivisionError):
         broken.wait()
     assert handle.is_completed()

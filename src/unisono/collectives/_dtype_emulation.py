@@ -282,22 +282,23 @@ def start_all_reduce(
     context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None
 ) -> Handle[Tensor]:
     """Start `all_reduce` on a tensor of ours. Collective over `group`."""
-    if route(context, tensor, group) is not context.model:
+    # Who begins a group's first call waits for the others, too: the background may.
+    if not context.control.has_met(group) or route(context, tensor, group) is not context.model:
         with torch.inference_mode(False):  # the thread isn't in that mode
             tensor = tensor.clone() if tensor.is_inference() else tensor
-        return context.start(partial(all_reduce, context, tensor, op, group, tensor.device))
+        call = partial(all_reduce, context, tensor, op, group, tensor.device)
+        return context.start(call, group)
     carrier, step, restore = _carrier(context, context.model, tensor, op, group)
     if carrier.dtype not in context.model.dtypes:
-        return context.start(
-            partial(_reduce_folded, context, tensor, carrier, op, step, group)
-        ).then(restore)
+        call = partial(_reduce_folded, context, tensor, carrier, op, step, group)
+        return context.start(call, group).then(restore)
 
     def begin() -> Handle[Tensor]:
         check(context, f"all_reduce {op.name}", tensor, group)
         return context.start_all_reduce(carrier, step, group)
 
     # Comparing calls waits for the other ranks; starting an operation must not.
-    started = joined(context.start(begin)) if compares(context, group) else begin()
+    started = joined(context.start(begin, group)) if compares(context, group) else begin()
     return started.then(restore)
 
 

@@ -10,12 +10,12 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from torch import Tensor
 
-from unisono.collectives.membership import check_rank, resolve
+from unisono.collectives.membership import check_rank, enter
 from unisono.collectives.routing import Reducer, fits_round
 from unisono.context import ContextState, communicator, left_half_way, own_context
 from unisono.control.envelopes import call_head
 from unisono.control.rendezvous import host_of_this_process
-from unisono.control.signatures import purpose_or, unpack
+from unisono.control.signatures import line, purpose_or, unpack
 from unisono.control.signatures import site as find_site
 from unisono.errors import CollectiveMismatchError, PayloadError, UnisonoError
 from unisono.host.collectives import HostCollectives
@@ -160,8 +160,9 @@ def check(
     """
     is_shared = type(carrier) is HostCollectives
     if is_shared or compares(context, group, sums=type(carrier) is TwoLevels):
-        site = context.control.steps.site = find_site()
+        site = find_site()
         swap(context, signature(call, tensor), b"", group, site)
+        line.compared = site
 
 
 def refuse(
@@ -171,7 +172,7 @@ def refuse(
 
     Collective over `group` where the ranks would have compared this call, else local.
     """
-    context.settle()
+    context.settle(group)
     is_inline = False
     if isinstance(tensor, Tensor):
         with suppress(Exception):  # a subclass's own code may raise
@@ -267,9 +268,9 @@ def _with_prologue(
         try:
             async_op = kwargs.get("async_op", False)
             group = args[at] if len(args) > at else kwargs.get("group")
-            context = own_context() if async_op and group is None else communicator()
+            context = own_context() if async_op or group is not None else communicator()
             if group is not None:
-                group = resolve(context, group)
+                group = enter(context, group, async_op)
             if root:
                 rank = args[root_at] if len(args) > root_at else kwargs.get(root, 0)
                 check_rank(context, group, rank, root)
@@ -287,7 +288,7 @@ def _with_prologue(
             except refuses as error:
                 refuse(context, fn.__name__, first if folds else None, group, error)
             if async_op:
-                return _started(context, token, run)
+                return _started(context, token, run, group)
             value = run()
             token.end()
             return value
@@ -301,8 +302,10 @@ def _with_prologue(
     return cast("F", functools.update_wrapper(call, fn))
 
 
-def _started(context: ContextState, token: Token, run: Handle[T] | Callable[[], T]) -> Handle[T]:
+def _started(
+    context: ContextState, token: Token, run: Handle[T] | Callable[[], T], group: Group | None
+) -> Handle[T]:
     """Start what the model hasn't started by itself; it is recorded until it is done."""
     if isinstance(run, Handle):
         return token.started(run)
-    return token.started(context.start(partial(token.carry_out, run)), is_started=False)
+    return token.started(context.start(partial(token.carry_out, run), group), is_started=False)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from unisono.context import ContextState, communicator, own_context
+from unisono.context import ContextState, own_context
 from unisono.errors import ArgumentError, GroupMembershipError
 from unisono.topology import Group
 from unisono.tracebacks import hides
 
-__all__ = ("GroupLike", "check_rank", "checked", "make", "resolve", "team")
+__all__ = ("GroupLike", "check_rank", "checked", "enter", "make", "resolve", "team")
 
 __tracebackhide__ = hides
 
@@ -22,6 +22,7 @@ def make(context: ContextState, ranks: tuple[int, ...], **options: Any) -> Group
     """Make a group; one of nobody needs no communicator. Collective at creation."""
     if not ranks:
         return Group((), context_id=context.context_id)
+    context.settle()
     context.control.begin_group(ranks)
     context.forget_ended()
     group = context.model.new_group(ranks, **options).of_context(context.context_id)
@@ -84,17 +85,24 @@ def resolve(context: ContextState, group: GroupLike) -> Group | None:
     return adopted.of_context(context.context_id)
 
 
+def enter(context: ContextState, group: GroupLike, async_op: bool) -> Group | None:
+    """Resolve a group, and wait for what is under way over it unless a call is only started.
+
+    Collective at creation, as `resolve` is.
+    """
+    resolved = resolve(context, group)
+    if not async_op:
+        context.settle(resolved)
+    return resolved
+
+
 def team(group: GroupLike, async_op: bool = False) -> tuple[ContextState, Group | None, bool]:
     """Give the active model, the group, and whether this replica is a member of it.
 
     Collective at creation, as `resolve` is.
     """
-    context = own_context() if async_op else communicator()
-    if group is None:
-        return context, None, True
-    if async_op:
-        context = communicator()
-    resolved = resolve(context, group)
+    context = own_context()
+    resolved = enter(context, group, async_op)
     is_member = resolved is None or context.model.topology.rank in resolved.ranks
     return context, resolved, is_member
 

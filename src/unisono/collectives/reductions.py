@@ -237,7 +237,7 @@ def all_reduce(
     carriers.check_reducible(tensor, operation)
     if async_op:
         mine = carriers.own(context, tensor)
-        context.settle()
+        context.settle(members)
         started = carriers.start_all_reduce(context, mine, operation, members)
         return started.then(lambda total: total.to(tensor.device))
     return partial(_all_reduce, context, tensor, operation, members)
@@ -383,8 +383,9 @@ def all_reduce_(
         raise PayloadError(f"all_reduce_ works in place on a tensor, not on {_kind(tensor)}")
     carriers.check_reducible(tensor, operation)
     if async_op:
-        context.settle()
-    tensors = route(context, tensor, members)
+        context.settle(members)
+    is_met = not async_op or context.control.has_met(members)
+    tensors = route(context, tensor, members) if is_met else None
     is_ready = (
         tensors is not None
         and is_direct(tensors, tensor, operation)

@@ -87,6 +87,18 @@ class ControlPlane:
         """Whether another thread than the user's may make the model's calls. Local."""
         return True
 
+    @property
+    def separates_groups(self) -> bool:
+        """Whether calls over different groups may run at once, in a thread each. Local.
+
+        Not on accelerators: NCCL may wait forever where ranks begin them in another order.
+        """
+        return self.model.transport_device.type == "cpu"
+
+    def has_met(self, group: Group | None) -> bool:
+        """Tell whether the ranks of a group agreed on all that they do at its first call. Local."""
+        return True
+
     def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
         """Give the size of the longest CPU tensor that travels in an exchange of `group`.
 
@@ -254,6 +266,10 @@ class SocketControlPlane(ControlPlane):
         if host is not None:
             return host.exchange(blob, sizes)
         return fallback.exchange_bodies(self.model, blob, list(sizes), group)
+
+    def has_met(self, group: Group | None) -> bool:
+        """Tell whether a group is connected. Local, as in the class above."""
+        return name_of(group) in self.hubs or self.model.topology.size(group) == 1
 
     def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
         """Give what a connected group's rounds take. Local, as in the class above."""

@@ -129,6 +129,8 @@ _purpose: ContextVar[str] = ContextVar("_purpose", default="")
 class _Line(threading.local):
     known: bytes = b""
     """Of the call that this thread is in, where somebody has looked already."""
+    compared: bytes = b""
+    """Of the call that was compared and comes next; empty where none was."""
 
 
 line: _Line = _Line()
@@ -297,8 +299,6 @@ class SequenceNumbers:
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
         """Operations of the data plane that this rank began: equal counts are the same one."""
-        self.site: bytes = b""
-        """The line of the call that was compared and comes next; empty where none was."""
         self.last: str = ""
         """The last of them and its line; empty once something else came after it."""
         self.histories: defaultdict[str, CallHistory] = defaultdict(CallHistory)
@@ -319,6 +319,6 @@ class SequenceNumbers:
     def begin(self, group: str, call: str) -> int:
         """Take note of an operation that this rank begins; give its number. Local."""
         self.counts[group] = count = self.counts.get(group, 0) + 1
-        line, self.site = self.site or site(), b""
-        self.last = f"{call} at {line.decode('utf-8', 'replace')}"
+        where, line.compared = line.compared or site(), b""
+        self.last = f"{call} at {where.decode('utf-8', 'replace')}"
         return count

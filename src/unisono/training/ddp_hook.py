@@ -81,13 +81,13 @@ class Averaging:
 
     def host(self) -> HostCollectives | None:
         """Give what the ranks share, after what runs in the background. Local."""
-        return communicator().control.host(self._group)
+        return communicator(self._group).control.host(self._group)
 
     def reduce(
         self, index: int, flat: Tensor, op: ReduceOp, host: HostCollectives | None
     ) -> torch.futures.Future[Tensor]:
         """Reduce one bucket in place, or start that between hosts. Collective over the group."""
-        context, done = communicator(), torch.futures.Future[Tensor]()
+        context, done = communicator(self._group), torch.futures.Future[Tensor]()
         call = f"{self._name}, bucket {index}"
         with called(call):
             token = context.calls.begin("gradients", self._group, flat, host is None)
@@ -117,7 +117,7 @@ class Averaging:
             return None
         live = torch.tensor([float(self._is_live)], device="cpu")
         if host is None:
-            return communicator().model.all_reduce(live, ReduceOp.SUM, self._group)
+            return communicator(self._group).model.all_reduce(live, ReduceOp.SUM, self._group)
         return host.all_reduce(live, ReduceOp.SUM)
 
     def library_group(self) -> Any:

@@ -47,7 +47,10 @@ def in_threads(*calls: Callable[[], Any]) -> list[Any]:
 
 
 @two
-def test_groups_of_the_same_ranks_may_be_called_in_another_order_by_each_rank(world: World) -> None:
+@pytest.mark.parametrize("is_async", [False, True])
+def test_groups_of_the_same_ranks_may_be_called_in_another_order_by_each_rank(
+    world: World, is_async: bool
+) -> None:
     """Large tensors too, whose calls are compared over the control plane before they travel."""
     groups = [unisono.new_group([0, 1]) for _ in range(2)]
     first = threading.Event()
@@ -56,15 +59,33 @@ def test_groups_of_the_same_ranks_may_be_called_in_another_order_by_each_rank(wo
         if at != world.rank:  # each rank begins with another group
             first.wait()
         first.set()
-        big = unisono.all_reduce(torch.full((BIG,), value), group=groups[at])
-        found = unisono.all_reduce(value, group=groups[at])
+        values: Any = (torch.full((BIG,), value), value)
+        got = [unisono.all_reduce(x, group=groups[at], async_op=is_async) for x in values]
+        big, found = [each.wait() for each in got] if is_async else got
         return found, big[0].item(), big[-1].item()
 
     found = in_threads(lambda: total(0, 1.0), lambda: total(1, 100.0))
     assert found == [(2.0, 2.0, 2.0), (200.0, 200.0, 200.0)]
 
 
-@with_marks(pytest.mark.ranks(2, on=("threads", "gloo", "unisono")), *on_mpi)
+everywhere = with_marks(pytest.mark.ranks(2, on=("threads", "gloo", "unisono")), *on_mpi)
+
+
+@everywhere
+@pytest.mark.parametrize("size", [1, BIG])
+def test_a_call_under_way_over_one_group_holds_up_no_other(world: World, size: int) -> None:
+    one, other = (unisono.new_group([0, 1]) for _ in range(2))
+    if world.rank == 0:
+        handle = unisono.all_reduce(torch.ones(size), group=one, async_op=True)
+        unisono.barrier(group=other)
+        total = handle.wait()
+    else:
+        unisono.barrier(group=other)
+        total = unisono.all_reduce(torch.ones(size), group=one)
+    assert total[-1] == 2
+
+
+@everywhere
 def test_groups_that_no_rank_has_leave_nothing(world: World) -> None:
     """Neither ours nor torch's own, which its maker destroys: descriptors, threads, counts."""
     context = current()

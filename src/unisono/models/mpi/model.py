@@ -45,6 +45,13 @@ class _ControlPlane(ControlPlane):
     def allows_threads(self) -> bool:
         return self.model.allows_threads
 
+    @property
+    def separates_groups(self) -> bool:
+        return self.model.allows_many_threads and super().separates_groups
+
+    def has_met(self, group: Group | None) -> bool:
+        return group is not None or self.model.is_duplicated
+
     def compares_calls(self, group: Group | None) -> bool:
         """Tell whether all ranks share a host, and tensors are there: it costs 10 to 20 us then."""
         # The first collective over an adopted world finds it out: nothing is compared before.
@@ -172,6 +179,16 @@ class MpiModel(ComputationModel):
         """Whether MPI may be called from another thread. Local."""
         return bool(self._mpi.Query_thread() >= self._mpi.THREAD_SERIALIZED)
 
+    @property
+    def allows_many_threads(self) -> bool:
+        """Whether several threads may call MPI at once. Local."""
+        return bool(self._mpi.Query_thread() >= self._mpi.THREAD_MULTIPLE)
+
+    @property
+    def is_duplicated(self) -> bool:
+        """Whether all ranks have called something over all of them. Local."""
+        return self._world is not None
+
     def lose(self, how: str) -> None:
         """Let no further call of MPI be made, and end the job with this process. Local."""
         self._calls.lose(how)
@@ -236,7 +253,7 @@ class MpiModel(ComputationModel):
         self, tensor: Tensor, op: ReduceOp, group: Group | None = None
     ) -> Handle[Tensor] | None:
         is_whole = tensor.numel() <= self.largest_count and tensor.is_cpu
-        if not is_whole or self._mpi.Query_thread() < self._mpi.THREAD_MULTIPLE:
+        if not is_whole or not self.allows_many_threads:
             return None
         calls, comm, rule = self._calls, self._over(group), self._calls.rule(op, tensor.dtype)
         args = (self._mpi.IN_PLACE, calls.buffer(tensor), rule)

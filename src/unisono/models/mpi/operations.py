@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -107,6 +108,7 @@ class Calls:
         self._at_loss = at_loss
         self._rules: dict[tuple[int, torch.dtype], Any] = {}
         self._folds: list[Any] = []
+        self._one_test = threading.Lock()  # of a request, which two threads may not test at once
         self._under_way: set[int] = set()  # numbers of what is held
         self._datatypes = {dtype: getattr(mpi, name) for dtype, name in DATATYPES.items()}
         self._at = mpi.buffer.fromaddress
@@ -260,7 +262,7 @@ class Calls:
             held until MPI is done with it, also where nobody waits.
         """
         for number, earlier in self._requests():
-            if earlier.Test():
+            if self._is_done(earlier):
                 self._release(number)
         with self.edge(name):
             _, request = self._begin(getattr(comm, name), args, name, tensor)
@@ -272,9 +274,13 @@ class Calls:
 
         def is_completed() -> bool:
             with self.edge(name):
-                return bool(request.Test())
+                return self._is_done(request)
 
         return wait, is_completed
+
+    def _is_done(self, request: Any) -> bool:
+        with self._one_test:
+            return bool(request.Test())
 
     def together(self, name: str, comm: Any, ranks: Sequence[int], call: Callable[[], T]) -> T:
         """Make a call that MPI can't give up, once all have come to it in time.
@@ -348,7 +354,7 @@ class Calls:
         begin, doing = time.monotonic(), ""
         deadline, warn_at = begin + host_s(limit_s), begin + host_s(self._warn_after_s)
         for spins in itertools.count():
-            if request.Test():
+            if self._is_done(request):
                 return
             if time.monotonic() > deadline:
                 break

@@ -30,7 +30,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from unisono.control.envelopes import call_head
 from unisono.control.plane import SocketControlPlane
-from unisono.control.signatures import OUR_FRAMES, site, unpack
+from unisono.control.signatures import OUR_FRAMES, line, site, unpack
 from unisono.errors import ContextError
 from unisono.host.collectives import HostCollectives
 from unisono.host.folding import folds
@@ -194,10 +194,10 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
             )
         if tensor is not None:
             call = f"{call} of {str(tensor.dtype)[6:]}[{tensor.numel()}]"
-        line = site()
-        head = call_head(call, line)
+        where = site()
+        head = call_head(call, where)
         blobs = self._control.exchange(head + value, self._group)
-        self._control.steps.site = line
+        line.compared = where
         return unpack(blobs, head, lambda: self._members)
 
     def _fits_round(self, tensor: Tensor) -> bool:
