@@ -370,10 +370,8 @@ def test_a_ready_loader_keeps_what_its_batch_sampler_says() -> None:
     assert [rows.tolist() for rows in made(weighted)] == [[6 * size] * 2] * 2
     unlike: Any = BatchSampler(range(4), 2, False)  # no Sampler deals these out
     kept = DataLoader(data, batch_sampler=unlike)
-    if size == 1:
-        assert idist.auto_dataloader(kept).batch_sampler is unlike
-    else:
-        assert idist.auto_dataloader(kept).batch_sampler.sampler is unlike
+    dealt: Any = idist.auto_dataloader(kept).batch_sampler
+    assert (dealt if size == 1 else dealt.sampler) is unlike
 
 
 class Pair(NamedTuple):
