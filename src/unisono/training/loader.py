@@ -43,6 +43,7 @@ class ReplicaLoader(DataLoader[Any]):
     """
 
     sampler: Any  # torch's type has no set_epoch, which most have here
+    generator: torch.Generator | None
 
     def __init__(self, dataset: Any, to_device: torch.device | None = None, **kwargs: Any) -> None:
         self._target = to_device

@@ -305,6 +305,8 @@ class DistributedProxySampler(DistributedSampler[Any]):
     """
 
     deals_in_turn = True
+    num_samples: int
+    total_size: int
     _takes: ClassVar[type] = Sampler
 
     def __init__(
