@@ -253,11 +253,24 @@ def test_every_backward_outside_of_no_sync_is_averaged(wrapper: Any) -> None:
     assert grad() == pytest.approx(mean)
     second.backward()
     assert grad() == pytest.approx(mean)
+    with idist.no_sync(model):
+        net(x).sum().backward()
+    assert grad() == rank + 1.0
+
+
+@pytest.mark.ranks(2, on=("threads", "gloo"))
+def test_no_sync_and_join_see_the_wrapper_in_a_compiled_model() -> None:
+    rank, net = idist.get_rank(), nn.Linear(1, 1, bias=False)
+    model = idist.auto_model(net)
     compiled: Any = torch.compile(model, backend="eager")
-    for module in (model, compiled):
-        with idist.no_sync(module):
-            net(x).sum().backward()
-        assert grad() == rank + 1.0
+    with idist.no_sync(compiled):
+        net(torch.tensor([[rank + 1.0]])).sum().backward()
+    assert net.weight.grad == rank + 1.0
+    with idist.join(compiled):
+        for _ in range(rank + 1):
+            model.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+    assert net.weight.grad == 1 / (2 if rank else 1)
 
 
 def test_a_wrapper_s_own_no_sync_is_used() -> None:
@@ -392,8 +405,7 @@ def joins(local_rank: int, is_generic: bool, is_training: bool = True) -> None:
     wrapper: Any = idist.Replicated if is_generic else "ddp"
     model = idist.auto_model(net, wrapper=wrapper)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    compiled: Any = torch.compile(model, backend="eager")
-    with idist.join(compiled):
+    with idist.join(model):
         for i in range(2 + 2 * rank):
             model(drawn(i, 4, 2)).sum().backward()
             optimizer.step()

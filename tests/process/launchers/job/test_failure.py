@@ -166,10 +166,13 @@ def test_of_two_failures_at_once_one_is_told_whole(backend: str) -> None:
 
 def test_an_end_is_noticed_though_a_child_of_the_replica_lives_on(tmp_path: Path) -> None:
     def leave_a_child(path: str) -> None:
-        child = os.fork()
-        if child == 0:
+        reader, writer = os.pipe()
+        if os.fork() == 0:
+            os.setsid()  # else it would be ended, too
+            os.write(writer, b"x")
+            say(path, os.getpid())
             signal.pause()
-        say(path, child)
+        os.read(reader, 1)
         os._exit(3)
 
     with Pipe(tmp_path) as pipe:
