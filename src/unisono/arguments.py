@@ -13,6 +13,7 @@ from unisono.errors import ArgumentError, EnvironmentDetectionError
 
 __all__ = (
     "check_count",
+    "check_flag",
     "check_names",
     "check_port",
     "check_variables",
@@ -51,6 +52,15 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ArgumentError(f"{name}={value!r} should be an int of at least {least}")
     return value
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Return whether a value counts as true. Local."""
+    try:
+        return bool(value)
+    except Exception as error:  # a tensor of several elements, for one
+        kind = type(value).__name__
+        raise ArgumentError(f"{name} should be True or False, not a {kind}: {error}") from error
 
 
 def check_port(name: str, value: Any) -> int:

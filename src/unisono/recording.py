@@ -33,9 +33,10 @@ __all__ = (
     "CollectiveRecord",
     "Token",
     "add_hook",
-    "is_of_a_hook",
+    "is_in_step",
     "job_of",
     "job_of_one_process",
+    "mark_in_step",
     "plane_is",
 )
 
@@ -48,7 +49,7 @@ _LONGEST_PROGRAM = 200
 _LONGEST_ERROR = 500
 _LONGEST_JOB = 200
 _SIZELESS = frozenset({type(None), bool, int, float, str, bytes, list, tuple, dict})
-_OF_A_HOOK = "_unisono_hook"  # attribute of an exception
+_IN_STEP = "_unisono_in_step"  # attribute of an exception
 
 
 class CollectiveRecord(NamedTuple):
@@ -509,7 +510,7 @@ def _tell(hooks: tuple[Hook, ...], record: CollectiveRecord) -> None:
         for hook in hooks:
             hook(record)
     except Exception as error:
-        _mark(error)
+        mark_in_step(error)
         raise
 
 
@@ -522,21 +523,22 @@ def _tell_all(hooks: tuple[Hook, ...], record: CollectiveRecord) -> None:
         except Exception as error:  # noqa: PERF203  # each hook may raise
             errors.append(error)
     if errors:
-        _mark(errors[0])
+        mark_in_step(errors[0])
         try:
             raise errors[0]
         finally:
             errors.clear()  # else it holds this frame, which holds it
 
 
-def _mark(error: Exception) -> None:
+def mark_in_step(error: Exception) -> None:
+    """Take note that this error, as one of a hook, leaves no collective half-way. Local."""
     with suppress(AttributeError):  # a class without room for it
-        error.__dict__[_OF_A_HOOK] = True
+        error.__dict__[_IN_STEP] = True
 
 
-def is_of_a_hook(error: BaseException) -> bool:
-    """Tell whether a hook raised it, which leaves no collective half-way. Local."""
-    return _OF_A_HOOK in getattr(error, "__dict__", {})
+def is_in_step(error: BaseException) -> bool:
+    """Tell whether an error leaves no collective half-way, as far as that was noted. Local."""
+    return _IN_STEP in getattr(error, "__dict__", {})
 
 
 def _folder() -> str:

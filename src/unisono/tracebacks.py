@@ -31,6 +31,7 @@ __all__ = (
     "hides",
     "is_full",
     "is_of_a_library",
+    "is_interrupt",
     "is_ours",
     "last_exception",
     "line_of",
@@ -64,6 +65,20 @@ _LONGEST_MARK = 1000  # of what precedes a traceback and belongs to it
 _LONGEST_ASSERT = 10  # lines
 _SHOWN = reprlib.Repr()
 _SHOWN.maxother = _SHOWN.maxstring = _SHOWN.maxlong = 60
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Tell whether an exception came out of nowhere: Ctrl-C, or what a signal's handler raised.
+
+    Local. Handlers are given the frame that they interrupt.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        frame, trace = trace.tb_frame, trace.tb_next
+        for given in trace.tb_frame.f_locals.values():
+            if any(each is frame for each in (given if type(given) is tuple else (given,))):
+                return True
+    return not isinstance(error, Exception)
 
 
 def is_full() -> bool:

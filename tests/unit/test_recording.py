@@ -18,7 +18,7 @@ import unisono as idist
 from tests.support.worlds import several
 from unisono import context
 from unisono.host.status_page import IN_FLIGHT, PageReader, pages
-from unisono.recording import CallLog, CollectiveRecord, add_hook, is_of_a_hook
+from unisono.recording import CallLog, CollectiveRecord, add_hook, is_in_step
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_what_a_hook_raises_is_the_calls_and_keeps_no_other_from_it() -> None:
     for remove in removers:
         remove()
     assert seen == ["fail", "fail", "barrier"]
-    assert is_of_a_hook(caught.value)
+    assert is_in_step(caught.value)
     assert idist.all_gather("still in step") == ["still in step"] * 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 import textwrap
 import traceback
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 import unisono
+from tests.support.interrupts import alarm
 from tests.support.processes import python, run_python
 from unisono import tracebacks
 from unisono.errors import ArgumentError
@@ -48,6 +50,16 @@ def raised(call: Callable[[], object]) -> BaseException:
 def fold(call: Callable[[], object]) -> str:
     error = raised(call)
     return tracebacks.fold(error, error.__traceback__)
+
+
+def test_what_a_signals_handler_raises_is_an_interrupt() -> None:
+    def rings() -> None:
+        with alarm(1e-6, ValueError):
+            signal.pause()
+
+    assert tracebacks.is_interrupt(raised(rings))
+    assert tracebacks.is_interrupt(KeyboardInterrupt())
+    assert not tracebacks.is_interrupt(raised(lambda: int("x")))
 
 
 def test_runs_of_our_frames_are_one_line_in_causes_too() -> None:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from torch import Tensor
 
+from unisono.arguments import check_flag
 from unisono.collectives.membership import check_rank, enter
 from unisono.collectives.routing import Reducer, fits_round
 from unisono.context import ContextState, communicator, left_half_way, own_context
@@ -22,11 +23,11 @@ from unisono.host.collectives import HostCollectives
 from unisono.host.levels import TwoLevels
 from unisono.model.handle import Handle
 from unisono.model.reduction import ReduceOp, fold_tensors
-from unisono.payload.codec import encode, header, is_exact
+from unisono.payload.codec import encode, header, is_exact, reason
 from unisono.payload.memory import stack_bytes, to_bytes
-from unisono.recording import Token, is_of_a_hook
+from unisono.recording import Token, is_in_step, mark_in_step
 from unisono.topology import EVERYBODY, Group
-from unisono.tracebacks import hides
+from unisono.tracebacks import hides, is_interrupt
 
 __all__ = (
     "check",
@@ -166,12 +167,13 @@ def check(
 
 
 def refuse(
-    context: ContextState, call: str, tensor: object, group: Group | None, error: UnisonoError
+    context: ContextState, call: str, tensor: object, group: Group | None, error: Exception
 ) -> NoReturn:
     """Raise what is wrong with this rank's `tensor` alone, so that the others don't wait for it.
 
     Collective over `group` where the ranks would have compared this call, else local.
     """
+    mark_in_step(error)
     context.settle(group)
     is_inline = False
     if isinstance(tensor, Tensor):
@@ -183,11 +185,11 @@ def refuse(
 
 
 def refuse_compared(
-    context: ContextState, call: str, group: Group | None, error: UnisonoError
+    context: ContextState, call: str, group: Group | None, error: Exception
 ) -> NoReturn:
     """Raise as `refuse` does in a call that is always compared. Collective over `group`."""
     with suppress(CollectiveMismatchError):
-        swap(context, f"{call}, which it refuses: {error}"[:_LONGEST_CALL], b"", group)
+        swap(context, f"{call}, which it refuses: {reason(error)}"[:_LONGEST_CALL], b"", group)
     raise error
 
 
@@ -225,9 +227,13 @@ def guarded(fn: F) -> F:
 
 
 def _note_half_way(name: str, error: BaseException) -> None:
-    trace = error.__traceback__  # begins in the wrapper, which a wrong argument doesn't get beyond
-    if ((trace and trace.tb_next) or not isinstance(error, TypeError)) and not is_of_a_hook(error):
+    if not (_is_of_signature(error) or is_in_step(error)):
         left_half_way(name, error)
+
+
+def _is_of_signature(error: BaseException) -> bool:
+    trace = error.__traceback__  # begins in the wrapper, which a wrong argument doesn't get beyond
+    return isinstance(error, TypeError) and trace is not None and trace.tb_next is None
 
 
 def collective(
@@ -267,17 +273,17 @@ def _with_prologue(
         token = None
         try:
             async_op = kwargs.get("async_op", False)
+            if type(async_op) is not bool:
+                async_op = kwargs["async_op"] = check_flag("async_op", async_op)
             group = args[at] if len(args) > at else kwargs.get("group")
             context = own_context() if async_op or group is not None else communicator()
             if group is not None:
                 group = enter(context, group, async_op)
             if root:
-                rank = args[root_at] if len(args) > root_at else kwargs.get(root, 0)
-                check_rank(context, group, rank, root)
+                check_rank(context, group, _argument(args, kwargs, root_at, root), root)
             first = (args[0] if args else kwargs.get(names[0])) if at else None
             if group is not None and context.model.topology.rank not in group.ranks:
-                value = first if outside is None else outside(first)
-                return Handle(lambda: value, lambda: True) if async_op else value
+                return _not_taken(first if outside is None else outside(first), async_op)
             token = context.calls.begin(fn.__name__, group, first, async_op)
             if len(args) > at:
                 args = (*args[:at], (context, group), *args[at + 1 :])
@@ -285,21 +291,41 @@ def _with_prologue(
                 kwargs["group"] = context, group
             try:
                 run = fn(*args, **kwargs)
-            except refuses as error:
-                refuse(context, fn.__name__, first if folds else None, group, error)
+            except Exception as error:
+                if isinstance(error, refuses) or _is_of_value(error):
+                    refuse(context, fn.__name__, first if folds else None, group, error)
+                raise
             if async_op:
                 return _started(context, token, run, group)
             value = run()
             token.end()
             return value
         except BaseException as error:
-            if token is not None:
-                token.end(error)
-            if not isinstance(error, UnisonoError):
-                _note_half_way(fn.__name__, error)
+            _end(fn.__name__, token, error)
             raise
 
     return cast("F", functools.update_wrapper(call, fn))
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], at: int, name: str) -> Any:
+    return args[at] if len(args) > at else kwargs.get(name, 0)
+
+
+def _end(name: str, token: Token | None, error: BaseException) -> None:
+    """Take note of how a call failed."""
+    if token is not None:
+        token.end(error)
+    if not isinstance(error, UnisonoError):
+        _note_half_way(name, error)
+
+
+def _is_of_value(error: Exception) -> bool:
+    """Tell whether an error is what a class of the user's raised when a call was checked."""
+    return not (isinstance(error, UnisonoError) or _is_of_signature(error) or is_interrupt(error))
+
+
+def _not_taken(value: T, async_op: bool) -> T | Handle[T]:
+    return Handle(lambda: value, lambda: True) if async_op else value
 
 
 def _started(

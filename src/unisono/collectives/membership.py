@@ -68,9 +68,10 @@ def resolve(context: ContextState, group: GroupLike) -> Group | None:
         return group
     if isinstance(group, (list, tuple, range)):
         ranks = tuple(group)
+        if any(type(rank) is not int for rank in ranks):  # True and 1.0 are equal to 1 as keys
+            checked(context, ranks)
         made = context.groups.get(ranks) if ranks else make(context, ())
-        # True and 1.0 are equal to 1 as keys, and no ranks.
-        if made is None or any(type(rank) is not int for rank in ranks):
+        if made is None:
             ordered = checked(context, ranks)
             made = context.groups.get(ordered) or make(context, ordered)
             context.groups[ordered] = context.groups[ranks] = made

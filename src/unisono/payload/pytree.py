@@ -7,6 +7,9 @@ from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+from unisono.errors import PayloadError
+from unisono.payload.codec import reason
+
 __all__ = ("Tree", "flatten", "survey", "unflatten")
 
 Tree = Any
@@ -94,6 +97,9 @@ def unflatten(tree: Tree, leaves: list[Any]) -> Tree:
 
     Returns:
         A new container of the same types; dataclasses through ``dataclasses.replace``.
+
+    Raises:
+        PayloadError: a class makes nothing of its parts alone.
     """
     return leaves[0] if type(tree) in _LEAVES else _build(tree, iter(leaves))
 
@@ -105,7 +111,11 @@ def _build(node: Tree, source: Iterator[Any]) -> Tree:
     built = [
         next(source) if type(child) in _LEAVES else _build(child, source) for _, child in children
     ]
-    return _rebuild(node, children, iter(built))
+    try:
+        return _rebuild(node, children, iter(built))
+    except Exception as error:
+        kind = type(node).__qualname__
+        raise PayloadError(f"a {kind} can't be put together again: {reason(error)}") from error
 
 
 def _rebuild(node: Tree, children: list[tuple[str, Tree]], built: Iterator[Tree]) -> Tree:

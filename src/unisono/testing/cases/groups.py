@@ -126,7 +126,7 @@ def _sum_in_a_thread(context: ContextState, group: Group, results: dict[str, Any
 @law("groups")
 def bad_groups_are_refused_on_every_rank() -> None:
     _, size = worlds()
-    lists: list[Any] = [[0, 0], [size], [-1], [True], ["0"], [0.0]]
+    lists: list[Any] = [[0, 0], [size], [-1], [True], ["0"], [0.0], [[0]]]
     for wrong in lists:
         raises(ArgumentError, partial(idist.new_group, wrong), ["ranks"])
         raises(ArgumentError, partial(idist.all_reduce, 1, group=wrong), ["ranks"])

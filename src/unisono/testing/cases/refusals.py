@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any
 
@@ -107,6 +108,45 @@ def what_isnt_a_number_cant_be_reduced() -> None:
         raises(PayloadError, partial(idist.all_reduce_, value), ["tensor"])
         raises(PayloadError, partial(idist.broadcast_, value), ["tensor"])
         raises(PayloadError, partial(idist.reduce_scatter, value), ["tensor"])
+    same(idist.all_reduce(1), size)
+
+
+class Pair(tuple[float, float]):
+    """What isn't made of its items."""
+
+    def __new__(cls, one: float, other: float) -> Pair:
+        return super().__new__(cls, (one, other))
+
+
+@dataclass
+class Scaled:
+    """What isn't made of its fields alone."""
+
+    value: float
+    by: InitVar[int]
+
+    def __post_init__(self, by: int) -> None:
+        self.value *= by
+
+
+class Rude:
+    """What no error can name."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no name")
+
+
+@law()
+def what_a_users_class_raises_leaves_the_ranks_in_step() -> None:
+    """While a call is checked, and once all ranks have what it gives."""
+    _, size = worlds()
+    wrong: Any = torch.ones(2), Rude()
+    for value in (Pair(1.0, 2.0), Scaled(1.0, 2)):
+        raises(PayloadError, partial(idist.all_reduce, value), ["can't be put together again"])
+        same(idist.all_reduce(1), size)
+    raises(ArgumentError, partial(idist.all_reduce, 1, async_op=wrong[0]), ["async_op"])
+    same(idist.all_reduce(1), size)
+    raises(ValueError, partial(idist.all_reduce, 1, wrong[1]), ["no name"])
     same(idist.all_reduce(1), size)
 
 
