@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 
 from torch import Tensor
+from torch._C._dynamo.eval_frame import set_eval_frame
 
 from unisono.arguments import check_flag
 from unisono.collectives.membership import check_rank, enter
@@ -215,6 +216,7 @@ def guarded(fn: F) -> F:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        dynamo = set_eval_frame(None)
         try:
             return fn(*args, **kwargs)
         except UnisonoError:
@@ -222,6 +224,8 @@ def guarded(fn: F) -> F:
         except BaseException as error:
             _note_half_way(fn.__name__, error)
             raise
+        finally:
+            set_eval_frame(dynamo)
 
     return cast("F", functools.update_wrapper(call, fn))
 
@@ -266,11 +270,10 @@ def _with_prologue(
     refuses: tuple[type[UnisonoError], ...],
     outside: Callable[[Any], Any] | None,
 ) -> F:
-    names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
-    at, root_at = names.index("group"), names.index(root) if root else 0
+    own, at, root_at = _places(fn.__code__.co_varnames, root)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        token = None
+        token, dynamo = None, set_eval_frame(None)  # which would compile all that a call runs
         try:
             async_op = kwargs.get("async_op", False)
             if type(async_op) is not bool:
@@ -281,7 +284,7 @@ def _with_prologue(
                 group = enter(context, group, async_op)
             if root:
                 check_rank(context, group, _argument(args, kwargs, root_at, root), root)
-            first = (args[0] if args else kwargs.get(names[0])) if at else None
+            first = (args[0] if args else kwargs.get(own)) if at else None
             if group is not None and context.model.topology.rank not in group.ranks:
                 return _not_taken(first if outside is None else outside(first), async_op)
             token = context.calls.begin(fn.__name__, group, first, async_op)
@@ -303,8 +306,15 @@ def _with_prologue(
         except BaseException as error:
             _end(fn.__name__, token, error)
             raise
+        finally:
+            set_eval_frame(dynamo)
 
     return cast("F", functools.update_wrapper(call, fn))
+
+
+def _places(names: tuple[str, ...], root: str) -> tuple[str, int, int]:
+    """Give the first argument's name, and the places of `group` and of the root."""
+    return names[0], names.index("group"), names.index(root) if root else 0
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], at: int, name: str) -> Any:

@@ -1,10 +1,15 @@
-"""Makes the backend ``"unisono"`` known to torch, without importing torch for it."""
+"""Makes the backend ``"unisono"`` known to torch, and our frames to Dynamo, without importing them.
+
+Where a compiled function calls a collective, Dynamo would trace what that does, too, and break the
+graph at each thing that it can't trace. It skips our frames instead, at one break for each call.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, cast
@@ -14,14 +19,16 @@ __all__ = ("NAME", "register", "register_with_torch")
 NAME = "unisono"
 """What ``torch.distributed`` calls the backend."""
 _REGISTRY = "torch.distributed.distributed_c10d"  # which ``import torch`` loads
+_TRACE_RULES = "torch._dynamo.trace_rules"  # which the first use of ``torch.compile`` loads
 
 
 def register_with_torch() -> None:
-    """Register the backend now, or as soon as somebody imports torch. Local."""
-    if _REGISTRY in sys.modules:
-        register()
-    else:
-        sys.meta_path.insert(0, _Registrar())
+    """Register with what of torch is loaded, and with the rest as soon as it is. Local."""
+    for name, act in ((_REGISTRY, register), (_TRACE_RULES, _leave_untraced)):
+        if name in sys.modules:
+            act()
+        else:
+            sys.meta_path.insert(0, _Registrar(name, act))
 
 
 def register() -> None:
@@ -34,31 +41,43 @@ def register() -> None:
     backends.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
 
+def _leave_untraced() -> None:
+    importlib.import_module(_TRACE_RULES).add(__name__.partition(".")[0])
+
+
 def _create(place: Any, _options: Any) -> Any:
     return importlib.import_module("unisono.models.native.torch_backend").create(place)
 
 
 class _Registrar:
-    """Finds torch's registry of backends once, and registers ours after it was loaded."""
+    """Finds one module of torch's once, and acts after it was loaded.
+
+    Args:
+        name: of the module.
+        act: what is done then.
+    """
+
+    def __init__(self, name: str, act: Callable[[], None]) -> None:
+        self._name, self._act = name, act
 
     def find_spec(
         self, name: str, path: object = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Find what others find, for that one module. Local."""
-        if name != _REGISTRY:
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and hasattr(spec.loader, "exec_module"):
-            spec.loader = cast("Any", _Then(spec.loader))
+            spec.loader = cast("Any", _Then(spec.loader, self._act))
         return spec
 
 
 class _Then:
-    """The loader of that module, which registers ours once it has loaded it."""
+    """The loader of that module, after which something is done."""
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    def __init__(self, loader: Any, act: Callable[[], None]) -> None:
+        self._loader, self._act = loader, act
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -69,9 +88,9 @@ class _Then:
         return made
 
     def exec_module(self, module: ModuleType) -> None:
-        """Load it as its own loader does, which it keeps, and register ours. Local."""
+        """Load it as its own loader does, which it keeps, and act. Local."""
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)
-        register()
+        self._act()

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
+from torch._dynamo.utils import counters
 
 import unisono
 from tests.support.by_hand import (
@@ -209,6 +210,20 @@ def what_is_under_way_keeps_its_place(rank: int, size: int, folder: Path) -> Non
             forget()
 
 
+def a_compiled_function_may_make_the_first_call(rank: int, size: int, folder: Path) -> None:
+    """At one break of its graph, whatever the length; nothing but the function is compiled."""
+    join(folder, rank, size)
+    sum_ = torch.compile(lambda x: unisono.all_reduce(x * 2) + 1, backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [sum_(torch.ones(n)).tolist() for n in (3, 4, 5)] == [[5.0] * n for n in (3, 4, 5)]
+    seen: Any = counters
+    assert len(seen["graph_break"]) == 1, seen["graph_break"]
+    assert seen["frames"]["total"] <= 4  # before and after the break, for one length and for any
+    assert unisono.all_reduce(1) == size
+    leave()
+
+
 # What three ranks see of groups within it
 
 
@@ -304,6 +319,7 @@ OF_TWO: list[Check] = [
     the_first_collective_call_finds_the_nodes,
     finalize_leaves_a_group_alive,
     what_is_under_way_keeps_its_place,
+    a_compiled_function_may_make_the_first_call,
 ]
 OF_THREE: list[Check] = [
     a_list_of_ranks_makes_one_group,
