@@ -256,9 +256,10 @@ class RankSet:
         pids = self._pool.pids
         self._signal(pids[rank] if pids else None, signal.SIGUSR1)
         until = time.monotonic() + _STACK_S
-        path = cell.stack(rank)
-        while not (text := path.read_text()) and time.monotonic() < until:
-            time.sleep(_TICK_S)
+        path, text, before = cell.stack(rank), "", ""
+        while not (text == before and text.endswith("\n")) and time.monotonic() < until:
+            time.sleep(_TICK_S)  # a rank writes line by line
+            before, text = text, path.read_text()
         return "".join(line for line in text.splitlines(keepends=True) if not _is_of_ours(line))
 
 
