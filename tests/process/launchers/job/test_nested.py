@@ -84,7 +84,7 @@ for is_rank in (True, False):
 """
 
 
-@pytest.mark.ranks(2, on="gloo")
+@pytest.mark.ranks(2, on="gloo", timeout=200)
 def test_a_program_that_a_rank_starts_isnt_that_rank() -> None:
     done = python("-c", CHILD.format("gloo"))
     assert f"rank {unisono.get_rank()} of 2 is process {os.getpid()}, which has" in done.stderr
