@@ -180,14 +180,13 @@ def attend(status: socket.socket, pid: int, parent: int) -> int:
     Returns:
         Its wait status.
     """
-    signal.signal(signal.SIGTERM, lambda number, _: os.kill(pid, number))
+    workers, orphans = {status: pid}, _Orphans()
+    ended: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: _signal(workers.values(), number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     wake_read, _ = _wake_by_signals()
-    orphans = _Orphans()
     with contextlib.suppress(OSError):
         status.send(f"{pid}p".encode())
-    workers = {status: pid}
-    ended: list[int] = []
     while not (ended := ended + orphans.reap(workers)) or orphans.are_ending:
         ready = _ready([wake_read, *(each.fileno() for each in workers)])
         _drain(wake_read)
