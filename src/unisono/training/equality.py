@@ -29,6 +29,7 @@ _DIGEST_BYTES = 16
 _NAMED = 5
 _CALL = "assert_equal"
 Leaf = tuple[str, bytes]  # what it looks like, and the digest of its value
+_NOTHING: Leaf = ("nothing", b"")
 
 
 @guarded
@@ -118,17 +119,16 @@ def differing(
     ranks = ranks_of(context, group)
     raise_failures(frames, lambda: ranks, call)
     by_rank = [decode(each, context.model.device) for each in frames]
-    lines: list[str] = []
-    count = 0
+    lines, count = [], 0
     for name in names:
-        there = [
-            (rank, each[name]) for rank, each in zip(ranks, by_rank, strict=True) if name in each
-        ]
-        paths = list(dict.fromkeys(path for _, leaves in there for path in leaves))
+        there = {
+            rank: each[name] for rank, each in zip(ranks, by_rank, strict=True) if name in each
+        }
+        paths = dict.fromkeys(path for leaves in there.values() for path in leaves)
         count += len(paths)
         for path in paths:
-            column = [(rank, leaves.get(path)) for rank, leaves in there]
-            if len({leaf and leaf[1] for _, leaf in column}) > 1:
+            column = {rank: leaves.get(path, _NOTHING) for rank, leaves in there.items()}
+            if len({known for _, known in column.values()}) > 1:
                 lines.append(_line(name + path, column))
     more = f"; and {len(lines) - _NAMED} others differ" if len(lines) > _NAMED else ""
     text = f"{len(lines)} of {count} values differ between ranks: "
@@ -148,7 +148,7 @@ def _leaves(tree: Any) -> dict[str, Leaf]:
     """Describe what a tree of plain values holds, by path. Local."""
     values, paths, empty = survey(tree)
     leaves = {path: _leaf(value) for path, value in zip(paths, values, strict=True)}
-    return {**leaves, **dict.fromkeys(empty, ("", b""))}
+    return {**leaves, **dict.fromkeys(empty, ("", b"empty"))}
 
 
 def _opened(node: Any) -> Any:
@@ -199,15 +199,14 @@ def _hash(*data: Any) -> bytes:
     return made.digest()
 
 
-def _line(path: str, column: Sequence[tuple[int, Leaf | None]]) -> str:
+def _line(path: str, column: Mapping[int, Leaf]) -> str:
     """Say which ranks have what at a path. Local."""
+    looks: dict[bytes, str] = {}
+    for look, known in column.values():
+        looks.setdefault(known, look)
+    is_seen = len(set(looks.values())) > 1
     shown = []
-    is_seen = len({leaf and leaf[0] for _, leaf in column}) > 1
-    by_digest = {leaf and leaf[1]: leaf for _, leaf in reversed(column)}
-    for known in dict.fromkeys(leaf and leaf[1] for _, leaf in column):
-        where = [rank for rank, leaf in column if (leaf and leaf[1]) == known]
-        what, digest = by_digest[known] or ("nothing", b"")
-        shown.append(
-            f"ranks {where}: {what}{'' if is_seen else f' with digest {digest.hex()[:8]}'}"
-        )
+    for each, look in looks.items():
+        where = [rank for rank, (_, known) in column.items() if known == each]
+        shown.append(f"ranks {where}: {look}{'' if is_seen else f' with digest {each.hex()[:8]}'}")
     return f"{path or 'the value'} ({' | '.join(shown)})"
