@@ -89,7 +89,7 @@ def suggestion(name: Any, known: Iterable[str]) -> str:
     return f" Did you mean {names[near[0]]!r}?" if near else ""
 
 
-def seconds(name: str, value: Any) -> timedelta:
+def seconds(name: str, value: Any, *, may_be_zero: bool = False) -> timedelta:
     """Return a timedelta for seconds or a timedelta, over 0. Local."""
     if isinstance(value, timedelta):
         given = value
@@ -100,7 +100,7 @@ def seconds(name: str, value: Any) -> timedelta:
             raise ArgumentError(f"{name}={value!r} isn't a number of seconds") from error
     else:
         raise ArgumentError(f"{name}={value!r} should be seconds or a timedelta")
-    if given <= timedelta(0):
+    if given < timedelta(0) or (not given and not may_be_zero):
         raise ArgumentError(f"{name}={value!r} should be over 0")
     return given
 

@@ -144,7 +144,7 @@ _PLAN_OPTIONS = frozenset(
     {"nnodes", "node_rank", "master_addr", "master_port", "init_method", "start_method"}
 )
 _LAUNCH_OPTIONS = _PLAN_OPTIONS | {
-    *("join", "daemon", "timeout", "launcher", "launcher_options", "prefix_output")
+    *("join", "daemon", "timeout", "launcher", "launcher_options", "prefix_output", "grace")
 }
 _NUMBERS: dict[str, Callable[..., int]] = {
     "nnodes": check_count,
@@ -469,7 +469,8 @@ def spawn(
 
     Local. In the replicas ``fn(local_rank, *args, **kwargs_dict)`` runs within a live context. The
     script isn't run there, so `fn` sets up what its top does, such as logging, where they are
-    processes.
+    processes. While the main thread waits for processes, they get the SIGTERM or SIGHUP that this
+    one gets and has no handler for: if all return within ``grace``, it goes on; else it dies of it.
 
     Args:
         backend: as in `initialize`.
@@ -482,12 +483,13 @@ def spawn(
             several nodes, each of which makes this call; ``start_method`` (``"forkserver"``, the
             default on Linux, ``"spawn"`` for a fresh interpreter each, ``"fork"`` for a copy of
             this process); ``join=False`` for a handle with ``join()`` and ``terminate()``;
-            ``timeout`` (seconds or a timedelta, for each operation); ``daemon``, accepted for
-            idist's sake: no replica outlives this process; ``prefix_output`` (whether each line
-            that one of several processes prints begins with its rank, the default); ``launcher``
-            (``"torchrun"``, ``"mpi"``, ``"slurm"``, ``"ray"`` or a plug-in's, for replicas that it
-            makes) with ``launcher_options``, a dict of keywords of its own; and what `initialize`
-            takes.
+            ``timeout`` (seconds or a timedelta, for each operation); ``grace`` (seconds or a
+            timedelta for processes to save after a SIGTERM to this one, 30 by default, 0 for none:
+            see below); ``daemon``, accepted for idist's sake: no replica outlives this process;
+            ``prefix_output`` (whether each line that one of several processes prints begins with
+            its rank, the default); ``launcher`` (``"torchrun"``, ``"mpi"``, ``"slurm"``, ``"ray"``
+            or a plug-in's, for replicas that it makes) with ``launcher_options``, a dict of
+            keywords of its own; and what `initialize` takes.
 
     Returns:
         A list of what `fn` returned, by rank of this node.
@@ -704,6 +706,8 @@ def _plan(nproc_per_node: Any, options: Mapping[str, Any]) -> LaunchPlan:
     for name, check in _NUMBERS.items():
         if name in given:
             given[name] = check(name, given[name])
+    if options.get("grace") is not None:
+        given["grace_s"] = seconds("grace", options["grace"], may_be_zero=True).total_seconds()
     plan = LaunchPlan(check_count("nproc_per_node", nproc_per_node), **given)
     if plan.node_rank >= plan.nnodes:
         raise ArgumentError(f"node_rank={plan.node_rank} should be below nnodes={plan.nnodes}")

@@ -47,6 +47,7 @@ class InitializeOptions(ModelOptions, total=False):
 
 class _LaunchOptions(ModelOptions, total=False):
     start_method: Literal["forkserver", "spawn", "fork"] | None
+    grace: float | timedelta | None
     daemon: bool | None
     launcher_options: Mapping[str, Any] | None
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, TypeVar
 from typing_extensions import ParamSpec, Unpack
 
 from unisono import context, facts
-from unisono.arguments import check_names
+from unisono.arguments import check_names, seconds
 from unisono.control.signatures import level
 from unisono.environments.nodes import ambiguity
 from unisono.errors import (
@@ -121,6 +121,7 @@ class Parallel:
         if init_method is not None:
             self._options["init_method"] = init_method
         self._check(cls, for_spawn)
+        self._grace = {"grace": self._options.pop("grace", None)}  # of ranks that it starts
         self._count = nproc_per_node
         self._place: dict[str, Any] = {}
         self._gap: str | None = None
@@ -137,8 +138,10 @@ class Parallel:
             check_job("Parallel", self._backend, self._nproc_per_node, self._options)
         elif self._options:  # also alone, where nobody would look at a misspelt one
             cls = cls or find_model(best_backend())
-            own = ("rank", "world_size", "nproc_per_node", *for_spawn)
+            own = ("rank", "world_size", "nproc_per_node", "grace", *for_spawn)
             check_names("Parallel", self._options, {*cls.options, *own})
+            if self._options.get("grace") is not None:
+                seconds("grace", self._options["grace"], may_be_zero=True)
 
     def _check_auto(self) -> None:
         launcher = self._options.get("launcher")
@@ -287,7 +290,7 @@ class Parallel:
             self._say("run %s", _work(fn, facts.get_world_size()))
             results = [fn(facts.get_local_rank(), *args, **kwargs)]
         else:
-            count, options = self._count, {**self._place, **self._options}
+            count, options = self._count, {**self._place, **self._options, **self._grace}
             self._say("spawn %s", _work(fn, count))
             results = spawn(self._backend, fn, args, kwargs, nproc_per_node=count, **options)
         self._say("end of run")

@@ -11,6 +11,7 @@ from socket import gethostname
 
 __all__ = (
     "EVERYBODY",
+    "GRACE_S",
     "PREFIXED",
     "PRIVATE_STORE",
     "ContextHint",
@@ -30,6 +31,8 @@ EVERYBODY = "all ranks"
 """The name of the group of all ranks that a context has from its beginning."""
 PREFIXED = "UNISONO_PREFIXED"
 """Variable of a process whose lines begin with its rank already, by its launcher."""
+GRACE_S = 30.0
+"""Seconds that ranks have to save after a SIGTERM, as torchrun's have."""
 PRIVATE_STORE = "UNISONO_PRIVATE_STORE"
 """Variable with the path of the rendezvous file of one host, which only its user can open."""
 
@@ -322,6 +325,8 @@ class LaunchPlan:
             ``master_port``: see `unisono.rendezvous.host_store`.
         private_store: path of the rendezvous file of a job of one host; None for none.
         job_id: tells the job from others; None where nodes are started one by one.
+        grace_s: seconds that replicas have to save after a SIGTERM to the process that made them;
+            0 for none.
     """
 
     nproc_per_node: int
@@ -335,6 +340,7 @@ class LaunchPlan:
     store_is_hosted: bool = False
     private_store: str | None = None
     job_id: str | None = None
+    grace_s: float = GRACE_S
 
     @property
     def world_size(self) -> int:

@@ -44,9 +44,9 @@ def stay(local_rank):
 JOB = """
 runner, backend, size = sys.argv[2:]
 if runner == "spawn":
-    unisono.spawn(backend, stay, nproc_per_node=int(size))
+    unisono.spawn(backend, stay, nproc_per_node=int(size), grace=0.1)
 else:
-    with unisono.WorkerPool(backend, int(size)) as pool:
+    with unisono.WorkerPool(backend, int(size), grace=0.1) as pool:
         pool.run(stay)
 """
 SCRIPT = """
@@ -128,7 +128,17 @@ def test_nobody_outlives_unisono_run(launcher: str, end: str, tmp_path: Path, ta
         require_backend("mpi4py")
     script = tmp_path / "script.py"
     script.write_text(STATES + SCRIPT)
-    run = ["-m", "unisono", "run", "--launcher", launcher, "--nproc-per-node", "2"]
+    run = [
+        "-m",
+        "unisono",
+        "run",
+        "--launcher",
+        launcher,
+        "--nproc-per-node",
+        "2",
+        "--grace",
+        "0.1",
+    ]
     seconds, code, text = seconds_to_the_end_of_all([*run, str(script), "PIPE"], 2, end, tmp_path)
     number, _ = ENDS[end]
     said = "(the parent is gone)"

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,8 +16,11 @@ import pytest
 
 from tests.support import virtual_hosts, virtual_slurm
 from tests.support.command import LIMIT_S, Done, Started, started
+from tests.support.examples import EXAMPLES, command_of, pods_of
+from tests.support.processes import until
 from tests.support.requirements import require
 from unisono.launchers.availability import why_no_mpi
+from unisono.launchers.job.signals import END_S
 
 collect_ignore = ["hang.py"]  # it hangs where it is imported, as for its doctests
 # Ray sets some of them by itself, and knows one way of authentication for each process.
@@ -21,6 +28,7 @@ OF_RAY = {
     **dict.fromkeys(("RAY_USAGE_STATS_ENABLED", "RAY_CLIENT_MODE", "PYTHONBREAKPOINT"), "0"),
     "RAY_AUTH_MODE": "disabled",
 }
+PATH = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
 LAUNCHERS = ("processes", "torchrun", "mpi", "slurm", "ray")
 
 
@@ -50,6 +58,30 @@ def ended_well(job: Started) -> Done:
     code = job.process.wait(LIMIT_S)
     assert code == 0, job.err() + job.out()
     return Done(0, job.out(), job.err(), 0.0)
+
+
+def pods(name: str, hosts: virtual_hosts.Hosts) -> list[list[str]]:
+    """Give the commands of a manifest's pods, of which the first is on the first host."""
+    template, count = pods_of(name)
+    found = []
+    for index in range(count):
+        words = command_of(template, index)
+        words = [re.sub(r"(--master-addr)=.*", rf"\1={hosts.addresses[0]}", w) for w in words]
+        found.append([str(EXAMPLES.parent / w) if w.startswith("examples/") else w for w in words])
+    return found
+
+
+def all_save(*jobs: Started, out: Callable[[Started], str] = Started.out) -> None:
+    """See two ranks of each job save in mode "save", for longer than programs without time live."""
+    for job in jobs:
+        until(lambda job=job: out(job).count("SAVING") == 2, LIMIT_S)  # type: ignore[misc]
+    with pytest.raises(subprocess.TimeoutExpired):
+        jobs[0].process.wait(3 * END_S)
+    for job in jobs:
+        (job.folder / "go").touch()
+    for job in jobs:
+        assert job.process.wait(LIMIT_S) == 0, job.err() + job.out()
+        assert len([*job.folder.glob("saved*")]) == 2
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import unisono
 
@@ -25,6 +26,18 @@ def facts() -> dict[str, object]:
         "ranks": unisono.all_gather(unisono.get_rank()),
         "job": unisono.all_gather(os.environ.get("UNISONO_TEST_MARK", "")),
     }
+
+
+def save() -> None:
+    """Leave at the same step, and save until the test lets it go on."""
+    with unisono.preemptible(signal.SIGUSR1):
+        print("READY", os.getpid())
+        while not unisono.preemption_point():
+            time.sleep(0.01)
+        print("SAVING")
+        while not Path("go").exists():
+            time.sleep(0.01)
+        Path(f"saved{unisono.get_rank()}").touch()
 
 
 def main() -> None:
@@ -46,6 +59,8 @@ def main() -> None:
         print("READY", os.getpid())
         sys.stdout.flush()
         os.kill(os.getpid(), signal.SIGSTOP)
+    if mode == "save":
+        save()
     is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if is_chosen and (is_first or not mode.endswith("-once")):
         print("last words to stdout")

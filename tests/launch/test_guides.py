@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import sys
@@ -10,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.conftest import on_both
+from tests.launch.conftest import PATH, on_both, pods
 from tests.support.command import run
-from tests.support.examples import EXAMPLES, JOBS, command_of, numbers, pods_of
+from tests.support.examples import EXAMPLES, JOBS, numbers
 from tests.support.pages import OF_CLUSTERS, Block, blocks
 from tests.support.virtual_hosts import Hosts
 
-PATH = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
 COMMANDS = [
     block for page in OF_CLUSTERS for block in blocks(page) if block.language in ("bash", "console")
@@ -86,13 +84,10 @@ def test_the_job_of_ray_trains(size: int) -> None:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_the_pods_command_trains_on_two_hosts(name: str, hosts: Hosts) -> None:
-    template, count = pods_of(name)
-    pods = []
-    for index in range(count):
-        found = command_of(template, index)
-        words = [re.sub(r"(--master-addr)=.*", rf"\1={hosts.addresses[0]}", w) for w in found]
-        words = [str(EXAMPLES.parent / w) if w.startswith("examples/") else w for w in words]
-        pods.append([*(sys.executable if w == "python" else w for w in words), "--epochs=2"])
-    done = on_both(hosts, pods)
+    words = [
+        [{"python": sys.executable}.get(word, word) for word in [*pod, "--epochs=2"]]
+        for pod in pods(name, hosts)
+    ]
+    done = on_both(hosts, words)
     assert numbers(done[0].out, "workers") == [4]
     assert numbers(done[1].out, "workers") == []  # rank 0 alone prints

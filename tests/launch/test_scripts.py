@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 import unisono
-from tests.launch.conftest import LAUNCHERS, ended_well
+from tests.launch.conftest import LAUNCHERS, all_save, ended_well
 from tests.launch.test_nodes import free_port
-from tests.support.command import GONE_S, JOB, UNISONO, nobody_is_left, run, started
+from tests.support.command import GONE_S, JOB, LIMIT_S, UNISONO, nobody_is_left, run, started
 from tests.support.processes import gone, until
 from unisono.context import communicator
 
@@ -115,7 +115,7 @@ def test_a_rank_whose_wrapper_ends_is_named(number: int) -> None:
 def test_all_are_gone_soon_after_it_however_it_ends(launcher: str, mode: str, number: int) -> None:
     if launcher in ("slurm", "ray") and (mode == "stuck" or number == signal.SIGTERM):
         pytest.skip("its daemons end the ranks, in their own time")
-    with started([*words(launcher), JOB, mode, "gloo"]) as job:
+    with started([*words(launcher, "--grace", "0.1"), JOB, mode, "gloo"]) as job:
         job.wait_for("READY", 2)
         ranks = [int(pid) for pid in re.findall(r"READY (\d+)", job.out())]
         os.kill(job.process.pid, number)
@@ -125,6 +125,26 @@ def test_all_are_gone_soon_after_it_however_it_ends(launcher: str, mode: str, nu
         if number == signal.SIGINT:
             assert code == 128 + signal.SIGINT
             assert "interrupted" in job.err()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_ranks_have_time_to_save(launcher: str, number: int) -> None:
+    with started([*words(launcher), JOB, "save", "gloo"]) as job:
+        job.wait_for("READY", 2)
+        job.process.send_signal(number)
+        all_save(job)
+        assert ("all ranks have left by themselves" in job.err()) == (number == signal.SIGTERM)
+
+
+def test_ctrl_c_ends_ranks_that_save(launcher: str) -> None:
+    with started([*words(launcher), JOB, "save", "gloo"]) as job:
+        job.wait_for("READY", 2)
+        ranks = [int(pid) for pid in re.findall(r"READY (\d+)", job.out())]
+        job.process.send_signal(signal.SIGTERM)
+        job.wait_for("SAVING", 2)
+        job.process.send_signal(signal.SIGINT)
+        assert not gone(ranks, 20.0 if launcher == "ray" else 10.0)  # of 30 s
+        assert job.process.wait(LIMIT_S) == 128 + signal.SIGTERM
 
 
 PRIVATE = """

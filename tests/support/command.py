@@ -79,6 +79,11 @@ class Started:
     mark: str
     files: tuple[Path, Path]
 
+    @property
+    def folder(self) -> Path:
+        """Its working directory."""
+        return self.files[0].parent
+
     def out(self) -> str:
         return self.files[0].read_text(errors="replace")
 

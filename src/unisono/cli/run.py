@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -19,7 +20,7 @@ from unisono.launchers.script.rank.report import Report
 from unisono.launchers.script.script import Script
 from unisono.launchers.script.supervisor import Outcome, held_back
 from unisono.plugins import LAUNCHERS, load
-from unisono.topology import NodeInfo
+from unisono.topology import GRACE_S, NodeInfo
 
 __all__ = ("run",)
 
@@ -79,6 +80,10 @@ def run(
     timeout: Annotated[
         float | None, typer.Option(metavar="S", help="Seconds that nodes wait for each other.")
     ] = None,
+    grace: Annotated[
+        float,
+        typer.Option(metavar="S", help="Seconds that ranks have to save after SIGTERM or SIGHUP."),
+    ] = GRACE_S,
     log_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep each rank's output in files.")
     ] = None,
@@ -118,7 +123,8 @@ def run(
     and its traceback comes last.
 
     Returns:
-        The exit code of the rank that failed first, 128 and the signal's number if one ended it.
+        The exit code of the rank that failed first, 128 and the signal's number if one ended it; 0
+        where all ranks left by themselves, also after a SIGTERM.
     """
     from unisono import registry
 
@@ -150,22 +156,23 @@ def run(
         _is_coloured(),
         options=_options(option or (), name),
         stdin_rank=stdin,
+        grace_s=grace,
     )
-    _check(job)
-    if stdin is not None and name != _default_launcher(None, "1"):
-        raise ArgumentError(
-            f"launcher {name!r} takes no --stdin: its ranks have no terminal; run them on this "
-            "host, with launcher 'processes'"
-        )
+    _check(job, name)
     if print_only:
         return _print(name, job)
-    return _say(_run(name, job), job)
+    return _say(registry.find_script_runner(name)(job), job)
 
 
-def _check(job: Script) -> None:
+def _check(job: Script, launcher: str) -> None:
     check_count("--max-restarts", job.max_restarts, 0)
     if job.master_port is not None:
         check_port("--master-port", job.master_port)
+    if job.stdin_rank is not None and launcher != _default_launcher(None, "1"):
+        raise ArgumentError(
+            f"launcher {launcher!r} takes no --stdin: its ranks have no terminal; run them on this "
+            "host, with launcher 'processes'"
+        )
     if job.stdin_rank is not None:
         check_count("--stdin", job.stdin_rank, 0)
         if job.stdin_rank >= job.world_size:
@@ -173,6 +180,8 @@ def _check(job: Script) -> None:
     most = job.max_nnodes
     if job.node_rank is not None and check_count("--node-rank", job.node_rank, 0) >= most:
         raise ArgumentError(f"--node-rank {job.node_rank} should be below --nnodes {most}")
+    if not 0 <= job.grace_s < math.inf:
+        raise ArgumentError(f"--grace {job.grace_s:g} should be at least 0 seconds")
     if job.timeout_s is not None and job.timeout_s <= 0:
         raise ArgumentError(f"--timeout {job.timeout_s:g} should be over 0 seconds")
 
@@ -295,13 +304,6 @@ def _is_coloured() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
-def _run(name: str, job: Script) -> Outcome:
-    from unisono import registry
-
-    outcome: Outcome = registry.find_script_runner(name)(job)
-    return outcome
-
-
 def _print(name: str, job: Script) -> int:
     row = next((row for row in LAUNCHERS if name in row.names), None)
     module: Any = None if row is None else load(row.module)
@@ -325,8 +327,9 @@ def _say(outcome: Outcome, job: Script) -> int:
         for line in _also(outcome.failed, outcome.others):
             typer.echo(f"also: {line}", err=True)
     if outcome.interrupted is not None:
-        ended = ": all ranks have been ended" if outcome.is_ended else ""
-        typer.echo(f"interrupted by {signal.Signals(outcome.interrupted).name}{ended}", err=True)
+        how = ": all ranks have been ended" if outcome.is_ended else ""
+        how = how if outcome.code else ": all ranks have left by themselves"
+        typer.echo(f"interrupted by {signal.Signals(outcome.interrupted).name}{how}", err=True)
     elif outcome.failed is None and outcome.code != 0:
         typer.echo(f"error: the launcher ended with exit code {outcome.code}", err=True)
     return outcome.code

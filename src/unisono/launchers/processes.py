@@ -81,7 +81,7 @@ def _attempt(script: Script, base: Mapping[str, str], attempt: int) -> Outcome:
     with ExitStack() as held, _terminal(script.stdin_rank) as lent:
         plan = hold(script.plan(), held)
         ranks = [plan.info(local_rank) for local_rank in range(script.nproc_per_node)]
-        front = Supervisor(script.token, infos=ranks)
+        front = Supervisor(script, ranks)
         try:
             for info in ranks:
                 own = env_for(info, attempt, script.max_restarts)
@@ -178,7 +178,7 @@ def launch(
     held = ExitStack()
     workers = Workers(plan.world_size, held, timeout_s)
     own = [plan.info(local_rank).rank for local_rank in range(plan.nproc_per_node)]
-    job: Job[Any] = Job(workers, plan.world_size, own)
+    job: Job[Any] = Job(workers, plan.world_size, own, grace_s=plan.grace_s or None)
     try:
         plan = hold(plan, held)
         infos = [plan.info(local_rank) for local_rank in range(plan.nproc_per_node)]

@@ -6,12 +6,15 @@ import os
 import re
 import shlex
 import signal
+import socket
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from unisono.errors import ArgumentError
+from unisono.launchers.job.signals import TO_SAVE
 from unisono.launchers.script.function_job import run_function
 from unisono.launchers.script.script import Script
 from unisono.launchers.script.supervisor import Outcome, run_launcher
@@ -148,8 +151,21 @@ def run(script: Script) -> Outcome:
         LaunchError: there is no srun.
     """
     arguments = argv(script)
-    # On SIGINT srun would only say how the tasks are.
-    return run_launcher(script, arguments, environment(script, os.environ), signal.SIGTERM)
+    return run_launcher(script, arguments, environment(script, os.environ), reach=_reach)
+
+
+def _reach(srun: int, number: int) -> bool:
+    """Signal the tasks of a step to end, where srun would kill them; others it hands on itself."""
+    if number not in TO_SAVE:
+        return False
+    steps = ["scontrol", "--oneliner", "show", "step"]
+    shown = subprocess.run(steps, stdin=subprocess.DEVNULL, capture_output=True, text=True).stdout
+    here = re.escape(socket.gethostname().partition(".")[0])
+    own = re.search(rf"^StepId=(\S+) .*SrunHost:Pid={here}\S*:{srun}$", shown, re.MULTILINE)
+    if own is None:
+        return False
+    words = ["scancel", f"--signal={signal.Signals(number).name}", own[1]]
+    return subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
 
 
 def _texts(options: Mapping[str, str | int | bool]) -> Iterator[tuple[str, str]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
+import signal
 import socket
 import sys
 import time
@@ -92,6 +94,8 @@ def environment(script: Script, environ: Mapping[str, str]) -> dict[str, str]:
     """
     variables = without_job(environ)
     variables.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, but for its warning
+    # where it is signalled itself; older agents wait 30 s
+    variables.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", f"{math.ceil(script.grace_s) + 1}")
     if script.may_restart:
         # https://github.com/pytorch/pytorch/issues/135712: stale keys of the attempt before
         variables.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -120,7 +124,7 @@ def run(script: Script) -> Outcome:
     with contextlib.ExitStack() as held:
         if script.max_nnodes == 1:
             variables |= private_store(held)
-        return run_launcher(script, arguments, variables)
+        return run_launcher(script, arguments, variables, signal.SIGINT)
 
 
 def _reach(script: Script, addr: str, port: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from unisono.errors import LaunchError
 from unisono.launchers.job import channel
 from unisono.launchers.job.job import Job, Ranks
+from unisono.launchers.job.signals import TO_SAVE
 from unisono.pool.replicas import Replicas
 from unisono.pool.worker import BROKEN
 from unisono.tracebacks import hides
@@ -35,6 +36,8 @@ class Call(Ranks):
         limit: when that is, by ``time.monotonic()``; None for no limit.
         is_together: whether replicas may wait for each other.
     """
+
+    takes = TO_SAVE
 
     def __init__(
         self,
@@ -71,6 +74,10 @@ class Call(Ranks):
         except BaseException:  # Ctrl-C, or a replica that died: nobody else is waited for
             self._is_cut = True
             raise
+
+    def signal(self, number: int) -> None:
+        """Signal the replicas at work; idle ones have nothing to save. Local."""
+        self._replicas.signal(self._busy, number)
 
     def end(self, job: Job[Any]) -> None:
         """Wait for replicas that still are at work where another one has failed. Local."""

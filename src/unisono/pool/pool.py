@@ -89,9 +89,10 @@ class WorkerPool:
         if "join" in given:
             raise ArgumentError("a pool takes no join: its calls wait, its replicas stay")
         _check_host(given)
-        check_job("WorkerPool", backend, nproc_per_node, given)
+        _, _, plan = check_job("WorkerPool", backend, nproc_per_node, given)
         warn_in_a_rank("WorkerPool", nproc_per_node, given)
         self._size = nproc_per_node
+        self._grace_s = plan.grace_s or None
         self._deadline_s: float | None = None
         if deadline_s is not None:
             self._deadline_s = seconds("deadline_s", deadline_s).total_seconds()
@@ -261,8 +262,10 @@ class WorkerPool:
             raise CollectiveTimeoutError(f"{name} wasn't begun: the block's deadline is over")
         limit = None if limit_s is None else time.monotonic() + host_s(limit_s)
         too_late = partial(self._give_up, name, limit_s)
-        call = Call(self._ready(limit), give, too_late, limit, is_together=is_together)
-        job: Job[Any] = Job(call, self._size)
+        replicas = self._ready(limit)
+        call = Call(replicas, give, too_late, limit, is_together=is_together)
+        grace_s = self._grace_s if replicas.are_processes else None
+        job: Job[Any] = Job(call, self._size, grace_s=grace_s)
         try:
             call.begin(job)
             job.finish()

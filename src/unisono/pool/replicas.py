@@ -101,6 +101,7 @@ class Replicas:
                 if self._thread.is_alive():  # else it begins with the recall, if ever
                     self.stop(is_orderly=False)
                 raise
+        self.are_processes: bool = os.getpid() not in self.pids
         weakref.finalize(self, _hang_up_at_home, self._all_sockets(), os.getpid())
 
     def _welcome(self, listener: socket.socket, size: int, limit: float | None) -> None:
@@ -138,6 +139,10 @@ class Replicas:
     def pids(self) -> list[int | None]:
         """Process of each replica, by rank; the pool's own where it is a thread of that."""
         return [peer(self._sockets[rank]).pid for rank in range(self._size)]
+
+    def signal(self, ranks: Iterable[int], number: int) -> None:
+        """Send replicas that are processes a signal. Local."""
+        _kill([peer(self._sockets[rank]).pid for rank in ranks], number)
 
     def has_ended(self) -> bool:
         """Tell whether a replica is gone. Local."""
@@ -319,11 +324,11 @@ def _hang_up_at_home(sockets: list[socket.socket], owner: int) -> None:
         _hang_up(sockets)
 
 
-def _kill(pids: Iterable[int | None]) -> None:
+def _kill(pids: Iterable[int | None], number: int = signal.SIGKILL) -> None:
     for pid in pids:
         if pid is not None:
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
 
 
 def _is_closed(sock: socket.socket) -> bool:

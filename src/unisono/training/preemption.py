@@ -17,7 +17,7 @@ __all__ = ("preemptible", "preemption_point")
 
 _watched: dict[int, Any] = {}  # signals that are noted, with the handlers from before
 _noted: list[int] = []  # those that came
-_told: list[int] = []  # those that a preemption_point has told of
+_told: list[int] = []  # those that a preemption_point has told of, come or not
 _NO, _YES, _CANNOT = b"n", b"y", b"c"
 
 
@@ -140,4 +140,6 @@ def preemption_point() -> bool:
             "these are threads of a process that spawn started, as on xla-cpu, let rank 0 look for "
             "a file and tell all: idist.broadcast(path.exists())",
         )
+    if _YES in marks:
+        _told[:] = _watched  # a signal to all ranks reaches some of them after this
     return _YES in marks

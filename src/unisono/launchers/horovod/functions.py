@@ -111,7 +111,7 @@ def launch(
         link = link_to(where, token, RANKS_OF_HOROVOD, _HOST_VARIABLE)
         driver = _start(slots, link, environ or {}, is_verbose=bool(verbose))
         ranks = _Ranks(driver, bool(verbose), infos, pickled, listener, held, stop_limit_s, token)
-        job: Job[Any] = Job(ranks, len(infos))
+        job: Job[Any] = Job(ranks, len(infos), grace_s=plan.grace_s or None)
         try:
             return job.join()
         finally:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pickle
+import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from unisono.deadlines import end_of_block, host_s, overdue
 from unisono.errors import CollectiveTimeoutError, LaunchError, WorkerFailedError
-from unisono.launchers.job.failure import Failure, Failures, Fault
+from unisono.launchers.job.failure import Failure, Failures, Fault, signal_name
+from unisono.launchers.job.signals import Orders, handled
 from unisono.tracebacks import hides
 
 __all__ = ("Job", "Ranks")
@@ -26,6 +28,9 @@ _POLL_S = 1.0  # between two looks at the time
 class Ranks(ABC):
     """What a launcher brings: how news of its ranks come, and how the ranks are ended."""
 
+    takes: Sequence[int] = ()
+    """Signals that ranks get where this process gets them while it waits, and has no handler."""
+
     @abstractmethod
     def poll(self, job: Job[Any], until: float) -> None:
         """Wait for news until then at most, and tell them to `job`. Local."""
@@ -36,6 +41,14 @@ class Ranks(ABC):
 
         A job does this once, unless an exception cuts it short: then it may do it again.
         """
+
+    def signal(self, number: int) -> None:
+        """Send all ranks a signal. Local."""
+        del number
+
+    def after_signal(self, number: int) -> None:
+        """Let a signal that ended the ranks have its way with this process, too. Local."""
+        signal.raise_signal(number)
 
     def see_out(self, job: Job[Any]) -> None:
         """Let ranks end that have given their results, all of them. Local."""
@@ -68,14 +81,24 @@ class Job(Generic[T]):
         ranks: the launcher's part.
         world_size: ranks in the whole job.
         own: those that are collected here; None for all.
+        grace_s: seconds that they have to save after a signal; None where it isn't theirs.
     """
 
-    def __init__(self, ranks: Ranks, world_size: int, own: Iterable[int] | None = None) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        world_size: int,
+        own: Iterable[int] | None = None,
+        *,
+        grace_s: float | None = None,
+    ) -> None:
         self.ranks = ranks
+        self.orders = Orders(grace_s or 0.0)
         self.world_size = world_size
         self.results: dict[int, bytes] = {}
         self.failures: Failures = Failures(ranks.doubt)
         self._own = tuple(range(world_size) if own is None else own)
+        self._takes = () if grace_s is None else ranks.takes
         self._error: LaunchError | None = None
         self._is_ended = False
 
@@ -145,6 +168,15 @@ class Job(Generic[T]):
         """
         limit = None if timeout is None else time.monotonic() + host_s(timeout)
         try:
+            with handled(self._takes, self._obey):
+                self._finish(limit)
+        except Exception:
+            if self.orders.came:
+                self.ranks.after_signal(self.orders.came[0])
+            raise
+
+    def _finish(self, limit: float | None) -> None:
+        try:
             is_over = self._wait(limit)
             if is_over and self._error is None:
                 self.ranks.see_out(self)
@@ -208,31 +240,45 @@ class Job(Generic[T]):
     def _wait(self, limit: float | None) -> bool:
         """Wait until the job has failed or succeeded; tell whether it has by the limit."""
         while not self._is_over():
+            if self.orders.until is not None:  # which is the limit of those that save
+                limit = None
             if limit is not None and time.monotonic() >= limit:
                 return False
             self._poll(limit, self._require_time(_DEADLINE_GRACE_S))
         return True
 
+    def _obey(self, number: int, _: Any) -> None:
+        """Do what a signal to this process asks for."""
+        of_ranks = self.orders.take(number)
+        if of_ranks:
+            self.ranks.signal(of_ranks)
+
     def _is_over(self) -> bool:
         """Tell whether the job has failed or succeeded; the first failure is asked for once."""
-        if self._error is None and self.late and self.failures:
-            has_heard_all = all(self.failures.by_rank.get(rank) for rank in self.late)
+        late = self.late
+        if self._error is None and late and self.orders.until is not None:
+            is_over = time.monotonic() >= self.orders.until  # some that fail end no others' time
+            if is_over or self.failures.by_rank.keys() >= set(late):
+                self._error = self._was_told_to_end(late)
+        elif self._error is None and late and self.failures:
+            has_heard_all = all(self.failures.by_rank.get(rank) for rank in late)
             if has_heard_all or time.monotonic() >= self.failures.decide_at:
                 self._error = self._first_failure()
-        return self._error is not None or not self.late
+        return self._error is not None or not late
 
     def _first_failure(self) -> LaunchError:
         """Say who failed first; asked for before anybody is ended by this process."""
         return self.failures.error(self.world_size, partial(self.ranks.lost, self))
 
     def _was_told_to_end(self, late: list[int]) -> WorkerFailedError:
+        why = f" by {signal_name(self.orders.came[0])}" if self.orders.came else ""
         return WorkerFailedError(
-            f"the job was ended before ranks {late} of {self.world_size} were done", late[0]
+            f"the job was ended{why} before ranks {late} of {self.world_size} were done", late[0]
         )
 
     def _poll(self, *limits: float | None) -> None:
-        ends = [limit for limit in limits if limit is not None]
-        if self.failures:
+        ends = [limit for limit in (*limits, self.orders.until) if limit is not None]
+        if self.failures and self.orders.until is None:
             ends.append(self.failures.decide_at)
         self.ranks.poll(self, min([time.monotonic() + _POLL_S, *ends]))
 

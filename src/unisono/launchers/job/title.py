@@ -8,7 +8,10 @@ import os
 import sys
 from pathlib import Path
 
-__all__ = ("name_process", "name_thread", "title_of")
+__all__ = ("OF_RANKS", "name_process", "name_thread", "title_of")
+
+OF_RANKS = "unisono rank "
+"""What the titles of all ranks begin with."""
 
 _PR_SET_NAME = 15
 _LONGEST_NAME = 15
@@ -17,7 +20,7 @@ _ARG_START, _ARG_END = 48 - 3, 49 - 3  # fields of /proc/self/stat, after the na
 
 def title_of(rank: int, world_size: int, program: str) -> str:
     """Write the title of a rank: ``unisono rank 1 of 4: train.py``. Local, and pure."""
-    return f"unisono rank {rank} of {world_size}: {Path(program).name or 'python'}"
+    return f"{OF_RANKS}{rank} of {world_size}: {Path(program).name or 'python'}"
 
 
 def name_process(rank: int, world_size: int, program: str) -> None:

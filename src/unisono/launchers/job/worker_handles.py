@@ -26,6 +26,7 @@ from unisono.launchers.job import channel as messages
 from unisono.launchers.job.failure import signal_name
 from unisono.launchers.job.job import Job, Ranks
 from unisono.launchers.job.process_state import why_aborted
+from unisono.launchers.job.signals import TO_SAVE
 from unisono.tracebacks import hides
 
 __all__ = ("Maker", "Worker", "Workers")
@@ -143,6 +144,8 @@ class Workers(Ranks):
         stop_limit_s: seconds for which a worker may be stopped by a signal.
     """
 
+    takes = TO_SAVE
+
     def __init__(self, world_size: int, held: ExitStack, stop_limit_s: float) -> None:
         self.workers: list[Worker] = []
         self.world_size = world_size
@@ -167,6 +170,11 @@ class Workers(Ranks):
             take_in()
         self._look_after(job)
 
+    def signal(self, number: int) -> None:
+        """Signal all workers that still run, stopped ones too. Local."""
+        self._signal(number)
+        self._signal(signal.SIGCONT)  # a stopped process hears another signal once it goes on
+
     def see_out(self, job: Job[Any]) -> None:
         """Wait for the workers' last calls: see `LastCalls`. Local."""
         self._run(job, _EXIT_S)
@@ -179,11 +187,12 @@ class Workers(Ranks):
                 with contextlib.suppress(OSError):
                     worker.channel.setblocking(False)
                     messages.send(worker.channel, messages.END)
+        if job.orders.came:  # they have had their time
+            self._signal(signal.SIGKILL)
         self._run(job, _FLUSH_S)
         for worker in self.workers:  # one that isn't there yet ends when its sockets are closed
             worker.has_ended = worker.has_ended or worker.pid is None
-        self._signal(signal.SIGTERM)
-        self._signal(signal.SIGCONT)  # a stopped process hears SIGTERM once it goes on
+        self.signal(signal.SIGTERM)
         self._run(job, _TERM_S)
         self._signal(signal.SIGKILL)
         self._run(job, _KILL_S)

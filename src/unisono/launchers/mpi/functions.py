@@ -145,7 +145,7 @@ def launch(
         listener, path = listen_privately(n_ranks, held)
         process = _start(arguments, link_to(path, "", RANKS_OF_MPI), environ or {})
         ranks = _Ranks(process, timeout_s, infos, pickled, listener, held, stop_limit_s)
-        job: Job[Any] = Job(ranks, n_ranks)
+        job: Job[Any] = Job(ranks, n_ranks, grace_s=plan.grace_s or None)
         try:
             return job.join()
         finally:

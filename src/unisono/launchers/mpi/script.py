@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -92,7 +91,7 @@ def run(script: Script) -> Outcome:
     arguments = argv(script, [program], functions._version(program))
     variables = environment(script, os.environ, is_root=os.geteuid() == 0)
     if script.hosts or script.nnodes > 1 or script.master_port is not None:
-        return run_launcher(script, arguments, variables, signal.SIGTERM)
+        return run_launcher(script, arguments, variables)
     with ExitStack() as held:
         plan = hold(script.plan(), held)
         variables |= {
@@ -102,7 +101,7 @@ def run(script: Script) -> Outcome:
             "TORCHELASTIC_RESTART_COUNT": "0",
             PRIVATE_STORE: str(plan.private_store),
         }
-        return run_launcher(script, arguments, variables, signal.SIGTERM)
+        return run_launcher(script, arguments, variables)
 
 
 @dataclass(frozen=True, slots=True)

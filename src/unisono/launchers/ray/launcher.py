@@ -22,10 +22,11 @@ from unisono.launchers.job.failure import exit_code_of
 from unisono.launchers.job.job import Job, Ranks
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import search_path
+from unisono.launchers.job.signals import END_S, OTHERS, TO_END, SignalledError, signals
 from unisono.launchers.ray.actor import RankActor, seats
 from unisono.launchers.script.rank.report import Report
 from unisono.launchers.script.script import Script, env_for
-from unisono.launchers.script.supervisor import Outcome, Programs, SignalledError, signals, verdict
+from unisono.launchers.script.supervisor import Outcome, Programs, after_signal, verdict
 from unisono.launchers.variables import OF_RUN
 from unisono.topology import LaunchPlan, RankInfo
 
@@ -269,7 +270,7 @@ def run(script: Script) -> Outcome:
                 for info in ranks.infos:
                     variables = {**own, **env_for(info)}
                     ranks.actors[info.rank].start.remote(script, variables, os.getcwd())
-                outcome = _Programs(ranks, script.token, seen).outcome()
+                outcome = _Programs(ranks, script.token, seen).outcome(script.grace_s)
         except BaseException:  # Ray may make anything of the exception that a signal raises
             if not seen:
                 raise
@@ -279,6 +280,8 @@ def run(script: Script) -> Outcome:
 class _Programs(Programs):
     """One program in every rank."""
 
+    takes = (*TO_END, *OTHERS)
+
     def __init__(self, ranks: _Ranks, token: str, seen: Sequence[int]) -> None:
         super().__init__(token)
         self._actors = ranks.actors
@@ -287,15 +290,27 @@ class _Programs(Programs):
         self._codes: dict[int, int] = {}
         self._is_ending = False
 
-    def outcome(self) -> Outcome:
+    def outcome(self, grace_s: float) -> Outcome:
         """Print what they print until all have ended; end all if one fails. Local."""
+        job: Job[None] = Job(self, len(self._actors), grace_s=grace_s + END_S)
         with contextlib.suppress(LaunchError):
-            Job[None](self, len(self._actors)).finish()
+            job.finish()
+        if job.orders.came:
+            return after_signal(job, self.reports)
         outcome = verdict(self.reports)
         if outcome.failed is not None:
             return outcome
         codes = (code for code in self._codes.values() if code)
         return replace(outcome, code=next(codes, outcome.code))
+
+    def signal(self, number: int) -> None:
+        """Signal all programs that still run; whoever looks after one kills it on SIGINT. Local."""
+        number = signal.SIGINT if number == signal.SIGKILL else number
+        for actor in self._actors:
+            actor.stop.remote(number)
+
+    def after_signal(self, number: int) -> None:
+        """Leave that to the outcome. Local."""
 
     def note(self, job: Job[Any], report: Report) -> None:
         """Take a report in, unless only the rank's end was asked for. Local."""
@@ -319,8 +334,7 @@ class _Programs(Programs):
         self._is_ending = True
         if self._seen:
             return
-        for rank in self._polls.values():
-            self._actors[rank].stop.remote()
+        self.signal(signal.SIGINT if job.orders.came else signal.SIGTERM)
         limit = time.monotonic() + _END_S
         while self._polls and time.monotonic() < limit:
             self.poll(job, limit)

@@ -84,7 +84,7 @@ def run_function(
         outcome = run(replace(script, program=(*interpreter(), "-c", boot), is_prefixed=False))
         for line in held_back(outcome):
             show(2, f"{line}\n".encode())
-        if outcome.interrupted is None:
+        if outcome.interrupted is None or outcome.code == 0:
             return _collect(folder, outcome, script, is_local)
     if outcome.interrupted == signal.SIGINT:
         raise KeyboardInterrupt

@@ -12,10 +12,11 @@ from typing import Any
 
 from unisono.errors import ArgumentError, UnisonoError, WorkerFailedError
 from unisono.launchers.job.failure import exit_code_of
+from unisono.launchers.job.signals import signals
 from unisono.launchers.job.store import private_folder
 from unisono.launchers.script.rank.report import Reader, Report
 from unisono.launchers.script.script import Script, env_for, without_job
-from unisono.launchers.script.supervisor import Outcome, signals, verdict
+from unisono.launchers.script.supervisor import Outcome, verdict
 from unisono.launchers.variables import OF_RUN
 from unisono.topology import RankInfo
 

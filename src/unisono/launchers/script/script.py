@@ -10,7 +10,7 @@ from pathlib import Path
 
 from unisono.errors import ArgumentError
 from unisono.launchers.variables import OF_TORCH, node_variables, rank_variables, without
-from unisono.topology import PRIVATE_STORE, LaunchPlan, RankInfo
+from unisono.topology import GRACE_S, PRIVATE_STORE, LaunchPlan, RankInfo
 
 __all__ = ("RANK", "Script", "dying_with", "env_for", "without_job")
 
@@ -39,6 +39,7 @@ class Script:
         stdin_rank: the rank that has this process's terminal; None for none.
         token: marks the reports of this job's ranks; empty where nobody reads them.
         options: further options of the cluster, such as Slurm's ``("time", "10:00")``.
+        grace_s: seconds that ranks have to save after a SIGTERM.
     """
 
     program: tuple[str, ...]
@@ -57,6 +58,7 @@ class Script:
     stdin_rank: int | None = None
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     options: tuple[tuple[str, str], ...] = ()
+    grace_s: float = GRACE_S
 
     @property
     def world_size(self) -> int:
@@ -74,7 +76,8 @@ class Script:
     def of(cls, plan: LaunchPlan) -> Script:
         """Ask for the ranks of a plan, which the launcher seats; the program is left out. Local."""
         nodes = (plan.nnodes, plan.nnodes)
-        return cls((), plan.nproc_per_node, *nodes, None, plan.master_addr, plan.master_port)
+        where = (plan.master_addr, plan.master_port)
+        return cls((), plan.nproc_per_node, *nodes, None, *where, grace_s=plan.grace_s)
 
     def address(self) -> dict[str, str]:
         """Give the variables that say where ranks meet, as far as the user said it. Local."""
@@ -90,6 +93,7 @@ class Script:
             self.master_addr,
             self.master_port,
             job_id=secrets.token_hex(8) if self.max_nnodes == 1 else None,
+            grace_s=self.grace_s,
         )
 
     def rank_argv(self, parent: int = 0, terminal: Sequence[int] = ()) -> list[str]:
@@ -115,6 +119,8 @@ class Script:
             arguments += ["--token", self.token]
         if self.is_coloured:
             arguments += ["--colour"]
+        if self.grace_s != GRACE_S:
+            arguments += ["--grace", f"{self.grace_s:g}"]
         return [*arguments, "--", *self.program]
 
     def require_one_node(self, launcher: str, instead: str) -> None:

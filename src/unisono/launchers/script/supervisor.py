@@ -9,9 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
@@ -19,27 +18,29 @@ from unisono.deadlines import limit_of, overdue
 from unisono.errors import CollectiveTimeoutError, LaunchError
 from unisono.launchers.job.failure import exit_code_of
 from unisono.launchers.job.job import Job, Ranks
+from unisono.launchers.job.signals import END_S, OTHERS, TO_END, TO_SAVE
+from unisono.launchers.job.title import OF_RANKS
 from unisono.launchers.script.rank.report import Reader, Report
-from unisono.launchers.script.script import Script, dying_with
+from unisono.launchers.script.script import RANK, Script, dying_with
+from unisono.plugins import load
 from unisono.topology import RankInfo
 from unisono.tracebacks import fold_text
 
 __all__ = (
     "Outcome",
     "Programs",
-    "SignalledError",
     "Supervisor",
+    "after_signal",
     "held_back",
     "run_launcher",
     "show",
-    "signals",
     "start",
     "verdict",
 )
 
 _POLL_S = 0.2
 _OWN_END_S = 2.0  # how long a launcher has to end its job by itself after a failure
-_END_S = 1.5  # from the first signal to SIGKILL; ranks give their programs 1 s
+_KILL_S = 0.5  # for ranks that kill their programs at once
 _DRAIN_S = 2.0
 _ROUSE_S = 1.0
 _LAUNCHER = -1  # stands for a launcher that makes the ranks itself
@@ -66,14 +67,6 @@ class Outcome:
     others: Sequence[Report] = ()
     told: Sequence[Report] = ()
     is_ended: bool = True
-
-
-class SignalledError(BaseException):
-    """Raised in the main thread by the signals that end a job."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
 
 
 def start(
@@ -107,7 +100,11 @@ def start(
 
 
 def run_launcher(
-    script: Script, arguments: Sequence[str], environ: Mapping[str, str], end_signal: int = 0
+    script: Script,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    end_signal: int = signal.SIGTERM,
+    reach: Callable[[int, int], bool] | None = None,
 ) -> Outcome:
     """Run a launcher that makes the ranks of a script, and that ends with this process.
 
@@ -117,7 +114,10 @@ def run_launcher(
         script: what was asked for.
         arguments: the launcher's command line.
         environ: its variables.
-        end_signal: what ends it in peace; 0 for the signal that this process gets.
+        end_signal: what ends it within seconds.
+        reach: hands a signal on to the ranks of a launcher, given its process and the signal, and
+            tells whether it could; None looks for them below that process. Where it can't, the
+            launcher itself gets the signal.
 
     Returns:
         How it went.
@@ -125,8 +125,8 @@ def run_launcher(
     Raises:
         LaunchError: no process can be started.
     """
-    front = Supervisor(script.token, script.may_restart, end_signal)
-    front.processes.append(start(dying_with(os.getpid(), signal.SIGTERM, list(arguments)), environ))
+    front = Supervisor(script, end_signal=end_signal, reach=reach)
+    front.processes.append(start(dying_with(os.getpid(), end_signal, list(arguments)), environ))
     return front.run()
 
 
@@ -178,28 +178,33 @@ class Supervisor(Programs):
     """Processes of one job: a launcher, or all ranks of this host.
 
     Args:
-        token: marks the reports of the job's ranks.
-        restarts: whether the launcher itself starts the job again after a failure.
-        end_signal: what ends them in peace; 0 for the signal that this process gets.
+        script: what they run.
         infos: who they are, where each is a rank.
+        end_signal: what ends them within seconds, and at once if they got a signal before.
+        reach: as for `run_launcher`; no use where each is a rank.
     """
+
+    takes = (*TO_END, *OTHERS)
 
     def __init__(
         self,
-        token: str,
-        restarts: bool = False,
-        end_signal: int = 0,
+        script: Script,
         infos: Sequence[RankInfo] = (),
+        end_signal: int = signal.SIGINT,
+        reach: Callable[[int, int], bool] | None = None,
     ) -> None:
-        super().__init__(token)
+        super().__init__(script.token)
         self.processes: list[subprocess.Popen[bytes]] = []
         """What was started, outputs as pipes."""
-        self._restarts = restarts
+        self._restarts = script.may_restart and not infos
+        self._grace_s = script.grace_s
         self._end_signal = end_signal
+        self._reach = reach or self._reach_below
         self._infos = infos
         self._ranks = [info.rank for info in infos] or [_LAUNCHER]
         self._selector = selectors.DefaultSelector()
-        self._signals: Sequence[int] = ()
+        self._unsent: list[int] = []
+        self._told: set[Any] = set()
         self._codes: list[int | None] = []
         self._is_late = False
         self._roused_at = 0.0
@@ -212,16 +217,19 @@ class Supervisor(Programs):
         Returns:
             How it went; nothing is printed about a failure.
         """
-        job: Job[None] = Job(self, len(self._ranks), self._ranks)
-        with self._selector, signals() as self._signals:
+        grace_s = self._grace_s + END_S  # whoever looks after a rank ends it before
+        job: Job[None] = Job(self, len(self._ranks), self._ranks, grace_s=grace_s)
+        with self._selector:
             for process in self.processes:
                 for stream, target in ((process.stdout, 1), (process.stderr, 2)):
                     assert stream is not None
                     self._selector.register(stream, selectors.EVENT_READ, target)
-            with contextlib.suppress(LaunchError, CollectiveTimeoutError, SignalledError):
-                job.finish()
-        self.kill()
-        return self._outcome(has_failed=bool(job.failures))
+            try:
+                with contextlib.suppress(LaunchError, CollectiveTimeoutError):
+                    job.finish()
+            finally:
+                self.kill()
+        return self._outcome(job)
 
     def kill(self) -> None:
         """End all processes at once. Local."""
@@ -232,6 +240,13 @@ class Supervisor(Programs):
             for stream in (process.stdout, process.stderr):
                 if stream is not None:
                     stream.close()
+
+    def signal(self, number: int) -> None:
+        """Signal all ranks, at the next look. Local."""
+        self._unsent.append(number)
+
+    def after_signal(self, number: int) -> None:
+        """Leave that to the outcome. Local."""
 
     def note(self, job: Job[Any], report: Report) -> None:
         """Take a report in; it ends the job unless the launcher starts that again. Local."""
@@ -248,6 +263,9 @@ class Supervisor(Programs):
         if self._infos and time.monotonic() > self._roused_at + _ROUSE_S:
             self._roused_at = time.monotonic()
             self._signal(signal.SIGCONT)  # wrappers: nobody but us has a use for their stop
+        self._obey()
+        if self._restarts and job.orders.came and not _below(self.processes[0].pid) <= self._told:
+            job.stop(LaunchError("ranks that ended of a signal were started again"))
         self._read(job, min(_POLL_S, until - time.monotonic()))
         codes = [process.poll() for process in self.processes]
         for rank, code in zip(self._ranks, codes, strict=True):
@@ -260,14 +278,16 @@ class Supervisor(Programs):
 
     def end(self, job: Job[Any]) -> None:
         """Let what still runs end in peace, within seconds; read what it still says. Local."""
-        if len(self.processes) == 1 and not self._signals and not self._is_late:
-            with contextlib.suppress(SignalledError):  # a launcher ends its job by itself
-                self._read_until(job, job.failures.began_at + _OWN_END_S)
+        came = bool(job.orders.came)
+        if not self._infos and not came and not self._is_late:  # a launcher ends its job by itself
+            self._read_until(job, job.failures.began_at + _OWN_END_S)
         begin = time.monotonic()
         self._codes = [process.poll() for process in self.processes]
-        if None in self._codes:
-            self._signal(self._end_signal or next(iter(self._signals), signal.SIGTERM))
-            self._read_until(job, begin + _END_S)
+        self._obey()
+        first = 0 if came else signal.SIGTERM if self._infos else self._end_signal
+        for number, wait_s in ((first, END_S), (self._end_signal, _KILL_S)):
+            self._signal(number)
+            self._read_until(job, time.monotonic() + wait_s)
         if all(process.poll() is not None for process in self.processes):
             self._read_until(job, begin + _DRAIN_S)
 
@@ -288,6 +308,22 @@ class Supervisor(Programs):
             if not chunk:
                 self._selector.unregister(key.fileobj)
             self.pass_on(job, key.fd, key.data, chunk)
+
+    def _obey(self) -> None:
+        """Let ranks have the signals to this process, of which their launcher makes its own."""
+        while self._unsent:
+            number = self._unsent.pop(0)
+            if number in (signal.SIGINT, signal.SIGKILL):
+                self._signal(self._end_signal)
+            elif self._infos or not self._reach(self.processes[0].pid, number):
+                self._signal(number)
+
+    def _reach_below(self, launcher: int, number: int) -> bool:
+        self._told = _below(launcher)
+        for process in self._told:
+            with contextlib.suppress(Exception):  # psutil's: it has ended
+                process.send_signal(number)
+        return bool(self._told)
 
     def _signal(self, number: int) -> None:
         for process in self.processes:
@@ -314,24 +350,45 @@ class Supervisor(Programs):
             if code and info.rank not in reported
         ]
 
-    def _outcome(self, has_failed: bool) -> Outcome:
-        primary = [report for report in self.reports if not report.is_secondary]
-        if self._signals:
-            number = self._signals[0]
-            told = (report for report in self.reports if report.was_told)
-            return replace(
-                verdict([*primary, *told]), code=exit_code_of(-number), interrupted=number
-            )
+    def _outcome(self, job: Job[Any]) -> Outcome:
+        if job.orders.came:
+            return after_signal(job, self.reports)
         if self._is_late:
             return Outcome(1, is_late=True)
         codes = [process.returncode for process in self.processes]
-        if not has_failed and not any(codes):
+        if not job.failures and not any(codes):
             return Outcome(0)
         outcome = verdict([*self.reports, *self._lost()])
         if outcome.failed is not None:
             return outcome
         code = next((code for code in [*self._codes, *codes] if code), outcome.code)
         return replace(outcome, code=exit_code_of(code))
+
+
+def _below(launcher: int) -> set[Any]:
+    """Find the processes below a launcher of this host that look after ranks."""
+    found: set[Any] = set()
+    with contextlib.suppress(Exception):  # psutil's: it has ended
+        _find(load("psutil:Process")(launcher), found)
+    return found
+
+
+def _find(process: Any, found: set[Any]) -> None:
+    for child in process.children():
+        words = child.cmdline() or [""]
+        if RANK in words or words[0].startswith(OF_RANKS):
+            found.add(child)
+        else:
+            _find(child, found)
+
+
+def after_signal(job: Job[Any], reports: Sequence[Report]) -> Outcome:
+    """Tell how a job went that a signal to this process has ended. Local, and pure."""
+    number = job.orders.came[0]
+    have_left = not job.late and not job.failures
+    code = 0 if number in TO_SAVE and have_left else exit_code_of(-number)
+    known = [each for each in reports if each.was_told or not each.is_secondary]
+    return replace(verdict(known), code=code, interrupted=number)
 
 
 def verdict(reports: Sequence[Report]) -> Outcome:
@@ -363,42 +420,6 @@ def held_back(outcome: Outcome) -> list[str]:
             known.add(each.cause[1])
             lines += [f"[{each.rank}] {line}" for line in fold_text(each.output).splitlines()]
     return lines
-
-
-@contextlib.contextmanager
-def signals(is_once: bool = False) -> Iterator[list[int]]:
-    """Turn the signals that end a program into an exception, while it lasts.
-
-    Local. One that this process ignores stays ignored, as ``nohup`` and a shell's ``&`` want it,
-    and one that is handled in C is left alone.
-
-    Args:
-        is_once: whether only the first does, and those after it do nothing.
-
-    Yields:
-        The numbers of those that came: a library in between may swallow the exception.
-    """
-    seen: list[int] = []
-
-    def stop(number: int, _: Any) -> None:
-        seen.append(number)
-        if is_once and len(seen) > 1:
-            return
-        raise SignalledError(number)
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    if threading.current_thread() is not threading.main_thread():  # which alone gets signals
-        yield seen
-        return
-    before = {number: signal.getsignal(number) for number in numbers}
-    taken = [number for number in numbers if before[number] not in (signal.SIG_IGN, None)]
-    for number in taken:
-        signal.signal(number, stop)
-    try:
-        yield seen
-    finally:
-        for number in taken:
-            signal.signal(number, before[number])
 
 
 def show(target: int, line: bytes) -> None:

@@ -15,7 +15,7 @@ from unisono.errors import ArgumentError
 from unisono.launchers.script import plugin, supervisor
 from unisono.launchers.script.rank.report import Held, Report, encode
 from unisono.launchers.script.script import Script
-from unisono.launchers.script.supervisor import Outcome, held_back, run_launcher, signals, verdict
+from unisono.launchers.script.supervisor import Outcome, held_back, run_launcher, verdict
 
 HEAD = "Traceback (most recent call last):\n"
 FRAME = '  File "/u/train.py", line 7, in <module>\n    work()\n'
@@ -102,37 +102,6 @@ def test_a_signal_is_said_without_what_nobody_checked(capsys: pytest.CaptureFixt
     said = capsys.readouterr().err
     assert said.startswith("error: rank 1 of 40 raised ValueError: no data\n")
     assert said.endswith("\ninterrupted by SIGINT: all ranks have been ended\n")
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_ignored_signal_stays_ignored(number: int) -> None:
-    before = signal.signal(number, signal.SIG_IGN)  # nohup: SIGHUP; a shell's "&": SIGINT
-    try:
-        with signals() as seen:
-            signal.raise_signal(number)
-        assert seen == []
-        assert signal.getsignal(number) is signal.SIG_IGN
-    finally:
-        signal.signal(number, before)
-
-
-def test_a_handler_of_c_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    handlers: dict[int, Any] = dict.fromkeys((signal.SIGINT, signal.SIGTERM), signal.SIG_DFL)
-    handlers[signal.SIGHUP] = None  # as Python calls one that it didn't install
-    before = dict(handlers)
-
-    def put(number: int, handler: Any) -> Any:
-        if handler is None:
-            raise TypeError("signal handler must be signal.SIG_IGN, ...")
-        replaced, handlers[number] = handlers[number], handler
-        return replaced
-
-    monkeypatch.setattr(signal, "getsignal", handlers.get)
-    monkeypatch.setattr(signal, "signal", put)
-    with signals():
-        assert handlers[signal.SIGHUP] is None
-        assert callable(handlers[signal.SIGTERM])
-    assert handlers == before
 
 
 LAUNCHER = """

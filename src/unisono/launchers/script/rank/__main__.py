@@ -36,6 +36,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--token", default="")
     parser.add_argument("--colour", action="store_true")
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--grace", type=float, metavar="S")
     parser.add_argument("--terminal", type=int, nargs=2, metavar="FD")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     return parser.parse_args()
@@ -48,16 +49,19 @@ def main() -> None:
     _load_package()
     from unisono.launchers.job.forkserver import die_with
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's "&" ignores it
+
     if options.exec:  # a launcher, which ends with the process that asked for it
         die_with(options.parent, options.exec)
         os.execvp(program[0], program)
     die_with(options.parent, signal.SIGTERM)
     from unisono.launchers.job.wrapper import end_like
     from unisono.launchers.script.rank.program import OutputOptions, run
+    from unisono.topology import GRACE_S
 
     style = "plain" if options.plain else "coloured" if options.colour else "prefixed"
-    code = run(program, OutputOptions(options.log_dir, options.token, style, options.terminal))
-    end_like(code)
+    manner = OutputOptions(options.log_dir, options.token, style, options.terminal)
+    end_like(run(program, manner, GRACE_S if options.grace is None else options.grace))
 
 
 if __name__ == "__main__":

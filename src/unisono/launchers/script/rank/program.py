@@ -20,6 +20,7 @@ from typing import IO, Any
 from unisono.errors import UnisonoError
 from unisono.launchers.job.failure import signal_name
 from unisono.launchers.job.forkserver import die_with
+from unisono.launchers.job.signals import OTHERS, TO_END, TO_SAVE, Orders, handled
 from unisono.launchers.job.title import name_process
 from unisono.launchers.script.rank.report import Held, Report, encode, is_of_the_end
 from unisono.launchers.variables import node_variables, rank_variables
@@ -29,7 +30,6 @@ from unisono.tracebacks import fold_text, newest
 
 __all__ = ("OutputOptions", "run", "variables")
 
-_END_S = 1.0  # from the first signal to SIGKILL
 _DRAIN_S = 0.5  # after the program's end, for what its children still print
 _POLL_S = 0.5
 _BASE = 128  # of the exit code that a shell gives for a signal
@@ -99,7 +99,7 @@ def variables(
     return merged
 
 
-def run(program: Sequence[str], manner: OutputOptions) -> int:
+def run(program: Sequence[str], manner: OutputOptions, grace_s: float) -> int:
     """Run the program as the rank that this process's variables say it is.
 
     Local.
@@ -107,6 +107,7 @@ def run(program: Sequence[str], manner: OutputOptions) -> int:
     Args:
         program: its arguments, the first one its name.
         manner: what becomes of its output.
+        grace_s: seconds that it has to save after a SIGTERM.
 
     Returns:
         Its exit code; the negative number of the signal that ended it.
@@ -117,13 +118,14 @@ def run(program: Sequence[str], manner: OutputOptions) -> int:
         return _refuse(f"{type(error).__name__}: {error}", manner.token)
     if info is not None:
         name_process(info.rank, info.world_size, _script_of(program))
-    running = _Running(info, manner)
-    try:
-        running.open_logs(manner.log_dir)
-        running.start(program)
-    except OSError as error:
-        return _refuse(f"can't run {program[0]!r}: {error}", manner.token, info)
-    return running.wait()
+    running = _Running(info, manner, grace_s)
+    with handled((*TO_END, *OTHERS), lambda number, _: running.came.append(number)):
+        try:
+            running.open_logs(manner.log_dir)
+            running.start(program)
+        except OSError as error:
+            return _refuse(f"can't run {program[0]!r}: {error}", manner.token, info)
+        return running.wait()
 
 
 def _script_of(program: Sequence[str]) -> str:
@@ -149,7 +151,7 @@ def _send(report: Report, token: str) -> None:
 class _Running:
     """One run of the program."""
 
-    def __init__(self, info: RankInfo | None, manner: OutputOptions) -> None:
+    def __init__(self, info: RankInfo | None, manner: OutputOptions, grace_s: float) -> None:
         self._info, self._token, self._terminal = info, manner.token, manner.terminal
         self._prefix = manner.prefix(info)
         self._last: deque[bytes] = deque(maxlen=_LAST_LINES)
@@ -159,8 +161,10 @@ class _Running:
         self._mark = re.compile(mark if self._prefix else rb"(?!)")  # torch's own
         self._rest = {1: b"", 2: b""}
         self._logs: dict[int, IO[bytes]] = {}
-        self._stopped_at: float | None = None
-        self._orders: list[int] = []
+        self.came: list[int] = []
+        """Signals that haven't been obeyed yet."""
+        self._orders = Orders(grace_s)
+        self._parent = os.getppid()
         self._sent: set[int] = set()
 
     def open_logs(self, log_dir: str | None) -> None:
@@ -187,8 +191,6 @@ class _Running:
         os.set_blocking(wake, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda number, _: self._orders.append(number))
         out, err = self._terminal or (subprocess.PIPE, subprocess.PIPE)
         self._process = subprocess.Popen(
             program,
@@ -218,7 +220,7 @@ class _Running:
                 self._look()
                 if self._held.left_s() == 0:
                     self._release()
-                if ended_at and (self._orders or time.monotonic() > ended_at + _DRAIN_S):
+                if ended_at and (self.came or time.monotonic() > ended_at + _DRAIN_S):
                     break
         for fd in (1, 2):
             self._print(fd, self._rest[fd] + b"\n" if self._rest[fd] else b"")
@@ -232,18 +234,20 @@ class _Running:
         with contextlib.suppress(ChildProcessError):
             status = os.waitid(os.P_PID, self._process.pid, kinds)
             if status is not None and status.si_code == os.CLD_STOPPED:
-                who = f"rank {self._info.rank} of {self._info.world_size}" if self._info else "it"
                 name = signal_name(status.si_status)
-                warning = f"warning: {who} was stopped by {name}, and goes on after SIGCONT\n"
-                _write(2, self._prefix + warning.encode())
+                self._warn(f"was stopped by {name}, and goes on after SIGCONT")
+
+    def _warn(self, text: str) -> None:
+        who = f"rank {self._info.rank} of {self._info.world_size}" if self._info else "it"
+        _write(2, self._prefix + f"warning: {who} {text}\n".encode())
 
     def _patience(self, has_ended: bool) -> float:
         if has_ended:
             return _DRAIN_S / 10
-        left_s = self._held.left_s()
-        if self._stopped_at is None:
-            return _POLL_S if left_s is None else min(_POLL_S, max(0.01, left_s))
-        return min(_POLL_S, max(0.01, self._stopped_at + _END_S - time.monotonic()))
+        ends = [self._held.left_s()]
+        if self._orders.until is not None:
+            ends.append(self._orders.until - time.monotonic())
+        return min([_POLL_S, *(max(0.01, left_s) for left_s in ends if left_s is not None)])
 
     def _read(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
         if key.data == 0:
@@ -283,29 +287,38 @@ class _Running:
             _write(2, self._prefix + line.encode())
 
     def _obey(self) -> None:
-        """Hand a signal on to the program and its children, and then end them."""
-        now = time.monotonic()
+        """Hand signals on to the program, and end it and its children when its time is over."""
         if self._process.poll() is not None:  # nobody told it to: what is left ends in `_bury`
             return
-        while self._orders:
-            number = self._orders.pop(0)
-            self._signal(number if self._stopped_at is None else signal.SIGKILL)
-            self._stopped_at = self._stopped_at or now
-        if self._stopped_at is not None and now > self._stopped_at + _END_S:
+        while self.came:
+            number = self._orders.take(self.came.pop(0), os.getppid() != self._parent)
+            self._signal(number)
+            if number in TO_SAVE:
+                self._signal(signal.SIGCONT)  # a stopped program hears it once it goes on
+        is_over = self._orders.until is not None and time.monotonic() > self._orders.until
+        if is_over and signal.SIGKILL not in self._sent:
+            if self._orders.came[0] in TO_SAVE and self._orders.grace_s:
+                self._warn(
+                    f"hasn't ended {self._orders.grace_s:g} s after "
+                    f"{signal_name(self._orders.came[0])} and is killed: --grace gives it more"
+                )
             self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
+        """Signal the program; its children, too, on Ctrl-C as a terminal does, and at the end."""
         self._sent.add(number)
+        send = os.killpg if number in (signal.SIGINT, signal.SIGKILL) else os.kill
         with contextlib.suppress(OSError):
-            os.killpg(self._process.pid, number)
+            send(self._process.pid, number)
 
     def _bury(self) -> int:
         code = self._process.wait()
         was_sent = -code in self._sent or code - _BASE in self._sent
         self._signal(signal.SIGKILL)  # children that it left behind
         held = self._held.give().decode(errors="replace")
-        is_own_end = self._stopped_at is None
-        if self._stopped_at is not None and held and self._held.begun_at < self._stopped_at:
+        stopped_at = self._orders.began_at
+        is_own_end = stopped_at is None
+        if stopped_at is not None and held and self._held.begun_at < stopped_at:
             is_own_end = not was_sent
         if code != 0 and is_own_end:
             report = self._report(code, held or b"".join(self._last).decode(errors="replace"))
@@ -314,7 +327,7 @@ class _Running:
             _send(report, self._token)
             return code
         last = newest(held)
-        if self._stopped_at is not None and is_of_the_end(last):
+        if stopped_at is not None and is_of_the_end(last):
             held = held.removesuffix(last)
         if held and code != 0 and self._token:  # others may have raised the same
             _send(replace(self._report(code, held), was_told=True), self._token)

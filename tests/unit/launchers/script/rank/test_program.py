@@ -8,15 +8,21 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
 
 from tests.support.processes import gone
+from unisono.launchers.job.signals import END_S, OTHERS, TO_END, TO_SAVE
 from unisono.launchers.script.rank.report import Reader, Report
 from unisono.launchers.script.script import RANK
 from unisono.launchers.script.supervisor import held_back, verdict
 
 INFO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 INFO |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+LIMIT_S = 60.0
 LEAVES_A_CHILD = """
 import os, subprocess, sys
 subprocess.Popen(["sleep", "30"])
@@ -43,10 +49,14 @@ signal.pause()
 
 
 def wrapper(program: str, *options: str, stderr: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
-    words = [sys.executable, RANK, "--token", "t", *options, "--", sys.executable, "-c", program]
+    return wrapper_of([*options, "--", sys.executable, "-c", program], stderr)
+
+
+def wrapper_of(words: list[str], stderr: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        words, env={**os.environ, **INFO}, stdout=subprocess.PIPE, stderr=stderr
-    )
+        [sys.executable, RANK, "--token", "t", *words],
+        env={**os.environ, **INFO}, stdout=subprocess.PIPE, stderr=stderr,
+    )  # fmt: skip
 
 
 def reports(lines: Iterable[bytes]) -> list[Report]:
@@ -77,6 +87,85 @@ def test_a_rank_that_was_told_to_end_did_not_fail_by_itself() -> None:
     assert report.was_told
     assert report.is_secondary
     assert "ValueError" in "".join(held_back(verdict([report])))
+
+
+# It says what it hears, and that its child is alive; it saves until it may go on.
+SAVES = """
+import os, signal, subprocess, sys, time
+
+def hear(number, _):
+    print("HEARD", number, child.poll(), flush=True)
+    while number in {to_end} and not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
+    if number in {to_end}:
+        sys.exit(0)
+
+for number in {numbers}:
+    signal.signal(number, hear)
+child = subprocess.Popen(["sleep", "600"])
+print("READY", flush=True)
+while True:
+    time.sleep(0.01)  # not for ever: a signal may come just before
+"""
+
+
+@pytest.fixture
+def saving(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Start a program that saves until there is `tmp_path / "go"`, and wait until it is there."""
+    with ExitStack() as stack:
+
+        def start(*options: str) -> subprocess.Popen[bytes]:
+            to_end, others = [*map(int, TO_END)], [*map(int, OTHERS)]
+            text = SAVES.format(to_end=to_end, numbers=to_end + others)
+            words = [*options, "--plain", "--", sys.executable, "-c", text, str(tmp_path / "go")]
+            process = stack.enter_context(wrapper_of(words))
+            stack.callback(process.kill)
+            assert said(process) == "READY"
+            return process
+
+        yield start
+
+
+def said(process: subprocess.Popen[bytes]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().decode().strip()
+
+
+@pytest.mark.parametrize("number", TO_SAVE)
+def test_a_program_has_time_to_save(
+    saving: Callable[..., subprocess.Popen[bytes]], number: int, tmp_path: Path
+) -> None:
+    process = saving()
+    process.send_signal(number)
+    process.send_signal(number)  # of Slurm's or systemd's, who signal all processes of a job
+    assert said(process) == f"HEARD {number} None"
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(2 * END_S)
+    (tmp_path / "go").touch()
+    assert process.wait(LIMIT_S) == 0
+
+
+def test_its_time_is_an_option_and_is_over_on_ctrl_c(
+    saving: Callable[..., subprocess.Popen[bytes]],
+) -> None:
+    late, hurried = saving("--grace", "0.5"), saving("--grace", "600")
+    for process in (late, hurried):
+        process.send_signal(signal.SIGTERM)
+        assert said(process).startswith("HEARD")
+    hurried.send_signal(signal.SIGINT)
+    for process, warnings in ((late, 1), (hurried, 0)):
+        _, err = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == -signal.SIGKILL
+        assert err.count(b"hasn't ended 0.5 s after SIGTERM and is killed: --grace") == warnings
+
+
+def test_a_program_gets_every_signal_that_it_may_handle(
+    saving: Callable[..., subprocess.Popen[bytes]],
+) -> None:
+    process = saving()
+    for number in OTHERS:
+        process.send_signal(number)
+        assert said(process) == f"HEARD {int(number)} None"  # its child gets none of them
 
 
 def test_a_report_is_written_in_pieces_that_a_pipe_takes_whole() -> None:

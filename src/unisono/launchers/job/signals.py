@@ -1,0 +1,142 @@
+"""What a signal to a process means for the ranks that it has started.
+
+SIGTERM and SIGHUP give ranks time to save: they get the signal, and the process that started them
+waits. SIGINT gives them a second. A further signal, or the end of that time, ends them at once. All
+other signals are the program's own affair, and are only passed on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ("END_S", "OTHERS", "TO_END", "TO_SAVE", "Orders", "SignalledError", "handled", "signals")
+
+TO_SAVE = (signal.SIGTERM, signal.SIGHUP)
+TO_END = (signal.SIGINT, *TO_SAVE)
+_OF_ONE = {  # what a process does to itself, and what a terminal and a parent say of stopping
+    *(signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGPIPE, signal.SIGSEGV),
+    *(signal.SIGSYS, signal.SIGTRAP, signal.SIGCHLD, signal.SIGCONT, signal.SIGKILL),
+    *(signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGXFSZ),
+}
+OTHERS = tuple(sorted(signal.valid_signals() - _OF_ONE - {*TO_END}))
+END_S = 1.0
+"""Seconds that programs have which get no time to save."""
+_SIGACTION_BYTES = 256  # at least
+_TWICE_S = 1.0  # within it a second one is the first: Slurm and systemd signal all of a job at once
+
+
+class SignalledError(BaseException):
+    """Raised in the main thread by the signals that end a job."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@dataclass(slots=True)
+class Orders:
+    """The signals to end that a process with ranks got, and what its ranks get of them.
+
+    Args:
+        grace_s: seconds that ranks have to save.
+        came: the signals, in their order.
+        began_at: when the first came, by ``time.monotonic()``; None before that.
+        until: when the ranks' time is over; None before that, too.
+    """
+
+    grace_s: float
+    came: list[int] = field(default_factory=list)
+    began_at: float | None = None
+    until: float | None = None
+
+    def take(self, number: int, is_orphan: bool = False) -> int:
+        """Take in a signal.
+
+        Local.
+
+        Args:
+            number: which one came.
+            is_orphan: whether it says that the process above this one is gone.
+
+        Returns:
+            The signal that ranks get of it: SIGKILL where their time is over; 0 for none.
+        """
+        now = time.monotonic()
+        if number not in TO_END:
+            return number
+        self.came.append(number)
+        is_to_save = number in TO_SAVE and not is_orphan
+        if self.began_at is None:
+            self.began_at, self.until = now, now + (self.grace_s if is_to_save else END_S)
+            return number
+        if is_to_save and now < self.began_at + _TWICE_S:
+            return 0
+        self.until = now
+        return signal.SIGKILL
+
+
+@contextlib.contextmanager
+def handled(numbers: Iterable[int], handle: Callable[[int, Any], object]) -> Iterator[None]:
+    """Handle signals in the block, but those that this process ignores or handles itself.
+
+    Local. One that is ignored stays so, as ``nohup`` and a shell's ``&`` want it. Afterwards all
+    are as they were. Signals reach the main thread alone: in others nothing is handled.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in numbers}
+    taken = {number: handler for number, handler in before.items() if _is_free(number, handler)}
+    try:
+        for number in taken:
+            signal.signal(number, handle)
+        yield
+    finally:
+        for number, handler in taken.items():
+            signal.signal(number, handler)
+
+
+def _is_free(number: int, handler: Any) -> bool:
+    """Tell whether a signal has no handler but Python's own, or that of `signals`."""
+    if handler is signal.SIG_DFL:
+        return not _is_caught_in_c(number)
+    is_ours = getattr(handler, "__module__", "") == __name__
+    return is_ours or handler is signal.default_int_handler
+
+
+def _is_caught_in_c(number: int) -> bool:
+    """Tell whether a library has a handler that Python doesn't know, such as faulthandler's."""
+    action = ctypes.create_string_buffer(_SIGACTION_BYTES)
+    ctypes.pythonapi.sigaction(number, None, action)
+    return any(action.raw[: ctypes.sizeof(ctypes.c_void_p)])  # its first field is the handler
+
+
+@contextlib.contextmanager
+def signals(is_once: bool = False) -> Iterator[list[int]]:
+    """Turn the signals that end a program into an exception, while it lasts.
+
+    Local.
+
+    Args:
+        is_once: whether only the first does, and those after it do nothing.
+
+    Yields:
+        The numbers of those that came: a library in between may swallow the exception.
+    """
+    seen: list[int] = []
+
+    def stop(number: int, _: Any) -> None:
+        seen.append(number)
+        if is_once and len(seen) > 1:
+            return
+        raise SignalledError(number)
+
+    with handled(TO_END, stop):
+        yield seen
