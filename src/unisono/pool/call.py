@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -37,7 +37,7 @@ class Call(Ranks):
         is_together: whether replicas may wait for each other.
     """
 
-    takes = TO_SAVE
+    takes: Sequence[int] = TO_SAVE
 
     def __init__(
         self,

@@ -93,7 +93,7 @@ class Job(Generic[T]):
         grace_s: float | None = None,
     ) -> None:
         self.ranks = ranks
-        self.orders = Orders(grace_s or 0.0)
+        self.orders: Orders = Orders(grace_s or 0.0)
         self.world_size = world_size
         self.results: dict[int, bytes] = {}
         self.failures: Failures = Failures(ranks.doubt)

@@ -14,7 +14,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -144,7 +144,7 @@ class Workers(Ranks):
         stop_limit_s: seconds for which a worker may be stopped by a signal.
     """
 
-    takes = TO_SAVE
+    takes: Sequence[int] = TO_SAVE
 
     def __init__(self, world_size: int, held: ExitStack, stop_limit_s: float) -> None:
         self.workers: list[Worker] = []

@@ -280,7 +280,7 @@ def run(script: Script) -> Outcome:
 class _Programs(Programs):
     """One program in every rank."""
 
-    takes = (*TO_END, *OTHERS)
+    takes: Sequence[int] = (*TO_END, *OTHERS)
 
     def __init__(self, ranks: _Ranks, token: str, seen: Sequence[int]) -> None:
         super().__init__(token)

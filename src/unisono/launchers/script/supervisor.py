@@ -184,7 +184,7 @@ class Supervisor(Programs):
         reach: as for `run_launcher`; no use where each is a rank.
     """
 
-    takes = (*TO_END, *OTHERS)
+    takes: Sequence[int] = (*TO_END, *OTHERS)
 
     def __init__(
         self,
