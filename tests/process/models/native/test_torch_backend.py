@@ -728,7 +728,7 @@ def test_importing_unisono_is_enough(imports: str) -> None:
     finders = "import sys; print(*(type(finder).__name__ for finder in sys.meta_path))"
     known = "import torch.distributed as dist; print(dist.is_backend_available('unisono'))"
     before, is_known = run_python("-c", f"{imports}\n{finders}\n{known}").splitlines()
-    assert "Registrar" not in before
+    assert before.count("Registrar") == 1  # for Dynamo, which isn't loaded yet
     assert is_known == "True"
 
 
