@@ -112,7 +112,9 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         self._gathers_at_root = carrier == "gloo" and topology.world_size >= _MANY
         timeout_s = None if self._timeout is None else self._timeout.total_seconds()
         self.control: SocketControlPlane = SocketControlPlane(self, timeout_s)
-        self.control.has_levels, self.control.destroy = is_gloo, _destroy
+        self.control.has_levels = is_gloo
+        if torch.__version__ >= "2.7":  # before, a group that ends may wait for its own threads
+            self.control.destroy = _destroy
         if is_gloo:
             settle_at_exit()
         self._calls = Calls(self, self.transport_device.type == "cpu" and topology.world_size > 1)
