@@ -102,10 +102,10 @@ def hear(number, _):
 
 for number in {numbers}:
     signal.signal(number, hear)
-child = subprocess.Popen(["sleep", "600"])
+child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)  # it ends with this program
 print("READY", flush=True)
 while True:
-    time.sleep(0.01)  # not for ever: a signal may come just before
+    time.sleep(0.01)  # not forever: a signal may come just before
 """
 
 
