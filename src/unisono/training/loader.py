@@ -55,7 +55,7 @@ class ReplicaLoader(DataLoader[Any]):
         ordering = (each for each in samplers if hasattr(each, "set_epoch"))
         self._position = _Position(next(ordering, None))
         self._begin = (self._position.order, 0)  # where training begins
-        self._passed = 0  # passes that were no epochs
+        self._passed = 0  # passes before the first epoch
         self._counts = False  # whether passes are epochs from now on
 
     @property
@@ -73,7 +73,7 @@ class ReplicaLoader(DataLoader[Any]):
         """Choose the order of an epoch; another one than `epoch` begins at its start.
 
         Local. A pass without it takes the next order. It goes on to the data set, if that has a
-        ``set_epoch``: then even persistent workers start anew for each pass, to learn of it.
+        ``set_epoch``: then even persistent workers start again for each pass, to learn of it.
         """
         check_count("epoch", epoch, 0)
         if epoch != self.epoch or self._passed:

@@ -304,7 +304,7 @@ class _Programs(Programs):
         return replace(outcome, code=next(codes, outcome.code))
 
     def signal(self, number: int) -> None:
-        """Signal all programs that still run; whoever looks after one kills it on SIGINT. Local."""
+        """Signal all programs that still run; SIGINT has one killed by its actor. Local."""
         number = signal.SIGINT if number == signal.SIGKILL else number
         for actor in self._actors:
             actor.stop.remote(number)

@@ -217,7 +217,7 @@ class Supervisor(Programs):
         Returns:
             How it went; nothing is printed about a failure.
         """
-        grace_s = self._grace_s + END_S  # whoever looks after a rank ends it before
+        grace_s = self._grace_s + END_S  # the one that looks after a rank ends it before
         job: Job[None] = Job(self, len(self._ranks), self._ranks, grace_s=grace_s)
         with self._selector:
             for process in self.processes:
