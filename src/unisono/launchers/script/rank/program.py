@@ -292,6 +292,8 @@ class _Running:
             return
         while self.came:
             number = self._orders.take(self.came.pop(0), os.getppid() != self._parent)
+            if number in TO_SAVE:
+                self._guard()
             self._signal(number)
             if number in TO_SAVE:
                 self._signal(signal.SIGCONT)  # a stopped program hears it once it goes on
@@ -303,6 +305,18 @@ class _Running:
                     f"{signal_name(self._orders.came[0])} and is killed: --grace gives it more"
                 )
             self._signal(signal.SIGKILL)
+
+    def _guard(self) -> None:
+        """Have the program and its children end with this process, which mpiexec may kill."""
+        reader, writer = os.pipe()  # this process holds the writer to its end
+        if os.fork() == 0:
+            os.setsid()
+            os.close(writer)
+            os.read(reader, 1)
+            with contextlib.suppress(OSError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            os._exit(0)
+        os.close(reader)
 
     def _signal(self, number: int) -> None:
         """Signal the program; its children, too, on Ctrl-C as a terminal does, and at the end."""
