@@ -113,6 +113,10 @@ while True:
 def saving(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Start a program that saves until there is `tmp_path / "go"`, and wait until it is there."""
     with ExitStack() as stack:
+        for number in (*TO_END, *OTHERS):  # as nohup and a shell's "&" ignore some
+            if signal.getsignal(number) is signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+                stack.callback(signal.signal, number, signal.SIG_IGN)
 
         def start(*options: str) -> subprocess.Popen[bytes]:
             to_end, others = [*map(int, TO_END)], [*map(int, OTHERS)]
