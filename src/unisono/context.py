@@ -117,7 +117,7 @@ class ContextState:
             self.control.take_over(other.control)
 
     def forget_ended(self) -> None:
-        """Let go of what is kept by the names of groups that have ended. Local."""
+        """Drop what is kept by the names of groups that have ended. Local."""
         while self.control.ended:
             name = self.control.ended.popleft()
             self.calls.forget(name)
@@ -184,7 +184,7 @@ class ContextState:
         return self.backgrounds[name].submit(partial(from_here().run, call))
 
     def _order(self, group: Group | None) -> str:
-        """Name the group whose calls those of `group` keep one order with."""
+        """Return the name of the group whose calls those of `group` keep one order with."""
         return name_of(group) if self.control.separates_groups else EVERYBODY
 
     def _done(self, call: Callable[[], T], group: Group | None) -> Handle[T]:

@@ -313,7 +313,7 @@ def _with_prologue(
 
 
 def _places(names: tuple[str, ...], root: str) -> tuple[str, int, int]:
-    """Give the first argument's name, and the places of `group` and of the root."""
+    """Return the first argument's name, and the places of `group` and of the root."""
     return names[0], names.index("group"), names.index(root) if root else 0
 
 
@@ -322,7 +322,7 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], at: int, name: str)
 
 
 def _end(name: str, token: Token | None, error: BaseException) -> None:
-    """Take note of how a call failed."""
+    """Record how a call failed."""
     if token is not None:
         token.end(error)
     if not isinstance(error, UnisonoError):
@@ -330,7 +330,7 @@ def _end(name: str, token: Token | None, error: BaseException) -> None:
 
 
 def _is_of_value(error: Exception) -> bool:
-    """Tell whether an error is what a class of the user's raised when a call was checked."""
+    """Return whether a class of the user's raised an error while a call was checked."""
     return not (isinstance(error, UnisonoError) or _is_of_signature(error) or is_interrupt(error))
 
 

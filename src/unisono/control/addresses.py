@@ -75,7 +75,7 @@ def own_address(master_addr: str | None = None, *, has_others: bool = True) -> s
 
 
 def own_interface(master_addr: str | None, *, has_others: bool) -> str:
-    """Name the interface of `own_address`; empty where there is none. Local."""
+    """Return the name of the interface of `own_address`; empty where there is none. Local."""
     with contextlib.suppress(OSError):
         address = own_address(master_addr, has_others=has_others)
         for _, name in socket.if_nameindex():

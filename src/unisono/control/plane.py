@@ -96,7 +96,7 @@ class ControlPlane:
         return self.model.transport_device.type == "cpu"
 
     def has_met(self, group: Group | None) -> bool:
-        """Tell whether the ranks of a group agreed on all that they do at its first call. Local."""
+        """Return whether a group's first call, at which its ranks agree, is done. Local."""
         return True
 
     def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
@@ -146,7 +146,7 @@ class ControlPlane:
         return model.transport_device.type == "cpu" and model.topology.size(group) > 1
 
     def watch_over(self, group: Group) -> None:
-        """Let a group end once this rank has it no more, at a later `begin_group`. Local."""
+        """Watch for this rank's last reference to a group; a later `begin_group` ends it. Local."""
         # A finalizer runs in any thread and in the middle of any call, so it only takes note.
         note = weakref.finalize(group, self._dropped.append, (group.name, group.ranks))
         note.atexit = False
@@ -163,7 +163,7 @@ class ControlPlane:
             self.end(self._dropped.popleft()[0])
 
     def end(self, name: str) -> None:
-        """Let go of what is kept by the name of a group. Local."""
+        """Drop what is kept by the name of a group. Local."""
         self.steps.forget(name)
         self.ended.append(name)
 
@@ -268,7 +268,7 @@ class SocketControlPlane(ControlPlane):
         return fallback.exchange_bodies(self.model, blob, list(sizes), group)
 
     def has_met(self, group: Group | None) -> bool:
-        """Tell whether a group is connected. Local, as in the class above."""
+        """Return whether a group is connected. Local, as in the class above."""
         return name_of(group) in self.hubs or self.model.topology.size(group) == 1
 
     def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
@@ -330,7 +330,7 @@ class SocketControlPlane(ControlPlane):
             self._memories[key] = TwoLevels(hub.arena, hosts, rank, watch, self)
 
     def watch_over(self, group: Group) -> None:
-        """Let a group end once no rank has it or its handle. Local, as in the class above."""
+        """Watch for the last reference to a group and its handle. Local, as in the class above."""
         super().watch_over(group)
         handle = group.handle
         self._handles[group.name] = weakref.ref(handle), sys.getrefcount(handle)
@@ -353,7 +353,7 @@ class SocketControlPlane(ControlPlane):
                 self.end(name)
 
     def _is_lent(self, name: str) -> bool:
-        """Tell whether somebody has the handle of a group that was dropped, as DDP may."""
+        """Return whether somebody has the handle of a group that was dropped, as DDP may."""
         reference, count = self._handles.get(name, _NOBODYS)
         handle = reference()
         return handle is not None and sys.getrefcount(handle) >= count  # one was the group's

@@ -170,7 +170,7 @@ class Job(Generic[T]):
         try:
             with handled(self._takes, self._obey):
                 self._finish(limit)
-        except Exception:
+        except Exception:  # whichever it is, a signal that the ranks died of comes first
             if self.orders.came:
                 self.ranks.after_signal(self.orders.came[0])
             raise

@@ -104,7 +104,7 @@ def handled(numbers: Iterable[int], handle: Callable[[int, Any], object]) -> Ite
 
 
 def _is_free(number: int, handler: Any) -> bool:
-    """Tell whether a signal has no handler but Python's own, or that of `signals`."""
+    """Return whether a signal has no handler but Python's own, or that of `signals`."""
     if handler is signal.SIG_DFL:
         return not _is_caught_in_c(number)
     is_ours = getattr(handler, "__module__", "") == __name__
@@ -112,7 +112,7 @@ def _is_free(number: int, handler: Any) -> bool:
 
 
 def _is_caught_in_c(number: int) -> bool:
-    """Tell whether a library has a handler that Python doesn't know, such as faulthandler's."""
+    """Return whether a library has a handler that Python doesn't know, as faulthandler."""
     action = ctypes.create_string_buffer(_SIGACTION_BYTES)
     ctypes.pythonapi.sigaction(number, None, action)
     return any(action.raw[: ctypes.sizeof(ctypes.c_void_p)])  # its first field is the handler
