@@ -120,6 +120,10 @@ class Averaging:
             return communicator(self._group).model.all_reduce(live, ReduceOp.SUM, self._group)
         return host.all_reduce(live, ReduceOp.SUM)
 
+    def size(self) -> int:
+        """Return the number of ranks that train together. Local."""
+        return communicator(self._group).model.topology.size(self._group)
+
     def library_group(self) -> Any:
         """Give torch's own group of the module. Local."""
         module = self._module()
@@ -144,9 +148,9 @@ class Averaging:
 
 def average(state: Averaging, bucket: Any) -> torch.futures.Future[Tensor]:
     """Average one bucket of gradients in place: a communication hook. Collective over the group."""
-    flat, group = bucket.buffer(), state.library_group()
+    flat = bucket.buffer()
     if flat.layout is not torch.strided:  # sparse gradients
-        return default_hooks.allreduce_hook(group, bucket)
+        return default_hooks.allreduce_hook(state.library_group(), bucket)
     host, op = state.host(), ReduceOp.SUM
     with torch.no_grad():
         divisor = state.divisor(host)
@@ -155,7 +159,7 @@ def average(state: Averaging, bucket: Any) -> torch.futures.Future[Tensor]:
         elif host is not None and folds(flat.dtype, ReduceOp.AVERAGE):
             op = ReduceOp.AVERAGE
         else:
-            flat.div_(group.size())
+            flat.div_(state.size())  # the module may be gone by then
         done = state.reduce(bucket.index(), flat, op, host)
     if bucket.is_last():
         state.end_step()
