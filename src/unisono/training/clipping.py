@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.collectives.reductions import all_reduce
 from unisono.context import communicator
 from unisono.errors import ArgumentError, UnsupportedOperation
 from unisono.model.contract import ComputationModel
@@ -77,10 +80,22 @@ def clip_grad_norm_(
         _settle(context.model, each)
     if scaler is not None:
         scaler.unscale_(optimizer)
+    if norm_type == math.inf and any(map(is_sharded, tensors)):
+        norm = nn.utils.get_total_norm([_largest(tensors)], norm_type, error_if_nonfinite)
+        nn.utils.clip_grads_with_norm_(tensors, max_norm, norm)
+        return norm
     norm = nn.utils.clip_grad_norm_(tensors, max_norm, norm_type, error_if_nonfinite)
     shards: Any = norm
     whole: Tensor = shards.full_tensor() if is_sharded(norm) else norm
     return whole
+
+
+def _largest(tensors: list[Tensor]) -> Tensor:
+    """Return the largest gradient; torch knows none of a tensor of which this rank has nothing."""
+    grads: list[Any] = [item.grad.detach() for item in tensors if item.grad is not None]
+    parts = [grad.to_local() if is_sharded(grad) else grad for grad in grads]
+    own = [part.abs().amax() for part in parts if part.numel()]
+    return all_reduce(torch.stack(own).amax() if own else tensors[0].new_zeros(()), "max")
 
 
 def _settle(model: ComputationModel, optimizer: Optimizer) -> None:
