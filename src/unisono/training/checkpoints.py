@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import pickle
 import shutil
@@ -12,12 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 
 from unisono.collectives.broadcasts import broadcast
 from unisono.collectives.call import swap
+from unisono.collectives.membership import check_rank
 from unisono.context import ContextState, communicator, current, current_model
 from unisono.errors import (
     ArgumentError,
@@ -33,6 +35,13 @@ from unisono.tracebacks import summary
 from unisono.training.atomic_files import check_archive, write_whole
 from unisono.training.equality import differing, digest
 from unisono.training.loader import moved
+from unisono.training.restoring import (
+    begin_states,
+    known_to,
+    refuse_lost_states,
+    restore,
+    states_to_fill,
+)
 from unisono.training.states import (
     ByRank,
     by_rank,
@@ -42,12 +51,9 @@ from unisono.training.states import (
     own_states,
     plain,
     refuse_lost_shards,
-    refuse_lost_states,
-    restore,
-    states_to_fill,
 )
 
-__all__ = ("load_checkpoint", "save_checkpoint")
+__all__ = ("is_whole", "load_checkpoint", "save_checkpoint")
 
 PathLike = str | os.PathLike[str]
 T = TypeVar("T")
@@ -253,6 +259,11 @@ def _let_count(target: Path, name: str) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def is_whole(target: Path) -> bool:
+    """Return whether there is a checkpoint: a file, or a folder whose shards count. Local."""
+    return target.is_file() or (target / _POINTER).is_file()
+
+
 def _shard_library() -> Any:
     context = current()
     if context.model.topology.world_size > 1 and not torch.distributed.is_initialized():
@@ -269,30 +280,39 @@ def load_checkpoint(
     into: Any = None,
     weights_only: bool = True,
     map_location: Any = None,
+    *,
+    strict: bool = True,
+    src: int | None = None,
 ) -> Any:
     """Read a checkpoint that `save_checkpoint` wrote, onto this rank's device.
 
-    Local for a file, which each rank that calls reads itself; collective over all ranks for shards.
+    Local for a file, which each rank that calls reads itself; collective over all ranks for shards,
+    and with `src`. Where it fails, on any of these ranks, what is in `into` is as it was; but what
+    the state of a class of yours does when it refuses shards comes after tensors are filled.
 
     Args:
         path: the file or folder.
         into: what is loaded in place: a module, wrapped as it may be, an optimizer, or a dict like
             the one that was saved: what has a state dict in it is loaded, its tensors are filled,
-            its other values replaced, those of lists beside something to load, too. What is sharded
-            takes its parts of whole tensors. Shards need it; they may be cut otherwise than at
-            saving, and fill the state of a new optimizer, which makes it by a step of length zero.
+            its other values replaced, those of lists beside something to load, too. A dict may name
+            submodules in the place of a module. What is sharded takes its parts of whole tensors.
+            Shards need it; they may be cut otherwise than at saving, and fill the state of a new
+            optimizer, which makes it by a step of length zero.
         weights_only: whether only tensors and plain values are read, from shards too; False runs
             what the file says, so only for files that you trust, and not under
             ``UNISONO_NO_PICKLE=1``.
         map_location: as in ``torch.load``; None for `device`.
+        strict: False leaves what wasn't saved, or in another shape, as it is, and logs a warning
+            with its names; optimizers are loaded whole.
+        src: global rank that reads a file and sends it to all, where others can't reach its disk.
 
     Returns:
         `into`, or what comes in the place of a tuple; what was saved where that is None.
 
     Raises:
-        ArgumentError: it isn't there, or shards are without `into`.
+        ArgumentError: it isn't there, or shards are without `into`, or `src` isn't a rank.
         PayloadError: it can't be read: it isn't a checkpoint, is damaged, has more than weights, or
-            doesn't fit `into` (of shards on every rank).
+            doesn't fit `into` (on every rank where it is collective).
 
     Example:
         >>> import unisono as idist
@@ -301,28 +321,90 @@ def load_checkpoint(
         ...
         unisono.errors.ArgumentError: there is no checkpoint nowhere.pt ...
     """
-    context, target = current(), Path(path)
-    where = f"rank {context.model.topology.rank} of {context.model.topology.world_size}"
-    if target.is_dir():
-        return _load_shards(target, into, weights_only, where)
-    device = context.model.device if map_location is None else map_location
-    place = device if map_location is not None or _restores(device) else "cpu"
+    topology, target = current().model.topology, Path(path)
+    if src is not None:
+        check_rank(current(), None, src, "src")
+    sent = None if src is None else run_on_rank(partial(_sent, target), src)
+    is_folder = target.is_dir() if src is None else sent is True
+    agreement = _Agreement(1 + is_folder) if is_folder or src is not None else None
     try:
+        if is_folder:
+            assert agreement is not None
+            return _load_shards(target, into, weights_only, strict, agreement)
+        file = _opened(target) if src is None else _received(sent, target, src)
+        state = _read(file, weights_only, map_location)
+        return restore(into, state, strict, agreement)
+    except BaseException as error:
+        if agreement is not None and agreement.refusal is not None:
+            raise agreement.refusal from None  # torch wraps what is raised while it reads
+        failed = _failed(
+            error, f"{target} can't be read (rank {topology.rank} of {topology.world_size})"
+        )
+        if agreement is not None and failed is not None:
+            agreement(str(failed))
+        if failed is None or failed is error:
+            raise
+        raise failed from error
+
+
+class _Agreement:
+    """Tells all ranks, in so many rounds, whether this one can go on."""
+
+    def __init__(self, rounds: int) -> None:
+        self.refusal: BaseException | None = None
+        self._context = communicator()
+        self._rounds = rounds
+
+    def __call__(self, problem: str | None = None) -> None:
+        """Raise what another rank has told, if this one has no problem."""
+        if not self._rounds:
+            return
+        self._rounds -= 1
+        try:
+            problems = _told(self._context, "load_checkpoint", encode(problem))
+            if problem is None and any(problems):
+                raise PayloadError(next(text for text in problems if text))
+        except BaseException as error:
+            self.refusal = error
+            raise
+
+
+def _opened(target: Path) -> IO[bytes]:
+    try:
+        return target.open("rb")
+    except FileNotFoundError as error:
+        topology = current_model().topology
+        raise ArgumentError(
+            f"there is no checkpoint {target} (rank {topology.rank} of {topology.world_size}): "
+            "save one with save_checkpoint, on a disk that every rank can read, or give src=0"
+        ) from error
+
+
+def _sent(target: Path) -> Any:
+    """Return what is in a file, True for a folder, None for nothing."""
+    if target.is_dir() or not target.exists():
+        return target.is_dir() or None
+    data = bytearray(target.read_bytes())  # of which torch makes a tensor, as tensors go fast
+    return torch.frombuffer(data, dtype=torch.uint8) if data else False
+
+
+def _received(sent: Any, target: Path, src: int) -> IO[bytes]:
+    """Return a file of what `_sent` gave."""
+    if sent is None:
+        raise ArgumentError(f"rank {src} has no checkpoint {target}: save one with save_checkpoint")
+    data: Any = sent.cpu().numpy() if isinstance(sent, torch.Tensor) else b""
+    return io.BytesIO(data)
+
+
+def _read(file: IO[bytes], weights_only: bool, map_location: Any) -> Any:
+    device = current_model().device if map_location is None else map_location
+    place = device if map_location is not None or _restores(device) else "cpu"
+    with file:
         if not weights_only:
             refuse_pickle("load_checkpoint with weights_only=False")
-        with target.open("rb") as file:
-            check_archive(file, "it")
-            state = torch.load(file, map_location=place, weights_only=weights_only)
-        if into is None:
-            return state if place is device else moved(state, device)
-        return restore(into, state)
-    except FileNotFoundError as error:
-        raise ArgumentError(
-            f"there is no checkpoint {target} ({where}): save one with save_checkpoint, on a disk "
-            "that every rank can read"
-        ) from error
-    except Exception as error:  # a damaged file makes torch's reader raise nearly everything
-        raise _unreadable(target, where, error) from error
+        check_archive(file, "it")
+        state = torch.load(file, map_location=place, weights_only=weights_only)
+    return state if place is device else moved(state, device)
 
 
 def _restores(device: torch.device) -> bool:
@@ -335,34 +417,22 @@ def _restores(device: torch.device) -> bool:
     return True
 
 
-def _unreadable(target: Path, where: str, error: BaseException) -> PayloadError:
+def _failed(error: BaseException, text: str) -> UnisonoError | None:
+    """Return what is raised for an error of a reader; None for what isn't about the checkpoint."""
+    if isinstance(error, UnisonoError) and not isinstance(error, PayloadError):
+        return error if isinstance(error, ArgumentError) else None
+    is_torch_s = type(error).__name__ == "CheckpointException"  # no Exception, and not imported
+    if not isinstance(error, Exception) and not is_torch_s:
+        return None
     kind = "" if isinstance(error, PayloadError) else f"{type(error).__qualname__}: "
-    return PayloadError(f"checkpoint {target} can't be read ({where}): {kind}{error}")
+    return PayloadError(f"checkpoint {text}: {kind}{error}")
 
 
-def _load_shards(target: Path, into: Any, weights_only: bool, where: str) -> Any:
+def _load_shards(
+    target: Path, into: Any, weights_only: bool, is_strict: bool, agree: Callable[[], None]
+) -> Any:
+    """Fill what is to be loaded. Collective, as `agree` and modules' state dicts are."""
     library = _shard_library()
-    failed: UnisonoError | None = None
-    made = into
-    try:
-        state = _fill(library, target, into, weights_only)
-        made = restore(into, state)
-    except ArgumentError as error:
-        failed = error
-    except (Exception, library.CheckpointException) as error:
-        failed = _unreadable(target, where, error)
-        failed.__cause__ = error
-    context = communicator()
-    problems = _told(context, "load_checkpoint of shards", encode(failed and str(failed)))
-    if failed is not None:
-        raise failed
-    if any(problems):
-        raise PayloadError(next(text for text in problems if text))
-    return made
-
-
-def _fill(library: Any, target: Path, into: Any, weights_only: bool) -> Any:
-    """Give the state of what is to be loaded, filled. Local, but for modules' state dicts."""
     states = own_states(into)
     try:
         name = (target / _POINTER).read_text()
@@ -377,13 +447,19 @@ def _fill(library: Any, target: Path, into: Any, weights_only: bool) -> Any:
     if not weights_only:
         refuse_pickle("load_checkpoint with weights_only=False")
     metadata = library.metadata_of(target / name, weights_only)
-    states |= states_to_fill(into, metadata.state_dict_metadata)
-    state = plain(into, states)
-    refuse_lost_shards(into, state)
-    refuse_lost_states(into, library.flat(state), metadata.state_dict_metadata)
-    with _without_warning():
-        library.load(state, target / name, metadata, weights_only)
-    return state
+    saved = metadata.state_dict_metadata
+    take_back = begin_states(into, saved)
+    try:
+        state = plain(into, states | states_to_fill(into, saved, library.blank))
+        refuse_lost_shards(into, state)
+        if not is_strict:
+            state = known_to(saved, state)
+        refuse_lost_states(into, library.flat(state), saved)
+        library.load(state, target / name, metadata, weights_only, agree)
+        return restore(into, state, is_strict, agree)
+    except BaseException:
+        take_back()
+        raise
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from unisono.errors import PayloadError
 from unisono.training.atomic_files import check_archive, write_whole
 
-__all__ = ("CheckpointException", "flat", "load", "metadata_of", "save", "seal")
+__all__ = ("CheckpointException", "blank", "flat", "load", "metadata_of", "save", "seal")
 
 _Unpickler: Any = vars(pickle)["_Unpickler"]
 _METADATA = ".metadata"
@@ -80,17 +81,40 @@ def metadata_of(folder: Path, weights_only: bool) -> metadata.Metadata:
     return read
 
 
-def load(into: dict[str, Any], folder: Path, shards: metadata.Metadata, weights_only: bool) -> None:
-    """Fill a state dict with this rank's part of it.
+def blank(entry: Any) -> Any:
+    """Return what an entry of the metadata fills. Local."""
+    if isinstance(entry, metadata.TensorStorageMetadata):
+        return torch.empty(entry.size, dtype=entry.properties.dtype)
+    return None
 
-    Local: each rank reads what it needs, so that nothing needs to be pickled between them.
+
+def load(
+    into: dict[str, Any],
+    folder: Path,
+    shards: metadata.Metadata,
+    weights_only: bool,
+    agree: Callable[[], None],
+) -> None:
+    """Fill a state dict with this rank's part of it, once all ranks can.
+
+    Local, but for what `agree` does.
+
+    Each rank reads what it needs, so that nothing needs to be pickled between them.
+
+    Args:
+        into: the state dict.
+        folder: where the shards are.
+        shards: what `metadata_of` gave.
+        weights_only: whether only tensors and plain values are read.
+        agree: called before the first tensor is filled; raises where another rank can't.
 
     Raises:
         PayloadError: the checkpoint is damaged, or has more than weights.
         CheckpointException: it doesn't fit `into`.
     """
     planner = _WeightsPlanner() if weights_only else DefaultLoadPlanner()
-    load_shards(into, storage_reader=_CheckingReader(folder, shards), planner=planner, no_dist=True)
+    reader = _CheckingReader(folder, shards, agree)
+    _load_state_dict(into, storage_reader=reader, planner=planner, no_dist=True)
 
 
 class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
@@ -133,9 +157,10 @@ def _layout(name: str) -> torch.layout:
 class _CheckingReader(FileSystemReader):
     """Reads shards whose checksums are right, as metadata that were read already say."""
 
-    def __init__(self, folder: Path, shards: metadata.Metadata) -> None:
+    def __init__(self, folder: Path, shards: metadata.Metadata, agree: Callable[[], None]) -> None:
         super().__init__(folder)
         self._metadata = shards
+        self._agree = agree
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """Give the metadata. Local."""
@@ -154,6 +179,7 @@ class _CheckingReader(FileSystemReader):
             with open(Path(self.path) / name, "rb") as file:
                 file.seek(info.offset)
                 check_archive(io.BytesIO(file.read(max(info.length, 0))), f"shard {name}")
+        self._agree()
         return super().read_data(plan, planner)
 
 

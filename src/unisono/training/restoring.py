@@ -1,0 +1,389 @@
+"""Loading states into what is there: all is looked at before anything is changed."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import operator
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.context import current_model
+from unisono.errors import PayloadError
+from unisono.training.local_parts import local_part, optimizer_parts
+from unisono.training.states import (
+    BY_RANK,
+    ByRank,
+    has_state,
+    hidden_module,
+    is_kept,
+    leaves,
+    like,
+    with_own_keys,
+)
+
+__all__ = ("begin_states", "known_to", "refuse_lost_states", "restore", "states_to_fill")
+
+_log = logging.getLogger(__name__)
+_MISSING = object()
+Step = Callable[[], object]
+
+
+def restore(
+    into: Any, saved: Any, is_strict: bool = True, agree: Callable[[], None] | None = None
+) -> Any:
+    """Load a saved state into existing objects, or raise and leave them as they were.
+
+    Local, but for what `agree` does.
+
+    Args:
+        into: what `plain` was given, or the like: what has a state is loaded, tensors are filled in
+            place, other values of dicts, and of lists with something to load, are replaced.
+        saved: what `plain` made of it then.
+        is_strict: whether keys that are missing, or of tensors of another shape, are an error.
+        agree: called when nothing can fail any more here; raises where it did on another rank.
+
+    Returns:
+        `into`; where that can't be changed, as a tuple or a number, what comes in its place.
+
+    Raises:
+        PayloadError: they don't fit together.
+    """
+    plan = _Plan(is_strict)
+    made = plan.of(into, saved, "the checkpoint")
+    tried: list[Step] = []
+    try:
+        for load, take_back in plan.trials:
+            tried.append(take_back)
+            load()
+        if agree is not None:
+            agree()
+    except BaseException:
+        for take_back in reversed(tried):
+            with suppress(Exception):  # what the user's classes raise
+                take_back()
+        raise
+    for fill in plan.fills:
+        fill()
+    if plan.left_out:
+        _log.warning("strict=False left out %s", ", ".join(plan.left_out))
+    return made
+
+
+class _Plan:
+    """What is to be loaded: steps that may fail, each with its undoing, and those that can't."""
+
+    def __init__(self, is_strict: bool) -> None:
+        self.is_strict = is_strict
+        self.trials: list[tuple[Step, Step]] = []
+        self.fills: list[Step] = []
+        self.left_out: list[str] = []
+
+    def of(self, into: Any, saved: Any, where: str) -> Any:
+        """Return what comes in the place of `into`."""
+        _check_split(into, isinstance(saved, Mapping) and saved.keys() == {BY_RANK}, where)
+        if isinstance(into, ByRank):
+            self._try(partial(into.load, _own(saved[BY_RANK], where)), into.state, into.load, where)
+        elif isinstance(into, nn.Module):
+            self._module(hidden_module(into), saved, where)
+        elif isinstance(into, torch.optim.Optimizer):
+            load = partial(into.load_state_dict, optimizer_parts(into, saved, where))
+            kept = {name: getattr(into, name) for name in ("state", "param_groups")}
+            self.trials.append((_said(load, where), partial(vars(into).update, kept)))  # new ones
+        elif has_state(into):
+            load = partial(into.load_state_dict, saved)
+            self._try(load, into.state_dict, into.load_state_dict, where)
+        elif isinstance(into, dict):
+            self._dict(into, saved, where)
+        elif isinstance(into, (list, tuple)) and is_kept(into):
+            return self._items(into, saved, where)
+        elif isinstance(into, Tensor):
+            self._tensor(into, saved, where)
+        else:
+            return saved
+        return into
+
+    def _try(
+        self, load: Step, state: Callable[[], Any], take: Callable[[Any], object], where: str
+    ) -> None:
+        take_back: Step = lambda: None  # noqa: E731
+        with suppress(Exception):  # some have no state yet, or not on this rank, or no copy
+            take_back = partial(take, copy.deepcopy(state()))
+        self.trials.append((_said(load, where), take_back))
+
+    def _module(self, module: nn.Module, saved: Any, where: str) -> None:
+        own = module.state_dict()
+        made = with_own_keys(module, own, saved, where)
+        if not self.is_strict:
+            misfits = [key for key in made if not _fits(own.get(key), made[key])]
+            for key in misfits:
+                del made[key]
+            absent = [key for key in own if key not in made]
+            self.left_out += [f"{where}[{key!r}]" for key in dict.fromkeys((*absent, *misfits))]
+        for key in made:
+            made[key] = local_part(own.get(key), made[key], f"{where}[{key!r}]")
+        load = _said(partial(module.load_state_dict, made, strict=self.is_strict), where)
+        is_sure = all(_fits(own.get(key), item) for key, item in made.items())
+        if is_sure and (not self.is_strict or made.keys() == own.keys()):
+            self.fills.append(load)
+            return
+        before = {key: _copied(item) for key, item in own.items()}
+        self.trials.append((load, partial(module.load_state_dict, before)))
+
+    def _dict(self, into: dict[Any, Any], saved: Any, where: str) -> None:
+        parts = {key: _entry(saved, key) for key in into}
+        missing = [key for key, part in parts.items() if part is _MISSING]
+        if missing and self.is_strict:
+            raise PayloadError(f"{where} has no {', '.join(map(repr, missing[:5]))}")
+        self.left_out += [f"{where}[{key!r}]" for key in missing]
+        made = {
+            key: self.of(item, parts[key], f"{where}[{key!r}]")
+            for key, item in into.items()
+            if parts[key] is not _MISSING
+        }
+        self.fills.append(partial(into.update, made))
+
+    def _items(self, into: Any, saved: Any, where: str) -> Any:
+        if not isinstance(saved, (list, tuple)) or len(saved) != len(into):
+            raise PayloadError(f"{where} should have {len(into)} values: {_was_saved(saved)}")
+        items = [self.of(item, saved[i], f"{where}[{i}]") for i, item in enumerate(into)]
+        if isinstance(into, list):
+            self.fills.append(partial(into.__setitem__, slice(None), items))
+            return into
+        return into if all(map(operator.is_, items, into)) else like(into, items)
+
+    def _tensor(self, into: Tensor, saved: Any, where: str) -> None:
+        if not isinstance(saved, Tensor):
+            raise PayloadError(f"{where} has no tensor: {_was_saved(saved)}")
+        if (into.shape, into.dtype) == (saved.shape, saved.dtype):
+            self.fills.append(partial(into.detach().copy_, local_part(into, saved, where)))
+        elif self.is_strict:
+            raise PayloadError(
+                f"{where} doesn't fit: a tensor of shape {tuple(saved.shape)} and {saved.dtype} "
+                f"was saved, and is to fill one of shape {tuple(into.shape)} and {into.dtype}"
+            )
+        else:
+            self.left_out.append(where)
+
+
+def _said(load: Step, where: str) -> Step:
+    """Return a step that says what doesn't fit."""
+
+    def step() -> None:
+        try:
+            load()
+        except Exception as error:  # each class has its own
+            raise PayloadError(f"{where} doesn't fit: {error}") from error
+
+    return step
+
+
+def _fits(own: Any, saved: Any) -> bool:
+    """Return whether a module is sure to take a tensor in the place of its own."""
+    return isinstance(own, Tensor) and isinstance(saved, Tensor) and own.shape == saved.shape
+
+
+def _copied(item: Any) -> Any:
+    return item.detach().clone() if isinstance(item, Tensor) else copy.deepcopy(item)
+
+
+def _entry(saved: Any, key: Any) -> Any:
+    """Return what was saved by a name; of a module's state the part of that submodule."""
+    if not isinstance(saved, Mapping):
+        return _MISSING
+    if key in saved:
+        return saved[key]
+    start = f"{key}."
+    names = [name for name in saved if isinstance(name, str) and name.startswith(start)]
+    part: Any = OrderedDict((name.removeprefix(start), saved[name]) for name in names)
+    versions = getattr(saved, "_metadata", {})
+    part._metadata = OrderedDict(
+        (f"{path}.".removeprefix(start)[:-1], version)
+        for path, version in versions.items()
+        if f"{path}.".startswith(start)
+    )
+    return part if names else _MISSING
+
+
+def _check_split(into: Any, is_split: bool, where: str) -> None:
+    if is_split and has_state(into):
+        raise PayloadError(f"{where} was saved by rank: load it into ByRank(...)")
+    if isinstance(into, ByRank) and not is_split:
+        raise PayloadError(f"{where} wasn't saved by rank: load it into what is in ByRank(...)")
+
+
+def _own(states: Sequence[Any], where: str) -> Any:
+    """Return this rank's state of those of all."""
+    topology = current_model().topology
+    if len(states) != topology.world_size:
+        raise PayloadError(
+            f"{where} was saved by rank, on {len(states)} ranks, and can't be loaded on "
+            f"{topology.world_size}: leave it out of into="
+        )
+    return states[topology.rank]
+
+
+def _was_saved(saved: Any) -> str:
+    return f"a value of type {type(saved).__qualname__} was saved"
+
+
+def begin_states(into: Any, saved: Mapping[str, Any]) -> Step:
+    """Let optimizers make the states that shards have and they don't, as new ones do.
+
+    Local.
+
+    Args:
+        into: what is to be filled.
+        saved: has the keys of the shards.
+
+    Returns:
+        What takes them back.
+    """
+    made: list[tuple[torch.optim.Optimizer, Tensor]] = []
+
+    def take_back() -> None:
+        for optimizer, item in made:
+            optimizer.state.pop(item, None)
+
+    for path, leaf in leaves(into):
+        if isinstance(leaf, torch.optim.Optimizer):
+            names = _saved_in(saved, (*path, "state"))
+            lacking = [p for i, p in _params(leaf) if str(i) in names and not leaf.state.get(p)]
+            made += [(leaf, item) for item in lacking]
+            try:
+                if lacking:
+                    _begin(leaf, lacking)
+            except BaseException:
+                take_back()
+                raise
+    return take_back
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[tuple[int, Tensor]]:
+    return list(enumerate(item for group in optimizer.param_groups for item in group["params"]))
+
+
+def _begin(optimizer: torch.optim.Optimizer, lacking: list[Tensor]) -> None:
+    """Let an optimizer make states, by a step of length zero that changes nothing."""
+    groups = optimizer.param_groups
+    grads = [(item, item.grad) for _, item in _params(optimizer)]
+    rates = [(group, group["lr"]) for group in groups if "lr" in group]
+    chosen = set(map(id, lacking))
+    try:
+        for item, _ in grads:
+            item.grad = torch.zeros_like(item) if id(item) in chosen else None
+        for group, rate in rates:
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+        optimizer.step()  # some need a closure, some refuse a zero rate
+    finally:
+        for item, grad in grads:
+            item.grad = grad
+        for group, rate in rates:
+            group["lr"] = rate
+
+
+def states_to_fill(
+    into: Any, saved: Mapping[str, Any], blank: Callable[[Any], Any]
+) -> dict[int, Any]:
+    """Return the states of optimizers with the keys that shards have, by the optimizers' ids.
+
+    Local.
+
+    Args:
+        into: what is to be filled.
+        saved: what the shards have, by their keys.
+        blank: makes what an entry of `saved` fills.
+    """
+    states = {}
+    for path, leaf in leaves(into):
+        if isinstance(leaf, torch.optim.Optimizer):
+            state = leaf.state_dict()
+            names = _saved_in(saved, (*path, "state"))
+            kept = {key: item for key, item in state["state"].items() if str(key) in names}
+            groups = [
+                _options(group, saved, (*path, "param_groups", index), blank)
+                for index, group in enumerate(state["param_groups"])
+            ]
+            states[id(leaf)] = {**state, "state": kept, "param_groups": groups}
+    return states
+
+
+def _options(
+    group: dict[str, Any], saved: Mapping[str, Any], path: tuple[Any, ...], blank: Any
+) -> dict[str, Any]:
+    """Return a group of parameters with the options that were saved, and no others."""
+    names = _saved_in(saved, path)
+    if not names:
+        return group  # which is then missed
+    start = _key(path)
+    kept = {name: item for name, item in group.items() if name in names}
+    new = [name for name in names if name not in group and start + name in saved]
+    return kept | {name: blank(saved[start + name]) for name in new}
+
+
+def _key(path: Sequence[Any]) -> str:
+    return "".join(f"{key}." for key in path)
+
+
+def _saved_in(saved: Mapping[str, Any], path: Sequence[Any]) -> list[str]:
+    """Return the names that shards have below a path."""
+    start = _key(path)
+    names = (key[len(start) :].partition(".")[0] for key in saved if key.startswith(start))
+    return list(dict.fromkeys(names))
+
+
+def refuse_lost_states(into: Any, there: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse to leave a part of an optimizer's state, or of the like, unread.
+
+    Local.
+
+    Args:
+        into: what is to be filled.
+        there: has the keys that are filled.
+        saved: has the keys of the shards.
+
+    Raises:
+        PayloadError: what has a state lacks some keys.
+    """
+    for path, leaf in leaves(into):
+        is_split = _key(path) + BY_RANK in saved
+        _check_split(leaf, is_split, f"the checkpoint{''.join(f'[{key!r}]' for key in path)}")
+        if has_state(leaf) and not isinstance(leaf, nn.Module):
+            is_optimizer = isinstance(leaf, torch.optim.Optimizer)
+            start = _key((*path, "state") if is_optimizer else path)
+            lost = [key for key in saved if key.startswith(start) and key not in there]
+            if lost:
+                raise PayloadError(
+                    f"{type(leaf).__qualname__} has no place yet for {', '.join(lost[:3])}: "
+                    "bring it to where it was at saving, an optimizer by a step, before "
+                    "load_checkpoint"
+                )
+
+
+def known_to(saved: Mapping[str, Any], state: Any, path: tuple[Any, ...] = ()) -> Any:
+    """Return a state without what shards lack, or have in another shape.
+
+    Local.
+
+    Args:
+        saved: what the shards have, by their keys.
+        state: dicts are looked into.
+        path: the keys that lead to it.
+    """
+    if not isinstance(state, Mapping):
+        return state
+    kept = {}
+    for key, item in state.items():
+        below = (*path, key)
+        entry = saved.get(_key(below)[:-1])
+        size = getattr(entry, "size", None)
+        is_there = entry is not None or bool(_saved_in(saved, below))
+        if is_there and (size is None or size == getattr(item, "shape", size)):
+            kept[key] = known_to(saved, item, below)
+    return kept
