@@ -73,6 +73,7 @@ if TYPE_CHECKING:
         convert_sync_batchnorm,
         register_sync_batchnorm,
     )
+    from unisono.training.checkpoint_manager import CheckpointManager
     from unisono.training.checkpoints import load_checkpoint, save_checkpoint
     from unisono.training.clipping import clip_grad_norm_
     from unisono.training.data_parallel import Replicated
@@ -119,6 +120,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = (
     "ByRank",
+    "CheckpointManager",
     "CollectiveRecord",
     "ComputationModel",
     "ContextHint",
@@ -335,6 +337,7 @@ _EXTRAS = {
         "convert_sync_batchnorm",
         "register_sync_batchnorm",
     ),
+    "unisono.training.checkpoint_manager": ("CheckpointManager",),
     "unisono.training.checkpoints": (
         "load_checkpoint",
         "save_checkpoint",

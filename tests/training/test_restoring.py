@@ -226,3 +226,39 @@ def clips_by_the_largest(local_rank: int) -> None:
     model[0].bias.grad.fill_(math.nan)
     with pytest.raises(RuntimeError, match="non-finite"):
         idist.clip_grad_norm_(model, 0.5, math.inf, error_if_nonfinite=True)
+
+
+@alone_and_several
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    checkpoints = idist.CheckpointManager(tmp_path / "run", keep=2, mode="min")
+    assert (checkpoints.latest(), checkpoints.best()) == (None, None)
+    losses = [3.0, 1.0, 2.0, math.nan, None, 1.0e-5, 4.0, math.inf]
+    for at, loss in enumerate(losses[:5]):
+        path = checkpoints.save({"at": at}, at, loss)
+        assert checkpoints.latest() == path
+    assert names(tmp_path) == ["step=1,score=1.0", "step=3,score=nan", "step=4"]
+    best = checkpoints.best()
+    assert best is not None
+    assert idist.load_checkpoint(best, src=0) == {"at": 1}
+    idist.barrier()
+    if idist.get_rank() == 0:
+        (tmp_path / "run" / "step=9").mkdir()  # what a killed job left of shards
+        (tmp_path / "run" / "step=old").touch()
+    for at, loss in enumerate(losses[5:], start=5):
+        checkpoints.save({"at": at}, at, loss)
+    again = idist.CheckpointManager(str(tmp_path / "run"), keep=1, mode="min")
+    again.save({"at": 7}, 7)
+    assert names(tmp_path) == ["step=5,score=1e-05", "step=7", "step=old"]
+    for number in (-1, 1.5, "1"):
+        with pytest.raises(PeerFailedError, match="step=.* should be a number, at least 0"):
+            again.save({}, number)  # type: ignore[arg-type]
+    assert again.latest() == tmp_path / "run" / "step=7"
+    for options in ({"keep": 0}, {"keep": True}, {"mode": "best"}):
+        with pytest.raises(ArgumentError, match="should be"):
+            idist.CheckpointManager(tmp_path, **options)
+    idist.barrier()
+
+
+def names(folder: Path) -> list[str]:
+    idist.barrier()
+    return sorted(os.listdir(folder / "run"))

@@ -1,0 +1,159 @@
+"""The checkpoints of a run: the newest and the best are kept."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from unisono.errors import ArgumentError
+from unisono.sections import run_on_rank
+from unisono.training.checkpoints import is_whole, save_checkpoint
+
+__all__ = ("CheckpointManager",)
+
+_NAME = re.compile(r"step=(\d+)(?:,score=(nan|-?(?:inf|[0-9][0-9.e+-]*)))?")
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A checkpoint that is whole, or the rest of one that isn't."""
+
+    step: int
+    score: float
+    path: Path
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether it can be loaded."""
+        return is_whole(self.path)
+
+
+class CheckpointManager:
+    """Writes the checkpoints of a run into one folder, and keeps the newest ones and the best.
+
+    A name says the step and the score, as ``step=20,score=0.91``, so that the folder is all there
+    is to keep. What a killed job left half written doesn't count, and the next save removes it.
+
+    Args:
+        folder: on a disk that rank 0 can write to, and every rank for sharded models. Made if it
+            isn't there.
+        keep: how many of the newest stay, at least 1.
+        mode: ``"max"`` where the best has the largest score, ``"min"`` where it has the smallest.
+
+    Raises:
+        ArgumentError: `keep` or `mode` is something else.
+
+    Example:
+        >>> import tempfile, torch, unisono as idist
+        >>> state = {"model": torch.nn.Linear(2, 1), "epoch": 0}
+        >>> checkpoints = idist.CheckpointManager(tempfile.mkdtemp(), keep=2)
+        >>> for epoch, accuracy in enumerate([0.5, 0.9, 0.8, 0.7]):
+        ...     state["epoch"] = epoch
+        ...     path = checkpoints.save(state, epoch, score=accuracy)
+        >>> checkpoints.latest().name, checkpoints.best().name
+        ('step=3,score=0.7', 'step=1,score=0.9')
+        >>> idist.load_checkpoint(checkpoints.best(), into=state, src=0)["epoch"]
+        1
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], keep: int = 3, mode: str = "max") -> None:
+        if type(keep) is not int or keep < 1:
+            raise ArgumentError(f"keep={keep!r} should be a number of checkpoints, at least 1")
+        if mode not in ("max", "min"):
+            raise ArgumentError(f"mode={mode!r} should be 'max' or 'min'")
+        self._folder = Path(folder)
+        self._keep = keep
+        self._sign = 1.0 if mode == "max" else -1.0
+
+    def save(
+        self, obj: Any, step: int, score: float | None = None, sharded: bool | None = None
+    ) -> Path:
+        """Write a checkpoint with `save_checkpoint`, then remove those that are to go.
+
+        Collective over all ranks.
+
+        Args:
+            obj: as in `save_checkpoint`.
+            step: of the training, an epoch or a batch, from 0. One that is there is replaced.
+            score: how good it is; None or NaN for unknown. Rank 0's counts.
+            sharded: as in `save_checkpoint`.
+
+        Returns:
+            Where it is: a file, or a folder of shards.
+
+        Raises:
+            PeerFailedError: `step` or `score` isn't a number, or the folder can't be made (on every
+                rank).
+            UnisonoError: what `save_checkpoint` raises. The old ones are untouched.
+        """
+        path = self._folder / run_on_rank(partial(self._prepare, step, score))
+        save_checkpoint(obj, path, sharded=sharded)
+        run_on_rank(partial(self._remove_others, path, step))
+        return path
+
+    def latest(self) -> Path | None:
+        """Find the whole checkpoint of the largest step, None without one.
+
+        Collective over all ranks: rank 0 looks.
+        """
+        return self._path(run_on_rank(lambda: _name(self._newest())))
+
+    def best(self) -> Path | None:
+        """Find the whole checkpoint of the best score, the newest of equal ones, None without one.
+
+        Collective over all ranks: rank 0 looks.
+        """
+        return self._path(run_on_rank(lambda: _name(self._best())))
+
+    def _path(self, name: str | None) -> Path | None:
+        return None if name is None else self._folder / name
+
+    def _prepare(self, step: int, score: float | None) -> str:
+        """Return the name of a checkpoint, in a folder that is there."""
+        if type(step) is not int or step < 0:
+            raise ArgumentError(f"step={step!r} should be a number, at least 0")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return f"step={step}" if score is None else f"step={step},score={float(score)!r}"
+
+    def _found(self) -> list[_Kept]:
+        """Return what there is by its steps, whole or not."""
+        found = []
+        for path in self._folder.glob("step=*"):
+            named = _NAME.fullmatch(path.name)
+            if named is not None:
+                score = float(named[2]) if named[2] is not None else math.nan
+                found.append(_Kept(int(named[1]), score, path))
+        return sorted(found, key=lambda each: each.step)
+
+    def _newest(self) -> list[_Kept]:
+        return [each for each in self._found() if each.is_whole][-self._keep :]
+
+    def _best(self) -> list[_Kept]:
+        scored = [each for each in self._found() if each.is_whole and not math.isnan(each.score)]
+        return sorted(scored, key=lambda each: (self._sign * each.score, each.step))[-1:]
+
+    def _remove_others(self, path: Path, step: int) -> None:
+        for each in self._found():
+            if each.step == step and each.path != path:
+                _remove(each.path)
+        kept = [each.path for each in (*self._newest(), *self._best())]
+        for each in self._found():
+            if each.path not in kept:
+                _remove(each.path)
+
+
+def _name(found: list[_Kept]) -> str | None:
+    return found[-1].path.name if found else None
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
