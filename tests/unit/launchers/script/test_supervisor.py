@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -58,6 +59,18 @@ def test_a_traceback_that_python_ignores_is_no_end() -> None:
     held = Held()
     assert [held.take(line) for line in IGNORED.encode().splitlines(True)] == [False] * 5
     assert all(held.take(line) for line in FAILED.encode().splitlines(True))
+
+
+def test_lines_that_come_often_are_held_for_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, held = 5.0, Held()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for line in (FAILED + "a bar\n" * 20).encode().splitlines(True):
+        assert held.take(line)
+        now += 0.1
+    assert held.is_refuted()
+    assert held.left_s() == pytest.approx(10.0 + 5.0 - now)
+    assert held.give().endswith(b"a bar\n")
+    assert (held.is_refuted(), held.left_s(), held.take(b"a bar\n")) == (False, None, False)
 
 
 def test_a_rank_with_the_terminal_is_blamed_last() -> None:

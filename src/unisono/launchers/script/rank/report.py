@@ -19,8 +19,8 @@ from unisono.tracebacks import after, fold_text, last_exception, newest
 __all__ = ("Held", "Reader", "Report", "encode", "is_of_the_end")
 
 _HEAD = b"Traceback (most recent call last):"
-_LONGEST_S = 10.0  # from a traceback to the end of a program that says no more
-_PAUSE_S = 0.5  # after which more lines show that the program goes on
+_LONGEST_S = 10.0  # from a traceback to a silent program's end: torch's takes 1 s on a busy host
+_MORE_S = 1.0  # from a traceback on, after which more lines show that the program goes on
 _MOST_BYTES = 128 * 1024
 
 
@@ -32,16 +32,14 @@ class Held:
         self._size = 0
         self._is_ignored = False  # whether Python says next which exception it ignored
         self.begun_at: float = 0.0
-        self._last_at = 0.0
 
     def take(self, line: bytes) -> bool:
         """Take one line in, unless no traceback has begun; tell whether it was taken. Local."""
         is_ignored, self._is_ignored = self._is_ignored, line.startswith(b"Exception ignored ")
         if not self._lines and (is_ignored or not line.startswith(_HEAD)):
             return False
-        self._last_at = time.monotonic()
         if not self._lines:
-            self.begun_at = self._last_at
+            self.begun_at = time.monotonic()
         self._lines.append(line)
         self._size += len(line)
         return True
@@ -52,11 +50,11 @@ class Held:
             return None
         if self._size > _MOST_BYTES:
             return 0.0
-        return max(0.0, self._last_at + _LONGEST_S - time.monotonic())
+        return max(0.0, self.begun_at + _LONGEST_S - time.monotonic())
 
     def is_refuted(self) -> bool:
         """Tell whether more that comes now shows that the program goes on. Local."""
-        return bool(self._lines) and time.monotonic() > self._last_at + _PAUSE_S
+        return bool(self._lines) and time.monotonic() > self.begun_at + _MORE_S
 
     def give(self) -> bytes:
         """Give the lines, and hold them no longer. Local."""
