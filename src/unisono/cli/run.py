@@ -16,9 +16,8 @@ import typer
 
 from unisono.arguments import check_count, check_port, check_variables
 from unisono.errors import ArgumentError
-from unisono.launchers.script.rank.report import Report
 from unisono.launchers.script.script import Script
-from unisono.launchers.script.supervisor import Outcome, held_back
+from unisono.launchers.script.supervisor import Outcome, failure
 from unisono.plugins import LAUNCHERS, load
 from unisono.topology import GRACE_S, NodeInfo
 
@@ -26,7 +25,6 @@ __all__ = ("run",)
 
 _HOST = re.compile(r"([\w.-]+)(?::([1-9][0-9]{0,5}))?")
 _NODES = re.compile(r"([1-9][0-9]{0,5})(?::([1-9][0-9]{0,5}))?")
-_MOST_ALSO = 8  # lines about further ranks
 _OF_BACKEND = {"mpi4py": "mpi"}  # what its replicas need, where no launcher is named
 
 
@@ -319,13 +317,10 @@ def _print(name: str, job: Script) -> int:
 
 def _say(outcome: Outcome, job: Script) -> int:
     """Say last how the first failing rank failed, and where the logs are."""
-    for line in held_back(outcome):
+    if outcome.failed is not None and job.log_dir:
+        typer.echo(f"logs of all ranks are in {job.log_dir}", err=True)
+    for line in failure(outcome):
         typer.echo(line, err=True)
-    if outcome.failed is not None:
-        where = f"logs of all ranks are in {job.log_dir}\n" if job.log_dir else ""
-        typer.echo(f"{where}error: {outcome.failed.text()}", err=True)
-        for line in _also(outcome.failed, outcome.others):
-            typer.echo(f"also: {line}", err=True)
     if outcome.interrupted is not None:
         how = ": all ranks have been ended" if outcome.is_ended else ""
         how = how if outcome.code else ": all ranks have left by themselves"
@@ -333,21 +328,3 @@ def _say(outcome: Outcome, job: Script) -> int:
     elif outcome.failed is None and outcome.code != 0:
         typer.echo(f"error: the launcher ended with exit code {outcome.code}", err=True)
     return outcome.code
-
-
-def _also(first: Report, others: Sequence[Report]) -> list[str]:
-    """Say in one line each how further ranks failed; ranks that failed the same way share one."""
-    groups: dict[tuple[int, str], list[Report]] = {}
-    for each in others:
-        groups.setdefault(each.cause, []).append(each)
-    same = len(groups.pop(first.cause, ()))
-    lines = [f"{_count_of(same)} in the same way"] if same else []
-    for group in groups.values():
-        more = f"; and {_count_of(len(group) - 1)} in the same way" if len(group) > 1 else ""
-        lines.append(group[0].headline + more)
-    left = len(lines) - _MOST_ALSO
-    return lines if left <= 0 else [*lines[:_MOST_ALSO], f"and {left} more"]
-
-
-def _count_of(ranks: int) -> str:
-    return "1 more rank" if ranks == 1 else f"{ranks} more ranks"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import os
 import pickle
 import select
@@ -32,7 +31,7 @@ from unisono.launchers.job.store import hold
 from unisono.launchers.job.worker import Task, work
 from unisono.launchers.job.worker_handles import Maker, Worker, Workers
 from unisono.launchers.script.script import Script, env_for, without_job
-from unisono.launchers.script.supervisor import Outcome, Supervisor, start
+from unisono.launchers.script.supervisor import Outcome, Supervisor, restart, start
 from unisono.launchers.variables import rank_variables
 from unisono.topology import PREFIXED, PRIVATE_STORE, LaunchPlan, RankInfo
 from unisono.tracebacks import hides
@@ -41,7 +40,6 @@ __all__ = ("START_METHODS", "begin", "launch", "run", "task")
 
 __tracebackhide__ = hides
 
-_log = logging.getLogger(__name__)
 # Else gloo listens at the address of the host's name; ours does so without, a plain script doesn't.
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
 _SEVERAL = "use launcher 'torchrun' for several nodes, or 'slurm', 'mpi' or 'ray'"
@@ -71,8 +69,7 @@ def run(script: Script, environ: Mapping[str, str] | None = None) -> Outcome:
         if outcome.code == 0 or outcome.interrupted is not None:
             return outcome
         if attempt < script.max_restarts:
-            who = outcome.failed.headline if outcome.failed else f"exit code {outcome.code}"
-            _log.warning("restart %d of %d: %s", attempt + 1, script.max_restarts, who)
+            restart(outcome, attempt + 1, script.max_restarts)
     return outcome
 
 

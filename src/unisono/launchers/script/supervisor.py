@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import re
 import selectors
 import signal
 import socket
@@ -31,8 +33,10 @@ __all__ = (
     "Programs",
     "Supervisor",
     "after_signal",
+    "failure",
     "held_back",
     "run_launcher",
+    "restart",
     "show",
     "start",
     "verdict",
@@ -43,6 +47,9 @@ _OWN_END_S = 2.0  # how long a launcher has to end its job by itself after a fai
 _KILL_S = 0.5  # for ranks that kill their programs at once
 _DRAIN_S = 2.0
 _ROUSE_S = 1.0
+_OTHERS_S = 1.0  # until others have reported, too, where a launcher starts all again
+_MOST_ALSO = 8  # lines about further ranks
+_OF_A_RANK = re.compile(rb"(?:^|\W|\dm)\[(?:\d+|\?)\] ")  # where a line's prefix ends
 _LAUNCHER = -1  # stands for a launcher that makes the ranks itself
 
 
@@ -171,7 +178,11 @@ class Programs(Ranks):
             if isinstance(report, Report):
                 self.note(job, report)
             elif not report:
-                show(target, line)
+                self.print(target, line)
+
+    def print(self, target: int, line: bytes) -> None:
+        """Print a line. Local."""
+        show(target, line)
 
 
 class Supervisor(Programs):
@@ -197,6 +208,8 @@ class Supervisor(Programs):
         self.processes: list[subprocess.Popen[bytes]] = []
         """What was started, outputs as pipes."""
         self._restarts = script.may_restart and not infos
+        self._max_restarts = script.max_restarts
+        self._is_prefixed = script.is_prefixed and not infos
         self._grace_s = script.grace_s
         self._end_signal = end_signal
         self._reach = reach or self._reach_below
@@ -208,6 +221,9 @@ class Supervisor(Programs):
         self._codes: list[int | None] = []
         self._is_late = False
         self._roused_at = 0.0
+        self._attempt = 0  # those before have been reported
+        self._restart_at = math.inf
+        self._of_launcher: list[bytes] = []
 
     def run(self) -> Outcome:
         """Pass on what they print until all have ended; end all if one fails.
@@ -229,7 +245,11 @@ class Supervisor(Programs):
                     job.finish()
             finally:
                 self.kill()
-        return self._outcome(job)
+        outcome = self._outcome(job)
+        if outcome.failed is None:
+            for line in self._of_launcher:
+                show(2, line)
+        return outcome
 
     def kill(self) -> None:
         """End all processes at once. Local."""
@@ -250,10 +270,19 @@ class Supervisor(Programs):
 
     def note(self, job: Job[Any], report: Report) -> None:
         """Take a report in; it ends the job unless the launcher starts that again. Local."""
-        if self._restarts:
-            self.reports.append(report)
-        else:
+        if not self._restarts:
             super().note(job, report)
+        elif report.attempt >= self._attempt:
+            self.reports.append(report)
+            soon = min(self._restart_at, time.monotonic() + _OTHERS_S)
+            self._restart_at = soon if report.attempt < self._max_restarts else math.inf
+
+    def print(self, target: int, line: bytes) -> None:
+        """Print a line, unless a launcher's words may be about what a rank has reported. Local."""
+        if target == 2 and self.reports and self._is_prefixed and not _OF_A_RANK.search(line):
+            self._of_launcher.append(line)
+        else:
+            show(target, line)
 
     def poll(self, job: Job[Any], until: float) -> None:
         """Pass on what they print, and take in who has ended. Local."""
@@ -267,6 +296,8 @@ class Supervisor(Programs):
         if self._restarts and job.orders.came and not _below(self.processes[0].pid) <= self._told:
             job.stop(LaunchError("ranks that ended of a signal were started again"))
         self._read(job, min(_POLL_S, until - time.monotonic()))
+        if time.monotonic() > self._restart_at and not job.orders.came:
+            self._restart()
         codes = [process.poll() for process in self.processes]
         for rank, code in zip(self._ranks, codes, strict=True):
             if code == 0:
@@ -290,6 +321,14 @@ class Supervisor(Programs):
             self._read_until(job, time.monotonic() + wait_s)
         if all(process.poll() is not None for process in self.processes):
             self._read_until(job, begin + _DRAIN_S)
+
+    def _restart(self) -> None:
+        """Report the attempt after which the launcher starts all ranks again."""
+        self._attempt = max(report.attempt for report in self.reports) + 1
+        restart(verdict(self.reports), self._attempt, self._max_restarts)
+        self._restart_at = math.inf
+        self.reports.clear()
+        self._of_launcher.clear()
 
     def _read_until(self, job: Job[Any], limit: float) -> None:
         """Pass on what they print until all have ended and say no more."""
@@ -357,6 +396,8 @@ class Supervisor(Programs):
             return Outcome(1, is_late=True)
         codes = [process.returncode for process in self.processes]
         if not job.failures and not any(codes):
+            if self._restart_at < math.inf:
+                self._restart()
             return Outcome(0)
         outcome = verdict([*self.reports, *self._lost()])
         if outcome.failed is not None:
@@ -420,6 +461,42 @@ def held_back(outcome: Outcome) -> list[str]:
             known.add(each.cause[1])
             lines += [f"[{each.rank}] {line}" for line in fold_text(each.output).splitlines()]
     return lines
+
+
+def failure(outcome: Outcome) -> list[str]:
+    """Write the lines of a job's failure for the screen: who failed first, and how others did.
+
+    Local, and pure.
+    """
+    lines = held_back(outcome)
+    if outcome.failed is not None:
+        lines.append(f"error: {outcome.failed.text()}")
+        lines += [f"also: {line}" for line in _also(outcome.failed, outcome.others)]
+    return lines
+
+
+def _also(first: Report, others: Sequence[Report]) -> list[str]:
+    """Say in one line each how further ranks failed; ranks that failed the same way share one."""
+    groups: dict[tuple[int, str], list[Report]] = {}
+    for each in others:
+        groups.setdefault(each.cause, []).append(each)
+    same = len(groups.pop(first.cause, ()))
+    lines = [f"{_count_of(same)} in the same way"] if same else []
+    for group in groups.values():
+        more = f"; and {_count_of(len(group) - 1)} in the same way" if len(group) > 1 else ""
+        lines.append(group[0].headline + more)
+    left = len(lines) - _MOST_ALSO
+    return lines if left <= 0 else [*lines[:_MOST_ALSO], f"and {left} more"]
+
+
+def _count_of(ranks: int) -> str:
+    return "1 more rank" if ranks == 1 else f"{ranks} more ranks"
+
+
+def restart(outcome: Outcome, number: int, most: int) -> None:
+    """Print why all ranks start again. Local."""
+    for line in (*failure(outcome), f"restart {number} of {most}"):
+        show(2, f"{line}\n".encode())
 
 
 def show(target: int, line: bytes) -> None:

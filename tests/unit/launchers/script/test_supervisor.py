@@ -13,10 +13,17 @@ import pytest
 
 from unisono.cli.run import _say
 from unisono.errors import ArgumentError
+from unisono.launchers.job.job import Job
 from unisono.launchers.script import plugin, supervisor
 from unisono.launchers.script.rank.report import Held, Report, encode
 from unisono.launchers.script.script import Script
-from unisono.launchers.script.supervisor import Outcome, held_back, run_launcher, verdict
+from unisono.launchers.script.supervisor import (
+    Outcome,
+    Supervisor,
+    held_back,
+    run_launcher,
+    verdict,
+)
 
 HEAD = "Traceback (most recent call last):\n"
 FRAME = '  File "/u/train.py", line 7, in <module>\n    work()\n'
@@ -143,8 +150,40 @@ def test_a_failure_is_one_whatever_the_launcher_says(
     assert (outcome.code, outcome.failed or outcome.told[0]) == (code, failed)
 
 
-@pytest.mark.parametrize("more", [{"max_restarts": 1}, {"max_nnodes": 2}])
-def test_a_failure_that_the_launcher_restarts_after_is_none(more: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("more", "last"), [({"max_restarts": 1}, "restart 1 of 1"), ({"max_nnodes": 2}, "")]
+)
+def test_a_failure_that_the_launcher_restarts_after_is_none(
+    more: dict[str, Any], last: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = replace(SCRIPT, **more)
-    outcome = run_launcher(script, launcher_of(report(words=FAILED)), os.environ)
-    assert outcome == Outcome(0)
+    failed = report(words=FAILED)
+    assert run_launcher(script, launcher_of(failed), os.environ) == Outcome(0)
+    said = f"error: {failed.text()}\n{last}\n"
+    assert capsys.readouterr().err == (said if last else "")
+
+
+def test_a_restart_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+    front = Supervisor(replace(SCRIPT, max_restarts=2))
+    job: Job[None] = Job(front, 40)
+    peer, failed = report(0, 1, LOST), report(1, 1, FAILED)
+    again = replace(failed, attempt=1)
+    for each in (peer, failed):
+        front.note(job, each)
+    front._restart()
+    for each in (peer, again, peer):  # some of the first attempt end late
+        front.note(job, each)
+    assert front.reports == [again]
+    assert capsys.readouterr().err == f"error: {failed.text()}\nrestart 1 of 2\n"
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_what_the_launcher_says_of_a_reported_rank_is_not_shown(
+    is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = "E1127 01:56 api.py:1002] failed\nTraceback (most recent call last):\n[0]: 1\n"
+    ranks = "[0] a line\n\x1b[36m[0] \x1b[0mTraceback (most recent call last):\n"
+    then = f"sys.stderr.write({own + ranks!r}); sys.exit(1)"
+    failed = report(words=FAILED, was_told=is_told)
+    run_launcher(SCRIPT, launcher_of(failed, then), os.environ)
+    assert capsys.readouterr().err == ranks + (own if is_told else "")

@@ -65,13 +65,6 @@ class OutputOptions:
         return text.encode()
 
 
-def _goes_on(environ: Mapping[str, str]) -> bool:
-    """Tell whether the job is started again if this rank fails: its traceback isn't the end."""
-    names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
-    count, most = (environ.get(name, "") for name in names)
-    return count.isdecimal() and most.isdecimal() and int(count) < int(most)
-
-
 def variables(
     info: RankInfo | None, environ: Mapping[str, str], is_prefixed: bool = False
 ) -> dict[str, str]:
@@ -156,7 +149,6 @@ class _Running:
         self._prefix = manner.prefix(info)
         self._last: deque[bytes] = deque(maxlen=_LAST_LINES)
         self._held = Held()
-        self._goes_on = _goes_on(os.environ)
         mark = rb"^\[rank%d\]: " % (info.rank if info else -1)
         self._mark = re.compile(mark if self._prefix else rb"(?!)")  # torch's own
         self._rest = {1: b"", 2: b""}
@@ -274,7 +266,7 @@ class _Running:
             if fd == 2:
                 line = self._mark.sub(b"", line)
                 self._last.append(line)
-                if not self._goes_on and self._held.take(line):
+                if self._held.take(line):
                     continue
             _write(fd, self._prefix + line)
 
