@@ -216,6 +216,8 @@ def command(*words: str, name: str = "run") -> int:
 HERE = str(Path(__file__).with_name("job.py"))
 BAD = [
     (["nowhere.py"], "script 'nowhere.py' doesn't exist"),
+    (["/"], "script '/' is a folder without __main__.py"),
+    (["-"], "a rank's standard input is empty; use a file"),
     (["--nproc-per-node", "0", HERE], "--nproc-per-node 0 should be a number of at least 1"),
     (["--nproc-per-node", "-1", HERE], "--nproc-per-node -1 should be"),
     (["--nproc-per-node", "two", HERE], "--nproc-per-node two should be"),
@@ -250,6 +252,14 @@ def test_wrong_use_is_refused(
     error = capsys.readouterr().err
     assert said.casefold() in error.casefold()
     assert "Traceback" not in error
+
+
+def test_a_folder_with_a_main_module_is_a_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "__main__.py").touch()
+    assert command("--launcher", "torchrun", "-n", "2", "--print", str(tmp_path)) == 0
+    assert capsys.readouterr().out.endswith(f" {sys.executable} {tmp_path}\n")
 
 
 @pytest.mark.parametrize("name", ["mpi", "slurm"])

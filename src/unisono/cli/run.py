@@ -207,8 +207,12 @@ def _program(script: str, args: list[str], module: bool, no_python: bool) -> tup
         return (sys.executable, "-m", script, *args)
     if no_python:
         return (script, *args)
-    if not Path(script).is_file():
-        what = "is a folder" if Path(script).is_dir() else "doesn't exist"
+    if script == "-":
+        raise ArgumentError(
+            "script '-' can't be read: a rank's standard input is empty; use a file"
+        )
+    if not Path(script).is_file() and not Path(script, "__main__.py").is_file():
+        what = "is a folder without __main__.py" if Path(script).is_dir() else "doesn't exist"
         raise ArgumentError(
             f"script {script!r} {what} (looked from {Path.cwd()}): check its path, or say --module "
             "for a module, --no-python for a program"
