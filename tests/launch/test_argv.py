@@ -237,6 +237,8 @@ BAD = [
     (["--timeout", "0", HERE], "--timeout 0 should be over 0"),
     (["--stdin", "3", "-n", "3", HERE], "--stdin 3 should be a rank below 3"),
     (["--stdin", "0", "--launcher", "torchrun", HERE], "launcher 'torchrun' takes no --stdin"),
+    (["--local-ranks-filter", "0,x", HERE], "--local-ranks-filter 0,x should be local ranks"),
+    (["--local-ranks-filter", "2", "-n", "2", HERE], "--local-ranks-filter 2 should be below 2"),
     (["--module", "--no-python", "x"], "contradict each other"),
     (["--nproc-pre-node", "2", HERE], "--nproc-pre-node"),
     ([], "SCRIPT"),

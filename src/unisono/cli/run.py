@@ -85,6 +85,10 @@ def run(
     log_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep each rank's output in files.")
     ] = None,
+    local_ranks_filter: Annotated[
+        str | None,
+        typer.Option(metavar="R,R", help="Print only lines of these local ranks; log all."),
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Trace all ranks there: see unisono trace."),
@@ -155,6 +159,7 @@ def run(
         options=_options(option or (), name),
         stdin_rank=stdin,
         grace_s=grace,
+        local_ranks=_local_ranks(local_ranks_filter),
     )
     _check(job, name)
     if print_only:
@@ -175,6 +180,9 @@ def _check(job: Script, launcher: str) -> None:
         check_count("--stdin", job.stdin_rank, 0)
         if job.stdin_rank >= job.world_size:
             raise ArgumentError(f"--stdin {job.stdin_rank} should be a rank below {job.world_size}")
+    shown = max(job.local_ranks, default=0)
+    if shown >= job.nproc_per_node and not job.hosts:
+        raise ArgumentError(f"--local-ranks-filter {shown} should be below {job.nproc_per_node}")
     most = job.max_nnodes
     if job.node_rank is not None and check_count("--node-rank", job.node_rank, 0) >= most:
         raise ArgumentError(f"--node-rank {job.node_rank} should be below --nnodes {most}")
@@ -293,6 +301,13 @@ def _hosts(text: str | None) -> tuple[tuple[str, int], ...]:
             f"--hosts {text} should be NAME:RANKS,NAME:RANKS, each name once, at least 1 rank each"
         )
     return named
+
+
+def _local_ranks(text: str | None) -> tuple[int, ...]:
+    words = [] if text is None else text.split(",")
+    if not all(word.isdecimal() for word in words):
+        raise ArgumentError(f"--local-ranks-filter {text} should be local ranks, such as 0 or 0,1")
+    return tuple(int(word) for word in words)
 
 
 def _options(texts: Sequence[str], launcher: str) -> tuple[tuple[str, str], ...]:

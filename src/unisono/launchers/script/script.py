@@ -40,6 +40,7 @@ class Script:
         token: marks the reports of this job's ranks; empty where nobody reads them.
         options: further options of the cluster, such as Slurm's ``("time", "10:00")``.
         grace_s: seconds that ranks have to save after a SIGTERM.
+        local_ranks: those of each node whose lines are printed; empty for all.
     """
 
     program: tuple[str, ...]
@@ -59,6 +60,7 @@ class Script:
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     options: tuple[tuple[str, str], ...] = ()
     grace_s: float = GRACE_S
+    local_ranks: tuple[int, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -117,6 +119,8 @@ class Script:
             arguments += ["--log-dir", str(Path(self.log_dir).absolute())]
         if self.token:
             arguments += ["--token", self.token]
+        if self.local_ranks:
+            arguments += ["--local-ranks-filter", *map(str, self.local_ranks)]
         if self.is_coloured:
             arguments += ["--colour"]
         if self.grace_s != GRACE_S:

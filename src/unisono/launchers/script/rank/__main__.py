@@ -38,6 +38,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--grace", type=float, metavar="S")
     parser.add_argument("--terminal", type=int, nargs=2, metavar="FD")
+    parser.add_argument("--local-ranks-filter", type=int, nargs="+", default=[], metavar="R")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     return parser.parse_args()
 
@@ -60,7 +61,8 @@ def main() -> None:
     from unisono.topology import GRACE_S
 
     style = "plain" if options.plain else "coloured" if options.colour else "prefixed"
-    manner = OutputOptions(options.log_dir, options.token, style, options.terminal)
+    shown = options.local_ranks_filter
+    manner = OutputOptions(options.log_dir, options.token, style, options.terminal, shown)
     end_like(run(program, manner, GRACE_S if options.grace is None else options.grace))
 
 

@@ -48,12 +48,18 @@ class OutputOptions:
         terminal: descriptors that are its stdout and stderr as they are, beside this process's
             stdin; None for pipes, and no stdin.
         style: whether its lines are ``"plain"``, ``"prefixed"`` with the rank, or ``"coloured"``.
+        local_ranks: those whose lines are printed; empty for all.
     """
 
     log_dir: str | None = None
     token: str = ""
     style: str = "prefixed"
     terminal: Sequence[int] | None = None
+    local_ranks: Sequence[int] = ()
+
+    def hides(self, info: RankInfo | None) -> bool:
+        """Tell whether a rank's lines aren't printed. Local, and pure."""
+        return bool(self.local_ranks and info and info.local_rank not in (None, *self.local_ranks))
 
     def prefix(self, info: RankInfo | None) -> bytes:
         """Write what each line begins with. Local, and pure."""
@@ -147,6 +153,7 @@ class _Running:
     def __init__(self, info: RankInfo | None, manner: OutputOptions, grace_s: float) -> None:
         self._info, self._token, self._terminal = info, manner.token, manner.terminal
         self._prefix = manner.prefix(info)
+        self._is_hidden = manner.hides(info)
         self._last: deque[bytes] = deque(maxlen=_LAST_LINES)
         self._held = Held()
         mark = rb"^\[rank%d\]: " % (info.rank if info else -1)
@@ -268,6 +275,10 @@ class _Running:
                 self._last.append(line)
                 if self._held.take(line):
                     continue
+            self._show(fd, line)
+
+    def _show(self, fd: int, line: bytes) -> None:
+        if not self._is_hidden:
             _write(fd, self._prefix + line)
 
     def _release(self) -> None:
@@ -276,7 +287,7 @@ class _Running:
 
     def _pass_on(self, text: str) -> None:
         for line in fold_text(text).splitlines(keepends=True):
-            _write(2, self._prefix + line.encode())
+            self._show(2, line.encode())
 
     def _obey(self) -> None:
         """Hand signals on to the program, and end it and its children when its time is over."""
@@ -328,7 +339,7 @@ class _Running:
             is_own_end = not was_sent
         if code != 0 and is_own_end:
             report = self._report(code, held or b"".join(self._last).decode(errors="replace"))
-            report = replace(report, is_shown=not held)
+            report = replace(report, is_shown=not held and not self._is_hidden)
             self._pass_on(held.removesuffix(report.shown))
             _send(report, self._token)
             return code

@@ -89,6 +89,29 @@ def test_a_rank_that_was_told_to_end_did_not_fail_by_itself() -> None:
     assert "ValueError" in "".join(held_back(verdict([report])))
 
 
+PRINTS = """
+import sys
+print("a line")
+print("a warning", file=sys.stderr)
+int("oops")
+"""
+
+
+@pytest.mark.parametrize(("local_ranks", "is_shown"), [(["1"], False), (["1", "0"], True)])
+def test_lines_of_other_ranks_than_those_asked_for_go_to_files_alone(
+    local_ranks: list[str], is_shown: bool, tmp_path: Path
+) -> None:
+    words = ["--log-dir", str(tmp_path), "--local-ranks-filter", *local_ranks]
+    with wrapper(PRINTS, *words) as process:
+        out, err = process.communicate()
+    assert out == b"[0] a line\n" * is_shown
+    assert err.startswith(b"[0] a warning\n" if is_shown else b"\x1e")
+    assert (tmp_path / "rank0.out").read_bytes() == b"a line\n"
+    assert (tmp_path / "rank0.err").read_bytes().startswith(b"a warning\nTraceback")
+    (report,) = reports(err.splitlines(True))
+    assert "ValueError" in report.text()
+
+
 # It says what it hears, and that its child is alive; it saves until it may go on.
 SAVES = """
 import os, signal, subprocess, sys, time
