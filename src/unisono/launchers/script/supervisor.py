@@ -178,10 +178,11 @@ class Programs(Ranks):
             if isinstance(report, Report):
                 self.note(job, report)
             elif not report:
-                self.print(target, line)
+                self.print(job, target, line)
 
-    def print(self, target: int, line: bytes) -> None:
+    def print(self, job: Job[Any], target: int, line: bytes) -> None:
         """Print a line. Local."""
+        del job
         show(target, line)
 
 
@@ -246,7 +247,7 @@ class Supervisor(Programs):
             finally:
                 self.kill()
         outcome = self._outcome(job)
-        if outcome.failed is None:
+        if outcome.failed is None and outcome.interrupted is None:
             for line in self._of_launcher:
                 show(2, line)
         return outcome
@@ -277,9 +278,10 @@ class Supervisor(Programs):
             soon = min(self._restart_at, time.monotonic() + _OTHERS_S)
             self._restart_at = soon if report.attempt < self._max_restarts else math.inf
 
-    def print(self, target: int, line: bytes) -> None:
-        """Print a line, unless a launcher's words may be about what a rank has reported. Local."""
-        if target == 2 and self.reports and self._is_prefixed and not _OF_A_RANK.search(line):
+    def print(self, job: Job[Any], target: int, line: bytes) -> None:
+        """Print a line, but what a launcher says of a report or a signal only if need be. Local."""
+        is_ending = target == 2 and (self.reports or job.orders.came)
+        if is_ending and self._is_prefixed and not _OF_A_RANK.search(line):
             self._of_launcher.append(line)
         else:
             show(target, line)

@@ -187,3 +187,14 @@ def test_what_the_launcher_says_of_a_reported_rank_is_not_shown(
     failed = report(words=FAILED, was_told=is_told)
     run_launcher(SCRIPT, launcher_of(failed, then), os.environ)
     assert capsys.readouterr().err == ranks + (own if is_told else "")
+
+
+def test_what_the_launcher_says_of_a_signal_is_not_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    own = "Traceback (most recent call last):\nSignalException: 2\n"
+    then = f"atexit.register(sys.stderr.write, {own!r}); os.kill(os.getppid(), 2); signal.pause()"
+    text = LAUNCHER.format(said="[0] a line\n", then=f"import atexit, os; {then}")
+    outcome = run_launcher(SCRIPT, [sys.executable, "-c", text], os.environ)
+    assert outcome.interrupted == signal.SIGINT
+    assert capsys.readouterr().err == "[0] a line\n"
