@@ -405,13 +405,13 @@ _LIBRARY_OF = {
 
 
 def _preload() -> None:
-    """Load the core, for a process whose forks will use it. Local."""
+    """Load the core, for a process whose forks will use it."""
     for module in _CORE:
         importlib.import_module(module)
 
 
 def __getattr__(name: str) -> Any:
-    """Load what is asked for, and answer what idist has as variables. Local."""
+    """Load what is asked for, and answer what idist has as variables."""
     if name in _MODULE_OF:
         value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
         return value
@@ -429,7 +429,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names. Local."""
+    """List the public names."""
     return sorted((*__all__, "__version__"))
 
 

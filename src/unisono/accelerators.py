@@ -6,21 +6,17 @@ from typing import Any
 
 import torch
 
-__all__ = ("accelerator", "accelerator_count", "can_pin_for")
-
 
 def accelerator() -> torch.device | None:
-    """Give the kind of accelerator that torch sees here, without index, or None. Local."""
+    """Give the kind of accelerator that torch sees here, without index, or None."""
     kind = _kind()
     return kind if kind is not None and accelerator_count() else None
 
 
 def accelerator_count() -> int:
-    """Count the devices that this process may use.
-
-    Local. A process that has initialised CUDA can't be forked any more, and
-    ``torch.accelerator.is_available`` does so. Devices are counted without (NVML, on CUDA).
-    """
+    """Count the devices that this process may use."""
+    # A process that has initialised CUDA can't be forked any more, and
+    # ``torch.accelerator.is_available`` does so. Devices are counted without (NVML, on CUDA).
     kind = _kind()
     if kind is None:
         return 0
@@ -29,11 +25,9 @@ def accelerator_count() -> int:
 
 
 def can_pin_for(device: torch.device) -> bool:
-    """Tell whether torch's ``DataLoader`` can pin the memory of batches for a device. Local.
-
-    It tries to, as a loader would raise where it can't: an accelerator that torch doesn't know
-    itself may have no pinned memory, and what is made on another default device isn't pinned.
-    """
+    """Tell whether torch's ``DataLoader`` can pin the memory of batches for a device."""
+    # It tries to, as a loader would raise where it can't: an accelerator that torch doesn't know
+    # itself may have no pinned memory, and what is made on another default device isn't pinned.
     kind = _kind()
     if kind is None or device.type != kind.type or not _loaders_pin_for(kind):
         return False

@@ -11,17 +11,6 @@ from typing import Any
 
 from unisono.errors import ArgumentError, EnvironmentDetectionError
 
-__all__ = (
-    "check_count",
-    "check_flag",
-    "check_names",
-    "check_port",
-    "check_variables",
-    "number_in",
-    "seconds",
-    "suggestion",
-)
-
 _NUMBERS = {
     "UNISONO_WARN_AFTER_S": 0.0,
     "UNISONO_FAN_OUT": 1.0,
@@ -31,23 +20,19 @@ _NUMBERS = {
 
 
 def check_variables() -> None:
-    """Refuse bad numbers in our variables before replicas start. Local.
-
-    Raises:
-        EnvironmentDetectionError: one isn't a number, or too small.
-    """
+    """Refuse bad numbers in our variables before replicas start."""
     for variable, least in _NUMBERS.items():
         number_in(variable, least, least)
 
 
 def _from_text(value: Any) -> Any:
-    """Read a decimal string, as ``argparse`` gives it. Local."""
+    """Read a decimal string, as ``argparse`` gives it."""
     is_number = isinstance(value, str) and value.isascii() and value.isdecimal()
     return int(value) if is_number else value
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Return an int of at least `least`; a decimal string is taken, too. Local."""
+    """Return an int of at least `least`; a decimal string is taken, too."""
     value = _from_text(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ArgumentError(f"{name}={value!r} should be an int of at least {least}")
@@ -55,7 +40,7 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Return whether a value counts as true. Local."""
+    """Return whether a value counts as true."""
     try:
         return bool(value)
     except Exception as error:  # a tensor of several elements, for one
@@ -64,7 +49,7 @@ def check_flag(name: str, value: Any) -> bool:
 
 
 def check_port(name: str, value: Any) -> int:
-    """Return a TCP port; a decimal string is taken, too. Local."""
+    """Return a TCP port; a decimal string is taken, too."""
     value = _from_text(value)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 65536:
         raise ArgumentError(f"{name}={value!r} should be an int from 1 to 65535")
@@ -72,7 +57,7 @@ def check_port(name: str, value: Any) -> int:
 
 
 def check_names(call: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuse unknown keywords, and suggest the nearest known one. Local."""
+    """Refuse unknown keywords, and suggest the nearest known one."""
     names = sorted(known)
     for name in given:
         if name not in names:
@@ -83,14 +68,14 @@ def check_names(call: str, given: Mapping[str, Any], known: Iterable[str]) -> No
 
 
 def suggestion(name: Any, known: Iterable[str]) -> str:
-    """Write which known name is near to a wrong one, if any; it begins with a space. Local."""
+    """Write which known name is near to a wrong one, if any; it begins with a space."""
     names = {each.lower(): each for each in known}
     near = difflib.get_close_matches(name.lower(), names, n=1) if isinstance(name, str) else []
     return f" Did you mean {names[near[0]]!r}?" if near else ""
 
 
 def seconds(name: str, value: Any, *, may_be_zero: bool = False) -> timedelta:
-    """Return a timedelta for seconds or a timedelta, over 0. Local."""
+    """Return a timedelta for seconds or a timedelta, over 0."""
     if isinstance(value, timedelta):
         given = value
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -106,7 +91,7 @@ def seconds(name: str, value: Any, *, may_be_zero: bool = False) -> timedelta:
 
 
 def number_in(variable: str, default: float, least: float = 0.0) -> float:
-    """Read a number from one of our variables, `default` if it isn't set. Local."""
+    """Read a number from one of our variables, `default` if it isn't set."""
     text = os.environ.get(variable, "").strip()
     if not text:
         return default

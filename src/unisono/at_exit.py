@@ -7,30 +7,19 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import ClassVar
 
-__all__ = ("LastCalls",)
-
 
 class LastCalls:
-    """Calls that end what this process shares with its peers, in reverse order.
+    """Calls that end what this process shares with its peers, in reverse order."""
 
-    An exit handler makes them. A rank that a launcher started makes them after it has sent its
-    result, because some of them end the peers, and some wait for peers that do so.
-    """
+    # An exit handler makes them. A rank that a launcher started makes them after it has sent its
+    # result, because some of them end the peers, and some wait for peers that do so.
 
     _calls: ClassVar[list[tuple[Callable[[], None], str]]] = []
     _is_held: ClassVar[bool] = False
 
     @classmethod
     def add(cls, call: Callable[[], None], *, ends_peers: str = "") -> None:
-        """Register a call.
-
-        Local.
-
-        Args:
-            call: raises nothing.
-            ends_peers: why it ends the peers, which get time to finish before it; empty if it
-                doesn't.
-        """
+        """Register a call."""
         if not cls._calls:
             atexit.register(cls._at_exit)
         cls._calls.append((call, ends_peers))
@@ -38,7 +27,7 @@ class LastCalls:
     @classmethod
     @contextlib.contextmanager
     def held(cls) -> Iterator[None]:
-        """Leave the calls to `make` if the exit handlers run within the block. Local."""
+        """Leave the calls to `make` if the exit handlers run within the block."""
         cls._is_held = True
         try:
             yield
@@ -47,13 +36,7 @@ class LastCalls:
 
     @classmethod
     def make(cls, wait_for_peers: Callable[[str], object]) -> None:
-        """Make the calls.
-
-        Local.
-
-        Args:
-            wait_for_peers: called with the reason before the first of them, if one ends peers.
-        """
+        """Make the calls."""
         reason = next((ends_peers for _, ends_peers in cls._calls if ends_peers), "")
         if reason:
             wait_for_peers(reason)

@@ -37,35 +37,12 @@ from unisono.observe.trace import begin_if_asked
 from unisono.recording import CallLog, job_of, job_of_one_process
 from unisono.topology import EVERYBODY, ContextHint, Group, RankInfo, Topology, name_of
 
-__all__ = (
-    "ContextState",
-    "activate",
-    "communicator",
-    "current",
-    "current_model",
-    "detect_environment",
-    "forget",
-    "is_ours",
-    "is_serial",
-    "left_half_way",
-    "own_context",
-    "read_environment",
-    "refuse_fork",
-    "replica",
-    "set_local_rank",
-)
-
 T = TypeVar("T")
 _context_ids = itertools.count(1)
 
 
 class ContextState:
-    """What the facade keeps for one context, whatever its library is; the model never sees it.
-
-    Args:
-        model: the live context as this replica sees it.
-        calls: records what this rank calls in it; None to record it for hooks alone.
-    """
+    """What the facade keeps for one context, whatever its library is; the model never sees it."""
 
     __slots__ = (
         "backgrounds",
@@ -105,10 +82,8 @@ class ContextState:
         """Buffers that averaging reuses, one for each dtype and device."""
 
     def inherit(self, other: ContextState) -> None:
-        """Take over what is kept for another view of this context, if it is that. Local.
-
-        What the ranks made together must not be made again on some of them alone.
-        """
+        """Take over what is kept for another view of this context, if it is that."""
+        # What the ranks made together must not be made again on some of them alone.
         if other is not self and other.model.is_alive():
             self.calls.close()
             for name in self.__slots__:
@@ -117,7 +92,7 @@ class ContextState:
             self.control.take_over(other.control)
 
     def forget_ended(self) -> None:
-        """Drop what is kept by the names of groups that have ended. Local."""
+        """Drop what is kept by the names of groups that have ended."""
         while self.control.ended:
             name = self.control.ended.popleft()
             self.calls.forget(name)
@@ -131,26 +106,20 @@ class ContextState:
         self.calls.close()
 
     def part(self) -> None:
-        """Let go of a context that has ended by itself. Local."""
+        """Let go of a context that has ended by itself."""
         self.groups.clear()
         self.calls.close()
         self.control.close()
 
     def disown(self) -> None:
-        """Let go of what a forked child has inherited. Local."""
+        """Let go of what a forked child has inherited."""
         self.backgrounds = {}  # whose threads aren't here
         self.calls.disown()
         self.control.disown()
 
     def interrupt(self, who: str, how: str) -> None:
-        """Take note that a collective was left half-way, and tell the ranks that wait for this one.
-
-        Local; waits a second at most for a rank that doesn't read.
-
-        Args:
-            who: this rank, for messages.
-            how: what interrupted which call.
-        """
+        """Record that a collective was left half-way, and tell the ranks that wait for this one."""
+        # Local; waits a second at most for a rank that doesn't read.
         if self.interrupted is None:
             self.interrupted = CollectiveError(
                 f"{who}: {how}, so the ranks are out of step: end the job, or finalize() and "
@@ -159,21 +128,15 @@ class ContextState:
             self.control.interrupt(how)
 
     def check_whole(self) -> None:
-        """Refuse any collective after an interrupted one. Local.
-
-        Raises:
-            CollectiveError: a collective of this context was left half-way.
-        """
+        """Refuse any collective after an interrupted one."""
         if self.interrupted is not None:
             raise type(self.interrupted)(*self.interrupted.args)
 
     def start(self, call: Callable[[], T], group: Group | None) -> Handle[T]:
-        """Start `call`, which uses the collectives of a group, without waiting for it.
-
-        Local. It runs in one background thread for each group, in order, under the deadline that
-        holds here, and in the name of the user's line; at once where no thread may, and until the
-        first call over all ranks is done: what they agree on decides how their groups connect.
-        """
+        """Start `call`, which uses the collectives of a group, without waiting for it."""
+        # It runs in one background thread for each group, in order, under the deadline that
+        # holds here, and in the name of the user's line; at once where no thread may, and until the
+        # first call over all ranks is done: what they agree on decides how their groups connect.
         self.check_whole()
         if not (self.control.allows_threads and self.control.has_met(None)):
             return self._done(call, group)
@@ -196,21 +159,15 @@ class ContextState:
     def start_all_reduce(
         self, tensor: Tensor, op: ReduceOp, group: Group | None = None
     ) -> Handle[Tensor]:
-        """Start the model's `all_reduce`, in its own way or in the background.
-
-        Collective over `group`.
-        """
+        """Start the model's `all_reduce`, in its own way or in the background."""
+        # Collective over `group`.
         started = self.model.start_all_reduce(tensor, op, group)
         if started is not None:
             return started
         return self.start(lambda: self.model.all_reduce(tensor, op, group), group)
 
     def settle(self, group: Group | None = None) -> None:
-        """Wait for what `start` has under way over a group, for every rank keeps one order. Local.
-
-        Args:
-            group: the ranks that take part in what comes next.
-        """
+        """Wait for what `start` has under way over a group, for every rank keeps one order."""
         background = self.backgrounds.get(self._order(group)) if self.backgrounds else None
         if background is not None:
             background.settle()
@@ -218,7 +175,7 @@ class ContextState:
             self.control.settle()
 
     def settle_all(self) -> None:
-        """Wait for what `start` has under way over every group. Local."""
+        """Wait for what `start` has under way over every group."""
         for background in list(self.backgrounds.values()):
             background.settle()
         self.settle()
@@ -245,17 +202,9 @@ _lock = threading.RLock()
 
 
 def current_model() -> ComputationModel:
-    """Give the model of the active context.
-
-    Local. The thread's own context comes first, then the process's, then one that somebody else
-    made and that is found by asking the models, then serial.
-
-    Returns:
-        The model; its context is live.
-
-    Raises:
-        NoReplicaError: this thread isn't a replica while replicas of this process are threads.
-    """
+    """Give the model of the active context."""
+    # The thread's own context comes first, then the process's, then one that somebody else
+    # made and that is found by asking the models, then serial.
     context = _thread.context or _process
     if context is not None and context.model.is_alive():
         return context.model
@@ -263,11 +212,7 @@ def current_model() -> ComputationModel:
 
 
 def current() -> ContextState:
-    """Give the active context. Local.
-
-    Raises:
-        NoReplicaError: as in `current_model`.
-    """
+    """Give the active context."""
     context = _thread.context or _process
     if context is not None and context.model.is_alive():
         return context
@@ -275,18 +220,8 @@ def current() -> ContextState:
 
 
 def communicator(group: Group | None = None) -> ContextState:
-    """Give the active context, ready for a collective.
-
-    Local, but for waiting until what runs asynchronously over the group is done.
-
-    Args:
-        group: the ranks that take part.
-
-    Raises:
-        CollectiveError: this rank left a collective half-way.
-        ContextError: this process is a fork of the one that made the context.
-        NoReplicaError: as in `current_model`.
-    """
+    """Give the active context, ready for a collective."""
+    # Local, but for waiting until what runs asynchronously over the group is done.
     context = _thread.context or _process  # as `own_context`, a call less
     if context is None or not context.model.is_alive():
         context = _look_around()
@@ -300,14 +235,7 @@ def communicator(group: Group | None = None) -> ContextState:
 
 
 def own_context() -> ContextState:
-    """Give the active context, whose collectives this process may start.
-
-    Local.
-
-    Raises:
-        ContextError: this process is a fork of the one that made the context.
-        NoReplicaError: as in `current_model`.
-    """
+    """Give the active context, whose collectives this process may start."""
     context = _thread.context or _process  # as `current`, a call less
     if context is None or not context.model.is_alive():
         context = _look_around()
@@ -319,11 +247,7 @@ def own_context() -> ContextState:
 
 
 def refuse_fork(context: ContextState) -> None:
-    """Raise if this process is a fork of the one that made `context`. Local.
-
-    Raises:
-        ContextError: it is.
-    """
+    """Raise if this process is a fork of the one that made `context`."""
     if _forked is not None and context.context_id == _forked.context_id:
         how = "was made by" if isinstance(context.model, ChildOfRank) else "is a fork of"
         raise ContextError(
@@ -333,14 +257,7 @@ def refuse_fork(context: ContextState) -> None:
 
 
 def left_half_way(call: str, error: BaseException) -> None:
-    """Take note that something out of nowhere, such as Ctrl-C, ended a collective.
-
-    Local.
-
-    Args:
-        call: its name.
-        error: what was raised.
-    """
+    """Take note that something out of nowhere, such as Ctrl-C, ended a collective."""
     context = _thread.context or _process
     if context is None or _forked is not None:
         return
@@ -395,10 +312,8 @@ def _adopt() -> ContextState | None:
 
 
 def _tell_children(context: ContextState | None) -> None:
-    """Record which rank this is, for the processes that multiprocessing makes, fork or not.
-
-    What a process object has in ``_config``, such as the key for authentication, goes along.
-    """
+    """Record which rank this is, for the processes that multiprocessing makes, fork or not."""
+    # What a process object has in ``_config``, such as the key for authentication, goes along.
     config: dict[str, Any] | None = getattr(multiprocessing.current_process(), "_config", None)
     if config is None:
         return
@@ -451,21 +366,12 @@ def _hint() -> ContextHint:
 
 
 def read_environment() -> RankInfo | None:
-    """Read who this process is from its variables; what reads them is loaded at the first call.
-
-    Local.
-
-    Returns:
-        The facts; None where the variables say nothing.
-
-    Raises:
-        EnvironmentDetectionError: they are partial, malformed or contradict each other.
-    """
+    """Read who this process is from its variables; what reads them is loaded at the first call."""
     return plugins.read_environment(os.environ)
 
 
 def detect_environment() -> RankInfo | None:
-    """Read the process's variables, where a partial set of them is as good as none. Local."""
+    """Read the process's variables, where a partial set of them is as good as none."""
     try:
         return read_environment()
     except EnvironmentDetectionError:
@@ -477,22 +383,8 @@ def activate(
     record: Callable[[], CallLog],
     cls: type[ComputationModel] | None = None,
 ) -> ContextState:
-    """Make a context and let it be the process's, or the thread's where the model is bound to it.
-
-    Collective over the ranks of the new context.
-
-    Args:
-        make: initialises a model.
-        record: makes what records this rank's calls, its initialisation first.
-        cls: the model; given where it may join the replicas that its library made as threads.
-
-    Returns:
-        What is kept for it, with the model.
-
-    Raises:
-        AlreadyInitializedError: a context is live, no matter who made it.
-        ContextError: this process is a fork of a replica of that model.
-    """
+    """Make the context of the process, or of the thread where the model is bound to it."""
+    # Collective over the ranks of the new context.
     global _process, _ours
     with _lock:
         live: ContextState | None = current()
@@ -530,17 +422,17 @@ def _recorded(make: Callable[[], ComputationModel], calls: CallLog) -> ContextSt
 
 
 def is_ours(context: ContextState) -> bool:
-    """Tell whether `activate` made this context. Local."""
+    """Tell whether `activate` made this context."""
     return context is _ours or context is _thread.ours
 
 
 def is_serial(model: ComputationModel) -> bool:
-    """Tell whether `model` is what is active when no context is. Local."""
+    """Tell whether `model` is what is active when no context is."""
     return isinstance(model, SerialModel) and not isinstance(model, ChildOfRank)
 
 
 def forget() -> None:
-    """Let go of the process's context, so that the next call looks around. Local."""
+    """Let go of the process's context, so that the next call looks around."""
     global _process, _ours, _before
     with _lock:
         _before = _process or _before
@@ -555,7 +447,7 @@ def forget() -> None:
 
 
 def set_local_rank(local_rank: int | None) -> None:
-    """Set or take back the hint for contexts that somebody else made. Local."""
+    """Set or take back the hint for contexts that somebody else made."""
     global _local_rank, _process, _before
     is_rank = isinstance(local_rank, int) and not isinstance(local_rank, bool) and local_rank >= 0
     if local_rank is not None and not is_rank:
@@ -568,7 +460,7 @@ def set_local_rank(local_rank: int | None) -> None:
 
 @contextmanager
 def replica(context: ContextState) -> Iterator[None]:
-    """Bind a context to this thread: the thread is that replica, or the whole process is. Local."""
+    """Bind a context to this thread: the thread is that replica, or the whole process is."""
     global _process, _replica_threads
     is_one_of_many = context.model.topology.world_size > 1
     is_process = is_one_of_many and threading.current_thread() is threading.main_thread()

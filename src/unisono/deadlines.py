@@ -48,13 +48,13 @@ class Recall:
     at: float | None = None
 
     def now(self) -> None:
-        """Let the deadline pass. Local."""
+        """Let the deadline pass."""
         self.at = time.monotonic()
 
 
 @contextmanager
 def until_recalled(recall: Recall) -> Iterator[None]:
-    """Give a block of this thread a deadline that passes when `recall` says so. Local."""
+    """Give a block of this thread a deadline that passes when `recall` says so."""
     token = _until.set(recall)
     try:
         yield
@@ -101,13 +101,7 @@ def _until_sooner(until: float) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A block's deadline as it is sent to the replicas that work for it.
-
-    Args:
-        until: by ``time.monotonic()`` of the host.
-        left_s: seconds that were left when it was sent, for other hosts.
-        host: its boot id.
-    """
+    """A block's deadline as it is sent to the replicas that work for it."""
 
     until: float
     left_s: float
@@ -115,7 +109,7 @@ class Limit:
 
     @classmethod
     def here(cls) -> Limit | None:
-        """Give the deadline of this thread; None if there is none. Local."""
+        """Give the deadline of this thread; None if there is none."""
         until = end_of_block()
         if until is None:
             return None
@@ -124,11 +118,7 @@ class Limit:
 
 @contextmanager
 def within(limit: Limit | None) -> Iterator[None]:
-    """Apply a deadline that was set in another process to a block of this thread. Local.
-
-    Args:
-        limit: the deadline; None for none.
-    """
+    """Apply a deadline that was set in another process to a block of this thread."""
     if limit is None:
         yield
         return
@@ -138,7 +128,7 @@ def within(limit: Limit | None) -> Iterator[None]:
 
 
 def end_of_block() -> float | None:
-    """Give the deadline of this thread, by ``time.monotonic()``; None if none. Local."""
+    """Give the deadline of this thread, by ``time.monotonic()``; None if none."""
     until = _until.get()
     return until.at if isinstance(until, Recall) else until
 
@@ -152,7 +142,7 @@ class Limited(Protocol):
 
 
 def allowed_s(job: Limited, group: Group | None) -> float | None:
-    """Give the timeout of a collective over `group`: the group's own, else the job's. Local."""
+    """Give the timeout of a collective over `group`: the group's own, else the job's."""
     return job.timeout_s if group is None or group.timeout_s is None else group.timeout_s
 
 
@@ -177,10 +167,8 @@ def limit_of(timeout_s: float | None, until: float | None = None) -> float | Non
 
 
 def end_of_call(timeout_s: float | None) -> float:
-    """Give until when a collective may take that starts now, by ``time.monotonic()``.
-
-    Local. As `limit_of`; infinity where nothing limits it.
-    """
+    """Give until when a collective may take that starts now, by ``time.monotonic()``."""
+    # As `limit_of`; infinity where nothing limits it.
     until = math.inf if timeout_s is None else time.monotonic() + timeout_s / _RATE
     block = _until.get()
     if block is None:
@@ -190,17 +178,17 @@ def end_of_call(timeout_s: float | None) -> float:
 
 
 def host_s(limit_s: float) -> float:
-    """Return the host's seconds that a limit or a warning takes: the same, but in tests. Local."""
+    """Return the host's seconds that a limit or a warning takes: the same, but in tests."""
     return limit_s / _RATE
 
 
 def format_s(seconds: float) -> str:
-    """Write seconds with their unit, to three digits. Local, and pure."""
+    """Write seconds with their unit, to three digits."""
     return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"
 
 
 def overdue(late: Sequence[int], world_size: int, name: str = "the function") -> str:
-    """Write which ranks weren't done at the end of a block. Local, and pure."""
+    """Write which ranks weren't done at the end of a block."""
     return (
         f"the block's deadline is over, and {name} wasn't done on ranks {list(late)} of "
         f"{world_size}: they are told to end"

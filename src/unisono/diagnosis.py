@@ -25,24 +25,13 @@ from unisono.node import MACHINE
 from unisono.plugins import load
 from unisono.topology import usable_cores
 
-__all__ = ("diagnose", "lines", "problems")
-
 _LIBRARIES = ("unisono", "torch", "mpi4py", "horovod", "torch_xla", "ray", "cloudpickle", "numpy")
 _ADDRESSES = {socket.AF_INET: "IPv4", socket.AF_INET6: "IPv6"}
 
 
 def diagnose(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Collect all facts.
-
-    Local. No backend library is imported, and nothing is sent.
-
-    Args:
-        environ: the variables to explain; None for this process's.
-
-    Returns:
-        A dict for JSON: ``environment``, ``node``, ``backends``, ``launchers``, ``devices``,
-        ``interfaces``, ``versions``, ``host``, ``memory``.
-    """
+    """Collect all facts."""
+    # No backend library is imported, and nothing is sent.
     variables = os.environ if environ is None else environ
     return {
         "host": {
@@ -166,18 +155,7 @@ def _version(distribution: str) -> str | None:
 
 
 def problems(facts: Mapping[str, Any], backend: str | None, launcher: str | None) -> list[str]:
-    """List why the environment, a backend or a launcher can't work, and what to do.
-
-    Local.
-
-    Args:
-        facts: the result of `diagnose`.
-        backend: a backend to check; None for none.
-        launcher: a launcher to check; None for none.
-
-    Returns:
-        One line for each problem.
-    """
+    """List why the environment, a backend or a launcher can't work, and what to do."""
     is_node = facts["node"]["source"] is not None  # whose ranks get variables of their own
     errors = [None if is_node else facts["environment"]["error"], facts["node"]["error"]]
     reasons = [error for error in errors if error is not None]
@@ -194,13 +172,7 @@ def problems(facts: Mapping[str, Any], backend: str | None, launcher: str | None
 
 
 def lines() -> dict[str, str]:
-    """Write the facts as lines for a log.
-
-    Local.
-
-    Returns:
-        Text by title.
-    """
+    """Write the facts as lines for a log."""
     facts = diagnose()
     up = [name for name, interface in facts["interfaces"].items() if interface["is_up"]]
     versions = [f"{name} {text}" for name, text in facts["versions"].items() if text]

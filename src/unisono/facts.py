@@ -153,7 +153,7 @@ def get_node_rank() -> int:
 
 
 def _topology(active: ContextState) -> Topology:
-    """Give the context's topology, completed by the hosts that its ranks exchanged. Local."""
+    """Give the context's topology, completed by the hosts that its ranks exchanged."""
     topology = active.model.topology
     return topology.among(active.hosts) if active.hosts else topology
 
@@ -344,13 +344,7 @@ def show_config() -> None:
 
 
 def make_audible(log: logging.Logger) -> None:
-    """Show a logger's INFO, on stderr by default, unless the user has chosen a level.
-
-    Local.
-
-    Args:
-        log: the logger of one of our modules.
-    """
+    """Show a logger's INFO, on stderr by default, unless the user has chosen a level."""
     ours = logging.getLogger("unisono")
     if log.level == ours.level == logging.NOTSET:  # nobody chose the root's WARNING
         log.setLevel(logging.INFO)

@@ -271,13 +271,13 @@ class _Tasks(Ranks):
         self._tell = tell
 
     def poll(self, job: Job[Any], until: float) -> None:
-        """Take in what has ended. Local."""
+        """Take in what has ended."""
         for rank in [rank for rank, future in self._waiting.items() if future.done()]:
             self._take(job, rank, self._waiting.pop(rank))
         time.sleep(max(0.0, min(_POLL_S, until - time.monotonic())))
 
     def end(self, job: Job[Any]) -> None:
-        """Say that the job is over, and wait for the tasks' ends. Local."""
+        """Say that the job is over, and wait for the tasks' ends."""
         del job
         self._tell()
         limit = time.monotonic() + _END_S

@@ -67,19 +67,7 @@ __tracebackhide__ = hides
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A user's function, and the context that it runs in.
-
-    Args:
-        backend: what to initialise.
-        fn: called as ``fn(local_rank, *args, **kwargs)``.
-        args: its positional arguments after the first.
-        kwargs: its keyword arguments.
-        options: options of the model's ``initialize``.
-        limit: the deadline of the block that it was made in; None for none.
-        prefix_output: whether lines that it prints begin with its rank, if it is one of several
-            processes.
-        job: a name that all its replicas have.
-    """
+    """A user's function, and the context that it runs in."""
 
     backend: str
     fn: Callable[..., Any]
@@ -91,12 +79,10 @@ class Replica:
     job: str = field(default_factory=partial(secrets.token_hex, 8))
 
     def __call__(self, info: RankInfo) -> Any:
-        """Run in a process of its own. Collective over all ranks of `info`.
-
-        After an exception nothing is finalised: the connections stay open, so that the parent sees
-        this error before any that it causes elsewhere. Threads that the function leaves behind
-        have the context until they end, as an asynchronous checkpoint needs it.
-        """
+        """Run in a process of its own. Collective over all ranks of `info`."""
+        # After an exception nothing is finalised: the connections stay open, so that the parent
+        # sees this error before any that it causes elsewhere. Threads that the function leaves
+        # behind have the context until they end, as an asynchronous checkpoint needs it.
         cls = find_model(self.backend)
         if cls.replicas_are_threads:
             return self.run(cls.initialize(self.backend, info, **self.options))
@@ -115,10 +101,8 @@ class Replica:
         return result
 
     def run(self, model: ComputationModel) -> Any:
-        """Run in a thread of its own, or in the one replica that there is.
-
-        Collective over all ranks of `model`.
-        """
+        """Run in a thread of its own, or in the one replica that there is."""
+        # Collective over all ranks of `model`.
         is_process = threading.current_thread() is threading.main_thread()
         if self.prefix_output and is_process and model.topology.world_size > 1:
             begin_lines_with_rank(model.topology.rank)
@@ -156,14 +140,7 @@ _OURS = ("entry", "plan", "environ", "join")  # what every launcher is given, an
 
 
 def best_backend() -> str:
-    """Name the backend that ``unisono run --backend`` asks for, else the machine's best.
-
-    Local.
-
-    Returns:
-        UNISONO_BACKEND where that is set; else what torch uses for the accelerator by default;
-        ``"gloo"`` on a CPU.
-    """
+    """Name the backend that ``unisono run --backend`` asks for, else the machine's best."""
     asked = os.environ.get("UNISONO_BACKEND")
     if asked:
         return asked
@@ -261,10 +238,8 @@ def _who_am_i(options: dict[str, Any]) -> RankInfo:
 
 
 def _refuse_child(info: RankInfo) -> None:
-    """Refuse to be the rank that has started this program, whose variables it has inherited.
-
-    Local. Ranks that wait for it, and it for them, would do so until their time is over.
-    """
+    """Refuse to be the rank that has started this program, whose variables it has inherited."""
+    # Ranks that wait for it, and it for them, would do so until their time is over.
     if info.world_size == 1 or not (info.job_id or info.master_port):
         return
     same = [page for page in pages() if page.facts.get("variables") == str(info)]
@@ -280,7 +255,7 @@ def _refuse_child(info: RankInfo) -> None:
 
 
 def _warn_on_a_node(launcher: str) -> None:
-    """Say that this process is alone where its platform speaks of several nodes. Local."""
+    """Say that this process is alone where its platform speaks of several nodes."""
     try:
         node = read_node()
     except EnvironmentDetectionError:
@@ -522,7 +497,7 @@ def spawn(
 
 
 def warn_in_a_rank(call: str, nproc_per_node: Any, options: Mapping[str, Any]) -> None:
-    """Say on rank 0 of several that each of them would start replicas of its own. Local."""
+    """Say on rank 0 of several that each of them would start replicas of its own."""
     is_meant = options.get("launcher") is not None or options.get("nnodes") not in (None, 1, "1")
     place = None if is_meant else _own_place()
     if place is None or place[0] != 0 or place[1] == 1:
@@ -539,7 +514,7 @@ def warn_in_a_rank(call: str, nproc_per_node: Any, options: Mapping[str, Any]) -
 
 
 def _own_place() -> tuple[int, int, str] | None:
-    """Give the rank and the number of ranks of this process or thread, and who says so. Local."""
+    """Give the rank and the number of ranks of this process or thread, and who says so."""
     try:
         model = context.current_model()
     except ContextError:  # a thread that isn't a replica
@@ -558,7 +533,7 @@ def start(
     nproc_per_node: int = 1,
     **options: Any,
 ) -> Any:
-    """Do what `spawn` does, and warn of nothing. Local."""
+    """Do what `spawn` does, and warn of nothing."""
     name, cls, plan = check_job("spawn", backend, nproc_per_node, options)
     _check_call(fn, args, kwargs_dict)
     given = {key: value for key, value in options.items() if key not in _LAUNCH_OPTIONS}
@@ -584,7 +559,7 @@ def start(
 
 
 def interrupted(call: str) -> str:
-    """Say that Ctrl-C ended a call of the user's, in place of a traceback. Local."""
+    """Say that Ctrl-C ended a call of the user's, in place of a traceback."""
     return (
         f"{call} at {line_of_call()} was interrupted, and its replicas have been told to end\n"
         "KeyboardInterrupt (UNISONO_TRACEBACK=full shows where)"
@@ -631,24 +606,7 @@ def _is_of_the_block(error: WorkerFailedError, limit: Limit | None) -> bool:
 def check_job(
     call: str, backend: str | None, nproc_per_node: Any, options: Mapping[str, Any]
 ) -> tuple[str, type[ComputationModel], LaunchPlan]:
-    """Refuse what can't be started, before anything is.
-
-    Local.
-
-    Args:
-        call: who was given the options, for messages.
-        backend: as in `spawn`.
-        nproc_per_node: as in `spawn`.
-        options: as in `spawn`.
-
-    Returns:
-        The backend's name, its model, and the plan.
-
-    Raises:
-        UnknownBackendError: nobody claims the backend.
-        ArgumentError: a bad value or an option that nobody takes.
-        EnvironmentDetectionError: a variable of ours has a bad value.
-    """
+    """Refuse what can't be started, before anything is."""
     check_variables()
     name = best_backend() if backend is None else backend
     cls = find_model(name)

@@ -15,8 +15,6 @@ from unisono.environments.platforms import Machine
 from unisono.errors import ArgumentError, EnvironmentDetectionError
 from unisono.topology import NodeInfo, usable_cores
 
-__all__ = ("MACHINE", "count_ranks", "devices_here", "find_node", "read_node", "refuse_rank")
-
 
 def _name() -> str:
     """Give this host's name with its domain, where its own files or DNS know one."""
@@ -32,20 +30,8 @@ MACHINE = Machine(_name, own_address, lambda path: Path(path).read_text(encoding
 def read_node(
     environ: Mapping[str, str] | None = None, *, is_asked: bool = False
 ) -> NodeInfo | None:
-    """Read which node of which job this is.
-
-    Local. A file that a variable names is read; nothing is sent but to look up this host's name.
-
-    Args:
-        environ: the variables; None for this process's.
-        is_asked: as in `detect_node`.
-
-    Returns:
-        The facts; None where no platform has started this process, or where it is a rank already.
-
-    Raises:
-        EnvironmentDetectionError: they are partial, malformed or contradict each other.
-    """
+    """Read which node of which job this is."""
+    # A file that a variable names is read; nothing is sent but to look up this host's name.
     variables = os.environ if environ is None else environ
     return detect_node(variables, MACHINE, environments.load_plugins(), is_asked=is_asked)
 
@@ -53,21 +39,7 @@ def read_node(
 def find_node(
     warn: Callable[[str], object], *, is_asked: bool, may_be_several: bool
 ) -> NodeInfo | None:
-    """Read which node of which job to take this for; what a job of one node may lack is a warning.
-
-    Local.
-
-    Args:
-        warn: is told why this process goes on alone.
-        is_asked: whether the user asks for what the platform says: then nothing goes on alone.
-        may_be_several: as in `is_gap`.
-
-    Returns:
-        The facts; None where this process is alone, or a rank.
-
-    Raises:
-        EnvironmentDetectionError: the variables contradict each other, or are malformed.
-    """
+    """Return which node of which job this is; what a job of one node may lack is a warning."""
     try:
         node = read_node(is_asked=is_asked)
     except EnvironmentDetectionError as error:
@@ -83,39 +55,20 @@ def find_node(
 
 
 def refuse_rank(what: str) -> None:
-    """Refuse to start a job of this process's own where it is one of several ranks.
-
-    Local. For where `find_node` finds no node, though the user asks for what the platform says.
-
-    Args:
-        what: the user's option.
-
-    Raises:
-        EnvironmentDetectionError: a launcher has started this process as one of several.
-    """
+    """Refuse to start a job of this process's own where it is one of several ranks."""
+    # For where `find_node` finds no node, though the user asks for what the platform says.
     error = not_a_node(what, os.environ, environments.load_plugins())
     if error is not None:
         raise error
 
 
 def devices_here() -> int:
-    """Count the accelerators of this node. Local."""
+    """Count the accelerators of this node."""
     return accelerator_count()
 
 
 def count_ranks(name: str, text: str) -> int:
-    """Count the ranks that a node is to have.
-
-    Local.
-
-    Args:
-        name: what the count is called, for messages.
-        text: a number, ``"gpu"`` for the accelerators, ``"cpu"`` for the cores, ``"auto"`` for the
-            accelerators where there are any, else the cores.
-
-    Raises:
-        ArgumentError: it is none of these, or there is no accelerator.
-    """
+    """Count the ranks that a node is to have."""
     if text.isascii() and text.isdigit() and 0 < int(text) < 2**31:
         return int(text)
     has_devices = devices_here() > 0

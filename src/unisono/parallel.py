@@ -325,11 +325,9 @@ def _work(fn: Callable[..., Any], count: int) -> str:
 
 
 def _count(node: NodeInfo, world_size: int | None) -> int | None:
-    """Count the ranks to start on a node; None where this process is the only one.
-
-    Where RANK and WORLD_SIZE are those of a rank as well, it stays one, unless the platform says
-    more: with one rank on each node both meanings are the same, with several only its is right.
-    """
+    """Count the ranks to start on a node; None where this process is the only one."""
+    # Where RANK and WORLD_SIZE are those of a rank as well, it stays one, unless the platform says
+    # more: with one rank on each node both meanings are the same, with several only its is right.
     said, is_only = node.nproc_per_node, node.max_nnodes == 1
     if not is_only and world_size is None:
         return count_ranks("nproc_per_node", said or "auto")

@@ -13,8 +13,6 @@ from typing import Any, ClassVar
 
 import cloudpickle
 
-__all__ = ("Pickler", "dumps")
-
 _reduce = cloudpickle.Pickler.dispatch_table[CodeType]
 
 
@@ -40,7 +38,7 @@ Pickler: Any = _Pickler  # to type checkers cloudpickle has no types
 
 
 def dumps(value: object) -> bytes:
-    """Pickle a value, for plain ``pickle.loads`` where unisono is installed. Local."""
+    """Pickle a value, for plain ``pickle.loads`` where unisono is installed."""
     out = io.BytesIO()
     Pickler(out).dump(value)
     return out.getvalue()

@@ -163,7 +163,7 @@ def add_hook(*, before: Hook | None = None, after: Hook | None = None) -> Callab
 
 
 def plane_is(plane: str) -> None:
-    """Take note of what carries the tensor of the call that this thread is in. Local."""
+    """Take note of what carries the tensor of the call that this thread is in."""
     if _after:
         _planes.plane = plane
 
@@ -177,10 +177,9 @@ class _Here(threading.local):
 
 
 class Token:
-    """A call that has begun.
+    """A call that has begun."""
 
-    A class without ``__init__`` and ``__slots__`` is the one that Python makes fastest.
-    """
+    # A class without ``__init__`` and ``__slots__`` is the one that Python makes fastest.
 
     lane: Lane | None = None
     stamp: int = 0
@@ -220,26 +219,13 @@ class Token:
         return value
 
     def started(self, handle: Handle[T], is_started: bool = True) -> Handle[T]:
-        """Let the call be over once its handle has been waited for.
-
-        Local.
-
-        Args:
-            handle: of the call.
-            is_started: whether the library has begun it, so that its plane is known.
-        """
+        """Let the call be over once its handle has been waited for."""
         if not self.goes_on(_planes.plane if is_started else ""):
             return handle
         return Handle(partial(self.wait, handle.wait), handle.is_completed)
 
     def goes_on(self, plane: str) -> bool:
-        """Let the call be over once `wait` is; tell whether anybody asks for that.
-
-        Local.
-
-        Args:
-            plane: what carries it; empty where that isn't known yet.
-        """
+        """Let the call be over once `wait` is; tell whether anybody asks for that."""
         if self is _NOTHING:
             return False
         self.plane = plane
@@ -260,14 +246,7 @@ _NOTHING = Token()
 
 
 class CallLog:
-    """The calls of one rank in one context.
-
-    Args:
-        rank: the rank.
-        world_size: number of ranks.
-        job: as `job_of` gives it.
-        page: where they can be read by others; None for nowhere.
-    """
+    """The calls of one rank in one context."""
 
     def __init__(self, rank: int, world_size: int, job: str, page: StatusPage | None) -> None:
         self.rank: int = rank
@@ -281,16 +260,7 @@ class CallLog:
 
     @classmethod
     def of_rank(cls, rank: int, world_size: int, job: str, **facts: Any) -> CallLog:
-        """Make a log with a page of its own.
-
-        Local.
-
-        Args:
-            rank: the rank.
-            world_size: number of ranks.
-            job: as `job_of` gives it.
-            facts: what else others can read, such as the backend.
-        """
+        """Make a log with a page of its own."""
         known = {
             "rank": rank,
             "world_size": world_size,
@@ -311,19 +281,7 @@ class CallLog:
         value: object = None,
         state: int = CALLED,
     ) -> Token:
-        """Take note of a call that begins.
-
-        Local.
-
-        Args:
-            name: the call.
-            group: the ranks that take part.
-            value: what was given; of a tensor its size is noted.
-            state: whether it blocks, or is started.
-
-        Returns:
-            What is told when it is over.
-        """
+        """Take note of a call that begins."""
         key = EVERYBODY if group is None else group.name
         number = self._numbers[key] = self._numbers.get(key, 0) + 1
         if group is not None and number == 1:
@@ -403,7 +361,7 @@ class CallLog:
             self._page.update(groups={**self._page.facts["groups"], **ranks})
 
     def forget(self, group: str) -> None:
-        """Let go of a group that has ended. Local."""
+        """Let go of a group that has ended."""
         self._numbers.pop(group, None)
         self._members.pop(group, None)
         if self._page is not None:
@@ -425,11 +383,11 @@ class CallLog:
     def message(
         self, name: str, src: int, dst: int, value: object = None
     ) -> AbstractContextManager[None]:
-        """Record what the body does as a message between two ranks. Local."""
+        """Record what the body does as a message between two ranks."""
         return self.call(name, pair(src, dst), value)
 
     def update(self, **facts: Any) -> None:
-        """Change what others can read of this rank. Local."""
+        """Change what others can read of this rank."""
         if self._page is not None:
             self._page.update(**facts)
 
@@ -440,14 +398,14 @@ class CallLog:
             self.disown()
 
     def become(self, rank: int, world_size: int) -> None:
-        """Correct who this rank is, once its library knows. Local."""
+        """Correct who this rank is, once its library knows."""
         if (rank, world_size) != (self.rank, self.world_size):
             self.rank, self.world_size = rank, world_size
             self._members[EVERYBODY] = range(world_size)
             self.update(rank=rank, world_size=world_size)
 
     def disown(self) -> None:
-        """Let go of the page: what goes on is a fork of the rank. Local."""
+        """Let go of the page: what goes on is a fork of the rank."""
         self._page = None
         self._here = _Here()
         self._sites = {}
@@ -531,13 +489,13 @@ def _tell_all(hooks: tuple[Hook, ...], record: CollectiveRecord) -> None:
 
 
 def mark_in_step(error: Exception) -> None:
-    """Take note that this error, as one of a hook, leaves no collective half-way. Local."""
+    """Take note that this error, as one of a hook, leaves no collective half-way."""
     with suppress(AttributeError):  # a class without room for it
         error.__dict__[_IN_STEP] = True
 
 
 def is_in_step(error: BaseException) -> bool:
-    """Tell whether an error leaves no collective half-way, as far as that was noted. Local."""
+    """Tell whether an error leaves no collective half-way, as far as that was noted."""
     return _IN_STEP in getattr(error, "__dict__", {})
 
 
@@ -549,17 +507,7 @@ def _folder() -> str:
 
 
 def job_of(info: RankInfo | None, own: str = "") -> str:
-    """Name the job that a rank belongs to, alike on all of its ranks where that can be known.
-
-    Local.
-
-    Args:
-        info: what a launcher says of this rank; None to ask the environment.
-        own: a name that all ranks have been given; empty for none.
-
-    Returns:
-        At most 200 characters. Where nothing tells, the program and the process that started it.
-    """
+    """Name the job that a rank belongs to, alike on all of its ranks where that can be known."""
     if info is None:
         with suppress(EnvironmentDetectionError):  # a partial set of variables is as good as none
             info = plugins.read_environment(os.environ)
@@ -577,7 +525,7 @@ def job_of(info: RankInfo | None, own: str = "") -> str:
 
 
 def job_of_one_process() -> str:
-    """Name the job of a process that no other belongs to. Local."""
+    """Name the job of a process that no other belongs to."""
     return _program_of(os.getpid())[:_LONGEST_JOB]
 
 

@@ -50,16 +50,7 @@ __all__ = (
 
 
 def check_is_model(cls: Any) -> type[ComputationModel]:
-    """Check that `cls` is a model with all that is required of one.
-
-    Local.
-
-    Returns:
-        `cls`.
-
-    Raises:
-        RegistrationError: it isn't; says what it lacks.
-    """
+    """Check that `cls` is a model with all that is required of one."""
     name = cls.__qualname__ if isinstance(cls, type) else repr(cls)
     missing = sorted(getattr(cls, "__abstractmethods__", ()))
     missing += [member for member in ("name", "backends", "dtypes") if not hasattr(cls, member)]
@@ -71,7 +62,7 @@ def check_is_model(cls: Any) -> type[ComputationModel]:
 
 
 def _guarded(launch: Callable[..., Any], name: str, row: Row) -> Callable[..., Any]:
-    """Hold a plug-in's launcher to the contract: a list of results, or an error of ours. Local."""
+    """Hold a plug-in's launcher to the contract: a list of results, or an error of ours."""
     who = f"launcher {name!r} of distribution {row.distribution}"
 
     @functools.wraps(launch)
@@ -114,7 +105,7 @@ class _Models(PluginRegistry[type[ComputationModel]]):
         return self.load(_NATIVE)
 
     def is_of_torch(self, name: str) -> bool:
-        """Tell whether torch knows a backend, or each of ``cpu:one,cuda:other``. Local."""
+        """Tell whether torch knows a backend, or each of ``cpu:one,cuda:other``."""
         parts = name.split(",") if ":" in name else [name]
         known = self.native.backends
         return all(part.rpartition(":")[2] in known for part in parts)
@@ -191,21 +182,7 @@ def unregister_model(cls: type[ComputationModel]) -> None:
 
 
 def find_model(backend: str) -> type[ComputationModel]:
-    """Find and load the one model that a backend belongs to.
-
-    Local.
-
-    Args:
-        backend: a backend's name, in any case.
-
-    Returns:
-        The model's class.
-
-    Raises:
-        UnknownBackendError: nobody claims it; the message lists what there is.
-        BackendUnavailableError: it is known but can't be used here; says why and what to do.
-        RegistrationError: two plug-ins claim it.
-    """
+    """Find and load the one model that a backend belongs to."""
     if not isinstance(backend, str):
         raise UnknownBackendError(f"a backend is named by a str, not {type(backend).__name__}")
     cls = _models.find(backend.lower())
@@ -226,17 +203,8 @@ def _unknown(backend: str) -> str:
 
 
 def probe(hint: ContextHint) -> ComputationModel | None:
-    """Adopt the live context that somebody made in this process, if there is one.
-
-    Local. A model whose library nobody has imported can have none, so it isn't imported either.
-
-    Args:
-        hint: handed to each model's ``from_context``.
-
-    Returns:
-        What the first model adopted: registered models are asked first, then built-in ones, then
-        plug-ins. A broken plug-in is left out with one warning.
-    """
+    """Adopt the live context that somebody made in this process, if there is one."""
+    # A model whose library nobody has imported can have none, so it isn't imported either.
     for watched in _models.watched or _models.watch():
         if watched.library in sys.modules:
             cls = watched.cls or _load_or_warn(watched)
@@ -257,21 +225,7 @@ def _load_or_warn(watched: _Watched) -> type[ComputationModel] | None:
 
 
 def find_launcher(name: str) -> Callable[..., Any]:
-    """Load a launcher by its name.
-
-    Local.
-
-    Args:
-        name: such as ``"processes"``.
-
-    Returns:
-        Its ``launch(entry, plan, ...)``.
-
-    Raises:
-        ArgumentError: there is none of this name.
-        BackendUnavailableError: what it needs isn't installed; says what to do.
-        RegistrationError: two plug-ins claim it.
-    """
+    """Load a launcher by its name."""
     launch = _launchers.find(name)
     if launch is None:
         raise ArgumentError(f"unknown launcher {name!r}.{_launchers.known(name)}")
@@ -282,19 +236,7 @@ def find_launcher(name: str) -> Callable[..., Any]:
 
 
 def find_script_runner(name: str) -> Callable[[Any], Any]:
-    """Find what runs a script by a launcher: its own way, or as a function where it has none.
-
-    Local.
-
-    Args:
-        name: such as ``"processes"``.
-
-    Returns:
-        What takes a ``Script`` and returns its ``Outcome``.
-
-    Raises:
-        As `find_launcher`.
-    """
+    """Find what runs a script by a launcher: its own way, or as a function where it has none."""
     launch = find_launcher(name)
     row = _launchers.built_in.get(name)
     if isinstance(row, Row) and row.script:
@@ -304,21 +246,7 @@ def find_script_runner(name: str) -> Callable[[Any], Any]:
 
 
 def find_environment(name: str) -> Environment:
-    """Load an environment by its name.
-
-    Local.
-
-    Args:
-        name: such as ``"slurm"``, or the name of an entry point of ``unisono.environments``.
-
-    Returns:
-        The object with ``NAME`` and ``detect``.
-
-    Raises:
-        ArgumentError: there is none of this name.
-        BackendUnavailableError: loading it failed.
-        RegistrationError: two plug-ins claim it.
-    """
+    """Load an environment by its name."""
     environments: PluginRegistry[Environment] = load("unisono.environments.detection:environments")
     environment = environments.find(name)
     if environment is None:
@@ -327,14 +255,9 @@ def find_environment(name: str) -> Environment:
 
 
 def availability() -> dict[str, str | None]:
-    """Tell for every known backend why it can't be used here, None where it can.
-
-    Local. No library is imported to answer. A backend of torch for devices that this machine lacks
-    can't be used here; `find_model` gives it all the same, as ranks may be on machines with some.
-
-    Returns:
-        Reason and remedy by backend.
-    """
+    """Tell for every known backend why it can't be used here, None where it can."""
+    # No library is imported to answer. A backend of torch for devices that this machine lacks
+    # can't be used here; `find_model` gives it all the same, as ranks may be on machines with some.
     native = _models.native
     why_no_device = load("unisono.models.native.process_group:why_no_device")
     table = _models.availability()
@@ -346,13 +269,8 @@ def availability() -> dict[str, str | None]:
 
 
 def launcher_availability() -> dict[str, str | None]:
-    """Tell for every known launcher why it can't be used here, None where it can.
-
-    Local. No library is imported to answer.
-
-    Returns:
-        Reason and remedy by name.
-    """
+    """Tell for every known launcher why it can't be used here, None where it can."""
+    # No library is imported to answer.
     return _launchers.availability()
 
 
@@ -373,13 +291,7 @@ def available_backends() -> tuple[str, ...]:
 
 
 def registered_models() -> tuple[type[ComputationModel], ...]:
-    """List the models whose library is loaded or that need none.
-
-    Local.
-
-    Returns:
-        Model classes: registered, built-in, then plug-ins.
-    """
+    """List the models whose library is loaded or that need none."""
     rows = [row for row in MODELS if not row.library or row.library in sys.modules]
     built_in = [*(_models.load(row) for row in rows), _models.native]
     loaded = [watched.cls for watched in _models.watched or () if watched.cls is not None]

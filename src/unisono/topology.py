@@ -38,14 +38,14 @@ PRIVATE_STORE = "UNISONO_PRIVATE_STORE"
 
 
 def usable_cores() -> int:
-    """Count the cores that this process may run on. Local."""
+    """Count the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def boot_id() -> str:
-    """Give what processes have in common that one kernel runs, with one monotonic clock. Local."""
+    """Give what processes have in common that one kernel runs, with one monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -260,27 +260,13 @@ class Group(_Referable):
 
 
 def name_of(group: Group | None) -> str:
-    """Give the name of a group; None stands for all ranks. Local."""
+    """Give the name of a group; None stands for all ranks."""
     return EVERYBODY if group is None else group.name
 
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """What a platform says about one node of a job; the ranks on it are still to be started.
-
-    Args:
-        node_rank: rank of this node; None where the nodes seat themselves.
-        nnodes: number of nodes, at least.
-        max_nnodes: number of nodes, at most.
-        master_addr: host of node 0; None where there is no other node.
-        master_port: TCP port there.
-        nproc_per_node: ranks to start here: a number, or ``"auto"``, ``"gpu"`` or ``"cpu"``; None
-            where the platform doesn't say.
-        source: name of the platform.
-        is_ambiguous: whether the same variables could as well be those of one rank.
-        hosts: the job's hosts, where the platform starts the script on the first of them alone.
-        max_restarts: how often all ranks may start again; None where the platform doesn't say.
-    """
+    """What a platform says about one node of a job; the ranks on it are still to be started."""
 
     node_rank: int | None
     nnodes: int
@@ -298,12 +284,12 @@ _PAIR = re.compile(r"rank ([0-9]+) to rank ([0-9]+)")
 
 
 def pair(src: int, dst: int) -> Group:
-    """Give what stands for the group of a message. Local."""
+    """Give what stands for the group of a message."""
     return Group((min(src, dst), max(src, dst)), name=f"rank {src} to rank {dst}")
 
 
 def members_of_pair(name: str) -> tuple[int, ...]:
-    """Give the ranks of a pair by its name; none where it isn't that of a pair. Local."""
+    """Give the ranks of a pair by its name; none where it isn't that of a pair."""
     found = _PAIR.fullmatch(name)
     return tuple(sorted(map(int, found.groups()))) if found else ()
 

@@ -23,26 +23,6 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
-__all__ = (
-    "after",
-    "fold",
-    "fold_text",
-    "frame_of",
-    "hides",
-    "is_full",
-    "is_of_a_library",
-    "is_interrupt",
-    "is_ours",
-    "last_exception",
-    "line_of",
-    "newest",
-    "place_of",
-    "raised_here",
-    "say_instead",
-    "summary",
-    "where",
-)
-
 E = TypeVar("E", bound=BaseException)
 _TEXT = "_unisono_text"  # attribute of an exception
 _ONE_AT_A_TIME = threading.Lock()
@@ -68,10 +48,8 @@ _SHOWN.maxother = _SHOWN.maxstring = _SHOWN.maxlong = 60
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Tell whether an exception came out of nowhere: Ctrl-C, or what a signal's handler raised.
-
-    Local. Handlers are given the frame that they interrupt.
-    """
+    """Tell whether an exception came out of nowhere: Ctrl-C, or what a signal's handler raised."""
+    # Handlers are given the frame that they interrupt.
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         frame, trace = trace.tb_frame, trace.tb_next
@@ -82,25 +60,22 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def is_full() -> bool:
-    """Whether the user wants every frame. Local."""
+    """Whether the user wants every frame."""
     return os.environ.get("UNISONO_TRACEBACK", "").lower() == "full"
 
 
 def hides(_: object = None) -> bool:
-    """Hide a module's frames in pytest, as its ``__tracebackhide__``. Local."""
+    """Hide a module's frames in pytest, as its ``__tracebackhide__``."""
     return not is_full()
 
 
 def is_ours(file: str) -> bool:
-    """Whether a file belongs to this package. Local, and pure."""
+    """Whether a file belongs to this package."""
     return file.startswith(_PACKAGE)
 
 
 def frame_of(thread_id: int) -> FrameType | None:
-    """Return the innermost frame of a thread of this process; None where there is no such thread.
-
-    Local.
-    """
+    """Return the innermost frame of a thread of this process; None if there isn't one."""
     # A collection within this call may wait for a lock that the call itself holds:
     # https://github.com/python/cpython/issues/106883, until Python 3.11.9 is the oldest 3.11.
     with _ONE_AT_A_TIME:  # a second thread would find collections disabled, and leave them so
@@ -114,7 +89,7 @@ def frame_of(thread_id: int) -> FrameType | None:
 
 
 def place_of(file: str, line: int) -> str:
-    """Write file and line, the file relative to the working directory if it is below. Local."""
+    """Write file and line, the file relative to the working directory if it is below."""
     try:
         here = os.getcwd() + os.sep
     except OSError:
@@ -123,14 +98,14 @@ def place_of(file: str, line: int) -> str:
 
 
 def where(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    """Choose the innermost frame of the user's code, else of another library. Local, and pure."""
+    """Choose the innermost frame of the user's code, else of another library."""
     foreign = [frame for frame in frames if not is_ours(frame.filename)]
     own = [frame for frame in foreign if not is_of_a_library(frame.filename)]
     return next(reversed(own or foreign), None)
 
 
 def is_of_a_library(file: str) -> bool:
-    """Whether a file belongs to Python or is installed, here or in another environment. Local."""
+    """Whether a file belongs to Python or is installed, here or in another environment."""
     return bool(_INSTALLED.search(file)) or file.startswith(_libraries())
 
 
@@ -141,14 +116,7 @@ def _libraries() -> tuple[str, ...]:
 
 
 def fold(error: BaseException, frames: TracebackType | None) -> str:
-    """Write the traceback of an exception and of its causes, with our frames folded.
-
-    Local.
-
-    Args:
-        error: the exception.
-        frames: the first frame of its own traceback.
-    """
+    """Write the traceback of an exception and of its causes, with our frames folded."""
     captured = traceback.TracebackException(type(error), error, frames)
     if not is_full():
         _fold_all(captured)
@@ -197,7 +165,7 @@ def _note(count: int) -> str:
 
 
 def fold_text(text: str) -> str:
-    """Fold our frames in tracebacks that Python has printed. Local."""
+    """Fold our frames in tracebacks that Python has printed."""
     return text if is_full() else _STACK.sub(_folded, text)
 
 
@@ -210,14 +178,7 @@ def _folded(stack: re.Match[str]) -> str:
 
 
 def newest(text: str) -> str:
-    """Give the last traceback that Python has printed, with those of its causes.
-
-    Local, and pure.
-
-    Returns:
-        The text from there to its end; empty if there is none. Tracebacks that Python ignored, as
-        in a destructor, and those within the message of one of our exceptions don't count.
-    """
+    """Give the last traceback that Python has printed, with those of its causes."""
     begin, _ = _newest(text)
     return "" if begin is None else text[begin:]
 
@@ -255,14 +216,7 @@ def _quotes(block: str) -> bool:
 
 
 def last_exception(text: str) -> tuple[str, str]:
-    """Read the last exception from tracebacks that Python has printed.
-
-    Local, and pure.
-
-    Returns:
-        Type and first line of the exception, as `summary` gives them, and the line of the user's
-        code that raised it; both empty if the text has no traceback.
-    """
+    """Read the last exception from tracebacks that Python has printed."""
     own, stack = _newest_part(text)
     if stack is None:
         return "", ""
@@ -277,10 +231,8 @@ def last_exception(text: str) -> tuple[str, str]:
 
 
 def after(text: str) -> list[str]:
-    """Give the lines after the last traceback, without those of the exception's message.
-
-    Local, and pure. Only indented lines and frames of C++ are known to belong to the message.
-    """
+    """Give the lines after the last traceback, without those of the exception's message."""
+    # Only indented lines and frames of C++ are known to belong to the message.
     own, stack = _newest_part(text)
     if stack is None:
         return []
@@ -291,20 +243,18 @@ def after(text: str) -> list[str]:
 
 
 def line_of(frame: traceback.FrameSummary) -> str:
-    """Write file, line and function of a frame. Local."""
+    """Write file, line and function of a frame."""
     return f"{place_of(frame.filename, frame.lineno or 0)}, in {frame.name}"
 
 
 def raised_here(error: E) -> E:
-    """Give an exception without the frames it has passed so far. Local."""
+    """Give an exception without the frames it has passed so far."""
     return error if is_full() else error.with_traceback(None)
 
 
 def say_instead(error: BaseException, text: str) -> None:
-    """Let Python print a text instead of a traceback if nobody catches the exception.
-
-    Local. A `sys.excepthook` that the program has set stays.
-    """
+    """Let Python print a text instead of a traceback if nobody catches the exception."""
+    # A `sys.excepthook` that the program has set stays.
     if sys.excepthook in (sys.__excepthook__, _print) and not is_full():
         setattr(error, _TEXT, text)
         sys.excepthook = _print
@@ -319,10 +269,7 @@ def _print(kind: type[BaseException], error: BaseException, frames: TracebackTyp
 
 
 def summary(error: BaseException) -> str:
-    """Write an exception in one line: its type and text, and the source of a bare assert.
-
-    Local.
-    """
+    """Write an exception in one line: its type and text, and the source of a bare assert."""
     kind = type(error)
     name = kind.__qualname__
     if kind.__module__ not in ("builtins", "__main__"):

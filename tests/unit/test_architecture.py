@@ -458,11 +458,6 @@ def test_all_is_a_tuple_that_matches() -> None:
         }
         here = set() if source.name.startswith(LAWS) else here
         if source.public is None:
-            parts = source.name.split(".")
-            is_program = parts[-1] == "__main__"
-            assert is_program or any(part.startswith("_") for part in parts) or not here, (
-                source.name
-            )
             continue
         assert len(set(source.public)) == len(source.public), source.name
         assert set(source.public) <= defined(source) | ANSWERED_WHEN_ASKED, source.name
@@ -474,10 +469,18 @@ SPEAKS = re.compile(r"(^|\n\n|\. )(Local|Collective (over|at creation))\b")
 OVERRIDES = ("models.", "testing.cases")
 
 
+REFERENCE = frozenset(
+    name.rpartition(".")[2]
+    for page in (ROOT / "docs" / "reference").glob("*.md")
+    for name in re.findall(r"auto(?:function|class|exception)::\s+(\S+)", page.read_text())
+)
+
+
 def documented(source: Source) -> Iterator[tuple[str, ast.FunctionDef]]:
-    """List the public functions of a file and the public methods of its public classes."""
+    """List the functions of a file that the reference has, and the methods of its classes."""
+    names = REFERENCE.intersection(source.public or ())
     for node in source.tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name in (source.public or ()):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name in names:
             if isinstance(node, ast.FunctionDef):
                 yield node.name, node
             elif not any(ast.unparse(base).startswith("Protocol") for base in node.bases):
@@ -500,3 +503,19 @@ def test_every_public_function_says_whether_it_communicates() -> None:
         )
     ]
     assert not silent, f"neither Local nor Collective: {silent}"
+
+
+SECTIONS = re.compile(r"^ *(Args|Returns|Raises|Yields|Warns):$", re.MULTILINE)
+# Their docstrings are a command's help, or stand in for those of another library.
+HELP = ("cli.", "compat.", "notebook.", "testing.")
+
+
+def test_what_no_user_calls_is_documented_in_a_line() -> None:
+    for source in sources():
+        for node in [] if source.name.startswith(HELP) else source.tree.body:
+            if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and node.name.startswith("_"):
+                for inner in ast.walk(node):
+                    if isinstance(inner, (*FUNCTIONS, ast.ClassDef)):
+                        text = ast.get_docstring(inner) or ""
+                        where = f"{source.path}:{inner.lineno}"
+                        assert not SECTIONS.search(text), f"{where}: one line, and comments"

@@ -14,8 +14,6 @@ import typer
 import unisono
 from unisono.errors import ArgumentError, BackendError, UnisonoError, WorkerFailedError
 
-__all__ = ("COMMANDS", "main")
-
 COMMANDS: dict[str, str] = {
     "bench": "Measure every collective on this machine.",
     "check": "Check every law on one backend, launcher or environment.",
@@ -63,7 +61,7 @@ def _unisono(
 
 
 def _command_line(name: str) -> Any:
-    """Build the parser; of the commands it loads one alone, as some need seconds. Local."""
+    """Build the parser; of the commands it loads one alone, as some need seconds."""
     app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
     app.callback(
         invoke_without_command=True,
@@ -97,23 +95,15 @@ def _unloaded() -> int:
 
 
 def _named_in(args: Sequence[str]) -> str:
-    """Give the command that the words name, or those that a shell wants completed. Local."""
+    """Give the command that the words name, or those that a shell wants completed."""
     typed = " ".join(os.environ.get(name, "") for name in _TYPED).split()[1:]
     return next((word for word in (*args, *typed) if not word.startswith("-")), "")
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run the command that the arguments name, and exit with its code.
-
-    Local. Wrong use and a backend that can't be used are one line on stderr and exit code 2; a
-    worker's failure is its own traceback and exit code 1; Ctrl-C is exit code 130.
-
-    Args:
-        args: what follows the program's name; None for ``sys.argv[1:]``.
-
-    Raises:
-        SystemExit: always.
-    """
+    """Run the command that the arguments name, and exit with its code."""
+    # Wrong use and a backend that can't be used are one line on stderr and exit code 2; a
+    # worker's failure is its own traceback and exit code 1; Ctrl-C is exit code 130.
     sys.exit(_exit_code(sys.argv[1:] if args is None else args))
 
 

@@ -18,8 +18,6 @@ from torch.nn import functional
 
 import unisono as idist
 
-__all__ = ("Digits", "Outcome", "Settings", "Watch", "load", "train")
-
 _HELD_OUT = 5  # every fifth image, so that every writer is in both parts
 _HIDDEN = 64
 _LEARNING_RATE = 0.2
@@ -64,16 +62,7 @@ class Outcome:
 
 
 def load() -> Digits:
-    """Load scikit-learn's bundled digits: 1,797 images of 8 by 8 pixels.
-
-    Local.
-
-    Returns:
-        1,437 to learn from, 360 held out.
-
-    Raises:
-        ImportError: scikit-learn isn't installed.
-    """
+    """Load scikit-learn's bundled digits: 1,797 images of 8 by 8 pixels."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -86,19 +75,7 @@ def load() -> Digits:
 
 
 def train(local_rank: int, digits: Digits, settings: Settings, watch: Watch) -> Outcome:
-    """Train on this worker's share of every batch.
-
-    Collective over all ranks.
-
-    Args:
-        local_rank: what ``spawn`` passes first.
-        digits: the same on every rank.
-        settings: the same on every rank, but for the seed.
-        watch: rank 0 alone enters ``watch(epochs)`` and reports to it after each epoch.
-
-    Returns:
-        The outcome; predictions and parameters on the CPU.
-    """
+    """Train on this worker's share of every batch. Collective over all ranks."""
     torch.set_num_threads(1)  # steps are so small that threads only wait, on other workers' cores
     seed = idist.broadcast(settings.seed if idist.is_main_process() else None)
     # A generator of its own: torch's global one is shared by replicas that are threads.
@@ -122,11 +99,11 @@ def train(local_rank: int, digits: Digits, settings: Settings, watch: Watch) -> 
 
 
 def _unseen(metrics: dict[str, float]) -> None:
-    """Report to nobody. Local."""
+    """Report to nobody."""
 
 
 def _share(rows: Tensor) -> Tensor:
-    """Give this worker's rows: contiguous, and maybe one more than others', or none. Local."""
+    """Give this worker's rows: contiguous, and maybe one more than others', or none."""
     return rows.tensor_split(idist.get_world_size())[idist.get_rank()]
 
 

@@ -16,18 +16,6 @@ from unisono.observe.report import facts_of
 from unisono.observe.stacks import Frame, Stack, equal, folded
 from unisono.observe.verdict import named
 
-__all__ = (
-    "NO_JOB",
-    "chosen",
-    "columns",
-    "grouped",
-    "headline",
-    "host_of",
-    "one_stack",
-    "rows",
-    "verdict_lines",
-)
-
 NO_JOB = "no job of this user runs on this host"
 _COLUMNS = (
     Column("rank", is_number=True),
@@ -58,17 +46,7 @@ _MINUTE_S, _HOUR_S = 60, 3600
 
 
 def chosen(jobs: Sequence[Job], wanted: str | None) -> Job:
-    """Choose a job by its name, a rank's process, its program, or how its name begins.
-
-    Local.
-
-    Args:
-        jobs: to choose from.
-        wanted: what it is called; None for the only one.
-
-    Raises:
-        ArgumentError: there isn't one, or there are several.
-    """
+    """Choose a job by its name, a rank's process, its program, or how its name begins."""
     ways: Sequence[Callable[[Job], bool]] = (
         lambda job: wanted in (None, job.name),
         lambda job: wanted in {str(each.rank.pid) for each in job.ranks if each.is_here},
@@ -95,7 +73,7 @@ def _programs(job: Job) -> set[str]:
 
 
 def headline(job: Mapping[str, Any]) -> str:
-    """Name a job in one line. Local."""
+    """Name a job in one line."""
     program = textwrap.shorten(str(job["program"]), 60, placeholder=" ...") or "-"
     parts = [program, f"{job['world_size']} rank{'s' * (job['world_size'] != 1)}"]
     parts += [job["backend"] or job["model"], f"up {_duration(job['up_s'])}"]
@@ -103,7 +81,7 @@ def headline(job: Mapping[str, Any]) -> str:
 
 
 def verdict_lines(job: Mapping[str, Any]) -> list[str]:
-    """Say who makes the others wait, where, and what it costs. Local."""
+    """Say who makes the others wait, where, and what it costs."""
     lines = [job["verdict"]["text"]]
     hosts = {each["rank"]: f"on {each['host']} " for each in job["ranks"] if _has_hosts(job)}
     lines += [_culprit(each, job["cwd"], hosts.get(each["rank"], "")) for each in job["culprits"]]
@@ -123,12 +101,12 @@ def verdict_lines(job: Mapping[str, Any]) -> list[str]:
 
 
 def host_of(host: str, ranks: Sequence[int]) -> str:
-    """Name a host by its ranks, too; or these alone. Local."""
+    """Name a host by its ranks, too; or these alone."""
     return f"host {host} ({named(ranks)})" if host else named(ranks)
 
 
 def columns(job: Mapping[str, Any]) -> list[Column]:
-    """List what is told of each rank; its host, where there are several. Local."""
+    """List what is told of each rank; its host, where there are several."""
     first, *others = _COLUMNS
     return [first, *([_HOST] if _has_hosts(job) else []), *others]
 
@@ -166,7 +144,7 @@ def _source(culprit: Mapping[str, Any]) -> str:
 
 
 def rows(job: Mapping[str, Any]) -> list[list[Text]]:
-    """Give a line for each rank, the culprits first. Local."""
+    """Give a line for each rank, the culprits first."""
     culprits = {each["rank"]: each for each in job["culprits"]}
     order = sorted(job["ranks"], key=lambda each: (each["rank"] not in culprits, each["rank"]))
     found = [_row(each, culprits.get(each["rank"])) for each in order]
@@ -224,15 +202,7 @@ def _duration(seconds: float) -> str:
 def grouped(
     found: Mapping[int, list[Stack] | str], calls: Mapping[int, str], *, all_threads: bool
 ) -> list[str]:
-    """Give the stacks of ranks as lines, equal ones once, the innermost call last.
-
-    Local.
-
-    Args:
-        found: the stacks of each rank, its own thread's first, or why there are none.
-        calls: what each rank that is in a call is in.
-        all_threads: whether other threads are shown, too.
-    """
+    """Give the stacks of ranks as lines, equal ones once, the innermost call last."""
     own = {
         rank: (*_call(calls.get(rank)), *folded(each[0].frames))
         for rank, each in found.items()
@@ -259,7 +229,7 @@ def _call(call: str | None) -> list[Frame]:
 
 
 def one_stack(rank: int, found: list[Stack] | str) -> list[str]:
-    """Give all stacks of one rank as lines, its own thread's first. Local."""
+    """Give all stacks of one rank as lines, its own thread's first."""
     if isinstance(found, str):
         return [f"rank {rank}: {found}"]
     lines = [f"rank {rank}:", *_frames(found[0].frames if found else ())]

@@ -34,8 +34,6 @@ from unisono.observe.hosts import gather
 from unisono.observe.jobs import Job, Meter, look, send
 from unisono.observe.report import calls_of, report_of, stacks_of
 
-__all__ = ("LiveView",)
-
 _KEYS = "s stacks of a rank   a stacks of all   n next job   k end the job   q quit"
 _BACK = "arrows scroll   any other key goes back"
 _ANSWER_S = 1.0
@@ -47,13 +45,7 @@ _LINES_AROUND = 2  # the title and the keys
 
 
 class LiveView:
-    """What is shown, and what keys change of it.
-
-    Args:
-        wanted: the one job to show; None for all, one after the other.
-        every_s: how often to look.
-        console: where it is shown; the terminal by default.
-    """
+    """What is shown, and what keys change of it."""
 
     def __init__(self, wanted: str | None, every_s: float, console: Console | None = None) -> None:
         self.wanted, self.every_s = wanted, every_s
@@ -73,11 +65,7 @@ class LiveView:
         self.is_over = False
 
     def run(self) -> int:
-        """Show it until somebody quits. Local.
-
-        Returns:
-            The exit code.
-        """
+        """Show it until somebody quits."""
         with (
             _keys(sys.stdin.fileno()) as fd,
             Live(console=self.console, screen=True, auto_refresh=False) as live,
@@ -95,7 +83,7 @@ class LiveView:
         return min([until, *(kills_at for _, kills_at in self.ending)])
 
     def look(self) -> None:
-        """Read the jobs again. Local."""
+        """Read the jobs again."""
         name = self.jobs[self.at].name if self.jobs else None
         self.jobs = look(self.meter)
         if self.wanted is not None:
@@ -116,7 +104,7 @@ class LiveView:
         return report_of(self.jobs[self.at], self.asked)
 
     def press(self, key: str) -> None:
-        """Do what a key stands for. Local."""
+        """Do what a key stands for."""
         if self.answer is not None:
             self._type(key)
         elif self.page is not None:
@@ -189,7 +177,7 @@ class LiveView:
         self._ask(f"end the {n_here} ranks of job {job.name} on this host? y/[n] ", answer)
 
     def shown(self) -> RenderableType:
-        """Draw it. Local."""
+        """Draw it."""
         if self.page is not None:
             room = max(self.console.height - _LINES_AROUND, 1)
             lines = self.page[self.scrolled : self.scrolled + room]

@@ -14,8 +14,6 @@ from rich.progress import Progress
 
 import unisono as idist
 
-__all__ = ("BUS", "measure")
-
 # Of the bytes of a payload, what crosses the bus for each rank: github.com/NVIDIA/nccl-tests,
 # doc/PERFORMANCE.md. A size is that of the whole result.
 BUS: dict[str, Callable[[int], float]] = {

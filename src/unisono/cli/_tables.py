@@ -12,8 +12,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ("Column", "folded", "show")
-
 _NARROWEST = 20
 _GAP = 2  # between columns of plain text; a frame takes one more
 
@@ -35,7 +33,7 @@ class Column:
 
 
 def folded(line: str, indent: int = 0) -> str:
-    """Indent a line; on a terminal, fold it between words to fit. Local."""
+    """Indent a line; on a terminal, fold it between words to fit."""
     indent += len(line) - len(line.lstrip())
     if not Console().is_terminal:
         return " " * indent + line.lstrip()
@@ -50,15 +48,8 @@ def folded(line: str, indent: int = 0) -> str:
 
 
 def show(title: str, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> None:
-    """Print a table: on a terminal as wide as it, elsewhere one plain line for each row.
-
-    Local. Figures are never cut: columns of a rank are left out where they don't fit.
-
-    Args:
-        title: printed above.
-        columns: from left to right.
-        rows: one cell for each column; a Text may be coloured, which NO_COLOR takes back.
-    """
+    """Print a table: on a terminal as wide as it, elsewhere one plain line for each row."""
+    # Figures are never cut: columns of a rank are left out where they don't fit.
     console = Console(highlight=False)
     cells = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
     widths = [
@@ -83,7 +74,7 @@ def show(title: str, columns: Sequence[Column], rows: Sequence[Sequence[str | Te
 
 
 def _fitting(columns: Sequence[Column], widths: Sequence[int], room: int) -> list[int]:
-    """Choose columns that fit. Local."""
+    """Choose columns that fit."""
     kept = list(range(len(columns)))
     while sum(widths[at] for at in kept) + (_GAP + 1) * len(kept) > room:
         last = max(kept, key=lambda at: columns[at].rank)
@@ -100,7 +91,7 @@ def _print_plain(
     cells: Sequence[Sequence[Text]],
     widths: Sequence[int],
 ) -> None:
-    """Print aligned lines without colours, frames or folds. Local."""
+    """Print aligned lines without colours, frames or folds."""
 
     def line(texts: Sequence[str]) -> str:
         padded = (

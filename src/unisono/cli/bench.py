@@ -14,8 +14,6 @@ import typer
 import unisono
 from unisono.cli._tables import Column, folded, show
 
-__all__ = ("bench",)
-
 _SIZES = "4 1K 64K 1M 16M"
 _UNITS = {"K": 10, "M": 20, "G": 30}
 _COLUMNS = (
@@ -81,7 +79,7 @@ def _bytes(text: str) -> int:
 
 
 def _machine() -> dict[str, Any]:
-    """Say what the figures depend on. Local."""
+    """Say what the figures depend on."""
     import torch
 
     from unisono.accelerators import accelerator_count
@@ -102,7 +100,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _size(count: float) -> str:
-    """Write a number of bytes with its unit. Local."""
+    """Write a number of bytes with its unit."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.4g} {unit}" if unit == "B" else f"{count:.3g} {unit}"
@@ -111,13 +109,13 @@ def _size(count: float) -> str:
 
 
 def _time(us: float) -> str:
-    """Write microseconds with three digits and the unit that suits them. Local."""
+    """Write microseconds with three digits and the unit that suits them."""
     value, unit = (us, "us") if us < 1000 else (us / 1e3, "ms") if us < 1e6 else (us / 1e6, "s")
     return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
 
 
 def _speed(gb_s: float | None) -> str:
-    """Write a bandwidth with the unit that suits it. Local."""
+    """Write a bandwidth with the unit that suits it."""
     if gb_s is None:
         return ""
     for factor, unit in ((1, "GB/s"), (1e3, "MB/s"), (1e6, "kB/s")):
@@ -166,7 +164,7 @@ def _drawing() -> Any:
 
 
 def _draw(drawing: Any, rows: list[dict[str, Any]], path: Path, facts: dict[str, Any]) -> None:
-    """Draw each operation's median over the size, its quartiles as a band. Local."""
+    """Draw each operation's median over the size, its quartiles as a band."""
     from unisono.cli._measure import BUS
 
     figure = drawing.Figure(figsize=(8, 5), layout="constrained")

@@ -21,8 +21,6 @@ from unisono.errors import ArgumentError
 if TYPE_CHECKING:
     from unisono.testing import Outcome, Status
 
-__all__ = ("check",)
-
 _COLOURS: dict[Status, str] = {
     "passed": "green",
     "derived": "cyan",
@@ -227,7 +225,7 @@ def _counts(outcomes: Sequence[Outcome]) -> str:
 
 
 def _sum_up(outcomes: Sequence[Outcome]) -> None:
-    """Say what the words mean that came, and how to check one law alone. Local."""
+    """Say what the words mean that came, and how to check one law alone."""
     statuses = {outcome.status for outcome in outcomes}
     for status, meaning in _MEANS.items():
         if status in statuses:

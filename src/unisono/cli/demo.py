@@ -19,8 +19,6 @@ import unisono as idist
 from unisono.cli import _digits
 from unisono.cli._digits import Digits, Outcome, Settings
 
-__all__ = ("demo",)
-
 _GOAL = 0.95
 _TOLERANCE = 1e-5
 _COMPARED = (1, 2, 3)
@@ -83,12 +81,12 @@ def demo(
 
 
 def _capable(backend: str, workers: int) -> str:
-    """Name the backend, or the one that stands in where it can't have so many workers. Local."""
+    """Name the backend, or the one that stands in where it can't have so many workers."""
     return backend if workers == 1 else _FOR_SEVERAL.get(backend.lower(), backend)
 
 
 def _run(backend: str, workers: int, digits: Digits, settings: Settings) -> list[Outcome]:
-    """Train with so many workers and give each one's outcome. Local."""
+    """Train with so many workers and give each one's outcome."""
     title = f"{_count(workers)}, {backend}"
     try:
         outcomes: list[Outcome] = idist.spawn(
@@ -132,7 +130,7 @@ def _bar(title: str, epochs: int) -> Iterator[_digits.Report]:
 
 
 def _clear_bar(console: Console) -> None:
-    """Erase half a bar and bring back the cursor that it hid. Local."""
+    """Erase half a bar and bring back the cursor that it hid."""
     console.show_cursor()
     console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
 
@@ -190,7 +188,7 @@ def _accuracy(outcome: Outcome, digits: Digits) -> float:
 
 
 def _difference(outcomes: list[Outcome], alone: list[Outcome]) -> float:
-    """Give the largest difference of any worker's parameter to that of the one alone. Local."""
+    """Give the largest difference of any worker's parameter to that of the one alone."""
     apart = [(outcome.parameters - alone[0].parameters).abs().max() for outcome in outcomes]
     return max(float(difference) for difference in apart)
 
@@ -198,7 +196,7 @@ def _difference(outcomes: list[Outcome], alone: list[Outcome]) -> float:
 def _judge(
     console: Console, runs: dict[int, list[Outcome]], digits: Digits, nproc_per_node: int
 ) -> int:
-    """Say whether the goals were reached, and give the exit code. Local."""
+    """Say whether the goals were reached, and give the exit code."""
     is_reached = True
     if 1 in runs and len(runs) > 1:
         worst = max(_difference(outcomes, runs[1]) for outcomes in runs.values())

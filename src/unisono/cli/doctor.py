@@ -10,8 +10,6 @@ import typer
 
 from unisono.cli._tables import folded
 
-__all__ = ("doctor",)
-
 _FACTS = (
     *("rank", "world_size", "local_rank", "local_world_size", "node_rank", "nnodes"),
     *("master_addr", "master_port"),
@@ -61,7 +59,7 @@ def doctor(
 
 
 def _recommended(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Choose what a program here should use, if nothing speaks for anything else. Local."""
+    """Choose what a program here should use, if nothing speaks for anything else."""
     from unisono.lifecycle import best_backend
 
     devices = report["devices"]["count"]

@@ -21,8 +21,6 @@ from unisono.launchers.script.supervisor import Outcome, failure
 from unisono.plugins import LAUNCHERS, load
 from unisono.topology import GRACE_S, NodeInfo
 
-__all__ = ("run",)
-
 _HOST = re.compile(r"([\w.-]+)(?::([1-9][0-9]{0,5}))?")
 _NODES = re.compile(r"([1-9][0-9]{0,5})(?::([1-9][0-9]{0,5}))?")
 _OF_BACKEND = {"mpi4py": "mpi"}  # what its replicas need, where no launcher is named

@@ -15,8 +15,6 @@ from unisono.observe.hosts import gather
 from unisono.observe.jobs import Meter, look
 from unisono.observe.report import reports
 
-__all__ = ("top",)
-
 _SAMPLE_S = 0.2  # between the two looks that tell how busy a process is
 
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from unisono.observe.merge import JobTrace
     from unisono.observe.waits import Waits
 
-__all__ = ("trace",)
-
 _RANKS = (
     *(Column("rank", is_number=True), Column("others waited for it", is_number=True)),
     *(Column("came last", is_number=True), Column("it waited", is_number=True)),

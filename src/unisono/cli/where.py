@@ -11,8 +11,6 @@ from unisono.observe.hosts import gather
 from unisono.observe.jobs import Meter, look
 from unisono.observe.report import calls_of, stacks_of
 
-__all__ = ("where",)
-
 
 def where(
     job: Annotated[

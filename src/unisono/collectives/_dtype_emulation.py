@@ -31,21 +31,6 @@ from unisono.payload.memory import as_bytes_tensor
 from unisono.topology import Group
 from unisono.tracebacks import hides
 
-__all__ = (
-    "all_gather",
-    "all_reduce",
-    "check_dense",
-    "check_reducible",
-    "check_writable",
-    "fill",
-    "lend",
-    "movement",
-    "own",
-    "reduce",
-    "reduce_scatter",
-    "start_all_reduce",
-)
-
 __tracebackhide__ = hides
 
 Restore = Callable[[Tensor], Tensor]
@@ -55,17 +40,13 @@ _SIGN = -(2**63)
 
 
 def check_dense(tensor: Tensor, call: str) -> None:
-    """Refuse tensors that aren't plain memory, before anything is sent. Local."""
+    """Refuse tensors that aren't plain memory, before anything is sent."""
     if not is_dense(tensor):
         raise PayloadError(f"{call} takes dense tensors, {why_not_dense(tensor)}")
 
 
 def check_writable(tensor: Tensor, call: str) -> None:
-    """Refuse what can't be overwritten, before anything is sent. Local.
-
-    Raises:
-        PayloadError: it isn't dense, or several of its elements are one place in memory.
-    """
+    """Refuse what can't be overwritten, before anything is sent."""
     check_dense(tensor, call)
     if not tensor.is_contiguous() and _overlaps(tensor):
         raise PayloadError(
@@ -95,12 +76,7 @@ def _overlaps(tensor: Tensor) -> bool:
 
 
 def check_reducible(tensor: Tensor, op: ReduceOp) -> None:
-    """Refuse what has no meaning, before anything is sent. Local.
-
-    Raises:
-        PayloadError: bits of floats, an order of complex numbers, a fraction in an integer; or a
-            subclass's own code raised.
-    """
+    """Refuse what has no meaning, before anything is sent."""
     try:
         if not is_dense(tensor):
             check_dense(tensor, f"all_reduce {op.name}")
@@ -123,7 +99,7 @@ def check_reducible(tensor: Tensor, op: ReduceOp) -> None:
 
 
 def own(context: ContextState, tensor: Tensor) -> Tensor:
-    """Copy a tensor into contiguous memory of ours, on the model's transport device. Local."""
+    """Copy a tensor into contiguous memory of ours, on the model's transport device."""
     values = plain(tensor).resolve_conj().resolve_neg()
     moved = values.to(context.model.transport_device)
     if moved is not values and moved.is_contiguous():
@@ -134,14 +110,14 @@ def own(context: ContextState, tensor: Tensor) -> Tensor:
 
 
 def lend(context: ContextState, tensor: Tensor, carrier: Carrier) -> Tensor:
-    """As `own`; the user's memory where `carrier`, what carries it, only reads that. Local."""
+    """As `own`; the user's memory where `carrier`, what carries it, only reads that."""
     if type(carrier) is not HostCollectives or not tensor.is_cpu:
         return own(context, tensor)
     return plain(tensor).resolve_conj().resolve_neg().contiguous()
 
 
 def fill(tensor: Tensor, total: Tensor) -> Tensor:
-    """Overwrite a user's tensor, unseen by autograd; give it back. Local."""
+    """Overwrite a user's tensor, unseen by autograd; give it back."""
     # A tensor made in inference mode may be written to in inference mode alone.
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
         plain(tensor).copy_(total)
@@ -149,11 +125,7 @@ def fill(tensor: Tensor, total: Tensor) -> Tensor:
 
 
 def movement(tensors: Carrier, tensor: Tensor) -> tuple[Tensor, Restore]:
-    """Give the carrier of a tensor [*shape] that only moves, and the way back. Local.
-
-    Returns:
-        The carrier [*shape] or [*shape, itemsize], and what turns [..., *carrier] back.
-    """
+    """Give the carrier of a tensor [*shape] that only moves, and the way back."""
     if tensor.dtype in tensors.dtypes:
         return tensor, _same
     dtype = tensor.dtype
@@ -165,7 +137,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _guise(tensor: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, ReduceOp, Restore]:
-    """Give what is computed instead, with which operation, and the way back. Local."""
+    """Give what is computed instead, with which operation, and the way back."""
     dtype = tensor.dtype
     if op is ReduceOp.AVERAGE:
         return _guise_average(tensor, size)
@@ -190,11 +162,9 @@ def _guise(tensor: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, ReduceOp, R
 
 
 def _guise_average(tensor: Tensor, size: int) -> tuple[Tensor, ReduceOp, Restore]:
-    """Sum what is scaled down by a power of two, so that no sum overflows that a mean doesn't.
-
-    The scale changes no bit but of numbers near the smallest, which for float16 begin at 6e-5:
-    it always goes as float32. Bfloat16 has the range of float32.
-    """
+    """Sum what is scaled down by a power of two, so that no sum overflows that a mean doesn't."""
+    # The scale changes no bit but of numbers near the smallest, which for float16 begin at 6e-5:
+    # it always goes as float32. Bfloat16 has the range of float32.
     dtype = tensor.dtype
     if dtype.is_complex:
         parts, step, back = _guise_average(torch.view_as_real(tensor), size)
@@ -261,10 +231,8 @@ def _fold(
 def all_reduce(
     context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None, device: torch.device
 ) -> Tensor:
-    """Reduce a tensor of ours, [*shape], and give the result on `device`.
-
-    Collective over `group`.
-    """
+    """Reduce a tensor of ours, [*shape], and give the result on `device`."""
+    # Collective over `group`.
     tensors = route(context, tensor, group)
     carrier, step, restore = _carrier(context, tensors or context.model, tensor, op, group)
     if tensors is None:

@@ -22,8 +22,6 @@ from unisono.payload.codec import plain
 from unisono.topology import Group
 from unisono.tracebacks import hides
 
-__all__ = ("check_summable", "sum_exactly")
-
 __tracebackhide__ = hides
 
 BLOCK = 1 << 16
@@ -33,14 +31,7 @@ _SPAN = struct.Struct("<Hh?")  # low, high, whether it is marked
 
 
 def check_summable(tensor: Tensor) -> None:
-    """Refuse floats that have no exact sum.
-
-    Local.
-
-    Raises:
-        PayloadError: they are of another dtype than float16, bfloat16, float32, float64, or the
-            complex ones of these.
-    """
+    """Refuse floats that have no exact sum."""
     dtype = tensor.dtype
     if dtype.is_floating_point and dtype not in FORMATS:
         raise PayloadError(f"there is no exact sum of {dtype}: pass tensor.float()")
@@ -49,20 +40,7 @@ def check_summable(tensor: Tensor) -> None:
 def sum_exactly(
     context: ContextState, call: str, tensors: Sequence[Tensor], group: Group | None
 ) -> list[Tensor]:
-    """Sum the terms of all ranks.
-
-    Collective over `group`.
-
-    Args:
-        context: carries them.
-        call: names the operation where ranks differ in it.
-        tensors: each [k, *shape], with k the same for all of this rank; `shape` and dtype are the
-            same on every rank.
-        group: the ranks that take part.
-
-    Returns:
-        A sum [*shape] for each, new memory, on its device.
-    """
+    """Sum the terms of all ranks. Collective over `group`."""
     sums: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         places = [i for i, tensor in enumerate(tensors) if tensor.dtype is dtype]
@@ -114,11 +92,9 @@ def _sum_of_integers(terms: Tensor) -> Tensor:
 def _agree(
     context: ContextState, call: str, terms: Tensor, spans: Sequence[Span], group: Group | None
 ) -> tuple[list[Span], int]:
-    """Give the span of each block and the number of terms, of all ranks. Collective over `group`.
-
-    A rank's frame: how many terms it has as uint64, then for each block low as uint16, high as
-    int16 and a byte that says whether it is marked, little-endian.
-    """
+    """Return all ranks' spans of each block and numbers of terms. Collective over `group`."""
+    # A rank's frame: how many terms it has as uint64, then for each block low as uint16, high as
+    # int16 and a byte that says whether it is marked, little-endian.
     packed = [_SPAN.pack(each.low, each.high, each.is_marked) for each in spans]
     frame = b"".join([_COUNT.pack(terms.shape[0]), *packed])
     frames = swap(context, f"{call} of {terms.shape[1]} {terms.dtype}", frame, group)

@@ -23,8 +23,6 @@ from unisono.payload.pytree import survey, unflatten
 from unisono.topology import Group
 from unisono.tracebacks import hides
 
-__all__ = ("reduce_values", "sum_values")
-
 __tracebackhide__ = hides
 
 
@@ -67,17 +65,7 @@ def reduce_values(
 def sum_values(
     context: ContextState, call: str, value: Any, group: Group | None, *, are_terms: bool = False
 ) -> Any:
-    """Sum tensors, numbers or containers exactly.
-
-    Collective over `group`.
-
-    Args:
-        context: the active context.
-        call: names the operation where ranks differ in it.
-        value: of this rank.
-        group: the ranks that take part.
-        are_terms: whether `value` has tensors alone, and each is a rank's terms, [k, *shape].
-    """
+    """Sum tensors, numbers or containers exactly. Collective over `group`."""
     how = _ExactTerms() if are_terms else _ExactSum()
     columns, leaves, tensors = _compared(context, call, value, how, group)
     terms = tensors if are_terms else [tensor.unsqueeze(0) for tensor in tensors]
@@ -86,22 +74,18 @@ def sum_values(
 
 
 class _Reduction:
-    """What is asked of a leaf.
-
-    Args:
-        op: the operation.
-    """
+    """What is asked of a leaf."""
 
     def __init__(self, op: ReduceOp) -> None:
         self.op = op
 
     def look_at(self, tensor: Tensor, path: str) -> str:
-        """Refuse a tensor, or say what must be the same on all ranks. Local."""
+        """Refuse a tensor, or say what must be the same on all ranks."""
         carriers.check_reducible(tensor, self.op)
         return f"{tensor.dtype}{list(tensor.shape)}"
 
     def look_at_number(self, value: Number, path: str) -> None:
-        """Refuse a number. Local."""
+        """Refuse a number."""
 
 
 class _ExactSum(_Reduction):
@@ -146,10 +130,8 @@ def _at(path: str) -> str:
 def _compared(
     context: ContextState, call: str, value: Any, how: _Reduction, group: Group | None
 ) -> tuple[list[tuple[Number, ...]], list[Any], list[Tensor]]:
-    """Give the numbers of all ranks, leaf by leaf, this rank's leaves, and its tensors.
-
-    Collective over `group`.
-    """
+    """Give the numbers of all ranks, leaf by leaf, this rank's leaves, and its tensors."""
+    # Collective over `group`.
     frame, leaves, tensors = _describe(value, how)
     frames = swap(context, call, frame, group)
     ranks = partial(ranks_of, context, group)
@@ -169,11 +151,9 @@ def _rebuilt(value: Any, leaves: list[Any], numbers_: list[Any], totals: list[Te
 
 
 def _describe(value: Any, how: _Reduction) -> tuple[bytes, list[Any], list[Tensor]]:
-    """Give the frame of this rank, its leaves and its tensors.
-
-    The frame: a tag, the lengths of structure and kinds as uint32, both, then the numbers as
-    ``struct`` packs them by their kinds, little-endian.
-    """
+    """Give the frame of this rank, its leaves and its tensors."""
+    # The frame: a tag, the lengths of structure and kinds as uint32, both, then the numbers as
+    # ``struct`` packs them by their kinds, little-endian.
     if type(value) in _ALONE and not isinstance(how, _ExactTerms):
         kind, shape = _ALONE[type(value)]
         with contextlib.suppress(struct.error):  # out of range, which is told below

@@ -149,12 +149,12 @@ def _broadcast(context: ContextState, value: Any, src: int, group: Group | None)
 
 
 def memory_for(context: ContextState, head: TensorHeader) -> Tensor:
-    """Make memory for what a header announces, on the model's transport device. Local."""
+    """Make memory for what a header announces, on the model's transport device."""
     return torch.empty(head.shape, dtype=head.dtype, device=context.model.transport_device)
 
 
 def home(context: ContextState, head: TensorHeader) -> torch.device:
-    """Give the device on which a received tensor is handed to the user. Local."""
+    """Give the device on which a received tensor is handed to the user."""
     return context.model.device if head.on_accelerator else torch.device("cpu")
 
 

@@ -30,21 +30,6 @@ from unisono.recording import Token, is_in_step, mark_in_step
 from unisono.topology import EVERYBODY, Group
 from unisono.tracebacks import hides, is_interrupt
 
-__all__ = (
-    "check",
-    "collective",
-    "compares",
-    "fold",
-    "frame_of",
-    "guarded",
-    "introduce",
-    "ranks_of",
-    "refuse",
-    "refuse_compared",
-    "signature",
-    "swap",
-)
-
 __tracebackhide__ = hides
 
 _LONGEST_CALL = 500
@@ -52,7 +37,7 @@ T = TypeVar("T")
 
 
 def frame_of(context: ContextState, value: object, group: Group | None) -> bytes:
-    """Encode a value, or its header alone where it travels on the data plane. Local."""
+    """Encode a value, or its header alone where it travels on the data plane."""
     if isinstance(value, Tensor) and is_exact(value) and not fits_round(context, value, group):
         return header(value)
     return encode(value)
@@ -61,24 +46,8 @@ def frame_of(context: ContextState, value: object, group: Group | None) -> bytes
 def swap(
     context: ContextState, call: str, blob: bytes, group: Group | None, site: bytes = b""
 ) -> list[bytes]:
-    """Give every rank the blob of every rank, if all made the same call.
-
-    Collective over `group`.
-
-    Args:
-        context: carries the blobs.
-        call: the operation and all that must agree: ``"broadcast from 0"``.
-        blob: any bytes.
-        group: the ranks that take part.
-        site: the line of the call, where it is known already.
-
-    Returns:
-        The blobs in the order of ranks.
-
-    Raises:
-        CollectiveMismatchError: the calls differ (on every rank, naming each rank's).
-        CollectiveError: a peer failed or didn't come in time.
-    """
+    """Give every rank the blob of every rank, if all made the same call."""
+    # Collective over `group`.
     if context.must_introduce and group is None:
         introduce(context, call)
     head = call_head(call, site or find_site())
@@ -91,23 +60,13 @@ def swap(
 
 
 def ranks_of(context: ContextState, group: Group | None) -> Sequence[int]:
-    """List the global ranks that take part. Local."""
+    """List the global ranks that take part."""
     return context.model.topology.members(group)
 
 
 def introduce(context: ContextState, call: str) -> None:
-    """Let the ranks of a context that somebody else made tell each other their hosts.
-
-    Collective over all ranks, once in a context; nothing where that is done, or needless.
-
-    Args:
-        context: of the context.
-        call: the collective that comes first.
-
-    Raises:
-        CollectiveMismatchError: ranks call different things (on every rank).
-        CollectiveError: a peer failed or didn't come in time.
-    """
+    """Let the ranks of a context that somebody else made tell each other their hosts."""
+    # Collective over all ranks, once in a context; nothing where that is done, or needless.
     if context.must_introduce:
         head = call_head(call, find_site())
         blobs = context.model.exchange(head + host_of_this_process().encode(), None)
@@ -117,21 +76,14 @@ def introduce(context: ContextState, call: str) -> None:
 
 
 def signature(call: str, tensor: Tensor) -> str:
-    """Name a call with the dtype and shape that must agree. Local."""
+    """Name a call with the dtype and shape that must agree."""
     return f"{purpose_or(call)} of {str(tensor.dtype)[6:]}{list(tensor.shape)}"
 
 
 def compares(context: ContextState, group: Group | None, *, sums: bool = False) -> bool:
-    """Tell whether ranks compare their calls before each operation of the data plane.
-
-    Local, or collective at creation of what they compare them over. Where all share memory for
-    tensors they always do: different calls would take each other's memory for their own.
-
-    Args:
-        context: the active context.
-        group: the ranks that take part.
-        sums: whether it is one that memory carries between hosts, too.
-    """
+    """Tell whether ranks compare their calls before each operation of the data plane."""
+    # Local, or collective at creation of what they compare them over. Where all share memory for
+    # tensors they always do: different calls would take each other's memory for their own.
     control = context.control
     checks = control.checks(group)
     if checks is None:
@@ -146,20 +98,8 @@ def check(
     group: Group | None,
     carrier: Reducer | None = None,
 ) -> None:
-    """Compare what the ranks are about to call, where they do that.
-
-    Collective over `group` there, else local.
-
-    Args:
-        context: the active context.
-        call: the operation and all that must agree.
-        tensor: whose dtype and shape must agree.
-        group: the ranks that take part.
-        carrier: what will carry it, where that is known.
-
-    Raises:
-        CollectiveMismatchError: as in `swap`.
-    """
+    """Compare what the ranks are about to call, where they do that."""
+    # Collective over `group` there, else local.
     is_shared = type(carrier) is HostCollectives
     if is_shared or compares(context, group, sums=type(carrier) is TwoLevels):
         site = find_site()
@@ -170,10 +110,8 @@ def check(
 def refuse(
     context: ContextState, call: str, tensor: object, group: Group | None, error: Exception
 ) -> NoReturn:
-    """Raise what is wrong with this rank's `tensor` alone, so that the others don't wait for it.
-
-    Collective over `group` where the ranks would have compared this call, else local.
-    """
+    """Raise what is wrong with this rank's `tensor` alone, so that the others don't wait for it."""
+    # Collective over `group` where the ranks would have compared this call, else local.
     mark_in_step(error)
     context.settle(group)
     is_inline = False
@@ -195,10 +133,8 @@ def refuse_compared(
 
 
 def fold(context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None) -> Tensor:
-    """Reduce a small CPU tensor [*shape] from everybody's bytes, in the order of ranks.
-
-    Collective over `group`.
-    """
+    """Reduce a small CPU tensor [*shape] from everybody's bytes, in the order of ranks."""
+    # Collective over `group`.
     call = signature(f"all_reduce {op.name}", tensor)
     parts = swap(context, call, to_bytes(tensor), group)
     return fold_tensors(op, stack_bytes(parts, tensor.dtype, tensor.shape))
@@ -208,12 +144,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def guarded(fn: F) -> F:
-    """Decorate what calls collectives: one that is left half-way ends the context.
-
-    Local. Ctrl-C leaves it so, and what an alarm's handler raises. The other ranks have called it,
-    or will; whatever this rank called next would meet that. The errors of the collective itself
-    leave all ranks in step, or are known to the model.
-    """
+    """Decorate what calls collectives: one that is left half-way ends the context."""
+    # Ctrl-C leaves it so, and what an alarm's handler raises. The other ranks have called it,
+    # or will; whatever this rank called next would meet that. The errors of the collective itself
+    # leave all ranks in step, or are known to the model.
 
     def call(*args: Any, **kwargs: Any) -> Any:
         dynamo = set_eval_frame(None)
@@ -247,19 +181,11 @@ def collective(
     refuses: tuple[type[UnisonoError], ...] = (PayloadError,),
     outside: Callable[[Any], Any] | None = None,
 ) -> Callable[[F], F]:
-    """Decorate a collective of the facade with the prologue that all have in common.
-
-    Local. It finds the context and the group, looks whether root and this rank are members, and
-    gives the function ``(context, group)`` for its `group`. The function checks its arguments and
-    returns what is to be called then, here or in the background; or a handle of what it started.
-    Where it raises, the other ranks learn it. As `guarded` otherwise.
-
-    Args:
-        root: the argument that names one rank of the group.
-        folds: whether a small tensor would have been reduced in an exchange.
-        refuses: errors that concern this rank's value alone.
-        outside: makes of the first argument what a rank gets that isn't a member.
-    """
+    """Decorate a collective of the facade with the prologue that all have in common."""
+    # It finds the context and the group, looks whether root and this rank are members, and
+    # gives the function ``(context, group)`` for its `group`. The function checks its arguments and
+    # returns what is to be called then, here or in the background; or a handle of what it started.
+    # Where it raises, the other ranks learn it. As `guarded` otherwise.
     return lambda fn: _with_prologue(fn, root, folds, refuses, outside)
 
 

@@ -158,10 +158,8 @@ def all_gather(
 def _gather(
     context: ContextState, value: Any, group: Group | None, call: str
 ) -> list[Any] | Tensor:
-    """Give every rank's value: one exchange, and tensors that are large in one gather.
-
-    Large ones that are alike come as [n, *shape], which is as good as a list.
-    """
+    """Give every rank's value: one exchange, and tensors that are large in one gather."""
+    # Large ones that are alike come as [n, *shape], which is as good as a list.
     frame = frame_or_reason(_frame, context, value, call, group)
     frames = swap(context, call, frame, group)
     raise_failures(frames, partial(ranks_of, context, group), call)

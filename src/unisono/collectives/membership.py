@@ -10,8 +10,6 @@ from unisono.errors import ArgumentError, GroupMembershipError
 from unisono.topology import Group
 from unisono.tracebacks import hides
 
-__all__ = ("GroupLike", "check_rank", "checked", "enter", "make", "resolve", "team")
-
 __tracebackhide__ = hides
 
 GroupLike = Any
@@ -32,7 +30,7 @@ def make(context: ContextState, ranks: tuple[int, ...], **options: Any) -> Group
 
 
 def checked(context: ContextState, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Give the ranks of a new group in order, if they are ranks of the job. Local."""
+    """Give the ranks of a new group in order, if they are ranks of the job."""
     size = context.model.topology.world_size
     if not isinstance(ranks, (list, tuple, range)):
         raise ArgumentError(f"ranks should be a list of global ranks: {ranks!r}")
@@ -48,14 +46,8 @@ def checked(context: ContextState, ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 def resolve(context: ContextState, group: GroupLike) -> Group | None:
-    """Turn what the user gave as `group` into a group of the model, None for all ranks.
-
-    Collective at creation, if it is a list of ranks that this context hasn't seen.
-
-    Raises:
-        GroupMembershipError: the group belongs to another context, or to one that has ended.
-        ArgumentError: it is neither a group nor a list of ranks.
-    """
+    """Turn what the user gave as `group` into a group of the model, None for all ranks."""
+    # Collective at creation, if it is a list of ranks that this context hasn't seen.
     if group is None:
         return None
     if type(group) is Group:
@@ -87,10 +79,8 @@ def resolve(context: ContextState, group: GroupLike) -> Group | None:
 
 
 def enter(context: ContextState, group: GroupLike, async_op: bool) -> Group | None:
-    """Resolve a group, and wait for what is under way over it unless a call is only started.
-
-    Collective at creation, as `resolve` is.
-    """
+    """Resolve a group, and wait for what is under way over it unless a call is only started."""
+    # Collective at creation, as `resolve` is.
     resolved = resolve(context, group)
     if not async_op:
         context.settle(resolved)
@@ -98,10 +88,8 @@ def enter(context: ContextState, group: GroupLike, async_op: bool) -> Group | No
 
 
 def team(group: GroupLike, async_op: bool = False) -> tuple[ContextState, Group | None, bool]:
-    """Give the active model, the group, and whether this replica is a member of it.
-
-    Collective at creation, as `resolve` is.
-    """
+    """Give the active model, the group, and whether this replica is a member of it."""
+    # Collective at creation, as `resolve` is.
     context = own_context()
     resolved = enter(context, group, async_op)
     is_member = resolved is None or context.model.topology.rank in resolved.ranks
@@ -109,7 +97,7 @@ def team(group: GroupLike, async_op: bool = False) -> tuple[ContextState, Group 
 
 
 def check_rank(context: ContextState, group: Group | None, rank: int, role: str) -> None:
-    """Refuse a root that isn't there, on every rank alike. Local."""
+    """Refuse a root that isn't there, on every rank alike."""
     size = context.model.topology.world_size
     if type(rank) is not int or not 0 <= rank < size:
         raise ArgumentError(f"{role}={rank!r} should be a global rank from 0 to {size - 1}")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from unisono.errors import PeerFailedError
 from unisono.tracebacks import fold, hides, summary
 
-__all__ = ("Report", "failure", "report")
-
 __tracebackhide__ = hides
 
 Report = tuple[str, str]
@@ -14,20 +12,12 @@ Report = tuple[str, str]
 
 
 def report(error: BaseException) -> Report:
-    """Write down an exception for the other ranks. Local."""
+    """Write down an exception for the other ranks."""
     return summary(error), fold(error, error.__traceback__)
 
 
 def failure(rank: int, name: str, reported: Report) -> PeerFailedError:
-    """Make the error that every rank raises, all of them in step.
-
-    Local.
-
-    Args:
-        rank: who failed.
-        name: in what.
-        reported: by `report` there.
-    """
+    """Make the error that every rank raises, all of them in step."""
     headline, text = reported
     failed = PeerFailedError(
         f"rank {rank} raised {headline} in {name}\n\n{text}", rank=rank, traceback=text

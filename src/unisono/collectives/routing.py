@@ -17,8 +17,6 @@ from unisono.recording import plane_is
 from unisono.topology import Group
 from unisono.tracebacks import hides
 
-__all__ = ("Carrier", "Reducer", "carry", "fits_round", "is_direct", "memory_of", "route")
-
 __tracebackhide__ = hides
 
 Carrier = ComputationModel | HostCollectives
@@ -30,16 +28,8 @@ Reducer = ComputationModel | MemoryCollectives
 def fits_round(
     context: ContextState, tensor: Tensor, group: Group | None, *, folds: bool = False
 ) -> bool:
-    """Tell whether a tensor travels in an exchange of the control plane.
-
-    Local, and the same on every rank for tensors of the same dtype, shape and device.
-
-    Args:
-        context: the active context.
-        tensor: a dense one, of any device.
-        group: the ranks that take part.
-        folds: whether it is reduced, which the model may do better than we from everybody's bytes.
-    """
+    """Tell whether a tensor travels in an exchange of the control plane."""
+    # Local, and the same on every rank for tensors of the same dtype, shape and device.
     if not tensor.is_cpu:
         return False
     return tensor.numel() * tensor.itemsize <= context.control.inline_bytes(group, folds)
@@ -48,10 +38,8 @@ def fits_round(
 def memory_of(
     context: ContextState, tensor: Tensor, group: Group | None
 ) -> MemoryCollectives | None:
-    """Give the memory that carries a tensor that is summed, if there is one.
-
-    Local, as `fits_round`; collective at creation of the memory that ranks of one host share.
-    """
+    """Give the memory that carries a tensor that is summed, if there is one."""
+    # Local, as `fits_round`; collective at creation of the memory that ranks of one host share.
     return context.control.memory(group) if tensor.is_cpu else None
 
 
@@ -82,7 +70,7 @@ def route(context: ContextState, tensor: Tensor, group: Group | None) -> Reducer
 
 
 def is_direct(carrier: Reducer, tensor: Tensor, op: ReduceOp) -> bool:
-    """Tell whether `carrier` reduces this dtype with this operation as it is. Local."""
+    """Tell whether `carrier` reduces this dtype with this operation as it is."""
     if tensor.dtype not in carrier.dtypes or is_order_of_floats(tensor, op):
         return False
     if isinstance(carrier, MemoryCollectives):

@@ -196,11 +196,7 @@ def shared(build: Callable[[], T]) -> T:
 
 
 class _Built:
-    """What this rank has built, until the others have it.
-
-    Args:
-        is_alone: whether there are no others on its host, so that nobody maps it.
-    """
+    """What this rank has built, until the others have it."""
 
     def __init__(self, is_alone: bool) -> None:
         self.memory: _Memory | None = None

@@ -7,20 +7,6 @@ from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 
-__all__ = (
-    "Container",
-    "ContainerT",
-    "Inexact",
-    "InexactContainerT",
-    "NumpyScalar",
-    "Plain",
-    "Reducible",
-    "Summed",
-    "SummedContainerT",
-    "T",
-    "TensorT",
-)
-
 T = TypeVar("T")
 TensorT = TypeVar("TensorT", bound=Tensor)
 
@@ -35,10 +21,10 @@ class NumpyScalar(Protocol):
     def __float__(self) -> float: ...
 
     def tobytes(self) -> bytes:
-        """Give its memory. Local."""
+        """Give its memory."""
 
     def is_integer(self) -> bool:
-        """Tell whether it has no fraction. Local."""
+        """Tell whether it has no fraction."""
 
 
 Container: TypeAlias = Mapping[Any, Any] | list[Any] | tuple[Any, ...] | _Dataclass

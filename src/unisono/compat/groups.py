@@ -13,17 +13,7 @@ __all__ = ("library_group",)
 
 
 def library_group(group: Group) -> Any:
-    """Give torch's own process group where torch.distributed connects the ranks, else `group`.
-
-    Local.
-
-    Args:
-        group: of the active context.
-
-    Returns:
-        The process group; on a rank that isn't a member ``GroupMember.NON_GROUP_MEMBER``, as torch
-        gives there. Every argument `group` takes it.
-    """
+    """Give torch's own process group where torch.distributed connects the ranks, else `group`."""
     nobody = dist.GroupMember.NON_GROUP_MEMBER
     if current_model().adopt_group(nobody) is None:  # the ranks aren't connected by torch
         return group

@@ -82,15 +82,15 @@ class _FacadeModel(ComputationModel):  # type: ignore[misc]  # ignite has no typ
 
     @staticmethod
     def create_from_context() -> _FacadeModel | None:
-        """Answer where the facade has a context. Local."""
+        """Answer where the facade has a context."""
         return _FacadeModel() if facts.is_distributed() else None
 
     @staticmethod
     def create_from_backend(backend: str, **kwargs: Any) -> _FacadeModel:
-        """Refuse: ignite makes no context of ours. Local."""
+        """Refuse: ignite makes no context of ours."""
         raise NotImplementedError("make the context with unisono.initialize or unisono.spawn")
 
     @staticmethod
     def spawn(*args: Any, **kwargs: Any) -> None:
-        """Refuse: ignite starts no replicas of ours. Local."""
+        """Refuse: ignite starts no replicas of ours."""
         raise NotImplementedError("start the replicas with unisono.spawn")

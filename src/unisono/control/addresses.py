@@ -15,22 +15,6 @@ import sys
 import tempfile
 from dataclasses import dataclass
 
-__all__ = (
-    "BACKLOG",
-    "Peer",
-    "bind_widely",
-    "is_loopback",
-    "listen_at",
-    "listen_everywhere",
-    "listen_for_others",
-    "listen_locally",
-    "local_address",
-    "own_address",
-    "own_interface",
-    "peer",
-    "why_unreachable",
-)
-
 BACKLOG = 4096
 """Connections that may wait at a listener, where the kernel allows so many."""
 _SIOCGIFADDR = 0x8915  # Linux, netdevice(7)
@@ -40,22 +24,10 @@ _VARIABLES = ("UNISONO_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME
 
 
 def own_address(master_addr: str | None = None, *, has_others: bool = True) -> str:
-    """Choose the address at which other hosts reach this one.
-
-    Local. The interface that a variable names comes first (``UNISONO_SOCKET_IFNAME``, gloo's,
-    NCCL's); then the address from which ``MASTER_ADDR`` is reached. Where that is the loopback, as
-    on the first host if its name is, comes that of the host's name, then that of the default route.
-
-    Args:
-        master_addr: in place of ``MASTER_ADDR``; None for the variable's.
-        has_others: whether there are other hosts for certain; else only the first two count.
-
-    Returns:
-        An IPv4 address.
-
-    Raises:
-        OSError: there is none that other hosts could reach; says what to do.
-    """
+    """Choose the address at which other hosts reach this one."""
+    # The interface that a variable names comes first (``UNISONO_SOCKET_IFNAME``, gloo's, NCCL's);
+    # then the address from which ``MASTER_ADDR`` is reached. Where that is the loopback, as on the
+    # first host if its name is, comes that of the host's name, then that of the default route.
     for variable in _VARIABLES:
         for name in os.environ.get(variable, "").split(","):
             if name and not name.startswith(("^", "=")):
@@ -75,7 +47,7 @@ def own_address(master_addr: str | None = None, *, has_others: bool = True) -> s
 
 
 def own_interface(master_addr: str | None, *, has_others: bool) -> str:
-    """Return the name of the interface of `own_address`; empty where there is none. Local."""
+    """Return the name of the interface of `own_address`; empty where there is none."""
     with contextlib.suppress(OSError):
         address = own_address(master_addr, has_others=has_others)
         for _, name in socket.if_nameindex():
@@ -99,19 +71,7 @@ def _address_of(interface: str) -> str:
 
 
 def bind_widely(stack: contextlib.ExitStack) -> tuple[socket.socket, tuple[str, int]]:
-    """Take a port that leaders of other hosts can connect to once it listens.
-
-    Local.
-
-    Args:
-        stack: closes the socket.
-
-    Returns:
-        The socket, and its address.
-
-    Raises:
-        OSError: this host has no address that others could reach; says what to do.
-    """
+    """Take a port that leaders of other hosts can connect to once it listens."""
     sock = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
     sock.bind((own_address(), 0))
     host, port = sock.getsockname()
@@ -119,20 +79,9 @@ def bind_widely(stack: contextlib.ExitStack) -> tuple[socket.socket, tuple[str, 
 
 
 def listen_locally(stack: contextlib.ExitStack) -> tuple[socket.socket, str]:
-    """Listen at a Unix-domain socket for other processes of this user.
-
-    Local. On Linux its name is abstract, so that no file is left; elsewhere it is in a directory
-    of mode 0700.
-
-    Args:
-        stack: closes the socket.
-
-    Returns:
-        The socket, and its address for `local_address`.
-
-    Raises:
-        OSError: there are none here.
-    """
+    """Listen at a Unix-domain socket for other processes of this user."""
+    # On Linux its name is abstract, so that no file is left; elsewhere it is in a directory
+    # of mode 0700.
     if not hasattr(socket, "AF_UNIX"):
         raise OSError("no Unix-domain sockets here")
     sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -150,20 +99,13 @@ def listen_locally(stack: contextlib.ExitStack) -> tuple[socket.socket, str]:
 
 
 def local_address(text: str) -> str:
-    """Give what ``connect`` takes for the address of a Unix-domain socket. Local."""
+    """Give what ``connect`` takes for the address of a Unix-domain socket."""
     return text.replace("@", "\0", 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The process at the other end of a Unix-domain socket.
-
-    Args:
-        pid: its id, as this process sees it; None where the kernel doesn't say.
-        is_own_user: whether it is this process's user's. Where the kernel doesn't say, the mode of
-            the socket's directory has seen to it.
-        uid: its user's id; None where the kernel doesn't say.
-    """
+    """The process at the other end of a Unix-domain socket."""
 
     pid: int | None
     is_own_user: bool
@@ -174,11 +116,7 @@ class Peer:
 
 
 def peer(sock: socket.socket) -> Peer:
-    """Ask the kernel who connected. Local.
-
-    Args:
-        sock: of the family ``AF_UNIX``.
-    """
+    """Ask the kernel who connected."""
     if not hasattr(socket, "SO_PEERCRED"):
         return Peer(None, True)
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
@@ -187,28 +125,14 @@ def peer(sock: socket.socket) -> Peer:
 
 
 def is_loopback(addr: str) -> bool:
-    """Tell whether an address is of the loopback. Local."""
+    """Tell whether an address is of the loopback."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(addr).is_loopback
     return addr == "localhost"
 
 
 def listen_for_others(addr: str, port: int) -> socket.socket | None:
-    """Listen at one address for other hosts, if they can reach this one by it.
-
-    Local.
-
-    Args:
-        addr: the name or address that the others have.
-        port: 0 for one of the kernel's choice.
-
-    Returns:
-        None where it is another one for the others, as in a hosts file that maps a host's own name
-        to the loopback, or isn't an address of this host at all, as behind a translation.
-
-    Raises:
-        OSError: it doesn't resolve, or the port is taken.
-    """
+    """Listen at one address for other hosts, if they can reach this one by it."""
     try:
         listener = listen_at(addr, port)
     except OSError as error:
@@ -222,16 +146,7 @@ def listen_for_others(addr: str, port: int) -> socket.socket | None:
 
 
 def listen_everywhere(port: int) -> socket.socket:
-    """Listen at every address of this host.
-
-    Local.
-
-    Args:
-        port: 0 for one of the kernel's choice.
-
-    Raises:
-        OSError: the port is taken.
-    """
+    """Listen at every address of this host."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(
             ("::", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
@@ -240,7 +155,7 @@ def listen_everywhere(port: int) -> socket.socket:
 
 
 def why_unreachable(addr: str, port: int, limit_s: float) -> OSError | None:
-    """Tell why nobody answers at an address, None if somebody does. Local."""
+    """Tell why nobody answers at an address, None if somebody does."""
     try:
         socket.create_connection((addr, port), limit_s).close()
     except OSError as error:
@@ -249,17 +164,7 @@ def why_unreachable(addr: str, port: int, limit_s: float) -> OSError | None:
 
 
 def listen_at(addr: str, port: int) -> socket.socket:
-    """Listen at one address of this host.
-
-    Local.
-
-    Args:
-        addr: the host's name or address.
-        port: 0 for one of the kernel's choice.
-
-    Raises:
-        OSError: it doesn't resolve, isn't this host's, or the port is taken.
-    """
+    """Listen at one address of this host."""
     infos = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
     family, kind, proto, _, sockaddr = infos[0]
     listener = socket.socket(family, kind, proto)

@@ -12,8 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ("Condition",)
-
 _LONGEST_NAP_S = 0.2  # a thread that was interrupted may have woken only some of the others
 
 
@@ -31,17 +29,8 @@ class Condition:
             sleeper.release()
 
     def wait(self, is_ready: Callable[[], object], limit_s: float) -> bool:
-        """Wait until something holds.
-
-        Local; the lock is not held.
-
-        Args:
-            is_ready: asked with the lock held, each time after `notify_all`.
-            limit_s: seconds to wait.
-
-        Returns:
-            Whether it holds; False once the time is over.
-        """
+        """Wait until something holds."""
+        # Local; the lock is not held.
         until = time.monotonic() + limit_s
         while True:
             sleeper = threading.Lock()

@@ -16,25 +16,6 @@ from dataclasses import asdict, dataclass
 from unisono.control.envelopes import HEADER
 from unisono.host.mailbox import MAILBOX_BYTES, Mailbox
 
-__all__ = (
-    "ALL",
-    "ANSWER",
-    "ASK",
-    "FAIL",
-    "GIVE",
-    "LATE",
-    "LEAVE",
-    "LOOK",
-    "NOTICE",
-    "SEEN",
-    "WAKE",
-    "Connection",
-    "ConnectionClosed",
-    "FailureReport",
-    "Frame",
-    "read_failure",
-)
-
 GIVE, ALL, FAIL, NOTICE, ASK, ANSWER, LATE, LEAVE, LOOK, SEEN, WAKE = range(11)
 _CHUNK = 1 << 16
 _LONGEST_WAIT_S = 3600.0  # `poll` takes no infinity
@@ -50,31 +31,19 @@ class ConnectionClosed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FailureReport:
-    """What a FAIL frame says.
-
-    Args:
-        kind: "peer" where a rank is gone or was interrupted, "timeout" or "threads".
-        text: what happened, for a person.
-        rank: the global rank that is gone, if one is.
-    """
+    """What a FAIL frame says."""
 
     kind: str
     text: str
     rank: int = -1
 
     def encode(self) -> bytes:
-        """Make the body of the frame. Local."""
+        """Make the body of the frame."""
         return json.dumps(asdict(self)).encode()
 
 
 def read_failure(body: bytes) -> FailureReport:
-    """Read the body of a FAIL frame.
-
-    Local.
-
-    Raises:
-        ConnectionClosed: it is none.
-    """
+    """Read the body of a FAIL frame."""
     try:
         fields = json.loads(body)
         return FailureReport(str(fields["kind"]), str(fields["text"]), int(fields.get("rank", -1)))
@@ -83,13 +52,7 @@ def read_failure(body: bytes) -> FailureReport:
 
 
 class Connection:
-    """One connection to one rank.
-
-    Args:
-        sock: connected stream socket, which the connection owns.
-        mailbox: memory that both ends share, if any; rounds go through it as far as they fit.
-        limit_bytes: longest body that the peer may send.
-    """
+    """One connection to one rank."""
 
     def __init__(self, sock: socket.socket, mailbox: Mailbox | None, limit_bytes: int) -> None:
         sock.setblocking(False)
@@ -104,20 +67,7 @@ class Connection:
         self.fd: int = sock.fileno()
 
     def send(self, kind: int, seq: int, body: bytes, until: float) -> None:
-        """Send one frame.
-
-        Local.
-
-        Args:
-            kind: one of the kinds of this module.
-            seq: number of the round.
-            body: any bytes.
-            until: when to give up, by ``time.monotonic()``.
-
-        Raises:
-            ConnectionClosed: the peer is gone.
-            TimeoutError: it doesn't read.
-        """
+        """Send one frame."""
         mailbox = self.mailbox
         if mailbox is not None and kind <= ALL and len(body) <= MAILBOX_BYTES:
             if mailbox.put(kind, seq, body):
@@ -129,14 +79,8 @@ class Connection:
         self._transmit(kind, seq, body, until)
 
     def offer(self, kind: int, seq: int, body: bytes, until: float) -> None:
-        """Send one frame as `send` does; what isn't taken in time goes before the next frame.
-
-        Local. So a peer that doesn't read costs no connection.
-
-        Raises:
-            ConnectionClosed: the peer is gone.
-            TimeoutError: it doesn't read, and nothing was sent.
-        """
+        """Send one frame as `send` does; what isn't taken in time goes before the next frame."""
+        # So a peer that doesn't read costs no connection.
         self._resume(until)
         self._is_within = True
         self._rest = self._put_all(_packed(kind, seq, body), until)
@@ -184,16 +128,8 @@ class Connection:
             raise ConnectionClosed(str(error)) from None
 
     def take(self) -> Frame | None:
-        """Take what has come.
-
-        Local; never waits.
-
-        Returns:
-            Kind, sequence number and body; None if no whole frame is there yet.
-
-        Raises:
-            ConnectionClosed: the peer is gone and all that it sent was taken, or it sent nonsense.
-        """
+        """Take what has come."""
+        # Local; never waits.
         while True:
             mailbox = self.mailbox
             frame = None if mailbox is None else mailbox.take()
@@ -219,7 +155,7 @@ class Connection:
         return True
 
     def is_writable(self, wait_s: float) -> bool:
-        """Tell whether the kernel has room for a short frame, or has within some time. Local."""
+        """Tell whether the kernel has room for a short frame, or has within some time."""
         writable = select.poll()
         writable.register(self.fd, select.POLLOUT)
         return any(event & select.POLLOUT for _, event in writable.poll(wait_s * 1000))
@@ -239,7 +175,7 @@ class Connection:
         return False
 
     def sleep(self, is_asleep: bool) -> None:
-        """Say whether the next frame must wake this rank. Local."""
+        """Say whether the next frame must wake this rank."""
         mailbox = self.mailbox
         if mailbox is not None:
             mailbox.sleep(is_asleep)
@@ -264,7 +200,7 @@ class Connection:
         return kind, seq, body
 
     def close(self) -> None:
-        """Close the connection. Local."""
+        """Close the connection."""
         self._sock.close()
         self.mailbox = None  # the memory goes once nobody looks at it
 

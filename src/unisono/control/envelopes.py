@@ -20,17 +20,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-__all__ = (
-    "COPIED_BYTES",
-    "HEADER",
-    "START_BYTES",
-    "Blobs",
-    "call_head",
-    "join_blobs",
-    "read_call",
-    "split_blobs",
-)
-
 HEADER = struct.Struct("<BQQ")
 START_BYTES = 256
 """How much of a long blob is in the body: enough to tell of which call it is."""
@@ -46,26 +35,12 @@ _LONGEST_CALL = 1000  # bytes; the rest of a longer one is compared by its hash
 
 
 def join_blobs(blobs: Sequence[bytes], sizes: Sequence[int]) -> bytes:
-    """Make the body of a round's message. Local."""
+    """Make the body of a round's message."""
     return b"".join((struct.pack(f"<{len(sizes)}Q", *sizes), *blobs))
 
 
 def split_blobs(body: bytes, count: int, inline_bytes: int) -> Blobs:
-    """Take the body of a round's message apart.
-
-    Local.
-
-    Args:
-        body: what a peer sent.
-        count: how many blobs it has.
-        inline_bytes: the longest blob that is there as a whole.
-
-    Returns:
-        The blobs, as bytes, long ones as views of `body`; and their sizes.
-
-    Raises:
-        ValueError: it hasn't so many, or they aren't as long as it says.
-    """
+    """Take the body of a round's message apart."""
     at = count * _SIZE_BYTES
     if len(body) < at:
         raise ValueError(f"it sent {len(body)} bytes for the blobs of {count} ranks")
@@ -83,14 +58,7 @@ def split_blobs(body: bytes, count: int, inline_bytes: int) -> Blobs:
 
 @lru_cache(maxsize=256)
 def call_head(call: str, site: bytes) -> bytes:
-    """Make what precedes the value in the blob of a call.
-
-    Local, and pure.
-
-    Args:
-        call: the operation with all that must agree between ranks: ``"broadcast from 0"``.
-        site: the line that it was made on.
-    """
+    """Make what precedes the value in the blob of a call."""
     text = call.encode("utf-8", "backslashreplace")
     if len(text) > _LONGEST_CALL:
         text = text[:_LONGEST_CALL] + hashlib.sha256(text).hexdigest().encode()

@@ -36,8 +36,6 @@ from unisono.control.tree import Peers
 from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
 from unisono.tracebacks import hides
 
-__all__ = ("FailureDetector",)
-
 __tracebackhide__ = hides
 
 _log = logging.getLogger(__name__)
@@ -47,14 +45,7 @@ _MOST_ASKED = 64
 
 
 class FailureDetector:
-    """What one rank knows of ranks that are gone or late.
-
-    Args:
-        ranks: global ranks of the group, in order of places.
-        place: this rank's place.
-        peers: the ranks and processes that it can see.
-        steps: what this rank has begun on the data plane.
-    """
+    """What one rank knows of ranks that are gone or late."""
 
     # The group, as this rank sees it; `failure` is set once and stays:
     #   idle --enter--> in a round --leave--> idle
@@ -109,7 +100,7 @@ class FailureDetector:
         self._close()
 
     def disown(self) -> None:
-        """Close what a forked child has inherited; its parent goes on with it. Local."""
+        """Close what a forked child has inherited; its parent goes on with it."""
         if self._close.detach() is None:
             return
         self._sideband.disown()
@@ -119,11 +110,7 @@ class FailureDetector:
             os.close(fd)
 
     def say_farewell(self, how: str) -> None:
-        """Let the others know that this rank leaves in good order. Local.
-
-        Args:
-            how: what it does: "left", or "ended its program".
-        """
+        """Let the others know that this rank leaves in good order."""
         if self.failure is not None or self._is_in_round or not self._close.alive:
             return
         call = signatures.describe(self._blob) if self._seq else ""
@@ -135,11 +122,7 @@ class FailureDetector:
         self._sideband.send_farewell(Farewell(text, dict(self._steps.counts)))
 
     def enter(self, seq: int, blob: bytes) -> None:
-        """Take note of the round that this thread begins, and of what it gives. Local.
-
-        Raises:
-            CollectiveError: the group has failed before.
-        """
+        """Take note of the round that this thread begins, and of what it gives."""
         if self.failure is not None:
             raise type(self.failure)(*self.failure.args)
         self._seq, self._blob, self._is_in_round = seq, blob, True
@@ -148,11 +131,7 @@ class FailureDetector:
         self._steps.last = ""
 
     def leave(self) -> None:
-        """Take note that the round is over, whether it failed or not. Local.
-
-        Raises:
-            CollectiveError: another thread tried to begin one meanwhile: the ranks are out of step.
-        """
+        """Take note that the round is over, whether it failed or not."""
         self.waits, self._is_in_round = None, False
         if self._unsent_failure:
             self._send_failure(self._unsent_failure)
@@ -160,7 +139,7 @@ class FailureDetector:
             self.raise_failure(FailureReport("threads", self._concurrent_calls))
 
     def state(self, group: str) -> State:
-        """Say where this rank is, and how far in the group of that name. Local."""
+        """Say where this rank is, and how far in the group of that name."""
         waits_for = None
         if self.waits is not None:
             places, got = self.waits
@@ -173,18 +152,8 @@ class FailureDetector:
     def raise_if_gone(
         self, among: Collection[int] | None = None, group: str = "", step: int = 0
     ) -> None:
-        """Raise if a rank is gone; frames of rounds stay where they are.
-
-        Local. A reported failure comes first: some ranks may have left because of it.
-
-        Args:
-            among: places that count; None for all.
-            group: the name of the group whose operation waits.
-            step: its number there: ranks that had done it before they left don't count.
-
-        Raises:
-            CollectiveError: a rank is gone.
-        """
+        """Raise if a rank is gone; frames of rounds stay where they are."""
+        # A reported failure comes first: some ranks may have left because of it.
         counts = [place for place in self.pidfds if among is None or place in among]
         ended = [place for place in counts if has_ended(self.pidfds[place])]
         ended = [place for place in ended if not self._is_done(place, group, step)]
@@ -209,16 +178,8 @@ class FailureDetector:
         return step > 0 and self._sideband.is_cut_off(place)
 
     def late(self, places: Iterable[int], group: str, step: int, is_over: bool) -> str:
-        """Say which ranks haven't come to an operation of the data plane.
-
-        Local; waits a second at most.
-
-        Args:
-            places: the places that take part.
-            group: the group's name.
-            step: the number of the operation there.
-            is_over: whether its time is over, which all ranks then learn.
-        """
+        """Say which ranks haven't come to an operation of the data plane."""
+        # Local; waits a second at most.
         asked = [place for place in places if place != self._place][:_MOST_ASKED]
         states = self._ask(asked, group)
         reported = self._sideband.late(group, step)
@@ -237,7 +198,7 @@ class FailureDetector:
         return text
 
     def forward_warning(self, body: bytes, source: int) -> None:
-        """Log a neighbour's warning of a long wait, and pass it down the tree. Local."""
+        """Log a neighbour's warning of a long wait, and pass it down the tree."""
         self._has_warned = True
         _log.warning("%s", body.decode("utf-8", "replace"))
         self._notify([place for place in self._links.downs if place != source], body)
@@ -257,15 +218,9 @@ class FailureDetector:
                 self._connections[place].send(NOTICE, self._seq, body, time.monotonic() + 1)
 
     def interrupt(self, how: str, is_alone: bool) -> None:
-        """Take note that this rank left a collective half-way, and tell all others.
-
-        Local. Nobody knows what the others have of it, so what this rank calls next is refused, and
-        those that wait for it learn that it won't come.
-
-        Args:
-            how: what interrupted which call.
-            is_alone: whether no other thread may be sending.
-        """
+        """Take note that this rank left a collective half-way, and tell all others."""
+        # Nobody knows what the others have of it, so what this rank calls next is refused, and
+        # those that wait for it learn that it won't come.
         rank = self._ranks[self._place]
         report = FailureReport("peer", f"rank {rank} was interrupted: {how}", rank)
         error = CollectiveError(
@@ -275,14 +230,7 @@ class FailureDetector:
         self._fail(error, report, is_alone)
 
     def give_up(self, text: str, is_alone: bool) -> None:
-        """Take note that the time of an operation of the data plane is over, and tell all others.
-
-        Local.
-
-        Args:
-            text: which ranks didn't come to which operation.
-            is_alone: whether no other thread may be sending.
-        """
+        """Record that an operation of the data plane is overdue, and tell all others."""
         self._fail(CollectiveTimeoutError(text), FailureReport("timeout", text), is_alone)
 
     def _fail(self, error: CollectiveError, report: FailureReport, is_alone: bool) -> None:
@@ -301,14 +249,14 @@ class FailureDetector:
                     connection.send(FAIL, self._seq, body, time.monotonic() + 1)
 
     def raise_not_begun(self, blob: bytes) -> NoReturn:
-        """Raise because the group's lock wasn't free before the deadline. Local."""
+        """Raise because the group's lock wasn't free before the deadline."""
         raise CollectiveTimeoutError(
             f"{self._me()}: {signatures.describe(blob)} wasn't begun before its deadline: another "
             "thread is looking for ranks that are gone"
         )
 
     def raise_nested(self, blob: bytes) -> NoReturn:
-        """Raise because the round is within another one of the same thread. Local."""
+        """Raise because the round is within another one of the same thread."""
         raise CollectiveError(
             f"{self._me()}: {signatures.describe(blob)} was called within "
             f"{signatures.describe(self._blob)}, by a signal handler or a "
@@ -316,11 +264,7 @@ class FailureDetector:
         )
 
     def raise_if_concurrent(self, thread_id: int, blob: bytes) -> None:
-        """Raise if another thread is inside a round. Local.
-
-        Raises:
-            CollectiveError: it is; the other ranks may take part in either call.
-        """
+        """Raise if another thread is inside a round."""
         if not thread_id or thread_id == threading.get_ident():
             return
         self._concurrent_calls = (
@@ -331,7 +275,7 @@ class FailureDetector:
         raise CollectiveError(f"{self._me()}: {self._concurrent_calls}")
 
     def raise_gone(self, place: int, how: str = "") -> NoReturn:
-        """Fail because of a rank that is gone. Local."""
+        """Fail because of a rank that is gone."""
         rank, pid = self._ranks[place], self._pids.get(place)
         who = f"rank {rank}" if pid is None else f"rank {rank} (pid {pid} on this host)"
         ended = pid is not None and place in self.pidfds and has_ended(self.pidfds[place])
@@ -353,17 +297,17 @@ class FailureDetector:
     def raise_timeout(
         self, places: tuple[int, ...], got: Mapping[int, Blobs], states: dict[int, State]
     ) -> NoReturn:
-        """Fail because some of `places` didn't come, given what `ask` found. Local."""
+        """Fail because some of `places` didn't come, given what `ask` found."""
         self.raise_failure(FailureReport("timeout", self._report(places, got, states)))
 
     def raise_blocked(self, place: int) -> NoReturn:
-        """Fail because a neighbour doesn't read what it is sent. Local."""
+        """Fail because a neighbour doesn't read what it is sent."""
         late = Missing(self._ranks[place], pid=self._pids.get(place))
         text = f"{late}\n  it hasn't read what it was sent"
         self.raise_failure(FailureReport("timeout", text))
 
     def raise_failure(self, failure: FailureReport, source: int | None = None) -> NoReturn:
-        """Tell all neighbours but the one that it came from, then raise. Local."""
+        """Tell all neighbours but the one that it came from, then raise."""
         body = failure.encode()
         self._sideband.broadcast_failure(body)
         self._send_failure(body, source)

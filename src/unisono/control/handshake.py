@@ -29,19 +29,12 @@ from unisono.model import fallback
 from unisono.payload.memory import from_bytes, to_bytes
 from unisono.topology import Group
 
-__all__ = ("Check", "Provable", "authenticate", "strangers", "accept_authenticated")
-
 _TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 
 
 def strangers() -> str:
-    """Name the processes of other users of this host that are connected to this one.
-
-    Local. Linux alone tells, and the process's id only to a user that may see it.
-
-    Returns:
-        What can follow a sentence; empty where there is none, or none can be found.
-    """
+    """Name the processes of other users of this host that are connected to this one."""
+    # Linux alone tells, and the process's id only to a user that may see it.
     with contextlib.suppress(OSError, ValueError, IndexError):
         mine = set(_inodes("self"))
         rows = [row for table in _TABLES for row in _rows(table)]
@@ -88,14 +81,7 @@ Check = Callable[[socket.socket], Generator[int, bytes, "T | None"]]
 
 @dataclass(slots=True)
 class _Handshake(Generic[T]):
-    """One connection that hasn't proved itself yet.
-
-    Args:
-        sock: the connection.
-        dialogue: yields how many bytes it wants next, and returns what the connection proved to be.
-        n_expected: bytes that the dialogue waits for.
-        received: those of them that have come.
-    """
+    """One connection that hasn't proved itself yet."""
 
     sock: socket.socket
     dialogue: Generator[int, bytes, T | None]
@@ -103,7 +89,7 @@ class _Handshake(Generic[T]):
     received: bytes = b""
 
     def advance(self) -> tuple[bool, T | None]:
-        """Read what is there; tell whether the dialogue is over, and its result. Local."""
+        """Read what is there; tell whether the dialogue is over, and its result."""
         try:
             self.n_expected = self.n_expected or next(self.dialogue)
             while part := self.sock.recv(self.n_expected - len(self.received)):
@@ -165,22 +151,9 @@ def accept_authenticated(
     stop: socket.socket | None = None,
     refused: Callable[[str], None] | None = None,
 ) -> Generator[tuple[socket.socket, T], None, None]:
-    """Accept connections and authenticate them without letting one block another.
-
-    Local. All may prove themselves at the same time, and until the end: members of a busy host are
-    slow. At a Unix-domain socket processes of other users are dropped at once.
-
-    Args:
-        listener: the socket that they connect to.
-        check: called with a connection: a generator that yields how many bytes it wants next, gets
-            them, and returns what the connection has proved to be; None drops it.
-        until: when to end, on the clock of ``time.monotonic``; None for never.
-        stop: ends it too, once there is something to read.
-        refused: called with a description of each process of another user.
-
-    Yields:
-        A connection, which doesn't block, and what it has proved to be.
-    """
+    """Accept connections and authenticate them without letting one block another."""
+    # All may prove themselves at the same time, and until the end: members of a busy host are
+    # slow. At a Unix-domain socket processes of other users are dropped at once.
     listener.setblocking(False)
     with selectors.DefaultSelector() as selector:
         pending: _Pending[T] = _Pending(selector)
@@ -230,21 +203,8 @@ def authenticate(
     label: str,
     device: torch.device | None = None,
 ) -> None:
-    """Let each rank of a group prove to each other that it knows the secret of the job.
-
-    Collective over `group`.
-
-    Args:
-        model: what carries the proofs.
-        group: the ranks that take part.
-        secret: what strangers can't know.
-        label: tells groups of the same ranks apart.
-        device: where the group takes tensors; None for where the model does.
-
-    Raises:
-        PeerRefusedError: another process answered in place of a rank; on those it answered.
-        CollectiveError: a peer failed or didn't come.
-    """
+    """Let each rank of a group prove to each other that it knows the secret of the job."""
+    # Collective over `group`.
     ranks, place = model.topology.members(group), model.topology.position(group)
     shape = (len(ranks), _BYTES)
     device = model.transport_device if device is None else device

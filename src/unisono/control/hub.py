@@ -35,8 +35,6 @@ from unisono.host.arena import Arena
 from unisono.topology import usable_cores
 from unisono.tracebacks import hides
 
-__all__ = ("Hub", "SpinPolicy")
-
 __tracebackhide__ = hides
 
 _SPIN_S = 200e-6  # longer than a wake-up takes, or one slow round would make the next one slow
@@ -44,10 +42,9 @@ _MOST_NAPS = 64
 
 
 class SpinPolicy:
-    """What one rank has learnt of its waits.
+    """What one rank has learnt of its waits."""
 
-    Where spinning was in vain, the next waits sleep at once: twice as many each time, up to 64.
-    """
+    # Where spinning was in vain, the next waits sleep at once: twice as many each time, up to 64.
 
     def __init__(self) -> None:
         self.naps: int = 0
@@ -55,7 +52,7 @@ class SpinPolicy:
         self._next_naps = 1
 
     def learn(self, has_come: bool) -> None:
-        """Take note of how spinning ended. Local."""
+        """Take note of how spinning ended."""
         self.naps = 0 if has_come else self._next_naps
         self._next_naps = 1 if has_come else min(2 * self._next_naps, _MOST_NAPS)
 
@@ -70,15 +67,7 @@ _NEVER = float("inf")
 
 
 class Hub:
-    """The control plane of one group.
-
-    Args:
-        ranks: global ranks of the group, in order of places.
-        place: this rank's place.
-        peers: the ranks it is connected to, and the processes of its host.
-        warn_after_s: seconds after which a rank that waits says once which ranks are missing.
-        steps: what this rank has begun on the data plane.
-    """
+    """The control plane of one group."""
 
     def __init__(
         self,
@@ -127,36 +116,24 @@ class Hub:
         return all(connection.mailbox is not None for connection in self._connections.values())
 
     def close(self, farewell: str = "") -> None:
-        """Leave the group. Local; harmless the second time.
-
-        Args:
-            farewell: what the others hear this rank did, such as "left"; empty for no word, as of
-                one that failed.
-        """
+        """Leave the group. Local; harmless the second time."""
         if farewell:
             self._detector.say_farewell(farewell)
         self._detector.close()
 
     def say_farewell(self, how: str) -> None:
-        """Let the others know that this rank calls nothing more. Local."""
+        """Let the others know that this rank calls nothing more."""
         self._detector.say_farewell(how)
 
     def disown(self) -> None:
-        """Close what a forked child has inherited of its parent's. Local."""
+        """Close what a forked child has inherited of its parent's."""
         self._detector.disown()
 
     def gone(
         self, ranks: Collection[int] | None = None, group: str = "", step: int = 0
     ) -> Absent | None:
-        """Tell which rank is known to be gone, if any.
-
-        Local; doesn't wait.
-
-        Args:
-            ranks: global ranks that count; None for all of the group.
-            group: the name of the group whose operation waits.
-            step: its number there: ranks that had done it before they left don't count.
-        """
+        """Tell which rank is known to be gone, if any."""
+        # Local; doesn't wait.
         detector = self._detector
         if detector.gone is None:
             try:
@@ -174,38 +151,15 @@ class Hub:
         return absent if absent is None or ranks is None or absent.rank in ranks else None
 
     def late(self, group: str, ranks: tuple[int, ...], step: int, is_over: bool) -> str:
-        """Say which ranks haven't come to an operation of the data plane.
-
-        Local; waits a second at most.
-
-        Args:
-            group: the name of the group that it is in.
-            ranks: those of the group, ``()`` for all ranks.
-            step: its number there.
-            is_over: whether its time is over, which all ranks then learn.
-        """
+        """Say which ranks haven't come to an operation of the data plane."""
+        # Local; waits a second at most.
         return self._detector.late(self._places(ranks or self._ranks), group, step, is_over)
 
     def _places(self, ranks: Collection[int]) -> list[int]:
         return [place for place, rank in enumerate(self._ranks) if rank in ranks]
 
     def exchange(self, blob: bytes, until: float) -> Blobs:
-        """Give every rank the blobs of all, in order of places.
-
-        Collective over the group.
-
-        Args:
-            blob: this rank's.
-            until: when to give up, by ``time.monotonic()``.
-
-        Returns:
-            The blobs, long ones as views, and their sizes; of one over `inline_bytes` the start.
-
-        Raises:
-            PeerFailedError: a rank is gone.
-            CollectiveTimeoutError: ranks didn't come in time; names them.
-            CollectiveError: an earlier round was interrupted, or another thread is in one.
-        """
+        """Give every rank the blobs of all, in order of places. Collective over the group."""
         detector = self._detector
         try:  # an interrupt may come just after the lock was taken: it knows whose it is
             if not self._lock.acquire(blocking=False):
@@ -246,11 +200,11 @@ class Hub:
         return self._detector.failure
 
     def interrupt(self, how: str) -> None:
-        """Take note that this rank comes no more, and tell the others. Local."""
+        """Take note that this rank comes no more, and tell the others."""
         self._tell(self._detector.interrupt, how)
 
     def give_up(self, text: str) -> None:
-        """Take note that the time of an operation is over for all ranks, and tell them. Local."""
+        """Take note that the time of an operation is over for all ranks, and tell them."""
         self._tell(self._detector.give_up, text)
 
     def _tell(self, tell: Callable[[str, bool], None], text: str) -> None:

@@ -30,8 +30,6 @@ from unisono.host.page_copies import PageCopy, copied, packed, to_plain
 from unisono.host.status_page import pages
 from unisono.host.status_socket import StatusSocket
 
-__all__ = ("Inquiries",)
-
 _MOST = 4  # inquiries, and answers, at a time
 _REQUEST_S = 1.0  # for the asker to say what it wants, and to read the answer
 _REQUEST_BYTES = 1 << 16
@@ -46,14 +44,7 @@ _CANNOT = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowErr
 
 @dataclass(slots=True)
 class _Inquiry:
-    """What has come to one inquiry.
-
-    Args:
-        asked_ns: when each place was asked.
-        came_ns: when its first part came.
-        parts: what came, by place and number.
-        n_parts: how many parts there are, by place.
-    """
+    """What has come to one inquiry."""
 
     asked_ns: dict[int, int] = field(default_factory=dict)
     came_ns: dict[int, int] = field(default_factory=dict)
@@ -61,28 +52,21 @@ class _Inquiry:
     n_parts: dict[int, int] = field(default_factory=dict)
 
     def who_answered(self, seat: Seat) -> int | None:
-        """Give the place of a seat that has answered in full, if any. Local."""
+        """Give the place of a seat that has answered in full, if any."""
         for place in seat.places:
             if place in self.n_parts and len(self.parts[place]) == self.n_parts[place]:
                 return place
         return None
 
     def line(self, place: int) -> dict[str, Any]:
-        """Say what a place answered. Local."""
+        """Say what a place answered."""
         parts = [self.parts[place][number] for number in range(self.n_parts[place])]
         asked_ns, came_ns = self.asked_ns[place], self.came_ns[place]
         return {"place": place, "asked_ns": asked_ns, "came_ns": came_ns, "parts": parts}
 
 
 class Inquiries:
-    """What one rank does for those who ask about other hosts, and for those who ask about its own.
-
-    Args:
-        place: this rank's place.
-        seats: all places; where there is one seat alone nobody needs to ask.
-        offer: sends a frame of a kind towards a place, if there is room within some seconds; tells
-            whether there was.
-    """
+    """What one rank does for those who ask about other hosts, or about its own."""
 
     # An inquiry: accepted, its user is another one, or too many are under way --> closed
     #   greeted --a line came--> the first place of each other seat is asked
@@ -119,14 +103,8 @@ class Inquiries:
             self._socket.close()
 
     def accept(self) -> bool:
-        """Let a thread serve who came.
-
-        Local; doesn't wait.
-
-        Returns:
-            Whether somebody may come next; False where this process can't take anybody for a
-            while, as without a free descriptor: who came stays, and the socket readable.
-        """
+        """Let a thread serve who came."""
+        # Local; doesn't wait.
         if self._socket is None:
             return False
         try:
@@ -142,13 +120,8 @@ class Inquiries:
         return True
 
     def handle(self, kind: int, message: Mapping[str, Any]) -> None:
-        """Take a frame of another rank's or for one of this rank's inquiries.
-
-        Local; doesn't wait.
-
-        Raises:
-            ValueError: it can't be read, as do KeyError and TypeError.
-        """
+        """Take a frame of another rank's or for one of this rank's inquiries."""
+        # Local; doesn't wait.
         if kind == LOOK:
             self._start(self._answer, dict(message))
         elif kind == SEEN:

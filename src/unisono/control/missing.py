@@ -11,18 +11,6 @@ from pathlib import Path
 
 from unisono.arguments import number_in
 
-__all__ = (
-    "Absent",
-    "Farewell",
-    "Missing",
-    "has_ended",
-    "is_stopped",
-    "named",
-    "report",
-    "warn_after_s",
-    "open_pidfds",
-)
-
 _WARN_AFTER_S = 30.0
 _STOPPED, _ENDED = b"T", b"Z"
 _STATES = {_STOPPED: "it is stopped by a signal", _ENDED: "its process has ended"}
@@ -30,13 +18,7 @@ _MOST_NAMED = 8
 
 
 def warn_after_s() -> float:
-    """Give the seconds after which a wait warns once which ranks it waits for.
-
-    Local.
-
-    Raises:
-        EnvironmentDetectionError: ``UNISONO_WARN_AFTER_S`` isn't such a number.
-    """
+    """Give the seconds after which a wait warns once which ranks it waits for."""
     return number_in("UNISONO_WARN_AFTER_S", _WARN_AFTER_S)
 
 
@@ -50,32 +32,19 @@ class Absent:
 
 @dataclass(frozen=True, slots=True)
 class Farewell:
-    """What a rank tells the others before it leaves in good order.
-
-    Args:
-        how: when it leaves, as in "left after barrier at train.py:8".
-        steps: how many operations of the data plane it took part in, by the name of the group.
-    """
+    """What a rank tells the others before it leaves in good order."""
 
     how: str
     steps: Mapping[str, int]
 
     def has_done(self, group: str, step: int) -> bool:
-        """Tell whether it had done its part in an operation; 0 is one yet to come. Local."""
+        """Tell whether it had done its part in an operation; 0 is one yet to come."""
         return 0 < step <= self.steps.get(group, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A rank that did not come.
-
-    Args:
-        rank: its global rank.
-        behind: global ranks that are reached through it alone.
-        pid: its process id on this host, None if it is elsewhere.
-        stack: where its thread is, as `stack_of` says it; empty if it didn't answer.
-        last: the collective that it began last, and where; empty if that isn't known.
-    """
+    """A rank that did not come."""
 
     rank: int
     behind: Sequence[int] = ()
@@ -87,13 +56,7 @@ class Missing:
         return self.text()
 
     def text(self, call: str = "") -> str:
-        """Say what is known of the rank, the line that it is at first.
-
-        Local.
-
-        Args:
-            call: the call that it didn't come to.
-        """
+        """Say what is known of the rank, the line that it is at first."""
         head = f"rank {self.rank}"
         if self.behind:
             head += f", or one of {list(self.behind)} behind it,"
@@ -110,18 +73,7 @@ class Missing:
 
 
 def report(call: str, came: Mapping[int, str], missing: Sequence[Missing]) -> str:
-    """Say which ranks haven't come, where they are, and which have come with which call.
-
-    Local.
-
-    Args:
-        call: the call that ranks didn't come to.
-        came: what each global rank that has come called.
-        missing: the ranks that haven't come.
-
-    Returns:
-        Several lines.
-    """
+    """Say which ranks haven't come, where they are, and which have come with which call."""
     lines = [late.text(call) for late in missing[:_MOST_NAMED]]
     if len(missing) > _MOST_NAMED:
         lines.append(f"nor did ranks {[late.rank for late in missing[_MOST_NAMED:]]}")
@@ -134,7 +86,7 @@ def report(call: str, came: Mapping[int, str], missing: Sequence[Missing]) -> st
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Write some ranks for a sentence. Local, and pure."""
+    """Write some ranks for a sentence."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown = [str(rank) for rank in ranks]
@@ -148,21 +100,13 @@ def _state(pid: int) -> bytes:
 
 
 def is_stopped(pid: int | None) -> bool:
-    """Tell whether a process of this host has been stopped by a signal. Local."""
+    """Tell whether a process of this host has been stopped by a signal."""
     return pid is not None and _state(pid) == _STOPPED
 
 
 def open_pidfds(pids: Mapping[int, int]) -> dict[int, int]:
-    """Open a descriptor for each process that becomes readable when the process ends.
-
-    Local. Linux alone has them.
-
-    Args:
-        pids: process ids by key.
-
-    Returns:
-        Descriptors by the same keys, without those that can't be opened.
-    """
+    """Open a descriptor for each process that becomes readable when the process ends."""
+    # Linux alone has them.
     opened: dict[int, int] = {}
     for key, pid in pids.items():
         if hasattr(os, "pidfd_open"):
@@ -172,7 +116,7 @@ def open_pidfds(pids: Mapping[int, int]) -> dict[int, int]:
 
 
 def has_ended(pidfd: int) -> bool:
-    """Tell whether the process of a descriptor has ended. Local."""
+    """Tell whether the process of a descriptor has ended."""
     readable = select.poll()
     readable.register(pidfd, select.POLLIN)
     return bool(readable.poll(0))

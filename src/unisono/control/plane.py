@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     from unisono.model.contract import ComputationModel
 
-__all__ = ("INLINE_BYTES", "ControlPlane", "SocketControlPlane", "control_of")
-
 __tracebackhide__ = hides
 
 INLINE_BYTES = 1 << 16
@@ -50,11 +48,7 @@ _TENSOR_PART = 4
 
 
 class ControlPlane:
-    """What the facade asks of a context beside its collectives.
-
-    Args:
-        model: the model that holds it.
-    """
+    """What the facade asks of a context beside its collectives."""
 
     is_thread_bound: bool = False
     """Whether `initialize`, or finding a context, binds it to one thread instead of the process.
@@ -84,86 +78,61 @@ class ControlPlane:
 
     @property
     def allows_threads(self) -> bool:
-        """Whether another thread than the user's may make the model's calls. Local."""
+        """Whether another thread than the user's may make the model's calls."""
         return True
 
     @property
     def separates_groups(self) -> bool:
-        """Whether calls over different groups may run at once, in a thread each. Local.
-
-        Not on accelerators: NCCL may wait forever where ranks begin them in another order.
-        """
+        """Whether calls over different groups may run at once, in a thread each."""
+        # Not on accelerators: NCCL may wait forever where ranks begin them in another order.
         return self.model.transport_device.type == "cpu"
 
     def has_met(self, group: Group | None) -> bool:
-        """Return whether a group's first call, at which its ranks agree, is done. Local."""
+        """Return whether a group's first call, at which its ranks agree, is done."""
         return True
 
     def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
-        """Give the size of the longest CPU tensor that travels in an exchange of `group`.
-
-        Local, and the same on every rank.
-
-        Args:
-            group: the ranks that take part.
-            folds: for a tensor that everybody reduces from the bytes of all; less than 0 where the
-                model's `all_reduce` is better for any.
-        """
+        """Give the size of the longest CPU tensor that travels in an exchange of `group`."""
+        # Local, and the same on every rank.
         return -1 if folds else fallback.INLINE_TENSOR_BYTES
 
     def memory(self, group: Group | None) -> MemoryCollectives | None:
-        """Give what sums CPU tensors of `group` through memory that the ranks of a host share.
-
-        Local, or collective at creation of that memory.
-        """
+        """Give what sums CPU tensors of `group` through memory that the ranks of a host share."""
+        # Local, or collective at creation of that memory.
         return None
 
     def host(self, group: Group | None) -> HostCollectives | None:
-        """Give it where all ranks of `group` are on one host; it has all collectives.
-
-        Local, as `memory`.
-        """
+        """Give it where all ranks of `group` are on one host; it has all collectives."""
+        # Local, as `memory`.
         memory = self.memory(group)
         return memory if isinstance(memory, HostCollectives) else None
 
     def checks(self, group: Group | None) -> bool | None:
-        """Return whether ranks compare calls before each collective of the data plane.
-
-        Local, or collective at creation of what they agree over.
-
-        Returns:
-            None for where it costs little, which `compares_calls` tells.
-        """
+        """Return whether ranks compare calls before each collective of the data plane."""
+        # Local, or collective at creation of what they agree over.
         return checks_by([self.setting])
 
     def compares_calls(self, group: Group | None) -> bool:
-        """Tell whether comparing the ranks' calls costs little beside a collective of `group`.
-
-        Local, or collective at creation of what they are compared over. Where it is False, what one
-        rank refuses or calls differently is an error on the others at the deadline alone.
-        """
+        """Tell whether comparing the ranks' calls costs little beside a collective of `group`."""
+        # Local, or collective at creation of what they are compared over. Where it is False, what
+        # one rank refuses or calls differently is an error on the others at the deadline alone.
         model = self.model
         return model.transport_device.type == "cpu" and model.topology.size(group) > 1
 
     def watch_over(self, group: Group) -> None:
-        """Watch for this rank's last reference to a group; a later `begin_group` ends it. Local."""
+        """Watch for this rank's last reference to a group; a later `begin_group` ends it."""
         # A finalizer runs in any thread and in the middle of any call, so it only takes note.
         note = weakref.finalize(group, self._dropped.append, (group.name, group.ranks))
         note.atexit = False
 
     def begin_group(self, ranks: tuple[int, ...]) -> None:
-        """End groups that were dropped, before another one is made.
-
-        Local, or collective over all ranks, which then compare what they make.
-
-        Args:
-            ranks: those of the group that is made next.
-        """
+        """End groups that were dropped, before another one is made."""
+        # Local, or collective over all ranks, which then compare what they make.
         while self._dropped:
             self.end(self._dropped.popleft()[0])
 
     def end(self, name: str) -> None:
-        """Drop what is kept by the name of a group. Local."""
+        """Drop what is kept by the name of a group."""
         self.steps.forget(name)
         self.ended.append(name)
 
@@ -172,42 +141,33 @@ class ControlPlane:
         return fallback.at_least_one(size_bytes)
 
     def settle(self) -> None:
-        """Let a lazy device compute what was asked of it. Local."""
+        """Let a lazy device compute what was asked of it."""
 
     def interrupt(self, how: str) -> None:
-        """Tell the other ranks that this one left a collective half-way. Local."""
+        """Tell the other ranks that this one left a collective half-way."""
 
     def say_farewell(self, how: str) -> None:
-        """Tell the other ranks that this one calls nothing more. Local."""
+        """Tell the other ranks that this one calls nothing more."""
 
     def close(self, farewell: str = "left") -> None:
-        """Close the connections. Local.
-
-        Args:
-            farewell: what the others hear this rank did; empty for no word, as of one that failed.
-        """
+        """Close the connections."""
 
     def disown(self) -> None:
-        """Close what a forked child has inherited, without a word to the others. Local."""
+        """Close what a forked child has inherited, without a word to the others."""
 
     def take_over(self, other: Self) -> None:
-        """Share what the ranks made together for another view of this context. Local."""
+        """Share what the ranks made together for another view of this context."""
         self.steps, self.ended, self._dropped = other.steps, other.ended, other._dropped
 
 
 def control_of(model: ComputationModel) -> ControlPlane:
-    """Give the control plane that a model holds, else the default one. Local."""
+    """Give the control plane that a model holds, else the default one."""
     control: ControlPlane | None = getattr(model, "control", None)
     return ControlPlane(model) if control is None else control
 
 
 class SocketControlPlane(ControlPlane):
-    """The ranks meet at sockets, one hub for each group; the first call of a group connects it.
-
-    Args:
-        model: the model that holds it.
-        timeout_s: seconds that a collective may take; None for no limit.
-    """
+    """The ranks meet at sockets, one hub for each group; the first call of a group connects it."""
 
     def __init__(self, model: ComputationModel, timeout_s: float | None) -> None:
         super().__init__(model)
@@ -237,21 +197,8 @@ class SocketControlPlane(ControlPlane):
         """The ranks of groups that this one has dropped, until all of them have."""
 
     def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
-        """Give every rank the bytes of every rank; the first call of a group connects it.
-
-        Collective over `group`.
-
-        Args:
-            blob: any bytes, of any length.
-            group: the ranks that take part.
-
-        Returns:
-            The blobs in the order of ranks.
-
-        Raises:
-            PeerFailedError: a rank is gone.
-            CollectiveTimeoutError: ranks didn't come in time; names them.
-        """
+        """Give every rank the bytes of every rank; the first call of a group connects it."""
+        # Collective over `group`.
         if self._is_alone or (group is not None and len(group.ranks) == 1):
             return [blob]
         hub = self.hubs.get(EVERYBODY if group is None else group.name) or self._hub(group)
@@ -287,10 +234,8 @@ class SocketControlPlane(ControlPlane):
         return super().checks(group) if hub is None else hub.checks
 
     def compares_calls(self, group: Group | None) -> bool:
-        """Tell whether all ranks share memory, and their tensors are there: it costs 20 us then.
-
-        Collective at creation: the first call of a group connects it.
-        """
+        """Tell whether all ranks share memory, and their tensors are there: it costs 20 us then."""
+        # Collective at creation: the first call of a group connects it.
         hub = self.hubs.get(EVERYBODY if group is None else group.name)
         if hub is None:
             model = self.model
@@ -359,10 +304,7 @@ class SocketControlPlane(ControlPlane):
         return handle is not None and sys.getrefcount(handle) >= count  # one was the group's
 
     def adopt(self, group: Group) -> None:
-        """Take note of a group that somebody else made, and end those that they have destroyed.
-
-        Local.
-        """
+        """Take note of a group that somebody else made, and end those that they have destroyed."""
         known = self._handles.get(group.name)
         if known is not None and known[0]() is group.handle:
             return
@@ -411,12 +353,12 @@ class SocketControlPlane(ControlPlane):
         return [hub for hub in list(self.hubs.values()) if hub is not None]  # threads add to them
 
     def interrupt(self, how: str) -> None:
-        """Tell the other ranks that this one left a collective half-way. Local."""
+        """Tell the other ranks that this one left a collective half-way."""
         for hub in self._connected():
             hub.interrupt(how)
 
     def say_farewell(self, how: str) -> None:
-        """Tell the other ranks that this one calls nothing more. Local."""
+        """Tell the other ranks that this one calls nothing more."""
         for hub in self._connected():
             hub.say_farewell(how)
 
@@ -425,11 +367,11 @@ class SocketControlPlane(ControlPlane):
         self._let_go(list(self.hubs), lambda hub: hub.close(farewell))
 
     def disown(self) -> None:
-        """Close what a forked child has inherited, without a word to the others. Local."""
+        """Close what a forked child has inherited, without a word to the others."""
         self._let_go(list(self.hubs), Hub.disown)
 
     def take_over(self, other: Self) -> None:
-        """Share the connections of another view of this context, and what they proved. Local."""
+        """Share the connections of another view of this context, and what they proved."""
         super().take_over(other)
         self.hubs, self.secret, self._memories = other.hubs, other.secret, other._memories
         self.proved, self._parts, self.is_one_host = other.proved, other._parts, other.is_one_host
@@ -438,15 +380,8 @@ class SocketControlPlane(ControlPlane):
             memory.belong_to(self)
 
     def gone(self, group: Group | None, step: int = 0) -> Absent | None:
-        """Tell which rank of a group is known to be gone, if any.
-
-        Local; doesn't wait, but for the word of one that has ended.
-
-        Args:
-            group: the ranks that take part.
-            step: the number of the operation in the group: a rank that had done it and left isn't
-                gone.
-        """
+        """Tell which rank of a group is known to be gone, if any."""
+        # Local; doesn't wait, but for the word of one that has ended.
         group, step = self._whole(group, step)
         name = name_of(group)
         for key in dict.fromkeys((name, EVERYBODY)):
@@ -458,37 +393,21 @@ class SocketControlPlane(ControlPlane):
         return None
 
     def failure(self, group: Group | None) -> CollectiveError | None:
-        """Give what every later round of a group raises, None while nothing has failed. Local.
-
-        Raises:
-            ContextError: the context has ended.
-        """
+        """Give what every later round of a group raises, None while nothing has failed."""
         hub = self.hubs.get(name_of(group))
         if hub is None:
             raise ContextError("finalize() was called meanwhile, by another thread")
         return hub.failure
 
     def give_up(self, group: Group | None, text: str) -> None:
-        """Tell the ranks of a group that the time of an operation is over. Local.
-
-        Args:
-            group: the ranks that take part.
-            text: which of them didn't come to which operation.
-        """
+        """Tell the ranks of a group that the time of an operation is over."""
         hub = self.hubs.get(name_of(group))
         if hub is not None:
             hub.give_up(text)
 
     def late(self, group: Group | None, step: int, is_over: bool = True) -> str:
-        """Say which ranks haven't come to an operation of the data plane, if it can be found out.
-
-        Local; waits a second at most.
-
-        Args:
-            group: the ranks that take part.
-            step: its number in the group.
-            is_over: whether its time is over, which all ranks then learn.
-        """
+        """Return which ranks haven't come to an operation of the data plane, if it is known."""
+        # Local; waits a second at most.
         group, step = self._whole(group, step)
         ranks = () if group is None else group.ranks
         name = name_of(group)
@@ -502,6 +421,6 @@ class SocketControlPlane(ControlPlane):
         return None, self.steps.counts.get(EVERYBODY, 0)
 
     def warn_after_s(self) -> float:
-        """Give the seconds after which a wait on the data plane names the missing ranks. Local."""
+        """Give the seconds after which a wait on the data plane names the missing ranks."""
         hub = next(iter(self._connected()), None)
         return math.inf if hub is None else hub.warn_after_s

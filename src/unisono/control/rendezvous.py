@@ -43,8 +43,6 @@ from unisono.host.mailbox import MAILBOX_BYTES, Mailbox, receive, send
 from unisono.model import fallback
 from unisono.topology import Group, boot_id, name_of, usable_cores
 
-__all__ = ("Connectable", "checks_by", "connect_group", "host_of_this_process")
-
 _log = logging.getLogger(__name__)
 _SET_UP_S = 10.0
 _RETRY_S = 0.01
@@ -66,25 +64,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Advertisement:
-    """What a rank tells all others of itself.
-
-    Args:
-        host: equal for ranks that share a host.
-        hostname: what that is called.
-        pid: its process id.
-        user: its user's id; None where there are none.
-        pid_namespace: equal for processes that see each other by the same ids; empty if unknown.
-        key: random; all keys together make the secret of the connections.
-        reason: why it can't be reached; empty if it can.
-        unix: the address of its Unix-domain socket.
-        tcp: its host and port, where it leads a host and there are others.
-        warn_after_s: its user's setting.
-        fan_out: likewise.
-        most_bytes: likewise.
-        shared_bytes: likewise.
-        debug: likewise.
-        wrong_setting: what `EnvironmentDetectionError` takes, where a setting isn't a number.
-    """
+    """What a rank tells all others of itself."""
 
     host: str
     hostname: str
@@ -105,15 +85,7 @@ class _Advertisement:
 
 @dataclass(slots=True)
 class _Vote:
-    """How a rank has fared.
-
-    Args:
-        reason: why it couldn't connect; empty if it could.
-        refused: which stranger answered it in place of a rank; empty if none did.
-        instead: that rank.
-        shares_memory: whether it shares memory with each neighbour.
-        has_arena: whether it has memory for tensors that all ranks of its host share, or is alone.
-    """
+    """How a rank has fared."""
 
     reason: str = ""
     refused: str = ""
@@ -123,7 +95,7 @@ class _Vote:
 
 
 def host_of_this_process() -> str:
-    """Name what this process shares with those that it can reach by a Unix-domain socket. Local."""
+    """Name what this process shares with those that it can reach by a Unix-domain socket."""
     with contextlib.suppress(OSError):
         return f"{boot_id()} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
     return f"{socket.gethostname()} {os.getuid() if hasattr(os, 'getuid') else ''}"
@@ -193,7 +165,7 @@ def _foreign_host_error(
 
 
 def _pid_namespace() -> str:
-    """Name what processes share that see each other by the same ids, empty if unknown. Local."""
+    """Name what processes share that see each other by the same ids, empty if unknown."""
     with contextlib.suppress(OSError):  # Linux alone has it
         return os.readlink("/proc/self/ns/pid")
     return ""
@@ -222,23 +194,8 @@ class Connectable(Protocol):
 def connect_group(
     control: Connectable, group: Group | None, inline_bytes: int, host: str | None = None
 ) -> Hub | None:
-    """Connect the ranks of a group.
-
-    Collective over `group`, in two rounds of the derived exchange; three where hosts differ.
-
-    Args:
-        control: what the hub is for; its model carries the advertisements.
-        group: the ranks that take part.
-        inline_bytes: longest blob that travels in a round.
-        host: what ranks that share a host have in common; None to find out.
-
-    Returns:
-        This rank's hub; None on every rank where some rank couldn't be connected.
-
-    Raises:
-        EnvironmentDetectionError: some rank's variable isn't a number; on every rank.
-        PeerRefusedError: a process that isn't of the job answered for a rank.
-    """
+    """Connect the ranks of a group."""
+    # Collective over `group`, in two rounds of the derived exchange; three where hosts differ.
     name = name_of(group)
     if control.secret is not None and name not in control.proved:
         authenticate(control.model, group, control.secret, name)
@@ -353,11 +310,7 @@ def _least_inline_bytes(adverts: list[_Advertisement]) -> int:
 
 
 def checks_by(settings: Sequence[str]) -> bool | None:
-    """Return whether ranks compare calls: where one wants it; not where no one does. Local.
-
-    Args:
-        settings: UNISONO_DEBUG of each rank.
-    """
+    """Return whether ranks compare calls: where one wants it; not where no one does."""
     if "1" in settings:
         return True
     return False if set(settings) == {"0"} else None
@@ -422,10 +375,8 @@ def _exchange_adverts(
     host: str | None,
     stack: contextlib.ExitStack,
 ) -> tuple[list[_Advertisement], list[socket.socket]]:
-    """Tell every rank where every rank can be reached, or why it can't.
-
-    The leader of a host takes a port only where there is another host, and after that is known.
-    """
+    """Tell every rank where every rank can be reached, or why it can't."""
+    # The leader of a host takes a port only where there is another host, and after that is known.
     listeners: list[socket.socket] = []
     model, advert = control.model, _advertise(control, host)
     try:
@@ -535,13 +486,7 @@ def _connect(
 
 
 class _Memory:
-    """What the ranks of this host share for tensors: made by the first, sent to the others.
-
-    Args:
-        adverts: of all ranks.
-        place: of this rank.
-        is_used: whether there is a use for it.
-    """
+    """What the ranks of this host share for tensors: made by the first, sent to the others."""
 
     def __init__(self, adverts: list[_Advertisement], place: int, is_used: bool) -> None:
         places = _places_by_host(adverts)[adverts[place].host]
@@ -557,18 +502,18 @@ class _Memory:
         return self.arena is not None or self._size == 1
 
     def make(self) -> None:
-        """Make it, where this rank is the first of several. Local."""
+        """Make it, where this rank is the first of several."""
         if self._is_used and self._position == 0 and self._size > 1:
             made = arena.make(self._size, usable_cores(), self._most_bytes)
             if made is not None:
                 self._fd, self.arena = made
 
     def send(self, sock: socket.socket) -> None:
-        """Send it to a rank of this host. Local."""
+        """Send it to a rank of this host."""
         memory.send(sock, self._fd)
 
     def receive(self, sock: socket.socket) -> None:
-        """Receive it from the first rank, where this one isn't it. Local."""
+        """Receive it from the first rank, where this one isn't it."""
         if self._position > 0:  # on every host: its first rank says at least that there is none
             try:
                 shared = memory.receive(sock)
@@ -580,7 +525,7 @@ class _Memory:
                 self.arena = arena.read(shared, self._size, self._position)
 
     def close(self) -> None:
-        """Close the descriptor; the memory lives as long as somebody maps it. Local."""
+        """Close the descriptor; the memory lives as long as somebody maps it."""
         if self._fd is not None:
             os.close(self._fd)
 

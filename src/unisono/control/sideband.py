@@ -36,8 +36,6 @@ from unisono.control.tree import Links, Seat
 from unisono.model.handle import BACKGROUND
 from unisono.tracebacks import frame_of, is_ours, place_of, where
 
-__all__ = ("Sideband", "State", "stack_of")
-
 _SEND_S = 1.0
 _FORWARD_S = 0.02  # for room in the kernel, before a part of an inquiry is dropped
 _DEAF_S = 1.0  # where there is no descriptor for who asks from outside of the job
@@ -50,15 +48,7 @@ _OWN_THREADS = ("unisono-sideband", BACKGROUND)  # the user's code doesn't run i
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Where a rank is.
-
-    Args:
-        stack: where its thread is, as `stack_of` says it.
-        last: the collective that it began last, and the line of it; empty if there is none.
-        seq: the number of the last round that it began.
-        waits_for: places that it waits for in that round; None where it isn't in the round now.
-        step: how many operations of the data plane it has begun in the group that was asked about.
-    """
+    """Where a rank is."""
 
     stack: str = ""
     last: str = ""
@@ -68,14 +58,7 @@ class State:
 
 
 def stack_of(thread_id: int) -> str:
-    """Say where one thread of this process is, in frames that aren't ours.
-
-    Local.
-
-    Returns:
-        The user's line, as in ``train.py:31 (time.sleep(60))``; then, where there are several, a
-        line for each of the innermost frames. Empty where there is none.
-    """
+    """Say where one thread of this process is, in frames that aren't ours."""
     by_id = {thread.ident: thread for thread in threading.enumerate()}
     thread, main = by_id.get(thread_id), threading.main_thread()
     if thread is None or thread.name.startswith(_OWN_THREADS):  # the user's thread waits for it
@@ -98,17 +81,7 @@ def stack_of(thread_id: int) -> str:
 
 
 class Sideband:
-    """The out-of-band connections of one rank, and the thread that serves them.
-
-    Args:
-        place: this rank's place.
-        links: the ranks that it is connected to.
-        connections: one for each neighbour, by its place.
-        same_host: places of this host, whose ranks see each other's end.
-        state: tells where this rank is, given the name of the group in question; called in the
-            thread of the sideband.
-        seats: see `Inquiries`; with several this rank can be asked about those of other hosts.
-    """
+    """The out-of-band connections of one rank, and the thread that serves them."""
 
     # Frames, and what a rank does with one:
     #   ASK, ANSWER   name a place: handled there, elsewhere forwarded one hop towards it
@@ -149,21 +122,11 @@ class Sideband:
         threading.Thread(target=self._serve, name=_OWN_THREADS[0], daemon=True).start()
 
     def next_hop(self, place: int) -> int:
-        """Give the neighbour through which a place is reached. Local."""
+        """Give the neighbour through which a place is reached."""
         return self._next_hops.get(place, -1 if self._up is None else self._up)
 
     def ask(self, places: Iterable[int], group: str = "") -> dict[int, State]:
-        """Ask other ranks where they are; wait 0.4 s at most.
-
-        Local.
-
-        Args:
-            places: the ranks to ask.
-            group: the name of the group in question.
-
-        Returns:
-            The answers that came, by place.
-        """
+        """Ask other ranks where they are; wait 0.4 s at most."""
         asked = [place for place in places if place != self._place]
         with self._condition.lock:
             for place in asked:
@@ -175,14 +138,7 @@ class Sideband:
             return {place: self._answers[place] for place in asked if place in self._answers}
 
     def broadcast_failure(self, failure: bytes, source: int | None = None) -> None:
-        """Let all ranks know of a failure, also those whose own thread is in a collective.
-
-        Local.
-
-        Args:
-            failure: the body of a FAIL frame; only the first one counts.
-            source: the place that it came from, None for this rank itself.
-        """
+        """Let all ranks know of a failure, also those whose own thread is in a collective."""
         with self._condition.lock:
             if self._failure is not None:
                 return
@@ -191,21 +147,12 @@ class Sideband:
         self._flood(FAIL, failure, source)
 
     def failure(self, wait_s: float = 0.0) -> bytes | None:
-        """Give the body of the first FAIL frame, None if there was none. Local."""
+        """Give the body of the first FAIL frame, None if there was none."""
         self._condition.wait(lambda: self._failure is not None, wait_s)
         return self._failure
 
     def broadcast_late(self, group: str, step: int, text: str, source: int | None = None) -> None:
-        """Let all ranks know which ranks didn't come to an operation of the data plane.
-
-        Local.
-
-        Args:
-            group: its name.
-            step: the number of the operation; only the first report of it counts.
-            text: the report.
-            source: as in `broadcast_failure`.
-        """
+        """Let all ranks know which ranks didn't come to an operation of the data plane."""
         with self._condition.lock:
             if self._late.get(group, (0, ""))[0] >= step:
                 return
@@ -214,29 +161,27 @@ class Sideband:
         self._flood(LATE, json.dumps({"group": group, "step": step, "text": text}).encode(), source)
 
     def late(self, group: str, step: int, wait_s: float = 0.0) -> str:
-        """Give the report of an operation, empty if no rank has sent one. Local."""
+        """Give the report of an operation, empty if no rank has sent one."""
         self._condition.wait(lambda: self._late.get(group, (0, ""))[0] == step, wait_s)
         known_step, text = self._late.get(group, (0, ""))
         return text if known_step == step else ""
 
     def send_farewell(self, farewell: Farewell) -> None:
-        """Tell the neighbours that this rank leaves in good order. Local."""
+        """Tell the neighbours that this rank leaves in good order."""
         body = _encode_farewell(self._place, farewell)
         for place in self._connections:
             self._send(LEAVE, body, place)
 
     def farewell(self, place: int) -> Farewell | None:
-        """Give the farewell of a rank that has left, None if it went without a word.
-
-        Local; waits for a farewell on its way, a second at most.
-        """
+        """Give the farewell of a rank that has left, None if it went without a word."""
+        # Local; waits for a farewell on its way, a second at most.
         self._condition.wait(
             lambda: place in self._departures or self._is_cut_off(place), _FAREWELL_S
         )
         return self._departures.get(place)
 
     def is_cut_off(self, place: int) -> bool:
-        """Tell whether a rank can't be reached, because the one between has left. Local."""
+        """Tell whether a rank can't be reached, because the one between has left."""
         with self._condition.lock:
             return place not in self._departures and self._is_cut_off(place)
 
@@ -252,7 +197,7 @@ class Sideband:
             os.close(self._wake_writer)
 
     def disown(self) -> None:
-        """Close what a forked child has of its parent's; the thread isn't there. Local."""
+        """Close what a forked child has of its parent's; the thread isn't there."""
         if self._is_open:
             self._is_open = False
             os.close(self._wake_writer)

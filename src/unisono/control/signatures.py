@@ -26,25 +26,6 @@ from unisono.errors import CollectiveMismatchError
 from unisono.topology import EVERYBODY, Group
 from unisono.tracebacks import hides, place_of
 
-__all__ = (
-    "OUR_FRAMES",
-    "UNKNOWN",
-    "CallHistory",
-    "SequenceNumbers",
-    "called",
-    "carried_line",
-    "describe",
-    "from_here",
-    "level",
-    "line",
-    "line_of_call",
-    "name",
-    "named",
-    "purpose_or",
-    "site",
-    "unpack",
-)
-
 __tracebackhide__ = hides
 
 _log = logging.getLogger(__name__)
@@ -59,18 +40,7 @@ class CallHistory:
         self._swaps: set[frozenset[str]] = set()
 
     def compare(self, sites: list[str], call: str, ranks: Sequence[int]) -> None:
-        """Take note of a round whose lines differ.
-
-        Local.
-
-        Args:
-            sites: the line of every rank's call.
-            call: what all of them called.
-            ranks: their global ranks.
-
-        Raises:
-            CollectiveMismatchError: one rank has made one call more, or less, than the others.
-        """
+        """Take note of a round whose lines differ."""
         before, self.sites = self.sites, sites if self.sites is None else []
         if not before:
             return
@@ -138,7 +108,7 @@ line: _Line = _Line()
 
 @contextlib.contextmanager
 def called(purpose: str) -> Iterator[None]:
-    """Name the calls within, and what they start, by what they are for. Local."""
+    """Name the calls within, and what they start, by what they are for."""
     token = _purpose.set(purpose)
     try:
         yield
@@ -147,25 +117,25 @@ def called(purpose: str) -> Iterator[None]:
 
 
 def purpose_or(call: str) -> str:
-    """Return what the calls of here are for; `call` where nobody has said it. Local."""
+    """Return what the calls of here are for; `call` where nobody has said it."""
     return _purpose.get() or call
 
 
 def from_here() -> Context:
-    """Give the context to run a call in elsewhere: there, `site` gives the line of here. Local."""
+    """Give the context to run a call in elsewhere: there, `site` gives the line of here."""
     context = copy_context()
     context.run(_carried.set, site())
     return context
 
 
 def carried_line() -> str:
-    """Give the line of the call that this thread carries out for another; empty for none. Local."""
+    """Give the line of the call that this thread carries out for another; empty for none."""
     carried = _carried.get()
     return carried.decode("utf-8", "replace") if carried else ""
 
 
 def site() -> bytes:
-    """Return file and line of the user's innermost frame. Local."""
+    """Return file and line of the user's innermost frame."""
     carried = _carried.get()
     if carried or line.known:
         return carried or line.known
@@ -176,13 +146,13 @@ def site() -> bytes:
 
 
 def line_of_call() -> str:
-    """Return file and line of the user's innermost frame, for a person. Local."""
+    """Return file and line of the user's innermost frame, for a person."""
     frame = sys._getframe(level() - 1)
     return place_of(frame.f_code.co_filename, frame.f_lineno)
 
 
 def level() -> int:
-    """Give the ``stacklevel`` of a warning here that names the line `site` would give. Local."""
+    """Give the ``stacklevel`` of a warning here that names the line `site` would give."""
     frame, depth = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(OUR_FRAMES):
         frame, depth = frame.f_back, depth + 1
@@ -191,7 +161,7 @@ def level() -> int:
 
 @lru_cache(maxsize=1024)
 def named(file: str, line: int) -> bytes:
-    """Write a line as `site` gives it. Local, and pure."""
+    """Write a line as `site` gives it."""
     return f"{file}:{line}".encode("utf-8", "backslashreplace")[-_LONGEST_SITE:]
 
 
@@ -201,23 +171,7 @@ def unpack(
     ranks: Callable[[], Sequence[int]],
     history: CallHistory | None = None,
 ) -> list[bytes]:
-    """Take the values out of blobs, if all ranks made the same call.
-
-    Local.
-
-    Args:
-        blobs: one for each rank, in order of ranks; bytes of any kind.
-        head: what precedes the value in this rank's; mostly the same everywhere.
-        ranks: gives their global ranks.
-        history: what the lines of the rounds before were.
-
-    Returns:
-        The values, in the same order; long ones are views.
-
-    Raises:
-        CollectiveMismatchError: the calls differ; says what each rank called, and where. Or one
-            rank is a call behind the others.
-    """
+    """Take the values out of blobs, if all ranks made the same call."""
     start = len(head)
     values, is_aligned = [], True
     for blob in blobs:
@@ -240,7 +194,7 @@ def unpack(
 
 
 def describe(frame: bytes) -> str:
-    """Say what a frame is of, and the line of it, for a person. Local."""
+    """Say what a frame is of, and the line of it, for a person."""
     if read_call(frame) is None:
         return UNKNOWN
     call, line = _split(frame)
@@ -264,7 +218,7 @@ def _short(line: str) -> str:
 
 
 def name(frame: bytes) -> str:
-    """Say what a frame is of; empty where it is of none of the user's calls. Local."""
+    """Say what a frame is of; empty where it is of none of the user's calls."""
     return _split(frame)[0]
 
 
@@ -306,18 +260,18 @@ class SequenceNumbers:
         self._models: dict[str, int] = {}
 
     def count_model(self, group: Group | None) -> int:
-        """Number the models that a group trains together, from 1, alike on all ranks. Local."""
+        """Number the models that a group trains together, from 1, alike on all ranks."""
         key = EVERYBODY if group is None else group.name
         self._models[key] = number = self._models.get(key, 0) + 1
         return number
 
     def forget(self, group: str) -> None:
-        """Let go of a group that has ended. Local."""
+        """Let go of a group that has ended."""
         for kept in (self.counts, self.histories, self._models):
             kept.pop(group, None)
 
     def begin(self, group: str, call: str) -> int:
-        """Take note of an operation that this rank begins; give its number. Local."""
+        """Take note of an operation that this rank begins; give its number."""
         self.counts[group] = count = self.counts.get(group, 0) + 1
         where, line.compared = line.compared or site(), b""
         self.last = f"{call} at {where.decode('utf-8', 'replace')}"

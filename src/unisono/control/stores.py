@@ -7,12 +7,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-__all__ = ("store_at",)
-
 
 def store_at(*args: Any, **options: Any) -> TCPStore:
-    """Make torch's store of a listener that is there. Local. The arguments are those of the store.
-
-    With libuv it takes none in torch 2.6; it is known to take one in torch 2.9.
-    """
+    """Make torch's store of a listener that is there. The arguments are those of the store."""
+    # With libuv it takes none in torch 2.6; it is known to take one in torch 2.9.
     return TCPStore(*args, **{**options, "use_libuv": torch.__version__ >= "2.9"})

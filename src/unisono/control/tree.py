@@ -11,21 +11,13 @@ from dataclasses import dataclass
 from unisono.control.connection import Connection
 from unisono.host.arena import Arena
 
-__all__ = ("FAN_OUT", "Links", "Peers", "Seat", "links")
-
 FAN_OUT = 8
 """How many leaders of other hosts one leader serves, unless the user sets another number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The places that one rank is connected to.
-
-    Args:
-        up: the one above, which it gives to; None at the root.
-        downs: those below, which give to it.
-        below: for each of `downs`, every place that is reached through it, itself first.
-    """
+    """The places that one rank is connected to."""
 
     up: int | None
     downs: tuple[int, ...]
@@ -33,18 +25,8 @@ class Links:
 
 
 def links(hosts: Sequence[Hashable], place: int, fan_out: int = FAN_OUT) -> Links:
-    """Lay out the tree and give one rank's part of it.
-
-    Local: every rank computes the same tree.
-
-    Args:
-        hosts: for each place of the group, where it is; those of equal value share a host.
-        place: the place of the rank in question.
-        fan_out: leaders below one leader, at least 1.
-
-    Returns:
-        Its connections. The first rank of a host leads it; the first host has the root.
-    """
+    """Lay out the tree and give one rank's part of it."""
+    # Local: every rank computes the same tree.
     members = _members(hosts)
     leader = members[hosts[place]][0]
     if place != leader:
@@ -81,12 +63,7 @@ def _beneath(node: int, fan_out: int, teams: Sequence[Sequence[int]]) -> list[in
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Ranks that see each other's processes and status pages.
-
-    Args:
-        host: the name of their host.
-        places: theirs, ascending.
-    """
+    """Ranks that see each other's processes and status pages."""
 
     host: str
     places: tuple[int, ...]
@@ -94,16 +71,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The ranks and processes that one rank can see.
-
-    Args:
-        links: the places that it is connected to.
-        connections: the connection of the rounds to each of them.
-        sidebands: the connection of the sideband to each of them.
-        pids: process ids, as this process sees them, of the places on this host.
-        arena: memory for tensors that the places of this host share, if they do.
-        seats: all places; none where others of the user can't ask about them.
-    """
+    """The ranks and processes that one rank can see."""
 
     links: Links
     connections: Mapping[int, Connection]

@@ -16,19 +16,11 @@ from unisono.topology import Group
 if TYPE_CHECKING:
     from unisono.control.plane import SocketControlPlane
 
-__all__ = ("Watch",)
-
 _log = logging.getLogger(__name__)
 
 
 class Watch:
-    """Looks for deaths and deadlines in the operations of one group.
-
-    Args:
-        control: knows who is gone, and who is late.
-        group: the ranks that take part.
-        name: the group's.
-    """
+    """Looks for deaths and deadlines in the operations of one group."""
 
     def __init__(self, control: SocketControlPlane, group: Group | None, name: str) -> None:
         # Without its handle, and not the group itself, which would never end.
@@ -36,26 +28,15 @@ class Watch:
         self._control, self._name = control, name
 
     def on(self, control: Any) -> Watch:
-        """Give the same for another view of the context. Local."""
+        """Give the same for another view of the context."""
         return Watch(control, self._group, self._name)
 
     def begin(self, call: str) -> Callable[[int], None]:
-        """Take note of an operation that begins; give what is called while it waits.
-
-        Local.
-
-        Args:
-            call: its name.
-
-        Returns:
-            Called with the position of a rank that hasn't come, it raises PeerFailedError where a
-            rank is gone, CollectiveTimeoutError at the deadline of any rank, and ContextError where
-            another thread has ended the context.
-        """
+        """Take note of an operation that begins; give what is called while it waits."""
         return _Look(self._control, self._group, call, self._control.steps.begin(self._name, call))
 
     def leave(self, call: str, error: BaseException) -> None:
-        """Tell the other ranks that this one left an operation half-way. Local."""
+        """Tell the other ranks that this one left an operation half-way."""
         self._control.interrupt(f"{type(error).__name__} interrupted {call}")
 
 

@@ -87,19 +87,7 @@ Verdict = Literal["won", "agrees", "disagrees", "unused", "refused", "absent"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one environment says, for a person to read.
-
-    Args:
-        source: name of the environment.
-        info: the facts; None if its variables are not there or can't be used.
-        error: why they can't be used; None if they can, or are not there.
-        variables: the variables that it read and that are set, with their values, in the order of
-            reading.
-        verdict: ``"won"``: `detect` gives this one. ``"agrees"``, ``"disagrees"``: another one won
-            and says the same, or not the same, of rank, world size and local rank. ``"unused"``:
-            it could be used, but `detect` raises because of another one. ``"refused"``: see
-            `error`. ``"absent"``: its variables are not there.
-    """
+    """What one environment says, for a person to read."""
 
     source: str
     info: RankInfo | None = None
@@ -163,13 +151,7 @@ def detect(env: Mapping[str, str], extra: Iterable[Environment] = ()) -> RankInf
 
 
 def read(env: Mapping[str, str]) -> RankInfo | None:
-    """Say who this process is, as `detect` does, with the environments of plug-ins too.
-
-    Local.
-
-    Raises:
-        EnvironmentDetectionError: as `detect`.
-    """
+    """Say who this process is, as `detect` does, with the environments of plug-ins too."""
     return detect(env, environments.load_plugins())
 
 

@@ -18,8 +18,6 @@ import re
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ("Hostlist", "parse_hostlist")
-
 _TOKEN = re.compile(r"(?P<text>[A-Za-z0-9._-]+)|\[(?P<ranges>[0-9,-]+)\]|(?P<comma>,)")
 _RANGE = re.compile(r"(?P<low>[0-9]{1,18})(?:-(?P<high>[0-9]{1,18}))?")
 _MOST_HOSTS = 65_536
@@ -49,45 +47,23 @@ _Part: TypeAlias = "str | tuple[_Range, ...]"
 
 @dataclass(frozen=True, slots=True)
 class Hostlist:
-    """A list of hosts that was read but not expanded.
-
-    Args:
-        items: for each item its parts in order: text, or the ranges of one bracket.
-    """
+    """A list of hosts that was read but not expanded."""
 
     items: tuple[tuple[_Part, ...], ...]
 
     def first(self) -> str:
-        """Name the first host.
-
-        Local.
-
-        Returns:
-            Its name.
-        """
+        """Name the first host."""
         return "".join(
             part if isinstance(part, str) else f"{part[0].low:0{part[0].width}d}"
             for part in self.items[0]
         )
 
     def count(self) -> int:
-        """Count the hosts without expanding the list.
-
-        Local.
-
-        Returns:
-            The number of hosts, repeated ones too.
-        """
+        """Count the hosts without expanding the list."""
         return sum(map(_size_of, self.items))
 
     def expand(self) -> tuple[str, ...]:
-        """Name every host, in order.
-
-        Local.
-
-        Returns:
-            The names; at most 65536 of at most 255 characters, as `parse_hostlist` saw to.
-        """
+        """Name every host, in order."""
         return tuple(
             "".join(names)
             for item in self.items
@@ -96,20 +72,8 @@ class Hostlist:
 
 
 def parse_hostlist(text: str) -> Hostlist:
-    """Read a list of hosts in Slurm's grammar.
-
-    Local. Takes time and memory in proportion to `text`, whatever its ranges say.
-
-    Args:
-        text: such as ``n1,n[3-5]``.
-
-    Returns:
-        The list, not expanded.
-
-    Raises:
-        ValueError: `text` is not in the grammar, names more than 65536 hosts, or a name is longer
-            than 255 characters. (Private: callers map it.)
-    """
+    """Read a list of hosts in Slurm's grammar."""
+    # Takes time and memory in proportion to `text`, whatever its ranges say.
     items: list[list[_Part]] = [[]]
     position = 0
     while position < len(text):

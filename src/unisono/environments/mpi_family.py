@@ -12,29 +12,10 @@ from dataclasses import dataclass
 from unisono.environments.reader import Reader, UncheckedInfo, make_info, port_of
 from unisono.topology import RankInfo
 
-__all__ = ("CRAY", "FLUX", "LSF", "MPICH", "MVAPICH", "OPENMPI", "PALS", "MpiEnvironment")
-
 
 @dataclass(frozen=True, slots=True)
 class MpiEnvironment:
-    """One launcher of MPI and its variables; of several for one fact the first that is set counts.
-
-    Args:
-        NAME: name of the environment.
-        marks: at least one of these is set in each of its processes.
-        rank: global rank.
-        world_size: number of processes.
-        remedy: what to do where they are wrong.
-        local_rank: rank within the node.
-        local_world_size: processes on this node.
-        node_rank: rank of the node.
-        nnodes: number of nodes.
-        job: an id that all ranks share and that no other job on these hosts has.
-        step: an id within the job.
-        owners: where one of these is set, another environment answers, and this one is absent.
-        first_host: reads the host of rank 0 in a job of several nodes.
-        EXAMPLES: the variables of some rank each, as the launcher sets them.
-    """
+    """One launcher of MPI and its variables; the first that is set counts for a fact."""
 
     NAME: str
     marks: tuple[str, ...]
@@ -52,22 +33,11 @@ class MpiEnvironment:
     EXAMPLES: tuple[Mapping[str, str], ...] = ()
 
     def detect(self, env: Mapping[str, str]) -> RankInfo | None:
-        """Read the variables of this launcher.
-
-        Local. MASTER_ADDR and MASTER_PORT count where they are set. Else the address is 127.0.0.1
-        where all processes are on this node, what `first_host` reads elsewhere, and the port is
-        derived from the id of the job. Without such an id there is neither: two jobs on one host
-        would meet.
-
-        Args:
-            env: the variables.
-
-        Returns:
-            The facts; None if none of the launcher's marks is set, or an owner's is.
-
-        Raises:
-            EnvironmentDetectionError: they are partial, malformed or contradict each other.
-        """
+        """Read the variables of this launcher."""
+        # MASTER_ADDR and MASTER_PORT count where they are set. Else the address is 127.0.0.1
+        # where all processes are on this node, what `first_host` reads elsewhere, and the port is
+        # derived from the id of the job. Without such an id there is neither: two jobs on one host
+        # would meet.
         if any(map(env.get, self.owners)):
             return None
         first_host = self.first_host(env)

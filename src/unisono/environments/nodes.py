@@ -19,17 +19,6 @@ from unisono.environments.reader import RANK_COUNTS, Reader, counts_nodes, shown
 from unisono.errors import EnvironmentDetectionError
 from unisono.topology import NodeInfo, RankInfo
 
-__all__ = (
-    "NodeFinding",
-    "alone",
-    "ambiguity",
-    "detect_node",
-    "explain_nodes",
-    "is_gap",
-    "meaning",
-    "not_a_node",
-)
-
 _OF_RANKS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
 _BARE = "torch"
 """The source of a node that only RANK and WORLD_SIZE speak of."""
@@ -43,17 +32,7 @@ _ONE_TASK = (
 
 @dataclass(frozen=True, slots=True)
 class NodeFinding:
-    """What one platform says, for a person to read.
-
-    Args:
-        source: name of the platform.
-        info: the facts; None if its variables are not there or can't be used.
-        error: why they can't be used; None if they can, or are not there.
-        variables: the variables that it read and that are set, in the order of reading.
-        verdict: ``"won"``: `detect_node` gives this one. ``"agrees"``, ``"disagrees"``: another one
-            won and says the same, or not the same. ``"unused"``: this process is a rank already, or
-            another one is refused. ``"refused"``: see `error`. ``"absent"``: it isn't there.
-    """
+    """What one platform says, for a person to read."""
 
     source: str
     info: NodeInfo | None = None
@@ -69,25 +48,8 @@ def detect_node(
     *,
     is_asked: bool = False,
 ) -> NodeInfo | None:
-    """Say which node of which job this is: what the first platform that is there says.
-
-    Local. In the order of `PLATFORMS`.
-
-    Args:
-        env: the variables, such as ``os.environ``; only read.
-        machine: what the node knows besides.
-        extra: environments of plug-ins, which may say that this is a rank.
-        is_asked: whether hosts of which only the first is started count beside a rank, too.
-
-    Returns:
-        The facts; None if no platform is there, and in a rank, whose node has been taken care of.
-        The only task of a host is its node where a platform gives the host the same number, or
-        UNISONO_RANK_COUNTS=nodes is set.
-
-    Raises:
-        EnvironmentDetectionError: the variables of the platform are partial, malformed or
-            contradict each other.
-    """
+    """Say which node of which job this is: what the first platform that is there says."""
+    # In the order of `PLATFORMS`.
     rank, reader = _rank(env, extra), Reader(env, _BARE, "")
     if rank is not None and (
         rank.local_rank is not None or rank.source != "torchrun" or counts_nodes(reader) is False
@@ -175,16 +137,7 @@ def _either(env: Mapping[str, str], rank: RankInfo | None) -> NodeInfo | None:
 
 
 def ambiguity(info: NodeInfo) -> EnvironmentDetectionError:
-    """Make the error for a RANK and a WORLD_SIZE that could count nodes and ranks.
-
-    Local.
-
-    Args:
-        info: what `detect_node` gave, ``is_ambiguous``.
-
-    Returns:
-        The error, with all remedies.
-    """
+    """Make the error for a RANK and a WORLD_SIZE that could count nodes and ranks."""
     return EnvironmentDetectionError(
         f"RANK={info.node_rank} and WORLD_SIZE={info.nnodes} are set, and nothing says whether "
         f"they count nodes or ranks: set {RANK_COUNTS}=nodes if this is one of {info.nnodes} "
@@ -200,18 +153,8 @@ def ambiguity(info: NodeInfo) -> EnvironmentDetectionError:
 def not_a_node(
     what: str, env: Mapping[str, str], extra: Iterable[Environment] = ()
 ) -> EnvironmentDetectionError | None:
-    """Say why a job of this process's own would be one of several, each of which is alone.
-
-    Local. For where `detect_node` finds no node, though the user asks for what the platform says.
-
-    Args:
-        what: the user's option.
-        env: the variables.
-        extra: environments of plug-ins.
-
-    Returns:
-        The error, with all remedies; None where this isn't a rank of several.
-    """
+    """Say why a job of this process's own would be one of several, each of which is alone."""
+    # For where `detect_node` finds no node, though the user asks for what the platform says.
     rank, said = _rank(env, extra), Reader(env, _STATED, "").text(RANK_COUNTS)
     if rank is None or rank.world_size == 1 or said == (RANK_COUNTS, "ranks"):
         return None
@@ -234,19 +177,7 @@ def not_a_node(
 
 
 def is_gap(error: EnvironmentDetectionError, *, may_be_several: bool) -> bool:
-    """Tell whether variables are wrong in a way that a job of one node may have, too.
-
-    Local.
-
-    Args:
-        error: what `detect_node` raised.
-        may_be_several: whether a missing variable counts where others say that there are several
-            nodes.
-
-    Returns:
-        Whether something is missing or can't be read, or the platform starts the first host alone.
-        Contradictions are none.
-    """
+    """Tell whether variables are wrong in a way that a job of one node may have, too."""
     platform = next((each for each in PLATFORMS if error.source == each.NAME), None)
     if platform is None:
         return False
@@ -256,16 +187,7 @@ def is_gap(error: EnvironmentDetectionError, *, may_be_several: bool) -> bool:
 
 
 def alone(info: NodeInfo) -> str:
-    """Say why a process of a platform that starts the first host alone doesn't wait for others.
-
-    Local.
-
-    Args:
-        info: what `detect_node` gave, with ``hosts``.
-
-    Returns:
-        A sentence with the hosts, and how to use them.
-    """
+    """Say why a process of a platform that starts the first host alone doesn't wait for others."""
     return (
         f"this process goes on alone: {info.source} gives the job {info.nnodes} hosts "
         f"({', '.join(info.hosts[:8])}{', ...' * (len(info.hosts) > 8)}), and starts its script on "
@@ -278,18 +200,8 @@ def alone(info: NodeInfo) -> str:
 def meaning(
     env: Mapping[str, str], machine: Machine, extra: Sequence[Environment] = ()
 ) -> str | None:
-    """Say what RANK and WORLD_SIZE count, and what decides that.
-
-    Local. Raises nothing.
-
-    Args:
-        env: the variables.
-        machine: what the node knows besides.
-        extra: environments of plug-ins.
-
-    Returns:
-        One sentence; None where they aren't set, or where LOCAL_RANK leaves no doubt.
-    """
+    """Say what RANK and WORLD_SIZE count, and what decides that."""
+    # Raises nothing.
     reader = Reader(env, _BARE, "")
     if reader.has("LOCAL_RANK") or not (reader.has("RANK") and reader.has("WORLD_SIZE")):
         return None
@@ -315,18 +227,8 @@ def meaning(
 def explain_nodes(
     env: Mapping[str, str], machine: Machine, extra: Sequence[Environment] = ()
 ) -> list[NodeFinding]:
-    """Say what each platform found, which one `detect_node` gives, and which ones disagree.
-
-    Local. Raises nothing.
-
-    Args:
-        env: the variables, such as ``os.environ``; only read.
-        machine: what the node knows besides.
-        extra: environments of plug-ins.
-
-    Returns:
-        One finding for each platform, in order of priority.
-    """
+    """Say what each platform found, which one `detect_node` gives, and which ones disagree."""
+    # Raises nothing.
     winner, refused = None, None
     try:
         winner = detect_node(env, machine, extra)

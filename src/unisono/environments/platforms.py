@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from unisono.environments.reader import Number, Reader, counts_nodes, shown
 from unisono.topology import NodeInfo
 
-__all__ = ("PLATFORMS", "PORT", "HostList", "Machine", "Platform")
-
 PORT = 29500
 """The port of node 0 where no variable says one: that of torchrun."""
 _RANGE = re.compile(r"(?P<least>[0-9]{1,9}):(?P<most>[0-9]{1,9})")
@@ -34,13 +32,7 @@ _OF_PARTS = (
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a node knows besides its variables.
-
-    Args:
-        name: gives its name, with its domain where it has one.
-        address: gives the address under which others reach it; raises OSError if there is none.
-        read: gives the text of a file; raises OSError or UnicodeDecodeError.
-    """
+    """What a node knows besides its variables."""
 
     name: Callable[[], str]
     address: Callable[[], str]
@@ -49,15 +41,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class HostList:
-    """Where the hosts of a job are listed, node 0's first.
-
-    Args:
-        variables: where the list is; of several the first that is set.
-        parse: makes hosts of the text; raises ValueError.
-        is_file: whether the variable is the path of a file with the list.
-        own: variables with this node's name in the list; empty where that is the machine's.
-        pattern: the variable's name where it has a part that isn't fixed.
-    """
+    """Where the hosts of a job are listed, node 0's first."""
 
     variables: tuple[str, ...] = ()
     parse: Callable[[str], Sequence[str]] = str.split
@@ -78,34 +62,7 @@ class _Listed:
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """One platform and its variables; of several for one fact the first that is set counts.
-
-    Args:
-        NAME: its name, as in `NodeInfo.source`.
-        title: what its users call it.
-        documentation: the page that describes the variables.
-        remedy: what to do where they are wrong.
-        marks: at least one of these is set on each of its nodes.
-        needs: without one of these it isn't this platform's job, whatever marks are set.
-        node_rank: rank of the node; empty where it is the node's place in the list of hosts.
-        nnodes: number of nodes; empty where it is the length of that list.
-        leader: host of node 0, or host and port.
-        leader_here: node 0's own name, where it is told a loopback address in place of it.
-        port: port of node 0; else the one beside its host.
-        nproc_per_node: ranks to start on the node.
-        main: number of the node that leads, where that isn't 0.
-        hosts: where the hosts are listed.
-        owners: where one of these is set, another row answers, and this one is absent.
-        is_this: tells whether the variables are really this platform's.
-        leader_of: derives node 0's host where no variable says it.
-        parts: variables that count parts of a job that this row can't number, each with the reason.
-        starts_ranks: whether it may give a node the variables of its only rank.
-        seats: where one of these is set and no node's rank is, the nodes seat themselves.
-        numbers_more: whether the node's rank may count more than the nodes that train together.
-        starts_first: whether it starts a job's script on the first host alone.
-        max_restarts: how often all ranks may start again.
-        meets_by: the way in which nodes meet, which has to be one that is known here.
-    """
+    """One platform and its variables; of several for one fact the first that is set counts."""
 
     NAME: str
     title: str
@@ -133,20 +90,8 @@ class Platform:
     meets_by: tuple[str, ...] = ()
 
     def detect(self, env: Mapping[str, str], machine: Machine) -> NodeInfo | None:
-        """Read the variables of this platform.
-
-        Local. MASTER_ADDR and MASTER_PORT count where they are set.
-
-        Args:
-            env: the variables.
-            machine: what the node knows besides.
-
-        Returns:
-            The facts; None if none of the platform's marks is set, or an owner's is.
-
-        Raises:
-            EnvironmentDetectionError: they are partial, malformed or contradict each other.
-        """
+        """Read the variables of this platform."""
+        # MASTER_ADDR and MASTER_PORT count where they are set.
         reader = Reader(env, self.NAME, self.remedy)
         if not self._is_here(reader):
             return None

@@ -10,17 +10,6 @@ from dataclasses import dataclass
 from unisono.errors import EnvironmentDetectionError
 from unisono.topology import RankInfo
 
-__all__ = (
-    "RANK_COUNTS",
-    "Number",
-    "Reader",
-    "UncheckedInfo",
-    "counts_nodes",
-    "make_info",
-    "port_of",
-    "shown",
-)
-
 RANK_COUNTS = "UNISONO_RANK_COUNTS"
 """Variable that says whether RANK and WORLD_SIZE count ``nodes`` or ``ranks``."""
 
@@ -30,27 +19,13 @@ _SHOWN = 60
 
 
 def shown(value: str) -> str:
-    """Quote a variable's value for a message.
-
-    Local.
-
-    Args:
-        value: any string.
-
-    Returns:
-        Its repr, at most about 60 characters of it.
-    """
+    """Quote a variable's value for a message."""
     return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}..."
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number and the variable that said it.
-
-    Args:
-        variable: name of the variable.
-        value: what it says.
-    """
+    """A number and the variable that said it."""
 
     variable: str
     value: int
@@ -61,45 +36,19 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Variables seen with the eyes of one environment. A blank variable counts as not set.
-
-    Args:
-        env: the variables; never written.
-        source: name of the environment, for messages.
-        remedy: what to do where its variables are wrong, for messages.
-    """
+    """Variables seen with the eyes of one environment. A blank variable counts as not set."""
 
     env: Mapping[str, str]
     source: str
     remedy: str
 
     def error(self, message: str, variable: str, value: str | None) -> EnvironmentDetectionError:
-        """Make the error for one variable.
-
-        Local.
-
-        Args:
-            message: what was found.
-            variable: the variable at fault.
-            value: its value, None where it is missing.
-
-        Returns:
-            The error, with the source in front and the remedy at the end.
-        """
+        """Make the error for one variable."""
         text = f"{self.source} environment: {message}; {self.remedy}"
         return EnvironmentDetectionError(text, source=self.source, variable=variable, value=value)
 
     def text(self, *names: str) -> tuple[str, str] | None:
-        """Find the first variable that is set.
-
-        Local.
-
-        Args:
-            names: the variables to look at, in order.
-
-        Returns:
-            Its name and its value without white space around it; None if none is set.
-        """
+        """Find the first variable that is set."""
         for name in names:
             value = self.env.get(name)
             if value is not None and value.strip():
@@ -107,34 +56,11 @@ class Reader:
         return None
 
     def has(self, *names: str) -> bool:
-        """Say whether at least one of the variables is set.
-
-        Local.
-
-        Args:
-            names: the variables to look at.
-
-        Returns:
-            Whether one is set and not blank.
-        """
+        """Say whether at least one of the variables is set."""
         return self.text(*names) is not None
 
     def number(self, *names: str, least: int = 0, most: int = _MOST) -> Number | None:
-        """Read a whole number from the first variable that is set.
-
-        Local.
-
-        Args:
-            names: the variables to look at, in order.
-            least: smallest number allowed.
-            most: largest number allowed.
-
-        Returns:
-            The number; None if no variable is set.
-
-        Raises:
-            EnvironmentDetectionError: it is not a number in ASCII digits, or out of range.
-        """
+        """Read a whole number from the first variable that is set."""
         variable = self.text(*names)
         if variable is None:
             return None
@@ -152,21 +78,7 @@ class Reader:
         return Number(name, int(value))
 
     def needed(self, *names: str, least: int = 0, most: int = _MOST) -> Number:
-        """Read a whole number that has to be there.
-
-        Local.
-
-        Args:
-            names: the variables to look at, in order.
-            least: smallest number allowed.
-            most: largest number allowed.
-
-        Returns:
-            The number.
-
-        Raises:
-            EnvironmentDetectionError: none is set (its ``value`` is None), or as for `number`.
-        """
+        """Read a whole number that has to be there."""
         number = self.number(*names, least=least, most=most)
         if number is None:
             others = f" (or {', '.join(names[1:])})" if names[1:] else ""
@@ -175,64 +87,24 @@ class Reader:
         return number
 
     def address(self) -> str | None:
-        """Read the host of the rendezvous, MASTER_ADDR.
-
-        Local.
-
-        Returns:
-            The host; None if it is not set.
-
-        Raises:
-            EnvironmentDetectionError: no host can be named so.
-        """
+        """Read the host of the rendezvous, MASTER_ADDR."""
         variable = self.text("MASTER_ADDR")
         return None if variable is None else self.host(*variable)
 
     def host(self, name: str, value: str) -> str:
-        """Check that a host can be named so.
-
-        Local.
-
-        Args:
-            name: the variable that says it.
-            value: the host that it says.
-
-        Returns:
-            `value`.
-
-        Raises:
-            EnvironmentDetectionError: no host can be named so.
-        """
+        """Check that a host can be named so."""
         if not 0 < len(value) <= 255 or not value.isprintable() or any(map(str.isspace, value)):
             raise self.error(f"{name}={shown(value)} is not the name of a host", name, value)
         return value
 
     def port(self) -> int | None:
-        """Read the port of the rendezvous, MASTER_PORT.
-
-        Local.
-
-        Returns:
-            The port; None if it is not set.
-
-        Raises:
-            EnvironmentDetectionError: it is not a number from 1 to 65535.
-        """
+        """Read the port of the rendezvous, MASTER_PORT."""
         number = self.number("MASTER_PORT", least=1, most=65535)
         return None if number is None else number.value
 
 
 def counts_nodes(reader: Reader) -> bool | None:
-    """Read what RANK and WORLD_SIZE count by the user's own word.
-
-    Local.
-
-    Returns:
-        Whether they count nodes; None where the user doesn't say.
-
-    Raises:
-        EnvironmentDetectionError: it is another word.
-    """
+    """Read what RANK and WORLD_SIZE count by the user's own word."""
     said = reader.text(RANK_COUNTS)
     if said is not None and said[1] not in ("nodes", "ranks"):
         raise reader.error(f"{said[0]}={shown(said[1])} should be nodes or ranks", *said)
@@ -241,20 +113,7 @@ def counts_nodes(reader: Reader) -> bool | None:
 
 @dataclass(frozen=True, slots=True)
 class UncheckedInfo:
-    """What the variables say, before it is known whether that fits together.
-
-    Args:
-        rank: global rank.
-        world_size: number of replicas.
-        local_rank: rank within the node.
-        local_world_size: replicas on this node.
-        node_rank: rank of this node.
-        nnodes: number of nodes.
-        master_addr: host of the rendezvous.
-        master_port: port of the rendezvous.
-        store_is_hosted: whether a store listens there already.
-        job_id: what tells the job from others.
-    """
+    """What the variables say, before it is known whether that fits together."""
 
     rank: Number
     world_size: Number
@@ -269,20 +128,8 @@ class UncheckedInfo:
 
 
 def make_info(reader: Reader, unchecked: UncheckedInfo) -> RankInfo:
-    """Check that the numbers fit together and make the facts of them.
-
-    Local. What follows from them is added: a job whose node holds all its replicas has one node.
-
-    Args:
-        reader: whose variables they are.
-        unchecked: what they say.
-
-    Returns:
-        The facts.
-
-    Raises:
-        EnvironmentDetectionError: two of the numbers contradict each other.
-    """
+    """Check that the numbers fit together and make the facts of them."""
+    # What follows from them is added: a job whose node holds all its replicas has one node.
     world_size, local_world_size = unchecked.world_size, unchecked.local_world_size
     node_rank, nnodes = unchecked.node_rank, unchecked.nnodes
     _require_below(reader, unchecked.rank, world_size)
@@ -340,18 +187,9 @@ _STRIDE = 97
 
 
 def port_of(job: str, step: str = "0") -> int:
-    """Derive the rendezvous port of a job, the same on every rank.
-
-    Local. Ids that are numbers are laid out so that 97 consecutive jobs with up to 97 steps each
-    have ports of their own; other ids are hashed.
-
-    Args:
-        job: id of the job, unique on the hosts that it runs on.
-        step: id of the step within the job.
-
-    Returns:
-        A port from 20000 to 29472.
-    """
+    """Derive the rendezvous port of a job, the same on every rank."""
+    # Ids that are numbers are laid out so that 97 consecutive jobs with up to 97 steps each
+    # have ports of their own; other ids are hashed.
     return _FIRST + (_number(job) * _STRIDE + _number(step)) % _COUNT
 
 

@@ -16,8 +16,6 @@ from unisono.environments.hostlist import Hostlist, parse_hostlist
 from unisono.environments.reader import Number, Reader, UncheckedInfo, make_info, port_of, shown
 from unisono.topology import RankInfo
 
-__all__ = ("EXAMPLES", "NAME", "detect")
-
 NAME = "slurm"
 EXAMPLES = (
     {
@@ -52,23 +50,11 @@ _INNER_LAUNCHERS = (
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
-    """Read the variables of a task of a Slurm step.
-
-    Local. MASTER_ADDR and MASTER_PORT count where they are set; else the address is the first host
-    of the step and the port is derived from the ids of job and step. With
-    ``--distribution=arbitrary`` on several nodes task 0 may be on any of them: without MASTER_ADDR
-    there is no address then.
-
-    Args:
-        env: the variables.
-
-    Returns:
-        The facts; None outside of a step, and in a process that mpirun, mpiexec or Flux started
-        within Slurm, whose own variables tell who it is.
-
-    Raises:
-        EnvironmentDetectionError: the variables are partial, malformed or contradict each other.
-    """
+    """Read the variables of a task of a Slurm step."""
+    # MASTER_ADDR and MASTER_PORT count where they are set; else the address is the first host of
+    # the step and the port is derived from the ids of job and step. With
+    # ``--distribution=arbitrary`` on several nodes task 0 may be on any of them: without
+    # MASTER_ADDR there is no address then.
     reader = Reader(env, NAME, _REMEDY)
     if any(all(map(reader.has, names)) for names in _INNER_LAUNCHERS):
         return None

@@ -17,8 +17,6 @@ from collections.abc import Mapping
 from unisono.environments.reader import Reader, UncheckedInfo, counts_nodes, make_info, shown
 from unisono.topology import RankInfo
 
-__all__ = ("EXAMPLES", "NAME", "detect")
-
 NAME = "torchrun"
 EXAMPLES = (
     {
@@ -43,21 +41,9 @@ _REMEDY = (
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
-    """Read torch's variables.
-
-    Local. RANK and WORLD_SIZE make the environment; a MASTER_ADDR, MASTER_PORT or LOCAL_RANK
-    alone doesn't. The rank within the node is what LOCAL_RANK says, and is not guessed.
-
-    Args:
-        env: the variables.
-
-    Returns:
-        The facts; None if neither RANK nor WORLD_SIZE is set, and where UNISONO_RANK_COUNTS says
-        that they count nodes. Without MASTER_ADDR or MASTER_PORT the address or the port is None.
-
-    Raises:
-        EnvironmentDetectionError: the variables are partial, malformed or contradict each other.
-    """
+    """Read torch's variables."""
+    # RANK and WORLD_SIZE make the environment; a MASTER_ADDR, MASTER_PORT or LOCAL_RANK
+    # alone doesn't. The rank within the node is what LOCAL_RANK says, and is not guessed.
     reader = Reader(env, NAME, _REMEDY)
     if not reader.has("RANK", "WORLD_SIZE"):
         return None

@@ -37,8 +37,6 @@ from torch import Tensor
 
 from unisono.host import container, memory
 
-__all__ = ("Arena", "Check", "Layout", "Slices", "layout", "make", "read", "room_bytes")
-
 _LINE_BYTES = 64
 _WORD_BYTES = 8
 _LINE_WORDS = _LINE_BYTES // _WORD_BYTES
@@ -64,14 +62,7 @@ class _Timespec(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How much memory an arena has, and from which size on a tensor goes in slices.
-
-    Args:
-        size: ranks.
-        block_bytes: the longest part of a tensor that is worked on at once; half a slot.
-        whole_bytes: the longest tensor that every rank reduces by itself.
-        is_crowded: whether there are more ranks than cores, which makes barriers slower.
-    """
+    """How much memory an arena has, and from which size on a tensor goes in slices."""
 
     size: int
     block_bytes: int
@@ -91,19 +82,9 @@ class Layout:
 
 
 def layout(size: int, cores: int, most_bytes: int | None = None) -> Layout | None:
-    """Choose the layout for `size` ranks on `cores` cores.
-
-    Local. Where each rank has a core the blocks stay in its cache; else every barrier is a turn of
-    the scheduler, so blocks are larger. Measured on 2 cores with 2 and 4 ranks.
-
-    Args:
-        size: ranks.
-        cores: that they may use together.
-        most_bytes: that it may take, None for no limit.
-
-    Returns:
-        The layout; None where it may take so little that it isn't worth it.
-    """
+    """Choose the layout for `size` ranks on `cores` cores."""
+    # Where each rank has a core the blocks stay in its cache; else every barrier is a turn of
+    # the scheduler, so blocks are larger. Measured on 2 cores with 2 and 4 ranks.
     is_crowded = size > cores
     block, whole = (2 * _MIB, _MIB // 2) if is_crowded else (_MIB, _MIB // 8)
     while most_bytes is not None and 4 * size * block > most_bytes:
@@ -114,25 +95,13 @@ def layout(size: int, cores: int, most_bytes: int | None = None) -> Layout | Non
 
 
 def room_bytes() -> int | None:
-    """Give the bytes that an arena may take in this container, None for no limit. Local."""
+    """Give the bytes that an arena may take in this container, None for no limit."""
     free = container.free_bytes()
     return None if free is None else free // _PART_OF_FREE
 
 
 def make(size: int, cores: int, most_bytes: int) -> tuple[int, Arena] | None:
-    """Make an arena for `size` ranks, of which this is the first.
-
-    Local.
-
-    Args:
-        size: ranks.
-        cores: that they may use together.
-        most_bytes: that it may take; less where the container has little left.
-
-    Returns:
-        Its descriptor, which the caller closes, and this rank's end; None where there is no such
-        memory.
-    """
+    """Make an arena for `size` ranks, of which this is the first."""
     room = room_bytes()
     plan = layout(size, cores, most_bytes if room is None else min(room, most_bytes))
     made = None if plan is None else memory.make(plan.size_bytes)
@@ -146,13 +115,7 @@ def make(size: int, cores: int, most_bytes: int) -> tuple[int, Arena] | None:
 
 
 def read(shared: mmap.mmap, size: int, position: int) -> Arena:
-    """Give this rank's end of an arena that another rank made.
-
-    Local.
-
-    Raises:
-        OSError: it is none for `size` ranks.
-    """
+    """Give this rank's end of an arena that another rank made."""
     if len(shared) < _PAGE_BYTES * (1 + size // (_PAGE_BYTES // _LINE_BYTES)):
         raise OSError("memory for tensors was sent that is too small")
     words = memoryview(shared)[: (size + 1) * _LINE_BYTES].cast("Q")[size * _LINE_WORDS :]
@@ -164,16 +127,7 @@ def read(shared: mmap.mmap, size: int, position: int) -> Arena:
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """Views for reducing one block in slices, of which each rank owns one.
-
-    Args:
-        sizes: elements before the own slice, in it, and after it.
-        before: where this rank gives what is before its slice.
-        after: where it gives what is after its slice.
-        parts: this rank's slice as each rank gives it.
-        reduced: where it puts the result of its slice.
-        results: where the other slices are in a block, and their results.
-    """
+    """Views for reducing one block in slices, of which each rank owns one."""
 
     sizes: list[int]
     before: Tensor
@@ -184,13 +138,7 @@ class Slices:
 
 
 class Arena:
-    """One rank's end of an arena.
-
-    Args:
-        shared: what all ranks map, of `Layout.size_bytes`, of zeros but for its last line.
-        position: this rank's, from 0.
-        plan: the same on all ranks.
-    """
+    """One rank's end of an arena."""
 
     def __init__(self, shared: mmap.mmap, position: int, plan: Layout) -> None:
         self.layout: Layout = plan
@@ -221,13 +169,7 @@ class Arena:
     # Barriers
 
     def barrier(self, check: Check) -> None:
-        """Enter the next interval when all ranks have come.
-
-        Collective over the arena.
-
-        Args:
-            check: called every 20 ms while this rank waits.
-        """
+        """Enter the next interval when all ranks have come. Collective over the arena."""
         words = self._words
         self.interval = interval = self.interval + 1
         words[self._mine] = interval
@@ -240,14 +182,8 @@ class Arena:
                 self._wait(line, interval, check)
 
     def agree(self, token: int, check: Check) -> bool:
-        """Tell whether all ranks have come with the same token, and it isn't 0.
-
-        Collective over the arena. At least one barrier comes before the next call of this.
-
-        Args:
-            token: of 64 bits.
-            check: as for `barrier`.
-        """
+        """Tell whether all ranks have come with the same token, and it isn't 0."""
+        # Collective over the arena. At least one barrier comes before the next call of this.
         words = self._words
         words[self._mine + _TOKEN] = token
         self.barrier(check)
@@ -283,7 +219,7 @@ class Arena:
         self._futex(_SYS_FUTEX, where, _FUTEX_WAKE, 1, None, None, 0)
 
     def close(self) -> None:
-        """Let go of the memory. Local."""
+        """Let go of the memory."""
         self._words.release()
         self._slots.clear()
         self._views.clear()
@@ -291,16 +227,16 @@ class Arena:
     # Views of the slots, made once for each shape that is asked for
 
     def slots(self, parity: int) -> list[Tensor]:
-        """Give the slot of each rank, as bytes. Local."""
+        """Give the slot of each rank, as bytes."""
         return self._slots[parity]
 
     def given(self, dtype: torch.dtype, count: int) -> list[list[Tensor]]:
-        """Give `count` elements of what each rank gives, by parity and position. Local."""
+        """Give `count` elements of what each rank gives, by parity and position."""
         views: Any = self._views.get((dtype, count))
         return views or self._keep((dtype, count), partial(self._make_given, dtype, count))
 
     def slices(self, dtype: torch.dtype, count: int) -> list[Slices]:
-        """Give the views that reducing a block of `count` elements needs, by parity. Local."""
+        """Give the views that reducing a block of `count` elements needs, by parity."""
         views: Any = self._views.get((dtype, count, "slices"))
         return views or self._keep(
             (dtype, count, "slices"),
@@ -308,7 +244,7 @@ class Arena:
         )
 
     def cells(self, dtype: torch.dtype, room: int) -> list[list[Sequence[Tensor]]]:
-        """Cut each slot into one cell of `room` elements for each position. Local."""
+        """Cut each slot into one cell of `room` elements for each position."""
         views: Any = self._views.get((dtype, room, "cells"))
         return views or self._keep((dtype, room, "cells"), partial(self._make_cells, dtype, room))
 

@@ -24,8 +24,6 @@ from unisono.model.reduction import ReduceOp
 from unisono.payload.memory import from_bytes
 from unisono.topology import Group
 
-__all__ = ("HostCollectives",)
-
 _COPIED_BYTES = 1 << 16
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _AS_IT_IS = nullcontext()
@@ -34,16 +32,11 @@ Copy = Callable[[int, int], None]
 
 
 class HostCollectives(Turns):
-    """The collectives of a model, for the ranks of one group that share a host.
+    """The collectives of a model, for the ranks of one group that share a host."""
 
-    They take contiguous CPU tensors without gradient, and overwrite only those that they return;
-    what else they return is new. Those that only move take any dtype. All raise what `watch` finds.
-
-    Args:
-        arena: this rank's end.
-        ranks: global ranks of the group, in order of positions.
-        watch: what looks for deaths and deadlines.
-    """
+    # They take contiguous CPU tensors without gradient, and overwrite only those that they return;
+    # what else they return is new. Those that only move take any dtype. All raise what `watch`
+    # finds.
 
     dtypes: frozenset[torch.dtype] = DTYPES
     large_bytes: int = 1 << 16
@@ -72,7 +65,7 @@ class HostCollectives(Turns):
         return self._arena.position
 
     def close(self) -> None:
-        """Let go of the memory; nothing can be called any more. Local."""
+        """Let go of the memory; nothing can be called any more."""
         super().close()
         self.shared.close()
         if self._turn.is_free():  # else somebody is still in it
@@ -89,14 +82,7 @@ class HostCollectives(Turns):
         *,
         writes: bool = False,
     ) -> bool:
-        """Run `here` on the tensors of all ranks, [n] each, if they are one shared tensor's.
-
-        Args:
-            call: its name.
-            tensor: this rank's, contiguous, of the same dtype and size on all ranks.
-            here: the operation.
-            writes: whether it overwrites this rank's, which autograd must know.
-        """
+        """Run `here` on the tensors of all ranks, [n] each, if they are one shared tensor's."""
         if tensor.numel() * tensor.itemsize < LEAST_BYTES:
             return False
         parts: list[Tensor] | None = None
@@ -124,16 +110,7 @@ class HostCollectives(Turns):
         group: Group | None = None,
         into: Tensor | None = None,
     ) -> Tensor:
-        """Reduce [*shape] of all ranks to one [*shape] on every rank.
-
-        Collective over the group.
-
-        Args:
-            tensor: of a dtype in `DTYPES`; for AVERAGE of floats, but not float16.
-            op: any.
-            group: the ranks that take part; those of this object.
-            into: what is overwritten and returned, like `tensor`; None for `tensor` itself.
-        """
+        """Reduce [*shape] of all ranks to one [*shape] on every rank. Collective over the group."""
         result = tensor if into is None else into
         flat, call, here = result.view(-1), f"all_reduce {op.name}", self.shared
         # By where the result goes: a tensor that is only read takes the ordinary way.
@@ -146,10 +123,8 @@ class HostCollectives(Turns):
     def reduce(
         self, tensor: Tensor, dst: int, op: ReduceOp, group: Group | None = None
     ) -> Tensor | None:
-        """Reduce [*shape] to global rank `dst`, in place; the others get None.
-
-        Collective over the group.
-        """
+        """Reduce [*shape] to global rank `dst`, in place; the others get None."""
+        # Collective over the group.
         flat, is_dst = tensor.view(-1), self._ranks[self._arena.position] == dst
         self._reduce(f"reduce {op.name} to {dst}", flat, flat if is_dst else None, op)
         return tensor if is_dst else None
@@ -195,14 +170,7 @@ class HostCollectives(Turns):
                 target[where].copy_(result)
 
     def all_reduce_packed(self, tensors: Sequence[Tensor], op: ReduceOp) -> None:
-        """Reduce several short tensors in place, in one go.
-
-        Collective over the group.
-
-        Args:
-            tensors: each [n], contiguous, of one dtype; together at most `block_bytes`.
-            op: as for `all_reduce`.
-        """
+        """Reduce several short tensors in place, in one go. Collective over the group."""
         total = torch.cat(list(tensors))
         self._run(f"all_reduce {op.name}", partial(self._reduce_whole, total, op), total)
         parts = total.split_with_sizes([tensor.numel() for tensor in tensors])
@@ -218,10 +186,8 @@ class HostCollectives(Turns):
         fold(op, given, total)
 
     def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
-        """Reduce [n, *shape] of all ranks; each gets its row, [*shape].
-
-        Collective over the group.
-        """
+        """Reduce [n, *shape] of all ranks; each gets its row, [*shape]."""
+        # Collective over the group.
         arena, here, call = self._arena, self.shared, f"reduce_scatter {op.name}"
         target = memory.new(rows, rows.shape[1:])
         work = partial(here.reduce_scatter, op=op, target=target.view(-1))
@@ -249,13 +215,8 @@ class HostCollectives(Turns):
     # A reduction in two halves, between which others may work on the slices
 
     def reduce_slice(self, flat: Tensor, op: ReduceOp) -> Tensor:
-        """Reduce [n] of all ranks, n > 0; each gets one slice of the result, in place.
-
-        Collective over the group.
-
-        Returns:
-            The slice, a view of `flat`; the others hold nothing that counts.
-        """
+        """Reduce [n] of all ranks, n > 0; each gets one slice of the result, in place."""
+        # Collective over the group.
         arena, slices = self._arena, self._slices(flat)
         me, room = arena.position, 2 * arena.layout.block_bytes // arena.size // flat.itemsize
         cells = arena.cells(flat.dtype, room)
@@ -289,10 +250,7 @@ class HostCollectives(Turns):
     # Movement: of bytes
 
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
-        """Gather [*shape] to [n, *shape] in the order of ranks.
-
-        Collective over the group.
-        """
+        """Gather [*shape] to [n, *shape] in the order of ranks. Collective over the group."""
         arena = self._arena
         rows = memory.new(tensor, (arena.size, *tensor.shape))
         source, into = _bytes_of(tensor), list(_bytes_of(rows).view(arena.size, -1))
@@ -303,17 +261,7 @@ class HostCollectives(Turns):
         return rows
 
     def exchange(self, blob: bytes, sizes: Sequence[int]) -> list[Any]:
-        """Give every rank the bytes of every rank.
-
-        Collective over the group.
-
-        Args:
-            blob: any bytes.
-            sizes: how many each rank has, in the order of ranks.
-
-        Returns:
-            The blobs in the order of ranks, long ones as views.
-        """
+        """Give every rank the bytes of every rank. Collective over the group."""
         me = self._arena.position
         blobs: list[Any] = [b"" if p == me else bytearray(size) for p, size in enumerate(sizes)]
         rows = [_over(buffer) for buffer in blobs]
@@ -338,10 +286,8 @@ class HostCollectives(Turns):
         self._move(call, -(-max(row.numel() for row in rows) // room), give, take)
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
-        """Overwrite [*shape] of every rank with that of global rank `src`.
-
-        Collective over the group.
-        """
+        """Overwrite [*shape] of every rank with that of global rank `src`."""
+        # Collective over the group.
         arena, root = self._arena, self._ranks.index(src)
         call, here = f"broadcast from {src}", self.shared
         work, writes = partial(here.broadcast, root=root), arena.position != root
@@ -363,10 +309,8 @@ class HostCollectives(Turns):
         return tensor
 
     def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
-        """Send row i of [n, *shape] to the i-th rank; row i comes from there.
-
-        Collective over the group.
-        """
+        """Send row i of [n, *shape] to the i-th rank; row i comes from there."""
+        # Collective over the group.
         arena, into = self._arena, memory.new(rows, rows.shape)
         me, room = arena.position, 2 * arena.layout.block_bytes // arena.size
         cells = arena.cells(torch.uint8, room)
@@ -389,10 +333,8 @@ class HostCollectives(Turns):
     def scatter(
         self, rows: Tensor | None, into: Tensor, src: int, group: Group | None = None
     ) -> Tensor:
-        """Give each rank its row of `rows`, [n, *shape], which only `src` has.
-
-        Collective over the group.
-        """
+        """Give each rank its row of `rows`, [n, *shape], which only `src` has."""
+        # Collective over the group.
         arena, root = self._arena, self._ranks.index(src)
         me, room = arena.position, 2 * arena.layout.block_bytes // arena.size
         cells = arena.cells(torch.uint8, room)

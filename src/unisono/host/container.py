@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ("free_bytes",)
-
 _FOLDER = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 
@@ -30,17 +28,7 @@ _V2 = _Names("memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
 def free_bytes(folder: Path = _FOLDER, membership: Path = _MEMBERSHIP) -> int | None:
-    """Give the bytes that this process's control groups have left, those around them included.
-
-    Local.
-
-    Args:
-        folder: where they are mounted.
-        membership: the file that says which they are.
-
-    Returns:
-        The least of all; None where nothing limits it.
-    """
+    """Give the bytes that this process's control groups have left, those around them included."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:  # Linux alone has it

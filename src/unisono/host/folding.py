@@ -10,8 +10,6 @@ from torch import Tensor
 from unisono.model.contract import COMMON_DTYPES
 from unisono.model.reduction import TENSOR_STEPS, ReduceOp, mean_factors
 
-__all__ = ("DTYPES", "fold", "folds")
-
 DTYPES: frozenset[torch.dtype] = COMMON_DTYPES | {
     *(torch.int16, torch.complex64, torch.complex128),
 }
@@ -19,7 +17,7 @@ DTYPES: frozenset[torch.dtype] = COMMON_DTYPES | {
 
 
 def folds(dtype: torch.dtype, op: ReduceOp) -> bool:
-    """Tell whether `fold` takes a dtype with an operation. Local."""
+    """Tell whether `fold` takes a dtype with an operation."""
     if dtype not in DTYPES:
         return False
     if op is ReduceOp.AVERAGE:
@@ -30,15 +28,8 @@ def folds(dtype: torch.dtype, op: ReduceOp) -> bool:
 
 
 def fold(op: ReduceOp, parts: Sequence[Tensor], out: Tensor) -> None:
-    """Reduce in the order of `parts`.
-
-    Local. As `fold_tensors`, into memory that is there.
-
-    Args:
-        op: one for which `folds` the dtype.
-        parts: two or more, each [n] of one dtype.
-        out: [n] of that dtype, new memory or the first of `parts`.
-    """
+    """Reduce in the order of `parts`."""
+    # As `fold_tensors`, into memory that is there.
     if op is ReduceOp.AVERAGE:
         before, after = mean_factors(len(parts))
         torch.mul(parts[0], before, out=out)

@@ -23,8 +23,6 @@ from unisono.model.contract import ComputationModel
 from unisono.model.reduction import ReduceOp, mean_factors
 from unisono.topology import Group
 
-__all__ = ("Between", "MemoryCollectives", "TwoLevels")
-
 _MIB = 1 << 20
 _WHOLE_BYTES = 4 * _MIB  # longer tensors go in slices
 _BLOCK_BYTES = 16 * _MIB
@@ -42,11 +40,7 @@ class Between(Protocol):
 
 
 class _Inside:
-    """The watch of one host's part: it looks after the operation of all ranks.
-
-    Args:
-        ranks: of this host.
-    """
+    """The watch of one host's part: it looks after the operation of all ranks."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.check: Check = _nothing
@@ -70,17 +64,9 @@ def _nothing(rank: int) -> None:
 
 
 class TwoLevels(Turns):
-    """The all_reduce of a model, for all ranks of a context on several hosts.
+    """The all_reduce of a model, for all ranks of a context on several hosts."""
 
-    It takes what `HostCollectives` takes, of a dtype in `dtypes`.
-
-    Args:
-        arena: this rank's end of the memory of its host; None where it is alone there.
-        hosts: the ranks of each host, ascending; the same on every rank.
-        rank: this rank.
-        watch: what looks for deaths and deadlines.
-        control: makes groups, and knows the model.
-    """
+    # It takes what `HostCollectives` takes, of a dtype in `dtypes`.
 
     def __init__(
         self,
@@ -105,12 +91,12 @@ class TwoLevels(Turns):
         self._twins: list[Group] = []
 
     def belong_to(self, control: Any) -> None:
-        """Take note that another view of the context has it now. Local."""
+        """Take note that another view of the context has it now."""
         super().belong_to(control)
         self._control = control
 
     def close(self) -> None:
-        """Let go of the memory; nothing can be called any more. Local."""
+        """Let go of the memory; nothing can be called any more."""
         super().close()
         self._twins.clear()
         if self._host is not None:
@@ -125,10 +111,8 @@ class TwoLevels(Turns):
         return self._twins[position]
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
-        """Reduce [*shape] of all ranks to one [*shape] on every rank, in place.
-
-        Collective over all ranks. As `HostCollectives.all_reduce`, but in the order of hosts.
-        """
+        """Reduce [*shape] of all ranks to one [*shape] on every rank, in place."""
+        # Collective over all ranks. As `HostCollectives.all_reduce`, but in the order of hosts.
         flat = tensor.view(-1)
         is_cut = self._is_even and flat.nbytes > _WHOLE_BYTES
         reduce = self._reduce_slices if is_cut else self._reduce_whole

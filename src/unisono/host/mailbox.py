@@ -15,8 +15,6 @@ import socket
 
 from unisono.host import memory
 
-__all__ = ("MAILBOX_BYTES", "Mailbox", "receive", "send")
-
 MAILBOX_BYTES = 1 << 22
 """Longest body that a mailbox carries; pages that no frame has reached take no memory."""
 _HEAD_BYTES = 64
@@ -27,12 +25,7 @@ _KIND_BITS = 3
 
 
 class Mailbox:
-    """One end of a mailbox.
-
-    Args:
-        shared: what both share, of `send` or `receive`; it ends with the mailbox.
-        is_first: whether this end made it.
-    """
+    """One end of a mailbox."""
 
     # One direction. Its frame:
     #   empty: the stamp is the one that the reader took last
@@ -50,13 +43,8 @@ class Mailbox:
         self._taken = 0
 
     def put(self, kind: int, seq: int, body: bytes) -> bool:
-        """Give the other end a frame; it has taken the one before.
-
-        Local; never waits.
-
-        Returns:
-            Whether the other end sleeps and must be woken.
-        """
+        """Give the other end a frame; it has taken the one before."""
+        # Local; never waits.
         start, words, at = self._out_body, self._words, self._out
         self._bytes[start : start + len(body)] = body
         words[at + _SIZE] = len(body)
@@ -64,7 +52,7 @@ class Mailbox:
         return words[at + _SLEEPS] != 0
 
     def has_come(self) -> bool:
-        """Tell whether `take` has a frame. Local."""
+        """Tell whether `take` has a frame."""
         return self._words[self._in] != self._taken
 
     def take(self) -> tuple[int, int, bytes] | None:
@@ -79,21 +67,12 @@ class Mailbox:
         return stamp & ((1 << _KIND_BITS) - 1), stamp >> _KIND_BITS, body
 
     def sleep(self, is_asleep: bool) -> None:
-        """Set whether the next frame must wake this end. Local."""
+        """Set whether the next frame must wake this end."""
         self._words[self._in + _SLEEPS] = is_asleep
 
 
 def send(sock: socket.socket) -> Mailbox | None:
-    """Send memory to share over a Unix-domain socket.
-
-    Local.
-
-    Returns:
-        This end; None where there is no such memory, which the other end then sees.
-
-    Raises:
-        OSError: the other side is gone.
-    """
+    """Send memory to share over a Unix-domain socket."""
     made = memory.make(2 * _HALF_BYTES)
     if made is None:
         memory.send(sock, None)
@@ -107,15 +86,6 @@ def send(sock: socket.socket) -> Mailbox | None:
 
 
 def receive(sock: socket.socket) -> Mailbox | None:
-    """Receive what `send` sent.
-
-    Local.
-
-    Returns:
-        The other end; None where the sender has no such memory.
-
-    Raises:
-        OSError: something else came, or memory that can't be mapped here.
-    """
+    """Receive what `send` sent."""
     shared = memory.receive(sock, 2 * _HALF_BYTES)
     return None if shared is None else Mailbox(shared, False)

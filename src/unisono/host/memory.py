@@ -15,17 +15,6 @@ import struct
 
 from torch import Tensor
 
-__all__ = (
-    "address_of",
-    "is_supported",
-    "make",
-    "new",
-    "open_at",
-    "receive",
-    "send",
-    "why_not",
-)
-
 _MAPPED_BYTES = 32 << 20  # malloc keeps what is shorter, and asks the kernel for what is longer
 _PAGE_BYTES = 4096
 _HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
@@ -34,12 +23,12 @@ _ADDRESS = struct.Struct("<5Q")  # process, its descriptor; device, inode and si
 
 
 def is_supported() -> bool:
-    """Tell whether this machine has such memory, and keeps the order of what is written. Local."""
+    """Tell whether this machine has such memory, and keeps the order of what is written."""
     return why_not() is None
 
 
 def why_not() -> str | None:
-    """Say why ranks of this machine can't work in the same memory; None where they can. Local."""
+    """Say why ranks of this machine can't work in the same memory; None where they can."""
     if not hasattr(os, "memfd_create"):
         return f"{platform.system()} has no memory without a name (memfd_create)"
     if platform.machine() not in ("x86_64", "AMD64"):
@@ -48,13 +37,7 @@ def why_not() -> str | None:
 
 
 def make(size_bytes: int) -> tuple[int, mmap.mmap] | None:
-    """Make memory of zeros; what nobody has written to takes no room.
-
-    Local.
-
-    Returns:
-        Its descriptor, which the caller closes, and the memory; None where there is none.
-    """
+    """Make memory of zeros; what nobody has written to takes no room."""
     if not is_supported():
         return None
     fd = -1
@@ -69,13 +52,7 @@ def make(size_bytes: int) -> tuple[int, mmap.mmap] | None:
 
 
 def send(sock: socket.socket, fd: int | None) -> None:
-    """Send memory over a Unix-domain socket, or that there is none.
-
-    Local.
-
-    Raises:
-        OSError: the other side is gone.
-    """
+    """Send memory over a Unix-domain socket, or that there is none."""
     if fd is None:
         sock.sendall(_NONE)
     else:
@@ -83,20 +60,7 @@ def send(sock: socket.socket, fd: int | None) -> None:
 
 
 def receive(sock: socket.socket, size_bytes: int | None = None) -> mmap.mmap | None:
-    """Receive what `send` sent.
-
-    Local.
-
-    Args:
-        sock: the connection.
-        size_bytes: the size that it must have; None for any.
-
-    Returns:
-        The memory; None where the sender has none.
-
-    Raises:
-        OSError: something else came, or memory that can't be mapped here.
-    """
+    """Receive what `send` sent."""
     tag, fds, flags, _ = socket.recv_fds(sock, 1, 1)
     try:
         if tag == _NONE and not fds:
@@ -115,17 +79,7 @@ def receive(sock: socket.socket, size_bytes: int | None = None) -> mmap.mmap | N
 
 
 def new(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Make memory for a CPU tensor that is written at once, long ones in huge pages.
-
-    Local.
-
-    Args:
-        like: of its dtype.
-        shape: its own.
-
-    Returns:
-        [*shape], contiguous, of any values.
-    """
+    """Make memory for a CPU tensor that is written at once, long ones in huge pages."""
     made = like.new_empty(shape)
     if made.nbytes >= _MAPPED_BYTES and _HUGE is not None:
         begin = -(-made.data_ptr() // _PAGE_BYTES) * _PAGE_BYTES
@@ -140,26 +94,13 @@ def new(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def address_of(fd: int) -> bytes:
-    """Say where another process can open this memory while `fd` is open. Local."""
+    """Say where another process can open this memory while `fd` is open."""
     status = os.fstat(fd)
     return _ADDRESS.pack(os.getpid(), fd, status.st_dev, status.st_ino, status.st_size)
 
 
 def open_at(address: bytes, *, writes: bool) -> int:
-    """Open memory of another process of this user, or of this one.
-
-    Local.
-
-    Args:
-        address: what `address_of` gave there.
-        writes: whether it is to be written to.
-
-    Returns:
-        A descriptor, which the caller closes.
-
-    Raises:
-        OSError: it isn't there, or not to be seen from here, as in another container.
-    """
+    """Open memory of another process of this user, or of this one."""
     try:
         pid, number, *identity = _ADDRESS.unpack(address)
     except struct.error:

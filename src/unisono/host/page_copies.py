@@ -14,8 +14,6 @@ from typing import Any
 
 from unisono.host.status_page import PageReader, PageRecord
 
-__all__ = ("PageCopy", "Vitals", "copied", "from_plain", "packed", "to_plain", "unpacked")
-
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _CONDITIONS = {
@@ -32,16 +30,7 @@ _MOST_RECORDS = 32  # of each thread, that travel: they tell who comes late
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """What the kernel says of a process that runs.
-
-    Args:
-        condition: "running", "sleeping", "disk", "stopped" or "dead", of the rank's own thread.
-        thread_id: that thread.
-        thread_s: seconds of a core that it has used.
-        process_s: the same of all threads.
-        memory_bytes: resident.
-        at_ns: when that was, on the monotonic clock.
-    """
+    """What the kernel says of a process that runs."""
 
     condition: str
     thread_id: int
@@ -53,13 +42,7 @@ class Vitals:
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """What a page said when it was read.
-
-    Args:
-        facts: what doesn't change with each call.
-        records: its last calls, in the order in which they began.
-        vitals: what the kernel says of its process; None where that has ended.
-    """
+    """What a page said when it was read."""
 
     facts: Mapping[str, Any]
     records: tuple[PageRecord, ...]
@@ -67,7 +50,7 @@ class PageCopy:
 
 
 def copied(found: Iterable[PageReader]) -> list[PageCopy]:
-    """Copy pages, but for those of ranks that have ended in good order just now. Local."""
+    """Copy pages, but for those of ranks that have ended in good order just now."""
     copies = []
     for page in found:
         vitals = _vitals(page) if page.is_alive() else None
@@ -103,10 +86,7 @@ def _used_s(words: list[bytes]) -> float:
 
 
 def to_plain(copy: PageCopy) -> dict[str, Any]:
-    """Make plain data of a copy, with the last calls of each thread and of each group.
-
-    Local, and pure.
-    """
+    """Make plain data of a copy, with the last calls of each thread and of each group."""
     return {
         "facts": copy.facts,
         "records": [astuple(record) for record in _last(copy.records)],
@@ -127,17 +107,7 @@ def _last(records: Iterable[PageRecord]) -> list[PageRecord]:
 
 
 def from_plain(plain: Mapping[str, Any], shift_ns: int) -> PageCopy:
-    """Read what `to_plain` made on another host.
-
-    Local, and pure.
-
-    Args:
-        plain: the data.
-        shift_ns: what makes that host's monotonic clock this one's.
-
-    Raises:
-        ValueError: it isn't such data, as do KeyError and TypeError.
-    """
+    """Read what `to_plain` made on another host."""
     facts = dict(plain["facts"])
     facts["made_ns"] = int(facts["made_ns"]) + shift_ns
     facts.update({name: int(facts[name]) for name in ("pid", "rank", "start_ticks", "world_size")})
@@ -152,18 +122,12 @@ def _shifted(record: PageRecord, by_ns: int) -> PageRecord:
 
 
 def packed(plain: Mapping[str, Any]) -> str:
-    """Make a short text of plain data. Local, and pure."""
+    """Make a short text of plain data."""
     return base64.b64encode(zlib.compress(json.dumps(plain).encode(), 1)).decode()
 
 
 def unpacked(text: str) -> dict[str, Any]:
-    """Read what `packed` made.
-
-    Local, and pure.
-
-    Raises:
-        ValueError: it isn't that, or is too long.
-    """
+    """Read what `packed` made."""
     unpack = zlib.decompressobj()
     try:
         body = unpack.decompress(base64.b64decode(text, validate=True), _MOST_BYTES)

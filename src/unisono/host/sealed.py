@@ -14,8 +14,6 @@ import os
 import struct
 from collections.abc import Iterator, Sequence
 
-__all__ = ("Block", "blocks_in", "joined", "open_copy", "read", "seal", "size_of")
-
 _COUNT = struct.Struct("<Q")
 _ALIGNED_BYTES = 64
 _ADD_SEALS, _ALL_SEALS = 1033, 0xF  # fcntl has them from Python 3.8 on some builds alone
@@ -38,7 +36,7 @@ def _places(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def size_of(blocks: Sequence[Block]) -> int:
-    """Give the bytes that blocks take. Local."""
+    """Give the bytes that blocks take."""
     sizes = [len(block) for block in blocks]
     return max((end for _, end in _places(sizes)), default=_COUNT.size)
 
@@ -52,7 +50,7 @@ def _pieces(blocks: Sequence[Block]) -> Iterator[tuple[int, memoryview]]:
 
 
 def joined(blocks: Sequence[Block]) -> bytearray:
-    """Write blocks to memory of this process alone. Local."""
+    """Write blocks to memory of this process alone."""
     memory = bytearray(size_of(blocks))
     for at, piece in _pieces(blocks):
         memory[at : at + len(piece)] = piece
@@ -60,13 +58,7 @@ def joined(blocks: Sequence[Block]) -> bytearray:
 
 
 def seal(blocks: Sequence[Block]) -> int | None:
-    """Write blocks to memory that other processes can open, and seal it.
-
-    Local.
-
-    Returns:
-        Its descriptor, which the caller closes; None where there is no such memory.
-    """
+    """Write blocks to memory that other processes can open, and seal it."""
     if not hasattr(os, "memfd_create"):
         return None
     fd = -1
@@ -90,25 +82,12 @@ def _write(fd: int, piece: memoryview, at: int) -> None:
 
 
 def open_copy(fd: int) -> mmap.mmap:
-    """Map sealed memory; what this process writes to it is its own.
-
-    Local.
-
-    Raises:
-        OSError: it can't be mapped here.
-    """
+    """Map sealed memory; what this process writes to it is its own."""
     return mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
 
 
 def read(fd: int) -> bytearray:
-    """Read sealed memory that can't be mapped.
-
-    Local.
-
-    Raises:
-        MemoryError: there is no room for it.
-        OSError: it can't be read.
-    """
+    """Read sealed memory that can't be mapped."""
     memory = bytearray(os.fstat(fd).st_size)
     view, at = memoryview(memory), 0
     while at < len(view):
@@ -117,7 +96,7 @@ def read(fd: int) -> bytearray:
 
 
 def blocks_in(memory: mmap.mmap | bytearray) -> list[memoryview]:
-    """Give the blocks that were written, in place. Local."""
+    """Give the blocks that were written, in place."""
     view = memoryview(memory)
     (count,) = _COUNT.unpack_from(view)
     sizes = [_COUNT.unpack_from(view, _COUNT.size * (1 + at))[0] for at in range(count)]

@@ -26,8 +26,6 @@ from unisono.host.arena import Arena, Check
 from unisono.host.folding import fold
 from unisono.model.reduction import ReduceOp
 
-__all__ = ("LEAST_BYTES", "SharedTensors", "room_bytes")
-
 LEAST_BYTES = 1 << 18
 """Shorter tensors take longer with two barriers and one write for each rank than through slots."""
 
@@ -38,19 +36,13 @@ _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS, _MREMAP_TO = 3, 0x22, 3
 
 
 def room_bytes(size_bytes: int) -> int:
-    """Give the bytes from one rank's tensor to the next rank's. Local."""
+    """Give the bytes from one rank's tensor to the next rank's."""
     return -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 @dataclass(slots=True)
 class _Entry:
-    """One tensor of each rank.
-
-    Args:
-        number: the same on all ranks, from 1.
-        parts: the memory of each rank's, by position, [size_bytes] of uint8.
-        owner: what keeps this rank's own alive.
-    """
+    """One tensor of each rank."""
 
     number: int
     parts: list[Tensor]
@@ -58,11 +50,7 @@ class _Entry:
 
 
 class SharedTensors:
-    """Those of one group, and the collectives on them.
-
-    Args:
-        arena: this rank's end of the group's.
-    """
+    """Those of one group, and the collectives on them."""
 
     def __init__(self, arena: Arena) -> None:
         self.count: int = 0
@@ -73,15 +61,7 @@ class SharedTensors:
 
     @torch.inference_mode(False)
     def add(self, shared: mmap.mmap, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Give this rank's tensor in memory that all ranks map.
-
-        Collective over the group.
-
-        Args:
-            shared: one room for each rank, in the order of positions, of zeros.
-            shape: with at least one element, the same on all ranks.
-            dtype: likewise.
-        """
+        """Give this rank's tensor in memory that all ranks map. Collective over the group."""
         size_bytes = torch.Size(shape).numel() * dtype.itemsize
         room, me = room_bytes(size_bytes), self._arena.position
         parts = [
@@ -99,22 +79,13 @@ class SharedTensors:
         return tensor
 
     def close(self) -> None:
-        """Forget them: they stay, as ordinary tensors. Local."""
+        """Forget them: they stay, as ordinary tensors."""
         self._entries.clear()
 
     def agree(self, flat: Tensor, check: Check) -> list[Tensor] | None:
-        """Give every rank's tensor, if all call this with the same part of the same shared one.
-
-        Collective over the group, for a tensor of at least `LEAST_BYTES`; the ranks differ in none
-        of its arguments but for the memory.
-
-        Args:
-            flat: [n], contiguous.
-            check: as for a barrier.
-
-        Returns:
-            [n] of each rank, by position, until `leave`; None where all go the ordinary way.
-        """
+        """Give every rank's tensor, if all call this with the same part of the same shared one."""
+        # Collective over the group, for a tensor of at least `LEAST_BYTES`; the ranks differ in
+        # none of its arguments but for the memory.
         entry = self._entries.get(flat.untyped_storage().data_ptr())
         token, offset = 0, 0
         if entry is not None:
@@ -133,10 +104,8 @@ class SharedTensors:
         self._in_use = None
 
     def withdraw(self) -> None:
-        """Take the tensor of a call that failed out of the shared memory. Local.
-
-        Ranks that come later, or go on after they were stopped, would still write to it.
-        """
+        """Take the tensor of a call that failed out of the shared memory."""
+        # Ranks that come later, or go on after they were stopped, would still write to it.
         entry, self._in_use = self._in_use, None
         if entry is not None:
             own = entry.parts[self._arena.position]

@@ -29,8 +29,6 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-__all__ = ("LONGEST_S", "ask", "install", "texts", "threads")
-
 LONGEST_S = 10.0
 """How long a rank may take where another host asks, whatever it asks for."""
 
@@ -53,14 +51,8 @@ _lock = threading.Lock()
 
 
 def install() -> dict[str, int]:
-    """Let others of this user ask this process for its stacks.
-
-    Local. Once for each process; a forked child needs its own.
-
-    Returns:
-        What they must know: ``signal``, ``stacks_fd``, ``stacks_inode``, and ``at_rest``: whether
-        it may be asked only while its other threads rest. Empty where it can't be had.
-    """
+    """Let others of this user ask this process for its stacks."""
+    # Once for each process; a forked child needs its own.
     if not _lock.acquire(timeout=_LOCKED_S):  # a fork may have left it locked
         return {}
     try:
@@ -125,19 +117,7 @@ def _masks(status: Path) -> dict[str, int]:
 
 
 def ask(pid: int, facts: Mapping[str, int], thread_id: int, timeout_s: float) -> str | None:
-    """Ask a thread of a process of this user for its stack.
-
-    Local.
-
-    Args:
-        pid: the process; it may be any, nothing is sent to one that doesn't listen.
-        facts: what its `install` gave.
-        thread_id: native id of the thread.
-        timeout_s: how long to wait for the answer.
-
-    Returns:
-        What faulthandler wrote; None where it doesn't answer in time, or can't be asked.
-    """
+    """Ask a thread of a process of this user for its stack."""
     until = time.monotonic() + timeout_s
     return _ask(pid, facts, thread_id, until, until)
 
@@ -181,11 +161,9 @@ def _others_rest(pid: int, thread_id: int, until: float) -> bool:
 
 
 def _runs(pid: int, thread_id: int) -> dict[str, bytes] | None:
-    """Read how often the other threads of a process have run so far; None if one does now.
-
-    The asker may be one of them: nobody else is in the functions that it runs. One file is open at
-    a time: the asker may be a rank that needs its descriptors.
-    """
+    """Read how often the other threads of a process have run so far; None if one does now."""
+    # The asker may be one of them: nobody else is in the functions that it runs. One file is open
+    # at a time: the asker may be a rank that needs its descriptors.
     found = {}
     for task in os.listdir(f"/proc/{pid}/task"):
         if int(task) not in (thread_id, threading.get_native_id()):
@@ -231,14 +209,8 @@ def _locked(fd: int) -> bool:
 def texts(
     pid: int, facts: Mapping[str, int], thread_id: int, timeout_s: float, all_threads: bool
 ) -> dict[int, str] | None:
-    """Ask a process for the stacks of one thread, or of all, one after the other.
-
-    Local. The arguments are those of `ask`, but that the process has `timeout_s` for all threads.
-
-    Returns:
-        What each thread wrote that answered in that time, that one's first; None where that
-        doesn't answer.
-    """
+    """Ask a process for the stacks of one thread, or of all, one after the other."""
+    # The arguments are those of `ask`, but that the process has `timeout_s` for all threads.
     until = time.monotonic() + timeout_s
     own = _ask(pid, facts, thread_id, until, until)
     if own is None:
@@ -252,10 +224,7 @@ def texts(
 
 
 def threads(pid: int, facts: Mapping[str, int]) -> list[int]:
-    """List the threads of a process that may be asked: a library's thread may block the signal.
-
-    Local.
-    """
+    """List the threads of a process that may be asked: a library's thread may block the signal."""
     bit = _bit(facts.get("signal", 0) or 1)
     try:
         tasks = sorted(int(task.name) for task in Path(f"/proc/{pid}/task").iterdir())

@@ -27,26 +27,6 @@ from typing import Any
 
 from unisono.topology import boot_id
 
-__all__ = (
-    "CALLED",
-    "IN_FLIGHT",
-    "SOCKET_NAME",
-    "WAITED_FOR",
-    "Lane",
-    "PageReader",
-    "PageRecord",
-    "StatusPage",
-    "close_all",
-    "folder",
-    "is_running",
-    "pages",
-    "ranks_of",
-    "short_name",
-    "shortened",
-    "start_ticks",
-    "start_ticks_of",
-)
-
 _log = logging.getLogger(__name__)
 # The page, in words of 8 bytes, of the host's order:
 #   head     magic; edition of the facts; length of facts in even and in odd editions; strings used
@@ -91,10 +71,8 @@ _open: weakref.WeakSet[StatusPage] = weakref.WeakSet()
 
 
 def folder() -> Path | None:
-    """Give the folder of this user's pages; None where there are none.
-
-    Local. ``UNISONO_STATUS=0`` means none; any other value but 1 is the folder itself.
-    """
+    """Give the folder of this user's pages; None where there are none."""
+    # ``UNISONO_STATUS=0`` means none; any other value but 1 is the folder itself.
     setting = os.environ.get("UNISONO_STATUS", "1")
     if setting == "0":
         return None
@@ -129,13 +107,7 @@ def _warn_of(path: Path) -> None:
 
 
 class StatusPage:
-    """The page of one rank, which it writes.
-
-    Args:
-        path: of the file.
-        memory: of the page's size, of zeros.
-        facts: what doesn't change with each call, for JSON.
-    """
+    """The page of one rank, which it writes."""
 
     def __init__(self, path: Path, memory: mmap.mmap, facts: Mapping[str, Any]) -> None:
         self.path = path
@@ -153,7 +125,7 @@ class StatusPage:
 
     @classmethod
     def make(cls, facts: Mapping[str, Any]) -> StatusPage | None:
-        """Make a page; None where there can be none. Local."""
+        """Make a page; None where there can be none."""
         place, ticks = folder(), start_ticks(os.getpid())
         if place is None or not ticks or not _private(place, makes=True):
             return None
@@ -175,7 +147,7 @@ class StatusPage:
         return cls(path, memory, {**facts, **own, "pids": _pids()})
 
     def update(self, **facts: Any) -> None:
-        """Change facts. Local."""
+        """Change facts."""
         with self._lock:
             self.facts.update(facts)
             edition = self._words[_EDITION] + 1
@@ -188,7 +160,7 @@ class StatusPage:
             self._words[_EDITION] = edition
 
     def name_of(self, text: str) -> int:
-        """Give the number of a string in this page, 0 once there is no more room. Local."""
+        """Give the number of a string in this page, 0 once there is no more room."""
         known = self._ids.get(text)
         if known is not None:
             return known
@@ -205,14 +177,14 @@ class StatusPage:
         return at
 
     def words_of(self, name: str, file: str, line: int, group: str) -> tuple[int, int]:
-        """Give the words of a record that say what is called, and where. Local."""
+        """Give the words of a record that say what is called, and where."""
         return (
             self.name_of(name) | self.name_of(file) << 32,
             line | self.name_of(short_name(group)) << 32,
         )
 
     def lane(self) -> Lane | None:
-        """Give a lane to this thread: a new one, or that of a thread that has ended. Local."""
+        """Give a lane to this thread: a new one, or that of a thread that has ended."""
         thread = threading.current_thread()
         with self._lock:
             for place, owner in enumerate(self._owners):
@@ -234,12 +206,7 @@ class StatusPage:
 
 
 class Lane:
-    """The records of one thread in a page.
-
-    Args:
-        page: the page.
-        place: its place among the page's lanes.
-    """
+    """The records of one thread in a page."""
 
     __slots__ = ("_first", "_last", "_memory", "_start", "_words")
 
@@ -255,16 +222,7 @@ class Lane:
     def begin(
         self, names: int, place: int, number: int, size: int, begin_ns: int, state: int
     ) -> int:
-        """Write that a call has begun; give what `end` takes. Local.
-
-        Args:
-            names: first word that `StatusPage.words_of` gave for the call.
-            place: second one.
-            number: how many calls of the group there have been, with this one.
-            size: bytes of the tensor; 0 where it isn't known.
-            begin_ns: now, on the monotonic clock.
-            state: whether it blocks, or is started.
-        """
+        """Write that a call has begun; give what `end` takes."""
         self._last = stamp = self._last + _STEP
         at = self._start + (stamp & _AROUND) * _WORD
         _pack(self._memory, at, stamp, begin_ns, 0, names, place, number, size, stamp | state)
@@ -291,23 +249,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class PageRecord:
-    """A call, as its rank's page has it.
-
-    Args:
-        lane: the place of its thread's records in the page.
-        thread_id: native id of the thread.
-        index: how many calls of this thread there have been, with this one.
-        name: the call.
-        file: of the user's line; its end where the path is long.
-        line: its number.
-        group: the name of the group, as `short_name` gives it; empty where there was no room.
-        number: how many calls of the group there have been, with this one; 0 where it isn't known,
-            or a hook has refused the call.
-        size_bytes: of the tensor; 0 where it isn't known.
-        begin_ns: when the rank came, on the monotonic clock of the host.
-        end_ns: when it was done; 0 where it isn't yet.
-        state: `CALLED`, `IN_FLIGHT` or `WAITED_FOR`.
-    """
+    """A call, as its rank's page has it."""
 
     lane: int
     thread_id: int
@@ -324,15 +266,7 @@ class PageRecord:
 
 
 class PageReader:
-    """The page of one rank, as another process sees it.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        OSError: it isn't there any more, or isn't this user's.
-        ValueError: it isn't a page.
-    """
+    """The page of one rank, as another process sees it."""
 
     def __init__(self, path: Path) -> None:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # it may be a pipe
@@ -363,11 +297,11 @@ class PageReader:
                 return facts
 
     def is_alive(self) -> bool:
-        """Tell whether the process that wrote it still runs. Local."""
+        """Tell whether the process that wrote it still runs."""
         return is_running(self.facts.get("pid", 0), self.facts.get("start_ticks", 0))
 
     def records(self) -> list[PageRecord]:
-        """Read the last 128 calls of each thread, in the order in which they began. Local."""
+        """Read the last 128 calls of each thread, in the order in which they began."""
         found = [record for lane in range(_LANES) for record in self._lane(lane)]
         return sorted(found, key=lambda record: record.begin_ns)
 
@@ -396,11 +330,9 @@ class PageReader:
 
 
 def pages() -> list[PageReader]:
-    """Read all pages of this user on this host, those of dead processes too.
-
-    Local. Containers and hosts may share the folder and number their processes alike: what another
-    one has written is left out, as nothing can be known of its processes here.
-    """
+    """Read all pages of this user on this host, those of dead processes too."""
+    # Containers and hosts may share the folder and number their processes alike: what another
+    # one has written is left out, as nothing can be known of its processes here.
     place = folder()
     if place is None or not _private(place, makes=False):
         return []
@@ -413,10 +345,8 @@ def pages() -> list[PageReader]:
 
 
 def _pids() -> int:
-    """Name the space that process ids belong to: hosts and containers have one each.
-
-    The inode alone is the same on all hosts, outside of containers.
-    """
+    """Name the space that process ids belong to: hosts and containers have one each."""
+    # The inode alone is the same on all hosts, outside of containers.
     try:
         inode = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -426,10 +356,8 @@ def _pids() -> int:
 
 
 def short_name(group: str) -> str:
-    """Give the name of a group as pages have it: of a long one its beginning, and a digest.
-
-    Local, and pure. Some names hold all ranks of their group.
-    """
+    """Give the name of a group as pages have it: of a long one its beginning, and a digest."""
+    # Some names hold all ranks of their group.
     if len(group) <= _LONGEST_NAME:
         return group
     digest = hashlib.blake2b(group.encode("utf-8", "replace"), digest_size=8).hexdigest()
@@ -437,10 +365,8 @@ def short_name(group: str) -> str:
 
 
 def shortened(ranks: Sequence[int]) -> list[int] | dict[str, list[int]]:
-    """Write ranks into facts, where there is no room for those of many large groups.
-
-    Local, and pure. `ranks_of` reads them.
-    """
+    """Write ranks into facts, where there is no room for those of many large groups."""
+    # `ranks_of` reads them.
     if len(ranks) > 2:
         evenly = range(ranks[0], ranks[-1] + 1, max(ranks[1] - ranks[0], 1))
         if tuple(evenly) == tuple(ranks):
@@ -449,7 +375,7 @@ def shortened(ranks: Sequence[int]) -> list[int] | dict[str, list[int]]:
 
 
 def ranks_of(written: list[int] | dict[str, list[int]]) -> tuple[int, ...]:
-    """Read what `shortened` has written. Local, and pure."""
+    """Read what `shortened` has written."""
     return tuple(range(*written["range"]) if isinstance(written, dict) else written)
 
 
@@ -476,20 +402,18 @@ def _sweep_sockets(place: Path) -> None:
 
 
 def start_ticks(pid: int) -> int:
-    """Give when a process began, in clock ticks since the host did; 0 where it isn't known.
-
-    Local. With its id it tells a process from a later one that has the same id.
-    """
+    """Give when a process began, in clock ticks since the host did; 0 where it isn't known."""
+    # With its id it tells a process from a later one that has the same id.
     return _status(pid)[1]
 
 
 def start_ticks_of(status: bytes) -> int:
-    """Take it out of the text of ``/proc/PID/stat``. Local, and pure."""
+    """Take it out of the text of ``/proc/PID/stat``."""
     return int(status.rpartition(b")")[2].split()[19])
 
 
 def is_running(pid: int, ticks: int) -> bool:
-    """Tell whether a process runs that began then; a zombie doesn't. Local."""
+    """Tell whether a process runs that began then; a zombie doesn't."""
     state, began = _status(pid)
     return began == ticks != 0 and state not in (b"Z", b"X")
 
@@ -503,7 +427,7 @@ def _status(pid: int) -> tuple[bytes, int]:
 
 
 def close_all(job: str | None = None) -> None:
-    """Take away the pages of this process; with `job`, those of that job alone. Local."""
+    """Take away the pages of this process; with `job`, those of that job alone."""
     for page in list(_open):
         if job is None or page.facts.get("job") == job:
             page.close()

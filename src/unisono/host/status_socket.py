@@ -13,18 +13,11 @@ from pathlib import Path
 
 from unisono.host.status_page import SOCKET_NAME, _pids, _private, folder, start_ticks
 
-__all__ = ("StatusSocket", "connected", "sockets_of")
-
 _BACKLOG = 16
 
 
 class StatusSocket:
-    """A listening Unix-domain socket in the folder of status pages, which this user alone can open.
-
-    Args:
-        sock: it.
-        path: its file, which goes with it, and at the end of the process.
-    """
+    """A listening Unix-domain socket in the folder of status pages, for this user alone."""
 
     def __init__(self, sock: socket.socket, path: Path) -> None:
         self.sock: socket.socket = sock
@@ -33,7 +26,7 @@ class StatusSocket:
 
     @classmethod
     def make(cls) -> StatusSocket | None:
-        """Listen; None where there can be no pages either. Local."""
+        """Listen; None where there can be no pages either."""
         place, ticks = folder(), start_ticks(os.getpid())
         if place is None or not ticks or not _private(place, makes=True):
             return None
@@ -56,7 +49,7 @@ class StatusSocket:
         self._remove()
 
     def close(self) -> None:
-        """Close it, and take the file away where this process made it. Local."""
+        """Close it, and take the file away where this process made it."""
         self._remove()
         self.sock.close()
 
@@ -78,16 +71,7 @@ def _short(path: Path) -> Iterator[str]:
 
 
 def sockets_of(processes: Collection[tuple[int, int]]) -> dict[tuple[int, int], Path]:
-    """Find where some processes of this user can be asked.
-
-    Local.
-
-    Args:
-        processes: id, and when it began, of each.
-
-    Returns:
-        By process, one socket of each that has any.
-    """
+    """Find where some processes of this user can be asked."""
     place = folder()
     if place is None or not _private(place, makes=False):
         return {}
@@ -101,7 +85,7 @@ def sockets_of(processes: Collection[tuple[int, int]]) -> dict[tuple[int, int], 
 
 
 def connected(path: Path, timeout_s: float) -> socket.socket | None:
-    """Connect to a status socket; None where nobody listens there any more. Local."""
+    """Connect to a status socket; None where nobody listens there any more."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(timeout_s)
     try:

@@ -13,8 +13,6 @@ from torch import Tensor
 from unisono.errors import CollectiveError, ContextError, UnisonoError
 from unisono.host.arena import Check
 
-__all__ = ("Turn", "Turns", "Watch")
-
 _AS_IT_IS = nullcontext()
 
 
@@ -22,13 +20,13 @@ class Watch(Protocol):
     """What is asked for each operation: begins it, and looks after it while it waits."""
 
     def begin(self, call: str) -> Check:
-        """Take note of an operation; give what the arena calls while it waits. Local."""
+        """Take note of an operation; give what the arena calls while it waits."""
 
     def leave(self, call: str, error: BaseException) -> None:
-        """Tell the other ranks that this one left an operation half-way. Local."""
+        """Tell the other ranks that this one left an operation half-way."""
 
     def on(self, control: Any) -> Watch:
-        """Give the same for another view of the context. Local."""
+        """Give the same for another view of the context."""
 
 
 class Turn:
@@ -40,11 +38,7 @@ class Turn:
         """What its holder is doing."""
 
     def of(self, call: str) -> Any:
-        """Return the lock, for a ``with`` block, which no interrupt comes between. Local.
-
-        Raises:
-            CollectiveError: this thread has it: a signal came, or garbage was collected meanwhile.
-        """
+        """Return the lock, for a ``with`` block, which no interrupt comes between."""
         if self._lock._is_owned():
             raise CollectiveError(
                 f"{call} was called within {self.call}, by a signal handler or a finalizer: let "
@@ -53,7 +47,7 @@ class Turn:
         return self._lock
 
     def is_free(self) -> bool:
-        """Return whether nobody has it, this thread included. Local."""
+        """Return whether nobody has it, this thread included."""
         is_free = not self._lock._is_owned() and self._lock.acquire(blocking=False)
         if is_free:
             self._lock.release()
@@ -61,11 +55,7 @@ class Turn:
 
 
 class Turns:
-    """What runs the operations of one group.
-
-    Args:
-        watch: what looks for deaths and deadlines.
-    """
+    """What runs the operations of one group."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch: Watch = watch
@@ -74,11 +64,11 @@ class Turns:
         self._ended: UnisonoError | None = None
 
     def belong_to(self, control: Any) -> None:
-        """Take note that another view of the context has it now. Local."""
+        """Take note that another view of the context has it now."""
         self.watch = self.watch.on(control)
 
     def close(self) -> None:
-        """Let go of the memory; nothing can be called any more. Local."""
+        """Let go of the memory; nothing can be called any more."""
         self._ended = ContextError(
             "the context of this memory has ended, by finalize() or with its process group"
         )
@@ -106,4 +96,4 @@ class Turns:
             raise
 
     def _withdraw(self) -> None:
-        """Take back from the others what an operation that failed has lent them. Local."""
+        """Take back from the others what an operation that failed has lent them."""

@@ -7,17 +7,9 @@ import site
 import sys
 from pathlib import Path
 
-__all__ = ("mpiexec", "why_no_mpi", "why_no_slurm")
-
 
 def mpiexec() -> str | None:
-    """Find the launcher beside the MPI library that mpi4py's wheels would find.
-
-    Local.
-
-    Returns:
-        Its path, the Python environment's own first; None if there is none.
-    """
+    """Find the launcher beside the MPI library that mpi4py's wheels would find."""
     for prefix in dict.fromkeys((sys.exec_prefix, site.getuserbase(), sys.base_exec_prefix)):
         program = shutil.which("mpiexec", path=str(Path(prefix, "bin")))
         if program is not None:
@@ -26,7 +18,7 @@ def mpiexec() -> str | None:
 
 
 def why_no_mpi() -> str | None:
-    """Say why no MPI job can be started here and what to do, or None if one can. Local."""
+    """Say why no MPI job can be started here and what to do, or None if one can."""
     if mpiexec() is not None:
         return None
     return (
@@ -36,7 +28,7 @@ def why_no_mpi() -> str | None:
 
 
 def why_no_slurm() -> str | None:
-    """Say why no Slurm step can be started here and what to do, or None if one can. Local."""
+    """Say why no Slurm step can be started here and what to do, or None if one can."""
     if shutil.which("srun"):
         return None
     return (

@@ -36,8 +36,6 @@ from unisono.launchers.variables import rank_variables
 from unisono.topology import PREFIXED, PRIVATE_STORE, LaunchPlan, RankInfo
 from unisono.tracebacks import hides
 
-__all__ = ("START_METHODS", "begin", "launch", "run", "task")
-
 __tracebackhide__ = hides
 
 # Else gloo listens at the address of the host's name; ours does so without, a plain script doesn't.
@@ -46,22 +44,9 @@ _SEVERAL = "use launcher 'torchrun' for several nodes, or 'slurm', 'mpi' or 'ray
 
 
 def run(script: Script, environ: Mapping[str, str] | None = None) -> Outcome:
-    """Run a script in processes of this host, again after a failure where that was asked for.
-
-    Local. The store listens on the loopback at a port of the kernel's choice, and is a new one
-    after each failure.
-
-    Args:
-        script: what was asked for.
-        environ: variables of the ranks; None for this process's own.
-
-    Returns:
-        How the last attempt ended.
-
-    Raises:
-        ArgumentError: several nodes were asked for.
-        LaunchError: the rendezvous or a process can't be made.
-    """
+    """Run a script in processes of this host, again after a failure where that was asked for."""
+    # The store listens on the loopback at a port of the kernel's choice, and is a new one
+    # after each failure.
     script.require_one_node("processes", _SEVERAL)
     base = {**_LOOPBACK, **without_job(os.environ if environ is None else environ)}
     for attempt in range(script.max_restarts + 1):
@@ -142,26 +127,7 @@ def launch(
     join: bool = True,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Any:
-    """Run `entry` in as many processes as planned.
-
-    Local.
-
-    Args:
-        entry: called in each process with who it is.
-        plan: how many, and where they meet.
-        environ: variables that the processes have besides this one's.
-        join: whether to wait.
-        timeout_s: seconds for which a process may be stopped by a signal.
-
-    Returns:
-        What `entry` returned, by rank of this node; or the Job, if not to wait.
-
-    Raises:
-        PayloadError: `entry` can't be pickled.
-        LaunchError: the rendezvous or a process can't be made.
-        WorkerFailedError: a replica failed.
-        CollectiveTimeoutError: the block's deadline is over.
-    """
+    """Run `entry` in as many processes as planned."""
     method = plan.start_method or _best_method()
     if method not in START_METHODS or (method != "spawn" and sys.platform == "win32"):
         raise ArgumentError(f"start_method={method!r}: use one of {', '.join(START_METHODS)}")
@@ -202,21 +168,8 @@ def begin(
     held: ExitStack,
     method: str | None = None,
 ) -> None:
-    """Ask for processes of this host that are ranks of a job.
-
-    Local. They have their tasks once the job is joined.
-
-    Args:
-        workers: has them from then on; end their job where this fails.
-        infos: who they are.
-        task_of: what each is told.
-        held: closed when the last of them has ended.
-        method: how they are made; None for the platform's best way.
-
-    Raises:
-        LaunchError: a process can't be asked for.
-        OSError: the same.
-    """
+    """Ask for processes of this host that are ranks of a job."""
+    # They have their tasks once the job is joined.
     workers.maker = _start(infos, method or _best_method(), workers.workers, held)
     for worker, info in zip(workers.workers, infos, strict=True):
         pickled = pickle.dumps(task_of(info))
@@ -235,18 +188,8 @@ def task(
     folder: str,
     surroundings: Surroundings | None,
 ) -> Task:
-    """Write what a process is told that is a rank.
-
-    Local, and pure but for the number of cores.
-
-    Args:
-        pickled: what it runs, for `load_from_parent`.
-        info: who it is.
-        environ: variables; those of a job that this process may itself belong to don't count.
-        path: its ``sys.path``.
-        folder: its working directory.
-        surroundings: what else it has from this process; None for nothing.
-    """
+    """Write what a process is told that is a rank."""
+    # Local, and pure but for the number of cores.
     share = {} if info.local_world_size == 1 else {"OMP_NUM_THREADS": str(info.core_share())}
     variables = {**share, **environ}
     for name in (PRIVATE_STORE, PREFIXED):  # of a job that this process may itself belong to
@@ -343,11 +286,7 @@ class _Fork:
         held.callback(self._end)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end and reap it. Local.
-
-        Raises:
-            TimeoutExpired: it goes on.
-        """
+        """Wait for its end and reap it."""
         limit = time.monotonic() + (timeout or 0.0)
         while not self._is_reaped():
             if time.monotonic() >= limit:
@@ -362,12 +301,12 @@ class _Fork:
         return self._has_ended
 
     def send_signal(self, sig: int) -> None:
-        """Signal it unless it has ended. Local."""
+        """Signal it unless it has ended."""
         if not self._is_reaped():
             os.kill(self.pid, sig)
 
     def kill(self) -> None:
-        """End it. Local."""
+        """End it."""
         self.send_signal(signal.SIGKILL)
 
     def _end(self) -> None:

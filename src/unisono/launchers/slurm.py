@@ -21,8 +21,6 @@ from unisono.launchers.script.supervisor import Outcome, run_launcher
 from unisono.launchers.variables import OF_SLURM_STEP, OF_TORCH, without
 from unisono.topology import LaunchPlan, RankInfo
 
-__all__ = ("argv", "batch_script", "environment", "launch", "run")
-
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 _OURS = {
     "nodes": "nnodes",
@@ -37,16 +35,7 @@ _OURS = {
 
 
 def argv(script: Script) -> list[str]:
-    """Write srun's command line.
-
-    Local, and pure.
-
-    Args:
-        script: what was asked for; ranks per node, or hosts with ranks of their own.
-
-    Returns:
-        The arguments. A task that fails ends the step.
-    """
+    """Write srun's command line."""
     arguments = [
         "srun",
         "--kill-on-bad-exit=1",
@@ -93,18 +82,7 @@ def _options(script: Script) -> list[str]:
 
 
 def environment(script: Script, environ: Mapping[str, str]) -> dict[str, str]:
-    """Write srun's variables, which its tasks inherit.
-
-    Local, and pure.
-
-    Args:
-        script: what was asked for.
-        environ: this process's variables.
-
-    Returns:
-        `environ` without those of a job or step around this process; where hosts or an address
-        were named, the address.
-    """
+    """Write srun's variables, which its tasks inherit."""
     variables = without(environ, OF_TORCH, OF_SLURM_STEP)
     if script.hosts:  # task 0 of an arbitrary distribution is on the first host of the list
         variables["MASTER_ADDR"] = script.hosts[0][0]
@@ -112,17 +90,7 @@ def environment(script: Script, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def batch_script(script: Script, name: str) -> str:
-    """Write a script for ``sbatch`` that runs the same.
-
-    Local, and pure.
-
-    Args:
-        script: what was asked for.
-        name: of the job.
-
-    Returns:
-        Its text. Failures are said in the job's output, with the rank.
-    """
+    """Write a script for ``sbatch`` that runs the same."""
     alone = replace(script, token="", is_coloured=False)
     asked = [item for item in _places(alone) if not item.startswith("--distribution")]
     if alone.hosts:
@@ -137,19 +105,7 @@ def batch_script(script: Script, name: str) -> str:
 
 
 def run(script: Script) -> Outcome:
-    """Run a script in tasks of a step: of this allocation, else of one that srun asks for.
-
-    Local.
-
-    Args:
-        script: what was asked for.
-
-    Returns:
-        How it went.
-
-    Raises:
-        LaunchError: there is no srun.
-    """
+    """Run a script in tasks of a step: of this allocation, else of one that srun asks for."""
     arguments = argv(script)
     return run_launcher(script, arguments, environment(script, os.environ), reach=_reach)
 
@@ -183,28 +139,7 @@ def launch(
     timeout_s: float | None = None,
     options: Mapping[str, str | int | bool] | None = None,
 ) -> list[Any]:
-    """Run `entry` in tasks of a Slurm step.
-
-    Local.
-
-    Args:
-        entry: called once in each task with who it is.
-        plan: how many tasks, on how many nodes.
-        environ: variables that the tasks have besides this process's.
-        folder: a folder that all nodes share, for the function and its results; None for the
-            working directory.
-        timeout_s: seconds to wait for nodes that are free.
-        options: Slurm's own, such as ``{"time": "10:00", "gres": "gpu:2", "exclusive": True}``.
-
-    Returns:
-        What `entry` returned, by rank of the whole job.
-
-    Raises:
-        ArgumentError: an option that isn't the user's to choose.
-        PayloadError: `entry` can't be pickled.
-        LaunchError: there is no srun, or it failed.
-        WorkerFailedError: a task failed; all others have been ended.
-    """
+    """Run `entry` in tasks of a Slurm step."""
     options_given = tuple(_texts(options or {}))
     script = replace(Script.of(plan), timeout_s=timeout_s, options=options_given)
     _options(script)  # before anything is written

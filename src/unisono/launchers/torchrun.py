@@ -22,8 +22,6 @@ from unisono.launchers.script.script import Script, without_job
 from unisono.launchers.script.supervisor import Outcome, run_launcher
 from unisono.topology import LaunchPlan, RankInfo
 
-__all__ = ("argv", "command", "environment", "launch", "run")
-
 _log = logging.getLogger(__name__)
 
 _TRY_S = 0.2
@@ -31,20 +29,7 @@ _TIMEOUT_S = 600.0  # what torch's agents wait for each other
 
 
 def argv(script: Script) -> list[str]:
-    """Write torchrun's command line for this node.
-
-    Local, and pure.
-
-    Args:
-        script: what was asked for.
-
-    Returns:
-        The arguments. With a node rank torch's static rendezvous seats the nodes; without one the
-        agents agree among themselves, and node 0 is any of them.
-
-    Raises:
-        ArgumentError: several nodes without an address.
-    """
+    """Write torchrun's command line for this node."""
     nodes = str(script.nnodes)
     if script.max_nnodes > script.nnodes:
         nodes = f"{script.nnodes}:{script.max_nnodes}"
@@ -76,22 +61,12 @@ def _rendezvous(script: Script) -> list[str]:
 
 
 def command(script: Script) -> list[str]:
-    """Write the command line that does the same without unisono's command. Local."""
+    """Write the command line that does the same without unisono's command."""
     return argv(replace(script, token="", is_coloured=False))
 
 
 def environment(script: Script, environ: Mapping[str, str]) -> dict[str, str]:
-    """Write the agent's variables.
-
-    Local, and pure.
-
-    Args:
-        script: what was asked for.
-        environ: this process's variables.
-
-    Returns:
-        `environ` without those of a job around this process, and what a restart needs.
-    """
+    """Write the agent's variables."""
     variables = without_job(environ)
     variables.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, but for its warning
     # where it is signalled itself; older agents wait 30 s
@@ -103,20 +78,7 @@ def environment(script: Script, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def run(script: Script) -> Outcome:
-    """Run a script in ranks of torch's agent on this node.
-
-    Local.
-
-    Args:
-        script: what was asked for.
-
-    Returns:
-        How it went.
-
-    Raises:
-        ArgumentError: several nodes without an address.
-        LaunchError: node 0's name isn't known, or nobody answers there, until the time is over.
-    """
+    """Run a script in ranks of torch's agent on this node."""
     arguments = argv(script)
     if script.master_addr is not None and script.master_port is not None:
         _reach(script, script.master_addr, script.master_port)
@@ -185,27 +147,7 @@ def launch(
     max_nnodes: int | None = None,
     timeout_s: float | None = None,
 ) -> list[Any]:
-    """Run `entry` in ranks of torch's agent on this node.
-
-    Local.
-
-    Args:
-        entry: called once in each rank with who it is.
-        plan: how many ranks, and where the nodes meet.
-        environ: variables that the ranks have besides this process's.
-        max_restarts: how often all ranks are started again after a failure.
-        max_nnodes: nodes at most, where more than planned may come; they seat themselves.
-        timeout_s: seconds that the nodes wait for each other.
-
-    Returns:
-        What `entry` returned, by rank of this node.
-
-    Raises:
-        ArgumentError: several nodes without an address.
-        PayloadError: `entry` can't be pickled.
-        LaunchError: the nodes couldn't meet.
-        WorkerFailedError: a rank failed, more often than it may.
-    """
+    """Run `entry` in ranks of torch's agent on this node."""
     is_elastic = max_nnodes is not None and max_nnodes > plan.nnodes
     script = replace(
         Script.of(plan),

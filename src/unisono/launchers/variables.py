@@ -7,20 +7,6 @@ from collections.abc import Mapping
 
 from unisono.topology import PREFIXED, PRIVATE_STORE, RankInfo
 
-__all__ = (
-    "OF_HOROVOD",
-    "OF_MPI",
-    "OF_RUN",
-    "OF_SLURM_STEP",
-    "OF_TORCH",
-    "OF_XLA",
-    "RANKS_OF_HOROVOD",
-    "RANKS_OF_MPI",
-    "node_variables",
-    "rank_variables",
-    "without",
-)
-
 # What a job around this process has set for its own ranks, by the library that sets it. PET_ is for
 # torchrun, each of whose options has a variable: one that isn't given would be taken from there.
 OF_TORCH = re.compile(
@@ -49,14 +35,8 @@ RANKS_OF_HOROVOD = (("HOROVOD_RANK", "HOROVOD_SIZE"),)
 
 
 def without(environ: Mapping[str, str], *families: re.Pattern[str]) -> dict[str, str]:
-    """Copy variables without those of a job that this process may itself belong to.
-
-    Local, and pure. Ranks of a new job must not take them for their own.
-
-    Args:
-        environ: this process's variables.
-        families: which of them, as named above.
-    """
+    """Copy variables without those of a job that this process may itself belong to."""
+    # Ranks of a new job must not take them for their own.
     return {
         name: value
         for name, value in environ.items()
@@ -65,7 +45,7 @@ def without(environ: Mapping[str, str], *families: re.Pattern[str]) -> dict[str,
 
 
 def rank_variables(info: RankInfo) -> dict[str, str]:
-    """Write torch's variables for one rank. Local, and pure."""
+    """Write torch's variables for one rank."""
     return _texts(
         {
             "RANK": info.rank,
@@ -79,7 +59,7 @@ def rank_variables(info: RankInfo) -> dict[str, str]:
 
 
 def node_variables(info: RankInfo) -> dict[str, str]:
-    """Write the names that torch's agent gives to a rank's node. Local, and pure."""
+    """Write the names that torch's agent gives to a rank's node."""
     return _texts({"GROUP_RANK": info.node_rank, "GROUP_WORLD_SIZE": info.nnodes})
 
 

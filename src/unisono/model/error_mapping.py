@@ -16,13 +16,7 @@ __tracebackhide__ = hides
 
 
 class ErrorRow(NamedTuple):
-    """One row of a model's table; the first row that matches counts.
-
-    Args:
-        raised: the types of the library's exception.
-        pattern: a regular expression that is searched in its message in any case; "" matches all.
-        error: what we raise instead.
-    """
+    """One row of a model's table; the first row that matches counts."""
 
     raised: type[Exception] | tuple[type[Exception], ...]
     pattern: str
@@ -32,18 +26,7 @@ class ErrorRow(NamedTuple):
 def mapped(
     table: Sequence[ErrorRow], error: Exception, message: str | None = None
 ) -> type[CollectiveError] | None:
-    """Look up which of our errors an exception becomes.
-
-    Local.
-
-    Args:
-        table: the model's rows.
-        error: what its library raised.
-        message: what the patterns are searched in; None for the text of `error`.
-
-    Returns:
-        The class of our error; None where no row matches, or `error` is one of ours already.
-    """
+    """Look up which of our errors an exception becomes."""
     if isinstance(error, UnisonoError):
         return None
     text = str(error) if message is None else message
@@ -58,14 +41,7 @@ def map_errors(
     table: Sequence[ErrorRow],
     make: Callable[[type[CollectiveError], Exception], CollectiveError],
 ) -> Iterator[None]:
-    """Raise our errors for those of a library; what no row matches passes.
-
-    Local.
-
-    Args:
-        table: the model's rows.
-        make: words our error, given its class and what the library raised.
-    """
+    """Raise our errors for those of a library; what no row matches passes."""
     try:
         yield
     except Exception as error:

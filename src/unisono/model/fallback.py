@@ -59,23 +59,23 @@ class CollectiveTransport(Protocol):
 
 
 def as_frame(blob: bytes) -> bytes:
-    """Give the frame of a blob: its length and its first bytes. Local."""
+    """Give the frame of a blob: its length and its first bytes."""
     return (_LENGTH.pack(len(blob)) + blob[:_INLINE_BYTES]).ljust(FRAME_BYTES, b"\0")
 
 
 def length_of(frame: bytes) -> int:
-    """Read the length of the whole blob. Local."""
+    """Read the length of the whole blob."""
     return int(_LENGTH.unpack_from(frame)[0])
 
 
 def inline_part(frame: bytes) -> bytes | None:
-    """Read the blob, or None if it doesn't fit into its frame. Local."""
+    """Read the blob, or None if it doesn't fit into its frame."""
     size = length_of(frame)
     return frame[_LENGTH.size : _LENGTH.size + size] if size <= _INLINE_BYTES else None
 
 
 def at_least_one(size_bytes: int) -> int:
-    """Round a size up where that needs no more than not to be empty. Local."""
+    """Round a size up where that needs no more than not to be empty."""
     return max(size_bytes, 1)
 
 
@@ -85,22 +85,7 @@ def exchange(
     group: Group | None,
     bucket: Callable[[int], int] = at_least_one,
 ) -> list[bytes]:
-    """Give every rank the blob of every rank, in one round or two.
-
-    Collective over `group`.
-
-    Args:
-        model: what carries the frames.
-        blob: any bytes, of any length, which may differ between ranks.
-        group: the ranks that take part.
-        bucket: rounds a size up to one that the model likes to see.
-
-    Returns:
-        The blobs in the order of ranks.
-
-    Raises:
-        CollectiveError: a peer failed or didn't come.
-    """
+    """Give every rank the blob of every rank, in one round or two. Collective over `group`."""
     rows = model.all_gather(_tensor(model, as_frame(blob)), group).cpu()
     frames = [to_bytes(row) for row in rows]
     sizes = [length_of(frame) for frame in frames]
@@ -117,23 +102,7 @@ def exchange_bodies(
     group: Group | None,
     bucket: Callable[[int], int] = at_least_one,
 ) -> list[bytes]:
-    """Exchange blobs whose sizes every rank knows already.
-
-    Collective over `group`.
-
-    Args:
-        model: what carries them.
-        blob: this rank's blob.
-        sizes: the length of every rank's blob in bytes, in the order of ranks.
-        group: the ranks that take part.
-        bucket: as in `exchange`.
-
-    Returns:
-        The blobs in the order of ranks.
-
-    Raises:
-        CollectiveError: a peer failed or didn't come.
-    """
+    """Exchange blobs whose sizes every rank knows already. Collective over `group`."""
     if max(sizes) > _LARGEST_BYTES:
         raise CollectiveError(f"blobs of {sizes} bytes were announced: some rank sent what is none")
     width = bucket(max(sizes))

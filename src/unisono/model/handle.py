@@ -20,11 +20,10 @@ U = TypeVar("U")
 
 
 class Outcome(Generic[T]):
-    """What came of a call: its value, or its error.
+    """What came of a call: its value, or its error."""
 
-    As `concurrent.futures.Future`, whose lock an exception out of nowhere (Ctrl-C, an alarm) may
-    leave taken; here the waiting is the interpreter's own.
-    """
+    # As `concurrent.futures.Future`, whose lock an exception out of nowhere (Ctrl-C, an alarm) may
+    # leave taken; here the waiting is the interpreter's own.
 
     __slots__ = ("_error", "_gate", "_value", "is_known")
 
@@ -38,14 +37,7 @@ class Outcome(Generic[T]):
     def of(
         self, call: Callable[[], T], is_own: Callable[[BaseException], bool] = lambda _: True
     ) -> None:
-        """Run a call and let those that wait have what came of it.
-
-        Local; until something has come of it.
-
-        Args:
-            call: what is run.
-            is_own: tells whether an error is what came of the call; any other is raised here.
-        """
+        """Run a call, and give its outcome to those that wait. Local."""
         try:
             self._value = call()
         except BaseException as error:
@@ -57,7 +49,7 @@ class Outcome(Generic[T]):
 
     @classmethod
     def in_thread(cls, call: Callable[[], T], name: str) -> tuple[Outcome[T], threading.Thread]:
-        """Run a call in a daemon thread; give what will come of it, and the thread. Local."""
+        """Run a call in a daemon thread; give its outcome, and the thread. Local."""
         outcome: Outcome[T] = Outcome()
         thread = threading.Thread(target=outcome.of, args=(call,), name=name, daemon=True)
         thread.start()
@@ -163,7 +155,7 @@ _Calls = SimpleQueue["tuple[Outcome[Any], Callable[[], Any]] | None"]
 
 
 def joined(outer: Handle[Handle[T]]) -> Handle[T]:
-    """Make one handle of an operation that is started by another one. Local."""
+    """Make one handle of an operation that is started by another one."""
 
     def is_completed() -> bool:
         if not outer.is_completed():
@@ -177,12 +169,11 @@ def joined(outer: Handle[Handle[T]]) -> Handle[T]:
 
 
 class Background:
-    """One thread that runs calls in the order in which they were given.
+    """One thread that runs calls in the order in which they were given."""
 
-    A model's collectives must start in the same order on every rank, so there is one thread for
-    each context; a call that uses the model directly waits for `settle` first. The thread ends
-    when nobody has this object any more and all calls are done.
-    """
+    # A model's collectives must start in the same order on every rank, so there is one thread for
+    # each context; a call that uses the model directly waits for `settle` first. The thread ends
+    # when nobody has this object any more and all calls are done.
 
     def __init__(self, name: str) -> None:
         self._calls: _Calls = SimpleQueue()
@@ -192,17 +183,9 @@ class Background:
         self._thread.start()
 
     def submit(self, call: Callable[[], T]) -> Handle[T]:
-        """Queue a call.
-
-        Local. One that a queued call makes is part of it, and runs at once: at the end of the queue
-        its place among the others would differ from rank to rank.
-
-        Args:
-            call: runs in the background thread after all that were queued before it.
-
-        Returns:
-            Its handle.
-        """
+        """Queue a call."""
+        # One that a queued call makes is part of it, and runs at once: at the end of the queue
+        # its place among the others would differ from rank to rank.
         outcome: Outcome[T] = Outcome()
         if self._is_own_thread():
             outcome.of(call)
@@ -212,10 +195,8 @@ class Background:
         return Handle(outcome.wait, lambda: outcome.is_known)
 
     def settle(self) -> None:
-        """Wait until everything that was queued is done; errors stay with their handles.
-
-        Local. A queued call waits for nothing: what was queued before it is done.
-        """
+        """Wait until everything that was queued is done; errors stay with their handles."""
+        # A queued call waits for nothing: what was queued before it is done.
         last = self._last
         if last is None or self._is_own_thread():
             return

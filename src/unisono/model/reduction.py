@@ -79,20 +79,7 @@ OpLike: TypeAlias = "_FoldName | _MeanName | ReduceOp | dist.ReduceOp | dist.Red
 
 
 def parse_op(op: OpLike | str) -> ReduceOp:
-    """Find the reduction of a name, in any case, or of an operation of torch.
-
-    Local.
-
-    Args:
-        op: ``SUM AVERAGE MEAN AVG PRODUCT MIN MAX AND OR XOR``, and torch's ``BAND BOR BXOR``; or
-            ``torch.distributed.ReduceOp.SUM`` and its like.
-
-    Returns:
-        The operation; MEAN and AVG are AVERAGE.
-
-    Raises:
-        ArgumentError: no such operation.
-    """
+    """Find the reduction of a name, in any case, or of an operation of torch."""
     found = _BY_NAME.get(op) if isinstance(op, str) else op
     if isinstance(found, ReduceOp):
         return found
@@ -106,7 +93,7 @@ def parse_op(op: OpLike | str) -> ReduceOp:
 
 
 def _name_in_torch(op: object) -> str:
-    """Name an operation of torch.distributed; empty for anything else. Local."""
+    """Name an operation of torch.distributed; empty for anything else."""
     if not dist.is_available():
         return ""
     known: dict[str, object] = dict(dist.ReduceOp.RedOpType.__members__)
@@ -128,28 +115,16 @@ TENSOR_STEPS: dict[ReduceOp, Callable[..., Tensor]] = {
 
 
 def mean_factors(size: int) -> tuple[float, float]:
-    """Give what to multiply by before a sum of `size`, and to divide by after it, for the mean.
-
-    Local. A sum of floats that is divided last overflows where their mean doesn't. The first factor
-    is a power of two, so that nothing is rounded but what is smaller than the dtype's normal
-    numbers.
-    """
+    """Give what to multiply by before a sum of `size`, and to divide by after it, for the mean."""
+    # A sum of floats that is divided last overflows where their mean doesn't. The first factor
+    # is a power of two, so that nothing is rounded but what is smaller than the dtype's normal
+    # numbers.
     before = 2.0 ** -(size - 1).bit_length()
     return before, size * before
 
 
 def fold_tensors(op: ReduceOp, parts: Sequence[Tensor] | Tensor) -> Tensor:
-    """Reduce tensors of equal shape in the order given: what every model must compute.
-
-    Local.
-
-    Args:
-        op: any but AVERAGE, which the facade makes of SUM.
-        parts: n tensors [*shape] of one dtype, or one tensor [n, *shape]; n at least 1.
-
-    Returns:
-        [*shape], same dtype and device, new memory.
-    """
+    """Reduce tensors of equal shape in the order given: what every model must compute."""
     step = TENSOR_STEPS[op]
     first, *rest = parts
     total = first.clone()
@@ -176,22 +151,7 @@ _BOOL_STEPS: dict[ReduceOp, Callable[[Any, Any], Any]] = {
 
 
 def fold_numbers(op: ReduceOp, values: Sequence[Number]) -> Number:
-    """Reduce python numbers in the order given, exactly where they are integers.
-
-    Local.
-
-    Args:
-        op: any reduction.
-        values: one number for each rank, in rank order. Mixed kinds give the widest of
-            bool, int, float, complex.
-
-    Returns:
-        bool for bools (SUM is OR, PRODUCT is AND, as in torch), int for ints, float or complex
-        else; AVERAGE of ints is a float.
-
-    Raises:
-        PayloadError: the operation isn't defined on these numbers.
-    """
+    """Reduce python numbers in the order given, exactly where they are integers."""
     if op is ReduceOp.SUM and type(values[0]) in (int, float):
         return reduce(add, values)  # not `sum`, which corrects floats since 3.12
     kinds = {type(value) for value in values}
@@ -209,17 +169,7 @@ def fold_numbers(op: ReduceOp, values: Sequence[Number]) -> Number:
 
 
 def sum_numbers_exactly(values: Sequence[Any]) -> Number:
-    """Sum python numbers as if there were room for every digit, and round once.
-
-    Local.
-
-    Args:
-        values: one number for each rank, as for `fold_numbers`.
-
-    Returns:
-        As `fold_numbers`: bool for bools (any), int for ints, float or complex else. Infinities of
-        both signs give NaN, a sum beyond the largest float infinity, and all -0.0 give -0.0.
-    """
+    """Sum python numbers as if there were room for every digit, and round once."""
     kinds = {type(value) for value in values}
     if kinds <= {bool, int}:
         return fold_numbers(ReduceOp.SUM, values)
@@ -278,22 +228,12 @@ def _names(kinds: set[type]) -> str:
 
 
 def is_order_of_floats(tensor: Tensor, op: ReduceOp) -> bool:
-    """Tell whether `op` is MIN or MAX of floats, where libraries differ on NaN. Local."""
+    """Tell whether `op` is MIN or MAX of floats, where libraries differ on NaN."""
     return tensor.is_floating_point() and op in (ReduceOp.MIN, ReduceOp.MAX)
 
 
 def as_ordered_ints(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Turn floats into integers of the same order, where NaN is the extreme that wins.
-
-    Local.
-
-    Args:
-        tensor: [*shape], float32 or float64.
-        op: MIN or MAX.
-
-    Returns:
-        [*shape], int32 or int64, new memory; and what turns such integers back into floats.
-    """
+    """Turn floats into integers of the same order, where NaN is the extreme that wins."""
     bits = torch.int64 if tensor.dtype is torch.float64 else torch.int32
     magnitude = torch.iinfo(bits).max
     nan = torch.iinfo(bits).min if op is ReduceOp.MIN else magnitude

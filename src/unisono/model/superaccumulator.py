@@ -29,13 +29,7 @@ _MARK = (1 << _MARK_BITS) - 1
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a dtype keeps its numbers.
-
-    Args:
-        dtype: of floats.
-        bits: of integers, of the same width.
-        fraction: how many bits of a number follow its first one.
-    """
+    """How a dtype keeps its numbers."""
 
     dtype: torch.dtype
     bits: torch.dtype
@@ -74,14 +68,7 @@ FORMATS: dict[torch.dtype, Format] = {
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Which numbers some tensors have.
-
-    Args:
-        low: the least exponent of a number that isn't zero, from 0; above all others where all
-            are zero.
-        high: the greatest one; -1 where all are zero.
-        is_marked: whether there are numbers that aren't finite, or a -0.
-    """
+    """Which numbers some tensors have."""
 
     low: int
     high: int
@@ -89,7 +76,7 @@ class Span:
 
     @classmethod
     def of_all(cls, spans: Iterable[Span]) -> Span:
-        """Give the span of all that `spans` are of. Local."""
+        """Give the span of all that `spans` are of."""
         lows, highs, marks = zip(*((s.low, s.high, s.is_marked) for s in spans), strict=True)
         return cls(min(lows), max(highs), any(marks))
 
@@ -99,13 +86,7 @@ _NOTHING = Span(_NO_LOW, -1, False)
 
 
 def span(terms: Tensor) -> Span:
-    """Find which numbers there are.
-
-    Local.
-
-    Args:
-        terms: [k, n] of a dtype in `FORMATS`.
-    """
+    """Find which numbers there are."""
     if terms.numel() == 0:
         return _NOTHING
     form = FORMATS[terms.dtype]
@@ -128,15 +109,7 @@ def span(terms: Tensor) -> Span:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the limbs lie, the same on every rank.
-
-    Args:
-        low: the exponent of the first limb's last bit.
-        limb_bits: of each limb but the last, which goes on upwards.
-        limbs: how many.
-        is_marked: whether another row follows them, which says what isn't finite and where all
-            are -0.
-    """
+    """Where the limbs lie, the same on every rank."""
 
     low: int
     limb_bits: int
@@ -150,15 +123,8 @@ class Layout:
 
 
 def layout(found: Span, dtype: torch.dtype, count: int) -> Layout | None:
-    """Lay out the sum of `count` numbers of a span, None where each of them is +0.
-
-    Local, and the same on every rank for the same arguments.
-
-    Args:
-        found: the span of the terms of all ranks.
-        dtype: of the terms.
-        count: how many terms there are at most, of all ranks together.
-    """
+    """Lay out the sum of `count` numbers of a span, None where each of them is +0."""
+    # Local, and the same on every rank for the same arguments.
     if found.high < 0 and not found.is_marked:
         return None
     limb_bits = _ROOM_BITS - count.bit_length()
@@ -167,17 +133,7 @@ def layout(found: Span, dtype: torch.dtype, count: int) -> Layout | None:
 
 
 def add(terms: Tensor, plan: Layout) -> Tensor:
-    """Cut numbers into limbs, and add those of this rank.
-
-    Local.
-
-    Args:
-        terms: [k, n] of a dtype in `FORMATS`; k may be 0.
-        plan: for the terms of all ranks.
-
-    Returns:
-        [plan.rows, n] int64, to be summed over the ranks.
-    """
+    """Cut numbers into limbs, and add those of this rank."""
     form = FORMATS[terms.dtype]
     rows = torch.zeros((plan.rows, terms.shape[1]), dtype=torch.int64, device=terms.device)
     add_term = _add_normal_term if _are_normal_in_double(plan, form) else _add_term
@@ -231,10 +187,8 @@ def _add_term(limbs: Tensor, term: Tensor, form: Format, plan: Layout) -> None:
 
 
 def _marks(terms: Tensor, form: Format) -> Tensor:
-    """Count, for each number, whether some term is +infinity, -infinity or anything but -0.
-
-    Three fields of one int64, so that a sum over ranks counts the ranks; NaN is both infinities.
-    """
+    """Count, for each number, whether some term is +infinity, -infinity or anything but -0."""
+    # Three fields of one int64, so that a sum over ranks counts the ranks; NaN is both infinities.
     bits = terms.view(form.bits)
     size = bits & ~form.sign
     is_special, is_nan = size >= form.infinity, size > form.infinity
@@ -250,18 +204,7 @@ def _marks(terms: Tensor, form: Format) -> Tensor:
 
 
 def rounded(rows: Tensor, plan: Layout, dtype: torch.dtype) -> Tensor:
-    """Round a sum of limbs to the nearest number, to the even one where two are.
-
-    Local.
-
-    Args:
-        rows: [plan.rows, n] int64, the sum of those of all ranks; it is overwritten.
-        plan: theirs.
-        dtype: of the terms, and of the result.
-
-    Returns:
-        [n] of `dtype`.
-    """
+    """Round a sum of limbs to the nearest number, to the even one where two are."""
     form, limbs = FORMATS[dtype], rows[: plan.limbs]
     _carry(limbs, plan.limb_bits)
     result = _converted if _are_normal(plan, form) else _composed
@@ -272,10 +215,8 @@ def rounded(rows: Tensor, plan: Layout, dtype: torch.dtype) -> Tensor:
 
 
 def _are_normal(plan: Layout, form: Format) -> bool:
-    """Tell whether every sum is zero or a normal number, and no power of two beyond a double.
-
-    Of float16 and bfloat16 none is: torch rounds an integer to float32 first, so twice.
-    """
+    """Tell whether every sum is zero or a normal number, and no power of two beyond a double."""
+    # Of float16 and bfloat16 none is: torch rounds an integer to float32 first, so twice.
     is_wide = form.fraction >= FORMATS[torch.float32].fraction
     is_inside = plan.low + (plan.limbs - 1) * plan.limb_bits < form.least + _DOUBLE_BITS
     return is_wide and form.fraction <= plan.low and is_inside
@@ -308,10 +249,9 @@ def _carry(limbs: Tensor, limb_bits: int) -> None:
 
 
 def _leading(limbs: Tensor, plan: Layout) -> tuple[Tensor, Tensor]:
-    """Give the first 62 bits and the exponent of the last of them, which is set if more follow.
-
-    Of a negative sum in two's complement: an odd number stands for what lies beside it there, too.
-    """
+    """Give the first 62 bits and the exponent of the last of them, which is set if more follow."""
+    # Of a negative sum in two's complement: an odd number stands for what lies beside it there,
+    # too.
     value = limbs[-1]
     exponent = torch.full_like(value, plan.low + (plan.limbs - 1) * plan.limb_bits)
     mask, rest = (1 << plan.limb_bits) - 1, None

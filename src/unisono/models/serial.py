@@ -18,8 +18,6 @@ from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ("ChildOfRank", "SerialModel")
-
 T = TypeVar("T")
 # What other models take, so that a program runs alone as it runs on many ranks.
 _GROUP_OPTIONS = ("timeout", "backend", "pg_options", "group_desc", "use_local_synchronization")
@@ -88,14 +86,7 @@ class SerialModel(ComputationModel, LaunchHooks):
 
 
 class ChildOfRank(SerialModel):
-    """The facts of the rank that made this process, as a DataLoader makes its workers.
-
-    Args:
-        topology: the rank's.
-        name: its model's.
-        backend: its backend.
-        device: its device.
-    """
+    """The facts of the rank that made this process, as a DataLoader makes its workers."""
 
     def __init__(self, topology: Topology, name: str, backend: str, device: str) -> None:
         super().__init__()

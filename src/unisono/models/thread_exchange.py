@@ -18,8 +18,6 @@ from unisono.errors import (
 )
 from unisono.tracebacks import hides
 
-__all__ = ("ThreadExchange",)
-
 __tracebackhide__ = hides
 
 T = TypeVar("T")
@@ -27,10 +25,9 @@ _Round = dict[int, tuple[str, Any]]  # the call and the item of each rank that h
 
 
 class ThreadExchange:
-    """Rounds in which the replicas of one job, threads of this process, swap items.
+    """Rounds in which the replicas of one job, threads of this process, swap items."""
 
-    A rank that has left is named at once, a late one when the time is over.
-    """
+    # A rank that has left is named at once, a late one when the time is over.
 
     # A round of a group, as one of its ranks sees it:
     #   open, from the first rank that comes --all have come--> complete: take all items
@@ -46,12 +43,12 @@ class ThreadExchange:
         self._left: dict[int, tuple[int, str]] = {}
 
     def join(self, rank: int) -> None:
-        """Come, or come back after `leave`. Local."""
+        """Come, or come back after `leave`."""
         with self._condition.lock:
             self._joined[rank] = self._joined.get(rank, 0) + 1
 
     def leave(self, rank: int, why: str) -> None:
-        """Tell every rank that waits for `rank`, or will, that it won't come. Local."""
+        """Tell every rank that waits for `rank`, or will, that it won't come."""
         with self._condition.lock:
             self._leave(rank, why)
 
@@ -60,7 +57,7 @@ class ThreadExchange:
         self._condition.notify_all()
 
     def has_left(self, rank: int) -> bool:
-        """Tell whether `rank` has left and not come back. Local."""
+        """Tell whether `rank` has left and not come back."""
         return self._is_gone(rank, self._joined.get(rank, 0))
 
     def _is_gone(self, rank: int, visit: int) -> bool:
@@ -75,26 +72,7 @@ class ThreadExchange:
         item: T,
         timeout_s: float,
     ) -> list[T]:
-        """Bring an item and take everybody's.
-
-        Collective over `ranks`.
-
-        Args:
-            group: tells groups apart.
-            ranks: the global ranks of the group, ascending; `rank` is one of them.
-            rank: this rank.
-            call: what it does, for comparison and for messages.
-            item: what it brings; the others get the same object.
-            timeout_s: how long it waits for the others; a deadline around it may be shorter.
-
-        Returns:
-            The items in rank order.
-
-        Raises:
-            CollectiveTimeoutError: not all came.
-            CollectiveMismatchError: they came for different calls (on every rank).
-            PeerFailedError: a rank that hasn't come has left.
-        """
+        """Bring an item and take everybody's. Collective over `ranks`."""
         with self._condition.lock:
             self._check(rank, f"came to {call}")
             entries = self._round_of(group, rank)

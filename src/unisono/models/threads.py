@@ -30,8 +30,6 @@ from unisono.tracebacks import hides
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ("ThreadsModel",)
-
 __tracebackhide__ = hides
 
 T = TypeVar("T")

@@ -14,8 +14,6 @@ from typing import TextIO
 from unisono.launchers.job.lifetime import flush
 from unisono.launchers.job.output import ByThread
 
-__all__ = ("by_thread", "captured")
-
 
 @contextmanager
 def by_thread() -> Iterator[None]:

@@ -30,18 +30,6 @@ from unisono.notebook.capture import captured
 from unisono.pool.worker import leaves_out_of_step
 from unisono.tracebacks import hides
 
-__all__ = (
-    "Cell",
-    "CellOutcome",
-    "are_in_step",
-    "defined_names",
-    "forget_names",
-    "interrupt_thread",
-    "renew",
-    "run_cell",
-    "threads_of",
-)
-
 __tracebackhide__ = hides
 
 _READY = ("idist", "rank", "size")
@@ -73,15 +61,15 @@ class Cell:
     owner: int
 
     def output(self, rank: int) -> Path:
-        """Give the file for what a rank prints. Local, and pure."""
+        """Give the file for what a rank prints."""
         return Path(self.folder, f"output-{rank}")
 
     def stack(self, rank: int) -> Path:
-        """Give the file where a rank writes its stack on SIGUSR1. Local, and pure."""
+        """Give the file where a rank writes its stack on SIGUSR1."""
         return Path(self.folder, f"stack-{rank}")
 
     def outcome(self, rank: int) -> Path:
-        """Give the file for how a rank's part went. Local, and pure."""
+        """Give the file for how a rank's part went."""
         return Path(self.folder, f"outcome-{rank}")
 
 
@@ -105,12 +93,7 @@ class CellOutcome:
 
 
 def run_cell(local_rank: int, cell: Cell) -> None:
-    """Run a cell in this rank, and leave its outcome in a file. Local, but for what the cell does.
-
-    Args:
-        local_rank: of this rank.
-        cell: what to run.
-    """
+    """Run a cell in this rank, and leave its outcome in a file."""
     model = context.current_model()
     rank = model.topology.rank
     if rank not in cell.ranks:
@@ -199,15 +182,7 @@ def _leave(path: Path, outcome: CellOutcome) -> None:
 
 
 def interrupt_thread(ranks_key: str, rank: int, *, leaves_collective: bool) -> None:
-    """Interrupt a rank that is a thread of this process, if it runs a cell.
-
-    Local.
-
-    Args:
-        ranks_key: of its set.
-        rank: its rank.
-        leaves_collective: whether a wait for other ranks ends too, for all of them.
-    """
+    """Interrupt a rank that is a thread of this process, if it runs a cell."""
     with _lock:
         thread_id, model = _running.get((ranks_key, rank), (None, None))
         if thread_id is None or model is None:
@@ -219,7 +194,7 @@ def interrupt_thread(ranks_key: str, rank: int, *, leaves_collective: bool) -> N
 
 
 def threads_of(ranks_key: str) -> dict[int, int]:
-    """Give the thread of each rank of a set that runs a cell in this process. Local."""
+    """Give the thread of each rank of a set that runs a cell in this process."""
     with _lock:
         return {rank: own for (key, rank), (own, _) in _running.items() if key == ranks_key}
 
@@ -243,13 +218,13 @@ def renew(local_rank: int, backend: str | None) -> None:
 
 
 def defined_names(local_rank: int, ranks_key: str) -> list[str]:
-    """List the names that cells have defined in this rank. Local."""
+    """List the names that cells have defined in this rank."""
     del local_rank
     names = _names.get((ranks_key, unisono.get_rank()), {})
     return sorted(name for name in names if not name.startswith("_") and name not in _READY)
 
 
 def forget_names(ranks_key: str) -> None:
-    """Drop the namespaces of a set whose ranks are threads of this process. Local."""
+    """Drop the namespaces of a set whose ranks are threads of this process."""
     for key in [key for key in _names if key[0] == ranks_key]:
         del _names[key]

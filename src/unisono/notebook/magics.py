@@ -14,28 +14,18 @@ from unisono.notebook.rank_set import RankSet
 from unisono.notebook.reports import briefly, raise_failure
 from unisono.notebook.run import run
 
-__all__ = ("Magics", "load_ipython_extension", "unload_ipython_extension")
-
 _NAME = "ranks"
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Add ``%%ranks`` and ``%ranks`` to a shell: what ``%load_ext unisono`` calls. Local.
-
-    Args:
-        shell: IPython's.
-    """
+    """Add ``%%ranks`` and ``%ranks`` to a shell: what ``%load_ext unisono`` calls."""
     magics = Magics(lambda: shell.execution_count, shell.user_ns)
     shell.register_magic_function(magics.cell, "cell", _NAME)
     shell.register_magic_function(magics.line, "line", _NAME)
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """End all ranks and take the magics away: what ``%unload_ext unisono`` calls. Local.
-
-    Args:
-        shell: IPython's.
-    """
+    """End all ranks and take the magics away: what ``%unload_ext unisono`` calls."""
     shell.magics_manager.magics["cell"].pop(_NAME, None)
     line = shell.magics_manager.magics["line"].pop(_NAME, None)
     if line is not None:
@@ -43,12 +33,7 @@ def unload_ipython_extension(shell: Any) -> None:
 
 
 class Magics:
-    """The sets of ranks of one shell, and what its magics do with them.
-
-    Args:
-        count: gives the number of the cell that runs.
-        names: what the notebook itself has defined.
-    """
+    """The sets of ranks of one shell, and what its magics do with them."""
 
     def __init__(self, count: Callable[[], int], names: Container[str]) -> None:
         self._count = count

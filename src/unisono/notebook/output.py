@@ -11,8 +11,6 @@ from pathlib import Path
 
 from unisono.control.missing import named
 
-__all__ = ("Transcript", "shown_once")
-
 _HOLD_S = 0.3  # for the same line of the other ranks
 _LOOK_AHEAD = 200  # lines
 _CONTROL = re.compile(r"(\n|\r|\x1b\[A|\x1b\[K)")
@@ -79,12 +77,7 @@ class _Source:
 
 
 class Transcript:
-    """What the ranks print during one cell, written to stdout as it comes.
-
-    Args:
-        paths: the file of each rank that runs the cell.
-        size: number of ranks, whether or not they run it.
-    """
+    """What the ranks print during one cell, written to stdout as it comes."""
 
     def __init__(self, paths: Mapping[int, Path], size: int) -> None:
         self._sources = {rank: _Source(path) for rank, path in paths.items()}
@@ -94,13 +87,7 @@ class Transcript:
         self._bar = ""
 
     def show(self, is_over: bool = False) -> None:
-        """Show what has come.
-
-        Local.
-
-        Args:
-            is_over: whether nothing more comes, so that nothing is held back for the other ranks.
-        """
+        """Show what has come."""
         for source in self._sources.values():
             source.read(is_over)
         lines = list(self._lines(is_over))
@@ -113,7 +100,7 @@ class Transcript:
         self._bar = bar
 
     def close(self) -> None:
-        """Let go of the files. Local."""
+        """Let go of the files."""
         for source in self._sources.values():
             source.close()
 
@@ -153,14 +140,7 @@ class Transcript:
 
 
 def shown_once(values: Mapping[int, str], size: int) -> str:
-    """Write a text of each rank, equal ones once, without a mark if all ranks have it.
-
-    Local, and pure.
-
-    Args:
-        values: text of each rank that has one.
-        size: number of ranks.
-    """
+    """Write a text of each rank, equal ones once, without a mark if all ranks have it."""
     ranks_of: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks_of.setdefault(value, []).append(rank)

@@ -34,8 +34,6 @@ from unisono.notebook.cell import (
 from unisono.pool.pool import WorkerPool
 from unisono.tracebacks import is_ours
 
-__all__ = ("BackgroundCall", "RankSet")
-
 T = TypeVar("T")
 _FRAME = re.compile(r'  File "([^"]*)"')
 _TICK_S = 0.02
@@ -44,11 +42,7 @@ _SETTLE_S = 20.0  # to find out whether ranks are in step, or to make their cont
 
 
 class BackgroundCall:
-    """A call of a pool in a thread of its own, so that this one can be interrupted meanwhile.
-
-    Args:
-        call: what to do there.
-    """
+    """A call of a pool in a thread of its own, so that this one can be interrupted meanwhile."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.error: BaseException | None = None
@@ -65,17 +59,12 @@ class BackgroundCall:
             self._is_over.set()
 
     def is_over(self, within_s: float) -> bool:
-        """Wait for the end for so many seconds, and tell whether it has come. Local."""
+        """Wait for the end for so many seconds, and tell whether it has come."""
         return self._is_over.wait(within_s)
 
 
 class RankSet:
-    """Ranks of one backend, and the namespaces that cells have in them.
-
-    Args:
-        backend: as for `WorkerPool`.
-        size: number of ranks.
-    """
+    """Ranks of one backend, and the namespaces that cells have in them."""
 
     def __init__(self, backend: str, size: int) -> None:
         self.size: int = size
@@ -97,7 +86,7 @@ class RankSet:
         return f"{self.size} rank{'s' * (self.size > 1)} on {self._backend}"
 
     def describe(self) -> str:
-        """Say which ranks there are, and what cells have defined in them. Local."""
+        """Say which ranks there are, and what cells have defined in them."""
         if not self.is_warm:
             return f"{self}: not started"
         pids = self._pool.pids
@@ -111,19 +100,13 @@ class RankSet:
         return "\n".join(lines)
 
     def start(self) -> None:
-        """Make the ranks, unless they are there. Local."""
+        """Make the ranks, unless they are there."""
         if not self.is_warm:
             self._pool.map(abs, range(self.size))
             self.are_threads = set(self._pool.pids) == {os.getpid()}
 
     def close(self) -> str:
-        """End the ranks; their names are lost.
-
-        Local.
-
-        Returns:
-            How they ended.
-        """
+        """End the ranks; their names are lost."""
         forget_names(self._key)
         shutil.rmtree(self._folder, ignore_errors=True)
         try:
@@ -137,32 +120,19 @@ class RankSet:
         return BackgroundCall(partial(self._pool.run, run_cell, cell))
 
     def cell(self, source: str, filename: str, ranks: Sequence[int]) -> Cell:
-        """Make a cell of this set, whose folder is empty. Local.
-
-        Args:
-            source: Python code.
-            filename: its name in tracebacks.
-            ranks: those that run it.
-        """
+        """Make a cell of this set, whose folder is empty."""
         for old in os.scandir(self._folder):
             os.unlink(old)
         return Cell(source, filename, tuple(ranks), self._key, self._folder, os.getpid())
 
     def has_lost_names(self, outcomes: Mapping[int, CellOutcome]) -> bool:
-        """Tell whether the ranks of a cell were fresh where others had run cells before. Local."""
+        """Tell whether the ranks of a cell were fresh where others had run cells before."""
         lost = {rank for rank, outcome in outcomes.items() if outcome.is_fresh} & self._named
         self._named |= set(outcomes)
         return bool(lost)
 
     def interrupt(self, ranks: Sequence[int], *, is_pressed: bool) -> None:
-        """Interrupt ranks at what they do.
-
-        Local.
-
-        Args:
-            ranks: those that still run the cell.
-            is_pressed: whether they have been interrupted before, and didn't come back.
-        """
+        """Interrupt ranks at what they do."""
         if self.are_threads:
             for rank in ranks:
                 interrupt_thread(self._key, rank, leaves_collective=is_pressed)
@@ -172,13 +142,7 @@ class RankSet:
             self._signal(pids[rank] if pids else None, signal.SIGINT)
 
     def give_up(self, ranks: Sequence[int]) -> str:
-        """End ranks that don't come back.
-
-        Local.
-
-        Returns:
-            What stays.
-        """
+        """End ranks that don't come back."""
         who = f"{named(ranks)} of {self.size}"
         if self.are_threads:
             self._pool = WorkerPool(self._backend, self.size, prefix_output=False)
@@ -200,13 +164,7 @@ class RankSet:
                 os.kill(pid, number)
 
     def settle(self, outcomes: dict[int, CellOutcome]) -> str:
-        """See to it that the ranks are in step after a cell that went wrong.
-
-        Local.
-
-        Returns:
-            What stays.
-        """
+        """See to it that the ranks are in step after a cell that went wrong."""
         is_lost = any(outcome.is_out_of_step for outcome in outcomes.values())
         try:
             if not is_lost and all(self._ask(are_in_step)):
@@ -229,27 +187,15 @@ class RankSet:
             return self._pool.run(fn, *args)
 
     def forget(self) -> str:
-        """Take note that the ranks have ended.
-
-        Local.
-
-        Returns:
-            What stays.
-        """
+        """Take note that the ranks have ended."""
         if self.are_threads:
             return "All names stay; the next cell runs in fresh threads"
         self._named.clear()
         return "All ranks have ended, and their names are lost. The next cell makes fresh ranks"
 
     def stack(self, rank: int, cell: Cell) -> str:
-        """Say where a rank is that doesn't come back, even in C.
-
-        Local; takes a moment.
-
-        Args:
-            rank: the rank.
-            cell: that it runs.
-        """
+        """Say where a rank is that doesn't come back, even in C."""
+        # Local; takes a moment.
         if self.are_threads:
             thread_id = threads_of(self._key).get(rank)
             return "" if thread_id is None else f"at {stack_of(thread_id)}\n"

@@ -15,8 +15,6 @@ from unisono.launchers.job.failure import Failure
 from unisono.notebook.run import INTERRUPT, TIMEOUT, Run
 from unisono.tracebacks import hides, is_full
 
-__all__ = ("briefly", "raise_failure")
-
 __tracebackhide__ = hides
 
 _MISSING = re.compile(r"NameError: name '(\w+)' is not defined")
@@ -39,21 +37,8 @@ def briefly() -> Iterator[None]:
 
 
 def raise_failure(run: Run, timeout_s: float | None, names: Container[str]) -> None:
-    """Raise what went wrong in a cell, if anything did.
-
-    Local. A notebook shows the ranks' tracebacks in place of this process's.
-
-    Args:
-        run: how the cell went.
-        timeout_s: seconds that it had.
-        names: what the notebook itself has defined.
-
-    Raises:
-        BaseException: what a rank raised, as if this process had.
-        WorkerFailedError: a rank died.
-        CollectiveTimeoutError: the cell took too long.
-        KeyboardInterrupt: the user interrupted it.
-    """
+    """Raise what went wrong in a cell, if anything did."""
+    # A notebook shows the ranks' tracebacks in place of this process's.
     failures = {rank: o.failure for rank, o in run.outcomes.items() if o.failure is not None}
     cut = [rank for rank in failures if run.outcomes[rank].is_interrupted]
     own = {rank: failure for rank, failure in failures.items() if rank not in cut}

@@ -15,8 +15,6 @@ from unisono.notebook.cell import Cell, CellOutcome
 from unisono.notebook.output import Transcript
 from unisono.notebook.rank_set import RankSet
 
-__all__ = ("FAILURE", "INTERRUPT", "TIMEOUT", "Run", "run")
-
 INTERRUPT, TIMEOUT, FAILURE = "interrupt", "timeout", "failure"
 _TICK_S = 0.05
 _ALONE_S = 1.0  # for the others, once a rank has failed
@@ -49,17 +47,8 @@ class Run:
 def run(
     rank_set: RankSet, source: str, filename: str, ranks: Sequence[int], timeout_s: float | None
 ) -> Run:
-    """Run a cell in ranks, and show what they print.
-
-    Local. Ctrl-C interrupts the ranks; a second one gives up those that didn't come back.
-
-    Args:
-        rank_set: has the ranks.
-        source: Python code.
-        filename: its name in tracebacks.
-        ranks: those that run it.
-        timeout_s: seconds that it may take; None for no limit.
-    """
+    """Run a cell in ranks, and show what they print."""
+    # Ctrl-C interrupts the ranks; a second one gives up those that didn't come back.
     rank_set.start()
     cell = rank_set.cell(source, filename, ranks)
     with by_thread() if rank_set.are_threads else nullcontext():

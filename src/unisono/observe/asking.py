@@ -15,8 +15,6 @@ from unisono.observe.jobs import Job, Seen
 from unisono.observe.stacks import Stack
 from unisono.observe.verdict import Verdict
 
-__all__ = ("Answer", "Asked", "ask")
-
 _ANSWER_S = 0.3
 _AGAIN_S = 5.0  # one that hasn't answered
 
@@ -24,19 +22,7 @@ _AGAIN_S = 5.0  # one that hasn't answered
 def ask(
     job: Job, ranks: Sequence[Seen], timeout_s: float, *, all_threads: bool = False
 ) -> dict[int, list[Stack] | str]:
-    """Ask ranks for their stacks, on whatever host they are.
-
-    Local.
-
-    Args:
-        job: the job.
-        ranks: those that are asked.
-        timeout_s: how long each may take.
-        all_threads: whether to ask for other threads than its own, too.
-
-    Returns:
-        By rank its stacks, its own thread's first; or why there are none.
-    """
+    """Ask ranks for their stacks, on whatever host they are."""
     here = {
         each.rank.rank: (each.facts, each.rank.condition == "stopped")
         for each in ranks
@@ -49,13 +35,7 @@ def ask(
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a rank has told.
-
-    Args:
-        stacks: its own thread's first; or why there are none.
-        at_s: when, in seconds of the monotonic clock.
-        place: where it was: another one is worth another question.
-    """
+    """What a rank has told."""
 
     stacks: list[Stack] | str
     at_s: float
@@ -69,18 +49,7 @@ class Asked:
         self._known: dict[tuple[str, int], Answer] = {}
 
     def stacks(self, job: Job, verdict: Verdict, wanted: Iterable[int]) -> dict[int, Answer]:
-        """Give the stacks of ranks; ask those that have made or left a call since the last time.
-
-        Local.
-
-        Args:
-            job: the job.
-            verdict: what each rank does.
-            wanted: the ranks; the dead among them tell nothing.
-
-        Returns:
-            By rank what it has told.
-        """
+        """Give the stacks of ranks; ask those that have made or left a call since the last time."""
         seen = {each.rank.rank: each for each in job.ranks}
         living = [rank for rank in wanted if seen[rank].rank.condition != "dead"]
         places = {rank: _place(seen[rank], verdict) for rank in living}

@@ -9,18 +9,10 @@ from dataclasses import dataclass
 from unisono.observe.waits import Meeting
 from unisono.recording import CollectiveRecord
 
-__all__ = ("Moment", "Offsets", "offsets")
-
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Where and when a rank read its clocks.
-
-    Args:
-        host: the same for ranks that share a monotonic clock, and for no others.
-        wall_ns: time since 1970 in nanoseconds.
-        monotonic_ns: the monotonic clock, read together with the other.
-    """
+    """Where and when a rank read its clocks."""
 
     host: str
     wall_ns: int
@@ -29,12 +21,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Offsets:
-    """What makes the clocks of all hosts one.
-
-    Args:
-        by_host: nanoseconds to add to what a host's clock has shown.
-        unsure_ns: how far a clock may be off then; 0 where there is one.
-    """
+    """What makes the clocks of all hosts one."""
 
     by_host: dict[str, int]
     unsure_ns: int
@@ -55,18 +42,11 @@ def offsets(
     met: Iterable[Meeting],
     host_of: Callable[[CollectiveRecord], str],
 ) -> Offsets:
-    """Work out what makes the clocks of all hosts one: that of the first one.
-
-    Local, and pure. No rank can leave a call that all have to come to before the last one has come.
-    So each of those calls bounds the difference of two clocks from both sides, and many calls bound
-    it to less than a round between the hosts. Hosts without such a call are compared by the time
-    of day.
-
-    Args:
-        moments: of each rank one reading of its clocks, or more.
-        met: calls that all ranks of a group have recorded, with no offset.
-        host_of: tells by whose clock a record is.
-    """
+    """Work out what makes the clocks of all hosts one: that of the first one."""
+    # No rank can leave a call that all have to come to before the last one has come. So each of
+    # those calls bounds the difference of two clocks from both sides, and many calls bound it to
+    # less than a round between the hosts. Hosts without such a call are compared by the time of
+    # day.
     if not moments:
         return Offsets({}, 0)
     names = list(dict.fromkeys(each.host for each in moments))
@@ -127,7 +107,7 @@ class _Bounds:
     high: int
 
     def beyond(self, offset: int) -> int:
-        """Say how far an offset is from what is possible. Local, and pure."""
+        """Say how far an offset is from what is possible."""
         return max(self.low - offset, offset - self.high, 0)
 
 
@@ -146,11 +126,9 @@ def _bounds(
 
 
 def _agreeing(bounds: Sequence[_Bounds]) -> tuple[int, int]:
-    """Give the least and the most that calls allow, without those that contradict most others.
-
-    These are no one call: a rank that was killed may have lost records, and another's number has
-    come to be theirs. Clocks that drift contradict each other too, by little.
-    """
+    """Give the least and the most that calls allow, without those that contradict most others."""
+    # These are no one call: a rank that was killed may have lost records, and another's number has
+    # come to be theirs. Clocks that drift contradict each other too, by little.
     offset = _most_common(bounds)
     agreeing = sorted(each.at_ns for each in bounds if not each.beyond(offset))
     middle_ns = agreeing[len(agreeing) // 2]

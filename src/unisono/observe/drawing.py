@@ -9,22 +9,9 @@ from unisono import plugins
 from unisono.errors import ArgumentError
 from unisono.observe.waits import Waits
 
-__all__ = ("draw",)
-
 
 def draw(what: str, found: Mapping[str, Waits], path: str | os.PathLike[str]) -> None:
-    """Draw a picture into a file.
-
-    Local.
-
-    Args:
-        what: what the user has called, which errors name.
-        found: what is drawn, by the name of its job.
-        path: of the picture; its suffix says which kind.
-
-    Raises:
-        ArgumentError: matplotlib isn't installed, or the file can't be written.
-    """
+    """Draw a picture into a file."""
     try:
         picture = plugins.load("unisono.observe.picture:draw")
     except ImportError as error:

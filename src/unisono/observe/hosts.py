@@ -26,8 +26,6 @@ from unisono.observe.jobs import Job, Meter, Seen, Silent, job_of, newness, seen
 from unisono.observe.stacks import Stack
 from unisono.observe.verdict import named
 
-__all__ = ("gather", "stacks_elsewhere")
-
 _GREETING_S = 0.3  # a rank that keeps Python's lock says nothing; others are asked then
 _LIMIT_S = 1.0
 _NAMELESS = "?"
@@ -38,13 +36,7 @@ _CANNOT = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What one host has answered.
-
-    Args:
-        host: its name.
-        shift_ns: what makes its monotonic clock this host's.
-        parts: plain data, one for each page or rank.
-    """
+    """What one host has answered."""
 
     host: str
     shift_ns: int
@@ -53,13 +45,7 @@ class _Answer:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What came of asking.
-
-    Args:
-        answers: of the hosts that answered.
-        silent: hosts that didn't, and their ranks.
-        pid: the process of this host that asked them.
-    """
+    """What came of asking."""
 
     answers: list[_Answer]
     silent: list[tuple[str, tuple[int, ...]]]
@@ -67,17 +53,8 @@ class _Asked:
 
 
 def gather(job: Job, meter: Meter) -> Job:
-    """Add the ranks of other hosts to a job.
-
-    Local. It waits for a second where a host doesn't answer.
-
-    Args:
-        job: as `look` has found it.
-        meter: what the last look was made with.
-
-    Returns:
-        The job with all ranks whose pages could be read; the same one where none can be asked.
-    """
+    """Add the ranks of other hosts to a job."""
+    # It waits for a second where a host doesn't answer.
     paths = _sockets(job)
     dead = {each.rank.rank for each in job.ranks if each.rank.condition == "dead"}
     if not paths or not (job.elsewhere or dead):
@@ -107,19 +84,7 @@ def _pages(answer: _Answer) -> Iterable[PageCopy]:
 def stacks_elsewhere(
     job: Job, ranks: Collection[int], timeout_s: float, *, all_threads: bool = False
 ) -> dict[int, list[Stack] | str]:
-    """Have ranks of other hosts asked for their stacks.
-
-    Local.
-
-    Args:
-        job: as `gather` has found it.
-        ranks: ranks of other hosts.
-        timeout_s: how long each may take; there is an upper limit.
-        all_threads: whether to ask for other threads, too.
-
-    Returns:
-        By rank its stacks, its own thread's first; or why there are none.
-    """
+    """Have ranks of other hosts asked for their stacks."""
     by_rank = {each.rank.rank: each for each in job.ranks}
     found: dict[int, list[Stack] | str] = dict.fromkeys(ranks, "its host doesn't answer")
     timeout_s = min(timeout_s, stack_signal.LONGEST_S)

@@ -15,20 +15,12 @@ from unisono.host.status_page import IN_FLIGHT, is_running, pages, ranks_of
 from unisono.observe.verdict import Call, Rank
 from unisono.topology import EVERYBODY, members_of_pair
 
-__all__ = ("Job", "Meter", "Seen", "Silent", "job_of", "look", "newness", "seen_in", "send")
-
 _S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A rank whose page has been read.
-
-    Args:
-        rank: what is known of it.
-        facts: those of its newest page.
-        is_here: whether that is on this host.
-    """
+    """A rank whose page has been read."""
 
     rank: Rank
     facts: Mapping[str, Any]
@@ -37,13 +29,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """Ranks of another host that couldn't be asked.
-
-    Args:
-        host: its name; empty for all others, where no rank of this host could be asked.
-        ranks: its ranks.
-        why: in words.
-    """
+    """Ranks of another host that couldn't be asked."""
 
     host: str
     ranks: tuple[int, ...]
@@ -52,16 +38,7 @@ class Silent:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job, as far as it runs on this host, or on others that have been asked.
-
-    Args:
-        name: what its pages call it.
-        ranks: those whose pages have been read, ascending.
-        world_size: number of ranks of the job.
-        elsewhere: ranks without such a page: on another host, or ended.
-        silent: hosts that were asked and didn't answer.
-        is_asked: whether other hosts were asked.
-    """
+    """A job, as far as it runs on this host, or on others that have been asked."""
 
     name: str
     ranks: tuple[Seen, ...]
@@ -85,17 +62,7 @@ class Meter:
     def percent(
         self, host: str, pid: int, thread_id: int, at_ns: int, used_s: float
     ) -> float | None:
-        """Give the share of a core since the last look, None at the first one.
-
-        Local.
-
-        Args:
-            host: the host of the process; empty for this one.
-            pid: the process.
-            thread_id: the thread; 0 for all of the process.
-            at_ns: when it was looked at, on the clock of its host.
-            used_s: seconds of a core that it had used by then.
-        """
+        """Give the share of a core since the last look, None at the first one."""
         before = self._before.get((host, pid, thread_id))
         self._before[host, pid, thread_id] = (at_ns, used_s)
         if before is None or at_ns <= before[0]:
@@ -104,13 +71,8 @@ class Meter:
 
 
 def look(meter: Meter) -> list[Job]:
-    """Read all pages of this user, and group them by job.
-
-    Local. A job whose processes have all ended is left out.
-
-    Args:
-        meter: what the last look was made with.
-    """
+    """Read all pages of this user, and group them by job."""
+    # A job whose processes have all ended is left out.
     by_job: dict[str, list[PageCopy]] = {}
     for page in copied(pages()):
         by_job.setdefault(str(page.facts.get("job", "")), []).append(page)
@@ -123,14 +85,7 @@ def look(meter: Meter) -> list[Job]:
 
 
 def job_of(name: str, found: Collection[Seen]) -> Job:
-    """Make a job of its ranks: as many as the newest one that lives says.
-
-    Local, and pure.
-
-    Args:
-        name: of the job.
-        found: one of each rank; a dead one that the job has no more is left out.
-    """
+    """Make a job of its ranks: as many as the newest one that lives says."""
     world_size = int(max(found, key=newness).facts["world_size"])
     by_rank = {
         each.rank.rank: each
@@ -142,26 +97,13 @@ def job_of(name: str, found: Collection[Seen]) -> Job:
 
 
 def newness(seen: Seen) -> tuple[bool, int]:
-    """Order what is known of one rank: one that lives, then the one that began last.
-
-    Local, and pure.
-    """
+    """Order what is known of one rank: one that lives, then the one that began last."""
     return seen.rank.condition != "dead", seen.rank.made_ns
 
 
 def seen_in(found: Iterable[PageCopy], meter: Meter, host: str = "") -> list[Seen]:
-    """Tell what is known of the ranks of one job on one host.
-
-    Local, and pure but for the meter.
-
-    Args:
-        found: the pages of that job on that host.
-        meter: what the last look was made with.
-        host: which host that is; empty for this one.
-
-    Returns:
-        Its ranks, ascending.
-    """
+    """Tell what is known of the ranks of one job on one host."""
+    # Local, and pure but for the meter.
     by_rank = _by_rank(found)
     sharing: dict[int, int] = {}
     for each in by_rank.values():
@@ -174,10 +116,8 @@ def seen_in(found: Iterable[PageCopy], meter: Meter, host: str = "") -> list[See
 
 
 def _by_rank(found: Iterable[PageCopy]) -> dict[int, list[PageCopy]]:
-    """Take each rank's pages, the newest last: those of its newest process that lives.
-
-    A job that was started again with fewer ranks has left pages of the dead that it has no more.
-    """
+    """Take each rank's pages, the newest last: those of its newest process that lives."""
+    # A job that was started again with fewer ranks has left pages of the dead that it has no more.
     by_process: dict[int, dict[tuple[int, int], list[PageCopy]]] = {}
     for page in sorted(found, key=lambda page: int(page.facts.get("made_ns", 0))):
         process = page.facts["pid"], page.facts["start_ticks"]
@@ -243,14 +183,7 @@ def _calls(page: PageCopy, context: str) -> Iterable[Call]:
 
 
 def send(job: Job, number: int) -> None:
-    """Send a signal to all processes of a job on this host; a stopped one goes on, to get it.
-
-    Local.
-
-    Args:
-        job: the job.
-        number: the signal.
-    """
+    """Send a signal to all processes of a job on this host; a stopped one goes on, to get it."""
     here = [(each.facts["pid"], each.facts["start_ticks"]) for each in job.ranks if each.is_here]
     for pid, ticks in dict.fromkeys(here):  # once, where it has several ranks
         if is_running(pid, ticks):

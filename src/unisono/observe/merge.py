@@ -11,20 +11,12 @@ from unisono.observe.trace_files import RankTrace
 from unisono.observe.waits import Meeting, Waits, meetings, waits
 from unisono.recording import CollectiveRecord
 
-__all__ = ("JobTrace", "chrome_trace", "jobs")
-
 Event = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class JobTrace:
-    """What the ranks of one job have recorded.
-
-    Args:
-        name: the job.
-        world_size: number of its ranks, whether all of them have left a trace or not.
-        traces: of each rank, one for each process that was that rank.
-    """
+    """What the ranks of one job have recorded."""
 
     name: str
     world_size: int
@@ -39,13 +31,8 @@ class JobTrace:
         return found
 
     def on_one_clock(self) -> tuple[JobTrace, int]:
-        """Put all records on the clock of the first rank's host.
-
-        Local, and pure. A rank may have been on several hosts, one after the other.
-
-        Returns:
-            The same job, and how far a clock may be off now, in nanoseconds.
-        """
+        """Put all records on the clock of the first rank's host."""
+        # A rank may have been on several hosts, one after the other.
         traces = sorted(self.traces, key=lambda each: each.rank)
         by_day: dict[str, int] = {}  # what makes each clock the time of day
         for each in traces:
@@ -72,17 +59,15 @@ class JobTrace:
         return replace(self, traces=tuple(traces))
 
     def waits(self) -> Waits:
-        """Work out which rank waited for which. Local, and pure."""
+        """Work out which rank waited for which."""
         job, unsure_ns = self.on_one_clock()
         return waits(job.records, None, unsure_ns)
 
 
 def jobs(traces: Iterable[RankTrace]) -> list[JobTrace]:
-    """Sort the traces of a folder by job.
-
-    Local, and pure. Ranks that had no way to know their job's name (it is one of their host's
-    then) are one job where none of them is there twice.
-    """
+    """Sort the traces of a folder by job."""
+    # Ranks that had no way to know their job's name (it is one of their host's
+    # then) are one job where none of them is there twice.
     named: dict[tuple[str, int], list[RankTrace]] = {}
     for trace in traces:
         named.setdefault((trace.job, trace.world_size), []).append(trace)
@@ -99,18 +84,9 @@ def jobs(traces: Iterable[RankTrace]) -> list[JobTrace]:
 
 
 def chrome_trace(found: Sequence[JobTrace]) -> dict[str, Any]:
-    """Make what Perfetto and Chrome read, in their JSON format.
-
-    Local, and pure. A process for each rank, a thread for each of its threads; a slice for each
-    call, and in it one for the time until the last rank came, from which an arrow leads to the call
-    of that rank.
-
-    Args:
-        found: the jobs. Those of other hosts than the first's are put beside it by the time of day.
-
-    Returns:
-        What can be written as JSON.
-    """
+    """Make what Perfetto and Chrome read, in their JSON format."""
+    # A process for each rank, a thread for each of its threads; a slice for each call, and in it
+    # one for the time until the last rank came, from which an arrow leads to the call of that rank.
     events: list[Event] = []
     rows = _Rows(len(found) > 1)
     epochs: dict[str, int] = {}  # of each host's monotonic clock
@@ -154,13 +130,13 @@ class _Lane:
         self._open: list[tuple[int, Event | None]] = []  # the end of a slice, and its waiting
 
     def takes(self, begin_ns: int, end_ns: int) -> bool:
-        """Tell whether a slice fits, none of which begins before those that are there. Local."""
+        """Tell whether a slice fits, none of which begins before those that are there."""
         while self._open and self._open[-1][0] <= begin_ns:
             self._open.pop()
         return not self._open or end_ns <= self._open[-1][0]
 
     def add(self, call: Event, waiting: Event | None) -> None:
-        """Add a slice that fits, and what is in it. Local."""
+        """Add a slice that fits, and what is in it."""
         if self._open and (outer := self._open[-1][1]) is not None:
             is_over = call["ts"] + call["dur"] <= outer["ts"]  # before the outer one was waited for
             if not is_over:
@@ -181,7 +157,7 @@ class _Row:
         self.lanes: dict[int, list[_Lane]] = {}
 
     def add(self, record: CollectiveRecord, begin_ns: int, meeting: Meeting | None) -> None:
-        """Add a call, in the order of their begins. Local."""
+        """Add a call, in the order of their begins."""
         lanes = self.lanes.setdefault(record.thread_id, [])
         duration_ns = max(record.duration_ns, 0)
         lane = next((each for each in lanes if each.takes(begin_ns, begin_ns + duration_ns)), None)
@@ -226,7 +202,7 @@ class _Rows:
         self._threads = 0
 
     def of(self, job: JobTrace, trace: RankTrace) -> _Row:
-        """Give the row of a rank. Local."""
+        """Give the row of a rank."""
         key = (job.name, job.world_size, trace.rank, trace.host, trace.pid)
         if key not in self._rows:
             name = f"rank {trace.rank}"
@@ -236,14 +212,14 @@ class _Rows:
         return self._rows[key]
 
     def new_thread(self, row: _Row) -> int:
-        """Give a thread's number: a row's first has the row's own. Local."""
+        """Give a thread's number: a row's first has the row's own."""
         if not any(row.lanes.values()):
             return row.pid
         self._threads += 1
         return _FIRST_THREAD + self._threads
 
     def events(self) -> list[Event]:
-        """Give all names, slices and arrows, in nanoseconds. Local."""
+        """Give all names, slices and arrows, in nanoseconds."""
         shown = [event for row in self._rows.values() for event in _events(row)]
         return [*shown, *self._arrows()]
 

@@ -12,8 +12,6 @@ from typing import Any, TypeAlias
 from unisono.observe.clocks import Moment
 from unisono.recording import CollectiveRecord
 
-__all__ = ("pack", "unpack")
-
 # A line of JSON: the moment, heads (what calls of one line have in common), the number of calls.
 # Then columns, compressed: head, number less that of the call before of the group, bytes, arrival
 # less that of the call before, duration, overlap. A figure has 8 bytes, the first one of all
@@ -25,14 +23,7 @@ _Head: TypeAlias = "tuple[str, str, Sequence[int] | None, str, int]"
 
 
 def pack(moment: Moment, records: Iterable[CollectiveRecord]) -> bytes:
-    """Pack records, but for what no other rank asks for: thread, dtype, plane, job, error.
-
-    Local, and pure.
-
-    Args:
-        moment: when.
-        records: of one rank.
-    """
+    """Pack records, but for what no other rank asks for: thread, dtype, plane, job, error."""
     heads: dict[_Head, int] = {}
     columns: tuple[list[int], ...] = tuple([] for _ in range(_FIGURES))
     numbers: dict[str, int] = {}
@@ -58,15 +49,7 @@ def pack(moment: Moment, records: Iterable[CollectiveRecord]) -> bytes:
 
 
 def unpack(rank: int, world_size: int, data: bytes) -> tuple[Moment, list[CollectiveRecord]]:
-    """Give what a rank has packed.
-
-    Local, and pure.
-
-    Args:
-        rank: the rank that has.
-        world_size: number of ranks.
-        data: what `pack` gave.
-    """
+    """Give what a rank has packed."""
     line, _, compressed = data.partition(b"\n")
     facts = json.loads(line)
     everybody = tuple(range(world_size))

@@ -11,21 +11,12 @@ from matplotlib.ticker import MaxNLocator
 
 from unisono.observe.waits import Waits
 
-__all__ = ("draw",)
-
 _WIDTH = 0.4
 _WIDTH_INCHES, _HEIGHT_INCHES = 7, 4
 
 
 def draw(found: Mapping[str, Waits], path: str | os.PathLike[str]) -> None:
-    """Draw two bars for each rank: seconds that others waited for it, and that it waited.
-
-    Local.
-
-    Args:
-        found: what is drawn, by the name of its job; jobs are drawn below each other.
-        path: of the picture.
-    """
+    """Draw two bars for each rank: seconds that others waited for it, and that it waited."""
     size = (_WIDTH_INCHES, _HEIGHT_INCHES * len(found))
     figure = Figure(figsize=size, layout="constrained")
     places = figure.subplots(len(found), squeeze=False)[:, 0]

@@ -14,25 +14,14 @@ from unisono.observe.jobs import Job, Meter, Seen, look
 from unisono.observe.stacks import Frame, Stack
 from unisono.observe.verdict import Call, Culprit, State, Verdict, judge
 
-__all__ = ("calls_of", "facts_of", "report_of", "reports", "stacks_of")
-
 _S = 1e9
 _MOST_ASKED = 8  # culprits whose stacks are asked for
 
 
 def reports(meter: Meter, name: str | None = None) -> dict[str, Any]:
-    """Look at all jobs of this user that run on this host, and at their ranks on others.
-
-    Local. Nothing is asked of the ranks of this host but of those that make others wait, and of one
-    that asks the other hosts.
-
-    Args:
-        meter: what the last look was made with.
-        name: of one job; None for all.
-
-    Returns:
-        What ``unisono top --json`` writes: see docs/how-to/top.md.
-    """
+    """Look at all jobs of this user that run on this host, and at their ranks on others."""
+    # Nothing is asked of the ranks of this host but of those that make others wait, and of one
+    # that asks the other hosts.
     asked = Asked()
     jobs = [job for job in look(meter) if name in (None, job.name)]
     found = [report_of(gather(job, meter), asked) for job in jobs]
@@ -40,7 +29,7 @@ def reports(meter: Meter, name: str | None = None) -> dict[str, Any]:
 
 
 def facts_of(job: Job) -> dict[str, Any]:
-    """Name a job, its program and its size, as its pages do. Local."""
+    """Name a job, its program and its size, as its pages do."""
     began_ns = min(each.rank.made_ns for each in job.ranks)
     known = {key: job.facts.get(key, "") for key in ("program", "cwd", "backend", "model")}
     up_s = (time.monotonic_ns() - began_ns) / _S
@@ -48,14 +37,7 @@ def facts_of(job: Job) -> dict[str, Any]:
 
 
 def report_of(job: Job, asked: Asked) -> dict[str, Any]:
-    """Say of one job what each rank does, and who makes the others wait.
-
-    Local.
-
-    Args:
-        job: the job.
-        asked: the ranks that have told their stacks already.
-    """
+    """Say of one job what each rank does, and who makes the others wait."""
     now_ns = time.monotonic_ns()
     ranks = [each.rank for each in job.ranks]
     verdict = judge(ranks, now_ns)
@@ -89,16 +71,7 @@ def stacks_of(
     all_threads: bool = False,
     ranks: Collection[int] | None = None,
 ) -> dict[int, list[Stack] | str]:
-    """Ask ranks of a job that live for their stacks; of a dead one say so.
-
-    Local.
-
-    Args:
-        job: the job.
-        timeout_s: how long each may take.
-        all_threads: whether to ask for other threads than its own, too.
-        ranks: which; None for all.
-    """
+    """Ask ranks of a job that live for their stacks; of a dead one say so."""
     wanted = [each for each in job.ranks if ranks is None or each.rank.rank in ranks]
     living = [each for each in wanted if each.rank.condition != "dead"]
     dead = {each.rank.rank: "is dead" for each in wanted if each not in living}
@@ -106,7 +79,7 @@ def stacks_of(
 
 
 def calls_of(job: Job) -> dict[int, str]:
-    """Name the call that each rank is in, where it is in one. Local."""
+    """Name the call that each rank is in, where it is in one."""
     states = judge([each.rank for each in job.ranks], time.monotonic_ns()).states
     return {
         rank: f"{state.call.name} of {state.call.group}, call {state.call.number}"

@@ -17,20 +17,6 @@ from typing import Any
 from unisono.host import stack_signal
 from unisono.tracebacks import is_of_a_library
 
-__all__ = (
-    "STOPPED",
-    "Frame",
-    "Stack",
-    "equal",
-    "folded",
-    "is_before",
-    "of_ranks",
-    "own_frame",
-    "parse",
-    "silent",
-    "told",
-)
-
 STOPPED = "is stopped by a signal, so it can't tell its stack"
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
@@ -41,13 +27,7 @@ _PY_SPY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One call on a stack.
-
-    Args:
-        file: as Python has it.
-        line: its number; 0 where it isn't known.
-        function: its name.
-    """
+    """One call on a stack."""
 
     file: str
     line: int
@@ -56,13 +36,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The stack of one thread.
-
-    Args:
-        ident: the native id of the thread.
-        name: its name in words, where it is told.
-        frames: the innermost first.
-    """
+    """The stack of one thread."""
 
     ident: int
     name: str
@@ -70,7 +44,7 @@ class Stack:
 
 
 def parse(text: str) -> tuple[Frame, ...]:
-    """Read the stack that faulthandler writes. Local, and pure."""
+    """Read the stack that faulthandler writes."""
     found = filter(None, map(_FRAME.match, text.splitlines()))
     return tuple(
         Frame(each[1], int(each[2]) if each[2].isdecimal() else 0, each[3]) for each in found
@@ -78,29 +52,14 @@ def parse(text: str) -> tuple[Frame, ...]:
 
 
 def own_frame(frames: Sequence[Frame]) -> Frame | None:
-    """Choose the user's line: the innermost outside of unisono and of installed libraries.
-
-    Local, and pure.
-
-    Args:
-        frames: the innermost first.
-
-    Returns:
-        The frame; the innermost of another library where none is the user's, else None.
-    """
+    """Choose the user's line: the innermost outside of unisono and of installed libraries."""
     foreign = [frame for frame in _begun(frames) if not _is_ours(frame.file)]
     own = (frame for frame in foreign if not is_of_a_library(frame.file))
     return next(own, foreign[0] if foreign else None)
 
 
 def folded(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """Leave out unisono's own frames, and what these called: the ranks of one call differ there.
-
-    Local, and pure.
-
-    Args:
-        frames: the innermost first.
-    """
+    """Leave out unisono's own frames, and what these called: the ranks of one call differ there."""
     frames, own = _begun(frames), own_frame(frames)
     if own is None or is_of_a_library(own.file):
         return tuple(frames)
@@ -128,18 +87,8 @@ def of_ranks(
     *,
     all_threads: bool = False,
 ) -> dict[int, list[Stack] | str]:
-    """Ask ranks for their stacks.
-
-    Local. The threads of a process are asked one after the other.
-
-    Args:
-        ranks: by rank: what its page says, and whether it is stopped.
-        timeout_s: how long to wait for each.
-        all_threads: whether to ask for other threads of its process, too.
-
-    Returns:
-        By rank its stacks, its own thread's first; or why there are none.
-    """
+    """Ask ranks for their stacks."""
+    # The threads of a process are asked one after the other.
     by_pid: dict[int, list[int]] = {}
     for rank, (facts, _) in ranks.items():
         by_pid.setdefault(facts["pid"], []).append(rank)
@@ -170,12 +119,12 @@ def _of_rank(
 
 
 def told(texts: Mapping[int, str]) -> list[Stack]:
-    """Read what threads wrote. Local, and pure."""
+    """Read what threads wrote."""
     return [Stack(thread, "", parse(text)) for thread, text in texts.items() if text]
 
 
 def silent(timeout_s: float, facts: Mapping[str, Any]) -> str:
-    """Say of a rank that it didn't write. Local, and pure."""
+    """Say of a rank that it didn't write."""
     why = "; on Python 3.10 it doesn't where other threads of it run, either"
     return f"doesn't answer within {timeout_s:g} s{why if facts.get('at_rest') else ''}"
 
@@ -208,14 +157,8 @@ def _own_first(found: list[Stack], facts: Mapping[str, Any]) -> list[Stack]:
 
 
 def is_before(one: Sequence[Frame], other: Sequence[Frame]) -> bool:
-    """Tell whether a rank has yet to come to where another is, in the function where they part.
-
-    Local, and pure. False where they part in different functions. In a loop, lines say little.
-
-    Args:
-        one: the stack of the rank, the innermost first.
-        other: that of the other.
-    """
+    """Tell whether a rank has yet to come to where another is, in the function where they part."""
+    # False where they part in different functions. In a loop, lines say little.
     for mine, theirs in zip(reversed(one), reversed(other), strict=False):
         if (mine.file, mine.function) != (theirs.file, theirs.function):
             return False
@@ -225,7 +168,7 @@ def is_before(one: Sequence[Frame], other: Sequence[Frame]) -> bool:
 
 
 def equal(stacks: Mapping[int, Iterable[Frame]]) -> list[tuple[tuple[int, ...], tuple[Frame, ...]]]:
-    """Group ranks by equal stacks, the largest group first. Local, and pure."""
+    """Group ranks by equal stacks, the largest group first."""
     ranks: dict[tuple[Frame, ...], list[int]] = {}
     for rank, frames in sorted(stacks.items()):
         ranks.setdefault(tuple(frames), []).append(rank)

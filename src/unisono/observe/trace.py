@@ -73,10 +73,8 @@ def trace(folder: PathLike) -> Iterator[Path]:
 
 
 def begin_if_asked() -> None:
-    """Begin to trace this process, once, where ``UNISONO_TRACE`` names a folder.
-
-    Local. It goes on until the process exits.
-    """
+    """Begin to trace this process, once, where ``UNISONO_TRACE`` names a folder."""
+    # It goes on until the process exits.
     global _is_asked
     folder = os.environ.get(_FOR_GOOD, "").strip()
     if folder and not _is_asked:
@@ -128,7 +126,7 @@ class _Tracer:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits; what goes wrong then ends the trace. Local."""
+        """Write what waits; what goes wrong then ends the trace."""
         with self._writing:
             try:
                 self._write()
@@ -157,7 +155,7 @@ class _Tracer:
         )
 
     def stop(self) -> None:
-        """Write the rest and end. Local."""
+        """Write the rest and end."""
         self._remove()
         self._is_over.set()
         if self._thread is not None:
@@ -169,7 +167,7 @@ class _Tracer:
             file.close()
 
     def begin_again(self) -> None:
-        """Forget what the process that this one is a fork of has to write. Local."""
+        """Forget what the process that this one is a fork of has to write."""
         for file in self._files.values():
             with suppress(OSError):
                 file.close()

@@ -15,8 +15,6 @@ from unisono.errors import ArgumentError
 from unisono.recording import CollectiveRecord
 from unisono.topology import boot_id
 
-__all__ = ("RankTrace", "TraceFile", "read")
-
 _FORMAT = 2  # 1 had no overlaps, and is else the same
 _SUFFIX = ".unisono.jsonl"
 _CACHED = 10_000  # heads of lines
@@ -24,19 +22,7 @@ _CACHED = 10_000  # heads of lines
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
-    """What one rank's file holds.
-
-    Args:
-        rank: the rank.
-        world_size: number of ranks of the job.
-        job: tells the job from others.
-        host: name of the rank's host.
-        boot: the same for ranks that share a monotonic clock.
-        pid: of the rank's process.
-        wall_ns: time since 1970 in nanoseconds, when the file was begun.
-        monotonic_ns: the monotonic clock, read together with it.
-        records: the calls, in the order of their ends.
-    """
+    """What one rank's file holds."""
 
     rank: int
     world_size: int
@@ -50,12 +36,7 @@ class RankTrace:
 
 
 class TraceFile:
-    """The file of one rank that is being written.
-
-    Args:
-        folder: where it is made.
-        record: the first record of the rank.
-    """
+    """The file of one rank that is being written."""
 
     def __init__(self, folder: Path, record: CollectiveRecord) -> None:
         self._fd = _new_file(folder, record.rank)
@@ -77,11 +58,7 @@ class TraceFile:
         self._write(json.dumps(facts) + "\n")
 
     def append(self, records: Iterable[CollectiveRecord]) -> None:
-        """Write records. Local.
-
-        Raises:
-            OSError: they can't be written.
-        """
+        """Write records."""
         lines: list[str] = []
         heads, members = self._heads, self._members
         for record in records:
@@ -100,7 +77,7 @@ class TraceFile:
         self._write("".join(lines))
 
     def close(self) -> None:
-        """Let go of the file. Local."""
+        """Let go of the file."""
         os.close(self._fd)
 
     def _meet(self, group: str, ranks: Sequence[int], lines: list[str]) -> None:
@@ -143,19 +120,8 @@ def _new_file(folder: Path, rank: int) -> int:
 
 
 def read(folder: Path) -> list[RankTrace]:
-    """Read what the ranks of a job have written, or of several jobs.
-
-    Local. A last line that its rank didn't live to end is left out.
-
-    Args:
-        folder: as given to ``trace``.
-
-    Returns:
-        The traces, by job and rank.
-
-    Raises:
-        ArgumentError: there is no trace, or one can't be read.
-    """
+    """Read what the ranks of a job have written, or of several jobs."""
+    # A last line that its rank didn't live to end is left out.
     paths = sorted(folder.glob(f"*{_SUFFIX}")) if folder.is_dir() else []
     traces = [trace for trace in map(_read_file, paths) if trace is not None]
     if not traces:

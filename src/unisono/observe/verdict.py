@@ -6,18 +6,6 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = (
-    "PATIENCE_S",
-    "Call",
-    "Culprit",
-    "Rank",
-    "State",
-    "Verdict",
-    "innermost",
-    "judge",
-    "named",
-)
-
 PATIENCE_S = 0.5
 """A rank is named for being late only where others have waited longer for it."""
 
@@ -28,22 +16,7 @@ _KEY = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a rank.
-
-    Args:
-        name: the call.
-        context: tells contexts of one process apart; the same on all ranks.
-        group: the name of the group.
-        ranks: its members.
-        number: equal numbers of a group are the same call; 0 where it isn't known.
-        file: of the user's line.
-        line: its number.
-        begin_ns: when the rank came.
-        end_ns: when it was done; 0 where it isn't yet.
-        size_bytes: of the tensor; 0 where it isn't known.
-        lane: its thread.
-        is_blocking: whether the rank waits in it, or has only started it.
-    """
+    """One call of a rank."""
 
     name: str
     context: str
@@ -66,18 +39,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What is known of a rank.
-
-    Args:
-        rank: the rank.
-        pid: its process.
-        condition: "running", "sleeping", "disk", "stopped" or "dead", as the kernel has it.
-        calls: in the order in which they began.
-        cpu_percent: of one core, all its threads; None where it isn't known yet.
-        thread_percent: the same of its own thread: Horovod's is busy with nothing, for one.
-        memory_bytes: resident; None where it isn't known.
-        made_ns: when its page was made.
-    """
+    """What is known of a rank."""
 
     rank: int
     pid: int
@@ -97,16 +59,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a rank does now.
-
-    Args:
-        kind: "waits" for others; "in call" that all have come to; "computes" outside of calls;
-            "stopped"; "dead".
-        call: the one that it is in; of a rank that is in none, the last one.
-        is_inside: whether it is in that call.
-        since_ns: since when.
-        waits_for: ranks that haven't come, ascending.
-    """
+    """What a rank does now."""
 
     kind: str
     call: Call | None
@@ -117,19 +70,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Culprit:
-    """A rank that makes others wait.
-
-    Args:
-        rank: the rank.
-        why: in words, without a line.
-        waiters: the ranks that wait for it, for others too.
-        waited_s: how long the first of them has.
-        lost_s: seconds that others have waited for it, together: now and in the calls that the
-            pages still have.
-        came_last: in how many of those calls it came last.
-        n_calls: of how many.
-        median_late_s: by how much, in the median of those.
-    """
+    """A rank that makes others wait."""
 
     rank: int
     why: str
@@ -143,14 +84,7 @@ class Culprit:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What holds a job up.
-
-    Args:
-        kind: "dead", "stopped", "mismatch", "late", "extra call", "deadlock", "unseen", or "none".
-        text: one sentence.
-        culprits: the worst first.
-        states: what each rank does.
-    """
+    """What holds a job up."""
 
     kind: str
     text: str
@@ -159,7 +93,7 @@ class Verdict:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Name ranks, as in "rank 1" or "ranks 0-3, 7". Local."""
+    """Name ranks, as in "rank 1" or "ranks 0-3, 7"."""
     numbers = sorted(set(ranks))
     runs: list[list[int]] = []
     for number in numbers:
@@ -182,19 +116,7 @@ def judge(
     *,
     is_early: bool = False,
 ) -> Verdict:
-    """Say what each rank does, and who makes the others wait.
-
-    Local, and pure.
-
-    Args:
-        ranks: those whose pages are here, each once.
-        now_ns: when they were read, on the clock of the calls.
-        patience_s: see `PATIENCE_S`.
-        is_early: whether a rank that is alone in a call is known to have come before the others.
-
-    Returns:
-        The verdict, with the state of each rank.
-    """
+    """Say what each rank does, and who makes the others wait."""
     job = _Job(ranks, now_ns, patience_s)
     states = {rank: job.state(rank) for rank in sorted(job.ranks)}
     for rule in (_gone, _mismatch, _extra, _late, _deadlock, _unseen):
@@ -221,13 +143,7 @@ class _Wait:
 
 
 class _Job:
-    """What the rules ask of a job.
-
-    Args:
-        ranks: those whose pages are here.
-        now_ns: the time.
-        patience_s: how long a wait isn't worth a word.
-    """
+    """What the rules ask of a job."""
 
     def __init__(self, ranks: Sequence[Rank], now_ns: int, patience_s: float) -> None:
         self.ranks = {rank.rank: rank for rank in ranks}
@@ -351,7 +267,7 @@ class _Job:
 
 
 def innermost(calls: Sequence[Call]) -> list[Call]:
-    """List the calls that a rank waits in now: of each thread the one that began last. Local."""
+    """List the calls that a rank waits in now: of each thread the one that began last."""
     found: dict[int, Call] = {}
     for call in sorted(calls, key=lambda each: each.begin_ns):
         if not call.end_ns and call.is_blocking:

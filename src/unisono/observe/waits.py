@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 
 from unisono.recording import CollectiveRecord
 
-__all__ = ("FLOOR_NS", "FLOOR_SHARE", "LineCost", "Meeting", "Waits", "meetings", "waits")
-
 FLOOR_NS = 1_000_000
 """Who comes later by less than this costs nobody time: ranks are never quite equal."""
 FLOOR_SHARE = 0.05
@@ -30,12 +28,7 @@ Key = tuple[int, int, int]  # which group, which context of it, which call
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """One call, as each rank of its group has made it.
-
-    Args:
-        records: by rank, the ranks ascending.
-        offsets: by rank, nanoseconds that make its clock the common one.
-    """
+    """One call, as each rank of its group has made it."""
 
     records: dict[int, CollectiveRecord]
     offsets: Mapping[int, int]
@@ -50,27 +43,23 @@ class Meeting:
         object.__setattr__(self, "last_ns", self.arrival_ns(last))
 
     def arrival_ns(self, rank: int) -> int:
-        """Say when a rank came, on the common clock. Local, and pure."""
+        """Say when a rank came, on the common clock."""
         return self.records[rank].arrival_ns + self.offsets.get(rank, 0)
 
     def end_ns(self, rank: int) -> int:
-        """Say when a rank was done, on the common clock. Local, and pure."""
+        """Say when a rank was done, on the common clock."""
         return self.arrival_ns(rank) + self.records[rank].duration_ns
 
     def wait_begin_ns(self, rank: int) -> int:
-        """Say when a rank had nothing else to do, on the common clock.
-
-        Local, and pure. That is when it came, or when it began to wait for the handle of a call
-        that it had started.
-        """
+        """Say when a rank had nothing else to do, on the common clock."""
+        # That is when it came, or when it began to wait for the handle of a call
+        # that it had started.
         return self.arrival_ns(rank) + self.records[rank].overlap_ns
 
     def waited_ns(self, rank: int) -> int:
-        """Say how long a rank waited for the last one.
-
-        Local, and pure. A rank that was done before the last one came didn't wait for it, such as
-        the root of a broadcast.
-        """
+        """Say how long a rank waited for the last one."""
+        # A rank that was done before the last one came didn't wait for it, such as
+        # the root of a broadcast.
         end_ns = self.end_ns(rank)
         if end_ns + FLOOR_NS < self.last_ns:  # by more than clocks are off
             return 0
@@ -82,17 +71,8 @@ def _last_of(meeting: Meeting) -> int:
 
 
 def meetings(ranks: Records, offsets: Mapping[int, int] | None = None) -> list[Meeting]:
-    """Find the calls that every rank of their group has recorded.
-
-    Local, and pure. Those of a group of one rank are left out, but for a job of one.
-
-    Args:
-        ranks: the records of each rank.
-        offsets: by rank, nanoseconds that make its clock the common one; none by default.
-
-    Returns:
-        In the order in which their first ranks came.
-    """
+    """Find the calls that every rank of their group has recorded."""
+    # Those of a group of one rank are left out, but for a job of one.
     found: dict[Key, dict[int, CollectiveRecord]] = defaultdict(dict)
     groups = _Groups()
     for rank, records in sorted(ranks.items()):
@@ -116,7 +96,7 @@ class _Groups:
         self._numbers: dict[tuple[str, tuple[int, ...]], int] = {}
 
     def number(self, group: str, ranks: Sequence[int]) -> int:
-        """Give the number of a group. Local."""
+        """Give the number of a group."""
         number = self._numbers.setdefault((group, tuple(ranks)), len(self.sizes))
         if number == len(self.sizes):
             self.sizes.append(len(ranks))
@@ -141,13 +121,12 @@ def _keyed(
 
 
 class _Contexts:
-    """Which context of a rank and group a call is in, by its number.
+    """Which context of a rank and group a call is in, by its number."""
 
-    Two threads may begin calls so close to each other that the later one comes first by its clock:
-    a number below the last one is of a new context only if it was there before, or is below all.
-    A rank that is killed loses its last calls, so that to count each number by itself would take
-    those of its next context for them.
-    """
+    # Two threads may begin calls so close to each other that the later one comes first by its
+    # clock: a number below the last one is of a new context only if it was there before, or is
+    # below all. A rank that is killed loses its last calls, so that to count each number by itself
+    # would take those of its next context for them.
 
     def __init__(self) -> None:
         self._context = 0
@@ -155,7 +134,7 @@ class _Contexts:
         self._seen: set[int] = set()
 
     def of(self, number: int) -> int:
-        """Count a call, in the order of arrivals. Local."""
+        """Count a call, in the order of arrivals."""
         if number < self._first or number in self._seen or not self._context:
             self._context += 1
             self._first = number
@@ -170,18 +149,7 @@ def _kind(record: CollectiveRecord) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LineCost:
-    """What one call in one line has cost, over all ranks and calls.
-
-    Args:
-        name: the call.
-        site: file and line of the rank that came last most often; empty where it has none, as where
-            we initialise a worker.
-        calls: how often it was made.
-        size_bytes: what one rank gave to all of them.
-        total_s: seconds that all ranks together spent in it.
-        waiting_s: of them, until the last rank came.
-        lost_s: by rank, seconds that others waited for it here.
-    """
+    """What one call in one line has cost, over all ranks and calls."""
 
     name: str
     site: str
@@ -205,19 +173,7 @@ class LineCost:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Which rank waited for which.
-
-    Args:
-        lost_s: by rank, seconds in which another rank waited for it.
-        waited_s: by rank, seconds in which it waited for another.
-        in_calls_s: by rank, seconds that it spent in calls, without those in which it had other
-            work before it waited for what it had started.
-        lines: by call and line, the most lost first.
-        last: by rank, how often it came last in the last hundred calls.
-        calls: number of calls that all ranks of their groups have recorded.
-        watched_s: from the first arrival to the last end.
-        slowest: the rank that costs the others time; None where none stands out.
-    """
+    """Which rank waited for which."""
 
     lost_s: tuple[float, ...]
     waited_s: tuple[float, ...]
@@ -247,7 +203,7 @@ class _Timeline:
         self.total_ns = [0] * size
 
     def add(self, rank: int, begin_ns: int, end_ns: int) -> int:
-        """Count what is new of an interval; they come in order of their begin. Local."""
+        """Count what is new of an interval; they come in order of their begin."""
         new = int(max(end_ns - max(begin_ns, self._until[rank]), 0))
         self._until[rank] = max(self._until[rank], end_ns)
         self.total_ns[rank] += new
@@ -259,21 +215,13 @@ class _Timeline:
 
 
 def waits(ranks: Records, offsets: Mapping[int, int] | None = None, unsure_ns: int = 0) -> Waits:
-    """Work out which rank waited for which.
-
-    Local, and pure. What counts is when a rank came to a call, never how long it took there: a sum
-    takes as long on every rank, that of the slowest. A rank costs time that comes later than
-    another by more than 1 ms, and by more than 5 % of the time since its last call.
-
-    A rank is named where the others waited for it at least 5 % of the time, and it isn't chance:
-    in three calls by 50 ms and a fifth of its time since the last call, and others hardly ever as
-    long; or in so many calls by less that equal ranks differ as much once in ten thousand times.
-
-    Args:
-        ranks: the records of each rank, of all ranks of the job.
-        offsets: by rank, nanoseconds that make its clock the common one.
-        unsure_ns: how far the common clock may be off.
-    """
+    """Work out which rank waited for which."""
+    # What counts is when a rank came to a call, never how long it took there: a sum
+    # takes as long on every rank, that of the slowest. A rank costs time that comes later than
+    # another by more than 1 ms, and by more than 5 % of the time since its last call.
+    # A rank is named where the others waited for it at least 5 % of the time, and it isn't chance:
+    # in three calls by 50 ms and a fifth of its time since the last call, and others hardly ever as
+    # long; or in so many calls by less that equal ranks differ as much once in ten thousand times.
     met = meetings(ranks, offsets)
     size = max(ranks, default=-1) + 1
     count = _Count(size, unsure_ns, {rank: _ends(ranks[rank], offsets, rank) for rank in ranks})
@@ -323,7 +271,7 @@ class _Count:
         self._stays: list[list[tuple[int, int, int, _Line]]] = [[] for _ in range(size)]
 
     def add(self, at: int, meeting: Meeting) -> None:
-        """Count one call, in the order of first arrivals. Local."""
+        """Count one call, in the order of first arrivals."""
         last = meeting.last
         record = meeting.records[last]
         site = f"{record.file}:{record.line}" if record.file else ""
@@ -345,7 +293,7 @@ class _Count:
                 self.late.append(_Late(last, new, gap_ns, at))
 
     def add_up(self) -> None:
-        """Count what ranks spent in all calls, once all have been added. Local."""
+        """Count what ranks spent in all calls, once all have been added."""
         for rank, stays in enumerate(self._stays):
             for begin, until, end, line in sorted(stays, key=lambda stay: stay[0]):
                 busy_ns = self.busy.add(rank, begin, end)

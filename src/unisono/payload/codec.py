@@ -38,29 +38,6 @@ from torch.nn import Parameter
 from unisono.errors import PayloadError
 from unisono.payload.memory import from_bytes, view_bytes
 
-__all__ = (
-    "CODE_OF",
-    "COUNT",
-    "HEAD",
-    "SIZE",
-    "TensorHeader",
-    "decode",
-    "encode",
-    "encode_or_reason",
-    "failure",
-    "frame_or_reason",
-    "head_of",
-    "header",
-    "is_dense",
-    "is_exact",
-    "is_number",
-    "plain",
-    "raise_failures",
-    "reason",
-    "refuse_pickle",
-    "why_not_dense",
-)
-
 _DTYPES = (
     *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
     *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
@@ -96,7 +73,7 @@ class TensorHeader:
         return self.on_accelerator + (0 if self.parameter is None else 2 + 4 * self.parameter)
 
     def finish(self, tensor: Tensor) -> Tensor:
-        """Make what the sender had of a tensor that arrived. Local."""
+        """Make what the sender had of a tensor that arrived."""
         if self.parameter is None:
             return tensor
         return torch.nn.Parameter(tensor, requires_grad=self.parameter)
@@ -106,11 +83,7 @@ class TensorHeader:
 
 
 def refuse_pickle(what: str) -> None:
-    """Refuse what needs pickle where the user doesn't allow it. Local.
-
-    Raises:
-        PayloadError: ``UNISONO_NO_PICKLE`` is 1.
-    """
+    """Refuse what needs pickle where the user doesn't allow it."""
     if os.environ.get("UNISONO_NO_PICKLE") == "1":
         raise PayloadError(
             f"{what} needs pickle, which UNISONO_NO_PICKLE=1 refuses: send numbers, str, bytes, "
@@ -123,20 +96,7 @@ _DAMAGE = (KeyError, UnicodeDecodeError, TypeError, RecursionError)
 
 
 def decode(blob: bytes, device: torch.device) -> Any:
-    """Decode one frame.
-
-    Local.
-
-    Args:
-        blob: what `encode`, `header` or `failure` gave on some rank.
-        device: where tensors go that were on an accelerator.
-
-    Returns:
-        The value; a `TensorHeader` for a header alone.
-
-    Raises:
-        PayloadError: the frame says that the sender failed, or it is damaged.
-    """
+    """Decode one frame."""
     data = memoryview(blob)
     try:
         value, end = _READERS[data[0]](data, 1, device)
@@ -309,16 +269,14 @@ class _Chunks(list[Any]):
 
 
 def is_number(value: object) -> bool:
-    """Tell whether `value` is exactly a bool, int, float or complex. Local."""
+    """Tell whether `value` is exactly a bool, int, float or complex."""
     return type(value) in _NUMBERS
 
 
 def is_dense(value: object) -> bool:
-    """Tell whether `value` is a tensor that travels as plain memory.
-
-    Local. Not those without memory of their own: a subclass whose operations are its own (DTensor,
-    masked, fake, jagged), or what torch.func wraps, has none that could be read.
-    """
+    """Tell whether `value` is a tensor that travels as plain memory."""
+    # Not those without memory of their own: a subclass whose operations are its own (DTensor,
+    # masked, fake, jagged), or what torch.func wraps, has none that could be read.
     if not (
         isinstance(value, Tensor)
         and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
@@ -335,7 +293,7 @@ def is_dense(value: object) -> bool:
 
 
 def why_not_dense(tensor: Tensor) -> str:
-    """Say what a tensor is that doesn't travel as plain memory, and what to do. Local."""
+    """Say what a tensor is that doesn't travel as plain memory, and what to do."""
     kind = type(tensor)
     if _is_distributed(kind):
         return (
@@ -362,49 +320,36 @@ def _is_distributed(kind: type) -> bool:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Give a dense tensor as one of torch's own class, without gradient, the same memory. Local."""
+    """Give a dense tensor as one of torch's own class, without gradient, the same memory."""
     if type(tensor) is not Tensor and type(tensor) is not Parameter:
         tensor = tensor.as_subclass(Tensor)
     return tensor.detach()
 
 
 def is_exact(value: object) -> bool:
-    """Tell whether `value` is nothing but a dense tensor; others go as objects. Local."""
+    """Tell whether `value` is nothing but a dense tensor; others go as objects."""
     return type(value) in (Tensor, Parameter) and is_dense(value)
 
 
 def head_of(tensor: Tensor) -> TensorHeader:
-    """Give what peers must know to receive `tensor`. Local."""
+    """Give what peers must know to receive `tensor`."""
     parameter = tensor.requires_grad if type(tensor) is Parameter else None
     return TensorHeader(tensor.dtype, tuple(tensor.shape), not tensor.is_cpu, parameter)
 
 
 def header(tensor: Tensor) -> bytes:
-    """Encode what peers must know to receive `tensor`. Local."""
+    """Encode what peers must know to receive `tensor`."""
     return b"h" + _tensor_head(tensor)
 
 
 def failure(reason: str) -> bytes:
-    """Encode that this rank has no value to send, and why. Local."""
+    """Encode that this rank has no value to send, and why."""
     text = reason.encode("utf-8", "replace")
     return b"e" + SIZE.pack(len(text)) + text
 
 
 def encode(value: object) -> bytes:
-    """Encode any value.
-
-    Local.
-
-    Args:
-        value: tensor of any dense dtype and device, number, bool, str, bytes, Path, None,
-            containers of them, or an object that can be pickled.
-
-    Returns:
-        One frame.
-
-    Raises:
-        PayloadError: an int out of the range of int64, or an object that can't be pickled.
-    """
+    """Encode any value."""
     if type(value) is int and value not in _INT64:
         what = value if value.bit_length() < 200 else f"an int of {value.bit_length()} bits"
         raise PayloadError(f"{what} doesn't fit into 64 bits: send it in a list")
@@ -418,16 +363,14 @@ def encode(value: object) -> bytes:
 
 
 def encode_or_reason(value: object) -> bytes:
-    """Encode a value, or the reason why that is impossible, for every rank to see. Local."""
+    """Encode a value, or the reason why that is impossible, for every rank to see."""
     return frame_or_reason(encode, value)
 
 
 def frame_or_reason(make: Callable[..., bytes], *args: Any) -> bytes:
-    """Give the frame that `make` makes, or the reason why it can't, for every rank to see.
-
-    Local. Whatever is raised counts: the user's own code is called, and a rank that left here would
-    let the others wait for it.
-    """
+    """Give the frame that `make` makes, or the reason why it can't, for every rank to see."""
+    # Whatever is raised counts: the user's own code is called, and a rank that left here would
+    # let the others wait for it.
     try:
         return make(*args)
     except Exception as error:  # a repr, a property, a __float__ may raise anything
@@ -435,7 +378,7 @@ def frame_or_reason(make: Callable[..., bytes], *args: Any) -> bytes:
 
 
 def reason(error: Exception) -> str:
-    """Say what was raised while a value was encoded, whatever that is. Local."""
+    """Say what was raised while a value was encoded, whatever that is."""
     try:
         text = str(error)
     except Exception:  # its own __str__ may raise as well
@@ -520,18 +463,7 @@ _WRITERS: dict[type, Callable[[Any, _Chunks], None]] = {
 
 
 def raise_failures(frames: Sequence[bytes], ranks: Callable[[], Sequence[int]], call: str) -> None:
-    """Raise the same error on every rank if some rank had no value to send.
-
-    Local.
-
-    Args:
-        frames: one for each rank that takes part.
-        ranks: gives their global ranks.
-        call: name of the collective.
-
-    Raises:
-        PayloadError: some frame is a failure; names rank and reason.
-    """
+    """Raise the same error on every rank if some rank had no value to send."""
     for first in frames:
         if first[:1] == b"e":
             break

@@ -12,23 +12,9 @@ from torch import Tensor
 
 from unisono.errors import PayloadError
 
-__all__ = ("as_bytes_tensor", "from_bytes", "stack_bytes", "to_bytes", "view_bytes")
-
 
 def view_bytes(tensor: Tensor) -> memoryview:
-    """Show the memory of a tensor.
-
-    Local.
-
-    Args:
-        tensor: any shape and dtype, contiguous, on the CPU; must outlive the view.
-
-    Returns:
-        ``numel * itemsize`` bytes, the tensor's own memory.
-
-    Raises:
-        PayloadError: it has no memory, or one that doesn't show its values.
-    """
+    """Show the memory of a tensor."""
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return memoryview(b"")
@@ -56,21 +42,7 @@ def _address(tensor: Tensor) -> int:
 def from_bytes(
     data: memoryview | bytes | bytearray, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Tensor:
-    """Make a tensor of a copy of `data`.
-
-    Local.
-
-    Args:
-        data: as many bytes as the shape and dtype take.
-        dtype: the tensor's dtype.
-        shape: the tensor's shape.
-
-    Returns:
-        `shape`, on the CPU, new memory.
-
-    Raises:
-        PayloadError: the shape and dtype take another number of bytes.
-    """
+    """Make a tensor of a copy of `data`."""
     if len(data) != math.prod(shape) * dtype.itemsize:
         raise PayloadError(f"{len(data)} bytes aren't a tensor of {dtype} and shape {shape}")
     try:
@@ -85,21 +57,7 @@ def from_bytes(
 
 
 def stack_bytes(rows: Sequence[bytes], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Make one tensor of the bytes of several, to compute with; its memory can't be resized.
-
-    Local.
-
-    Args:
-        rows: the bytes of each.
-        dtype: their dtype.
-        shape: the shape of each.
-
-    Returns:
-        [n, *shape], on the CPU.
-
-    Raises:
-        PayloadError: the shape and dtype take another number of bytes.
-    """
+    """Make one tensor of the bytes of several, to compute with; its memory can't be resized."""
     data = bytearray().join(rows)
     if len(data) != len(rows) * math.prod(shape) * dtype.itemsize:
         raise PayloadError(
@@ -111,5 +69,5 @@ def stack_bytes(rows: Sequence[bytes], dtype: torch.dtype, shape: tuple[int, ...
 
 
 def as_bytes_tensor(tensor: Tensor) -> Tensor:
-    """See a contiguous tensor [*shape] as uint8 [*shape, itemsize], the same memory. Local."""
+    """See a contiguous tensor [*shape] as uint8 [*shape, itemsize], the same memory."""
     return tensor.unsqueeze(-1).view(torch.uint8)

@@ -16,8 +16,6 @@ from unisono.errors import PayloadError
 from unisono.payload.memory import from_bytes, view_bytes
 from unisono.pickling import Pickler
 
-__all__ = ("dump", "load")
-
 _REBUILD: Any = torch._utils._rebuild_device_tensor_from_cpu_tensor
 _device: ContextVar[torch.device] = ContextVar("_device")
 
@@ -101,10 +99,9 @@ def _is_array(value: Any) -> bool:
 
 
 class _LentPickler(_Pickler):
-    """Pickles what is to be read in place: tensors over its buffers, arrays that can't be written.
+    """Pickles what is read in place: tensors over its buffers, arrays that can't be written."""
 
-    What lies in memory in another way is copied first.
-    """
+    # What lies in memory in another way is copied first.
 
     def reducer_override(self, obj: Any) -> Any:
         if _is_array(obj):
@@ -118,21 +115,7 @@ class _LentPickler(_Pickler):
 
 
 def dump(value: object, *, is_lent: bool = False) -> list[bytes | memoryview]:
-    """Pickle an object.
-
-    Local.
-
-    Args:
-        value: anything that pickle or cloudpickle knows.
-        is_lent: whether what `load` makes lies in the buffers that it is given, and numpy's
-            arrays can't be written to.
-
-    Returns:
-        The pickle, then the buffers that it refers to.
-
-    Raises:
-        PayloadError: it can't be pickled.
-    """
+    """Pickle an object."""
     buffers: list[pickle.PickleBuffer] = []
     out = io.BytesIO()
     try:
@@ -146,20 +129,7 @@ def dump(value: object, *, is_lent: bool = False) -> list[bytes | memoryview]:
 
 
 def load(blocks: Sequence[bytes | bytearray | memoryview], device: torch.device) -> Any:
-    """Unpickle what `dump` gave.
-
-    Local.
-
-    Args:
-        blocks: the pickle, then its buffers; an object may keep these as its memory.
-        device: where tensors go that were on an accelerator.
-
-    Returns:
-        The object.
-
-    Raises:
-        PayloadError: it can't be made here, for instance because its module is missing.
-    """
+    """Unpickle what `dump` gave."""
     token = _device.set(device)
     try:
         return pickle.loads(blocks[0], buffers=blocks[1:])

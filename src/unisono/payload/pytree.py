@@ -10,8 +10,6 @@ from typing import Any
 from unisono.errors import PayloadError
 from unisono.payload.codec import reason
 
-__all__ = ("Tree", "flatten", "survey", "unflatten")
-
 Tree = Any
 _LEAVES = frozenset({bool, int, float, complex, str, bytes, type(None)})  # known without a look
 
@@ -36,29 +34,13 @@ def _is_record(node: Tree) -> bool:
 
 
 def flatten(tree: Tree) -> tuple[list[Any], list[str]]:
-    """List the leaves of nested dicts, lists, tuples, namedtuples and dataclasses.
-
-    Local.
-
-    Args:
-        tree: a leaf or a container; dicts keep their insertion order.
-
-    Returns:
-        The leaves from left to right, and for each its path, such as ``{'loss'}[0]``.
-
-    Raises:
-        RecursionError: the tree contains itself.
-    """
+    """List the leaves of nested dicts, lists, tuples, namedtuples and dataclasses."""
     leaves, paths, _ = survey(tree)
     return leaves, paths
 
 
 def survey(tree: Tree) -> tuple[list[Any], list[str], list[str]]:
-    """List the leaves and their paths as `flatten` does, and the paths of empty containers. Local.
-
-    Raises:
-        RecursionError: the tree contains itself.
-    """
+    """List the leaves and their paths as `flatten` does, and the paths of empty containers."""
     if type(tree) in _LEAVES:
         return [tree], [""], []
     leaves: list[Any] = []
@@ -87,20 +69,7 @@ def _visit(node: Tree, path: str, leaves: list[Any], paths: list[str], empty: li
 
 
 def unflatten(tree: Tree, leaves: list[Any]) -> Tree:
-    """Build a container of the shape of `tree` out of other leaves.
-
-    Local.
-
-    Args:
-        tree: the container that `flatten` was given.
-        leaves: as many as `flatten` returned, in its order.
-
-    Returns:
-        A new container of the same types; dataclasses through ``dataclasses.replace``.
-
-    Raises:
-        PayloadError: a class makes nothing of its parts alone.
-    """
+    """Build a container of the shape of `tree` out of other leaves."""
     return leaves[0] if type(tree) in _LEAVES else _build(tree, iter(leaves))
 
 

@@ -16,8 +16,6 @@ from unisono.pool.replicas import Replicas
 from unisono.pool.worker import BROKEN
 from unisono.tracebacks import hides
 
-__all__ = ("Call", "once")
-
 __tracebackhide__ = hides
 
 _TICK_S = 0.1  # between two looks at replicas that are busy when another one has failed
@@ -27,15 +25,7 @@ _GRACE_S = 0.2  # for those whose context is lost anyway
 
 
 class Call(Ranks):
-    """Replicas that are given work until nothing is left, and that stay afterwards.
-
-    Args:
-        replicas: those of the pool.
-        give: gives the next call of a replica; None for no more.
-        too_late: raises, given the ranks that weren't done at the limit.
-        limit: when that is, by ``time.monotonic()``; None for no limit.
-        is_together: whether replicas may wait for each other.
-    """
+    """Replicas that are given work until nothing is left, and that stay afterwards."""
 
     takes: Sequence[int] = TO_SAVE
 
@@ -61,12 +51,12 @@ class Call(Ranks):
         self._is_cut = False
 
     def begin(self, job: Job[Any]) -> None:
-        """Give each replica its first call. Local."""
+        """Give each replica its first call."""
         for rank in range(job.world_size):
             self._go_on(job, rank)
 
     def poll(self, job: Job[Any], until: float) -> None:
-        """Wait for the next answer, and take it in. Local."""
+        """Wait for the next answer, and take it in."""
         limit = None if job.failures else self._limit
         try:
             if not self._hear(job, _sooner(until, limit)) and _is_past(limit):
@@ -76,11 +66,11 @@ class Call(Ranks):
             raise
 
     def signal(self, number: int) -> None:
-        """Signal the replicas at work; idle ones have nothing to save. Local."""
+        """Signal the replicas at work; idle ones have nothing to save."""
         self._replicas.signal(self._busy, number)
 
     def end(self, job: Job[Any]) -> None:
-        """Wait for replicas that still are at work where another one has failed. Local."""
+        """Wait for replicas that still are at work where another one has failed."""
         if job.failures and not self._is_cut:
             with suppress(LaunchError):  # a replica died, after the first failure
                 self._drain(job)
@@ -134,7 +124,7 @@ class Call(Ranks):
 
 
 def once(body: bytes, size: int) -> Callable[[int], bytes | None]:
-    """Give what gives each of `size` replicas the same call, once. Local."""
+    """Give what gives each of `size` replicas the same call, once."""
     waiting = set(range(size))
 
     def give(rank: int) -> bytes | None:

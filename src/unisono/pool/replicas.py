@@ -25,8 +25,6 @@ from unisono.launchers.job import channel
 from unisono.lifecycle import start
 from unisono.pool.worker import CALL, OUTPUT, SECRET_BYTES, STACK, WHERE, serve
 
-__all__ = ("Frame", "Replicas")
-
 _LEAST_S = 0.001
 _LEAVE_S = 1.0  # for an idle replica to take its leave, before it is killed
 _QUIT_S = 0.3  # for a replica told to abandon its call
@@ -46,7 +44,7 @@ class _Spawning:
     def run(
         self, backend: str | None, args: tuple[Any, ...], size: int, options: dict[str, Any]
     ) -> None:
-        """Make the replicas, and wait for their end. Local."""
+        """Make the replicas, and wait for their end."""
         try:
             with until_recalled(self.recall):
                 start(backend, serve, args, None, size, prefix_output=False, **options)
@@ -57,10 +55,9 @@ class _Spawning:
 
 
 class Replicas:
-    """One set of replicas: the thread that spawned them, and a connection to each.
+    """One set of replicas: the thread that spawned them, and a connection to each."""
 
-    They end with it, also where nobody stops them.
-    """
+    # They end with it, also where nobody stops them.
 
     def __init__(
         self,
@@ -141,15 +138,15 @@ class Replicas:
         return [peer(self._sockets[rank]).pid for rank in range(self._size)]
 
     def signal(self, ranks: Iterable[int], number: int) -> None:
-        """Send replicas that are processes a signal. Local."""
+        """Send replicas that are processes a signal."""
         _kill([peer(self._sockets[rank]).pid for rank in ranks], number)
 
     def has_ended(self) -> bool:
-        """Tell whether a replica is gone. Local."""
+        """Tell whether a replica is gone."""
         return not self._thread.is_alive() or any(map(_is_closed, self._sockets.values()))
 
     def send(self, rank: int, body: bytes, limit: float | None) -> None:
-        """Give a replica its next call; nothing more once the limit has passed. Local."""
+        """Give a replica its next call; nothing more once the limit has passed."""
         sock = self._sockets[rank]
         with suppress(OSError):  # `hear` says why it is gone, or late
             sock.settimeout(None if limit is None else max(_LEAST_S, limit - time.monotonic()))
@@ -166,14 +163,8 @@ class Replicas:
             self._outputs[rank] = now
 
     def ask(self, ranks: Iterable[int]) -> set[int]:
-        """Ask replicas what they do.
-
-        Local; never waits.
-
-        Returns:
-            Those that, since they were asked before, have said that they compute, or began to
-            answer their call.
-        """
+        """Ask replicas what they do."""
+        # Local; never waits.
         computing, self._computing = self._computing, set()
         for rank in ranks:
             with suppress(OSError):  # it doesn't even read: then it says nothing
@@ -181,18 +172,8 @@ class Replicas:
         return computing | {rank for rank in ranks if self._inboxes[rank].is_within}
 
     def stacks(self, ranks: Iterable[int], within_s: float) -> dict[int, list[Frame]]:
-        """Ask replicas at work where they are.
-
-        Local. Their answers to the call that they run are lost.
-
-        Args:
-            ranks: those that are asked.
-            within_s: seconds that they have to answer.
-
-        Returns:
-            File, line, function and source of each frame, outermost first, by rank; a replica is
-            missing that is stopped, or in code that holds Python's lock.
-        """
+        """Ask replicas at work where they are."""
+        # Their answers to the call that they run are lost.
         stacks: dict[int, list[Frame]] = {}
         waiting = set(ranks)
         for rank in waiting:
@@ -208,11 +189,7 @@ class Replicas:
         return stacks
 
     def hear(self, busy: Iterable[int], limit: float | None) -> tuple[int, _Answer] | None:
-        """Wait for the next answer; None once the limit has passed. Local.
-
-        Raises:
-            WorkerFailedError: a replica died.
-        """
+        """Wait for the next answer; None once the limit has passed."""
         with selectors.DefaultSelector() as selector:
             for rank in busy:
                 selector.register(self._sockets[rank], selectors.EVENT_READ, rank)
@@ -235,14 +212,9 @@ class Replicas:
         return None
 
     def stop(self, is_orderly: bool) -> bool:
-        """End the replicas: in their own time, or at once; processes that don't go are killed.
-
-        Local; harmless the second time. What they still do in their own time is waited for as long
-        as the block's deadline allows: threads that aren't daemons, exit handlers.
-
-        Returns:
-            Whether they have ended; threads that are stuck can't be ended.
-        """
+        """End the replicas: in their own time, or at once; processes that don't go are killed."""
+        # Local; harmless the second time. What they still do in their own time is waited for as
+        # long as the block's deadline allows: threads that aren't daemons, exit handlers.
         if any(sock.fileno() < 0 for sock in self._all_sockets()):
             _hang_up(self._all_sockets())  # it is what Ctrl-C left undone the first time
             return not self._thread.is_alive()
@@ -288,7 +260,7 @@ class Replicas:
 
 
 def _outputs() -> list[tuple[int, int]] | None:
-    """Tell which files stdout and stderr are; None where one is closed. Local."""
+    """Tell which files stdout and stderr are; None where one is closed."""
     try:
         stats = [os.fstat(fd) for fd in (1, 2)]
     except OSError:
@@ -332,7 +304,7 @@ def _kill(pids: Iterable[int | None], number: int = signal.SIGKILL) -> None:
 
 
 def _is_closed(sock: socket.socket) -> bool:
-    """Tell whether the other side is gone; between calls it has nothing to say. Local."""
+    """Tell whether the other side is gone; between calls it has nothing to say."""
     try:
         return sock.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b""
     except BlockingIOError:

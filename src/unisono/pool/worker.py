@@ -23,17 +23,6 @@ from unisono.model.contract import ComputationModel
 from unisono.pickling import dumps
 from unisono.tracebacks import frame_of, hides
 
-__all__ = (
-    "BROKEN",
-    "CALL",
-    "OUTPUT",
-    "SECRET_BYTES",
-    "STACK",
-    "WHERE",
-    "leaves_out_of_step",
-    "serve",
-)
-
 __tracebackhide__ = hides
 
 CALL = b"c"
@@ -47,17 +36,8 @@ _WAITING = ("unisono.", "torch.distributed.")
 
 
 def serve(local_rank: int, address: str, secret: bytes, owner: int, has_prefix: bool) -> None:
-    """Run what the pool sends, in order.
-
-    Local, but for what the functions do.
-
-    Args:
-        local_rank: of this replica.
-        address: of the pool's socket.
-        secret: [SECRET_BYTES] proves that this replica belongs to the pool.
-        owner: id of the pool's process.
-        has_prefix: whether lines of output begin with the rank.
-    """
+    """Run what the pool sends, in order."""
+    # Local, but for what the functions do.
     model = context.current_model()
     rank = model.topology.rank
     is_process = os.getpid() != owner
@@ -95,12 +75,12 @@ class _Pool:
         self._server = threading.get_ident()
 
     def tell(self, kind: bytes, body: bytes) -> None:
-        """Send one message. Local."""
+        """Send one message."""
         with self._lock:
             channel.send(self._sock, kind, body)
 
     def hear(self) -> tuple[bytes, bytes] | None:
-        """Receive one message, but answer those that ask where this replica is. Local."""
+        """Receive one message, but answer those that ask where this replica is."""
         while (message := channel.receive(self._sock)) is not None and message[0] in (WHERE, STACK):
             with suppress(OSError):
                 if message[0] == STACK:
@@ -110,12 +90,12 @@ class _Pool:
         return message
 
     def descriptors(self) -> list[int]:
-        """Receive what comes after `OUTPUT`. Local."""
+        """Receive what comes after `OUTPUT`."""
         return list(socket.recv_fds(self._sock, 1, 2)[1])
 
 
 def _may_wait(thread_id: int) -> bool:
-    """Tell whether a call is within anything that may wait for other ranks. Local."""
+    """Tell whether a call is within anything that may wait for other ranks."""
     frame, may_wait = frame_of(thread_id), False
     while frame is not None and frame.f_code is not _outcome.__code__:
         may_wait = may_wait or str(frame.f_globals.get("__name__")).startswith(_WAITING)
@@ -124,7 +104,7 @@ def _may_wait(thread_id: int) -> bool:
 
 
 def _stack(thread_id: int) -> list[tuple[str, int, str, str]]:
-    """Give file, line, function and source of each frame of a call, outermost first. Local."""
+    """Give file, line, function and source of each frame of a call, outermost first."""
     frames = []
     for frame, line in traceback.walk_stack(frame_of(thread_id)):
         if frame.f_code is _outcome.__code__:
@@ -154,7 +134,7 @@ def _outcome(local_rank: int, body: bytes, is_process: bool) -> tuple[bytes, byt
 
 
 def leaves_out_of_step(error: BaseException | None) -> bool:
-    """Tell whether an error, or one that led to it, left the ranks out of step. Local."""
+    """Tell whether an error, or one that led to it, left the ranks out of step."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, CollectiveError) and not error.is_in_step:

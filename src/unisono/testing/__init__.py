@@ -55,7 +55,7 @@ _MODULE_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load what is asked for, so that pytest's plug-in doesn't wait for torch. Local."""
+    """Load what is asked for, so that pytest's plug-in doesn't wait for torch."""
     if name in _MODULE_OF:
         value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
         return value

@@ -7,8 +7,6 @@ from typing import Any
 
 from unisono.model.contract import ComputationModel
 
-__all__ = ("DERIVED", "note_derived")
-
 DERIVED = (
     "exchange",
     "all_reduce",
@@ -21,16 +19,8 @@ DERIVED = (
 
 
 def note_derived(model: ComputationModel) -> set[str]:
-    """Record each derived member that is called on a model.
-
-    Local. It gets a class of its own below its class, so that no other replica is touched.
-
-    Args:
-        model: a live context.
-
-    Returns:
-        Names, added as they are called; clear it to start over.
-    """
+    """Record each derived member that is called on a model."""
+    # It gets a class of its own below its class, so that no other replica is touched.
     used: set[str] = set()
     cls = type(model)
     base: Any = ComputationModel

@@ -16,14 +16,12 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ("Witness", "last_lines")
-
 _SHOWN_LINES = 15
 _OUTPUT = "output"
 
 
 def last_lines(folder: str) -> list[str]:
-    """Give what was printed last under a law that has this folder. Local."""
+    """Give what was printed last under a law that has this folder."""
     try:
         text = Path(folder, _OUTPUT).read_text(errors="replace")
     except OSError:
@@ -33,11 +31,7 @@ def last_lines(folder: str) -> list[str]:
 
 
 class Witness:
-    """Shows on stderr in which law this process has ended, and what was printed there last.
-
-    Args:
-        subject: what is checked.
-    """
+    """Shows on stderr in which law this process has ended, and what was printed there last."""
 
     def __init__(self, subject: str) -> None:
         self._subject = subject
@@ -65,12 +59,12 @@ class Witness:
         self._process.wait()
 
     def enter(self, law: str, folder: str) -> Path:
-        """Say that a law begins; gives the file for what is printed. Local."""
+        """Say that a law begins; gives the file for what is printed."""
         self._tell({"subject": self._subject, "law": law, "folder": folder})
         return Path(folder, _OUTPUT)
 
     def leave(self) -> None:
-        """Say that no law is under way. Local."""
+        """Say that no law is under way."""
         self._tell({})
 
     def _tell(self, news: dict[str, str]) -> None:

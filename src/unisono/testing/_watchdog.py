@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ("Board", "Watch")
-
 _ASK = getattr(signal, "SIGUSR1", None)  # what makes a process show its stacks
 _POLL_S = 0.1
 _ANSWER_S = 3.0  # for a process to write its stacks
@@ -53,12 +51,7 @@ def _answer_in(folder: str) -> int | None:
 
 
 class Board:
-    """A replica's own place on the board.
-
-    Args:
-        folder: of the job; empty for no board.
-        rank: the replica's.
-    """
+    """A replica's own place on the board."""
 
     def __init__(self, folder: str, rank: int) -> None:
         self._path = Path(folder, f"{rank}.rank") if folder and Path(folder).is_dir() else None
@@ -66,7 +59,7 @@ class Board:
             _answer_in(folder)
 
     def enter(self, law: str) -> None:
-        """Say that this replica enters a law; an empty name says that it is done. Local."""
+        """Say that this replica enters a law; an empty name says that it is done."""
         if self._path is None:
             return
         partial = self._path.with_suffix(".partial")
@@ -77,11 +70,7 @@ class Board:
 
 
 class Watch:
-    """Watches the board of one job from the process that started it.
-
-    Args:
-        limit_s: seconds that one law may take on one replica.
-    """
+    """Watches the board of one job from the process that started it."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -118,7 +107,7 @@ class Watch:
         self._folder.cleanup()
 
     def law_of(self, rank: int) -> str:
-        """Tell which law a replica was in last; empty if none. Local."""
+        """Tell which law a replica was in last; empty if none."""
         return next((entry.law for entry in self._entries() if entry.rank == rank), "")
 
     def _entries(self) -> list[_Entry]:
@@ -144,7 +133,7 @@ class Watch:
                 return
 
     def _ask(self, entries: list[_Entry]) -> str:
-        """Let every process show its stacks, and give those of the replicas. Local."""
+        """Let every process show its stacks, and give those of the replicas."""
         if _ASK is None:
             return "(stacks can't be had on this platform)"
         pids = {entry.pid for entry in entries}

@@ -60,24 +60,14 @@ class _Reads(Mapping[str, str]):
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentTrial:
-    """An environment, and what its launcher sets.
-
-    Args:
-        name: as it was asked for: the name of its entry point, or of a built-in one.
-        environment: with ``NAME`` and ``detect``.
-        examples: the variables of some rank each, as the launcher sets them.
-    """
+    """An environment, and what its launcher sets."""
 
     name: str
     environment: Environment
     examples: Sequence[Mapping[str, str]] = field(default=())
 
     def detect(self, env: Mapping[str, str]) -> RankInfo | None:
-        """Ask it; demand None, a RankInfo in range, or the one error that it may raise. Local.
-
-        Raises:
-            EnvironmentDetectionError: it did.
-        """
+        """Ask it; demand None, a RankInfo in range, or the one error that it may raise."""
         reads = _Reads(MappingProxyType(dict(env)))
         try:
             info = self.environment.detect(reads)
@@ -100,7 +90,7 @@ class EnvironmentTrial:
         return info
 
     def facts(self, env: Mapping[str, str]) -> RankInfo:
-        """Ask it about variables of a rank; demand facts. Local."""
+        """Ask it about variables of a rank; demand facts."""
         try:
             info = self.detect(env)
         except EnvironmentDetectionError as error:
@@ -109,13 +99,13 @@ class EnvironmentTrial:
         return info
 
     def variables(self, env: Mapping[str, str]) -> list[str]:
-        """List the variables of an example that it reads. Local."""
+        """List the variables of an example that it reads."""
         reads = _Reads(env)
         self.environment.detect(reads)
         return [name for name in reads.names if name in env]
 
     def needs_examples(self) -> None:
-        """Skip the law where nothing is known of the launcher's variables. Local."""
+        """Skip the law where nothing is known of the launcher's variables."""
         if not self.examples:
             raise _UntestableError("it has no EXAMPLES: variables of a rank, as its launcher sets")
 

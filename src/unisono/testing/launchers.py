@@ -65,15 +65,7 @@ class _TookTooLongError(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class LauncherTrial:
-    """A launcher, and the job that laws let it make.
-
-    Args:
-        launcher: its name.
-        nproc: number of ranks.
-        backend: what the ranks use.
-        options: its ``launcher_options``.
-        folder: where ranks write who they are.
-    """
+    """A launcher, and the job that laws let it make."""
 
     launcher: str
     nproc: int
@@ -87,7 +79,7 @@ class LauncherTrial:
         return self.nproc - 1
 
     def spawn(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Spawn ranks with this launcher. Local."""
+        """Spawn ranks with this launcher."""
         given: dict[str, Any] = {
             "launcher": self.launcher,
             "launcher_options": dict(self.options),
@@ -96,7 +88,7 @@ class LauncherTrial:
         return results
 
     def launch(self, entry: Callable[[RankInfo], Any], environ: Mapping[str, str]) -> list[Any]:
-        """Call the launcher itself. Local."""
+        """Call the launcher itself."""
         plan = LaunchPlan(self.nproc)
         results: list[Any] = find_launcher(self.launcher)(
             entry, plan, environ=environ, **self.options
@@ -104,7 +96,7 @@ class LauncherTrial:
         return results
 
     def fails(self, fn: Callable[..., Any], *args: Any) -> WorkerFailedError:
-        """Spawn ranks of which the last one fails; demand that the error names it. Local."""
+        """Spawn ranks of which the last one fails; demand that the error names it."""
         try:
             results = self.spawn(fn, self.last, self.folder, *args)
         except WorkerFailedError as error:
@@ -116,12 +108,12 @@ class LauncherTrial:
         raise AssertionError(f"a WorkerFailedError was due, but spawn returned {results!r}")
 
     def processes(self) -> list[int]:
-        """Give the processes of ranks of this host that have said who they are. Local."""
+        """Give the processes of ranks of this host that have said who they are."""
         signed = [file.read_text().split() for file in Path(self.folder).glob("rank-*")]
         return [int(pid) for host, pid in signed if host == socket.gethostname()]
 
     def nobody_is_left(self) -> None:
-        """Demand that all ranks that have said who they are end within seconds. Local."""
+        """Demand that all ranks that have said who they are end within seconds."""
         pids, limit = self.processes(), time.monotonic() + _GONE_S
         if not pids:
             raise _UntestableError("no rank could write into a folder of this host")
@@ -130,7 +122,7 @@ class LauncherTrial:
         assert not left, f"processes {left} of ranks are left {_GONE_S:g} s later"
 
     def forget(self) -> None:
-        """End what ranks of this host left, and forget who they were. Local."""
+        """End what ranks of this host left, and forget who they were."""
         for file in Path(self.folder).glob("rank-*"):
             host, pid = file.read_text().split()
             if host == socket.gethostname():
@@ -322,10 +314,8 @@ def arguments_and_closures_arrive(trial: LauncherTrial) -> None:
 
 @_law
 def classes_of_every_kind_arrive(trial: LauncherTrial) -> None:
-    """An object whose class no module has is in a rank what it is here, and when it comes back.
-
-    Classes over those of abc, collections.abc, contextlib, dataclasses, enum and typing.
-    """
+    """An object whose class no module has is in a rank what it is here, and when it comes back."""
+    # Classes over those of abc, collections.abc, contextlib, dataclasses, enum and typing.
     kinds = _kinds()
     known = [True, True, 42, {"one": 3, "three": 5}, [0, 1, 2], "spoken", "RED", 2, 3]
     for rank, (found, back) in enumerate(trial.spawn(_use, kinds)):
@@ -541,13 +531,7 @@ def a_script_ends_with_the_exit_code_of_its_rank(trial: LauncherTrial) -> None:
 
 
 def check_info(info: Any) -> None:
-    """Demand that a RankInfo has every field in its range.
-
-    Local.
-
-    Raises:
-        AssertionError: it hasn't; says which field.
-    """
+    """Demand that a RankInfo has every field in its range."""
     assert isinstance(info, RankInfo), f"got {type(info).__name__}, not RankInfo"
     limits = {
         "world_size": (1, None),

@@ -189,7 +189,7 @@ def check(
 def _run(
     start: Callable[[str], list[list[Kept]]], names: Sequence[str], timeout_s: float
 ) -> _Batch:
-    """Run laws in new replicas until one is broken, and say which and how. Local."""
+    """Run laws in new replicas until one is broken, and say which and how."""
     batch = _Batch()
     with Watch(timeout_s) as watch:
         try:

@@ -15,17 +15,6 @@ from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
 from unisono.payload.codec import decode, encode, failure, is_dense, raise_failures
 from unisono.topology import Group
 
-__all__ = (
-    "OVERLAPS",
-    "Described",
-    "Listed",
-    "agree",
-    "aliases",
-    "as_tensors",
-    "is_sharded",
-    "listed",
-)
-
 OVERLAPS = -1
 """What stands for a tensor that shares a part of its memory with another, or with itself."""
 
@@ -46,17 +35,7 @@ class _Extent:
 
 
 def aliases(names: Sequence[object], tensors: Sequence[Tensor | None]) -> list[int]:
-    """Tell for each tensor which one of the list its memory belongs to.
-
-    Local.
-
-    Args:
-        names: whose tensors they are: where an object comes twice, its tensor does.
-        tensors: dense ones, or None where there is nothing to look at.
-
-    Returns:
-        For each its own place, or that of the tensor whose memory has all of it, or `OVERLAPS`.
-    """
+    """Tell for each tensor which one of the list its memory belongs to."""
     first_with: dict[int, int] = {}
     owners = [first_with.setdefault(id(name), index) for index, name in enumerate(names)]
     extents = []
@@ -73,7 +52,7 @@ def aliases(names: Sequence[object], tensors: Sequence[Tensor | None]) -> list[i
 
 
 def _extent(index: int, tensor: Tensor) -> _Extent | None:
-    """Give where a tensor lies, None if one of its elements is there more than once. Local."""
+    """Give where a tensor lies, None if one of its elements is there more than once."""
     steps = list(zip(tensor.shape, tensor.stride(), strict=True))
     if any(stride == 0 and size > 1 for size, stride in steps):
         return None
@@ -86,7 +65,7 @@ def _extent(index: int, tensor: Tensor) -> _Extent | None:
 
 
 def _clusters(extents: list[_Extent]) -> Iterator[list[_Extent]]:
-    """Yield the extents that reach into each other, where these are several. Local."""
+    """Yield the extents that reach into each other, where these are several."""
     extents.sort(key=lambda each: (each.device, each.start, -each.end, each.index))
     cluster: list[_Extent] = []
     end = 0
@@ -102,7 +81,7 @@ def _clusters(extents: list[_Extent]) -> Iterator[list[_Extent]]:
 
 
 def _share(cluster: list[_Extent], owners: list[int]) -> None:
-    """Note which of the extents of a cluster belong to which. Local."""
+    """Note which of the extents of a cluster belong to which."""
     first = cluster[0]
     is_covered = all(each.end <= first.end for each in cluster)
     if is_covered and first.is_dense and len({each.tensor.dtype for each in cluster}) == 1:
@@ -113,7 +92,7 @@ def _share(cluster: list[_Extent], owners: list[int]) -> None:
 
 
 def _share_by_elements(cluster: list[_Extent], owners: list[int]) -> None:
-    """Do as `_share` where only the elements tell: columns of a matrix, diagonals. Local."""
+    """Do as `_share` where only the elements tell: columns of a matrix, diagonals."""
     unit = min(each.tensor.itemsize for each in cluster)
     start = cluster[0].start
     marks = torch.full(((max(each.end for each in cluster) - start) // unit,), -1, device="cpu")
@@ -167,15 +146,7 @@ _START = len(_LIST) + _DIGEST_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """The result of `agree`.
-
-    Args:
-        present: for each tensor whether some rank has it.
-        layouts: for each tensor its memory format where all ranks have it in the same one, so that
-            its memory may be reduced as it lies; else None.
-        alone: for each tensor whether its memory is its own, and not that of another in the list,
-            which has all of it.
-    """
+    """The result of `agree`."""
 
     present: list[bool]
     layouts: list[torch.memory_format | None]
@@ -184,13 +155,7 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """What this rank gives to `agree`.
-
-    Args:
-        likes: what the tensors look like.
-        tensors: the tensors themselves, None where this rank has none, such as no gradient.
-        error: why this rank has no list.
-    """
+    """What this rank gives to `agree`."""
 
     likes: Sequence[Tensor]
     tensors: Sequence[Tensor | None]
@@ -198,7 +163,7 @@ class Listed:
 
 
 def listed(params: object, *, of_grads: bool = False) -> Listed:
-    """List the tensors of `params`, or the gradients of those that have any. Local."""
+    """List the tensors of `params`, or the gradients of those that have any."""
     try:
         likes = as_tensors(params)
     except ArgumentError as error:
@@ -214,18 +179,12 @@ def _gradient(tensor: Tensor) -> Tensor | None:
 
 
 def is_sharded(value: object) -> bool:
-    """Tell whether a value is a DTensor, of which each rank has a part. Local."""
+    """Tell whether a value is a DTensor, of which each rank has a part."""
     return isinstance(value, Tensor) and hasattr(value, "device_mesh")
 
 
 def as_tensors(params: object) -> list[Tensor]:
-    """List the tensors of a module's parameters, a tensor, a dict or any iterable.
-
-    Local.
-
-    Raises:
-        ArgumentError: `params` is something else.
-    """
+    """List the tensors of a module's parameters, a tensor, a dict or any iterable."""
     if isinstance(params, nn.Module):
         return list(params.parameters())
     if isinstance(params, Tensor):
@@ -272,26 +231,8 @@ def agree(
     listed: Listed,
     group: Group | None = None,
 ) -> Described:
-    """Check that every rank has the same list, and find out which of its tensors are there.
-
-    Collective over `group`: one exchange, and another one where the lists differ.
-
-    Args:
-        context: the active model.
-        call: what is done, with all that must agree between ranks: ``"broadcast_params from 0"``.
-        listed: the tensors of this rank, or why it has none.
-        group: the ranks that take part.
-
-    Returns:
-        What can be done with them.
-
-    Raises:
-        ArgumentError: this rank has something that isn't a tensor.
-        CollectiveMismatchError: the calls or the lists differ; names the first difference by rank
-            (on every rank).
-        PayloadError: a tensor can't be worked on in place somewhere, or another rank has something
-            that isn't a tensor; names it by rank (on every rank).
-    """
+    """Check that every rank has the same list, and find out which of its tensors are there."""
+    # Collective over `group`: one exchange, and another one where the lists differ.
     owners = aliases(listed.likes, [item if is_dense(item) else None for item in listed.tensors])
     lines = [_line(i, *each) for i, each in enumerate(zip(listed.likes, owners, strict=True))]
     states = b"".join(map(_state, listed.tensors, owners))
@@ -321,7 +262,7 @@ def _digest(lines: list[str]) -> bytes:
 
 
 def _check(column: Sequence[int], name: str, call: str, ranks: Sequence[int]) -> None:
-    """Refuse a tensor that some rank can't work on in place. Local."""
+    """Refuse a tensor that some rank can't work on in place."""
     for code, (kind, remedy) in _REFUSED.items():
         if code[0] in column:
             where = [rank for rank, other in zip(ranks, column, strict=True) if other == code[0]]

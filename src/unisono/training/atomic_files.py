@@ -17,8 +17,6 @@ from typing import IO, Any
 from unisono.errors import PayloadError
 from unisono.topology import boot_id
 
-__all__ = ("check_archive", "write_whole")
-
 _DAY_S = 24 * 60 * 60.0
 
 
@@ -30,7 +28,7 @@ class _Recorded:
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write as the file does. Local."""
+        """Write as the file does."""
         try:
             return self._file.write(data)
         except OSError as error:
@@ -38,19 +36,13 @@ class _Recorded:
             raise
 
     def flush(self) -> None:
-        """Do nothing: the file is flushed at the end. Local."""
+        """Do nothing: the file is flushed at the end."""
 
 
 def write_whole(target: Path, write: Callable[[Any], object]) -> None:
-    """Write a temporary file, sync it to the disk, and rename it. Local.
-
-    A symbolic link stays one, and its target is replaced; an old file's mode stays. Temporary files
-    that killed writers of the same file left are removed.
-
-    Raises:
-        OSError: it couldn't be written; `target` is as it was.
-        Exception: what `write` raised, where that isn't why.
-    """
+    """Write a temporary file, sync it to the disk, and rename it."""
+    # A symbolic link stays one, and its target is replaced; an old file's mode stays. Temporary
+    # files that killed writers of the same file left are removed.
     target = Path(os.path.realpath(target))
     old = target.stat() if target.exists() else None
     if old is not None and not stat.S_ISREG(old.st_mode):
@@ -87,7 +79,7 @@ def _fill(file: IO[bytes], write: Callable[[Any], object], target: Path) -> None
 
 
 def _opener(old: os.stat_result | None) -> Callable[[str, int], int] | None:
-    """Let nobody read the new file who may not read the old one. Local."""
+    """Let nobody read the new file who may not read the old one."""
     if old is None:
         return None
     mode = stat.S_IMODE(old.st_mode) & 0o600
@@ -103,12 +95,12 @@ def _keep_mode(number: int, old: os.stat_result) -> None:
 
 
 def _own_mark() -> str:
-    """Name this host in few letters: locks tell of its processes alone. Local."""
+    """Name this host in few letters: locks tell of its processes alone."""
     return hashlib.blake2b(boot_id().encode(), digest_size=4).hexdigest()
 
 
 def _lock(number: int) -> bool:
-    """Lock a file as long as it is open, if nobody else has and its file system can. Local."""
+    """Lock a file as long as it is open, if nobody else has and its file system can."""
     if os.name != "posix":
         return False
     fcntl: Any = importlib.import_module("fcntl")
@@ -155,15 +147,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def check_archive(file: IO[bytes], name: str) -> None:
-    """Check the checksums of an archive of torch; other files are left alone. Local.
-
-    Args:
-        file: at its start, where it is again afterwards.
-        name: for messages.
-
-    Raises:
-        PayloadError: it is damaged.
-    """
+    """Check the checksums of an archive of torch; other files are left alone."""
     is_archive = file.read(4) == b"PK\3\4"
     file.seek(0)
     if not is_archive:

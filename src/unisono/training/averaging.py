@@ -76,10 +76,8 @@ def reduce_params(
     group: GroupLike,
     cuts_means: bool = False,
 ) -> None:
-    """Do as `all_reduce_params`; cut means of integers towards 0 instead of refusing them.
-
-    Collective over `group`.
-    """
+    """Do as `all_reduce_params`; cut means of integers towards 0 instead of refusing them."""
+    # Collective over `group`.
     limit = _limit(coalesce, bucket_size_mb)
     operation = parse_op(op)
     context, group, is_member = team(group)
@@ -142,7 +140,7 @@ def all_reduce_grads(
 
 
 def _works(tensors: Sequence[Tensor | None], described: Described) -> list[buckets.Work]:
-    """List the tensors to reduce: each memory that some rank has, once. Local."""
+    """List the tensors to reduce: each memory that some rank has, once."""
     rows = zip(tensors, described.present, described.layouts, described.alone, strict=True)
     return [
         (tensor, layout)
@@ -212,14 +210,14 @@ def _average_integers(
 
 
 def _signed(tensor: Tensor) -> Tensor:
-    """Give integers as int64; those of uint64 less 2**63, for all of them to fit. Local."""
+    """Give integers as int64; those of uint64 less 2**63, for all of them to fit."""
     if tensor.dtype is not torch.uint64:
         return tensor.to(torch.int64)
     return tensor.contiguous().view(torch.int64) ^ _SIGN
 
 
 def _unsigned(tensor: Tensor) -> Tensor:
-    """Undo `_signed` of uint64. Local."""
+    """Undo `_signed` of uint64."""
     return (tensor ^ _SIGN).view(torch.uint64)
 
 
@@ -329,7 +327,7 @@ _Heads = dict[int, tuple[str, list[int], bool]]
 
 
 def _described(state: dict[str, Any], is_src: bool) -> bytes:
-    """Encode the sizes of an optimizer's groups, and on `src` its state without tensors. Local."""
+    """Encode the sizes of an optimizer's groups, and on `src` its state without tensors."""
     tensors = [leaf for leaf in flatten(state)[0] if isinstance(leaf, Tensor)]
     if any(map(is_sharded, tensors)):
         return failure(
@@ -343,7 +341,7 @@ def _described(state: dict[str, Any], is_src: bool) -> bytes:
 
 
 def _taken_apart(state: dict[str, Any]) -> tuple[dict[str, Any], _Heads]:
-    """Give a state without its tensors, and what these look like, by their place. Local."""
+    """Give a state without its tensors, and what these look like, by their place."""
     leaves, _ = flatten(state)
     heads: _Heads = {}
     for i, leaf in enumerate(leaves):
@@ -354,7 +352,7 @@ def _taken_apart(state: dict[str, Any]) -> tuple[dict[str, Any], _Heads]:
 
 
 def _put_together(context: ContextState, plain: dict[str, Any], heads: _Heads) -> dict[str, Any]:
-    """Make a state with memory for its tensors. Local."""
+    """Make a state with memory for its tensors."""
     leaves, _ = flatten(plain)
     for i, (dtype, shape, is_cpu) in heads.items():
         device = torch.device("cpu") if is_cpu else context.model.device
@@ -364,7 +362,7 @@ def _put_together(context: ContextState, plain: dict[str, Any], heads: _Heads) -
 
 
 def _check_groups(descriptions: dict[int, Any], expected: list[int], src: int) -> None:
-    """Refuse on every rank an optimizer that is over other groups somewhere. Local."""
+    """Refuse on every rank an optimizer that is over other groups somewhere."""
     for rank, (sizes, _) in descriptions.items():
         if sizes != expected:
             raise CollectiveMismatchError(

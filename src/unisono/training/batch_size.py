@@ -152,7 +152,7 @@ def _told(context: ContextState, call: str, frame: bytes) -> list[bytes]:
 
 
 def _free() -> None:
-    """Give back what caches hold. Local."""
+    """Give back what caches hold."""
     gc.collect()
     kind = accelerator()
     if kind is not None:

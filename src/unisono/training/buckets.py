@@ -17,16 +17,6 @@ from unisono.model.handle import Handle
 from unisono.model.reduction import ReduceOp, mean_factors
 from unisono.topology import Group
 
-__all__ = (
-    "Work",
-    "as_memory",
-    "broadcast_all",
-    "buckets",
-    "packed",
-    "reduce_all",
-    "unpack",
-)
-
 MEGABYTE = 2**20
 # Measured on gloo with the tensors of a ResNet-50: above the first, copying costs more than
 # another collective does; of the second, more in flight gain nothing.
@@ -39,18 +29,14 @@ Work = tuple[Tensor, torch.memory_format | None]
 
 
 def as_memory(tensor: Tensor, layout: torch.memory_format | None) -> Tensor | None:
-    """See a dense tensor [*shape] as [numel] in its memory's order, None if it has gaps. Local."""
+    """See a dense tensor [*shape] as [numel] in its memory's order, None if it has gaps."""
     if layout is None:
         return None
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def buckets(tensors: Sequence[Tensor], limit_bytes: int) -> Iterator[list[Tensor]]:
-    """Split tensors into runs of one dtype and device of at most `limit_bytes`, or of one. Local.
-
-    Yields:
-        Lists of tensors, each in the order given; all of a dtype and device follow each other.
-    """
+    """Split tensors into runs of one dtype and device of at most `limit_bytes`, or of one."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -68,15 +54,10 @@ def buckets(tensors: Sequence[Tensor], limit_bytes: int) -> Iterator[list[Tensor
 
 @contextmanager
 def packed(context: ContextState, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Copy tensors of one dtype and device into a buffer that nobody else uses meanwhile.
-
-    Local. The context keeps one buffer for each dtype and device, and lends it to one call at a
-    time, for threads with groups of their own may average at once. After an error it isn't kept,
-    for what failed may still write to it.
-
-    Yields:
-        [sum of numel], valid within the block.
-    """
+    """Copy tensors of one dtype and device into a buffer that nobody else uses meanwhile."""
+    # The context keeps one buffer for each dtype and device, and lends it to one call at a
+    # time, for threads with groups of their own may average at once. After an error it isn't kept,
+    # for what failed may still write to it.
     first, count = tensors[0], sum(tensor.numel() for tensor in tensors)
     key = (first.dtype, first.device)
     buffer = context.flat_buffers.pop(key, None)
@@ -90,7 +71,7 @@ def packed(context: ContextState, tensors: Sequence[Tensor]) -> Iterator[Tensor]
 
 
 def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy a flat buffer back into its tensors. Local."""
+    """Copy a flat buffer back into its tensors."""
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.detach().copy_(part.view(tensor.shape))
@@ -103,7 +84,7 @@ def _is_ready(context: ContextState, tensor: Tensor) -> bool:
 def _split(
     context: ContextState, works: Sequence[Work], bucket_bytes: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Split tensors into large ones, as memory [numel], and those that go in buckets. Local."""
+    """Split tensors into large ones, as memory [numel], and those that go in buckets."""
     alone, together = [], []
     for tensor, layout in works:
         memory = as_memory(tensor, layout)
@@ -122,10 +103,8 @@ def _reduce_on_host(
     bucket_bytes: int,
     group: Group | None,
 ) -> list[Work]:
-    """Reduce what the ranks' shared memory takes, straight from where it lies; give the others.
-
-    Collective over `group`.
-    """
+    """Reduce what the ranks' shared memory takes, straight from where it lies; give the others."""
+    # Collective over `group`.
     large: list[Tensor] = []
     small: list[Tensor] = []
     others: list[Work] = []
@@ -162,18 +141,8 @@ def reduce_all(
     bucket_bytes: int | None,
     group: Group | None,
 ) -> None:
-    """Reduce tensors in place; with op MEAN their sums are divided by `size`.
-
-    Collective over `group`.
-
-    Args:
-        context: the active model.
-        works: the same shapes, dtypes and memory formats on every rank.
-        op: any reduction.
-        size: number of ranks.
-        bucket_bytes: largest flat buffer; None for ours.
-        group: the ranks that take part.
-    """
+    """Reduce tensors in place; with op MEAN their sums are divided by `size`."""
+    # Collective over `group`.
     limit = _BUCKET_BYTES if bucket_bytes is None else bucket_bytes
     works = _reduce_on_host(context, works, op, limit, group)
     is_mean = op is ReduceOp.AVERAGE

@@ -165,17 +165,8 @@ def _settle(context: ContextState, obj: Any, states: dict[int, Any], told: list[
 
 
 def _agreed(context: ContextState, call: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
-    """Call something on every rank, and fail on every rank where it fails on one.
-
-    Collective over all ranks.
-
-    Args:
-        context: the active context.
-        call: gives a value, and what all ranks must know.
-
-    Returns:
-        The value, and what each rank has told.
-    """
+    """Call something on every rank, and fail on every rank where it fails on one."""
+    # Collective over all ranks.
     error: Exception | None = None
     value: Any = None
     frame = b""
@@ -208,7 +199,7 @@ def _save_file(obj: Any, states: dict[int, Any], target: Path, rank: int) -> Non
 
 
 def _write(obj: Any, target: Path, kept: list[Exception]) -> str | None:
-    """Write a file; say what can't be pickled, and keep why. Local."""
+    """Write a file; say what can't be pickled, and keep why."""
     try:
         write_whole(target, partial(torch.save, obj))
     except OSError:
@@ -260,7 +251,7 @@ def _let_count(target: Path, name: str) -> None:
 
 
 def is_whole(target: Path) -> bool:
-    """Return whether there is a checkpoint: a file, or a folder whose shards count. Local."""
+    """Return whether there is a checkpoint: a file, or a folder whose shards count."""
     return target.is_file() or (target / _POINTER).is_file()
 
 
@@ -408,7 +399,7 @@ def _read(file: IO[bytes], weights_only: bool, map_location: Any) -> Any:
 
 
 def _restores(device: torch.device) -> bool:
-    """Tell whether torch reads a file onto a device; it doesn't onto XLA's. Local."""
+    """Tell whether torch reads a file onto a device; it doesn't onto XLA's."""
     untyped: Any = torch
     try:
         untyped.serialization.default_restore_location(untyped.UntypedStorage(0), str(device))
@@ -464,7 +455,7 @@ def _load_shards(
 
 @contextmanager
 def _without_warning() -> Iterator[None]:
-    """Keep torch from saying that a process alone is alone. Local."""
+    """Keep torch from saying that a process alone is alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield

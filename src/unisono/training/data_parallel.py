@@ -50,10 +50,8 @@ class _Bucket:
         self.handle: Handle[Tensor] | None = None
 
     def start(self, touched: set[int] | None, size: int, notes: Sequence[bool] = ()) -> None:
-        """Copy the gradients together and start their sum. Collective over all ranks.
-
-        `touched` is None where this rank only takes part in the others' backward.
-        """
+        """Copy the gradients together and start their sum. Collective over all ranks."""
+        # `touched` is None where this rank only takes part in the others' backward.
         for parameter, part in zip(self.parameters, self.parts, strict=True):
             if touched is not None and parameter.grad is not None:  # of an earlier backward, too
                 torch.div(parameter.grad, size, out=part)
@@ -67,13 +65,13 @@ class _Bucket:
             self.handle = all_reduce_(self.flat, "SUM", async_op=True)
 
     def wait(self) -> None:
-        """Wait for the sum, which `start` began. Local."""
+        """Wait for the sum, which `start` began."""
         handle, self.handle = self.handle, None
         if handle is not None:
             handle.wait()
 
     def copy_back(self, touched: set[int]) -> None:
-        """Give the parameters their gradients. Local."""
+        """Give the parameters their gradients."""
         counts: list[Any] | None = None
         for i, (parameter, part) in enumerate(zip(self.parameters, self.parts, strict=True)):
             if id(parameter) in touched and parameter.grad is not None:
@@ -87,26 +85,19 @@ class _Bucket:
 
 
 def name_of_gradients(context: ContextState, module: nn.Module, group: Group | None) -> str:
-    """Name what is averaged, alike on all ranks that have wrapped the same models. Local."""
+    """Name what is averaged, alike on all ranks that have wrapped the same models."""
     number = context.control.steps.count_model(group)
     return f"gradients of backward of {type(module).__name__} (model {number})"
 
 
 class Averager:
-    """Averages the gradients of a module in one context.
+    """Averages the gradients of a module in one context."""
 
-    Collective at creation in that every rank makes one, with the same parameters.
-
-    A bucket leaves when each of its parameters has a gradient, but for the last one, which leaves
-    at the end of backward. By then it is known which parameters had another gradient after their
-    bucket had left, as under reentrant checkpointing; the last bucket carries how many ranks have
-    seen that of each bucket, and such a bucket travels again.
-
-    Args:
-        module: whose parameters that require grad are averaged.
-        bucket_bytes: size of a bucket.
-        name: of what is averaged; None for that of another model.
-    """
+    # Collective at creation in that every rank makes one, with the same parameters.
+    # A bucket leaves when each of its parameters has a gradient, but for the last one, which leaves
+    # at the end of backward. By then it is known which parameters had another gradient after their
+    # bucket had left, as under reentrant checkpointing; the last bucket carries how many ranks have
+    # seen that of each bucket, and such a bucket travels again.
 
     def __init__(self, module: nn.Module, bucket_bytes: int, name: str | None = None) -> None:
         context = current()
@@ -140,16 +131,16 @@ class Averager:
         ]
 
     def for_copy(self, module: nn.Module) -> Averager:
-        """Make one for a copy of the module, which other ranks needn't make. Local."""
+        """Make one for a copy of the module, which other ranks needn't make."""
         return Averager(module, self._bucket_bytes, self._name)
 
     @property
     def is_current(self) -> bool:
-        """Whether the active context is the one that this averages in. Local."""
+        """Whether the active context is the one that this averages in."""
         return current().context_id == self._context_id
 
     def check_context(self) -> None:
-        """Refuse to go on in another context. Local."""
+        """Refuse to go on in another context."""
         if not self.is_current:
             raise ContextError(
                 "this model was wrapped in another context than the active "
@@ -165,10 +156,8 @@ class Averager:
         self._is_running = False
 
     def on_gradient(self, key: int, parameter: Tensor) -> None:
-        """Note a gradient, and let its bucket leave if that is complete.
-
-        Collective over all ranks, in the context of the start; else local.
-        """
+        """Note a gradient, and let its bucket leave if that is complete."""
+        # Collective over all ranks, in the context of the start; else local.
         if not self.is_current:
             return
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
@@ -234,17 +223,12 @@ class Averager:
 
 
 class UnannouncedAverager:
-    """Averages what a backward leaves of which ``DistributedDataParallel`` has seen no forward.
+    """Averages what a backward leaves of which ``DistributedDataParallel`` has seen no forward."""
 
-    That averages in the first backward after a forward of its own outside of ``no_sync``. Not where
-    the forward ran in ``no_sync``, or the loss is of the module inside, or of an earlier forward:
-    there gradients would stay as they are on each rank, without a word. `Replicated` averages in
-    every backward, and so do both with this.
-
-    Args:
-        module: whose parameters' gradients are averaged.
-        group: the ranks that train it together.
-    """
+    # That averages in the first backward after a forward of its own outside of ``no_sync``. Not
+    # where the forward ran in ``no_sync``, or the loss is of the module inside, or of an earlier
+    # forward: there gradients would stay as they are on each rank, without a word. `Replicated`
+    # averages in every backward, and so do both with this.
 
     def __init__(self, module: nn.parallel.DistributedDataParallel, group: Group | None) -> None:
         self._module, self._group = weakref.ref(module), group
@@ -255,13 +239,13 @@ class UnannouncedAverager:
         self._backward = -1
 
     def __call__(self, module: Any, inputs: Any) -> None:
-        """Take note of a forward. Local."""
+        """Take note of a forward."""
         if torch.is_grad_enabled() and module.require_backward_grad_sync:
             self._is_announced = True
             self._announced += 1
 
     def on_gradient(self, key: int, parameter: Tensor) -> None:
-        """Let the end of this backward average, if nothing else will. Local."""
+        """Let the end of this backward average, if nothing else will."""
         backward: int = torch._C._current_graph_task_id()
         module = self._module()
         if backward == self._backward or module is None or not module.require_backward_grad_sync:
@@ -303,7 +287,7 @@ class _Forgotten:
 def _hook(
     averager: Averager | UnannouncedAverager, parameters: Sequence[Tensor]
 ) -> list[RemovableHandle]:
-    """Let the parameters tell of their gradients, without keeping the averager alive. Local."""
+    """Let the parameters tell of their gradients, without keeping the averager alive."""
     reference = weakref.ref(averager)
 
     def on_gradient(parameter: Tensor) -> None:
@@ -462,7 +446,7 @@ class Replicated(nn.Module):
 
 
 def owners(parameters: Iterable[nn.Parameter]) -> list[Replicated]:
-    """List the wrappers of the active context that average one of these parameters. Local."""
+    """List the wrappers of the active context that average one of these parameters."""
     keys = {id(parameter) for parameter in parameters}
     averagers = [(each, each._averager) for each in list(_alive)]
     return [

@@ -24,24 +24,15 @@ from unisono.training.data_parallel import name_of_gradients
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ("Averaging", "average", "average_by_name")
-
 
 def average_by_name(
     module: nn.parallel.DistributedDataParallel, context: ContextState, group: Group | None
 ) -> None:
-    """Let a module average its buckets as the facade does, unless the user has a hook of their own.
-
-    Collective over `group`. On one host they go through memory, and are compared with what other
-    ranks call; between hosts torch's group carries them, with a name and a deadline of ours.
-    ``DistributedDataParallel`` takes one communication hook, which must be there before the first
-    backward: ours is registered by the first forward that has one.
-
-    Args:
-        module: whose buckets; nothing is done where an accelerator's library carries them.
-        context: the active one.
-        group: the ranks that train it together.
-    """
+    """Average a module's buckets as the facade does, unless the user has a hook."""
+    # Collective over `group`. On one host they go through memory, and are compared with what other
+    # ranks call; between hosts torch's group carries them, with a name and a deadline of ours.
+    # ``DistributedDataParallel`` takes one communication hook, which must be there before the first
+    # backward: ours is registered by the first forward that has one.
     is_shared = context.control.host(group) is not None
     if is_shared or all(p.device.type == "cpu" for p in module.parameters()):
         name = name_of_gradients(context, module.module, group)
@@ -49,12 +40,7 @@ def average_by_name(
 
 
 class Averaging:
-    """Registers the hook, and is its state: what it needs it asks of the context that is active.
-
-    Args:
-        group: the ranks that train together; a copy in another process has all.
-        name: what its buckets are called when calls are compared.
-    """
+    """Registers the hook, and is its state: what it needs it asks of the context that is active."""
 
     def __init__(self, group: Group | None = None, name: str = "") -> None:
         self._group, self._name = group, name
@@ -63,7 +49,7 @@ class Averaging:
         self._started: list[tuple[Handle[Tensor], torch.futures.Future[Tensor]]] = []
 
     def __call__(self, module: Any, inputs: Any) -> None:
-        """Register the hook, the first time; take note that this rank has inputs. Local."""
+        """Register the hook, the first time; take note that this rank has inputs."""
         if not torch.is_grad_enabled():
             return
         self._is_live, is_done = True, self._module() is not None
@@ -80,7 +66,7 @@ class Averaging:
                     raise
 
     def host(self) -> HostCollectives | None:
-        """Give what the ranks share, after what runs in the background. Local."""
+        """Give what the ranks share, after what runs in the background."""
         return communicator(self._group).control.host(self._group)
 
     def reduce(
@@ -106,10 +92,8 @@ class Averaging:
         return done
 
     def divisor(self, host: HostCollectives | None) -> Tensor | None:
-        """Give the number of ranks that have inputs, where torch divides by that; None else.
-
-        Collective over the group where it does: in ``join(divide_by_initial_world_size=False)``.
-        """
+        """Give the number of ranks that have inputs, where torch divides by that; None else."""
+        # Collective over the group where it does: in ``join(divide_by_initial_world_size=False)``.
         module = self._module()
         if module is None or not module._join_config.enable:
             return None
@@ -121,20 +105,16 @@ class Averaging:
         return host.all_reduce(live, ReduceOp.SUM)
 
     def size(self) -> int:
-        """Return the number of ranks that train together. Local."""
+        """Return the number of ranks that train together."""
         return communicator(self._group).model.topology.size(self._group)
 
     def library_group(self) -> Any:
-        """Give torch's own group of the module. Local."""
+        """Give torch's own group of the module."""
         module = self._module()
         return None if module is None else module.process_group
 
     def end_step(self) -> None:
-        """Wait for what was started; a rank without inputs has no forward before the next. Local.
-
-        Raises:
-            CollectiveError: a peer failed or didn't come in time.
-        """
+        """Wait for what was started; a rank without inputs has no forward before the next."""
         self._is_live, started, self._started = False, self._started, []
         for handle, done in started:
             done.set_result(handle.wait())

@@ -75,11 +75,7 @@ def assert_equal(tree: Any, group: GroupLike = None) -> None:
 
 
 def digest(tree: Any) -> bytes:
-    """Hash a tree of plain values; where two hashes differ, `differing` says what does. Local.
-
-    Raises:
-        PayloadError: a value can't be pickled.
-    """
+    """Hash a tree of plain values; where two hashes differ, `differing` says what does."""
     try:
         return _hash(*dump(tree))
     except PayloadError:  # a DTensor has no pickle
@@ -94,17 +90,8 @@ def differing(
     digests: Sequence[Mapping[str, bytes]],
     group: Group | None = None,
 ) -> str:
-    """Say which values of some trees differ between the ranks that have these trees; empty if none.
-
-    Collective over `group` where digests differ.
-
-    Args:
-        context: the active context.
-        call: what compares them.
-        trees: of plain values, by name, of this rank.
-        digests: what `digest` gives for the trees of each rank.
-        group: the ranks that take part.
-    """
+    """Return which values differ between the ranks that have these trees; empty if none."""
+    # Collective over `group` where digests differ.
     names = [
         name
         for name in dict.fromkeys(name for each in digests for name in each)
@@ -145,14 +132,14 @@ def _states_of(tree: Any) -> Any:
 
 
 def _leaves(tree: Any) -> dict[str, Leaf]:
-    """Describe what a tree of plain values holds, by path. Local."""
+    """Describe what a tree of plain values holds, by path."""
     values, paths, empty = survey(tree)
     leaves = {path: _leaf(value) for path, value in zip(paths, values, strict=True)}
     return {**leaves, **dict.fromkeys(empty, ("", b"empty"))}
 
 
 def _opened(node: Any) -> Any:
-    """Put dicts of all their fields in the place of dataclasses without a state. Local."""
+    """Put dicts of all their fields in the place of dataclasses without a state."""
     if has_state(node):
         return node
     if is_dataclass(node) and not isinstance(node, type):
@@ -185,7 +172,7 @@ def _leaf(value: Any) -> Leaf:
 
 
 def _in_order(value: Any) -> Any:
-    """Put the items of a set, whose order may be another on each rank, into one order. Local."""
+    """Put the items of a set, whose order may be another on each rank, into one order."""
     if type(value) not in (set, frozenset):
         return value
     items = [_in_order(item) for item in value]
@@ -200,7 +187,7 @@ def _hash(*data: Any) -> bytes:
 
 
 def _line(path: str, column: Mapping[int, Leaf]) -> str:
-    """Say which ranks have what at a path. Local."""
+    """Say which ranks have what at a path."""
     looks: dict[bytes, str] = {}
     for look, known in column.values():
         looks.setdefault(known, look)

@@ -153,7 +153,7 @@ def _kind(part: Sequence[Any] | Tensor) -> Kind:
 
 
 def _check_alike(described: Sequence[tuple[int, Kind]]) -> None:
-    """Check that all ranks have lists, or tensors that can be joined. Local."""
+    """Check that all ranks have lists, or tensors that can be joined."""
     all_kinds = {kind for _, kind in described}
     kinds = {kind for count, kind in described if count}  # an empty tensor may be of any
     if len(kinds) > 1 or (None in all_kinds and len(all_kinds) > 1):
@@ -330,7 +330,7 @@ def _is_column(value: Any, count: int) -> bool:
 
 
 def _joined(batches: list[Columns]) -> Columns:
-    """Join what batches gave, by the names of the first. Local."""
+    """Join what batches gave, by the names of the first."""
     joined: Columns = {}
     for name in batches[0] if batches else ():
         parts = [batch[name] for batch in batches]

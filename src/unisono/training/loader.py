@@ -234,7 +234,7 @@ class ReplicaLoader(DataLoader[Any]):
 
 
 def _checked(state: dict[str, Any]) -> list[Any]:
-    """Give the values of a position in the order of its keys. Local."""
+    """Give the values of a position in the order of its keys."""
     is_dealt_in_turn = state["is_dealt_in_turn"]
     if not isinstance(is_dealt_in_turn, bool):
         raise ArgumentError(f"is_dealt_in_turn={is_dealt_in_turn!r} should be a bool")
@@ -248,7 +248,7 @@ def _checked(state: dict[str, Any]) -> list[Any]:
 
 
 def _with_epochs(dataset: Any) -> list[Any]:
-    """List the data sets that count epochs: this one, or those within torch's wrappers. Local."""
+    """List the data sets that count epochs: this one, or those within torch's wrappers."""
     if hasattr(dataset, "set_epoch"):
         return [dataset]
     parts: list[Any] = [dataset.dataset] if isinstance(dataset, (Subset, Shard)) else []
@@ -270,17 +270,17 @@ class _Position:
 
     @property
     def said(self) -> int:
-        """The epoch that the sampler says. Local."""
+        """The epoch that the sampler says."""
         return int(getattr(self.sampler, "epoch", 0))
 
     def tell(self) -> None:
-        """Let the sampler know of the epoch. Local."""
+        """Let the sampler know of the epoch."""
         if self.sampler is not None:
             self.sampler.set_epoch(self.order)
             self.told = self.said
 
     def begin(self, order: int, start: int) -> None:
-        """Go to the start of an epoch, or of what is left of it. Local."""
+        """Go to the start of an epoch, or of what is left of it."""
         self.order, self.start, self.batches = order, start, start
         self.turn += 1
 
@@ -340,7 +340,7 @@ class _Fetcher:
         self._rank = rank
 
     def fetch(self, indices: Any) -> Any:
-        """Do what torch's does. Local."""
+        """Do what torch's does."""
         with seeded(_drawn() + self._rank):
             return self._inner.fetch(indices)
 
@@ -364,19 +364,7 @@ class _Rest:
 
 
 def moved(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
-    """Move what a batch holds to a device.
-
-    Local.
-
-    Args:
-        batch: tensors, what has a ``to`` of its own, and dicts, lists, tuples and dataclasses of
-            these; anything else stays.
-        device: where to.
-        non_blocking: whether copies from pinned memory go on in the background.
-
-    Returns:
-        The same object where nothing was to be moved; else new containers of the same types.
-    """
+    """Move what a batch holds to a device."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=non_blocking)
     if callable(getattr(batch, "to", None)) and not isinstance(batch, type):
@@ -401,7 +389,7 @@ def moved(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
 def _changed(
     items: Iterable[tuple[Any, Any]], device: torch.device, non_blocking: bool
 ) -> dict[Any, Any]:
-    """Move what is named, and give those that are other objects then. Local."""
+    """Move what is named, and give those that are other objects then."""
     pairs = ((key, item, moved(item, device, non_blocking)) for key, item in items)
     return {key: made for key, item, made in pairs if made is not item}
 

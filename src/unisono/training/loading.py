@@ -118,7 +118,7 @@ _TAKEN = (*_SAME, "generator", "prefetch_factor", "persistent_workers")
 def _taken_apart(
     loader: DataLoader[Any], given: dict[str, Any], world_size: int
 ) -> tuple[Any, dict[str, Any]]:
-    """Give the dataset and the arguments of a loader; `world_size` is what divides them. Local."""
+    """Give the dataset and the arguments of a loader; `world_size` is what divides them."""
     if type(loader) not in (DataLoader, ReplicaLoader):
         raise ArgumentError(
             f"a {type(loader).__qualname__} can't be made again for this rank: give "
@@ -142,7 +142,7 @@ def _taken_apart(
 
 
 def _batches_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Give the arguments that a loader's batches come from. Local."""
+    """Give the arguments that a loader's batches come from."""
     batches: Any = loader.batch_sampler
     source: Any = loader
     if batches is not None and (loader.batch_size is None or type(batches) is not BatchSampler):
@@ -156,7 +156,7 @@ def _batches_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _order_of(sampler: Any) -> dict[str, Any]:
-    """Give the arguments that a loader's sampler comes from. Local."""
+    """Give the arguments that a loader's sampler comes from."""
     if type(sampler) is SequentialSampler:
         return {"shuffle": False}
     is_plain = type(sampler) is RandomSampler and (sampler.replacement, sampler.generator) == (
@@ -169,7 +169,7 @@ def _order_of(sampler: Any) -> dict[str, Any]:
 
 
 def _divide(kwargs: dict[str, Any], world_size: int) -> None:
-    """Divide what is given for all replicas together. Local."""
+    """Divide what is given for all replicas together."""
     if kwargs.get("batch_size") is not None:
         kwargs["batch_size"] = _share(kwargs["batch_size"], world_size)
     n_local = facts.get_nproc_per_node()
@@ -178,7 +178,7 @@ def _divide(kwargs: dict[str, Any], world_size: int) -> None:
 
 
 def _order(dataset: Any, kwargs: dict[str, Any], world_size: int) -> None:
-    """Choose a sampler that deals out the samples. Local."""
+    """Choose a sampler that deals out the samples."""
     if kwargs.get("batch_sampler") is not None:
         kwargs["batch_sampler"] = _dealt(kwargs["batch_sampler"], world_size)
     elif isinstance(dataset, IterableDataset):
@@ -210,7 +210,7 @@ def _share(batch_size: int, world_size: int) -> int:
 
 
 def _dealt(batch_sampler: Any, world_size: int) -> Any:
-    """Return a batch sampler of this rank's batches. Local."""
+    """Return a batch sampler of this rank's batches."""
     holders: list[Any] = [batch_sampler, getattr(batch_sampler, "sampler", None)]
     shares = [item.num_replicas for item in holders if hasattr(item, "num_replicas")]
     if world_size in shares:
@@ -250,7 +250,7 @@ def _sampler(dataset: Any, kwargs: dict[str, Any]) -> Sampler[Any]:
 
 
 def _seed(kwargs: dict[str, Any]) -> int:
-    """Give the seed of the order, to which the epoch is added. Local."""
+    """Give the seed of the order, to which the epoch is added."""
     generator: torch.Generator | None = kwargs.get("generator")
     return 0 if generator is None else generator.initial_seed() % (1 << 62)
 

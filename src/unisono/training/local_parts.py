@@ -11,25 +11,9 @@ from torch import Tensor
 from unisono.errors import PayloadError
 from unisono.training.agreement import is_sharded
 
-__all__ = ("local_part", "optimizer_parts")
-
 
 def local_part(like: object, saved: Any, where: str) -> Any:
-    """Cut this rank's part out of a whole tensor.
-
-    Local.
-
-    Args:
-        like: what is to be filled.
-        saved: what comes in; cut where it is a whole tensor and `like` a DTensor of its shape.
-        where: what is being loaded, for messages.
-
-    Returns:
-        A DTensor that is spread as `like` is; `saved` itself where there is nothing to cut.
-
-    Raises:
-        PayloadError: it isn't known how `like` is spread.
-    """
+    """Cut this rank's part out of a whole tensor."""
     if not is_sharded(like) or not isinstance(saved, Tensor) or is_sharded(saved):
         return saved
     target: Any = like
@@ -57,7 +41,7 @@ def local_part(like: object, saved: Any, where: str) -> Any:
 
 
 def _chunk(tensor: Tensor, count: int, index: int, dim: int) -> Tensor:
-    """Give one of the parts that torch cuts a dimension into; the last ones may be empty. Local."""
+    """Give one of the parts that torch cuts a dimension into; the last ones may be empty."""
     chunks = torch.chunk(tensor, count, dim)
     return chunks[index] if index < len(chunks) else tensor.narrow(dim, 0, 0)
 
@@ -70,21 +54,7 @@ def _unknown(where: str, target: Any) -> PayloadError:
 
 
 def optimizer_parts(optimizer: torch.optim.Optimizer, saved: Any, where: str) -> Any:
-    """Cut this rank's parts out of what an optimizer of whole tensors saved.
-
-    Local.
-
-    Args:
-        optimizer: the one that is to be filled.
-        saved: the state dict that comes in.
-        where: what is being loaded, for messages.
-
-    Returns:
-        The state dict with DTensors for parameters that are; `saved` itself where none is.
-
-    Raises:
-        PayloadError: a state has whole tensors of another shape than that of its parameter.
-    """
+    """Cut this rank's parts out of what an optimizer of whole tensors saved."""
     params = [item for group in optimizer.param_groups for item in group["params"]]
     is_known = isinstance(saved, Mapping) and isinstance(saved.get("state"), Mapping)
     if not is_known or not any(map(is_sharded, params)):

@@ -83,7 +83,7 @@ def _note(number: int, frame: Any) -> None:
 
 
 def _after_fork() -> None:
-    """Let a child die of signals: they concern the rank. Local."""
+    """Let a child die of signals: they concern the rank."""
     for number, handler in _watched.items():
         signal.signal(number, handler)
     _watched.clear()

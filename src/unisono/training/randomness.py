@@ -132,7 +132,7 @@ def _generators() -> dict[str, _Generator]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw from a seed, and put the generators back where they were. Local."""
+    """Draw from a seed, and put the generators back where they were."""
     before = [(each, each.get()) for each in _generators().values()]
     for each, _ in before:
         each.seed(seed % _LIMIT)

@@ -28,8 +28,6 @@ from unisono.training.states import (
     with_own_keys,
 )
 
-__all__ = ("begin_states", "known_to", "refuse_lost_states", "restore", "states_to_fill")
-
 _log = logging.getLogger(__name__)
 _MISSING = object()
 Step = Callable[[], object]
@@ -38,23 +36,8 @@ Step = Callable[[], object]
 def restore(
     into: Any, saved: Any, is_strict: bool = True, agree: Callable[[], None] | None = None
 ) -> Any:
-    """Load a saved state into existing objects, or raise and leave them as they were.
-
-    Local, but for what `agree` does.
-
-    Args:
-        into: what `plain` was given, or the like: what has a state is loaded, tensors are filled in
-            place, other values of dicts, and of lists with something to load, are replaced.
-        saved: what `plain` made of it then.
-        is_strict: whether keys that are missing, or of tensors of another shape, are an error.
-        agree: called when nothing can fail any more here; raises where it did on another rank.
-
-    Returns:
-        `into`; where that can't be changed, as a tuple or a number, what comes in its place.
-
-    Raises:
-        PayloadError: they don't fit together.
-    """
+    """Load a saved state into existing objects, or raise and leave them as they were."""
+    # Local, but for what `agree` does.
     plan = _Plan(is_strict)
     made = plan.of(into, saved, "the checkpoint")
     tried: list[Step] = []
@@ -234,17 +217,7 @@ def _was_saved(saved: Any) -> str:
 
 
 def begin_states(into: Any, saved: Mapping[str, Any]) -> Step:
-    """Let optimizers make the states that shards have and they don't, as new ones do.
-
-    Local.
-
-    Args:
-        into: what is to be filled.
-        saved: has the keys of the shards.
-
-    Returns:
-        What takes them back.
-    """
+    """Let optimizers make the states that shards have and they don't, as new ones do."""
     made: list[tuple[torch.optim.Optimizer, Tensor]] = []
 
     def take_back() -> None:
@@ -291,15 +264,7 @@ def _begin(optimizer: torch.optim.Optimizer, lacking: list[Tensor]) -> None:
 def states_to_fill(
     into: Any, saved: Mapping[str, Any], blank: Callable[[Any], Any]
 ) -> dict[int, Any]:
-    """Return the states of optimizers with the keys that shards have, by the optimizers' ids.
-
-    Local.
-
-    Args:
-        into: what is to be filled.
-        saved: what the shards have, by their keys.
-        blank: makes what an entry of `saved` fills.
-    """
+    """Return the states of optimizers with the keys that shards have, by the optimizers' ids."""
     states = {}
     for path, leaf in leaves(into):
         if isinstance(leaf, torch.optim.Optimizer):
@@ -339,18 +304,7 @@ def _saved_in(saved: Mapping[str, Any], path: Sequence[Any]) -> list[str]:
 
 
 def refuse_lost_states(into: Any, there: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuse to leave a part of an optimizer's state, or of the like, unread.
-
-    Local.
-
-    Args:
-        into: what is to be filled.
-        there: has the keys that are filled.
-        saved: has the keys of the shards.
-
-    Raises:
-        PayloadError: what has a state lacks some keys.
-    """
+    """Refuse to leave a part of an optimizer's state, or of the like, unread."""
     for path, leaf in leaves(into):
         is_split = _key(path) + BY_RANK in saved
         _check_split(leaf, is_split, f"the checkpoint{''.join(f'[{key!r}]' for key in path)}")
@@ -367,15 +321,7 @@ def refuse_lost_states(into: Any, there: Mapping[str, Any], saved: Mapping[str, 
 
 
 def known_to(saved: Mapping[str, Any], state: Any, path: tuple[Any, ...] = ()) -> Any:
-    """Return a state without what shards lack, or have in another shape.
-
-    Local.
-
-    Args:
-        saved: what the shards have, by their keys.
-        state: dicts are looked into.
-        path: the keys that lead to it.
-    """
+    """Return a state without what shards lack, or have in another shape."""
     if not isinstance(state, Mapping):
         return state
     kept = {}

@@ -51,25 +51,19 @@ def save(state: dict[str, Any], folder: Path) -> None:
 
 
 def seal(folder: Path) -> None:
-    """Write the checksum of the metadata. Local."""
+    """Write the checksum of the metadata."""
     digest = hashlib.sha256((folder / _METADATA).read_bytes()).hexdigest().encode()
     write_whole(folder / _SEAL, lambda file: file.write(digest))
 
 
 def flat(state: dict[str, Any]) -> dict[str, Any]:
-    """Give a state dict the keys that its shards have. Local."""
+    """Give a state dict the keys that its shards have."""
     made: dict[str, Any] = flatten_state_dict(state)[0]
     return made
 
 
 def metadata_of(folder: Path, weights_only: bool) -> metadata.Metadata:
-    """Read the metadata, which says where the shards are.
-
-    Local.
-
-    Raises:
-        PayloadError: it is damaged, or has more than weights.
-    """
+    """Read the metadata, which says where the shards are."""
     data = (folder / _METADATA).read_bytes()
     sealed = folder / _SEAL
     if sealed.exists() and hashlib.sha256(data).hexdigest().encode() != sealed.read_bytes():
@@ -82,7 +76,7 @@ def metadata_of(folder: Path, weights_only: bool) -> metadata.Metadata:
 
 
 def blank(entry: Any) -> Any:
-    """Return what an entry of the metadata fills. Local."""
+    """Return what an entry of the metadata fills."""
     if isinstance(entry, metadata.TensorStorageMetadata):
         return torch.empty(entry.size, dtype=entry.properties.dtype)
     return None
@@ -95,23 +89,9 @@ def load(
     weights_only: bool,
     agree: Callable[[], None],
 ) -> None:
-    """Fill a state dict with this rank's part of it, once all ranks can.
-
-    Local, but for what `agree` does.
-
-    Each rank reads what it needs, so that nothing needs to be pickled between them.
-
-    Args:
-        into: the state dict.
-        folder: where the shards are.
-        shards: what `metadata_of` gave.
-        weights_only: whether only tensors and plain values are read.
-        agree: called before the first tensor is filled; raises where another rank can't.
-
-    Raises:
-        PayloadError: the checkpoint is damaged, or has more than weights.
-        CheckpointException: it doesn't fit `into`.
-    """
+    """Fill a state dict with this rank's part of it, once all ranks can."""
+    # Local, but for what `agree` does.
+    # Each rank reads what it needs, so that nothing needs to be pickled between them.
     planner = _WeightsPlanner() if weights_only else DefaultLoadPlanner()
     reader = _CheckingReader(folder, shards, agree)
     _load_state_dict(into, storage_reader=reader, planner=planner, no_dist=True)
@@ -125,7 +105,7 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
     dispatch = dict(_Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
-        """Give the class of a name, if it is one of the allowed ones. Local."""
+        """Give the class of a name, if it is one of the allowed ones."""
         allowed = _CLASSES.get((module, name))
         if allowed is not None:
             return allowed
@@ -139,7 +119,7 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
         raise pickle.UnpicklingError(f"{module}.{name} has no place in the metadata of shards")
 
     def load_build(self) -> None:
-        """Set the state of an object, unless it is a class. Local."""
+        """Set the state of an object, unless it is a class."""
         if isinstance(self.stack[-2], type):
             raise pickle.UnpicklingError("a class can't be changed")
         super().load_build()
@@ -163,14 +143,14 @@ class _CheckingReader(FileSystemReader):
         self._agree = agree
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """Give the metadata. Local."""
+        """Give the metadata."""
         if self._metadata.storage_meta is None:
             self._metadata.storage_meta = metadata.StorageMeta()
         self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
 
     def read_data(self, plan: Any, planner: Any) -> Any:
-        """Read what the plan says, once all of it has proved to be whole. Local."""
+        """Read what the plan says, once all of it has proved to be whole."""
         for item in plan.items:
             info = self.storage_data[item.storage_index]
             name = str(info.relative_path)
@@ -187,7 +167,7 @@ class _WeightsPlanner(DefaultLoadPlanner):
     """Loads only tensors and plain values."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """Take a value that isn't a tensor. Local."""
+        """Take a value that isn't a tensor."""
         again = io.BytesIO()  # torch unpickles it without restriction
         torch.save(torch.load(value, weights_only=True), again)
         again.seek(0)

@@ -43,7 +43,7 @@ _custom: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # where others
 
 
 def remember_wrapper(wrapper: nn.Module, module: nn.Module) -> None:
-    """Note where somebody else's wrapper keeps the module, if it is one of its own. Local."""
+    """Note where somebody else's wrapper keeps the module, if it is one of its own."""
     if wrapper is not module:
         names = [name for name, part in wrapper.named_children() if part is module]
         if names:
@@ -59,12 +59,12 @@ def _inner_name(module: nn.Module) -> str | None:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Give the module within all wrappers. Local."""
+    """Give the module within all wrappers."""
     return _within(module, _inner_name)
 
 
 def hidden_module(module: nn.Module) -> nn.Module:
-    """Return the module within wrappers whose state is that of the module and no more. Local."""
+    """Return the module within wrappers whose state is that of the module and no more."""
     return _within(module, _hidden_name)
 
 
@@ -78,7 +78,7 @@ def _within(module: nn.Module, inner_name: Callable[[nn.Module], str | None]) ->
 
 
 def _hidden_name(module: nn.Module) -> str | None:
-    """Name the part that a wrapper wraps, if its state is that of this part and no more. Local."""
+    """Name the part that a wrapper wraps, if its state is that of this part and no more."""
     name = _inner_name(module)
     if name is None or set(module._modules) != {name}:
         return None
@@ -134,19 +134,7 @@ def _state_of(module: nn.Module) -> OrderedDict[str, Any]:
 def with_own_keys(
     module: nn.Module, own: Mapping[str, Any], saved: Any, where: str
 ) -> OrderedDict[str, Any]:
-    """Return a saved state with the keys that a module has for it.
-
-    Local.
-
-    Args:
-        module: what is to be loaded.
-        own: its state.
-        saved: what `plain` made of a module, or a state dict of others, wrapped as it may be.
-        where: what is being loaded, for messages.
-
-    Raises:
-        PayloadError: it isn't the state of a module.
-    """
+    """Return a saved state with the keys that a module has for it."""
     if not isinstance(saved, Mapping):
         kind = type(saved).__qualname__
         raise PayloadError(f"{where} has no state of a module: a value of type {kind} was saved")
@@ -203,22 +191,14 @@ class ByRank:
 
 
 def by_rank(states: Sequence[Any]) -> dict[str, Any]:
-    """Make what is saved of the states of all ranks. Local."""
+    """Make what is saved of the states of all ranks."""
     return {BY_RANK: tuple(states)}  # a tuple is one value in shards, whatever it holds
 
 
 def own_states(obj: Any) -> dict[int, Any]:
-    """Ask modules and whatever else has a state for it, by their ids.
-
-    Local, but for what the state dict of a module does. Not optimizers, some of which have their
-    whole state on one rank alone.
-
-    Args:
-        obj: dicts, lists and tuples are looked into.
-
-    Raises:
-        PayloadError: `obj` contains itself.
-    """
+    """Ask modules and whatever else has a state for it, by their ids."""
+    # Local, but for what the state dict of a module does. Not optimizers, some of which have their
+    # whole state on one rank alone.
     states: dict[int, Any] = {}
     found = [leaf for _, leaf in leaves(obj)]
     for leaf in found:  # first, as it may be collective: what fails on one rank alone comes later
@@ -233,7 +213,7 @@ def own_states(obj: Any) -> dict[int, Any]:
 
 
 def entries(obj: Any, states: Mapping[int, Any]) -> dict[str, Any]:
-    """Name what `own_states` has asked besides modules, as `survey` would. Local."""
+    """Name what `own_states` has asked besides modules, as `survey` would."""
     return {
         "".join(f"{{{key!r}}}" for key in path): leaf
         for path, leaf in leaves(obj)
@@ -242,7 +222,7 @@ def entries(obj: Any, states: Mapping[int, Any]) -> dict[str, Any]:
 
 
 def leaves(obj: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """List what dicts, lists and tuples hold, with the keys that lead there. Local."""
+    """List what dicts, lists and tuples hold, with the keys that lead there."""
     try:
         return list(_walk((), obj))
     except RecursionError as error:
@@ -261,12 +241,7 @@ def _walk(path: tuple[Any, ...], obj: Any) -> Iterator[tuple[tuple[Any, ...], An
 
 
 def has_shards(obj: Any, states: Mapping[int, Any]) -> bool:
-    """Tell whether tensors are sharded, without asking anything but modules for its state. Local.
-
-    Args:
-        obj: what is to be saved.
-        states: what `own_states` found.
-    """
+    """Tell whether tensors are sharded, without asking anything but modules for its state."""
     for _, leaf in leaves(obj):
         tensors = [leaf]
         if isinstance(leaf, nn.Module):
@@ -279,17 +254,7 @@ def has_shards(obj: Any, states: Mapping[int, Any]) -> bool:
 
 
 def plain(obj: Any, states: Mapping[int, Any]) -> Any:
-    """Put state dicts in the place of what has one; keys of modules are those without wrappers.
-
-    Local.
-
-    Args:
-        obj: dicts, lists and tuples are looked into.
-        states: what `own_states` found; whatever else has a state and isn't there is asked.
-
-    Returns:
-        `obj` itself where there is nothing to replace.
-    """
+    """Put state dicts in the place of what has one; keys of modules are those without wrappers."""
     if id(obj) in states:
         return states[id(obj)]
     if has_state(obj):
@@ -305,7 +270,7 @@ def plain(obj: Any, states: Mapping[int, Any]) -> Any:
 
 
 def like(obj: Any, made: Any) -> Any:
-    """Give a container of the type of another, with other values. Local."""
+    """Give a container of the type of another, with other values."""
     if isinstance(obj, tuple):
         make: Any = getattr(obj, "_make", type(obj))  # of a namedtuple
         return make(made)
@@ -318,15 +283,7 @@ def like(obj: Any, made: Any) -> Any:
 
 
 def refuse_lost_shards(obj: Any, state: Any) -> None:
-    """Refuse what shards can't hold. Local.
-
-    Args:
-        obj: what is to be saved or filled.
-        state: what `plain` made of it.
-
-    Raises:
-        PayloadError: it isn't a dict, or has a tuple of what has a state.
-    """
+    """Refuse what shards can't hold."""
     if not isinstance(state, Mapping):
         raise PayloadError(
             f"shards need a dict or one module, not a value of type {type(obj).__qualname__}: give "
@@ -344,24 +301,20 @@ def _has_full_tuple(obj: Any) -> bool:
 
 
 def has_state(obj: Any) -> bool:
-    """Tell whether something is kept by its state, as optimizers and schedulers are. Local."""
+    """Tell whether something is kept by its state, as optimizers and schedulers are."""
     kind = type(obj)
     return all(callable(getattr(kind, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def is_kept(item: Any) -> bool:
-    """Return whether something is loaded in place, rather than replaced. Local."""
+    """Return whether something is loaded in place, rather than replaced."""
     if isinstance(item, (list, tuple)):
         return any(map(is_kept, item))
     return isinstance(item, (nn.Module, ByRank, dict, Tensor)) or has_state(item)
 
 
 def has_shown_wrapper(obj: Any) -> str | None:
-    """Give the prefix that all keys of a state dict have, as those of a wrapped module do. Local.
-
-    Args:
-        obj: a state dict, or a dict or list of some.
-    """
+    """Give the prefix that all keys of a state dict have, as those of a wrapped module do."""
     if isinstance(obj, Mapping):
         prefix = next((text for text in _SHOWN if _all_begin(obj, text)), None)
         return prefix or _first(has_shown_wrapper(item) for item in obj.values())

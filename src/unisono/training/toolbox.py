@@ -237,7 +237,7 @@ def _widened(value: Any, op: ReduceOp) -> Any:
 
 
 def _narrowed(total: Any, like: Any, op: ReduceOp) -> Any:
-    """Give the result for a value like `like`. Local."""
+    """Give the result for a value like `like`."""
     if _is_half(like):
         return total.to(like.dtype)
     if not _is_whole(like):
@@ -453,7 +453,7 @@ class _Bar:
         self._tenth = 0
 
     def advance(self) -> None:
-        """Count an item. Local."""
+        """Count an item."""
         self._count += 1
         if self._is_terminal:
             now = time.monotonic()
@@ -466,7 +466,7 @@ class _Bar:
             self._file.write(self._line() + "\n")
 
     def end(self) -> None:
-        """Show the last state. Local."""
+        """Show the last state."""
         if self._is_terminal:
             self._file.write("\r" + self._line() + "\n")
         elif not self._total:

@@ -131,7 +131,7 @@ def auto_model(
 
 
 def _warn_of_lone_metrics(model: nn.Module, current: ComputationModel) -> None:
-    """Name parts that are metrics of torchmetrics, if they see no other rank. Local."""
+    """Name parts that are metrics of torchmetrics, if they see no other rank."""
     kind = getattr(sys.modules.get("torchmetrics"), "Metric", None)
     if kind is None or current.topology.rank != 0:
         return
@@ -188,7 +188,7 @@ def _check_module(model: nn.Module) -> None:
 
 
 def _find(wrapper: str | Wrapper) -> Wrapper | None:
-    """Give the callable of a wrapper, None for those that the model makes. Local."""
+    """Give the callable of a wrapper, None for those that the model makes."""
     if callable(wrapper):
         return wrapper
     if wrapper in ("ddp", "fsdp"):
@@ -270,7 +270,7 @@ def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
 
 
 def averaging_optimizers(parameters: Iterable[Tensor]) -> list[Optimizer]:
-    """List the optimizers of these parameters whose step averages, the oldest first. Local."""
+    """List the optimizers of these parameters whose step averages, the oldest first."""
     keys = {id(parameter) for parameter in parameters}
     return [
         each

@@ -20,7 +20,7 @@ Answer = Callable[[str], Any]
 
 
 def answer(module: str, *names: str) -> Answer:
-    """Make the ``__getattr__`` of a module that has some of them. Local."""
+    """Make the ``__getattr__`` of a module that has some of them."""
 
     def find(name: str) -> Any:
         if name in names:

@@ -42,8 +42,6 @@ from unisono.launchers.variables import (
 )
 from unisono.topology import LaunchPlan, RankInfo
 
-__all__ = ("launch",)
-
 _DRIVER = """
 import os, sys, threading
 sys.path[:] = {path!r}
@@ -73,31 +71,7 @@ def launch(
     use_gloo: bool | None = None,
     stop_limit_s: float = DEFAULT_TIMEOUT_S,
 ) -> list[Any]:
-    """Run `entry` in ranks of a Horovod job.
-
-    Local.
-
-    Args:
-        entry: called once in each rank, with who it is; Horovod isn't initialised yet.
-        plan: how many ranks on this host, or at most on each of `hosts`.
-        environ: variables that the ranks have besides this process's.
-        hosts: ``"name:ranks,name:ranks"``, this host among them or not; ssh reaches the others
-            without a password, and each has the same programs at the same paths. Who may list the
-            processes of these hosts can join the job, as with Horovod itself.
-        verbose: whether horovodrun says on stderr what it does, as in ``horovod.run``.
-        use_gloo: True or None, as in ``horovod.run``: there is nothing else here.
-        stop_limit_s: seconds for which a rank of this host may be stopped by a signal.
-
-    Returns:
-        What `entry` returned, by rank.
-
-    Raises:
-        ArgumentError: a bad value, or hosts that contradict the plan; nothing was started.
-        PayloadError: `entry` can't be pickled.
-        LaunchError: a host doesn't resolve, or the ranks can't be started.
-        WorkerFailedError: a rank failed; all others have been ended.
-        CollectiveTimeoutError: the block's deadline is over; all ranks have been ended.
-    """
+    """Run `entry` in ranks of a Horovod job."""
     if use_gloo is False:
         raise ArgumentError("use_gloo=False: ranks are started over gloo; start others by mpirun")
     slots = _slots(plan, hosts)
@@ -128,7 +102,7 @@ class _Ranks(ConnectedWorkers):
         self._tails = [Tail(pipe, self._lines.taker()) for pipe in (driver.stdout, driver.stderr)]
 
     def ended_early(self) -> LaunchError | None:
-        """Say why, where horovodrun has ended. Local."""
+        """Say why, where horovodrun has ended."""
         if not all(tail.has_ended(0.0) for tail in self._tails):
             return None
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -138,13 +112,13 @@ class _Ranks(ConnectedWorkers):
         return LaunchError(f"horovodrun ended with exit code {code} too early:\n{notes}")
 
     def doubt(self, rank: int) -> int:
-        """Doubt that a rank aborted by itself. Local."""
+        """Doubt that a rank aborted by itself."""
         # Horovod aborts a process whose peer is lost while it has groups.
         status = next(worker.wait_status for worker in self.workers if worker.rank == rank)
         return int(status is None or os.waitstatus_to_exitcode(status) == -signal.SIGABRT)
 
     def lost(self, job: Job[Any], rank: int) -> LaunchError:
-        """Say how a rank ended, and what it said last. Local."""
+        """Say how a rank ended, and what it said last."""
         error = super().lost(job, rank)
         last_lines = "\n".join(self._lines.last_of(rank))
         if not last_lines:
@@ -153,12 +127,12 @@ class _Ranks(ConnectedWorkers):
         return type(error)(f"{text}; its last words:\n{last_lines}", *facts)
 
     def see_out(self, job: Job[Any]) -> None:
-        """Wait for the end of the ranks, and of what they print. Local."""
+        """Wait for the end of the ranks, and of what they print."""
         super().see_out(job)
         self._drain(_EXIT_S)
 
     def end(self, job: Job[Any]) -> None:
-        """End all ranks and horovodrun, within seconds. Local."""
+        """End all ranks and horovodrun, within seconds."""
         self._lines.is_ending = True
         super().end(job)
         self._driver.kill()
@@ -202,7 +176,7 @@ def _slots(plan: LaunchPlan, hosts: str | None) -> dict[str, int]:
 
 
 def _infos(slots: dict[str, int]) -> list[RankInfo]:
-    """Seat the ranks host by host, as horovodrun does. Local."""
+    """Seat the ranks host by host, as horovodrun does."""
     infos: list[RankInfo] = []
     world_size = sum(slots.values())
     for node_rank, count in enumerate(slots.values()):

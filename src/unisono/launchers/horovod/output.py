@@ -11,19 +11,13 @@ from typing import Any
 
 from unisono.launchers.job.tail import show_error
 
-__all__ = ("Lines",)
-
 _FROM_RANK = re.compile(rb"\[(\d+)\]<(stdout|stderr)>:")
 _LINE = re.compile(rb"(?<=[\r\n])")
 _SHELL_SAYS = frozenset({"Terminated", "Killed", "Aborted"})
 
 
 class Lines:
-    """Passes on what ranks print without horovodrun's marks, and keeps what horovodrun says.
-
-    Args:
-        is_verbose: whether what horovodrun itself says goes to stderr.
-    """
+    """Passes on what ranks print without horovodrun's marks, and keeps what horovodrun says."""
 
     def __init__(self, is_verbose: bool) -> None:
         self.notes: deque[str] = deque(maxlen=40)
@@ -33,11 +27,11 @@ class Lines:
         self._last: dict[int, deque[str]] = {}
 
     def last_of(self, rank: int) -> Iterable[str]:
-        """Give the last lines that a rank printed to stderr. Local."""
+        """Give the last lines that a rank printed to stderr."""
         return tuple(self._last.get(rank, ()))
 
     def taker(self) -> Callable[[bytes], None]:
-        """Make what takes the pieces of one stream, the last of them empty. Local."""
+        """Make what takes the pieces of one stream, the last of them empty."""
         rest = b""
 
         def take(data: bytes) -> None:

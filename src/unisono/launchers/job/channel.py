@@ -5,35 +5,23 @@ from __future__ import annotations
 import socket
 import struct
 
-__all__ = ("DONE", "END", "ERROR", "RESULT", "TASK", "Inbox", "head", "receive", "send")
-
 TASK, RESULT, ERROR, DONE, END = b"t", b"r", b"e", b"d", b"q"
 _HEAD = struct.Struct("<Qc")
 
 
 def send(channel: socket.socket, kind: bytes, body: bytes = b"") -> None:
-    """Send one message.
-
-    Local.
-
-    Raises:
-        OSError: the other side is gone.
-    """
+    """Send one message."""
     channel.sendall(head(kind, len(body)))
     channel.sendall(body)
 
 
 def head(kind: bytes, size: int = 0) -> bytes:
-    """Write what comes before a body of so many bytes. Local, and pure."""
+    """Write what comes before a body of so many bytes."""
     return _HEAD.pack(size, kind)
 
 
 class Inbox:
-    """What has come of the messages of one channel, for a reader that can't wait for their ends.
-
-    Args:
-        channel: where they come from; it has no timeout, with which ``MSG_DONTWAIT`` waits.
-    """
+    """What has come of the messages of one channel, for a reader that can't wait for their ends."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -51,17 +39,8 @@ class Inbox:
         return self._kind is not None or len(self._room) < len(self._data)
 
     def take(self) -> tuple[bytes, bytes] | None:
-        """Take the next message as far as it is there.
-
-        Local; never waits.
-
-        Returns:
-            Kind and body; None while a part is missing.
-
-        Raises:
-            EOFError: the other side is gone, and has left no whole message; or an interrupt came
-                while a message was taken, so that the next one can't be found.
-        """
+        """Take the next message as far as it is there."""
+        # Local; never waits.
         if self._is_torn:
             raise EOFError
         self._is_torn = True
@@ -90,13 +69,7 @@ class Inbox:
 
 
 def receive(channel: socket.socket) -> tuple[bytes, bytes] | None:
-    """Receive one message.
-
-    Local.
-
-    Returns:
-        Kind and body, or None once the other side is gone.
-    """
+    """Receive one message."""
     head = _read(channel, _HEAD.size)
     if head is None:
         return None

@@ -25,8 +25,6 @@ from unisono.launchers.job.worker import Task
 from unisono.launchers.job.worker_handles import Worker, Workers
 from unisono.topology import RankInfo
 
-__all__ = ("ConnectedWorkers", "listen_privately")
-
 _START_S = 300.0  # until every rank has come, which includes importing torch there
 _HELLO_S = 5.0
 _POLL_S = 0.1  # between two looks at the launcher
@@ -34,13 +32,7 @@ _LONGEST_FOLDER = 70  # a Unix socket's whole path has 107 bytes
 
 
 def listen_privately(n_ranks: int, held: ExitStack) -> tuple[socket.socket, str]:
-    """Listen on a Unix socket in a folder of mode 0700, until `held` is closed.
-
-    Local.
-
-    Raises:
-        LaunchError: the folder can't be made; says where and what to do.
-    """
+    """Listen on a Unix socket in a folder of mode 0700, until `held` is closed."""
     path = str(Path(held.enter_context(private_folder(longest=_LONGEST_FOLDER)), "link"))
     listener = held.enter_context(socket.socket(socket.AF_UNIX))
     listener.bind(path)
@@ -49,16 +41,7 @@ def listen_privately(n_ranks: int, held: ExitStack) -> tuple[socket.socket, str]
 
 
 class ConnectedWorkers(Workers):
-    """Workers that connect to this process: each its status socket, and its channel.
-
-    Args:
-        infos: who they are, by rank.
-        entry: pickle for a worker of the function.
-        listener: where they connect.
-        held: closed when all have come, or at the end; holds the listener.
-        stop_limit_s: seconds for which a worker may be stopped by a signal.
-        token: what they show before they are heard; empty where only this user's can connect.
-    """
+    """Workers that connect to this process: each its status socket, and its channel."""
 
     def __init__(
         self,
@@ -75,25 +58,25 @@ class ConnectedWorkers(Workers):
         self._arrivals: dict[int, dict[str, socket.socket]] = {}
 
     def ended_early(self) -> LaunchError | None:
-        """Say why, where the launcher itself has ended. Local."""
+        """Say why, where the launcher itself has ended."""
         return None
 
     def poll(self, job: Job[Any], until: float) -> None:
-        """Wait a little for news of any worker or of the launcher. Local."""
+        """Wait a little for news of any worker or of the launcher."""
         error = self.ended_early()
         super().poll(job, min(until, time.monotonic() + (_POLL_S if error is None else 0.0)))
         if error is not None and self.is_idle and not job.failures:
             job.stop(error)
 
     def see_out(self, job: Job[Any]) -> None:
-        """Tell all that everybody is done, and wait for their last calls. Local."""
+        """Tell all that everybody is done, and wait for their last calls."""
         for worker in self.workers:
             with contextlib.suppress(OSError):  # it has ended
                 messages.send(worker.channel, messages.DONE)
         super().see_out(job)
 
     def end(self, job: Job[Any]) -> None:
-        """End all workers that have come, within seconds. Local."""
+        """End all workers that have come, within seconds."""
         super().end(job)
         for arrival in self._arrivals.values():
             for sock in arrival.values():

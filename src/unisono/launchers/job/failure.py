@@ -12,15 +12,6 @@ from typing import Protocol
 
 from unisono.errors import LaunchError, WorkerFailedError
 
-__all__ = (
-    "SECONDARY",
-    "Failure",
-    "Failures",
-    "Fault",
-    "exit_code_of",
-    "signal_name",
-)
-
 _PRIMARY_WAIT_S = 1.0  # that a failure which another rank may have caused waits for its own
 SECONDARY = 3
 """The doubt about a rank that itself says that another one failed."""
@@ -34,11 +25,11 @@ class Fault(Protocol):
         """How likely another rank caused it: 0 if none did; the least of all counts."""
 
     def error(self, rank: int, world_size: int) -> LaunchError:
-        """Make the parent's error of it. Local."""
+        """Make the parent's error of it."""
 
 
 def signal_name(number: int) -> str:
-    """Name a signal, a real-time one by its number. Local, and pure."""
+    """Name a signal, a real-time one by its number."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -46,26 +37,13 @@ def signal_name(number: int) -> str:
 
 
 def exit_code_of(code: int) -> int:
-    """Give what a shell calls an exit code: 128 and its number for a signal. Local, and pure.
-
-    Args:
-        code: exit code; the negative number of a signal.
-    """
+    """Give what a shell calls an exit code: 128 and its number for a signal."""
     return code if code >= 0 else 128 - code
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How a rank failed, in its own words.
-
-    Args:
-        summary: type and first line of the exception.
-        traceback: its traceback, from the user's own frames on.
-        exit_code: of a SystemExit, else None.
-        is_secondary: whether it only says that another rank failed.
-        cause: cloudpickle of the exception, None if it can't be pickled.
-        line: of the user's own code, that it came from; empty if there is none.
-    """
+    """How a rank failed, in its own words."""
 
     summary: str
     traceback: str
@@ -80,7 +58,7 @@ class Failure:
         return SECONDARY if self.is_secondary else 0
 
     def error(self, rank: int, world_size: int, who: str = "") -> WorkerFailedError:
-        """Make the parent's error of what a rank raised, or `who` else. Local."""
+        """Make the parent's error of what a rank raised, or `who` else."""
         who = who or f"rank {rank} of {world_size}"
         text = WorkerFailedError.text(who, self.summary, self.line, self.traceback)
         error = WorkerFailedError(text, rank, self.exit_code, traceback=self.traceback)
@@ -92,14 +70,9 @@ class Failure:
 
 @dataclass(slots=True)
 class Failures:
-    """The failures of one job, as they come.
+    """The failures of one job, as they come."""
 
-    A rank's fault is what it said, an error about it, or None where it left no word.
-
-    Args:
-        doubt_of_lost: how likely it is that another rank caused the end of one that left no word:
-            0 for its own end, 1 for perhaps.
-    """
+    # A rank's fault is what it said, an error about it, or None where it left no word.
 
     doubt_of_lost: Callable[[int], int] = lambda _: 0
     by_rank: dict[int, Fault | LaunchError | None] = field(default_factory=dict)
@@ -109,7 +82,7 @@ class Failures:
         return bool(self.by_rank)
 
     def add(self, rank: int, fault: Fault | LaunchError | None) -> None:
-        """Take a failure in; what a rank says counts more than that it is gone. Local."""
+        """Take a failure in; what a rank says counts more than that it is gone."""
         if not self.by_rank:
             self.began_at = time.monotonic()
         if self.by_rank.get(rank) is None:
@@ -127,14 +100,7 @@ class Failures:
         return min(self.by_rank, key=self._doubt)
 
     def error(self, world_size: int, lost: Callable[[int], LaunchError]) -> LaunchError:
-        """Make the parent's error of the first failure.
-
-        Local.
-
-        Args:
-            world_size: ranks of the job.
-            lost: says how a rank ended that left no word.
-        """
+        """Make the parent's error of the first failure."""
         rank = self.first
         fault = self.by_rank[rank]
         if fault is None:

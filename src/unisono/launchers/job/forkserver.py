@@ -28,8 +28,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-__all__ = ("attend", "die_with", "interpreter", "main", "make_ready_for_copies", "serve")
-
 WORKER = "from unisono.launchers.job.worker import work; work({channel}, {parent})"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_S = 0.5  # a child of the parent may hold its end of the control socket open forever
@@ -37,19 +35,13 @@ _TERM_S = 1.0  # from SIGTERM to SIGKILL, for a worker's children: some take the
 
 
 def interpreter() -> list[str]:
-    """Write the command of a Python with the flags of this one, as multiprocessing does. Local."""
+    """Write the command of a Python with the flags of this one, as multiprocessing does."""
     return [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
 
 
 def die_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Let this process end when the one that made it ends.
-
-    Local. Linux does it whatever this process is doing; elsewhere it is looked at only now.
-
-    Args:
-        parent: id of the process that made this one; 0 where it isn't known.
-        number: the signal that this process gets then.
-    """
+    """Let this process end when the one that made it ends."""
+    # Linux does it whatever this process is doing; elsewhere it is looked at only now.
     _prctl(_PR_SET_PDEATHSIG, number)
     if parent and os.getppid() != parent:
         os.kill(os.getpid(), number)
@@ -72,16 +64,8 @@ class _Orphans:
         self._until = 0.0
 
     def reap(self, workers: dict[socket.socket, int]) -> list[int]:
-        """Let go of workers that have ended, and end what those have left behind that failed.
-
-        Local; waits for nothing.
-
-        Args:
-            workers: status sockets and processes of those that haven't ended.
-
-        Returns:
-            The wait statuses of those that have.
-        """
+        """Let go of workers that have ended, and end what those have left behind that failed."""
+        # Local; waits for nothing.
         before = _children(os.getpid())  # a worker's are here before it is reaped
         ended = _reap(workers)
         here = _children(os.getpid()).difference(workers.values())
@@ -138,15 +122,8 @@ def _signal(pids: Iterable[int], *numbers: int) -> None:
 
 
 def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] | None) -> None:
-    """Make workers until the parent is gone, or wants no more and the last one has ended.
-
-    Local. SIGTERM ends all workers, and then this.
-
-    Args:
-        control: the socket that requests come on.
-        parent: id of the parent.
-        work: runs a worker in a forked child, given its channel and this process's id.
-    """
+    """Make workers until the parent is gone, or wants no more and the last one has ended."""
+    # SIGTERM ends all workers, and then this.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     orders: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: orders.append(number))
@@ -168,18 +145,7 @@ def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] 
 
 
 def attend(status: socket.socket, pid: int, parent: int) -> int:
-    """Look after one child of this process until it ends.
-
-    Local.
-
-    Args:
-        status: to the process that the child works for, as for a worker of `serve`.
-        pid: the child; it gets the SIGTERM that this process gets.
-        parent: id of this process's own parent, with which it ends.
-
-    Returns:
-        Its wait status.
-    """
+    """Look after one child of this process until it ends."""
     workers, orphans = {status: pid}, _Orphans()
     ended: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: _signal(workers.values(), number))
@@ -362,10 +328,8 @@ def _watching(parent: int) -> Iterator[None]:
 
 
 def make_ready_for_copies() -> None:
-    """Leave to this process what was set up here: its copies neither undo nor collect it.
-
-    Local. A copy would end a temporary folder that others still use; and torch takes 20 ms there.
-    """
+    """Leave to this process what was set up here: its copies neither undo nor collect it."""
+    # A copy would end a temporary folder that others still use; and torch takes 20 ms there.
     finalizers: Iterable[weakref.finalize[Any, Any]] = getattr(weakref.finalize, "_registry", ())
     for finalizer in list(finalizers):
         finalizer.atexit = False
@@ -373,15 +337,7 @@ def make_ready_for_copies() -> None:
 
 
 def main(control_fd: int, parent: int, preload: bool) -> None:
-    """Serve as a process of its own.
-
-    Local.
-
-    Args:
-        control_fd: descriptor of the control socket.
-        parent: id of the process that this one works for.
-        preload: whether to import torch and the worker now, so that workers can be forked.
-    """
+    """Serve as a process of its own."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     control = socket.socket(fileno=control_fd)
     work: Callable[[int, int], None] | None = None

@@ -16,8 +16,6 @@ from unisono.launchers.job.failure import Failure, Failures, Fault, signal_name
 from unisono.launchers.job.signals import Orders, handled
 from unisono.tracebacks import hides
 
-__all__ = ("Job", "Ranks")
-
 __tracebackhide__ = hides
 
 T = TypeVar("T")
@@ -33,56 +31,47 @@ class Ranks(ABC):
 
     @abstractmethod
     def poll(self, job: Job[Any], until: float) -> None:
-        """Wait for news until then at most, and tell them to `job`. Local."""
+        """Wait for news until then at most, and tell them to `job`."""
 
     @abstractmethod
     def end(self, job: Job[Any]) -> None:
-        """End all ranks that still run, within seconds. Local.
-
-        A job does this once, unless an exception cuts it short: then it may do it again.
-        """
+        """End all ranks that still run, within seconds."""
+        # A job does this once, unless an exception cuts it short: then it may do it again.
 
     def signal(self, number: int) -> None:
-        """Send all ranks a signal. Local."""
+        """Send all ranks a signal."""
         del number
 
     def after_signal(self, number: int) -> None:
-        """Let a signal that ended the ranks have its way with this process, too. Local."""
+        """Let a signal that ended the ranks have its way with this process, too."""
         signal.raise_signal(number)
 
     def see_out(self, job: Job[Any]) -> None:
-        """Let ranks end that have given their results, all of them. Local."""
+        """Let ranks end that have given their results, all of them."""
         del job
 
     def lost(self, job: Job[Any], rank: int) -> LaunchError:
-        """Say how a rank ended that left no word. Local."""
+        """Say how a rank ended that left no word."""
         return WorkerFailedError(f"rank {rank} of {job.world_size} is lost", rank)
 
     def doubt(self, rank: int) -> int:
-        """Tell how likely another rank caused the end of one that left no word: 0 or 1. Local."""
+        """Tell how likely another rank caused the end of one that left no word: 0 or 1."""
         del rank
         return 0
 
     def why_late(self) -> str:
-        """Say what is known of ranks that aren't done at a deadline, for its error. Local."""
+        """Say what is known of ranks that aren't done at a deadline, for its error."""
         return ""
 
     def are_starting(self) -> bool:
-        """Tell whether a rank hasn't been told yet what to do. Local."""
+        """Tell whether a rank hasn't been told yet what to do."""
         return False
 
 
 class Job(Generic[T]):
-    """Ranks that run one function; the handle that ``spawn(join=False)`` returns.
+    """Ranks that run one function; the handle that ``spawn(join=False)`` returns."""
 
-    The launcher's `Ranks` tell it what became of each rank: `succeed`, `fail` or `stop`.
-
-    Args:
-        ranks: the launcher's part.
-        world_size: ranks in the whole job.
-        own: those that are collected here; None for all.
-        grace_s: seconds that they have to save after a signal; None where it isn't theirs.
-    """
+    # The launcher's `Ranks` tell it what became of each rank: `succeed`, `fail` or `stop`.
 
     def __init__(
         self,
@@ -110,62 +99,38 @@ class Job(Generic[T]):
         return [rank for rank in self._own if rank not in self.results]
 
     def succeed(self, rank: int, result: bytes) -> None:
-        """Take in the pickle of what a rank returned. Local."""
+        """Take in the pickle of what a rank returned."""
         self.results[rank] = result
 
     def fail(self, rank: int, fault: Fault | LaunchError | None) -> None:
-        """Take in how a rank failed: what it said, who lost it, or None for no word. Local."""
+        """Take in how a rank failed: what it said, who lost it, or None for no word."""
         self.failures.add(rank, fault)
 
     def take(self, rank: int, outcome: bytes | Failure | LaunchError) -> None:
-        """Take in how a rank ended: the pickle of its result, or its failure. Local."""
+        """Take in how a rank ended: the pickle of its result, or its failure."""
         if isinstance(outcome, bytes):
             self.succeed(rank, outcome)
         else:
             self.fail(rank, outcome)
 
     def lose(self, rank: int, how: str, error: Exception) -> None:
-        """Take in that a library lost what ran a rank. Local."""
+        """Take in that a library lost what ran a rank."""
         lost = WorkerFailedError(f"rank {rank} of {self.world_size} is lost, {how}", rank)
         lost.__cause__ = error
         self.fail(rank, lost)
 
     def stop(self, error: LaunchError) -> None:
-        """Let the job fail as a whole, unless it has. Local."""
+        """Let the job fail as a whole, unless it has."""
         self._error = self._error or error
 
     def join(self, timeout: float | None = None) -> list[T]:
-        """Wait for all ranks.
-
-        Local. Within ``deadline`` the job has the time that is left there.
-
-        Args:
-            timeout: seconds to wait; None for no limit but that of the block.
-
-        Returns:
-            What the function returned, by rank.
-
-        Raises:
-            WorkerFailedError: the first failure; all ranks have been ended.
-            CollectiveTimeoutError: the block's deadline is over; all ranks have been ended.
-            LaunchError: the timeout passed, and the job goes on and may be joined again; or the
-                ranks can't be made.
-        """
+        """Wait for all ranks."""
+        # Within ``deadline`` the job has the time that is left there.
         self.finish(timeout)
         return [self._value(rank) for rank in sorted(self.results)]
 
     def finish(self, timeout: float | None = None) -> None:
-        """Wait for all ranks as `join` does, and leave their results as they came.
-
-        Local.
-
-        Args:
-            timeout: as for `join`.
-
-        Raises:
-            LaunchError: as for `join`.
-            CollectiveTimeoutError: as for `join`.
-        """
+        """Wait for all ranks as `join` does, and leave their results as they came."""
         limit = None if timeout is None else time.monotonic() + host_s(timeout)
         try:
             with handled(self._takes, self._obey):
@@ -192,13 +157,7 @@ class Job(Generic[T]):
             raise _copy(self._error)
 
     def is_decided(self, within_s: float) -> bool:
-        """Tell whether nothing more is to be waited for: all have a result, or one has failed.
-
-        Local.
-
-        Args:
-            within_s: seconds that it may take.
-        """
+        """Tell whether nothing more is to be waited for: all have a result, or one has failed."""
         limit = time.monotonic() + within_s
         while self._error is None and not self.failures and self.late:
             if time.monotonic() >= limit:
@@ -207,14 +166,7 @@ class Job(Generic[T]):
         return True
 
     def send_tasks(self) -> None:
-        """Wait until every rank knows what to do, or one has failed.
-
-        Local.
-
-        Raises:
-            CollectiveTimeoutError: the block's deadline is over; all ranks have been ended.
-            LaunchError: the ranks can't be made in time.
-        """
+        """Wait until every rank knows what to do, or one has failed."""
         try:
             while self.ranks.are_starting() and not self.failures:
                 self._poll(self._require_time(0.0))
@@ -225,10 +177,8 @@ class Job(Generic[T]):
             raise
 
     def terminate(self) -> None:
-        """End all ranks that still run, within seconds.
-
-        Local; does nothing once they have been ended.
-        """
+        """End all ranks that still run, within seconds."""
+        # Local; does nothing once they have been ended.
         if self._is_ended:
             return
         late = self.late

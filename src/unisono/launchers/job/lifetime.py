@@ -20,37 +20,32 @@ from unisono.deadlines import host_s
 from unisono.errors import WorkerFailedError
 from unisono.tracebacks import fold, is_full, is_ours
 
-__all__ = ("PEERS_S", "Lifetime", "flush", "forks_end_here", "seed_generators", "skip_ours")
-
 PEERS_S = 5.0
 """Seconds that others have to leave their results before this rank ends them."""
 _log = logging.getLogger(__name__)
 
 
 class Lifetime:
-    """The life of a process that is one rank, and nothing else.
+    """The life of a process that is one rank, and nothing else."""
 
-    The user's function runs in its main thread. Its end has an order: threads that aren't daemons
-    and work that executors have taken on (the context is alive meanwhile), the context, exit
-    handlers, the result. So once the result is there, nothing else is under way.
-    """
+    # The user's function runs in its main thread. Its end has an order: threads that aren't daemons
+    # and work that executors have taken on (the context is alive meanwhile), the context, exit
+    # handlers, the result. So once the result is there, nothing else is under way.
 
     _pid: int | None = None
     _is_within = False
 
     @classmethod
     def begin(cls) -> None:
-        """Take this process for a rank's own. Local."""
+        """Take this process for a rank's own."""
         cls._pid = os.getpid()
 
     @classmethod
     @contextlib.contextmanager
     def function(cls) -> Iterator[None]:
-        """Run the user's function in the block, and wait for what it leaves behind.
-
-        Local. Nothing is waited for where the process isn't a rank's own, as one with thread
-        replicas, or where the block is within the rank's function.
-        """
+        """Run the user's function in the block, and wait for what it leaves behind."""
+        # Nothing is waited for where the process isn't a rank's own, as one with thread
+        # replicas, or where the block is within the rank's function.
         is_main = threading.current_thread() is threading.main_thread()
         is_whole = cls._pid == os.getpid() and is_main and not cls._is_within
         cls._is_within = cls._is_within or is_whole
@@ -61,17 +56,15 @@ class Lifetime:
 
     @staticmethod
     def join_threads() -> None:
-        """Wait for threads that aren't daemons and for executors, as interpreters do. Local."""
+        """Wait for threads that aren't daemons and for executors, as interpreters do."""
         shutdown: Callable[[], None] = threading._shutdown  # type: ignore[attr-defined]
         with _told_when_slow(_threads):
             shutdown()
 
     @staticmethod
     def run_exit_handlers() -> None:
-        """Run what was registered with atexit; what a handler raises is printed.
-
-        Local. The end of what the ranks share comes after the result: see `LastCalls`.
-        """
+        """Run what was registered with atexit; what a handler raises is printed."""
+        # The end of what the ranks share comes after the result: see `LastCalls`.
         with _told_when_slow(_main_stack), LastCalls.held():
             atexit._run_exitfuncs()
 
@@ -105,10 +98,8 @@ def _main_stack() -> str:
 
 @contextlib.contextmanager
 def forks_end_here() -> Iterator[None]:
-    """End a fork of this process that leaves the block, as if the program ended there.
-
-    Local. The fork isn't the rank: what it returns or raises isn't a result of the rank's.
-    """
+    """End a fork of this process that leaves the block, as if the program ended there."""
+    # The fork isn't the rank: what it returns or raises isn't a result of the rank's.
     pid = os.getpid()
     try:
         yield
@@ -132,17 +123,15 @@ def _end_fork(error: BaseException | None) -> NoReturn:
 
 
 def flush() -> None:
-    """Write out what stdout and stderr hold. Local."""
+    """Write out what stdout and stderr hold."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # a stream may be closed, or anything a user put there
             stream.flush()
 
 
 def seed_generators() -> None:
-    """Seed the generators that a fork has from the process that it is a copy of.
-
-    Local. In a fresh process each starts somewhere else; Python's own does so in a fork too.
-    """
+    """Seed the generators that a fork has from the process that it is a copy of."""
+    # In a fresh process each starts somewhere else; Python's own does so in a fork too.
     torch.default_generator.seed()
     numpy_random: Any = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -150,7 +139,7 @@ def seed_generators() -> None:
 
 
 def skip_ours(frames: Any) -> Any:
-    """Drop this package's frames at the top, unless there are no others. Local."""
+    """Drop this package's frames at the top, unless there are no others."""
     inner = None if is_full() else frames
     while inner is not None and is_ours(inner.tb_frame.f_code.co_filename):
         inner = inner.tb_next

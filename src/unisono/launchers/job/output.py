@@ -7,13 +7,11 @@ import threading
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-__all__ = ("ByThread", "begin_lines_with_rank", "tells_rank", "with_rank")
-
 _LONGEST_LINE = 64 * 1024  # in characters
 
 
 def begin_lines_with_rank(rank: int) -> None:
-    """Let each line of this process's stdout and stderr begin with ``[rank N]``. Local."""
+    """Let each line of this process's stdout and stderr begin with ``[rank N]``."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None:  # as in a program that was started without one
@@ -21,11 +19,7 @@ def begin_lines_with_rank(rank: int) -> None:
 
 
 class ByThread:
-    """A text stream that is another one in certain threads.
-
-    Args:
-        stream: what all other threads write to.
-    """
+    """A text stream that is another one in certain threads."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream: TextIO = stream
@@ -34,19 +28,19 @@ class ByThread:
         """Streams of threads, by their ids."""
 
     def own(self) -> Any:
-        """Give the stream of the thread that calls this. Local."""
+        """Give the stream of the thread that calls this."""
         return self.streams.get(threading.get_ident(), self.stream)
 
     def write(self, text: str) -> int:
-        """Write to the stream of the thread that calls this. Local."""
+        """Write to the stream of the thread that calls this."""
         return int(self.own().write(text))
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """As `write`, for several lines. Local."""
+        """As `write`, for several lines."""
         self.own().writelines(lines)
 
     def flush(self) -> None:
-        """Flush the stream of the thread that calls this. Local."""
+        """Flush the stream of the thread that calls this."""
         self.own().flush()
 
     def __getattr__(self, name: str) -> Any:
@@ -54,12 +48,12 @@ class ByThread:
 
 
 def with_rank(stream: TextIO, rank: int) -> Any:
-    """Give a stream that writes whole lines to another one, behind ``[rank N]``. Local."""
+    """Give a stream that writes whole lines to another one, behind ``[rank N]``."""
     return _Prefixed(stream, f"[rank {rank}] ")
 
 
 def tells_rank(stream: object) -> bool:
-    """Tell whether lines that are written to a stream begin with the rank. Local."""
+    """Tell whether lines that are written to a stream begin with the rank."""
     return isinstance(stream, _Prefixed)
 
 

@@ -24,8 +24,6 @@ from unisono.errors import PayloadError
 from unisono.pickling import Pickler, dumps
 from unisono.tracebacks import hides
 
-__all__ = ("load_from_parent", "pickle_for_worker")
-
 __tracebackhide__ = hides
 
 _lock = threading.Lock()
@@ -39,14 +37,7 @@ _LARGEST_CLASS_BYTES = 1 << 20  # of one that may not even be needed
 
 @dataclass(slots=True)
 class _Definitions:
-    """What the parent's own modules define.
-
-    Args:
-        used: by module and name, what is part of the pickle anyway.
-        others: by name, pickles of the other classes of ``__main__``; files may name them.
-        sources: by name, texts of what looks like a file and is none, as a notebook's cells are:
-            for tracebacks.
-    """
+    """What the parent's own modules define."""
 
     used: dict[str, dict[str, Any]] = field(default_factory=dict)
     others: dict[str, bytes] = field(default_factory=dict)
@@ -54,20 +45,8 @@ class _Definitions:
 
 
 def pickle_for_worker(value: object, *, with_main: bool = True) -> bytes:
-    """Pickle a value for a process that has this one's ``sys.path``, but not its modules.
-
-    Local. Functions and classes of modules that such a process can import go by reference.
-
-    Args:
-        value: anything that cloudpickle knows.
-        with_main: whether classes of ``__main__`` that `value` doesn't use go along.
-
-    Returns:
-        The pickle, for `load_from_parent`.
-
-    Raises:
-        PayloadError: it can't be pickled.
-    """
+    """Pickle a value for a process that has this one's ``sys.path``, but not its modules."""
+    # Functions and classes of modules that such a process can import go by reference.
     out = io.BytesIO()
     definitions = _Definitions()
     pickler = _Pickler(out, definitions)
@@ -87,18 +66,7 @@ def pickle_for_worker(value: object, *, with_main: bool = True) -> bytes:
 
 
 def load_from_parent(data: bytes, *, defines: bool = True) -> Any:
-    """Load what `pickle_for_worker` made.
-
-    Local.
-
-    Args:
-        data: the pickle.
-        defines: whether its definitions are put into their modules; not where this is the process
-            that made it, which has its own.
-
-    Raises:
-        Exception: whatever an object's own constructor raises.
-    """
+    """Load what `pickle_for_worker` made."""
     unpickler = pickle.Unpickler(io.BytesIO(data))
     value = unpickler.load()
     if defines:
@@ -152,7 +120,7 @@ class _Pickler(Pickler):  # type: ignore[misc]
 
 
 def _is_at_top(obj: Any) -> bool:
-    """Tell whether plain pickle would find a class or a function in its module. Local."""
+    """Tell whether plain pickle would find a class or a function in its module."""
     module = sys.modules.get(obj.__module__)
     return module is not None and module.__dict__.get(obj.__qualname__) is obj
 
@@ -170,7 +138,7 @@ def _cached(fn: Any, parameters: dict[str, Any]) -> Any:
 
 
 def _is_importable(name: str, module: ModuleType) -> bool:
-    """Return whether an import of `name` elsewhere would find the same module. Local."""
+    """Return whether an import of `name` elsewhere would find the same module."""
     if name.partition(".")[0] in sys.stdlib_module_names:
         return True  # also where it is frozen, or an alias, as collections.abc is
     parent = name.rpartition(".")[0]
@@ -260,10 +228,8 @@ class _Others:
 
 
 def _reduce_for_child(_: ForkingPickler, obj: Any) -> Any:
-    """Send what ``__main__`` defines by value to a fresh process of multiprocessing.
-
-    Such a process would run the program's file for it, which this one hasn't run itself.
-    """
+    """Send what ``__main__`` defines by value to a fresh process of multiprocessing."""
+    # Such a process would run the program's file for it, which this one hasn't run itself.
     if isinstance(obj, (type, FunctionType)) and obj.__module__ == _MAIN and _is_at_top(obj):
         return _define_in_child, (obj.__name__, dumps(obj))
     return NotImplemented

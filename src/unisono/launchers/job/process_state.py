@@ -15,22 +15,13 @@ from typing import Any
 if sys.platform != "win32":
     import resource
 
-__all__ = (
-    "Surroundings",
-    "directory",
-    "has_directory",
-    "search_path",
-    "streams_filled",
-    "why_aborted",
-)
-
 _FACT = re.compile(r"^(Uid|Threads):\s*([0-9]+)", re.MULTILINE)
 _TASKS_OF_RANK = 10
 _UMASK = re.compile(r"^Umask:\s*([0-7]+)", re.MULTILINE)
 
 
 def directory() -> str:
-    """Name this process's working directory, for others, even where it has been removed. Local."""
+    """Name this process's working directory, for others, even where it has been removed."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -38,24 +29,22 @@ def directory() -> str:
 
 
 def has_directory() -> bool:
-    """Tell whether this process's working directory is still there. Local."""
+    """Tell whether this process's working directory is still there."""
     with contextlib.suppress(FileNotFoundError):
         return bool(os.getcwd())
     return False
 
 
 def search_path() -> list[str]:
-    """Give ``sys.path`` for a process that may have another working directory. Local."""
+    """Give ``sys.path`` for a process that may have another working directory."""
     here = directory()
     return [here if item == "" else item for item in sys.path]
 
 
 @contextlib.contextmanager
 def streams_filled() -> Iterator[None]:
-    """Put the null device where stdin, stdout or stderr are closed: no socket comes there then.
-
-    Local. A daemon may have closed them; what replicas print is lost then.
-    """
+    """Put the null device where stdin, stdout or stderr are closed: no socket comes there then."""
+    # A daemon may have closed them; what replicas print is lost then.
     filled: list[io.FileIO] = []  # a file closes itself where an interrupt leaves nobody to do it
     try:
         while (null := io.FileIO(os.devnull, "r+")).fileno() <= 2:
@@ -69,10 +58,8 @@ def streams_filled() -> Iterator[None]:
 
 
 def why_aborted() -> str:
-    """Say what may have let a rank abort: libraries do where they can't have one more thread.
-
-    Local. Empty where the user may have as many as there can be.
-    """
+    """Say what may have let a rank abort: libraries do where they can't have one more thread."""
+    # Empty where the user may have as many as there can be.
     if sys.platform == "win32" or os.geteuid() == 0:
         return ""
     limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -92,17 +79,10 @@ def why_aborted() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the system keeps for a process and hands on to its children.
+    """What the system keeps for a process and hands on to its children."""
 
-    A worker comes from a helper process that is older than the call. What the worker may not have,
-    such as a higher hard limit than its helper's, it goes without.
-
-    Args:
-        umask: bits that new files don't get; None where it can't be known.
-        affinity: cores that it may run on; None where the system has no such thing.
-        niceness: its priority; None as above.
-        limits: soft and hard limit by the number of the resource.
-    """
+    # A worker comes from a helper process that is older than the call. What the worker may not
+    # have, such as a higher hard limit than its helper's, it goes without.
 
     umask: int | None = None
     affinity: frozenset[int] | None = None
@@ -125,7 +105,7 @@ class Surroundings:
         return cls(**facts, limits={number: resource.getrlimit(number) for number in numbers})
 
     def enter(self) -> None:
-        """Give this process what differs. Local."""
+        """Give this process what differs."""
         if sys.platform == "win32":
             return
         if self.umask is not None:

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ("END_S", "OTHERS", "TO_END", "TO_SAVE", "Orders", "SignalledError", "handled", "signals")
-
 TO_SAVE = (signal.SIGTERM, signal.SIGHUP)
 TO_END = (signal.SIGINT, *TO_SAVE)
 _OF_ONE = {  # what a process does to itself, and what a terminal and a parent say of stopping
@@ -42,14 +40,7 @@ class SignalledError(BaseException):
 
 @dataclass(slots=True)
 class Orders:
-    """The signals to end that a process with ranks got, and what its ranks get of them.
-
-    Args:
-        grace_s: seconds that ranks have to save.
-        came: the signals, in their order.
-        began_at: when the first came, by ``time.monotonic()``; None before that.
-        until: when the ranks' time is over; None before that, too.
-    """
+    """The signals to end that a process with ranks got, and what its ranks get of them."""
 
     grace_s: float
     came: list[int] = field(default_factory=list)
@@ -57,17 +48,7 @@ class Orders:
     until: float | None = None
 
     def take(self, number: int, is_orphan: bool = False) -> int:
-        """Take in a signal.
-
-        Local.
-
-        Args:
-            number: which one came.
-            is_orphan: whether it says that the process above this one is gone.
-
-        Returns:
-            The signal that ranks get of it: SIGKILL where their time is over; 0 for none.
-        """
+        """Take in a signal."""
         now = time.monotonic()
         if number not in TO_END:
             return number
@@ -84,11 +65,9 @@ class Orders:
 
 @contextlib.contextmanager
 def handled(numbers: Iterable[int], handle: Callable[[int, Any], object]) -> Iterator[None]:
-    """Handle signals in the block, but those that this process ignores or handles itself.
-
-    Local. One that is ignored stays so, as ``nohup`` and a shell's ``&`` want it. Afterwards all
-    are as they were. Signals reach the main thread alone: in others nothing is handled.
-    """
+    """Handle signals in the block, but those that this process ignores or handles itself."""
+    # One that is ignored stays so, as ``nohup`` and a shell's ``&`` want it. Afterwards all
+    # are as they were. Signals reach the main thread alone: in others nothing is handled.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -120,16 +99,7 @@ def _is_caught_in_c(number: int) -> bool:
 
 @contextlib.contextmanager
 def signals(is_once: bool = False) -> Iterator[list[int]]:
-    """Turn the signals that end a program into an exception, while it lasts.
-
-    Local.
-
-    Args:
-        is_once: whether only the first does, and those after it do nothing.
-
-    Yields:
-        The numbers of those that came: a library in between may swallow the exception.
-    """
+    """Turn the signals that end a program into an exception, while it lasts."""
     seen: list[int] = []
 
     def stop(number: int, _: Any) -> None:

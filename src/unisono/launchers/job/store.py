@@ -21,28 +21,11 @@ from unisono.control.stores import store_at
 from unisono.errors import LaunchError
 from unisono.topology import PRIVATE_STORE, LaunchPlan
 
-__all__ = ("hold", "host", "no_room", "private_folder", "private_store")
-
 
 def private_folder(
     prefix: str = "unisono-", parent: str | os.PathLike[str] | None = None, longest: int = 4096
 ) -> tempfile.TemporaryDirectory[str]:
-    """Make a folder that no other user can look into.
-
-    Local.
-
-    Args:
-        prefix: what its name begins with.
-        parent: where it is made; None for the system's temporary files.
-        longest: the length that the path of the system's temporary files may have; where it is
-            longer, ``/tmp`` serves.
-
-    Returns:
-        A context manager that removes it.
-
-    Raises:
-        LaunchError: it can't be made; says where and what to do.
-    """
+    """Make a folder that no other user can look into."""
     try:
         if parent is None and len(tempfile.gettempdir()) >= longest:
             parent = "/tmp"
@@ -52,7 +35,7 @@ def private_folder(
 
 
 def no_room(error: OSError) -> LaunchError:
-    """Say what to do where the folder, or a file in it, can't be made. Local."""
+    """Say what to do where the folder, or a file in it, can't be made."""
     return LaunchError(
         f"nothing was started, since the launcher's files can't be written: {error}; make room "
         "there, or name another folder: in TMPDIR, or, for Slurm, with folder="
@@ -60,21 +43,10 @@ def no_room(error: OSError) -> LaunchError:
 
 
 def private_store(held: ExitStack) -> dict[str, str]:
-    """Make the file that the ranks of one host meet in, where no other user can come.
-
-    Local. On Linux it has no name: ranks open it in this process's folder of ``/proc``, which the
-    kernel opens to this user alone, and it is gone with the last process that has it. Elsewhere,
-    and where memory without a name is forbidden, it is in a folder of mode 0700.
-
-    Args:
-        held: keeps it.
-
-    Returns:
-        The variable that tells the ranks where it is.
-
-    Raises:
-        LaunchError: it can't be made; says where and what to do.
-    """
+    """Make the file that the ranks of one host meet in, where no other user can come."""
+    # On Linux it has no name: ranks open it in this process's folder of ``/proc``, which the
+    # kernel opens to this user alone, and it is gone with the last process that has it. Elsewhere,
+    # and where memory without a name is forbidden, it is in a folder of mode 0700.
     if sys.platform == "linux" and os.path.isdir("/proc/self/fd"):
         with suppress(OSError):  # as a seccomp profile raises
             file = os.memfd_create("unisono-store")
@@ -89,12 +61,10 @@ _ANSWER_S = 5.0
 
 
 def host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
-    """Host the rendezvous where that is this node's part; it outlives every worker.
-
-    Local. Alone on one host it listens on the loopback at a port of the kernel's choice, so that
-    no other job can take it and nobody else can reach it. Of several hosts it listens at
-    `master_addr`, or at every address where that name isn't this host's own.
-    """
+    """Host the rendezvous where that is this node's part; it outlives every worker."""
+    # Alone on one host it listens on the loopback at a port of the kernel's choice, so that
+    # no other job can take it and nobody else can reach it. Of several hosts it listens at
+    # `master_addr`, or at every address where that name isn't this host's own.
     if plan.init_method is not None:
         return None, plan
     if plan.node_rank != 0:  # node 0 does so
@@ -146,10 +116,8 @@ def _check_that_it_answers(listener: socket.socket) -> None:
 
 
 def hold(plan: LaunchPlan, held: ExitStack) -> LaunchPlan:
-    """Host the rendezvous, and on one host the file that ranks meet in, until `held` is closed.
-
-    Local. No caller's frame has the store, which an exception's traceback would keep open.
-    """
+    """Host the rendezvous, and on one host the file that ranks meet in, until `held` is closed."""
+    # No caller's frame has the store, which an exception's traceback would keep open.
     store, plan = host(plan)
     held.callback([store].clear)  # in no frame of its own, which Ctrl-C could keep alive, too
     if plan.store_is_hosted and plan.nnodes == 1:

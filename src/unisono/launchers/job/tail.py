@@ -9,25 +9,18 @@ import threading
 from collections.abc import Callable
 from typing import IO, Any
 
-__all__ = ("Tail", "show_error")
-
 _KEPT_BYTES = 65536
 
 
 def show_error(data: bytes) -> None:
-    """Print to stderr, which may be closed, or a user's own. Local."""
+    """Print to stderr, which may be closed, or a user's own."""
     with contextlib.suppress(Exception):
         sys.stderr.write(data.decode(errors="replace"))
         sys.stderr.flush()
 
 
 class Tail:
-    """Passes on what comes from a pipe until it ends, and keeps the end of it.
-
-    Args:
-        pipe: of a process; closed at its end.
-        show: takes each piece; nothing at the end.
-    """
+    """Passes on what comes from a pipe until it ends, and keeps the end of it."""
 
     def __init__(self, pipe: IO[bytes] | None, show: Callable[[bytes], Any] = show_error) -> None:
         assert isinstance(pipe, io.BufferedReader)
@@ -38,12 +31,12 @@ class Tail:
         self._thread.start()
 
     def has_ended(self, within_s: float) -> bool:
-        """Wait for the pipe's end, which processes that the user left behind may put off. Local."""
+        """Wait for the pipe's end, which processes that the user left behind may put off."""
         self._thread.join(within_s)
         return not self._thread.is_alive()
 
     def read(self, within_s: float = 1.0) -> str:
-        """Give the end of what came; waits so long for more. Local."""
+        """Give the end of what came; waits so long for more."""
         self._thread.join(within_s)
         return self._kept.decode(errors="replace")
 

@@ -8,8 +8,6 @@ import os
 import sys
 from pathlib import Path
 
-__all__ = ("OF_RANKS", "name_process", "name_thread", "title_of")
-
 OF_RANKS = "unisono rank "
 """What the titles of all ranks begin with."""
 
@@ -19,21 +17,14 @@ _ARG_START, _ARG_END = 48 - 3, 49 - 3  # fields of /proc/self/stat, after the na
 
 
 def title_of(rank: int, world_size: int, program: str) -> str:
-    """Write the title of a rank: ``unisono rank 1 of 4: train.py``. Local, and pure."""
+    """Write the title of a rank: ``unisono rank 1 of 4: train.py``."""
     return f"{OF_RANKS}{rank} of {world_size}: {Path(program).name or 'python'}"
 
 
 def name_process(rank: int, world_size: int, program: str) -> None:
-    """Name this process after its rank, in the list of processes too if there is room.
-
-    Local; does nothing where the system isn't Linux. The memory of the command line is what
-    the kernel shows; Python has copied what it needs of it.
-
-    Args:
-        rank: global rank.
-        world_size: ranks of the job.
-        program: what the rank runs.
-    """
+    """Name this process after its rank, in the list of processes too if there is room."""
+    # Local; does nothing where the system isn't Linux. The memory of the command line is what
+    # the kernel shows; Python has copied what it needs of it.
     if sys.platform != "linux":
         return
     name_thread(rank, world_size)
@@ -47,7 +38,7 @@ def name_process(rank: int, world_size: int, program: str) -> None:
 
 
 def name_thread(rank: int, world_size: int) -> None:
-    """Name this thread, which in the main thread is what top shows of the process. Local."""
+    """Name this thread, which in the main thread is what top shows of the process."""
     if sys.platform == "linux":
         text = f"rank {rank} of {world_size}"
         name = text if len(text) <= _LONGEST_NAME else f"rank {rank}"

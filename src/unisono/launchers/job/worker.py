@@ -27,22 +27,10 @@ from unisono.pickling import dumps
 from unisono.topology import RankInfo
 from unisono.tracebacks import fold, summary
 
-__all__ = ("Task", "describe", "work")
-
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a worker is told.
-
-    Args:
-        entry: pickle for a worker of a callable of one RankInfo.
-        info: who the worker is.
-        environ: all of its environment variables.
-        path: its ``sys.path``.
-        argv: its ``sys.argv``.
-        directory: its working directory.
-        surroundings: what else it has from the parent; None where it has that already.
-    """
+    """What a worker is told."""
 
     entry: bytes
     info: RankInfo
@@ -54,14 +42,7 @@ class Task:
 
 
 def work(channel_fd: int, parent: int) -> NoReturn:
-    """Run one task and end the process.
-
-    Local.
-
-    Args:
-        channel_fd: descriptor of the channel to the parent.
-        parent: id of the process; this one ends when it does.
-    """
+    """Run one task and end the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     die_with(parent)
     channel = socket.socket(fileno=channel_fd)
@@ -145,7 +126,7 @@ def _watch(channel: socket.socket, ended: threading.Event, all_done: threading.E
 
 
 def describe(error: BaseException) -> Failure:
-    """Say how a function failed. Local."""
+    """Say how a function failed."""
     try:
         cause = dumps(error)
     except Exception:  # the traceback says what there is to say

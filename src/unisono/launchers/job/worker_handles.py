@@ -29,8 +29,6 @@ from unisono.launchers.job.process_state import why_aborted
 from unisono.launchers.job.signals import TO_SAVE
 from unisono.tracebacks import hides
 
-__all__ = ("Maker", "Worker", "Workers")
-
 __tracebackhide__ = hides
 
 _log = logging.getLogger(__name__)
@@ -53,29 +51,18 @@ class Maker(Protocol):
     pid: int
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end and reap it. Local.
-
-        Raises:
-            TimeoutExpired: it goes on.
-        """
+        """Wait for its end and reap it."""
 
     def send_signal(self, sig: int) -> None:
-        """Signal it unless it has ended. Local."""
+        """Signal it unless it has ended."""
 
     def kill(self) -> None:
-        """End it. Local."""
+        """End it."""
 
 
 @dataclass(slots=True)
 class Worker:
-    """One worker process: its channel, its status socket, and what came of it.
-
-    Args:
-        rank: its global rank.
-        channel: to and from its inside.
-        status: to and from the process that makes it.
-        task: what it hasn't been sent yet.
-    """
+    """One worker process: its channel, its status socket, and what came of it."""
 
     rank: int
     channel: socket.socket
@@ -98,7 +85,7 @@ class Worker:
         self.inbox = messages.Inbox(self.channel)
 
     def signal(self, number: int) -> None:
-        """Signal it, whatever state the process is in that made it. Local."""
+        """Signal it, whatever state the process is in that made it."""
         with contextlib.suppress(OSError):
             if self.pidfd is not None:
                 signal.pidfd_send_signal(self.pidfd, number)
@@ -106,11 +93,7 @@ class Worker:
                 self.status.send(bytes([number]), socket.MSG_DONTWAIT)
 
     def listen(self) -> bytes:
-        """Take in what the process that makes it says, a descriptor of its process among it. Local.
-
-        Returns:
-            What came; nothing once nobody is there to say anything.
-        """
+        """Take in what the process that makes it says, a descriptor of its process among it."""
         how = (4096, socket.CMSG_LEN(_FD.size), socket.MSG_DONTWAIT)
         with contextlib.suppress(OSError):
             # In one call of C: an interrupt can't come between having a descriptor and keeping it.
@@ -136,13 +119,7 @@ class Worker:
 
 
 class Workers(Ranks):
-    """Processes of one node, or of all, that run one function.
-
-    Args:
-        world_size: ranks in the whole job.
-        held: closed when the last worker has ended; holds the rendezvous.
-        stop_limit_s: seconds for which a worker may be stopped by a signal.
-    """
+    """Processes of one node, or of all, that run one function."""
 
     takes: Sequence[int] = TO_SAVE
 
@@ -156,11 +133,11 @@ class Workers(Ranks):
         self._begin = self._looked_at = self._roused_at = time.monotonic()
 
     def are_starting(self) -> bool:
-        """Tell whether a worker hasn't its task yet. Local."""
+        """Tell whether a worker hasn't its task yet."""
         return any(worker.task for worker in self.workers)
 
     def poll(self, job: Job[Any], until: float) -> None:
-        """Wait a little for news of any worker, and take it in. Local."""
+        """Wait a little for news of any worker, and take it in."""
         left = min(_TICK_S, until - time.monotonic())
         with selectors.DefaultSelector() as selector:
             self._register(job, selector)
@@ -171,16 +148,16 @@ class Workers(Ranks):
         self._look_after(job)
 
     def signal(self, number: int) -> None:
-        """Signal all workers that still run, stopped ones too. Local."""
+        """Signal all workers that still run, stopped ones too."""
         self._signal(number)
         self._signal(signal.SIGCONT)  # a stopped process hears another signal once it goes on
 
     def see_out(self, job: Job[Any]) -> None:
-        """Wait for the workers' last calls: see `LastCalls`. Local."""
+        """Wait for the workers' last calls: see `LastCalls`."""
         self._run(job, _EXIT_S)
 
     def end(self, job: Job[Any]) -> None:
-        """End all workers that still run, within seconds. Local."""
+        """End all workers that still run, within seconds."""
         self._roused_at = 0.0  # in case the workers hear of it from their maker alone
         for worker in self.workers:
             if not worker.has_ended:
@@ -202,7 +179,7 @@ class Workers(Ranks):
         self._held.close()
 
     def lost(self, job: Job[Any], rank: int) -> LaunchError:
-        """Say how a worker ended, which its maker is about to tell. Local."""
+        """Say how a worker ended, which its maker is about to tell."""
         worker = next(worker for worker in self.workers if worker.rank == rank)
         limit = time.monotonic() + _SAY_S
         while not worker.has_ended and time.monotonic() < limit:
@@ -223,7 +200,7 @@ class Workers(Ranks):
         )
 
     def why_late(self) -> str:
-        """Say which workers are stopped. Local."""
+        """Say which workers are stopped."""
         stopped = [worker for worker in self.workers if worker.stopped_by is not None]
         return "".join(
             f"; rank {w.rank} was stopped by {signal_name(w.stopped_by or 0)}" for w in stopped

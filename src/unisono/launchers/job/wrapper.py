@@ -20,8 +20,6 @@ from typing import NoReturn
 from unisono.launchers.job import channel as messages
 from unisono.launchers.job.forkserver import attend, die_with
 
-__all__ = ("boot", "end_like", "join", "link_to")
-
 _BOOT = """\
 import sys; sys.path[:] = {path!r}
 from unisono.launchers.job.wrapper import join; channel, parent = join({link!r})
@@ -29,37 +27,20 @@ from unisono.launchers.job.worker import work; work(channel, parent)"""
 
 
 def boot(path: list[str], link: str) -> str:
-    """Write the program of a rank. Local, and pure."""
+    """Write the program of a rank."""
     return _BOOT.format(path=path, link=link)
 
 
 def link_to(
     where: str | int, token: str, variables: Sequence[tuple[str, str]], host: str = ""
 ) -> str:
-    """Write down where a rank connects, and how it knows who it is.
-
-    Local, and pure.
-
-    Args:
-        where: path of a Unix socket, or a port.
-        token: what is shown there first; empty where only this user's processes can connect.
-        variables: names of the variables that may say the rank and how many there are.
-        host: name of the variable that says the host of the port.
-    """
+    """Write down where a rank connects, and how it knows who it is."""
     return json.dumps([where, token, variables, host])
 
 
 def join(link: str) -> tuple[int, int]:
-    """Connect to the process that launched the job, and be a worker in a child of this process.
-
-    Local. It returns in the child alone; this process ends as the child does.
-
-    Args:
-        link: as `link_to` writes it.
-
-    Returns:
-        Descriptor of the worker's channel, and the id of its parent.
-    """
+    """Connect to the process that launched the job, and be a worker in a child of this process."""
+    # It returns in the child alone; this process ends as the child does.
     where, token, variables, host = json.loads(link)
     parent = os.getppid()
     die_with(parent)
@@ -98,13 +79,7 @@ def _connect(where: str | int, host: str, shown: str, hello: bytes) -> socket.so
 
 
 def end_like(code: int) -> NoReturn:
-    """End this process as another one has ended: with its exit code, or by its signal.
-
-    Local.
-
-    Args:
-        code: exit code; the negative number of a signal.
-    """
+    """End this process as another one has ended: with its exit code, or by its signal."""
     if code < 0:  # so that the launcher sees the signal
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError, ValueError):

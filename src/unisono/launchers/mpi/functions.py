@@ -24,8 +24,6 @@ from unisono.launchers.job.wrapper import boot, link_to
 from unisono.launchers.variables import OF_MPI, OF_TORCH, RANKS_OF_MPI, without
 from unisono.topology import LaunchPlan, RankInfo
 
-__all__ = ("argv", "environment", "find_mpiexec", "launch")
-
 _AS_ROOT = (
     "OMPI_ALLOW_RUN_AS_ROOT",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM",
@@ -41,16 +39,7 @@ _EXIT_S = 10.0  # for MPI's own end, after all results have come
 
 
 def find_mpiexec() -> str:
-    """Find MPI's launcher as `mpiexec` does.
-
-    Local.
-
-    Returns:
-        Its path.
-
-    Raises:
-        BackendUnavailableError: there is none.
-    """
+    """Find MPI's launcher as `mpiexec` does."""
     program = mpiexec()
     if program is None:
         raise BackendUnavailableError(f"there is no MPI runtime (mpiexec) here: {_REMEDY}")
@@ -58,19 +47,7 @@ def find_mpiexec() -> str:
 
 
 def argv(plan: LaunchPlan, command: Sequence[str], version: str) -> list[str]:
-    """Write the command line that starts the ranks of a plan on this host.
-
-    Local, and pure.
-
-    Args:
-        plan: how many ranks.
-        command: the launcher, with options of the user's own.
-        version: what it says to ``--version``.
-
-    Returns:
-        The arguments, to which the program and its own are added. More ranks than cores are
-        allowed, and no rank is bound to one core, which its threads would have to share.
-    """
+    """Write the command line that starts the ranks of a plan on this host."""
     n_ranks = ["-n", str(plan.nproc_per_node)]
     if "Open MPI" in version or "OpenRTE" in version:
         # With --host localhost:N it believes in N cores and never yields one: 1000 times slower.
@@ -82,17 +59,7 @@ def argv(plan: LaunchPlan, command: Sequence[str], version: str) -> list[str]:
 
 
 def environment(environ: Mapping[str, str], is_root: bool) -> dict[str, str]:
-    """Write the variables of the ranks.
-
-    Local, and pure.
-
-    Args:
-        environ: this process's variables.
-        is_root: whether it runs as root, which Open MPI refuses unless told otherwise.
-
-    Returns:
-        `environ` without what a job around this process has set for its own ranks.
-    """
+    """Write the variables of the ranks."""
     kept = without(environ, OF_MPI, OF_TORCH)
     return {**kept, **dict.fromkeys(_AS_ROOT, "1")} if is_root else kept
 
@@ -106,29 +73,7 @@ def launch(
     timeout_s: float | None = None,
     stop_limit_s: float = DEFAULT_TIMEOUT_S,
 ) -> list[Any]:
-    """Run `entry` in the ranks of an MPI job on this host.
-
-    Local.
-
-    Args:
-        entry: called once in each rank, with who it is; MPI isn't initialised yet.
-        plan: how many.
-        environ: variables that the ranks have besides this process's.
-        command: the launcher, with options of the user's own; None finds one.
-        timeout_s: seconds for the whole job; None for no limit but that of the block.
-        stop_limit_s: seconds for which a rank may be stopped by a signal.
-
-    Returns:
-        What `entry` returned, by rank.
-
-    Raises:
-        BackendUnavailableError: there is no MPI runtime.
-        UnsupportedOperation: several nodes.
-        PayloadError: `entry` can't be pickled.
-        LaunchError: the ranks can't be started, or weren't all done in time.
-        WorkerFailedError: a rank failed; all others have been ended.
-        CollectiveTimeoutError: the block's deadline is over; all ranks have been ended.
-    """
+    """Run `entry` in the ranks of an MPI job on this host."""
     if plan.nnodes > 1:
         raise UnsupportedOperation(
             "mpi-dist",
@@ -165,13 +110,13 @@ class _Ranks(ConnectedWorkers):
         self._tail = Tail(process.stderr)
 
     def poll(self, job: Job[Any], until: float) -> None:
-        """Wait a little for news; no longer than the job may take. Local."""
+        """Wait a little for news; no longer than the job may take."""
         super().poll(job, until)
         if self._limit is not None and job.late and time.monotonic() > self._limit:
             job.stop(LaunchError(f"ranks {job.late} weren't done after {self._timeout_s} s"))
 
     def ended_early(self) -> LaunchError | None:
-        """Say why, where mpiexec has ended. Local."""
+        """Say why, where mpiexec has ended."""
         if self._process.poll() is None:
             return None
         return LaunchError(
@@ -180,7 +125,7 @@ class _Ranks(ConnectedWorkers):
         )
 
     def lost(self, job: Job[Any], rank: int) -> LaunchError:
-        """Say how a rank ended, and what it or mpiexec said last. Local."""
+        """Say how a rank ended, and what it or mpiexec said last."""
         error = super().lost(job, rank)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_TERM_S)
@@ -188,13 +133,13 @@ class _Ranks(ConnectedWorkers):
         return type(error)(f"{text}; mpiexec's last words:\n{self._last_words()}", *facts)
 
     def see_out(self, job: Job[Any]) -> None:
-        """Wait for the end of the ranks, and of MPI with them. Local."""
+        """Wait for the end of the ranks, and of MPI with them."""
         super().see_out(job)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_S)
 
     def end(self, job: Job[Any]) -> None:
-        """End all ranks and mpiexec, within seconds. Local."""
+        """End all ranks and mpiexec, within seconds."""
         super().end(job)
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -14,23 +14,9 @@ from unisono.launchers.script.script import Script
 from unisono.launchers.script.supervisor import Outcome, run_launcher
 from unisono.topology import PRIVATE_STORE, LaunchPlan, RankInfo
 
-__all__ = ("argv", "command", "environment", "launch", "run")
-
 
 def argv(script: Script, launcher: Sequence[str], version: str) -> list[str]:
-    """Write mpiexec's command line.
-
-    Local, and pure.
-
-    Args:
-        script: what was asked for: ranks of this host, or hosts with ranks of their own.
-        launcher: mpiexec, with options of the user's own.
-        version: what it says to ``--version``.
-
-    Returns:
-        The arguments. A rank that fails ends the job: it ends with the code or the signal of its
-        program, which every mpiexec takes for a failure.
-    """
+    """Write mpiexec's command line."""
     script.refuse("mpi", "mpiexec finds it out", "node_rank")
     script.refuse("mpi", "use launcher 'torchrun'", "max_restarts")
     if not script.hosts and script.nnodes == 1:
@@ -49,7 +35,7 @@ def argv(script: Script, launcher: Sequence[str], version: str) -> list[str]:
 
 
 def command(script: Script) -> list[str]:
-    """Write the command line that does the same without unisono's command. Local."""
+    """Write the command line that does the same without unisono's command."""
     arguments = [functions.find_mpiexec()]
     return argv(
         replace(script, token="", is_coloured=False), arguments, functions._version(arguments[0])
@@ -57,36 +43,13 @@ def command(script: Script) -> list[str]:
 
 
 def environment(script: Script, environ: Mapping[str, str], is_root: bool) -> dict[str, str]:
-    """Write mpiexec's variables, which ranks of this host inherit.
-
-    Local, and pure.
-
-    Args:
-        script: what was asked for.
-        environ: this process's variables.
-        is_root: whether it runs as root.
-
-    Returns:
-        `environ` without those of a job around this process, and the address if one was given.
-    """
+    """Write mpiexec's variables, which ranks of this host inherit."""
     return functions.environment(environ, is_root) | script.address()
 
 
 def run(script: Script) -> Outcome:
-    """Run a script in ranks of an MPI job.
-
-    Local. On one host a store listens on the loopback for ranks that meet by torch's variables.
-
-    Args:
-        script: what was asked for.
-
-    Returns:
-        How it went.
-
-    Raises:
-        BackendUnavailableError: there is no MPI runtime.
-        LaunchError: mpiexec can't be started.
-    """
+    """Run a script in ranks of an MPI job."""
+    # On one host a store listens on the loopback for ranks that meet by torch's variables.
     program = functions.find_mpiexec()
     arguments = argv(script, [program], functions._version(program))
     variables = environment(script, os.environ, is_root=os.geteuid() == 0)
@@ -127,11 +90,9 @@ def launch(
     environ: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
 ) -> list[Any]:
-    """Run `entry` in the ranks of an MPI job on this host, whatever model it uses.
-
-    Local. Arguments and errors are those of `functions.launch`, which starts the ranks; besides,
-    they meet at a store of this process, as models need it that aren't MPI's.
-    """
+    """Run `entry` in the ranks of an MPI job on this host, whatever model it uses."""
+    # Arguments and errors are those of `functions.launch`, which starts the ranks; besides,
+    # they meet at a store of this process, as models need it that aren't MPI's.
     with ExitStack() as held:
         hosted = hold(replace(plan, master_addr=None, master_port=None, node_rank=0), held)
         return functions.launch(_InStore(entry, hosted, environ or {}), plan, timeout_s=timeout_s)

@@ -19,17 +19,11 @@ from unisono.launchers.script.script import Script
 from unisono.pickling import dumps
 from unisono.topology import LaunchPlan, RankInfo
 
-__all__ = ("RankActor", "seats")
-
 _POLL_S = 0.3
 
 
 class RankActor:
-    """A rank: it runs one function, or one program whose output it hands over.
-
-    Args:
-        rank: its global rank, for Ray's own logs.
-    """
+    """A rank: it runs one function, or one program whose output it hands over."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -40,7 +34,7 @@ class RankActor:
         return f"rank {self._rank}"
 
     def hold_store(self, addr: str) -> int:
-        """Listen for the ranks at this node's address, and tell the port. Local."""
+        """Listen for the ranks at this node's address, and tell the port."""
         self._store, plan = host(LaunchPlan(1, master_addr=addr))
         return int(plan.master_port or 0)
 
@@ -52,12 +46,10 @@ class RankActor:
         facts: Mapping[str, str],
         path: Sequence[str],
     ) -> Any:
-        """Run a function as rank `info`; gives its result's pickle, or a `Failure`.
-
-        Collective over all ranks of `info`. After a failure this process goes on, so that its
-        connections stay open until the one who launched it has seen this failure. A variable of
-        `environ` that this node has already stays as it is; those of `facts` say who the rank is.
-        """
+        """Run a function as rank `info`; gives its result's pickle, or a `Failure`."""
+        # Collective over all ranks of `info`. After a failure this process goes on, so that its
+        # connections stay open until the one who launched it has seen this failure. A variable of
+        # `environ` that this node has already stays as it is; those of `facts` say who the rank is.
         os.environ.update({**environ, **os.environ, **facts})
         sys.path.extend(item for item in path if item not in sys.path)
         try:
@@ -68,7 +60,7 @@ class RankActor:
             return failure
 
     def start(self, script: Script, environ: Mapping[str, str], directory: str) -> None:
-        """Start a program. Local."""
+        """Start a program."""
         self._process = subprocess.Popen(
             script.rank_argv(os.getpid()),
             env={**os.environ, **environ},
@@ -85,10 +77,7 @@ class RankActor:
             self._selector.register(stream, selectors.EVENT_READ, target)
 
     def poll(self) -> tuple[list[tuple[int, bytes]], int | None]:
-        """Wait a little for output; gives it, and the exit code once the program has ended.
-
-        Local.
-        """
+        """Wait a little for output; gives it, and the exit code once the program has ended."""
         assert self._process is not None
         chunks = []
         for key, _ in self._selector.select(_POLL_S):
@@ -101,25 +90,14 @@ class RankActor:
         return chunks, self._process.wait() if has_ended else None
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """Send the program a signal. Local."""
+        """Send the program a signal."""
         if self._process is not None:
             with contextlib.suppress(OSError):
                 self._process.send_signal(number)
 
 
 def seats(nodes: Sequence[str], addr: str, port: int) -> list[RankInfo]:
-    """Say who the ranks are, from the nodes that Ray has put them on.
-
-    Local, and pure.
-
-    Args:
-        nodes: the id of each rank's node, by rank.
-        addr: host of the store.
-        port: its port.
-
-    Returns:
-        The facts, by rank; nodes are numbered in the order of their first ranks.
-    """
+    """Say who the ranks are, from the nodes that Ray has put them on."""
     order = list(dict.fromkeys(nodes))
     return [
         RankInfo(

@@ -30,8 +30,6 @@ from unisono.launchers.script.supervisor import Outcome, Programs, after_signal,
 from unisono.launchers.variables import OF_RUN
 from unisono.topology import LaunchPlan, RankInfo
 
-__all__ = ("launch", "run")
-
 _TIMEOUT_S = 60.0  # until the cluster has room
 _START_S = 300.0  # until the first actor has begun, which includes importing torch there
 _ANSWER_S = 5.0  # until a cluster that is named takes a connection
@@ -62,11 +60,9 @@ def _cluster(n_ranks: int) -> Iterator[None]:
 
 
 def _connect(n_ranks: int) -> None:
-    """Join the cluster of ``RAY_ADDRESS`` or ``ray start``; where none is named, make one.
-
-    Never ``address="auto"``: it joins any Ray that runs on this host, also one that another job
-    has made for itself and is about to end, and Ray ends this process with it.
-    """
+    """Join the cluster of ``RAY_ADDRESS`` or ``ray start``; where none is named, make one."""
+    # Never ``address="auto"``: it joins any Ray that runs on this host, also one that another job
+    # has made for itself and is about to end, and Ray ends this process with it.
     address = os.environ.get("RAY_ADDRESS", "")
     named = f"RAY_ADDRESS={address}" if address else "the address that `ray start` has noted"
     try:
@@ -95,7 +91,7 @@ def _require_answer(address: str) -> None:
 
 
 def _give_back(handler: Any) -> None:
-    """Let SIGTERM be handled as it was, where Ray has taken it over. Local."""
+    """Let SIGTERM be handled as it was, where Ray has taken it over."""
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
 
@@ -132,7 +128,7 @@ class _Ranks:
     infos: list[RankInfo]
 
     def kill(self) -> None:
-        """End all actors, and with them what they run. Local."""
+        """End all actors, and with them what they run."""
         while self.actors:
             ray.kill(self.actors.pop())
 
@@ -183,27 +179,8 @@ def launch(
     counts: Sequence[int] | None = None,
     timeout_s: float = _TIMEOUT_S,
 ) -> list[Any]:
-    """Run `entry` in actors of the Ray cluster that is named, else of one made on this host.
-
-    Local. ``RAY_ADDRESS`` names one, or ``ray start`` on this host.
-
-    Args:
-        entry: called once in each actor with who it is.
-        plan: how many ranks on each of how many nodes.
-        environ: variables that the actors have besides their own, which stay.
-        counts: ranks of each of the plan's nodes, where they differ.
-        timeout_s: seconds to wait until the cluster has room.
-
-    Returns:
-        What `entry` returned, by rank of the whole job.
-
-    Raises:
-        ArgumentError: `counts` are of more nodes than the plan has, or of fewer.
-        PayloadError: `entry` can't be pickled.
-        LaunchError: the cluster that is named can't be joined, or it has no room.
-        WorkerFailedError: a rank failed, or its actor died; all others have been ended.
-        CollectiveTimeoutError: the block's deadline is over; all actors have been ended.
-    """
+    """Run `entry` in actors of the Ray cluster that is named, else of one made on this host."""
+    # ``RAY_ADDRESS`` names one, or ``ray start`` on this host.
     pickled = pickle_for_worker(entry)
     shape = (plan.nproc_per_node,) * plan.nnodes if counts is None else tuple(counts)
     if len(shape) != plan.nnodes:  # ranks of one node would listen on its loopback alone
@@ -227,14 +204,14 @@ class _Calls(Ranks):
             self._waiting[actor.call.remote(pickled, who, *variables, path)] = info.rank
 
     def poll(self, job: Job[Any], until: float) -> None:
-        """Wait a little for the end of a call, and take it in. Local."""
+        """Wait a little for the end of a call, and take it in."""
         left = min(_POLL_S, max(0.0, until - time.monotonic()))
         done, _ = ray.wait(list(self._waiting), timeout=left)
         for ref in done:
             self._take(job, ref, self._waiting.pop(ref))
 
     def end(self, job: Job[Any]) -> None:
-        """Let go of the calls. Local."""
+        """Let go of the calls."""
         del job
         self._waiting.clear()
 
@@ -246,19 +223,8 @@ class _Calls(Ranks):
 
 
 def run(script: Script) -> Outcome:
-    """Run a script in actors of the Ray cluster that is named, else of one made on this host.
-
-    Local. ``RAY_ADDRESS`` names one, or ``ray start`` on this host.
-
-    Args:
-        script: what was asked for; hosts are named by the addresses that Ray knows them by.
-
-    Returns:
-        How it went.
-
-    Raises:
-        LaunchError: the cluster that is named can't be joined, or it has no room.
-    """
+    """Run a script in actors of the Ray cluster that is named, else of one made on this host."""
+    # ``RAY_ADDRESS`` names one, or ``ray start`` on this host.
     script.refuse("ray", "Ray finds it out", "node_rank", "master_addr", "master_port")
     script.refuse("ray", "use launcher 'torchrun'", "max_restarts")
     hosts = [name for name, _ in script.hosts]
@@ -291,7 +257,7 @@ class _Programs(Programs):
         self._is_ending = False
 
     def outcome(self, grace_s: float) -> Outcome:
-        """Print what they print until all have ended; end all if one fails. Local."""
+        """Print what they print until all have ended; end all if one fails."""
         job: Job[None] = Job(self, len(self._actors), grace_s=grace_s + END_S)
         with contextlib.suppress(LaunchError):
             job.finish()
@@ -304,21 +270,21 @@ class _Programs(Programs):
         return replace(outcome, code=next(codes, outcome.code))
 
     def signal(self, number: int) -> None:
-        """Signal all programs that still run; SIGINT has one killed by its actor. Local."""
+        """Signal all programs that still run; SIGINT has one killed by its actor."""
         number = signal.SIGINT if number == signal.SIGKILL else number
         for actor in self._actors:
             actor.stop.remote(number)
 
     def after_signal(self, number: int) -> None:
-        """Leave that to the outcome. Local."""
+        """Leave that to the outcome."""
 
     def note(self, job: Job[Any], report: Report) -> None:
-        """Take a report in, unless only the rank's end was asked for. Local."""
+        """Take a report in, unless only the rank's end was asked for."""
         if not self._is_ending or report.was_told:
             super().note(job, report)
 
     def poll(self, job: Job[Any], until: float) -> None:
-        """Pass on what they print, and take in who has ended. Local."""
+        """Pass on what they print, and take in who has ended."""
         if self._seen:  # Ray may have swallowed the exception
             raise SignalledError(self._seen[0])
         if not self._polls:
@@ -330,7 +296,7 @@ class _Programs(Programs):
             self._take(job, ref, self._polls.pop(ref))
 
     def end(self, job: Job[Any]) -> None:
-        """Tell programs that still run to end, and wait for that. Local."""
+        """Tell programs that still run to end, and wait for that."""
         self._is_ending = True
         if self._seen:
             return

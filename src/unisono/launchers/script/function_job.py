@@ -32,8 +32,6 @@ from unisono.pickling import dumps
 from unisono.plugins import read_environment
 from unisono.topology import RankInfo
 
-__all__ = ("run_function", "work")
-
 _BOOT = (
     "import pathlib, pickle, sys; sys.path[:] = pickle.loads(pathlib.Path({path!r}).read_bytes()); "
     "from unisono.launchers.script.function_job import work; work({folder!r})"
@@ -47,28 +45,8 @@ def run_function(
     environ: Mapping[str, str],
     parent: Path | None = None,
 ) -> list[Any]:
-    """Run `entry` in every rank of a job of programs.
-
-    Local. Success is a result of every rank, not what the launcher says.
-
-    Args:
-        entry: called once in each rank with who it is.
-        script: the job, its program left out.
-        run: the launcher.
-        environ: variables of the ranks besides this process's.
-        parent: where the folder is made, which the ranks of all nodes see; None for the system's
-            temporary files, which those of this node see.
-
-    Returns:
-        What `entry` returned, by rank; of a launcher of one node, by rank of this node.
-
-    Raises:
-        PayloadError: `entry` can't be pickled.
-        LaunchError: the launcher failed, or its files can't be written; or a signal came, and this
-            process's own handler, which gets it once all ranks have been ended, lets it go on.
-        WorkerFailedError: a rank failed.
-        CollectiveTimeoutError: the block's deadline is over; all ranks have been ended.
-    """
+    """Run `entry` in every rank of a job of programs."""
+    # Success is a result of every rank, not what the launcher says.
     pickled = pickle_for_worker(entry)
     is_local = parent is None
     with private_folder(".unisono-", parent) as name:
@@ -105,17 +83,10 @@ def _collect(folder: Path, outcome: Outcome, script: Script, is_local: bool) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Leaving:
-    """What a rank leaves in its place: who it is, and its result once it has one.
+    """What a rank leaves in its place: who it is, and its result once it has one."""
 
-    A rank of a later attempt writes over what the one before it left in the same place, as soon as
-    it begins.
-
-    Args:
-        rank: its global rank in its attempt.
-        world_size: ranks of that attempt.
-        attempt: how often the launcher had started the ranks again.
-        result: cloudpickle of what its function returned; None until then.
-    """
+    # A rank of a later attempt writes over what the one before it left in the same place, as soon
+    # as it begins.
 
     rank: int
     world_size: int
@@ -123,14 +94,14 @@ class _Leaving:
     result: bytes | None = None
 
     def write(self, folder: Path, place: int) -> None:
-        """Write it in one piece. Local."""
+        """Write it in one piece."""
         partial = folder / f"partial-{place}-{os.getpid()}"
         partial.write_bytes(pickle.dumps(self))
         partial.replace(folder / f"left-{place}")
 
     @classmethod
     def read(cls, folder: Path, place: int) -> _Leaving | None:
-        """Read it; None if no rank has begun there. Local."""
+        """Read it; None if no rank has begun there."""
         try:
             left: _Leaving = pickle.loads((folder / f"left-{place}").read_bytes())
         except FileNotFoundError:
@@ -185,7 +156,7 @@ def _error(folder: Path, outcome: Outcome) -> LaunchError:
 
 
 def work(folder: str) -> NoReturn:
-    """Be one rank: run the function and leave its result. Local."""
+    """Be one rank: run the function and leave its result."""
     where = Path(folder)
     environ, is_local = pickle.loads((where / "job").read_bytes())
     for name, value in environ.items():

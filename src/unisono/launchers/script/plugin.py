@@ -20,16 +20,9 @@ from unisono.launchers.script.supervisor import Outcome, verdict
 from unisono.launchers.variables import OF_RUN
 from unisono.topology import RankInfo
 
-__all__ = ("ScriptEndedError", "run")
-
 
 class ScriptEndedError(SystemExit):
-    """Raised in a rank whose script has failed; the exit code is the script's.
-
-    Args:
-        code: what a shell would call its exit code.
-        report: how it ended; None where the process that looked after it can't say.
-    """
+    """Raised in a rank whose script has failed; the exit code is the script's."""
 
     def __init__(self, code: int, report: Report | None = None) -> None:
         super().__init__(code)
@@ -71,21 +64,7 @@ class _Rank:
 
 
 def run(script: Script, launch: Callable[..., Any]) -> Outcome:
-    """Run a script in replicas of any launcher.
-
-    Local.
-
-    Args:
-        script: what was asked for.
-        launch: the launcher.
-
-    Returns:
-        How it went.
-
-    Raises:
-        ArgumentError: an option that such a launcher takes in no way.
-        LaunchError: the launcher's own, where no rank says how its script failed.
-    """
+    """Run a script in replicas of any launcher."""
     for name in ("hosts", "max_restarts", "timeout_s", "options"):
         if getattr(script, name):
             raise ArgumentError(f"this launcher takes no --{name.replace('_', '-')}")

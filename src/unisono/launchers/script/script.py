@@ -12,36 +12,13 @@ from unisono.errors import ArgumentError
 from unisono.launchers.variables import OF_TORCH, node_variables, rank_variables, without
 from unisono.topology import GRACE_S, PRIVATE_STORE, LaunchPlan, RankInfo
 
-__all__ = ("RANK", "Script", "dying_with", "env_for", "without_job")
-
 RANK = str(Path(__file__).with_name("rank"))
 """The folder of what stands between a launcher and one rank of a script."""
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A program, and the job that runs it.
-
-    Args:
-        program: what each rank runs: its name and its arguments.
-        nproc_per_node: ranks on this node, or on each.
-        nnodes: nodes of the job, at least.
-        max_nnodes: nodes of the job, at most.
-        node_rank: which of them this is; None where the launcher finds that out.
-        master_addr: host of node 0; None where the launcher finds that out.
-        master_port: port there.
-        hosts: hosts and how many ranks each of them has; empty where the launcher knows them.
-        max_restarts: how often the job is started again after a failure.
-        timeout_s: seconds that the nodes wait for each other; None for the launcher's own.
-        log_dir: where each rank's output is kept; None for nowhere.
-        is_coloured: whether ranks are told apart by colour.
-        is_prefixed: whether each line that a rank prints begins with its rank.
-        stdin_rank: the rank that has this process's terminal; None for none.
-        token: marks the reports of this job's ranks; empty where nobody reads them.
-        options: further options of the cluster, such as Slurm's ``("time", "10:00")``.
-        grace_s: seconds that ranks have to save after a SIGTERM.
-        local_ranks: those of each node whose lines are printed; empty for all.
-    """
+    """A program, and the job that runs it."""
 
     program: tuple[str, ...]
     nproc_per_node: int = 1
@@ -76,18 +53,18 @@ class Script:
 
     @classmethod
     def of(cls, plan: LaunchPlan) -> Script:
-        """Ask for the ranks of a plan, which the launcher seats; the program is left out. Local."""
+        """Ask for the ranks of a plan, which the launcher seats; the program is left out."""
         nodes = (plan.nnodes, plan.nnodes)
         where = (plan.master_addr, plan.master_port)
         return cls((), plan.nproc_per_node, *nodes, None, *where, grace_s=plan.grace_s)
 
     def address(self) -> dict[str, str]:
-        """Give the variables that say where ranks meet, as far as the user said it. Local."""
+        """Give the variables that say where ranks meet, as far as the user said it."""
         facts = {"MASTER_ADDR": self.master_addr, "MASTER_PORT": self.master_port}
         return {name: str(value) for name, value in facts.items() if value is not None}
 
     def plan(self) -> LaunchPlan:
-        """Give the same for a launcher of functions. Local."""
+        """Give the same for a launcher of functions."""
         return LaunchPlan(
             self.nproc_per_node,
             self.nnodes,
@@ -99,15 +76,7 @@ class Script:
         )
 
     def rank_argv(self, parent: int = 0, terminal: Sequence[int] = ()) -> list[str]:
-        """Write the command line of each rank.
-
-        Local, and pure.
-
-        Args:
-            parent: id of the process that starts it and whose end ends it; 0 where a
-                launcher on another host, or one that looks after its ranks, starts it.
-            terminal: descriptors of stdout and stderr for the rank that has the terminal.
-        """
+        """Write the command line of each rank."""
         arguments = [sys.executable, RANK]
         if parent:
             arguments += ["--parent", str(parent)]
@@ -128,20 +97,12 @@ class Script:
         return [*arguments, "--", *self.program]
 
     def require_one_node(self, launcher: str, instead: str) -> None:
-        """Refuse what only launchers of several nodes can do. Local.
-
-        Raises:
-            ArgumentError: several nodes were asked for.
-        """
+        """Refuse what only launchers of several nodes can do."""
         if self.nnodes > 1 or self.max_nnodes > 1 or len(self.hosts) > 1:
             raise ArgumentError(f"launcher {launcher!r} starts ranks on this host alone: {instead}")
 
     def refuse(self, launcher: str, instead: str, *names: str) -> None:
-        """Refuse options that this launcher has no use for. Local.
-
-        Raises:
-            ArgumentError: one was given.
-        """
+        """Refuse options that this launcher has no use for."""
         for name in names:
             if getattr(self, name):
                 option = name.replace("_", "-")
@@ -149,35 +110,19 @@ class Script:
 
 
 def dying_with(parent: int, number: int, arguments: list[str]) -> list[str]:
-    """Write the command line of a launcher that gets a signal when `parent` ends.
-
-    Local, and pure.
-    """
+    """Write the command line of a launcher that gets a signal when `parent` ends."""
     options = ["--exec", str(int(number)), "--parent", str(parent)]
     return [sys.executable, RANK, *options, "--", *arguments]
 
 
 def without_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """Copy variables without those of a job that this process may itself belong to.
-
-    Local, and pure. Ranks of a new job must not take them for their own.
-    """
+    """Copy variables without those of a job that this process may itself belong to."""
+    # Ranks of a new job must not take them for their own.
     return without(environ, OF_TORCH)
 
 
 def env_for(info: RankInfo, restarts: int = 0, max_restarts: int = 0) -> dict[str, str]:
-    """Write torch's variables for one rank, as torch's own agent does.
-
-    Local, and pure.
-
-    Args:
-        info: who it is.
-        restarts: how often the job has been started again.
-        max_restarts: how often it may be.
-
-    Returns:
-        The variables; `unisono.environments.detection.detect` reads `info` out of them.
-    """
+    """Write torch's variables for one rank, as torch's own agent does."""
     job = {
         "TORCHELASTIC_RESTART_COUNT": restarts,
         "TORCHELASTIC_MAX_RESTARTS": max_restarts,

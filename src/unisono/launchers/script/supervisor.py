@@ -28,20 +28,6 @@ from unisono.plugins import load
 from unisono.topology import RankInfo
 from unisono.tracebacks import fold_text
 
-__all__ = (
-    "Outcome",
-    "Programs",
-    "Supervisor",
-    "after_signal",
-    "failure",
-    "held_back",
-    "run_launcher",
-    "restart",
-    "show",
-    "start",
-    "verdict",
-)
-
 _POLL_S = 0.2
 _OWN_END_S = 2.0  # how long a launcher has to end its job by itself after a failure
 _KILL_S = 0.5  # for ranks that kill their programs at once
@@ -55,17 +41,7 @@ _LAUNCHER = -1  # stands for a launcher that makes the ranks itself
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a job ended.
-
-    Args:
-        code: exit code: of the rank that failed first, else of the launcher.
-        failed: the rank that failed first; None if none said so.
-        interrupted: the signal that this process got, None if none.
-        is_late: whether the block's deadline ended it.
-        others: those that failed by themselves too.
-        told: those that were ended with a traceback that nobody has seen.
-        is_ended: whether all ranks are known to have been ended.
-    """
+    """How a job ended."""
 
     code: int
     failed: Report | None = None
@@ -79,18 +55,8 @@ class Outcome:
 def start(
     arguments: Sequence[str], environ: Mapping[str, str], terminal: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start a launcher, or a rank.
-
-    Local. It is in a session of its own: this process decides what Ctrl-C means.
-
-    Args:
-        arguments: its command line.
-        environ: its variables.
-        terminal: descriptors that it has besides; its stdin is this process's then, else empty.
-
-    Raises:
-        LaunchError: there is no such program.
-    """
+    """Start a launcher, or a rank."""
+    # It is in a session of its own: this process decides what Ctrl-C means.
     try:
         return subprocess.Popen(
             list(arguments),
@@ -113,36 +79,14 @@ def run_launcher(
     end_signal: int = signal.SIGTERM,
     reach: Callable[[int, int], bool] | None = None,
 ) -> Outcome:
-    """Run a launcher that makes the ranks of a script, and that ends with this process.
-
-    Local.
-
-    Args:
-        script: what was asked for.
-        arguments: the launcher's command line.
-        environ: its variables.
-        end_signal: what ends it within seconds.
-        reach: hands a signal on to the ranks of a launcher, given its process and the signal, and
-            tells whether it could; None looks for them below that process. Where it can't, the
-            launcher itself gets the signal.
-
-    Returns:
-        How it went.
-
-    Raises:
-        LaunchError: no process can be started.
-    """
+    """Run a launcher that makes the ranks of a script, and that ends with this process."""
     front = Supervisor(script, end_signal=end_signal, reach=reach)
     front.processes.append(start(dying_with(os.getpid(), end_signal, list(arguments)), environ))
     return front.run()
 
 
 class Programs(Ranks):
-    """Programs that tell of their failures by reports among the lines that they print.
-
-    Args:
-        token: marks the reports of the job's ranks.
-    """
+    """Programs that tell of their failures by reports among the lines that they print."""
 
     def __init__(self, token: str) -> None:
         self.reports: list[Report] = []
@@ -150,26 +94,17 @@ class Programs(Ranks):
         self._rests: dict[Hashable, bytes] = {}
 
     def doubt(self, rank: int) -> int:
-        """Doubt that a rank failed by itself which hasn't reported that. Local."""
+        """Doubt that a rank failed by itself which hasn't reported that."""
         del rank
         return 1
 
     def note(self, job: Job[Any], report: Report) -> None:
-        """Take a report in. Local."""
+        """Take a report in."""
         self.reports.append(report)
         job.fail(report.rank, report)
 
     def pass_on(self, job: Job[Any], source: Hashable, target: int, chunk: bytes) -> None:
-        """Print the whole lines of a chunk, and note the reports among them.
-
-        Local.
-
-        Args:
-            job: its reports are of.
-            source: the stream that it came from.
-            target: where lines are printed: 1 or 2.
-            chunk: empty at the stream's end.
-        """
+        """Print the whole lines of a chunk, and note the reports among them."""
         lines = (self._rests.pop(source, b"") + chunk).splitlines(keepends=True)
         if chunk and lines and not lines[-1].endswith((b"\n", b"\r")):
             self._rests[source] = lines.pop()
@@ -181,20 +116,13 @@ class Programs(Ranks):
                 self.print(job, target, line)
 
     def print(self, job: Job[Any], target: int, line: bytes) -> None:
-        """Print a line. Local."""
+        """Print a line."""
         del job
         show(target, line)
 
 
 class Supervisor(Programs):
-    """Processes of one job: a launcher, or all ranks of this host.
-
-    Args:
-        script: what they run.
-        infos: who they are, where each is a rank.
-        end_signal: what ends them within seconds, and at once if they got a signal before.
-        reach: as for `run_launcher`; no use where each is a rank.
-    """
+    """Processes of one job: a launcher, or all ranks of this host."""
 
     takes: Sequence[int] = (*TO_END, *OTHERS)
 
@@ -227,13 +155,7 @@ class Supervisor(Programs):
         self._of_launcher: list[bytes] = []
 
     def run(self) -> Outcome:
-        """Pass on what they print until all have ended; end all if one fails.
-
-        Local.
-
-        Returns:
-            How it went; nothing is printed about a failure.
-        """
+        """Pass on what they print until all have ended; end all if one fails."""
         grace_s = self._grace_s + END_S  # the one that looks after a rank ends it before
         job: Job[None] = Job(self, len(self._ranks), self._ranks, grace_s=grace_s)
         with self._selector:
@@ -253,7 +175,7 @@ class Supervisor(Programs):
         return outcome
 
     def kill(self) -> None:
-        """End all processes at once. Local."""
+        """End all processes at once."""
         self._signal(signal.SIGKILL)
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -263,14 +185,14 @@ class Supervisor(Programs):
                     stream.close()
 
     def signal(self, number: int) -> None:
-        """Signal all ranks, at the next look. Local."""
+        """Signal all ranks, at the next look."""
         self._unsent.append(number)
 
     def after_signal(self, number: int) -> None:
-        """Leave that to the outcome. Local."""
+        """Leave that to the outcome."""
 
     def note(self, job: Job[Any], report: Report) -> None:
-        """Take a report in; it ends the job unless the launcher starts that again. Local."""
+        """Take a report in; it ends the job unless the launcher starts that again."""
         if not self._restarts:
             super().note(job, report)
         elif report.attempt >= self._attempt:
@@ -279,7 +201,7 @@ class Supervisor(Programs):
             self._restart_at = soon if report.attempt < self._max_restarts else math.inf
 
     def print(self, job: Job[Any], target: int, line: bytes) -> None:
-        """Print a line, but what a launcher says of a report or a signal only if need be. Local."""
+        """Print a line, but what a launcher says of a report or a signal only if need be."""
         is_ending = target == 2 and (self.reports or job.orders.came)
         if is_ending and self._is_prefixed and not _OF_A_RANK.search(line):
             self._of_launcher.append(line)
@@ -287,7 +209,7 @@ class Supervisor(Programs):
             show(target, line)
 
     def poll(self, job: Job[Any], until: float) -> None:
-        """Pass on what they print, and take in who has ended. Local."""
+        """Pass on what they print, and take in who has ended."""
         self._is_late = limit_of(None) == 0
         if self._is_late:
             raise CollectiveTimeoutError(overdue(job.late, job.world_size))
@@ -310,7 +232,7 @@ class Supervisor(Programs):
             job.stop(LaunchError("all processes of the job have ended"))
 
     def end(self, job: Job[Any]) -> None:
-        """Let what still runs end in peace, within seconds; read what it still says. Local."""
+        """Let what still runs end in peace, within seconds; read what it still says."""
         came = bool(job.orders.came)
         if not self._infos and not came and not self._is_late:  # a launcher ends its job by itself
             self._read_until(job, job.failures.began_at + _OWN_END_S)
@@ -426,7 +348,7 @@ def _find(process: Any, found: set[Any]) -> None:
 
 
 def after_signal(job: Job[Any], reports: Sequence[Report]) -> Outcome:
-    """Tell how a job went that a signal to this process has ended. Local, and pure."""
+    """Tell how a job went that a signal to this process has ended."""
     number = job.orders.came[0]
     have_left = not job.late and not job.failures
     code = 0 if number in TO_SAVE and have_left else exit_code_of(-number)
@@ -435,10 +357,8 @@ def after_signal(job: Job[Any], reports: Sequence[Report]) -> Outcome:
 
 
 def verdict(reports: Sequence[Report]) -> Outcome:
-    """Choose among the reports of the last attempt the one that caused the others.
-
-    Local, and pure. A rank that has the terminal is chosen where all others are secondary.
-    """
+    """Choose among the reports of the last attempt the one that caused the others."""
+    # A rank that has the terminal is chosen where all others are secondary.
     last = max((report.attempt for report in reports), default=0)
     latest = [report for report in reports if report.attempt == last]
     told = tuple(report for report in latest if report.was_told)
@@ -451,10 +371,7 @@ def verdict(reports: Sequence[Report]) -> Outcome:
 
 
 def held_back(outcome: Outcome) -> list[str]:
-    """Give the lines of ranks that were ended, but of those that say the same only the first's.
-
-    Local, and pure.
-    """
+    """Give the lines of ranks that were ended, but of those that say the same only the first's."""
     failed = [outcome.failed] if outcome.failed is not None else []
     known = {each.cause[1] for each in (*failed, *outcome.others)}
     lines = []
@@ -466,10 +383,7 @@ def held_back(outcome: Outcome) -> list[str]:
 
 
 def failure(outcome: Outcome) -> list[str]:
-    """Write the lines of a job's failure for the screen: who failed first, and how others did.
-
-    Local, and pure.
-    """
+    """Write the lines of a job's failure for the screen: who failed first, and how others did."""
     lines = held_back(outcome)
     if outcome.failed is not None:
         lines.append(f"error: {outcome.failed.text()}")
@@ -496,13 +410,13 @@ def _count_of(ranks: int) -> str:
 
 
 def restart(outcome: Outcome, number: int, most: int) -> None:
-    """Print why all ranks start again. Local."""
+    """Print why all ranks start again."""
     for line in (*failure(outcome), f"restart {number} of {most}"):
         show(2, f"{line}\n".encode())
 
 
 def show(target: int, line: bytes) -> None:
-    """Print a line of a rank to stdout (1) or stderr (2) as it is. Local."""
+    """Print a line of a rank to stdout (1) or stderr (2) as it is."""
     stream = sys.stdout if target == 1 else sys.stderr
     buffer: IO[bytes] | None = getattr(stream, "buffer", None)
     with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody may be left to read it

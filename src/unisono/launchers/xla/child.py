@@ -26,8 +26,6 @@ from unisono.launchers.job.worker import describe
 from unisono.pickling import Pickler
 from unisono.topology import LaunchPlan, RankInfo
 
-__all__ = ("FORK_DIED", "serve")
-
 FORK_DIED = 86
 """Exit code of the fresh process where one that it forked has died."""
 _LAST = -100
@@ -54,13 +52,7 @@ _child: _Child | None = None
 
 
 def serve(link: Connection) -> NoReturn:
-    """Run one job in this fresh process, and end it.
-
-    Local.
-
-    Args:
-        link: to the parent, which sends the job and is told the results.
-    """
+    """Run one job in this fresh process, and end it."""
     global _child
     entry, plan, parent = pickle.loads(link.recv_bytes())
     die_with(parent)

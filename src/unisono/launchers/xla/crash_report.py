@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-__all__ = ("explain", "with_ranks")
-
 # As faulthandler prints a thread, before its frames, the innermost first.
 _THREAD = re.compile(r"^(?:Current t|T)hread 0x([0-9a-f]+)[^\n]*$", re.MULTILINE)
 _FRAME = re.compile(r'\s*File "(?P<file>[^\n]*)", line (?P<line>\d+) in (?P<name>[^\n]*)')
@@ -15,17 +13,7 @@ _ALONE = re.compile(r"Expected (\d+) threads to join the rendezvous, but only (\
 
 
 def explain(printed: str, ranks: Mapping[int, int]) -> str:
-    """Say in one line why XLA ended the process, and where each replica was.
-
-    Local.
-
-    Args:
-        printed: what the process printed to stderr, its end at least.
-        ranks: rank by the identity of its thread.
-
-    Returns:
-        Empty where the words don't say.
-    """
+    """Say in one line why XLA ended the process, and where each replica was."""
     places = {
         ranks[int(head[1], 16)]: f"{frame['name']}, {frame['file']}:{frame['line']}"
         for head in _THREAD.finditer(printed)
@@ -42,7 +30,7 @@ def explain(printed: str, ranks: Mapping[int, int]) -> str:
 
 
 def with_ranks(printed: str, ranks: Mapping[int, int]) -> str:
-    """Add to each printed thread which rank it was. Local."""
+    """Add to each printed thread which rank it was."""
 
     def name(head: re.Match[str]) -> str:
         rank = ranks.get(int(head[1], 16))

@@ -37,8 +37,6 @@ from unisono.launchers.xla.crash_report import explain, with_ranks
 from unisono.pickling import dumps
 from unisono.topology import LaunchPlan, RankInfo
 
-__all__ = ("launch",)
-
 _BOOT = (
     "import sys, pickle; from multiprocessing.connection import Connection; "
     "link = Connection(int(sys.argv.pop(1))); sys.path[:] = pickle.loads(link.recv_bytes()); "
@@ -52,24 +50,7 @@ _TERM_S = 3.0  # after SIGTERM, before SIGKILL
 def launch(
     entry: Callable[[RankInfo], Any], plan: LaunchPlan, *, environ: Mapping[str, str]
 ) -> list[Any]:
-    """Run `entry` in the replicas that XLA's runtime makes.
-
-    Local.
-
-    Args:
-        entry: called once in each replica with who it is.
-        plan: how many replicas to start on this node; the runtime may start another number.
-        environ: variables that the runtime needs, besides this process's own.
-
-    Returns:
-        What `entry` returned, by rank of this node; tensors of XLA devices come on the CPU.
-
-    Raises:
-        ArgumentError: another start method than fork was asked for.
-        PayloadError: `entry` can't be pickled.
-        WorkerFailedError: a replica failed, or their process did.
-        CollectiveTimeoutError: the block's deadline is over; all replicas have been ended.
-    """
+    """Run `entry` in the replicas that XLA's runtime makes."""
     if plan.start_method not in (None, "fork"):
         raise ArgumentError(
             f"start_method={plan.start_method!r}: XLA's replicas are forked from a fresh process, "
@@ -100,7 +81,7 @@ class _Replicas(Ranks):
         self._threads: dict[int, int] = {}
 
     def poll(self, job: Job[Any], until: float) -> None:
-        """Wait a little for news of any replica, and take it in. Local."""
+        """Wait a little for news of any replica, and take it in."""
         # Also asked of the process: one that the user forked may hold the other end open.
         has_ended = self._process.poll() is not None
         left = max(0.0, min(_POLL_S, until - time.monotonic()))
@@ -115,7 +96,7 @@ class _Replicas(Ranks):
             job.stop(self._died())
 
     def see_out(self, job: Job[Any]) -> None:
-        """Wait for the process's end: what it still does may be a checkpoint. Local."""
+        """Wait for the process's end: what it still does may be a checkpoint."""
         try:
             self._process.wait(limit_of(None))
         except subprocess.TimeoutExpired as error:
@@ -127,7 +108,7 @@ class _Replicas(Ranks):
             job.stop(self._died())
 
     def end(self, job: Job[Any]) -> None:
-        """End the fresh process and those that it forked. Local."""
+        """End the fresh process and those that it forked."""
         del job
         self._end_process()
         self._tail.has_ended(1.0)

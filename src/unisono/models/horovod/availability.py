@@ -9,21 +9,13 @@ from pathlib import Path
 
 import torch
 
-__all__ = ("why_unusable",)
-
 _EXTENSION = "mpi_lib_v2"
 _AGAIN = "install it again beside this torch and Python, with HOROVOD_WITH_PYTORCH=1"
 
 
 def why_unusable() -> str | None:
-    """Say why the installed Horovod can't be used, None if nothing speaks against it.
-
-    Local. It looks at files alone: what only the loader finds out is the import's own error.
-
-    Returns:
-        What is wrong and what to do: its part for torch is missing, or was made for another
-        Python or another torch.
-    """
+    """Say why the installed Horovod can't be used, None if nothing speaks against it."""
+    # It looks at files alone: what only the loader finds out is the import's own error.
     spec = importlib.util.find_spec("horovod")
     folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
     if not folders:

@@ -20,21 +20,6 @@ from unisono.model.handle import Outcome
 from unisono.models.horovod.rendezvous import wait_for_all
 from unisono.topology import ContextHint, RankInfo, Topology
 
-__all__ = (
-    "DEFAULT_TIMEOUT_S",
-    "DYNAMIC",
-    "LEAVE_S",
-    "device_of",
-    "initialize",
-    "leave",
-    "place",
-    "seat",
-    "seconds",
-    "topology_of",
-    "settle_gradients",
-    "wrap_optimizer",
-)
-
 DEFAULT_TIMEOUT_S = 1800.0
 LEAVE_S = 2.0
 """Seconds that a replica waits for Horovod's own end where a peer has failed or didn't come."""
@@ -42,11 +27,7 @@ DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
 
 def seconds(timeout: timedelta | None) -> float:
-    """Check a timeout, None for the default. Local.
-
-    Raises:
-        ArgumentError: it isn't a timedelta, or not over zero.
-    """
+    """Check a timeout, None for the default."""
     if timeout is None:
         return DEFAULT_TIMEOUT_S
     if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
@@ -55,20 +36,7 @@ def seconds(timeout: timedelta | None) -> float:
 
 
 def initialize(hvd: ModuleType, info: RankInfo, timeout_s: float) -> None:
-    """Make a context in which groups can be made later.
-
-    Collective over all ranks of `info`.
-
-    Args:
-        hvd: the module ``horovod.torch``.
-        info: who this replica is; Horovod finds its peers by its own launcher's variables or MPI.
-        timeout_s: seconds to wait for every rank, where horovodrun's server knows who has come.
-
-    Raises:
-        AlreadyInitializedError: there is one.
-        CollectiveTimeoutError: ranks didn't come.
-        ContextError: this replica found itself alone where it should have peers, or MPI has ended.
-    """
+    """Make a context in which groups can be made later. Collective over all ranks of `info`."""
     if hvd.is_initialized():
         raise AlreadyInitializedError(
             "Horovod is initialised already in this process: use it as it is, or call "
@@ -96,13 +64,8 @@ def initialize(hvd: ModuleType, info: RankInfo, timeout_s: float) -> None:
 
 
 def leave(end: Callable[[], None], limit_s: float) -> None:
-    """Let Horovod end, for a while: its calls hold on for 30 s to a peer that is stopped.
-
-    Local. After the limit it goes on in a thread, which the end of the process may wait for.
-
-    Raises:
-        CollectiveError: as `end` does.
-    """
+    """Let Horovod end, for a while: its calls hold on for 30 s to a peer that is stopped."""
+    # After the limit it goes on in a thread, which the end of the process may wait for.
     outcome, thread = Outcome.in_thread(end, "unisono-leaving")
     thread.join(limit_s)
     if outcome.is_known:
@@ -110,7 +73,7 @@ def leave(end: Callable[[], None], limit_s: float) -> None:
 
 
 def _is_mpi_over(hvd: ModuleType) -> bool:
-    """Tell whether Horovod would abort the process by using an MPI that has ended. Local."""
+    """Tell whether Horovod would abort the process by using an MPI that has ended."""
     if not hvd.mpi_built() or os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo":
         return False
     is_over = ctypes.c_int(0)
@@ -119,17 +82,7 @@ def _is_mpi_over(hvd: ModuleType) -> bool:
 
 
 def topology_of(hvd: ModuleType, hint: ContextHint) -> Topology:
-    """Say where this replica stands, as far as its own context knows.
-
-    Local.
-
-    Args:
-        hvd: the module ``horovod.torch``.
-        hint: its local rank wins; its environment knows the nodes where Horovod doesn't.
-
-    Returns:
-        The node is None where nodes differ in size and nobody but local rank 0 knows it.
-    """
+    """Say where this replica stands, as far as its own context knows."""
     local_rank = hvd.local_rank()
     node_rank: int | None = hvd.cross_rank()
     nnodes: int | None = hvd.cross_size()
@@ -144,23 +97,13 @@ def topology_of(hvd: ModuleType, hint: ContextHint) -> Topology:
 
 
 def seat(hvd: ModuleType) -> bytes:
-    """Say on which node this replica is, for `place`. Local."""
+    """Say on which node this replica is, for `place`."""
     node = os.environ.get("HOROVOD_HOSTNAME") or host_of_this_process()
     return json.dumps([node, hvd.local_rank()]).encode()
 
 
 def place(topology: Topology, seats: list[bytes]) -> Topology:
-    """Count the nodes.
-
-    Local.
-
-    Args:
-        topology: where this replica stands.
-        seats: what `seat` gave on each rank.
-
-    Returns:
-        The same with the node's rank and the number of nodes, right on every rank.
-    """
+    """Count the nodes."""
     placed = [json.loads(blob) for blob in seats]
     nodes = list(dict.fromkeys(node for node, _ in placed))
     if len(nodes) != sum(local_rank == 0 for _, local_rank in placed):
@@ -171,13 +114,8 @@ def place(topology: Topology, seats: list[bytes]) -> Topology:
 
 
 def device_of(hvd: ModuleType) -> torch.device:
-    """Choose by local rank.
-
-    Local. Only the CPU's branch has been run: no build for GPUs was at hand.
-
-    Returns:
-        The CPU, or this replica's GPU where Horovod was built for GPUs and there is one.
-    """
+    """Choose by local rank."""
+    # Only the CPU's branch has been run: no build for GPUs was at hand.
     is_built = hvd.cuda_built() or hvd.rocm_built()
     if not is_built or not torch.cuda.is_available():
         return torch.device("cpu")
@@ -187,19 +125,7 @@ def device_of(hvd: ModuleType) -> torch.device:
 def wrap_optimizer(
     hvd: ModuleType, optimizer: Optimizer, is_averaged: bool, **options: Any
 ) -> Optimizer | None:
-    """Make a ``DistributedOptimizer``, unless backward averages and no option is given.
-
-    Local.
-
-    Args:
-        hvd: the module ``horovod.torch``.
-        optimizer: as the user made it.
-        is_averaged: whether backward averages the gradients already.
-        options: of ``DistributedOptimizer``.
-
-    Returns:
-        Horovod's optimizer, None where there is nothing to do.
-    """
+    """Make a ``DistributedOptimizer``, unless backward averages and no option is given."""
     if is_averaged and not options:
         return None
     made: Optimizer = hvd.DistributedOptimizer(optimizer, **options)
@@ -207,16 +133,8 @@ def wrap_optimizer(
 
 
 def settle_gradients(optimizer: Optimizer) -> Callable[[], None] | None:
-    """Wait for the averages of a ``DistributedOptimizer``, and let its step not do so.
-
-    Collective over all ranks.
-
-    Args:
-        optimizer: nothing is done for one of another class.
-
-    Returns:
-        What lets the step do so again.
-    """
+    """Wait for the averages of a ``DistributedOptimizer``, and let its step not do so."""
+    # Collective over all ranks.
     own: Any = optimizer
     if not hasattr(own, "skip_synchronize"):
         return None

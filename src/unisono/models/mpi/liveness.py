@@ -10,8 +10,6 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ("LIMIT_S", "LivenessProbe", "bounded_barrier")
-
 _QUESTION, _ANSWER = 32_764, 32_765  # tags beside those of the model's own messages
 _BYTES = 256
 _ANSWER_NAP_S = 1e-3
@@ -20,39 +18,19 @@ _sent: list[list[Any]] = []  # what MPI reads, until it is done: longer than a c
 
 
 class LivenessProbe:
-    """Messages between ranks that wait: what does each wait in?
-
-    Args:
-        mpi: the module ``mpi4py.MPI``.
-        comm: a communicator of all ranks.
-    """
+    """Messages between ranks that wait: what does each wait in?"""
 
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi = mpi
         self._comm = comm
 
     def answer(self, doing: str) -> None:
-        """Answer the ranks that have asked since the last time. Local; doesn't wait.
-
-        Args:
-            doing: what this rank waits in.
-        """
+        """Answer the ranks that have asked since the last time. Local; doesn't wait."""
         for rank, _ in self._received(_QUESTION):
             self._send(doing.encode()[:_BYTES], rank, _ANSWER)
 
     def ask(self, ranks: Iterable[int], doing: str, limit_s: float) -> dict[int, str]:
-        """Ask ranks what they wait in, answering those that ask too.
-
-        Local.
-
-        Args:
-            ranks: the ranks to ask.
-            doing: as in `answer`.
-            limit_s: seconds to wait for the answers.
-
-        Returns:
-            The answers, by rank. A rank that isn't there gives none, nor one without a deadline.
-        """
+        """Ask ranks what they wait in, answering those that ask too."""
         others = {rank for rank in ranks if rank != self._comm.rank}
         for rank in others:
             self._send(b"?", rank, _QUESTION)
@@ -110,21 +88,9 @@ _held: dict[int, object] = {}
 def bounded_barrier(
     mpi: Any, comm: Any, ranks: Sequence[int], limit_s: float, what: str
 ) -> list[int]:
-    """Wait until all of some ranks have come, or the first of them has waited long enough.
-
-    Collective over `ranks`, in messages: a collective call of MPI can't be given up and doesn't
-    tell which ranks are missing.
-
-    Args:
-        mpi: the module ``mpi4py.MPI``.
-        comm: a communicator.
-        ranks: some ranks of it, this one among them.
-        limit_s: seconds to wait.
-        what: what is waited in, for a warning.
-
-    Returns:
-        Ranks that didn't come, the first 32 of them at most.
-    """
+    """Wait until all of some ranks have come, or the first of them has waited long enough."""
+    # Collective over `ranks`, in messages: a collective call of MPI can't be given up and doesn't
+    # tell which ranks are missing.
     first, *others = ranks
     if not others:
         return []

@@ -26,8 +26,6 @@ from unisono.tracebacks import hides
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ("MpiModel",)
-
 __tracebackhide__ = hides
 
 T = TypeVar("T")
@@ -60,31 +58,27 @@ class _ControlPlane(ControlPlane):
         return self.is_one_host and is_on_cpu and model.topology.size(group) > 1
 
     def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
-        """Give what fits into the round in which the calls are compared. Local."""
+        """Give what fits into the round in which the calls are compared."""
         return super().inline_bytes(group, folds and not self.compares_calls(group))
 
     def interrupt(self, how: str) -> None:
-        """Only the end of this process can tell the others, which it does at once then. Local."""
+        """Only the end of this process can tell the others, which it does at once then."""
         self.model.lose(how)
 
 
 class MpiModel(ComputationModel):
-    """``MPI.COMM_WORLD``, started by `initialize` or adopted from the user's program.
+    """``MPI.COMM_WORLD``, started by `initialize` or adopted from the user's program."""
 
-    Collectives run on a duplicate of it, so that no message of ours meets one of the user's. An
-    adopted world is duplicated by the first collective over it, where every rank comes anyway;
-    messages between two ranks use the adopted world itself, with a tag of their own. MPI stays up
-    until the process exits, since it can't be initialised twice.
-
-    Reductions of 32 and 64 bits are MPI's own; sums and products of fewer bits are torch's,
-    within an MPI operation of ours. With two ranks every result is bit for bit that of
-    `fold_tensors`.
-
-    Set-up waits for all ranks within ``timeout``, else for 60 s; no call of MPI that all must make
-    is begun before. Any other call has the ``timeout``, else 30 minutes: it is made in its
-    non-blocking form and polled, about 1 us more, and up to twice the time for megabytes. With
-    ``timeout=datetime.timedelta.max`` it waits forever, in MPI.
-    """
+    # Collectives run on a duplicate of it, so that no message of ours meets one of the user's. An
+    # adopted world is duplicated by the first collective over it, where every rank comes anyway;
+    # messages between two ranks use the adopted world itself, with a tag of their own. MPI stays up
+    # until the process exits, since it can't be initialised twice. Reductions of 32 and 64 bits are
+    # MPI's own; sums and products of fewer bits are torch's, within an MPI operation of ours. With
+    # two ranks every result is bit for bit that of `fold_tensors`. Set-up waits for all ranks
+    # within ``timeout``, else for 60 s; no call of MPI that all must make is begun before. Any
+    # other call has the ``timeout``, else 30 minutes: it is made in its non-blocking form and
+    # polled, about 1 us more, and up to twice the time for megabytes. With
+    # ``timeout=datetime.timedelta.max`` it waits forever, in MPI.
 
     name: ClassVar[str] = "mpi-dist"
     backends: ClassVar[tuple[str, ...]] = ("mpi4py",)
@@ -176,21 +170,21 @@ class MpiModel(ComputationModel):
 
     @property
     def allows_threads(self) -> bool:
-        """Whether MPI may be called from another thread. Local."""
+        """Whether MPI may be called from another thread."""
         return bool(self._mpi.Query_thread() >= self._mpi.THREAD_SERIALIZED)
 
     @property
     def allows_many_threads(self) -> bool:
-        """Whether several threads may call MPI at once. Local."""
+        """Whether several threads may call MPI at once."""
         return bool(self._mpi.Query_thread() >= self._mpi.THREAD_MULTIPLE)
 
     @property
     def is_duplicated(self) -> bool:
-        """Whether all ranks have called something over all of them. Local."""
+        """Whether all ranks have called something over all of them."""
         return self._world is not None
 
     def lose(self, how: str) -> None:
-        """Let no further call of MPI be made, and end the job with this process. Local."""
+        """Let no further call of MPI be made, and end the job with this process."""
         self._calls.lose(how)
 
     def _over(self, group: Group | None) -> Any:
@@ -316,10 +310,8 @@ class MpiModel(ComputationModel):
         return into
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
-        """Make a communicator of some ranks; other ranks return at once.
-
-        Collective at creation, over the members.
-        """
+        """Make a communicator of some ranks; other ranks return at once."""
+        # Collective at creation, over the members.
         timeout = options.pop("timeout", None)
         check_names("new_group on mpi4py", options, {"timeout"})
         if self._topology.rank not in ranks:

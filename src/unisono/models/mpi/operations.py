@@ -32,8 +32,6 @@ from unisono.model.reduction import ReduceOp
 from unisono.models.mpi.liveness import LivenessProbe, bounded_barrier
 from unisono.tracebacks import hides
 
-__all__ = ("DATATYPES", "Calls", "is_folded_by_torch")
-
 __tracebackhide__ = hides
 
 T = TypeVar("T")
@@ -94,13 +92,7 @@ class _Buffer(list[Any]):
 
 
 class Calls:
-    """MPI as one rank calls it.
-
-    Args:
-        mpi: the module ``mpi4py.MPI``.
-        rank: this rank.
-        at_loss: called when a call is given up whose peers may wait for this rank at the end.
-    """
+    """MPI as one rank calls it."""
 
     def __init__(self, mpi: Any, rank: int, at_loss: Callable[[str], None]) -> None:
         self._mpi = mpi
@@ -119,7 +111,7 @@ class Calls:
         self._allowed_s: dict[int, float] = {}  # by the identity of communicators that stay
 
     def buffer(self, tensor: Tensor) -> list[Any]:
-        """Show MPI the memory of a contiguous tensor, which must outlive the call. Local."""
+        """Show MPI the memory of a contiguous tensor, which must outlive the call."""
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()  # MPI knows of no streams
         made = _Buffer((self._at(tensor.data_ptr(), tensor.nbytes), self._datatypes[tensor.dtype]))
@@ -127,20 +119,14 @@ class Calls:
         return made
 
     def allow(self, comm: Any, timeout_s: float) -> None:
-        """Set how long a call over a communicator that is kept may take. Local."""
+        """Set how long a call over a communicator that is kept may take."""
         self._allowed_s[id(comm)] = timeout_s
 
     def _limit_s(self, comm: Any) -> float | None:
         return limit_of(self._allowed_s.get(id(comm), self.timeout_s))
 
     def rule(self, op: ReduceOp, dtype: torch.dtype) -> Any:
-        """Give MPI's operation, or ours where it has none that computes what torch does.
-
-        Local.
-
-        Raises:
-            PayloadError: bits of floats.
-        """
+        """Give MPI's operation, or ours where it has none that computes what torch does."""
         rule = self._rules.get((id(op), dtype))  # an enum's own hash is Python, and slow
         if rule is None:
             if op.is_bitwise and dtype.is_floating_point:
@@ -154,19 +140,8 @@ class Calls:
         return rule
 
     def run(self, name: str, comm: Any, *args: Any) -> None:
-        """Call a method of a communicator and wait for it.
-
-        Collective over `comm`, or as the method is.
-
-        Args:
-            name: the blocking method; with a deadline its non-blocking form is called.
-            comm: the communicator.
-            args: of the method.
-
-        Raises:
-            CollectiveError: it failed, or an earlier one was given up.
-            CollectiveTimeoutError: the deadline passed.
-        """
+        """Call a method of a communicator and wait for it."""
+        # Collective over `comm`, or as the method is.
         try:
             if self._limit_s(comm) is None:
                 self._check_whole(name)
@@ -206,32 +181,15 @@ class Calls:
             )
 
     def lose(self, how: str) -> None:
-        """Take note that a call was left before its end, which the other ranks may reach.
-
-        Local.
-
-        Args:
-            how: what was left and why, as a clause.
-        """
+        """Take note that a call was left before its end, which the other ranks may reach."""
         self._lost = self._lost or how
         self._at_loss(f"{self._who}: {self._lost}")
 
     def exchange(
         self, comm: Any, n_ranks: int, blob: bytes, largest: int
     ) -> tuple[list[int], list[bytes] | None]:
-        """Give every rank the bytes of every rank: in one round where all of them are few.
-
-        Collective over `comm`.
-
-        Args:
-            comm: the communicator.
-            n_ranks: its size.
-            blob: this rank's bytes.
-            largest: bytes that one call may gather.
-
-        Returns:
-            The sizes of the blobs, and the blobs, by rank; None for the blobs if they are too many.
-        """
+        """Give every rank the bytes of every rank: in one round where all of them are few."""
+        # Collective over `comm`.
         byte = self._mpi.BYTE
         heads = bytearray(n_ranks * FRAME_BYTES)
         self.run("Allgather", comm, [as_frame(blob), byte], [heads, byte])
@@ -253,14 +211,7 @@ class Calls:
     def start(
         self, name: str, comm: Any, tensor: Tensor, *args: Any
     ) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
-        """Call a non-blocking method that leaves its result in `tensor`.
-
-        Collective over `comm`.
-
-        Returns:
-            What waits for it and gives `tensor`, and what tells whether it is done. The memory is
-            held until MPI is done with it, also where nobody waits.
-        """
+        """Call a non-blocking method that leaves its result in `tensor`. Collective over `comm`."""
         for number, earlier in self._requests():
             if self._is_done(earlier):
                 self._release(number)
@@ -283,15 +234,10 @@ class Calls:
             return bool(request.Test())
 
     def together(self, name: str, comm: Any, ranks: Sequence[int], call: Callable[[], T]) -> T:
-        """Make a call that MPI can't give up, once all have come to it in time.
-
-        Collective over `ranks`. Where MPI may be called from any thread, a thread does both: Ctrl-C
-        and alarms come to the main thread, and one that came between the two would leave the other
-        ranks in MPI for good.
-
-        Raises:
-            CollectiveTimeoutError: some didn't come.
-        """
+        """Make a call that MPI can't give up, once all have come to it in time."""
+        # Collective over `ranks`. Where MPI may be called from any thread, a thread does both:
+        # Ctrl-C and alarms come to the main thread, and one that came between the two would leave
+        # the other ranks in MPI for good.
         act = partial(self._await_and_call, name, comm, ranks, call, limit_of(self.timeout_s))
         if self._mpi.Query_thread() < self._mpi.THREAD_MULTIPLE:
             return act()
@@ -318,13 +264,7 @@ class Calls:
         )
 
     def finish(self) -> bool:
-        """Wait for what `start` has under way, and free our operations.
-
-        Local.
-
-        Returns:
-            Whether all is done; no call that was given up can be waited for.
-        """
+        """Wait for what `start` has under way, and free our operations."""
         if self._lost:
             _held[next(_numbers)] = self._folds  # MPI may call them yet
             return False
@@ -339,7 +279,7 @@ class Calls:
 
     @contextmanager
     def edge(self, name: str) -> Iterator[None]:
-        """Turn MPI's errors into ours. Local."""
+        """Turn MPI's errors into ours."""
         try:
             yield
         except self._mpi.Exception as error:

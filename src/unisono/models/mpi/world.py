@@ -25,18 +25,6 @@ from unisono.models.mpi.availability import REMEDY
 from unisono.models.mpi.liveness import LIMIT_S, bounded_barrier
 from unisono.topology import ContextHint, RankInfo, Topology
 
-__all__ = (
-    "EndOfJob",
-    "adopted_topology",
-    "choose_device",
-    "gather",
-    "is_cuda_aware",
-    "live",
-    "measured_topology",
-    "ranks_of",
-    "start",
-)
-
 _log = logging.getLogger(__name__)
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE", "MPI_LOCALNRANKS")
 _LOCAL = (
@@ -47,25 +35,15 @@ _LOCAL = (
 
 
 def live() -> Any:
-    """Give ``mpi4py.MPI`` if somebody has imported it and MPI is up, else None. Local."""
+    """Give ``mpi4py.MPI`` if somebody has imported it and MPI is up, else None."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
     is_up = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
     return mpi if is_up else None
 
 
 def start() -> tuple[Any, bool]:
-    """Import ``mpi4py.MPI`` and initialise MPI, if nobody has.
-
-    Collective over all processes that mpiexec started.
-
-    Returns:
-        The module, and whether this call initialised MPI. MPI can be initialised once in a
-        process, so it then stays up until the process exits.
-
-    Raises:
-        BackendUnavailableError: mpi4py or the MPI library can't be loaded.
-        ContextError: MPI was finalized in this process.
-    """
+    """Import ``mpi4py.MPI`` and initialise MPI, if nobody has."""
+    # Collective over all processes that mpiexec started.
     mpi = live()
     if mpi is not None:
         return mpi, False
@@ -104,12 +82,11 @@ def _finalize(mpi: Any, pid: int) -> None:
 
 
 class EndOfJob:
-    """Ends the whole job when this rank fails: nobody would come to what the others wait for.
+    """Ends the whole job when this rank fails: nobody would come to what the others wait for."""
 
-    It is a ``sys.excepthook`` that lets the former one print the traceback first. Errors in
-    threads don't come here, for they don't end the process; nor does ``sys.exit(1)``, for which
-    there is ``python -m mpi4py``. A prompt is left alone.
-    """
+    # It is a ``sys.excepthook`` that lets the former one print the traceback first. Errors in
+    # threads don't come here, for they don't end the process; nor does ``sys.exit(1)``, for which
+    # there is ``python -m mpi4py``. A prompt is left alone.
 
     def __init__(self, mpi: Any) -> None:
         self._mpi = mpi
@@ -120,7 +97,7 @@ class EndOfJob:
 
     @classmethod
     def install(cls, mpi: Any) -> EndOfJob:
-        """Put it in place, or give the one that is there. Local."""
+        """Put it in place, or give the one that is there."""
         hook = sys.excepthook
         if isinstance(hook, EndOfJob) and hook._pid == os.getpid():
             return hook
@@ -135,7 +112,7 @@ class EndOfJob:
             self.end()
 
     def end(self) -> None:
-        """End all ranks now, this one too. Local."""
+        """End all ranks now, this one too."""
         if os.getpid() == self._pid and live() is not None and self._mpi.COMM_WORLD.size > 1:
             if self._reason:
                 _log.error("%s: this rank ends the job, for others may wait for it", self._reason)
@@ -144,33 +121,20 @@ class EndOfJob:
             self._mpi.COMM_WORLD.Abort(1)
 
     def end_at_exit(self, why: str) -> None:
-        """End all ranks when this process exits, in place of waiting for them there.
-
-        Local.
-
-        Args:
-            why: what is said of it then.
-        """
+        """End all ranks when this process exits, in place of waiting for them there."""
         if not self._reason:
             LastCalls.add(self.end, ends_peers=why)
         self._reason = self._reason or why
 
     def remove(self) -> None:
-        """Take it out again. Local."""
+        """Take it out again."""
         self._is_armed = False
         if sys.excepthook is self:
             sys.excepthook = self._former
 
 
 def adopted_topology(mpi: Any, hint: ContextHint, environ: Mapping[str, str]) -> Topology | None:
-    """Tell where this rank stands in a world that somebody else made.
-
-    Local.
-
-    Returns:
-        None where MPI is no more than a by-product of importing mpi4py: a world of one in a
-        process that mpiexec didn't start, or whose environment speaks of more ranks.
-    """
+    """Tell where this rank stands in a world that somebody else made."""
     world, info = mpi.COMM_WORLD, hint.environment
     rank, size = world.rank, world.size
     if size == 1:
@@ -200,13 +164,7 @@ def _with_variables(topology: Topology, environ: Mapping[str, str]) -> Topology:
 
 
 def gather(mpi: Any, info: RankInfo, timeout: timedelta | None) -> None:
-    """Wait until all ranks of the world have come to be set up.
-
-    Collective over all ranks.
-
-    Raises:
-        ContextError: some didn't come in time; the job ends when this process does.
-    """
+    """Wait until all ranks of the world have come to be set up. Collective over all ranks."""
     world = mpi.COMM_WORLD
     limit_s = limit_of(LIMIT_S if timeout is None else timeout.total_seconds())
     assert limit_s is not None
@@ -221,13 +179,8 @@ def gather(mpi: Any, info: RankInfo, timeout: timedelta | None) -> None:
 
 
 def measured_topology(mpi: Any, info: RankInfo) -> Topology:
-    """Ask MPI where every rank stands, right also for nodes of different size.
-
-    Collective over all ranks.
-
-    Raises:
-        ContextError: `info` contradicts MPI on any rank (on every rank).
-    """
+    """Ask MPI where every rank stands, right also for nodes of different size."""
+    # Collective over all ranks.
     world = mpi.COMM_WORLD
     rank, size = world.rank, world.size
     node = world.Split_type(mpi.COMM_TYPE_SHARED, key=rank)
@@ -251,11 +204,7 @@ def measured_topology(mpi: Any, info: RankInfo) -> Topology:
 
 
 def ranks_of(mpi: Any, comm: Any) -> tuple[int, ...]:
-    """List the ranks of a communicator by their numbers in the world. Local.
-
-    Raises:
-        GroupMembershipError: they aren't all of this world, or not in ascending order.
-    """
+    """List the ranks of a communicator by their numbers in the world."""
     if comm == mpi.COMM_NULL or comm.is_inter:
         raise GroupMembershipError("a group is made of an intracommunicator that this rank is in")
     ranks = comm.group.Translate_ranks(None, mpi.COMM_WORLD.group)
@@ -268,14 +217,8 @@ def ranks_of(mpi: Any, comm: Any) -> tuple[int, ...]:
 
 
 def choose_device(local_rank: int | None, choice: Any) -> torch.device:
-    """Choose the device that this rank computes on, and make it the current one.
-
-    Local. Ranks share devices where there are fewer of these. Not run by tests without one.
-
-    Args:
-        local_rank: rank within the node; None leaves the current device as it is.
-        choice: the user's own choice: a device or its name; None for ours.
-    """
+    """Choose the device that this rank computes on, and make it the current one."""
+    # Ranks share devices where there are fewer of these. Not run by tests without one.
     if choice is not None:
         return torch.device(choice)
     kind = accelerator()
@@ -287,10 +230,8 @@ def choose_device(local_rank: int | None, choice: Any) -> torch.device:
 
 
 def is_cuda_aware(mpi: Any) -> bool:
-    """Ask the MPI library whether it takes pointers to CUDA memory.
-
-    Local. Open MPI, MPICH and MVAPICH have one function for this, reached through mpi4py's
-    extension, which has loaded the library. Not run by tests with a library that says yes.
-    """
+    """Ask the MPI library whether it takes pointers to CUDA memory."""
+    # Open MPI, MPICH and MVAPICH have one function for this, reached through mpi4py's
+    # extension, which has loaded the library. Not run by tests with a library that says yes.
     query = getattr(ctypes.CDLL(mpi.__file__), "MPIX_Query_cuda_support", None)
     return query is not None and bool(query())

@@ -16,8 +16,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ("settle", "settle_at_exit")
-
 _MOST_S = 0.5
 _IDLE_LOOKS = 3
 _THREADS = Path("/proc/self/task")
@@ -26,13 +24,13 @@ _NAME = "(pt_gloo_runloop)" if torch.__version__ >= "2.7" else ""
 
 
 def settle_at_exit() -> None:
-    """Let gloo's threads let go of what they hold before the interpreter ends. Local."""
+    """Let gloo's threads let go of what they hold before the interpreter ends."""
     atexit.unregister(settle)
     atexit.register(settle)
 
 
 def settle() -> None:
-    """Wait until gloo's threads hold nothing that needs the interpreter: milliseconds. Local."""
+    """Wait until gloo's threads hold nothing that needs the interpreter: milliseconds."""
     until, looks = time.monotonic() + _MOST_S, 0
     while (states := _states()) and looks < _IDLE_LOOKS and time.monotonic() < until:
         time.sleep(0.001)  # which gives them the interpreter

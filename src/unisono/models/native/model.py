@@ -45,8 +45,6 @@ from unisono.tracebacks import hides
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ("NativeModel",)
-
 __tracebackhide__ = hides
 
 _EVERYWHERE = {
@@ -260,10 +258,8 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         return rows
 
     def _gather_at_root(self, tensor: Tensor, rows: Tensor) -> Tensor:
-        """Gather as many ranks do while they are set up: gloo's own all_gather is a ring.
-
-        It takes as many steps as there are ranks, and every rank runs in each of them.
-        """
+        """Gather as many ranks do while they are set up: gloo's own all_gather is a ring."""
+        # It takes as many steps as there are ranks, and every rank runs in each of them.
         is_root = self._topology.rank == 0
         self._calls.run("all_gather", None, dist.gather, tensor, [*rows] if is_root else None, 0)
         self._calls.run("all_gather", None, dist.broadcast, rows, 0)

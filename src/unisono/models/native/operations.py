@@ -23,8 +23,6 @@ from unisono.model.handle import Handle
 from unisono.topology import Group, name_of
 from unisono.tracebacks import hides
 
-__all__ = ("LEAST_S", "Calls", "Watched", "set_timeout")
-
 __tracebackhide__ = hides
 
 _log = logging.getLogger(__name__)
@@ -45,7 +43,7 @@ _ERRORS = (
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
-    """Let the operations of one of torch's groups take that long. Local."""
+    """Let the operations of one of torch's groups take that long."""
     change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)  # no public name in torch 2.13
     if change is not None:
         change(timeout, group)
@@ -62,13 +60,7 @@ class Watched(Protocol):
 
 
 class Calls:
-    """Runs operations for one model.
-
-    Args:
-        model: whose they are.
-        is_watched: whether a wait is done in slices, between which peers are looked at: right for
-            gloo, which tells only the neighbours of a dead rank.
-    """
+    """Runs operations for one model."""
 
     def __init__(self, model: Watched, is_watched: bool) -> None:
         self._control = model.control
@@ -76,19 +68,7 @@ class Calls:
         self._is_watched = is_watched
 
     def run(self, call: str, group: Group | None, start: Callable[..., Any], *args: Any) -> None:
-        """Run one operation to its end.
-
-        Collective over `group`.
-
-        Args:
-            call: its name.
-            group: the ranks that take part.
-            start: starts it; takes ``async_op=True`` for a handle.
-            args: of `start`, without the group, which follows them.
-
-        Raises:
-            CollectiveError: a peer failed, or didn't come in time.
-        """
+        """Run one operation to its end. Collective over `group`."""
         if not self._is_watched:
             try:
                 start(*args, _handle(group))
@@ -123,10 +103,8 @@ class Calls:
     def message(
         self, call: str, group: Group | None, start: Callable[..., Any], *args: Any
     ) -> None:
-        """Send or receive a message: no slices, for gloo's can't be waited for twice.
-
-        Takes two ranks, and raises as `run`.
-        """
+        """Send or receive a message: no slices, for gloo's can't be waited for twice."""
+        # Takes two ranks, and raises as `run`.
         limit_s = limit_of(allowed_s(self._control, group))
         try:
             work = start(*args, _handle(group))
@@ -178,14 +156,7 @@ class Calls:
             absent = self._control.gone(group, step)
 
     def fail(self, call: str, group: Group | None, error: Exception, step: int = 0) -> NoReturn:
-        """Raise the error of ours for one of torch's. Local.
-
-        Args:
-            call: what was run.
-            group: the ranks that take part.
-            error: torch's.
-            step: its number among the operations of the group; 0 if it has none.
-        """
+        """Raise the error of ours for one of torch's."""
         ours, where, text = mapped(_ERRORS, error), self._where(call), str(error).strip()
         if ours is CollectiveTimeoutError:
             late = self._control.late(group, step) if step else ""

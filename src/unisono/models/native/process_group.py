@@ -19,37 +19,18 @@ from unisono.errors import ArgumentError, BackendUnavailableError
 from unisono.model.contract import ComputationModel
 from unisono.topology import RankInfo, Topology
 
-__all__ = (
-    "backends_by_device",
-    "choose_device",
-    "join",
-    "known_backends",
-    "place_by_hosts",
-    "place_by_store",
-    "timeout_of",
-    "why_no_device",
-    "wrap",
-)
-
 _LATER = timedelta(seconds=2)
 
 
 def known_backends() -> tuple[str, ...]:
-    """List the backends that torch knows or that somebody registered with it. Local."""
+    """List the backends that torch knows or that somebody registered with it."""
     if not dist.is_available():
         return ()
     return tuple(name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED)
 
 
 def backends_by_device(backend: str) -> dict[str, str]:
-    """Read which backend serves which device type out of a backend's name. Local.
-
-    Args:
-        backend: a name that torch knows, or ``"cpu:gloo,cuda:nccl"``.
-
-    Raises:
-        ArgumentError: the string isn't of that form.
-    """
+    """Read which backend serves which device type out of a backend's name."""
     if ":" not in backend:
         devices = dist.Backend.backend_capability.get(backend, ["cpu"])
         return dict.fromkeys(devices, backend)
@@ -66,14 +47,9 @@ def backends_by_device(backend: str) -> dict[str, str]:
 
 
 def why_no_device(backend: str) -> str | None:
-    """Say which device `backend` lacks on this machine, or None if it has one.
-
-    Local. For lists of what can be used here. Ranks may be started all the same: they may be on
-    other machines.
-
-    Args:
-        backend: a name that torch knows.
-    """
+    """Say which device `backend` lacks on this machine, or None if it has one."""
+    # For lists of what can be used here. Ranks may be started all the same: they may be on
+    # other machines.
     kinds = backends_by_device(backend)
     kind = accelerator()
     if "cpu" in kinds or (kind is not None and kind.type in kinds):
@@ -85,19 +61,9 @@ def why_no_device(backend: str) -> str | None:
 
 
 def choose_device(backend: str, info: RankInfo, choice: Any) -> torch.device:
-    """Choose the device of a replica and make it the current one. Local.
-
-    The accelerator serves if `backend` is what torch uses for it by default or names it; else the
-    CPU. With one visible device (masked by the launcher) its index is 0 whatever the local rank.
-
-    Args:
-        backend: the job's backend.
-        info: who the replica is; where its local rank isn't said, ranks take devices in turn.
-        choice: the user's own choice: a device, its name or an index; None for ours.
-
-    Raises:
-        BackendUnavailableError: there are fewer devices than local ranks.
-    """
+    """Choose the device of a replica and make it the current one."""
+    # The accelerator serves if `backend` is what torch uses for it by default or names it; else the
+    # CPU. With one visible device (masked by the launcher) its index is 0 whatever the local rank.
     kind = accelerator()
     if choice is not None:
         device = _as_device(choice, kind)
@@ -144,19 +110,10 @@ def join(
     left: timedelta,
     options: dict[str, Any],
 ) -> timedelta | None:
-    """Let torch make the default group; return the time that our own operations may take.
-
-    Collective over all ranks of `info`. Gloo connects all ranks within what is left for set-up.
-    From then on it keeps to the job's own timeout, and a little longer: a rank that waits in a call
-    of ours says first who is in one that torch makes, such as those of a backward.
-
-    Args:
-        backend: a name that torch knows.
-        info: who this rank is.
-        timeout: of each operation; None for torch's own.
-        left: for set-up.
-        options: of ``init_process_group``.
-    """
+    """Let torch make the default group; return the time that our own operations may take."""
+    # Collective over all ranks of `info`. Gloo connects all ranks within what is left for set-up.
+    # From then on it keeps to the job's own timeout, and a little longer: a rank that waits in a
+    # call of ours says first who is in one that torch makes, such as those of a backward.
     if timeout is not None:
         options = {**options, "timeout": timeout}
     options = {**options, "rank": info.rank, "world_size": info.world_size}
@@ -173,14 +130,7 @@ def join(
 
 
 def place_by_store(rank: int, world_size: int) -> Topology:
-    """Tell where a rank stands from where the default group's store can be reached.
-
-    Local.
-
-    Returns:
-        One node where the store can be reached from this host alone; a guess for a store in a
-        file, which a network file system might share; the ranks alone where neither is so.
-    """
+    """Tell where a rank stands from where the default group's store can be reached."""
     one_node = Topology(rank, world_size, rank, world_size, 0, 1)
     if world_size == 1:
         return one_node
@@ -203,18 +153,12 @@ def place_by_store(rank: int, world_size: int) -> Topology:
 
 
 def place_by_hosts(model: ComputationModel) -> Topology:
-    """Find where a rank stands by asking every rank for its host.
-
-    Collective over all ranks.
-
-    Returns:
-        What is known of this rank already, and for the rest what the hosts say.
-    """
+    """Find where a rank stands by asking every rank for its host. Collective over all ranks."""
     return model.topology.among(model.exchange(host_of_this_process().encode()))
 
 
 def timeout_of(group: Any, device: torch.device) -> timedelta | None:
-    """Read the timeout that a process group was made with, or None. Local."""
+    """Read the timeout that a process group was made with, or None."""
     with contextlib.suppress(AttributeError, RuntimeError):
         timeout = group._get_backend(device).options._timeout  # no public name in torch 2.13
         return timeout if isinstance(timeout, timedelta) else None
@@ -222,19 +166,8 @@ def timeout_of(group: Any, device: torch.device) -> timedelta | None:
 
 
 def wrap(module: nn.Module, wrapper: str, device: torch.device, **options: Any) -> nn.Module | None:
-    """Wrap in ``DistributedDataParallel``, or shard with ``fully_shard``.
-
-    Collective over all ranks.
-
-    Args:
-        module: on `device`.
-        wrapper: ``"ddp"`` or ``"fsdp"``.
-        device: of this replica.
-        options: of the wrapper.
-
-    Returns:
-        The wrapped module; `module` itself, sharded, for ``"fsdp"``; None for another wrapper.
-    """
+    """Wrap in ``DistributedDataParallel``, or shard with ``fully_shard``."""
+    # Collective over all ranks.
     if wrapper == "ddp":
         is_trainable = any(parameter.requires_grad for parameter in module.parameters())
         if not is_trainable:

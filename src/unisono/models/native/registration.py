@@ -14,8 +14,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, cast
 
-__all__ = ("NAME", "register", "register_with_torch")
-
 NAME = "unisono"
 """What ``torch.distributed`` calls the backend."""
 _REGISTRY = "torch.distributed.distributed_c10d"  # which ``import torch`` loads
@@ -23,7 +21,7 @@ _TRACE_RULES = "torch._dynamo.trace_rules"  # which the first use of ``torch.com
 
 
 def register_with_torch() -> None:
-    """Register with what of torch is loaded, and with the rest as soon as it is. Local."""
+    """Register with what of torch is loaded, and with the rest as soon as it is."""
     for name, act in ((_REGISTRY, register), (_TRACE_RULES, _leave_untraced)):
         if name in sys.modules:
             act()
@@ -32,11 +30,9 @@ def register_with_torch() -> None:
 
 
 def register() -> None:
-    """Register the backend with torch, which is loaded by then.
-
-    Local, and cheap; registering it again does no harm. Torch 2.14 and later call it by the entry
-    point ``torch.distributed.backends`` when the name is first asked for.
-    """
+    """Register the backend with torch, which is loaded by then."""
+    # Local, and cheap; registering it again does no harm. Torch 2.14 and later call it by the entry
+    # point ``torch.distributed.backends`` when the name is first asked for.
     backends: Any = importlib.import_module(_REGISTRY).Backend
     backends.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
@@ -50,12 +46,7 @@ def _create(place: Any, _options: Any) -> Any:
 
 
 class _Registrar:
-    """Finds one module of torch's once, and acts after it was loaded.
-
-    Args:
-        name: of the module.
-        act: what is done then.
-    """
+    """Finds one module of torch's once, and acts after it was loaded."""
 
     def __init__(self, name: str, act: Callable[[], None]) -> None:
         self._name, self._act = name, act
@@ -63,7 +54,7 @@ class _Registrar:
     def find_spec(
         self, name: str, path: object = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find what others find, for that one module. Local."""
+        """Find what others find, for that one module."""
         if name != self._name:
             return None
         sys.meta_path.remove(self)
@@ -83,12 +74,12 @@ class _Then:
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Make the module as its own loader does. Local."""
+        """Make the module as its own loader does."""
         made: ModuleType | None = self._loader.create_module(spec)
         return made
 
     def exec_module(self, module: ModuleType) -> None:
-        """Load it as its own loader does, which it keeps, and act. Local."""
+        """Load it as its own loader does, which it keeps, and act."""
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader

@@ -37,8 +37,6 @@ from unisono.errors import ArgumentError, ContextError
 from unisono.model.handle import Outcome
 from unisono.topology import PRIVATE_STORE, RankInfo
 
-__all__ = ("Rendezvous", "gloo_interface", "is_one_host", "listening_at", "wrong_interface")
-
 _log = logging.getLogger(__name__)
 _LIMIT_S = 60.0  # for set-up, where the user says nothing
 _WARN_AFTER_S = 10.0
@@ -61,21 +59,21 @@ _SOURCES = {
 
 
 def is_one_host(info: RankInfo) -> bool:
-    """Tell whether all ranks are known to be on this host: a loopback address says so. Local."""
+    """Tell whether all ranks are known to be on this host: a loopback address says so."""
     if info.world_size == 1 or info.nnodes == 1:
         return True
     return info.nnodes is None and is_loopback(info.master_addr or "")
 
 
 def gloo_interface(info: RankInfo) -> str:
-    """Name the interface that gloo listens at; empty for that of the host's name. Local."""
+    """Name the interface that gloo listens at; empty for that of the host's name."""
     if is_one_host(info) or is_loopback(info.master_addr or ""):
         return "lo"
     return own_interface(info.master_addr, has_others=info.nnodes is not None)
 
 
 def wrong_interface(info: RankInfo) -> str:
-    """Say what is wrong with the interface that gloo listens at, if anything is. Local."""
+    """Say what is wrong with the interface that gloo listens at, if anything is."""
     names = os.environ.get(_GLOO, "").split(",")
     here = {name for _, name in socket.if_nameindex()}
     unknown = [name for name in names if name and name not in here]
@@ -94,10 +92,8 @@ def wrong_interface(info: RankInfo) -> str:
 
 @contextlib.contextmanager
 def listening_at(interface: str) -> Iterator[None]:
-    """Let gloo listen at an interface while it lasts.
-
-    Local. A variable is the only way to tell gloo; the user's own stays.
-    """
+    """Let gloo listen at an interface while it lasts."""
+    # A variable is the only way to tell gloo; the user's own stays.
     if not interface or _GLOO in os.environ or sys.platform != "linux":
         yield
         return
@@ -109,12 +105,7 @@ def listening_at(interface: str) -> Iterator[None]:
 
 
 class Rendezvous:
-    """The rendezvous of all ranks of a job, until its deadline.
-
-    Args:
-        info: who this rank is.
-        timeout: for the whole of set-up; None for ours, which restarts while ranks come.
-    """
+    """The rendezvous of all ranks of a job, until its deadline."""
 
     def __init__(self, info: RankInfo, timeout: timedelta | None) -> None:
         limit_s = limit_of(_LIMIT_S if timeout is None else timeout.total_seconds())
@@ -131,20 +122,11 @@ class Rendezvous:
         self._warn_at: float = time.monotonic() + host_s(_WARN_AFTER_S)
 
     def left(self) -> timedelta:
-        """Give the time that is left for torch's own part of set-up, never nothing. Local."""
+        """Give the time that is left for torch's own part of set-up, never nothing."""
         return timedelta(seconds=max(self._until - time.monotonic(), min(_LEAST_S, self._limit_s)))
 
     def at(self, url: str) -> bool:
-        """Take the address out of a ``tcp://`` URL, for a store of ours.
-
-        Local.
-
-        Returns:
-            Whether it is such a URL; ranks in its query are for torch.
-
-        Raises:
-            ArgumentError: it has no host or no port.
-        """
+        """Take the address out of a ``tcp://`` URL, for a store of ours."""
         parts = urlsplit(url)
         if parts.scheme != "tcp" or parts.query:
             return False
@@ -160,13 +142,7 @@ class Rendezvous:
         return True
 
     def store(self) -> Store:
-        """Make or join the store, and wait there for everybody.
-
-        Collective over all ranks.
-
-        Raises:
-            ContextError: there is no address, nobody listens there, or not all ranks came.
-        """
+        """Make or join the store, and wait there for everybody. Collective over all ranks."""
         info = self.info
         if info.world_size == 1:
             return HashStore()
@@ -232,11 +208,9 @@ class Rendezvous:
                 self._wait_for_end_of_earlier_run(addr, port)
 
     def _is_of_earlier_run(self, store: Store) -> bool:
-        """Tell whether another process has been this rank there, which node 0 has yet to close.
-
-        Local. Where each node makes its own calls, one may begin the next run before node 0 has
-        ended the last one, whose ranks met at the same port.
-        """
+        """Tell whether another process has been this rank there, which node 0 has yet to close."""
+        # Where each node makes its own calls, one may begin the next run before node 0 has
+        # ended the last one, whose ranks met at the same port.
         info, token = self.info, _token(os.getpid())
         if info.source != "spawn" or not info.node_rank or not info.store_is_hosted:
             return False
@@ -343,15 +317,9 @@ class Rendezvous:
             time.sleep(_TRY_S)
 
     def _gather_ranks(self, store: PrefixStore) -> tuple[int, list[int] | str]:
-        """Wait until all ranks have come to the store, or one of them has waited long enough.
-
-        A store that outlives a context is met at again: turns are told apart, and each has keys of
-        its own, as has each attempt of torchrun.
-
-        Returns:
-            Which turn this is, and who didn't come in time: the same on all who did. Or what is
-            wrong, where ranks don't agree how many they are.
-        """
+        """Wait until all ranks have come to the store, or one of them has waited long enough."""
+        # A store that outlives a context is met at again: turns are told apart, and each has keys
+        # of its own, as has each attempt of torchrun.
         rank, size = self.info.rank, self.info.world_size
         turn = store.add(f"came/{rank}", 1)
         end, begin = f"end/{turn}", time.monotonic()
@@ -418,11 +386,9 @@ def _of_attempt(store: Store) -> PrefixStore:
 
 @functools.cache
 def _opened(path: str) -> str:
-    """Give a path that stays, whatever becomes of the process that made the file.
-
-    Local. The file is open until this process ends: torch opens the path for each operation, and
-    must never find another file there.
-    """
+    """Give a path that stays, whatever becomes of the process that made the file."""
+    # The file is open until this process ends: torch opens the path for each operation, and
+    # must never find another file there.
     if not path.startswith("/proc/"):
         return path
     try:

@@ -43,8 +43,6 @@ from unisono.recording import CallLog, Token, job_of, plane_is
 from unisono.topology import Group, Topology, pair
 from unisono.tracebacks import hides
 
-__all__ = ("create",)
-
 __tracebackhide__ = hides
 
 _CPU = torch.device("cpu")
@@ -109,11 +107,7 @@ class _Gloo:
 
 
 class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
-    """A process group of torch over gloo, with CPU tensors in shared memory.
-
-    Args:
-        place: torch's ``_DistributedBackendOptions``: the store, who this rank is, the timeout.
-    """
+    """A process group of torch over gloo, with CPU tensors in shared memory."""
 
     def __init__(self, place: Any) -> None:
         rank, size, timeout = place.group_rank, place.group_size, place.timeout
@@ -438,12 +432,12 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     # Its end
 
     def shutdown(self) -> None:
-        """Close the connections and let go of the memory. Local."""
+        """Close the connections and let go of the memory."""
         self._end("left")
         super().shutdown()
 
     def abort(self) -> None:
-        """Leave without waiting. Local."""
+        """Leave without waiting."""
         self._end("")
         super().abort()
 
@@ -455,13 +449,13 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self._control.close(farewell)
 
     def disown(self) -> None:
-        """Let go of what a forked child has inherited. Local."""
+        """Let go of what a forked child has inherited."""
         self._is_forked, self._turn = True, Turn()
         self._calls.disown()
         self._control.disown()
 
     def say_farewell(self) -> None:
-        """Tell the other ranks that this one's program has come to its end. Local."""
+        """Tell the other ranks that this one's program has come to its end."""
         self._control.say_farewell("ended its program")
 
 
@@ -479,27 +473,22 @@ def _asking(name: str) -> Callable[..., Any]:
 
 @_delegating
 class _Recorded(_Work):  # type: ignore[misc]
-    """Torch's handle of what gloo carries, which ends the record of the call.
-
-    Args:
-        work: gloo's own.
-        token: of the call.
-    """
+    """Torch's handle of what gloo carries, which ends the record of the call."""
 
     def __init__(self, work: Any, token: Token) -> None:
         super().__init__()
         self._work, self._token = work, token
 
     def wait(self, *timeout: Any, **named: Any) -> Any:
-        """Wait until it is done. Local."""
+        """Wait until it is done."""
         return self._token.wait(functools.partial(self._work.wait, *timeout, **named))
 
     def synchronize(self) -> None:
-        """Wait until it is done. Local."""
+        """Wait until it is done."""
         self._token.wait(self._work.synchronize)
 
     def get_future(self) -> Any:
-        """Give torch's future of it, whose end is the call's; C++ waits for that alone. Local."""
+        """Give torch's future of it, whose end is the call's; C++ waits for that alone."""
         self._token.overlap_ns = 0  # since when somebody waits isn't told: all of it counts
         # A future of its own, so that the record is there when who waits for it goes on.
         return self._work.get_future().then(functools.partial(_end_with, self._token))
@@ -556,7 +545,7 @@ def _operation(opts: Any) -> ReduceOp | None:
 
 
 def _can_reduce(tensor: Tensor, op: ReduceOp) -> bool:
-    """Tell whether the ranks' shared memory reduces a tensor as gloo would. Local."""
+    """Tell whether the ranks' shared memory reduces a tensor as gloo would."""
     return tensor.numel() > 0 and folds(tensor.dtype, op)
 
 
@@ -584,10 +573,8 @@ def _is_times(whole: Tensor, part: Tensor, count: int) -> bool:
 
 
 def _memory_of(tensor: Tensor) -> Tensor:
-    """Give a contiguous tensor, the same memory where that can be.
-
-    Its version counter is another one: as with gloo, autograd doesn't see what is written.
-    """
+    """Give a contiguous tensor, the same memory where that can be."""
+    # Its version counter is another one: as with gloo, autograd doesn't see what is written.
     return tensor.data.resolve_conj().resolve_neg().contiguous()
 
 

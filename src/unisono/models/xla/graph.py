@@ -25,21 +25,6 @@ from torch import Tensor
 from unisono.errors import ContextError
 from unisono.topology import Topology
 
-__all__ = (
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "begin",
-    "cut",
-    "device",
-    "device_type",
-    "n_replicas",
-    "reduce_scatter",
-    "replica",
-    "replicas_are_threads",
-    "run",
-)
-
 _XLAC: Any = torch_xla._XLAC
 _compiling = threading.Lock()
 _BITS = {
@@ -51,22 +36,14 @@ _BITS = {
 
 
 def n_replicas() -> int:
-    """Count the devices that the runtime replicates over; 0 where no launcher set that up.
-
-    Local. Doesn't initialise the runtime.
-    """
+    """Count the devices that the runtime replicates over; 0 where no launcher set that up."""
+    # Doesn't initialise the runtime.
     return int(_XLAC._xla_get_replication_devices_count())
 
 
 def replica() -> Topology | None:
-    """Ask the runtime where the calling thread stands.
-
-    Local. Doesn't initialise the runtime.
-
-    Returns:
-        None where this thread isn't a replica: the runtime isn't initialised, SPMD is on (one
-        process drives all devices), or the replicas are other threads of this process.
-    """
+    """Ask the runtime where the calling thread stands."""
+    # Doesn't initialise the runtime.
     if not _XLAC._xla_runtime_is_initialized() or xr.is_spmd():
         return None
     if n_replicas() == 0:
@@ -98,13 +75,7 @@ def _is_replica_thread() -> bool:
 
 
 def begin(kind: str) -> None:
-    """Initialise the runtime on one device of a kind, without replicas.
-
-    Local.
-
-    Raises:
-        ContextError: the runtime runs on another kind of device.
-    """
+    """Initialise the runtime on one device of a kind, without replicas."""
     if not _XLAC._xla_runtime_is_initialized():
         xr.set_device_type(kind)
         torch_xla.device()
@@ -116,36 +87,26 @@ def begin(kind: str) -> None:
 
 
 def device() -> torch.device:
-    """Give the device of the calling replica. Local."""
+    """Give the device of the calling replica."""
     here: torch.device = torch_xla.device()
     return here
 
 
 def device_type() -> str:
-    """Give the kind of device that the runtime runs on, such as ``"TPU"``. Local."""
+    """Give the kind of device that the runtime runs on, such as ``"TPU"``."""
     return str(xr.device_type())
 
 
 def replicas_are_threads() -> bool:
-    """Tell whether all replicas of the job live in this process. Local."""
+    """Tell whether all replicas of the job live in this process."""
     return n_replicas() > 1 and n_replicas() == xr.addressable_device_count()
 
 
 def run(
     tensor: Tensor, build: Callable[[Tensor], Tensor], wait_for_all: Callable[[], object]
 ) -> Tensor:
-    """Run one collective as a graph of its own, the same on every replica.
-
-    Collective over all replicas.
-
-    Args:
-        tensor: [*shape]; computed first, so that no constant of this rank enters the graph.
-        build: makes the graph's result from `tensor`.
-        wait_for_all: called before the graph is launched, where it still can fail without harm.
-
-    Returns:
-        What `build` made, computed.
-    """
+    """Run one collective as a graph of its own, the same on every replica."""
+    # Collective over all replicas.
     device_name = str(tensor.device)
     _compute(tensor)
     # A token that an earlier graph left would drag that graph into this one.
@@ -160,10 +121,7 @@ def run(
 
 
 def cut(device_name: str) -> None:
-    """Compute all that was recorded on the device, so that no graph grows from step to step.
-
-    Local.
-    """
+    """Compute all that was recorded on the device, so that no graph grows from step to step."""
     _XLAC._set_all_reduce_token(device_name, None)
     devices = xm.xla_real_devices([device_name])
     _XLAC._xla_wait_device_ops(devices)
@@ -181,28 +139,28 @@ def _compute(tensor: Tensor) -> None:
 
 
 def all_gather(tensor: Tensor) -> Tensor:
-    """Build the gathering of [*shape] to [n, *shape], bit by bit. Local."""
+    """Build the gathering of [*shape] to [n, *shape], bit by bit."""
     bits = _bitcast(tensor, _BITS.get(tensor.dtype, tensor.dtype))
     rows: Tensor = xm.all_gather(bits.unsqueeze(0), dim=0, pin_layout=False)
     return _bitcast(rows, tensor.dtype)
 
 
 def all_to_all(rows: Tensor) -> Tensor:
-    """Build the exchange of the rows of [n, *shape], bit by bit. Local."""
+    """Build the exchange of the rows of [n, *shape], bit by bit."""
     n, bits = rows.shape[0], _bitcast(rows, _BITS.get(rows.dtype, rows.dtype))
     received: Tensor = xm.all_to_all(bits.reshape(n, -1), 0, 0, n, pin_layout=False)
     return _bitcast(received.reshape(rows.shape), rows.dtype)
 
 
 def all_reduce(tensor: Tensor, kind: str, as_bits: bool = False) -> Tensor:
-    """Build the reduction of [*shape]; `as_bits` takes floats for integers. Local."""
+    """Build the reduction of [*shape]; `as_bits` takes floats for integers."""
     dtype = _BITS.get(tensor.dtype, tensor.dtype) if as_bits else tensor.dtype
     total: Tensor = xm.all_reduce(kind, _bitcast(tensor, dtype), pin_layout=False)
     return _bitcast(total, tensor.dtype)
 
 
 def reduce_scatter(rows: Tensor, kind: str) -> Tensor:
-    """Build the reduction of [n, *shape] of which this replica keeps its row. Local."""
+    """Build the reduction of [n, *shape] of which this replica keeps its row."""
     n = rows.shape[0]
     row: Tensor = xm.reduce_scatter(kind, rows.reshape(n, -1), 1.0, 0, n, pin_layout=False)
     return row.reshape(rows.shape[1:])

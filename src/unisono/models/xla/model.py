@@ -36,8 +36,6 @@ from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology,
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ("REPLICAS", "XlaModel")
-
 T = TypeVar("T")
 _DEFAULT_TIMEOUT_S = 1800.0
 _ERRORS = (ErrorRow((RuntimeError, ValueError), "", CollectiveError),)
@@ -88,20 +86,17 @@ class _ControlPlane(ControlPlane):
 
 
 class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
-    """One replica of XLA's runtime, as the thread or process that it is.
+    """One replica of XLA's runtime, as the thread or process that it is."""
 
-    An instance belongs to one replica; in a process with several each of their threads has its
-    own. Every collective is a graph of its own, computed when it returns. Replicas that are
-    threads of one process, as on a CPU, meet on the host before each graph, and exchange bytes
-    and form groups there; in a job of several processes all of that takes XLA, whose graphs need
-    every replica, so there are no groups of some of them.
-
-    On a CPU the collectives take tensors of the host, where the facade can compute exactly what
-    XLA can't. Floats move exactly, but a SUM takes -0.0 for 0.0 and what is denormal for zero.
-
-    Run on torch_xla 2.9's CPU device. Written from documentation and not yet run: TPU and CUDA,
-    jobs of several processes, and the exchange over graphs in such a job.
-    """
+    # An instance belongs to one replica; in a process with several each of their threads has its
+    # own. Every collective is a graph of its own, computed when it returns. Replicas that are
+    # threads of one process, as on a CPU, meet on the host before each graph, and exchange bytes
+    # and form groups there; in a job of several processes all of that takes XLA, whose graphs need
+    # every replica, so there are no groups of some of them.
+    # On a CPU the collectives take tensors of the host, where the facade can compute exactly what
+    # XLA can't. Floats move exactly, but a SUM takes -0.0 for 0.0 and what is denormal for zero.
+    # Run on torch_xla 2.9's CPU device. Written from documentation and not yet run: TPU and CUDA,
+    # jobs of several processes, and the exchange over graphs in such a job.
 
     name: ClassVar[str] = "xla-dist"
     backends: ClassVar[tuple[str, ...]] = ("xla-tpu", "xla-cuda", "xla-cpu")

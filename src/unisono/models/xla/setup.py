@@ -15,24 +15,13 @@ import torch
 from unisono.errors import BackendUnavailableError
 from unisono.topology import LaunchPlan
 
-__all__ = ("KINDS", "environment", "find_step", "load_step", "why_unusable")
-
 _REMEDY = "python -m pip install torch==2.9.0 torch_xla==2.9.0"
 
 
 def why_unusable(backend: str) -> str | None:
-    """Say why torch_xla can't be used as `backend`, None if nothing speaks against it.
-
-    Local. Answered by versions and device files; those of TPU and CUDA are written from
-    documentation and not yet run on such a machine.
-
-    Args:
-        backend: ``"xla-tpu"``, ``"xla-cuda"`` or ``"xla-cpu"``.
-
-    Returns:
-        What is wrong and what to do: it isn't there, was built for another torch, or has no such
-        device here.
-    """
+    """Say why torch_xla can't be used as `backend`, None if nothing speaks against it."""
+    # Answered by versions and device files; those of TPU and CUDA are written from
+    # documentation and not yet run on such a machine.
     version = _version_of("torch_xla")
     if version is None:
         if importlib.util.find_spec("torch_xla") is None:
@@ -85,10 +74,7 @@ _THREADS_PER_REPLICA, _MIN_THREADS = 4, 16
 
 
 def environment(backend: str, plan: LaunchPlan) -> dict[str, str]:
-    """Give the variables that the runtime must find when it starts.
-
-    Local.
-    """
+    """Give the variables that the runtime must find when it starts."""
     threads = str(max(_MIN_THREADS, _THREADS_PER_REPLICA * plan.nproc_per_node))
     variables = {"XLA_THREAD_POOL_SIZE": threads, "PJRT_NPROC": threads}
     variables["PJRT_DEVICE"] = KINDS[backend]
@@ -98,13 +84,8 @@ def environment(backend: str, plan: LaunchPlan) -> dict[str, str]:
 
 
 def load_step() -> Any:
-    """Import the part that needs torch_xla.
-
-    Local. It doesn't initialise the runtime.
-
-    Raises:
-        BackendUnavailableError: torch_xla can't be imported, or lacks what is needed of it.
-    """
+    """Import the part that needs torch_xla."""
+    # It doesn't initialise the runtime.
     try:
         return importlib.import_module("unisono.models.xla.graph")
     except Exception as error:  # what is broken in it may raise anything
@@ -116,10 +97,8 @@ def load_step() -> Any:
 
 @functools.cache
 def find_step() -> Any:
-    """Give what `load_step` gives if the program has imported torch_xla, else None.
-
-    Local. Where it is broken: None, and one warning for each process.
-    """
+    """Give what `load_step` gives if the program has imported torch_xla, else None."""
+    # Where it is broken: None, and one warning for each process.
     try:
         return load_step()
     except BackendUnavailableError as error:

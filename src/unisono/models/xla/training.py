@@ -15,8 +15,6 @@ from torch.optim import Optimizer
 from unisono.model.contract import ComputationModel
 from unisono.model.reduction import ReduceOp
 
-__all__ = ("spread", "wrap_optimizer")
-
 
 def spread(model: ComputationModel, module: nn.Module) -> nn.Module:
     """Give every replica the parameters and buffers of rank 0. Collective over all ranks."""
@@ -30,20 +28,9 @@ def spread(model: ComputationModel, module: nn.Module) -> nn.Module:
 def wrap_optimizer(
     model: ComputationModel, optimizer: Optimizer, cut: Callable[[], object]
 ) -> Optimizer:
-    """Let ``step`` average the gradients first, and compute all that was recorded afterwards.
-
-    Local; the step is collective over all ranks. A gradient that only some ranks have counts as
-    zero on the others.
-
-    Args:
-        model: the active model.
-        optimizer: its class is replaced by one that inherits from it, whose ``settle`` averages
-            before the step.
-        cut: computes what is recorded.
-
-    Returns:
-        `optimizer`.
-    """
+    """Let ``step`` average the gradients first, and compute all that was recorded afterwards."""
+    # Local; the step is collective over all ranks. A gradient that only some ranks have counts as
+    # zero on the others.
     kind = type(optimizer)
 
     class Averaging(kind):  # type: ignore[misc, valid-type]

@@ -37,7 +37,7 @@ class Law:
 
 
 def law(*needs: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Register a function as a law that needs some capabilities. Local."""
+    """Register a function as a law that needs some capabilities."""
 
     def register(check: Callable[[], None]) -> Callable[[], None]:
         LAWS[check.__name__] = Law(check.__name__, check, frozenset(needs))
@@ -47,23 +47,23 @@ def law(*needs: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
 
 
 def worlds() -> tuple[int, int]:
-    """Give this replica's rank and the number of replicas. Local."""
+    """Give this replica's rank and the number of replicas."""
     topology = current_model().topology
     return topology.rank, topology.world_size
 
 
 def needs_ranks(count: int) -> bool:
-    """Tell whether the job has as many replicas. Local."""
+    """Tell whether the job has as many replicas."""
     return current_model().topology.world_size >= count
 
 
 def same(value: Any, expected: Any, what: object = "") -> None:
-    """Demand the same value, type, dtype, shape and bits. Local."""
+    """Demand the same value, type, dtype, shape and bits."""
     assert _is_same(value, expected), f"{what}: {_difference(value, expected)}"
 
 
 def _difference(value: Any, expected: Any, path: str = "") -> str:
-    """Say where two values differ first, in a line. Local."""
+    """Say where two values differ first, in a line."""
     at = f"at {path}: " if path else ""
     if type(value) is not type(expected):
         return f"{at}got {_short(value)}, wanted {_short(expected)}"
@@ -137,7 +137,7 @@ _quiet = threading.Lock()
 
 
 def quietly(make: Callable[..., T], *args: Any) -> T:
-    """Call something, without torch's warning about prototypes. Local."""
+    """Call something, without torch's warning about prototypes."""
     with _quiet, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return make(*args)
@@ -148,7 +148,7 @@ def raises(
     call: Callable[[], Any],
     parts: Sequence[str] = (),
 ) -> None:
-    """Demand that `call` raises `error` with a text that has all `parts`. Local."""
+    """Demand that `call` raises `error` with a text that has all `parts`."""
     try:
         value = call()
     except error as raised:
@@ -159,13 +159,7 @@ def raises(
 
 
 def tensor_of(rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Make a tensor whose content depends on the rank, small enough to be exact in every dtype.
-
-    Local.
-
-    Returns:
-        `shape`, with values 0 to 3 (bool: False and True), on the CPU.
-    """
+    """Make a tensor whose content depends on the rank, small enough to be exact in every dtype."""
     count = torch.Size(shape).numel()
     # Mixed, so that within a few elements any two operations differ.
     values = torch.randint(4, (count,), generator=torch.Generator().manual_seed(rank + 4))

@@ -46,7 +46,7 @@ def _ops(dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 def expected(op: str, parts: list[Tensor]) -> Tensor:
-    """Reduce with python's own numbers, which no model shares code with. Local."""
+    """Reduce with python's own numbers, which no model shares code with."""
     dtype, shape = parts[0].dtype, parts[0].shape
     columns = list(zip(*(_numbers(part) for part in parts), strict=True))
     if op == "AVERAGE":

@@ -31,7 +31,7 @@ _FORMATS = {
 
 
 def rough(seed: int, count: int, dtype: torch.dtype, spread: int = 20) -> Tensor:
-    """Make numbers whose sum depends on the order: of both signs, and of many exponents. Local."""
+    """Make numbers whose sum depends on the order: of both signs, and of many exponents."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(count, generator=generator, dtype=torch.float64)
     exponents = torch.randint(-spread, spread + 1, (count,), generator=generator)

@@ -29,8 +29,6 @@ from unisono.testing.ranks.delays import Delays
 from unisono.testing.ranks.leaks import LeakCheck, left_text
 from unisono.testing.ranks.plugin import IN_RANK, OF_A_PROCESS
 
-__all__ = ("Reports", "Setting", "TestFailed", "begin", "call", "debug", "leave", "run_test")
-
 # Plug-ins that talk to the terminal, keep the time, or watch the whole session: the parent's do.
 _PARENTS = (
     *("terminal", "terminalprogress", "junitxml", "pastebin", "faulthandler", "stepwise"),
@@ -49,16 +47,7 @@ _here = threading.local()  # the session of this rank, which may be a thread
 
 @dataclass(frozen=True)
 class Setting:
-    """What the sessions of the ranks have from the parent's.
-
-    Args:
-        options: the parent's options, by name.
-        root: its root directory.
-        ini: its ini file; None for none.
-        files: those with tests for ranks.
-        temporary: where ranks may put temporary files.
-        process: the parent's id.
-    """
+    """What the sessions of the ranks have from the parent's."""
 
     options: Mapping[str, Any]
     root: str
@@ -70,16 +59,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Reports:
-    """What one rank tells of one test.
-
-    Args:
-        reports: of pytest, one for each phase, as dictionaries.
-        failed_at: when it failed, by ``time.monotonic()``.
-        is_secondary: whether it failed because another rank did.
-        is_left_in_disorder: whether it left something behind.
-        has_lasting_fixtures: whether it set up fixtures that outlive it.
-        warnings: text, category, file and line of each.
-    """
+    """What one rank tells of one test."""
 
     reports: list[dict[str, Any]]
     failed_at: float = 0.0
@@ -90,11 +70,7 @@ class Reports:
 
 
 class TestFailed(Exception):
-    """Raised in a rank whose test didn't pass, so that no other rank is waited for.
-
-    Args:
-        reports: what there is to tell of it.
-    """
+    """Raised in a rank whose test didn't pass, so that no other rank is waited for."""
 
     __test__ = False  # for pytest, which looks at names
 
@@ -104,25 +80,15 @@ class TestFailed(Exception):
 
 
 def begin(local_rank: int, setting: Setting) -> None:
-    """Make the session of this rank. Local."""
+    """Make the session of this rank."""
     del local_rank
     with _lock:  # threads import the same modules
         _here.session = _RankSession(setting)
 
 
 def run_test(local_rank: int, nodeid: str, tmp_path: str) -> Reports:
-    """Run a test with its fixtures.
-
-    Local, but for what the test does.
-
-    Args:
-        local_rank: of this rank.
-        nodeid: names the test.
-        tmp_path: of all its ranks.
-
-    Raises:
-        TestFailed: it didn't pass.
-    """
+    """Run a test with its fixtures."""
+    # Local, but for what the test does.
     del local_rank
     session: _RankSession = _here.session
     return session.run(nodeid, tmp_path)
@@ -137,35 +103,15 @@ def call(local_rank: int, pickled: bytes) -> Any:
 
 
 def debug(local_rank: int, rank: int, stdin: str) -> None:
-    """Let the user look at the last failure of one rank.
-
-    Local.
-
-    Args:
-        local_rank: of this rank.
-        rank: whose failure it is; the others do nothing.
-        stdin: where the user types.
-
-    Raises:
-        Exit: the user wants the session to end.
-    """
+    """Let the user look at the last failure of one rank."""
     session: _RankSession = _here.session
     if local_rank == rank:
         session.debug(stdin)
 
 
 def leave(local_rank: int, stay: Sequence[str]) -> None:
-    """End the fixtures of all modules and classes but those named.
-
-    Local, but for what the fixtures do.
-
-    Args:
-        local_rank: of this rank.
-        stay: ids of those around the next test; empty to end all.
-
-    Raises:
-        Exception: whatever a fixture raises.
-    """
+    """End the fixtures of all modules and classes but those named."""
+    # Local, but for what the fixtures do.
     del local_rank
     session: _RankSession = _here.session
     session.leave(frozenset(stay))
@@ -254,7 +200,7 @@ class _RankSession:
         return result
 
     def _tell_left(self, item: pytest.Item, left: Sequence[str]) -> None:
-        """Report as a failure what a test left behind. Local."""
+        """Report as a failure what a test left behind."""
         self._failed_at = self._failed_at or time.monotonic()
         text = left_text(left)
         self.pytest_runtest_logreport(
@@ -265,7 +211,7 @@ class _RankSession:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
     ) -> Generator[None, Any, Any]:
-        """Allow what fixtures of modules, classes and the session make. Local."""
+        """Allow what fixtures of modules, classes and the session make."""
         del request
         if fixturedef.scope == "function" or self._leaks is None:
             return (yield)
@@ -275,10 +221,9 @@ class _RankSession:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self) -> Generator[None, Any, Any]:
-        """Let ranks that share a process end a test side by side. Local.
-
-        The last thing that pytest does here is to take its variable back, as another rank may have.
-        """
+        """Let ranks that share a process end a test side by side."""
+        # The last thing that pytest does here is to take its variable back, as another rank may
+        # have.
         try:
             return (yield)
         except KeyError as error:
@@ -304,12 +249,12 @@ class _RankSession:
         state.teardown_exact(around)
 
     def debug(self, stdin: str) -> None:
-        """Let the user look at the last failure. Local."""
+        """Let the user look at the last failure."""
         if self._failure is not None:
             examine(self._config, self._failure, stdin if self.is_process else None)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep why a file can't be collected. Local."""
+        """Keep why a file can't be collected."""
         if report.failed:
             self._errors[report.nodeid] = str(report.longrepr)
 
@@ -317,7 +262,7 @@ class _RankSession:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, Any, Any]:
-        """Take note of when and why this rank failed. Local."""
+        """Take note of when and why this rank failed."""
         del item
         report = yield
         if report.failed and call.excinfo is not None and not self._failed_at:
@@ -327,19 +272,19 @@ class _RankSession:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep what the parent is told. Local."""
+        """Keep what the parent is told."""
         hook = self._config.hook
         self._reports.append(hook.pytest_report_to_serializable(config=self._config, report=report))
 
     def pytest_warning_recorded(self, warning_message: WarningMessage) -> None:
-        """Keep a warning for the parent's summary. Local."""
+        """Keep a warning for the parent's summary."""
         text, line = str(warning_message.message), warning_message.lineno
         place = (text, warning_message.category, warning_message.filename, line)
         self._warnings.append(place)
 
     @pytest.fixture
     def tmp_path(self) -> Path:
-        """Give a directory that all ranks of the test have in common. Local."""
+        """Give a directory that all ranks of the test have in common."""
         self._tmp_path.mkdir(parents=True, exist_ok=True)
         return self._tmp_path
 

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 from _pytest.debugging import post_mortem
 
-__all__ = ("examine", "own_stdin")
-
 
 def own_stdin() -> str:
-    """Name this process's stdin for another one. Local."""
+    """Name this process's stdin for another one."""
     path = f"/proc/{os.getpid()}/fd/0"
     return path if Path(path).exists() else "/dev/tty"
 
@@ -22,18 +20,7 @@ def own_stdin() -> str:
 def examine(
     config: pytest.Config, failure: pytest.ExceptionInfo[BaseException], stdin: str | None
 ) -> None:
-    """Let the user look at a failure of this rank, which prints where the session does.
-
-    Local.
-
-    Args:
-        config: of the session in this rank.
-        failure: what is looked at.
-        stdin: where the user types; None for this process's own.
-
-    Raises:
-        Exit: the user wants the session to end.
-    """
+    """Let the user look at a failure of this rank, which prints where the session does."""
     at = failure.value if sys.version_info >= (3, 13) else failure.tb
     if stdin is None:
         post_mortem(at)

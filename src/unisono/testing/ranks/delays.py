@@ -10,8 +10,6 @@ from typing import Any
 
 from unisono.model.contract import ComputationModel
 
-__all__ = ("Delays",)
-
 _SHARE = 0.3  # of the collectives that are delayed
 _MEAN_S = 0.005
 _MOST_S = 0.03
@@ -22,13 +20,7 @@ _COLLECTIVES = (
 
 
 class Delays:
-    """Delays of one rank: the same seed, test and rank give the same delays.
-
-    Args:
-        model: of the rank, whose operations are delayed.
-        seed: of the session.
-        rank: of this rank.
-    """
+    """Delays of one rank: the same seed, test and rank give the same delays."""
 
     def __init__(self, model: ComputationModel, seed: int, rank: int) -> None:
         self._seed, self._rank = seed, rank
@@ -37,11 +29,11 @@ class Delays:
             setattr(model, name, self._delayed(getattr(model, name)))
 
     def begin(self, test: str) -> None:
-        """Begin with the delays of a test. Local."""
+        """Begin with the delays of a test."""
         self._random.seed(f"{self._seed} {test} {self._rank}")
 
     def seconds(self) -> float:
-        """Draw the next delay, mostly 0 s. Local."""
+        """Draw the next delay, mostly 0 s."""
         if self._random.random() >= _SHARE:
             return 0.0
         return min(_MOST_S, self._random.expovariate(1 / _MEAN_S))

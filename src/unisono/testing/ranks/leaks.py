@@ -15,8 +15,6 @@ import torch
 
 from unisono import context
 
-__all__ = ("LeakCheck", "left_text")
-
 _PATIENCE_S = 0.2  # for threads that are about to end
 _LONGEST = 60
 _FDS = "/proc/self/fd"
@@ -34,17 +32,7 @@ _OWN_VARIABLES = frozenset(
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """What a process, or a rank of it, has at one moment.
-
-    Args:
-        variables: of the environment.
-        folder: the working directory; empty if it is gone.
-        threads: those that run.
-        files: what each descriptor is.
-        settings: torch's, by what one calls them.
-        group: torch's default process group.
-        model: of the rank's context.
-    """
+    """What a process, or a rank of it, has at one moment."""
 
     variables: Mapping[str, str]
     folder: str
@@ -56,12 +44,7 @@ class _Snapshot:
 
 
 class LeakCheck:
-    """Tells what is left of a test that begins now.
-
-    Args:
-        of_process: whether it looks at what all of the process have in common.
-        of_rank: whether it looks at the context of this rank.
-    """
+    """Tells what is left of a test that begins now."""
 
     def __init__(self, *, of_process: bool = True, of_rank: bool = True) -> None:
         self._take = partial(_take, of_process, of_rank)
@@ -69,7 +52,7 @@ class LeakCheck:
 
     @contextmanager
     def allowing(self) -> Iterator[None]:
-        """Allow what a fixture makes that outlives the test. Local."""
+        """Allow what a fixture makes that outlives the test."""
         was = self._take()
         try:
             yield
@@ -77,11 +60,9 @@ class LeakCheck:
             self._before = _adopted(self._before, was, self._take())
 
     def left(self) -> list[str]:
-        """Name what is there that wasn't, or is gone or another.
-
-        Local; takes some 0.1 ms, and 0.01 ms for each open descriptor. It waits for a moment for
-        new threads that are about to end.
-        """
+        """Name what is there that wasn't, or is gone or another."""
+        # Local; takes some 0.1 ms, and 0.01 ms for each open descriptor. It waits for a moment for
+        # new threads that are about to end.
         before, after = self._before, self._take()
         return [
             *_of_variables(before.variables, after.variables),
@@ -93,7 +74,7 @@ class LeakCheck:
         ]
 
     def restore(self) -> None:
-        """Set back what can be, where no process ends that has it. Local."""
+        """Set back what can be, where no process ends that has it."""
         before = self._before
         torch.set_default_dtype(cast("torch.dtype", before.settings["default dtype"]))
         torch.use_deterministic_algorithms(bool(before.settings["deterministic algorithms"]))
@@ -105,7 +86,7 @@ class LeakCheck:
 
 
 def left_text(left: Sequence[str]) -> str:
-    """Say what a test left behind, and what to do. Local, and pure."""
+    """Say what a test left behind, and what to do."""
     return (
         f"the test left behind: {'; '.join(left)}\n"
         "undo it within the test or a fixture: other tests run in the same ranks\n"

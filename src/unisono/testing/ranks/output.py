@@ -12,24 +12,13 @@ from typing import Any, TextIO
 
 from unisono.launchers.job.output import ByThread, with_rank
 
-__all__ = ("Printed", "of_threads")
-
 Printed = dict[tuple[int, str], io.StringIO]
 _NAME = "unisono-rank-"  # of their threads
 
 
 @contextmanager
 def of_threads(is_kept: bool) -> Iterator[Printed]:
-    """Keep apart what threads print that are ranks.
-
-    Local.
-
-    Args:
-        is_kept: whether it is kept, and not let through behind ``[rank N]``.
-
-    Yields:
-        What was kept, by rank and stream: ``"stdout"`` or ``"stderr"``.
-    """
+    """Keep apart what threads print that are ranks."""
     printed: Printed = {}
     before = sys.stdout, sys.stderr
     own = [
@@ -69,6 +58,6 @@ class _ByRank(ByThread):
         return self.streams[rank]
 
     def end(self) -> None:
-        """Let lines through that aren't whole. Local."""
+        """Let lines through that aren't whole."""
         for stream in self.streams.values():
             stream.flush()

@@ -15,20 +15,6 @@ from typing import Any
 
 import pytest
 
-__all__ = (
-    "IN_RANK",
-    "OF_A_PROCESS",
-    "PLACE",
-    "Place",
-    "place_of",
-    "pytest_addoption",
-    "pytest_configure",
-    "pytest_generate_tests",
-    "pytest_report_header",
-    "ranks",
-    "world",
-)
-
 PLACE = "_ranks"
 """The parameter that tells how many ranks a test runs in, and on what."""
 IN_RANK = "unisono_rank"
@@ -67,14 +53,14 @@ class Place:
 
 
 def place_of(item: pytest.Item) -> Place | None:
-    """Tell where a test runs; None for a test of the parent's own. Local."""
+    """Tell where a test runs; None for a test of the parent's own."""
     callspec = getattr(item, "callspec", None)
     place = None if callspec is None else callspec.params.get(PLACE)
     return place if isinstance(place, Place) else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of the command line and of the ini file. Local."""
+    """Add the options of the command line and of the ini file."""
     group = parser.getgroup("ranks", "tests in several ranks (unisono)")
     group.addoption(
         "--ranks-on",
@@ -115,7 +101,7 @@ def _seed(text: str) -> int:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Print the seed of random delays. Local."""
+    """Print the seed of random delays."""
     seed = config.getoption("ranks_delay")
     return None if seed is None else f"ranks: collectives are delayed by --ranks-delay={seed}"
 
@@ -134,7 +120,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test for each size and backend. Local."""
+    """Make one test for each size and backend."""
     marks = _marks(metafunc.definition)
     places = {str(place): place for mark in marks for place in _places(mark, metafunc)}
     if places:
@@ -225,7 +211,7 @@ class _Session:
         self._pools: Any = None
 
     def pools(self, session: pytest.Session) -> Any:
-        """Give the warm pools of this session; torch is imported here, at the first. Local."""
+        """Give the warm pools of this session; torch is imported here, at the first."""
         if self._pools is None:
             module = importlib.import_module("unisono.testing.ranks.pools")
             self._pools = module.Pools(session)
@@ -288,7 +274,7 @@ class _Session:
                 self._pools.close()
 
     def debug(self, item: pytest.Item, place: Place) -> None:
-        """Let the user look at a failure in a rank. Local."""
+        """Let the user look at a failure in a rank."""
         if self._pools is not None:
             self._pools.debug(item, place)
 
@@ -306,7 +292,7 @@ class _Debugger:
         call: pytest.CallInfo[Any],
         report: pytest.CollectReport | pytest.TestReport,
     ) -> None:
-        """Show the failure, and start the debugger in the rank where it is. Local."""
+        """Show the failure, and start the debugger in the rank where it is."""
         place = place_of(node) if isinstance(node, pytest.Item) else None
         if place is None or call.when != "call":
             self._own.pytest_exception_interact(node=node, call=call, report=report)
@@ -322,5 +308,5 @@ class _Debugger:
         self._session.debug(node, place)
 
     def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        """Let the user look at an error of pytest's own. Local."""
+        """Let the user look at an error of pytest's own."""
         self._own.pytest_internalerror(excinfo=excinfo)

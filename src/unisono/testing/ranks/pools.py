@@ -35,8 +35,6 @@ from unisono.testing.ranks.output import of_threads
 from unisono.testing.ranks.plugin import Place, place_of
 from unisono.tracebacks import hides
 
-__all__ = ("Pool", "Pools", "Ranks")
-
 __tracebackhide__ = hides
 
 _STACKS_S = 0.5  # for the stacks of ranks that are late
@@ -84,20 +82,7 @@ class Pool:
         return self._replicas is not None and set(self._replicas.pids) == {os.getpid()}
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None) -> Answers:
-        """Run ``function(local_rank, *args)`` in every rank.
-
-        Local.
-
-        Args:
-            function: one of `body`.
-            args: what it gets.
-            timeout_s: seconds that it may take; None for no limit.
-
-        Raises:
-            UnknownBackendError: nobody claims the backend.
-            BackendUnavailableError: it can't be used here.
-            LaunchError: the ranks can't be made.
-        """
+        """Run ``function(local_rank, *args)`` in every rank."""
         if self._replicas is not None and (self._is_held or self._replicas.has_ended()):
             self.drop()
         if self._replicas is None:
@@ -152,11 +137,7 @@ class Pool:
             self.drop()
 
     def debug(self, rank: int) -> None:
-        """Let the user look at the last failure of a rank. Local.
-
-        Raises:
-            Exit: the user wants the session to end.
-        """
+        """Let the user look at the last failure of a rank."""
         replicas = self._replicas
         if replicas is not None:
             pickled = pickle_for_worker((body.debug, (rank, own_stdin()), {}, True))
@@ -167,14 +148,14 @@ class Pool:
                 raise pickle.loads(fault.cause)
 
     def drop(self) -> None:
-        """End the ranks, whatever they do. Local."""
+        """End the ranks, whatever they do."""
         self._is_held = False
         replicas, self._replicas = self._replicas, None
         if replicas is not None:
             replicas.stop(is_orderly=False)
 
     def close(self) -> None:
-        """End idle ranks in good order. Local."""
+        """End idle ranks in good order."""
         replicas, self._replicas = self._replicas, None
         if replicas is not None:
             replicas.stop(is_orderly=True)
@@ -185,11 +166,7 @@ def _too_late(late: list[int]) -> NoReturn:
 
 
 class Pools:
-    """All warm ranks of a session.
-
-    Args:
-        session: the parent's.
-    """
+    """All warm ranks of a session."""
 
     def __init__(self, session: pytest.Session) -> None:
         self._session = session
@@ -227,28 +204,14 @@ class Pools:
         )
 
     def ranks(self, size: int, *, on: str = "threads", timeout: float | None = None) -> Ranks:
-        """Give ranks for functions of a test that stays in the parent.
-
-        Local.
-
-        Args:
-            size: how many.
-            on: the backend.
-            timeout: seconds that a call may take; None for those of ``--ranks-timeout``.
-        """
+        """Give ranks for functions of a test that stays in the parent."""
         config = self._session.config
         given = timeout if timeout is not None else config.getoption("ranks_timeout")
         timeout_s = float(config.getini("ranks_timeout") if given is None else given)
         return Ranks(self._pool(on, size), timeout_s)
 
     def run_test(self, item: pytest.Function, place: Place) -> None:
-        """Run a marked test in its ranks, and raise unless it passes.
-
-        Local.
-
-        Raises:
-            RanksFailed: it failed; `fill` has the report.
-        """
+        """Run a marked test in its ranks, and raise unless it passes."""
         pool = self._pool(place.backend, place.size)
         name = re.sub(r"\W", "_", item.name)[:30]
         tmp_path = str(self._temporary() / f"{name}-{next(self._numbers)}")
@@ -278,17 +241,13 @@ class Pools:
         merged.give()
 
     def fill(self, item: pytest.Item, report: pytest.TestReport) -> None:
-        """Put what the ranks told into the report of the session. Local."""
+        """Put what the ranks told into the report of the session."""
         merged = self._merged.pop(item.nodeid, None)
         if merged is not None:
             merged.fill(report)
 
     def debug(self, item: pytest.Item, place: Place) -> None:
-        """Let the user look at the failure of a test, in the rank that was asked for. Local.
-
-        Raises:
-            Exit: the user wants the session to end.
-        """
+        """Let the user look at the failure of a test, in the rank that was asked for."""
         terminal: Any = item.config.pluginmanager.get_plugin("terminalreporter")
         failed, wanted = self._failed, item.config.getoption("ranks_pdb")
         if not failed:
@@ -302,13 +261,7 @@ class Pools:
         self._pool(place.backend, place.size).debug(rank)
 
     def leave(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
-        """End fixtures whose module or class the session leaves.
-
-        Local.
-
-        Raises:
-            Failed: one failed.
-        """
+        """End fixtures whose module or class the session leaves."""
         stay = [node.nodeid for node in nextitem.listchain()] if nextitem is not None else []
         parents = [node.nodeid for node in item.listchain()[:-1]]
         if stay and set(parents) <= set(stay):
@@ -318,13 +271,7 @@ class Pools:
                 _end_fixtures(pool, stay)
 
     def end_threads(self) -> None:
-        """End ranks that are threads: beside them this process has no context of its own.
-
-        Local.
-
-        Raises:
-            Failed: a fixture of theirs failed at its end.
-        """
+        """End ranks that are threads: beside them this process has no context of its own."""
         for pool in self._pools.values():
             if pool.are_threads:
                 try:
@@ -333,7 +280,7 @@ class Pools:
                     pool.close()
 
     def close(self) -> None:
-        """End all ranks. Local."""
+        """End all ranks."""
         for pool in self._pools.values():
             pool.close()
 
@@ -353,23 +300,8 @@ class Ranks:
     _timeout_s: float
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Run ``function(*args, **kwargs)`` in every rank.
-
-        Local; in the ranks collectives work.
-
-        Args:
-            function: any callable.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-
-        Returns:
-            What it returned, by rank.
-
-        Raises:
-            PayloadError: the function or its arguments can't be pickled.
-            WorkerFailedError: a rank failed; it has the first failure's own traceback.
-            CollectiveTimeoutError: the time is over; shows where each rank was.
-        """
+        """Run ``function(*args, **kwargs)`` in every rank."""
+        # Local; in the ranks collectives work.
         pickled = pickle_for_worker((function, args, kwargs), with_main=False)
         answers = self._pool.run(body.call, pickled, timeout_s=self._timeout_s)
         size = self._pool.size
@@ -380,7 +312,7 @@ class Ranks:
 
 
 def _is_plain(value: object) -> bool:
-    """Tell whether an option is made of plain values, which any process can have. Local."""
+    """Tell whether an option is made of plain values, which any process can have."""
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     if isinstance(value, dict):

@@ -30,8 +30,6 @@ from unisono.testing.ranks.plugin import Place
 from unisono.testing.ranks.world import ranks_text
 from unisono.tracebacks import fold_text
 
-__all__ = ("Merged", "RanksFailed", "error_of", "merge")
-
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+")
 _BODY = os.sep + os.path.join("_pytest", "python.py")  # calls a test's body
 _STRICT = "[XPASS(strict)]"
@@ -44,19 +42,7 @@ class RanksFailed(Exception):
 
 @dataclass
 class Merged:
-    """What a test's ranks told, as one.
-
-    Args:
-        outcome: of pytest.
-        when: the phase that it is about.
-        longrepr: the text of the report.
-        wasxfail: the reason of an expected failure; None for none.
-        sections: what ranks printed and logged.
-        properties: what tests recorded.
-        failed: ranks that failed and still are there, the first cause first.
-        is_left_in_disorder: whether the ranks aren't as they were.
-        has_lasting_fixtures: whether fixtures were set up that outlive the test.
-    """
+    """What a test's ranks told, as one."""
 
     outcome: _Outcome = "passed"
     when: Literal["setup", "call", "teardown"] = "call"
@@ -69,7 +55,7 @@ class Merged:
     has_lasting_fixtures: bool = False
 
     def blame(self, item: pytest.Item, place: Place, left: Sequence[str]) -> None:
-        """Fail for what ranks left behind that are threads; else say it, too. Local."""
+        """Fail for what ranks left behind that are threads; else say it, too."""
         self.is_left_in_disorder = True
         text = left_text(left)
         if self.outcome != "passed":
@@ -79,18 +65,14 @@ class Merged:
         self.longrepr = _headed(text, f"{_of(range(place.size), place)}, one process:", item)
 
     def give(self) -> None:
-        """Raise what isn't a success. Local.
-
-        Raises:
-            RanksFailed: the test failed.
-        """
+        """Raise what isn't a success."""
         if self.outcome == "skipped" and self.wasxfail is None:
             raise pytest.skip.Exception(str(self.longrepr[2]), _use_item_location=True)
         if self.outcome != "passed":
             raise RanksFailed(_crash(self.longrepr))
 
     def fill(self, report: pytest.TestReport) -> None:
-        """Put this into the session's own report. Local."""
+        """Put this into the session's own report."""
         report.outcome = self.outcome
         report.when = self.when
         report.longrepr = self.longrepr
@@ -121,16 +103,7 @@ class _Told:
 
 
 def merge(answers: Answers, place: Place, item: pytest.Item, printed: Printed) -> Merged:
-    """Make one report of what ranks told.
-
-    Local.
-
-    Args:
-        answers: what they told.
-        place: where the test ran.
-        item: the test.
-        printed: what ranks printed that are threads.
-    """
+    """Make one report of what ranks told."""
     by_rank = _reports(answers, item)
     told = [_told(rank, reports, item) for rank, reports in by_rank.items()]
     warned = [warning for each in by_rank.values() for warning in each.warnings]
@@ -312,16 +285,7 @@ def _sections(told: Sequence[_Told], printed: Printed, size: int) -> Iterable[tu
 
 
 def error_of(answers: Answers, size: int, what: str, timeout_s: float) -> Exception:
-    """Make the error of a call that isn't a test's.
-
-    Local.
-
-    Args:
-        answers: what the ranks made of it.
-        size: how many they are.
-        what: names the call.
-        timeout_s: the time that it had.
-    """
+    """Make the error of a call that isn't a test's."""
     if answers.error is not None:
         return answers.error
     if answers.late:

@@ -13,8 +13,6 @@ from unisono.pickling import dumps
 from unisono.testing.cases import same
 from unisono.tracebacks import hides
 
-__all__ = ("World", "ranks_text")
-
 __tracebackhide__ = hides
 
 
@@ -36,17 +34,8 @@ class World:
         return cls(facts.get_rank(), facts.get_world_size())
 
     def same(self, value: object, *, among: Collection[int] | None = None) -> None:
-        """Demand the same value on all ranks: type, dtype, shape and every bit of it.
-
-        Collective over all ranks.
-
-        Args:
-            value: anything that can be pickled.
-            among: the ranks whose values are compared; None for all.
-
-        Raises:
-            AssertionError: they differ; says who has what (on every rank).
-        """
+        """Demand the same value on all ranks: type, dtype, shape and every bit of it."""
+        # Collective over all ranks.
         __tracebackhide__ = hides  # here as well, for the debugger
         pickles = all_gather(dumps(value))
         chosen = range(self.size) if among is None else sorted(among)
@@ -88,15 +77,12 @@ class World:
         raise AssertionError(f"rank {self.rank} of {self.size} didn't raise {error.__name__}")
 
     def only(self, rank: int | Collection[int]) -> bool:
-        """Tell whether this is a certain rank, or one of several: ``if world.only(0): ...``.
-
-        Local.
-        """
+        """Tell whether this is a certain rank, or one of several: ``if world.only(0): ...``."""
         return self.rank == rank if isinstance(rank, int) else self.rank in rank
 
 
 def ranks_text(ranks: Collection[int]) -> str:
-    """Write "rank 2" or "ranks 0,2-5". Local, and pure."""
+    """Write "rank 2" or "ranks 0,2-5"."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):
         if parts and rank == parts[-1][-1] + 1:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def _load_package() -> None:
-    """Load the package that this file is part of, wherever it lies. Local."""
+    """Load the package that this file is part of, wherever it lies."""
     folder = Path(__file__).resolve().parents[3]
     spec = importlib.util.spec_from_file_location(
         "unisono", folder / "__init__.py", submodule_search_locations=[str(folder)]
@@ -44,7 +44,7 @@ def _options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Do what the command line says, and end as the program does. Local."""
+    """Do what the command line says, and end as the program does."""
     options = _options()
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
     _load_package()

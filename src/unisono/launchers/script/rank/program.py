@@ -28,8 +28,6 @@ from unisono.plugins import read_environment
 from unisono.topology import PREFIXED, RankInfo
 from unisono.tracebacks import fold_text, newest
 
-__all__ = ("OutputOptions", "run", "variables")
-
 _DRAIN_S = 0.5  # after the program's end, for what its children still print
 _POLL_S = 0.5
 _BASE = 128  # of the exit code that a shell gives for a signal
@@ -40,16 +38,7 @@ _COLOURS = (36, 33, 35, 32, 34, 31, 96, 93, 95, 92, 94, 91)
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """How a rank's output is treated.
-
-    Args:
-        log_dir: where it is kept; None for nowhere.
-        token: marks reports to the one who launched the job; empty where nobody reads them.
-        terminal: descriptors that are its stdout and stderr as they are, beside this process's
-            stdin; None for pipes, and no stdin.
-        style: whether its lines are ``"plain"``, ``"prefixed"`` with the rank, or ``"coloured"``.
-        local_ranks: those whose lines are printed; empty for all.
-    """
+    """How a rank's output is treated."""
 
     log_dir: str | None = None
     token: str = ""
@@ -58,11 +47,11 @@ class OutputOptions:
     local_ranks: Sequence[int] = ()
 
     def hides(self, info: RankInfo | None) -> bool:
-        """Tell whether a rank's lines aren't printed. Local, and pure."""
+        """Tell whether a rank's lines aren't printed."""
         return bool(self.local_ranks and info and info.local_rank not in (None, *self.local_ranks))
 
     def prefix(self, info: RankInfo | None) -> bytes:
-        """Write what each line begins with. Local, and pure."""
+        """Write what each line begins with."""
         if self.style == "plain" or self.terminal:
             return b""
         text = f"[{info.rank}] " if info else "[?] "
@@ -74,18 +63,7 @@ class OutputOptions:
 def variables(
     info: RankInfo | None, environ: Mapping[str, str], is_prefixed: bool = False
 ) -> dict[str, str]:
-    """Write the variables of the program: torch's own, wherever the facts came from.
-
-    Local, and pure.
-
-    Args:
-        info: who this rank is; None if nobody says.
-        environ: this process's variables.
-        is_prefixed: whether its lines begin with its rank already.
-
-    Returns:
-        `environ` and what it lacks.
-    """
+    """Write the variables of the program: torch's own, wherever the facts came from."""
     new = {"PYTHONUNBUFFERED": "1"}
     if info is not None:
         new |= {**rank_variables(info), **node_variables(info)}
@@ -99,18 +77,7 @@ def variables(
 
 
 def run(program: Sequence[str], manner: OutputOptions, grace_s: float) -> int:
-    """Run the program as the rank that this process's variables say it is.
-
-    Local.
-
-    Args:
-        program: its arguments, the first one its name.
-        manner: what becomes of its output.
-        grace_s: seconds that it has to save after a SIGTERM.
-
-    Returns:
-        Its exit code; the negative number of the signal that ended it.
-    """
+    """Run the program as the rank that this process's variables say it is."""
     try:
         info = read_environment(os.environ)
     except UnisonoError as error:
@@ -128,7 +95,7 @@ def run(program: Sequence[str], manner: OutputOptions, grace_s: float) -> int:
 
 
 def _script_of(program: Sequence[str]) -> str:
-    """Give the word of a command line that tells people what it runs. Local, and pure."""
+    """Give the word of a command line that tells people what it runs."""
     arguments = [word for word in program[1:] if not word.startswith("-")]
     return arguments[0] if arguments and program[0] == sys.executable else program[0]
 
@@ -167,7 +134,7 @@ class _Running:
         self._sent: set[int] = set()
 
     def open_logs(self, log_dir: str | None) -> None:
-        """Open this rank's two log files; a restart goes on with them. Local."""
+        """Open this rank's two log files; a restart goes on with them."""
         if log_dir is None:
             return
         Path(log_dir).mkdir(parents=True, exist_ok=True)
@@ -178,7 +145,7 @@ class _Running:
             self._logs[fd] = file
 
     def start(self, program: Sequence[str]) -> None:
-        """Start the program in a process group of its own. Local."""
+        """Start the program in a process group of its own."""
         parent = os.getpid()
 
         def in_child() -> None:  # this process has one thread
@@ -203,7 +170,7 @@ class _Running:
         )
 
     def wait(self) -> int:
-        """Pass the program's lines on until it ends, and report a failure. Local."""
+        """Pass the program's lines on until it ends, and report a failure."""
         with selectors.DefaultSelector() as selector:
             for fd, pipe in ((1, self._process.stdout), (2, self._process.stderr)):
                 if pipe is not None:
@@ -371,7 +338,7 @@ class _Running:
 
 
 def _write(fd: int, data: bytes) -> None:
-    """Write all of it; nobody may be left to read it. Local."""
+    """Write all of it; nobody may be left to read it."""
     view = memoryview(data)
     with contextlib.suppress(OSError):
         while view:

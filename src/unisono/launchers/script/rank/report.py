@@ -16,8 +16,6 @@ from unisono.errors import WorkerFailedError
 from unisono.launchers.job.failure import SECONDARY, exit_code_of, signal_name
 from unisono.tracebacks import after, fold_text, last_exception, newest
 
-__all__ = ("Held", "Reader", "Report", "encode", "is_of_the_end")
-
 _HEAD = b"Traceback (most recent call last):"
 _LONGEST_S = 10.0  # from a traceback to a silent program's end: torch's takes 1 s on a busy host
 _MORE_S = 1.0  # from a traceback on, after which more lines show that the program goes on
@@ -34,7 +32,7 @@ class Held:
         self.begun_at: float = 0.0
 
     def take(self, line: bytes) -> bool:
-        """Take one line in, unless no traceback has begun; tell whether it was taken. Local."""
+        """Take one line in, unless no traceback has begun; tell whether it was taken."""
         is_ignored, self._is_ignored = self._is_ignored, line.startswith(b"Exception ignored ")
         if not self._lines and (is_ignored or not line.startswith(_HEAD)):
             return False
@@ -45,7 +43,7 @@ class Held:
         return True
 
     def left_s(self) -> float | None:
-        """Give the seconds until what is held isn't a program's end, None for nothing. Local."""
+        """Give the seconds until what is held isn't a program's end, None for nothing."""
         if not self._lines:
             return None
         if self._size > _MOST_BYTES:
@@ -53,11 +51,11 @@ class Held:
         return max(0.0, self.begun_at + _LONGEST_S - time.monotonic())
 
     def is_refuted(self) -> bool:
-        """Tell whether more that comes now shows that the program goes on. Local."""
+        """Tell whether more that comes now shows that the program goes on."""
         return bool(self._lines) and time.monotonic() > self.begun_at + _MORE_S
 
     def give(self) -> bytes:
-        """Give the lines, and hold them no longer. Local."""
+        """Give the lines, and hold them no longer."""
         lines, self._lines, self._size = self._lines, [], 0
         return b"".join(lines)
 
@@ -77,24 +75,7 @@ _SECONDARY = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How one rank ended.
-
-    Args:
-        rank: its global rank, -1 where that isn't known.
-        world_size: ranks of the job.
-        host: name of its host.
-        pid: id of its process.
-        code: exit code; the negative number of the signal that ended it.
-        attempt: how often the job had been restarted.
-        output: the last lines that it printed to stderr.
-        local_rank: its rank within the node.
-        node_rank: the rank of the node.
-        is_shown: whether its words have been passed on when it printed them.
-        has_terminal: whether it printed them to the terminal, and nobody read them.
-        was_told: whether it was told to end and did; its output is a traceback that it had printed
-            shortly before, and that nobody has passed on.
-        is_lost: whether the process that looked after it ended, and the rank with it.
-    """
+    """How one rank ended."""
 
     rank: int
     world_size: int
@@ -154,7 +135,7 @@ class Report:
         return _OF_LOST if self.is_lost else 0
 
     def error(self, rank: int, world_size: int) -> WorkerFailedError:
-        """Make the error of a function that the rank ran. Local."""
+        """Make the error of a function that the rank ran."""
         del rank, world_size
         code = None if self.signal_name or self.traceback else self.code
         text = self.text(is_whole=True)
@@ -177,13 +158,7 @@ class Report:
         return 0 if self.was_told else self.code, re.sub(rf"\b{self.rank}\b", "R", last)
 
     def text(self, is_whole: bool = False) -> str:
-        """Say who is at fault and why, and last of all its traceback.
-
-        Local.
-
-        Args:
-            is_whole: whether that comes also where it has been printed already.
-        """
+        """Say who is at fault and why, and last of all its traceback."""
         raised, line = self._told
         if raised:
             where = f"{line} ({self._where}, exit code {self.code})"
@@ -225,13 +200,13 @@ class Report:
 
 
 def is_of_the_end(text: str) -> bool:
-    """Tell whether a traceback of a rank that was told to end says only that. Local, and pure."""
+    """Tell whether a traceback of a rank that was told to end says only that."""
     raised = last_exception(text)[0] or text
     return "KeyboardInterrupt" in raised or _SECONDARY.search(raised) is not None
 
 
 def encode(report: Report, token: str) -> bytes:
-    """Write a report as lines. Local."""
+    """Write a report as lines."""
     data = json.dumps(asdict(report)).encode()
     text = base64.b64encode(data).decode()
     pieces = [text[i : i + _PIECE] for i in range(0, len(text), _PIECE)]
@@ -244,11 +219,7 @@ def encode(report: Report, token: str) -> bytes:
 
 
 class Reader:
-    """Finds reports among lines.
-
-    Args:
-        token: what marks the reports of this job.
-    """
+    """Finds reports among lines."""
 
     def __init__(self, token: str) -> None:
         self._mark = re.compile(
@@ -257,13 +228,7 @@ class Reader:
         self._pieces: dict[bytes, dict[int, bytes]] = {}
 
     def read(self, line: bytes) -> Report | bool:
-        """Take one line in.
-
-        Local.
-
-        Returns:
-            The report that it completes; True if it is a part of one; False if it is none.
-        """
+        """Take one line in."""
         piece_of = self._mark.search(line)
         if piece_of is None:
             return False
