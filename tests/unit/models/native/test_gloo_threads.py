@@ -6,18 +6,35 @@ import pytest
 
 from unisono.models.native import gloo_threads
 
+IDLE = "202 0x55db3f59c444 0x189 0x0 0x0 0x0 0xffffffff 0x7ff733813d10 0x7ff7554a3f16\n"
+
 
 def test_a_thread_that_ends_meanwhile_hides_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number, name in enumerate(("python", "pt_gloo_runloop", "pt_gloo_runloop")):
         (tmp_path / str(number)).mkdir()
-        (tmp_path / str(number) / "stat").write_text(f"{number} ({name}) R 1 1 1 0 -1")
-    (tmp_path / "1" / "stat").unlink()  # as when the thread ends between two looks
+        (tmp_path / str(number) / "comm").write_text(f"{name}\n")
+        (tmp_path / str(number) / "syscall").write_text(IDLE)
+    (tmp_path / "1" / "comm").unlink()  # as when the thread ends between two looks
     monkeypatch.setattr(gloo_threads, "_THREADS", tmp_path)
-    monkeypatch.setattr(gloo_threads, "_NAME", "(pt_gloo_runloop)")
-    assert gloo_threads._states() == ["R"]
+    monkeypatch.setattr(gloo_threads, "_NAME", "pt_gloo_runloop\n")
+    assert list(gloo_threads._system_calls()) == [IDLE]
     monkeypatch.setattr(gloo_threads, "_NAME", "")  # as torch 2.6 doesn't name them
-    assert gloo_threads._states() == ["R", "R"]
+    assert list(gloo_threads._system_calls()) == [IDLE] * 2
     monkeypatch.setattr(gloo_threads, "_THREADS", tmp_path / "nowhere")
-    assert gloo_threads._states() == []
+    assert not list(gloo_threads._system_calls())
+
+
+@pytest.mark.parametrize(
+    ("call", "is_busy"),
+    [
+        (IDLE, False),
+        ("running\n", True),
+        ("202 0x7ff728009968 0x189 0x0 0x7ff733012240 0x0 0xffffffff 0x7ff7330 0x7ff7\n", True),
+        ("202 0x9adf70 0x89 0x0 0x7f1c06df8a80 0x0 0xffffffff 0x7f1c06df8a00 0x7f1c\n", True),
+    ],
+    ids=["nothing to do", "between two waits", "in an operation", "asks for the interpreter"],
+)
+def test_a_thread_is_busy_unless_it_waits_without_a_timeout(call: str, is_busy: bool) -> None:
+    assert bool(gloo_threads._BUSY.match(call)) == is_busy
