@@ -77,8 +77,9 @@ class _Plan:
             self._module(hidden_module(into), saved, where)
         elif isinstance(into, torch.optim.Optimizer):
             load = partial(into.load_state_dict, optimizer_parts(into, saved, where))
+            # Loading puts new ones in their place, so they needn't be copied.
             kept = {name: getattr(into, name) for name in ("state", "param_groups")}
-            self.trials.append((_said(load, where), partial(vars(into).update, kept)))  # new ones
+            self.trials.append((_said(load, where), partial(vars(into).update, kept)))
         elif has_state(into):
             load = partial(into.load_state_dict, saved)
             self._try(load, into.state_dict, into.load_state_dict, where)
