@@ -457,5 +457,5 @@ def _load_shards(
 def _without_warning() -> Iterator[None]:
     """Keep torch from saying that a process alone is alone."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)", UserWarning)
         yield
