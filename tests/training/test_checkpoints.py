@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -288,9 +289,14 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     path, evil = tmp_path / "x.pt", tmp_path / "evil"
     with pytest.raises(ArgumentError, match="there is no checkpoint"):
         idist.load_checkpoint(path)
-    idist.save_checkpoint({"code": Touches(evil)}, path)
-    with pytest.raises(PayloadError, match="can't be read"):
-        idist.load_checkpoint(path)
+    for value, made in ((Touches(evil), "mkdir"), (np.float64(1.5), "scalar"), (path, "Path")):
+        with pytest.warns(UserWarning, match=rf"{path}: values made by .*{made}") as warned:
+            idist.save_checkpoint({"code": value}, path)
+        assert warned[0].filename == __file__
+        with pytest.raises(PayloadError, match=rf"can't be read .*: values made by .*{made}"):
+            idist.load_checkpoint(path)
+    with pytest.warns(UserWarning):
+        idist.save_checkpoint({"code": Touches(evil)}, path)
     assert not evil.exists()
     assert idist.load_checkpoint(path, weights_only=False) == {"code": None}
     assert evil.exists()
@@ -304,6 +310,9 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
         idist.load_checkpoint(tmp_path / "s")
     with pytest.raises(ArgumentError, match="rank=1"):
         idist.save_checkpoint({}, path, rank=1)
+    with pytest.raises(PeerFailedError, match=rf"there is no such folder: '{tmp_path / 'no'}'"):
+        idist.save_checkpoint({}, tmp_path / "no" / "x.pt")
+    long = tmp_path / ("x" * 252 + ".pt")
     state = idist.get_rng_state()
-    idist.save_checkpoint(state, path)
-    idist.set_rng_state(idist.load_checkpoint(path))
+    idist.save_checkpoint(state, long)
+    idist.set_rng_state(idist.load_checkpoint(long))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib
 import os
@@ -18,6 +19,7 @@ from unisono.errors import PayloadError
 from unisono.topology import boot_id
 
 _DAY_S = 24 * 60 * 60.0
+_LONGEST = 50  # letters of a name that a temporary one begins with: a disk takes 255 bytes
 
 
 class _Recorded:
@@ -47,7 +49,9 @@ def write_whole(target: Path, write: Callable[[Any], object]) -> None:
     old = target.stat() if target.exists() else None
     if old is not None and not stat.S_ISREG(old.st_mode):
         raise OSError(f"{target} isn't a regular file")
-    prefix = f".{target.name}.{_own_mark()}"
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(target.parent))
+    prefix = f".{target.name[:_LONGEST]}.{_own_mark()}"
     part = target.with_name(f"{prefix}{uuid.uuid4().hex[:8]}.tmp")
     try:
         with open(part, "xb", opener=_opener(old)) as file:
@@ -113,11 +117,12 @@ def _lock(number: int) -> bool:
 
 def _remove_leftovers(target: Path, prefix: str, own: Path) -> None:
     """Remove what killed writers of `target` left: unlocked on this host, a day old on others."""
+    start = f".{target.name[:_LONGEST]}."
     names: list[str] = []
     with suppress(OSError):  # a folder may be writable and not readable
         names = [name for name in os.listdir(target.parent) if name.endswith(".tmp")]
     for name in names:
-        is_one = name.startswith(f".{target.name}.") and name.count(".") == own.name.count(".")
+        is_one = name.startswith(start) and name.count(".") == own.name.count(".")
         if not is_one or name == own.name:
             continue
         with suppress(OSError):  # another writer was faster, or it is another user's

@@ -94,8 +94,9 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
             original is the cause on the rank that failed). The old one is untouched.
 
     Warns:
-        UserWarning: all keys of a state dict in `obj` begin with ``module.``, as those of a wrapped
-            module do, so that it doesn't fit the module alone (on the rank that writes).
+        UserWarning: `load_checkpoint` won't read a value without ``weights_only=False``; or all
+            keys of a state dict in `obj` begin with ``module.``, as those of a wrapped module do,
+            so that it doesn't fit the module alone (on the rank that writes).
 
     Example:
         >>> import pathlib, tempfile, torch, unisono as idist
@@ -113,7 +114,12 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
         _save_shards(obj, states, target)
         return
     _save_file(obj, states, target, rank)
-    prefix = has_shown_wrapper(obj) if context.model.topology.rank == rank else None
+    if context.model.topology.rank != rank:
+        return
+    unread = _unread(target) if os.access(target, os.R_OK) else ""
+    if unread:
+        warnings.warn(f"{target}: {unread}", UserWarning, stacklevel=2)
+    prefix = has_shown_wrapper(obj)
     if prefix:
         warnings.warn(
             f"{target}: all keys of a state dict begin with {prefix!r}, as those of a wrapped "
@@ -394,8 +400,23 @@ def _read(file: IO[bytes], weights_only: bool, map_location: Any) -> Any:
         if not weights_only:
             refuse_pickle("load_checkpoint with weights_only=False")
         check_archive(file, "it")
-        state = torch.load(file, map_location=place, weights_only=weights_only)
+        try:
+            state = torch.load(file, map_location=place, weights_only=weights_only)
+        except pickle.UnpicklingError as error:
+            file.seek(0)
+            raise PayloadError(_unread(file) or str(error)) from error
     return state if place is device else moved(state, device)
+
+
+def _unread(file: Path | IO[bytes]) -> str:
+    """Return which values of a file torch doesn't read as weights; empty without one."""
+    names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    if not names:
+        return ""
+    return (
+        f"values made by {', '.join(names)} are read with weights_only=False alone: save numbers, "
+        "strings, lists, dicts and tensors in their place"
+    )
 
 
 def _restores(device: torch.device) -> bool:
@@ -457,5 +478,7 @@ def _load_shards(
 def _without_warning() -> Iterator[None]:
     """Keep torch from saying that a process alone is alone."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)", UserWarning)
+        warnings.filterwarnings(
+            "ignore", "torch.distributed is (disabled|unavailable)", UserWarning
+        )
         yield
