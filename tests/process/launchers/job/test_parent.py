@@ -47,8 +47,13 @@ def helper() -> Iterator[int]:
 
 
 def stop(pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
-    until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, 60)
+    """Stop a process, again where the parent has woken it before anybody saw that it stopped."""
+
+    def is_stopped() -> bool:
+        os.kill(pid, signal.SIGSTOP)
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+
+    until(is_stopped, 60)
 
 
 def test_a_maker_that_is_stopped_while_ranks_work_or_before_costs_seconds(
