@@ -307,21 +307,30 @@ def _adopt() -> ContextState | None:
         _thread.context = context
     else:
         _process = context
-        _tell_children(context)
+    _tell_children()
     return context
 
 
-def _tell_children(context: ContextState | None) -> None:
-    """Record which rank this is, for the processes that multiprocessing makes, fork or not."""
-    # What a process object has in ``_config``, such as the key for authentication, goes along.
-    config: dict[str, Any] | None = getattr(multiprocessing.current_process(), "_config", None)
-    if config is None:
-        return
-    config.pop(_OF_RANK, None)
-    if context is not None and context.model.topology.world_size > 1:
-        model = context.model
-        facts = (astuple(model.topology), model.name, model.backend, str(model.device))
-        config[_OF_RANK] = (os.getpid(), *facts)
+class _Config(dict[str, Any]):
+    """What each process object of multiprocessing takes along from the thread that makes it."""
+
+    def copy(self) -> dict[str, Any]:
+        """Return it with the facts of the rank that the thread is."""
+        made = dict(self)
+        context = _thread.context or _process
+        model = None if context is None else context.model
+        if model is not None and model.topology.world_size > 1 and model.is_alive():
+            facts = (astuple(model.topology), model.name, model.backend, str(model.device))
+            made[_OF_RANK] = (os.getpid(), *facts)
+        return made
+
+
+def _tell_children() -> None:
+    """Let the processes that multiprocessing makes know which rank makes them, fork or not."""
+    process: Any = multiprocessing.current_process()
+    config = getattr(process, "_config", None)  # what else is in it, such as a key, goes along
+    if config is not None and not isinstance(config, _Config):
+        process._config = _Config(config)
 
 
 def _of_parent() -> ContextState | None:
@@ -344,7 +353,6 @@ def _still_alive() -> ContextState | None:
     if _process is not None and not _process.model.is_alive():
         _process.part()
         _process = None
-        _tell_children(None)
     return _thread.context or _process
 
 
@@ -406,7 +414,7 @@ def activate(
             _thread.context = _thread.ours = context
         else:
             _process = _ours = context
-            _tell_children(context)
+        _tell_children()
         return context
 
 
@@ -441,7 +449,6 @@ def forget() -> None:
             _before.part()
             _before = None
         _process = _ours = None
-        _tell_children(None)
         if _thread.context is not None and _thread.context.control.is_thread_bound:
             _thread.context = _thread.ours = None
 
@@ -470,6 +477,7 @@ def replica(context: ContextState) -> Iterator[None]:
         if is_process:  # then the threads that it starts belong to it too
             _process = context
     _thread.context = context
+    _tell_children()
     try:
         yield
     finally:

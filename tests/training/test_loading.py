@@ -288,12 +288,12 @@ class Asking(Dataset[str]):
         return f"{where} {idist.model_name()} {idist.backend()} {idist.is_distributed()}"
 
 
-@pytest.mark.ranks(2, on="gloo")
+@pytest.mark.ranks(2, on=("gloo", "threads"))
 def test_workers_of_a_loader_know_their_rank() -> None:
-    rank = idist.get_rank()
+    rank, model = idist.get_rank(), f"{idist.model_name()} {idist.backend()} True"
     for method in ("fork", "forkserver", "spawn"):
         loader = DataLoader(Asking(), num_workers=1, multiprocessing_context=method)
-        assert list(loader) == [[f"{rank} of 2, {rank} native-dist gloo True"]], method
+        assert list(loader) == [[f"{rank} of 2, {rank} {model}"]], method
 
 
 def test_the_proxy_leaves_the_generators_alone() -> None:
