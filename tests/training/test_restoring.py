@@ -250,8 +250,10 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     again.save({"at": 7}, 7)
     assert names(tmp_path) == ["step=5,score=1e-05", "step=7", "step=old"]
     for number in (-1, 1.5, "1"):
-        with pytest.raises(PeerFailedError, match="step=.* should be a number, at least 0"):
+        with pytest.raises(ArgumentError, match="step=.* should be a number, at least 0"):
             again.save({}, number)  # type: ignore[arg-type]
+    with pytest.raises(PeerFailedError, match="rank 0 raised ValueError.*'good'"):
+        again.save({}, 8, score="good")  # type: ignore[arg-type]
     assert again.latest() == tmp_path / "run" / "step=7"
     for options in ({"keep": 0}, {"keep": True}, {"mode": "best"}):
         with pytest.raises(ArgumentError, match="should be"):

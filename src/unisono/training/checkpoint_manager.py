@@ -88,10 +88,13 @@ class CheckpointManager:
             Where it is: a file, or a folder of shards.
 
         Raises:
-            PeerFailedError: `step` or `score` isn't a number, or the folder can't be made (on every
+            ArgumentError: `step` isn't a number of at least 0.
+            PeerFailedError: rank 0's `score` isn't a number, or the folder can't be made (on every
                 rank).
             UnisonoError: what `save_checkpoint` raises. The old ones are untouched.
         """
+        if type(step) is not int or step < 0:
+            raise ArgumentError(f"step={step!r} should be a number, at least 0")
         path = self._folder / run_on_rank(partial(self._prepare, step, score))
         save_checkpoint(obj, path, sharded=sharded)
         run_on_rank(partial(self._remove_others, path, step))
@@ -116,8 +119,6 @@ class CheckpointManager:
 
     def _prepare(self, step: int, score: float | None) -> str:
         """Return the name of a checkpoint, in a folder that is there."""
-        if type(step) is not int or step < 0:
-            raise ArgumentError(f"step={step!r} should be a number, at least 0")
         self._folder.mkdir(parents=True, exist_ok=True)
         return f"step={step}" if score is None else f"step={step},score={float(score)!r}"
 
