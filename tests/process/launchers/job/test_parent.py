@@ -51,7 +51,7 @@ def stop(pid: int) -> None:
 
     def is_stopped() -> bool:
         os.kill(pid, signal.SIGSTOP)
-        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
 
     until(is_stopped, 60)
 
