@@ -329,8 +329,12 @@ def _tell_children() -> None:
     """Let the processes that multiprocessing makes know which rank makes them, fork or not."""
     process: Any = multiprocessing.current_process()
     config = getattr(process, "_config", None)  # what else is in it, such as a key, goes along
-    if config is not None and not isinstance(config, _Config):
-        process._config = _Config(config)
+    if config is None:
+        return
+    if not isinstance(config, _Config):
+        process._config = config = _Config(config)
+    if _process is not None:  # which has facts of its own now
+        config.pop(_OF_RANK, None)
 
 
 def _of_parent() -> ContextState | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import InitVar, dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
@@ -294,6 +296,23 @@ def test_workers_of_a_loader_know_their_rank() -> None:
     for method in ("fork", "forkserver", "spawn"):
         loader = DataLoader(Asking(), num_workers=1, multiprocessing_context=method)
         assert list(loader) == [[f"{rank} of 2, {rank} {model}"]], method
+
+
+def has_had_its_own(path: str, queue: Any) -> None:
+    idist.initialize("gloo", init_method=f"file://{path}", rank=0, world_size=1)
+    idist.finalize()
+    queue.put(f"{idist.get_rank()} of {idist.get_world_size()}")
+
+
+@pytest.mark.ranks(2, on="gloo")
+def test_a_child_whose_own_job_is_over_is_nobody_s_rank(tmp_path: Path) -> None:
+    spawning = multiprocessing.get_context("spawn")
+    queue = spawning.SimpleQueue()
+    path = str(tmp_path / f"store of {idist.get_rank()}'s child")
+    child = spawning.Process(target=has_had_its_own, args=(path, queue))
+    child.start()
+    assert queue.get() == "0 of 1"
+    child.join()
 
 
 def test_the_proxy_leaves_the_generators_alone() -> None:
