@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from unisono.errors import ArgumentError
 from unisono.sections import run_on_rank
-from unisono.training.checkpoints import is_whole, save_checkpoint
+from unisono.training.checkpoints import is_whole, remove, save_checkpoint
 
 __all__ = ("CheckpointManager",)
 
@@ -22,16 +21,11 @@ _NAME = re.compile(r"step=(\d+)(?:,score=(nan|-?(?:inf|[0-9][0-9.e+-]*)))?")
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A checkpoint that is whole, or the rest of one that isn't."""
+    """A checkpoint that is whole."""
 
     step: int
     score: float
     path: Path
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether it can be loaded."""
-        return is_whole(self.path)
 
 
 class CheckpointManager:
@@ -105,14 +99,14 @@ class CheckpointManager:
 
         Collective over all ranks: rank 0 looks.
         """
-        return self._path(run_on_rank(lambda: _name(self._newest())))
+        return self._path(run_on_rank(lambda: _name(self._found())))
 
     def best(self) -> Path | None:
         """Find the whole checkpoint of the best score, the newest of equal ones, None without one.
 
         Collective over all ranks: rank 0 looks.
         """
-        return self._path(run_on_rank(lambda: _name(self._best())))
+        return self._path(run_on_rank(lambda: _name(self._best(self._found()))))
 
     def _path(self, name: str | None) -> Path | None:
         return None if name is None else self._folder / name
@@ -123,38 +117,26 @@ class CheckpointManager:
         return f"step={step}" if score is None else f"step={step},score={float(score)!r}"
 
     def _found(self) -> list[_Kept]:
-        """Return what there is by its steps, whole or not."""
-        found = []
-        for path in self._folder.glob("step=*"):
-            named = _NAME.fullmatch(path.name)
-            if named is not None:
-                score = float(named[2]) if named[2] is not None else math.nan
-                found.append(_Kept(int(named[1]), score, path))
+        """Return the whole ones, by their steps."""
+        named = [(path, _NAME.fullmatch(path.name)) for path in self._folder.glob("step=*")]
+        found = [
+            _Kept(int(match[1]), float(match[2] or "nan"), path)
+            for path, match in named
+            if match is not None and is_whole(path)
+        ]
         return sorted(found, key=lambda each: each.step)
 
-    def _newest(self) -> list[_Kept]:
-        return [each for each in self._found() if each.is_whole][-self._keep :]
-
-    def _best(self) -> list[_Kept]:
-        scored = [each for each in self._found() if each.is_whole and not math.isnan(each.score)]
+    def _best(self, found: list[_Kept]) -> list[_Kept]:
+        scored = [each for each in found if not math.isnan(each.score)]
         return sorted(scored, key=lambda each: (self._sign * each.score, each.step))[-1:]
 
     def _remove_others(self, path: Path, step: int) -> None:
-        for each in self._found():
-            if each.step == step and each.path != path:
-                _remove(each.path)
-        kept = [each.path for each in (*self._newest(), *self._best())]
-        for each in self._found():
-            if each.path not in kept:
-                _remove(each.path)
+        found = [each for each in self._found() if each.step != step or each.path == path]
+        kept = {each.path for each in (*found[-self._keep :], *self._best(found))}
+        for other in self._folder.glob("step=*"):
+            if _NAME.fullmatch(other.name) and other not in kept:
+                remove(other)
 
 
 def _name(found: list[_Kept]) -> str | None:
     return found[-1].path.name if found else None
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

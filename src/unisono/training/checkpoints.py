@@ -53,7 +53,7 @@ from unisono.training.states import (
     refuse_lost_shards,
 )
 
-__all__ = ("is_whole", "load_checkpoint", "save_checkpoint")
+__all__ = ("is_whole", "load_checkpoint", "remove", "save_checkpoint")
 
 PathLike = str | os.PathLike[str]
 T = TypeVar("T")
@@ -261,6 +261,15 @@ def is_whole(target: Path) -> bool:
     return target.is_file() or (target / _POINTER).is_file()
 
 
+def remove(target: Path) -> None:
+    """Remove a checkpoint, whole or not; of one whose removal is interrupted no shards count."""
+    if not target.is_dir():
+        target.unlink(missing_ok=True)
+        return
+    (target / _POINTER).unlink(missing_ok=True)
+    shutil.rmtree(target, ignore_errors=True)
+
+
 def _shard_library() -> Any:
     context = current()
     if context.model.topology.world_size > 1 and not torch.distributed.is_initialized():
@@ -382,15 +391,14 @@ def _sent(target: Path) -> Any:
     if target.is_dir() or not target.exists():
         return target.is_dir() or None
     data = bytearray(target.read_bytes())  # of which torch makes a tensor, as tensors go fast
-    return torch.frombuffer(data, dtype=torch.uint8) if data else False
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def _received(sent: Any, target: Path, src: int) -> IO[bytes]:
     """Return a file of what `_sent` gave."""
     if sent is None:
         raise ArgumentError(f"rank {src} has no checkpoint {target}: save one with save_checkpoint")
-    data: Any = sent.cpu().numpy() if isinstance(sent, torch.Tensor) else b""
-    return io.BytesIO(data)
+    return io.BytesIO(sent.cpu().numpy())
 
 
 def _read(file: IO[bytes], weights_only: bool, map_location: Any) -> Any:
@@ -469,7 +477,7 @@ def _load_shards(
         refuse_lost_states(into, library.flat(state), saved)
         library.load(state, target / name, metadata, weights_only, agree)
         return restore(into, state, is_strict, agree)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: what was begun here goes again
         take_back()
         raise
 

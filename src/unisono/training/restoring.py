@@ -47,7 +47,7 @@ def restore(
             load()
         if agree is not None:
             agree()
-    except BaseException:
+    except BaseException:  # Ctrl-C too: no half of a state is left
         for take_back in reversed(tried):
             with suppress(Exception):  # what the user's classes raise
                 take_back()
@@ -233,7 +233,7 @@ def begin_states(into: Any, saved: Mapping[str, Any]) -> Step:
             try:
                 if lacking:
                     _begin(leaf, lacking)
-            except BaseException:
+            except BaseException:  # as in `restore`
                 take_back()
                 raise
     return take_back
