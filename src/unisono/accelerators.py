@@ -8,7 +8,7 @@ import torch
 
 
 def accelerator() -> torch.device | None:
-    """Give the kind of accelerator that torch sees here, without index, or None."""
+    """Return the kind of accelerator that torch sees here, without index, or None."""
     kind = _kind()
     return kind if kind is not None and accelerator_count() else None
 
@@ -25,7 +25,7 @@ def accelerator_count() -> int:
 
 
 def can_pin_for(device: torch.device) -> bool:
-    """Tell whether torch's ``DataLoader`` can pin the memory of batches for a device."""
+    """Return whether torch's ``DataLoader`` can pin the memory of batches for a device."""
     # It tries to, as a loader would raise where it can't: an accelerator that torch doesn't know
     # itself may have no pinned memory, and what is made on another default device isn't pinned.
     kind = _kind()
@@ -39,7 +39,7 @@ def can_pin_for(device: torch.device) -> bool:
 
 
 def _loaders_pin_for(kind: torch.device) -> bool:
-    """Tell whether loaders pin for a kind of accelerator, rather than warn or do nothing."""
+    """Return whether loaders pin for a kind of accelerator, rather than warn or do nothing."""
     return kind.type == "cuda" or (kind.type != "mps" and torch.__version__ >= "2.9")
 
 

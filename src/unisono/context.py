@@ -202,7 +202,7 @@ _lock = threading.RLock()
 
 
 def current_model() -> ComputationModel:
-    """Give the model of the active context."""
+    """Return the model of the active context."""
     # The thread's own context comes first, then the process's, then one that somebody else
     # made and that is found by asking the models, then serial.
     context = _thread.context or _process
@@ -212,7 +212,7 @@ def current_model() -> ComputationModel:
 
 
 def current() -> ContextState:
-    """Give the active context."""
+    """Return the active context."""
     context = _thread.context or _process
     if context is not None and context.model.is_alive():
         return context
@@ -220,7 +220,7 @@ def current() -> ContextState:
 
 
 def communicator(group: Group | None = None) -> ContextState:
-    """Give the active context, ready for a collective."""
+    """Return the active context, ready for a collective."""
     # Local, but for waiting until what runs asynchronously over the group is done.
     context = _thread.context or _process  # as `own_context`, a call less
     if context is None or not context.model.is_alive():
@@ -235,7 +235,7 @@ def communicator(group: Group | None = None) -> ContextState:
 
 
 def own_context() -> ContextState:
-    """Give the active context, whose collectives this process may start."""
+    """Return the active context, whose collectives this process may start."""
     context = _thread.context or _process  # as `current`, a call less
     if context is None or not context.model.is_alive():
         context = _look_around()
@@ -350,7 +350,7 @@ def _of_parent() -> ContextState | None:
 
 
 def _still_alive() -> ContextState | None:
-    """Give the thread's or the process's context if it lives; part with one that has ended."""
+    """Return the thread's or the process's context if it lives; part with one that has ended."""
     global _process
     if _thread.context is not None and not _thread.context.model.is_alive():
         _thread.context = None
@@ -434,12 +434,12 @@ def _recorded(make: Callable[[], ComputationModel], calls: CallLog) -> ContextSt
 
 
 def is_ours(context: ContextState) -> bool:
-    """Tell whether `activate` made this context."""
+    """Return whether `activate` made this context."""
     return context is _ours or context is _thread.ours
 
 
 def is_serial(model: ComputationModel) -> bool:
-    """Tell whether `model` is what is active when no context is."""
+    """Return whether `model` is what is active when no context is."""
     return isinstance(model, SerialModel) and not isinstance(model, ChildOfRank)
 
 

@@ -109,7 +109,7 @@ class Limit:
 
     @classmethod
     def here(cls) -> Limit | None:
-        """Give the deadline of this thread; None if there is none."""
+        """Return the deadline of this thread; None if there is none."""
         until = end_of_block()
         if until is None:
             return None
@@ -128,7 +128,7 @@ def within(limit: Limit | None) -> Iterator[None]:
 
 
 def end_of_block() -> float | None:
-    """Give the deadline of this thread, by ``time.monotonic()``; None if none."""
+    """Return the deadline of this thread, by ``time.monotonic()``; None if none."""
     until = _until.get()
     return until.at if isinstance(until, Recall) else until
 
@@ -142,12 +142,12 @@ class Limited(Protocol):
 
 
 def allowed_s(job: Limited, group: Group | None) -> float | None:
-    """Give the timeout of a collective over `group`: the group's own, else the job's."""
+    """Return the timeout of a collective over `group`: the group's own, else the job's."""
     return job.timeout_s if group is None or group.timeout_s is None else group.timeout_s
 
 
 def limit_of(timeout_s: float | None, until: float | None = None) -> float | None:
-    """Give the seconds that a collective may take which starts now in this thread.
+    """Return the seconds that a collective may take which starts now in this thread.
 
     Local.
 

@@ -189,7 +189,7 @@ class WorkerFailedError(LaunchError):
 
     @staticmethod
     def line_of(error: BaseException) -> str:
-        """Give the line of the user's code that raised `error`, empty if there is none. Local."""
+        """Return the line of the user's code that raised `error`, empty if there is none. Local."""
         frame = where(extract_tb(error.__traceback__))
         if frame is None:
             return ""
@@ -197,7 +197,7 @@ class WorkerFailedError(LaunchError):
 
     @staticmethod
     def exit_code_of(error: BaseException) -> int | None:
-        """Give the exit code of a SystemExit, None for any other exception. Local."""
+        """Return the exit code of a SystemExit, None for any other exception. Local."""
         if not isinstance(error, SystemExit):
             return None
         return error.code if isinstance(error.code, int) else int(error.code is not None)

@@ -38,7 +38,7 @@ _warned: set[int] = set()
 
 
 def get_rank() -> int:
-    """Give this replica's global rank.
+    """Return this replica's global rank.
 
     Local.
 
@@ -76,7 +76,7 @@ def get_world_size() -> int:
 
 
 def get_local_rank() -> int:
-    """Give this replica's rank within its node.
+    """Return this replica's rank within its node.
 
     Local.
 
@@ -134,7 +134,7 @@ def get_nnodes() -> int:
 
 
 def get_node_rank() -> int:
-    """Give the rank of this node.
+    """Return the rank of this node.
 
     Local.
 
@@ -153,7 +153,7 @@ def get_node_rank() -> int:
 
 
 def _topology(active: ContextState) -> Topology:
-    """Give the context's topology, completed by the hosts that its ranks exchanged."""
+    """Return the context's topology, completed by the hosts that its ranks exchanged."""
     topology = active.model.topology
     return topology.among(active.hosts) if active.hosts else topology
 
@@ -182,7 +182,7 @@ def _known(field: str, description: str) -> int:
 
 
 def device() -> torch.device:
-    """Give the device that this replica computes on.
+    """Return the device that this replica computes on.
 
     Local.
 
@@ -256,7 +256,7 @@ def hostname() -> str:
 
 
 def is_distributed() -> bool:
-    """Tell whether a context other than serial is active.
+    """Return whether a context other than serial is active.
 
     Local.
 
@@ -275,7 +275,7 @@ def is_distributed() -> bool:
 
 
 def is_main_process() -> bool:
-    """Tell whether this replica has rank 0.
+    """Return whether this replica has rank 0.
 
     Local.
 

@@ -75,10 +75,10 @@ class Future(Protocol):
     """A task that was handed over, as ``concurrent.futures`` and cluster libraries have it."""
 
     def done(self) -> bool:
-        """Tell whether it has ended. Local."""
+        """Return whether it has ended. Local."""
 
     def result(self) -> Any:
-        """Give what the task returned, or raise why it has nothing. Local."""
+        """Return what the task returned, or raise why it has nothing. Local."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,7 +157,7 @@ class RankTask:
 
 
 def _is_over(store: TCPStore, token: str) -> bool:
-    """Tell whether the job is over, or the process that hosts it is gone."""
+    """Return whether the job is over, or the process that hosts it is gone."""
     try:
         return store.check([_OVER]) and store.get(_OVER) == token.encode()
     except RuntimeError:

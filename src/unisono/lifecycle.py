@@ -514,7 +514,7 @@ def warn_in_a_rank(call: str, nproc_per_node: Any, options: Mapping[str, Any]) -
 
 
 def _own_place() -> tuple[int, int, str] | None:
-    """Give the rank and the number of ranks of this process or thread, and who says so."""
+    """Return the rank and the number of ranks of this process or thread, and who says so."""
     try:
         model = context.current_model()
     except ContextError:  # a thread that isn't a replica
@@ -598,7 +598,7 @@ def _split(replica: Replica, launch: Callable[..., Any]) -> tuple[Replica, dict[
 
 
 def _is_of_the_block(error: WorkerFailedError, limit: Limit | None) -> bool:
-    """Tell whether a replica failed because the block's deadline is over, which it saw first."""
+    """Return whether a replica failed because the block's deadline is over, which it saw first."""
     is_late = limit is not None and time.monotonic() >= limit.until
     return is_late and isinstance(error.__cause__, CollectiveTimeoutError)
 

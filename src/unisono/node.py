@@ -17,7 +17,7 @@ from unisono.topology import NodeInfo, usable_cores
 
 
 def _name() -> str:
-    """Give this host's name with its domain, where its own files or DNS know one."""
+    """Return this host's name with its domain, where its own files or DNS know one."""
     name = socket.gethostname()
     full = name if "." in name else socket.getfqdn(name)
     return full if full.partition(".")[0] == name.partition(".")[0] else name

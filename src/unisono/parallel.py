@@ -231,7 +231,7 @@ class Parallel:
         return {} if is_rank else {"rank": 0, "world_size": 1}
 
     def _is_numbered(self, rank: RankInfo) -> bool:
-        """Tell whether a rank would be this node's number, by what its platform says. Local."""
+        """Return whether a rank would be this node's number, by what its platform says. Local."""
         if self._options.get("init_method") is not None:
             return False  # which has to know a rank
         try:
@@ -241,7 +241,7 @@ class Parallel:
         return node is not None and not node.is_ambiguous
 
     def _may_be_node(self) -> bool:
-        """Tell whether nothing that was given, and no live context, says who this is. Local."""
+        """Return whether nothing that was given, and no live context, says who this is. Local."""
         if any(self._options.get(name) is not None for name in ("nnodes", *_PLACE)):
             return False
         if self._nnodes == 1 or self._options.get("launcher") not in _OURS:
@@ -256,7 +256,7 @@ class Parallel:
             return False
 
     def _can_spawn_on_nodes(self) -> bool:
-        """Tell whether the backend's replicas are processes of a launcher of ours. Local."""
+        """Return whether the backend's replicas are processes of a launcher of ours. Local."""
         cls = find_model(self._backend or best_backend())
         own = cls.replicas_are_threads or "launch" in cls.capabilities
         return cls.launcher == "processes" and not own

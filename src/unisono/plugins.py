@@ -135,7 +135,7 @@ def by_name(rows: Iterable[Row]) -> dict[str, Row]:
 
 
 def seats_nodes(launcher: str | None) -> bool:
-    """Tell whether a launcher reaches all nodes from one, and tells them where to meet. Local."""
+    """Return whether a launcher reaches all nodes from one, and tells them where to meet. Local."""
     return any(row.seats_nodes and launcher in row.names for row in LAUNCHERS)
 
 
@@ -212,7 +212,7 @@ class PluginRegistry(Generic[T]):
         return f"{suggestion(name, names)} Known: {', '.join(names)}"
 
     def is_built_in(self, name: str) -> bool:
-        """Tell whether a name is one of ours. Local."""
+        """Return whether a name is one of ours. Local."""
         return name in self.built_in
 
     def register(self, names: Iterable[str], thing: T, *, override: bool, owner: str = "") -> None:
@@ -270,7 +270,7 @@ class PluginRegistry(Generic[T]):
         return rows[0] if rows else None
 
     def find(self, name: Any) -> T | None:
-        """Give what has a name, loaded; None for an unknown one.
+        """Return what has a name, loaded; None for an unknown one.
 
         Local.
 
@@ -380,6 +380,6 @@ def why_not_installed(row: Row, name: str) -> str | None:
 
 
 def _is_package(name: str) -> bool:
-    """Tell whether a library can be imported; a folder that happens to have its name is none."""
+    """Return whether a library can be imported; a folder that happens to have its name is none."""
     spec = importlib.util.find_spec(name)
     return spec is not None and spec.origin is not None

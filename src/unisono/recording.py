@@ -334,7 +334,7 @@ class CallLog:
         return site
 
     def _first_of(self, here: _Here) -> Lane | None:
-        """Give this thread its lane in the page, if there is one."""
+        """Return this thread its lane in the page, if there is one."""
         here.thread_id = threading.get_native_id()
         here.lane = None if self._page is None else self._page.lane()
         return here.lane
@@ -412,7 +412,7 @@ class CallLog:
 
 
 def _line_of_call(frame: FrameType) -> tuple[str, int]:
-    """Give the user's line: that of the innermost frame that isn't ours."""
+    """Return the user's line: that of the innermost frame that isn't ours."""
     while True:
         _, file, lines = _known_of(frame.f_code)
         if lines is not None:
@@ -442,7 +442,7 @@ def _note(code: CodeType) -> _Code:
 
 
 def _size_of(value: object) -> int:
-    """Give the bytes of a tensor of any class, such as a parameter."""
+    """Return the bytes of a tensor of any class, such as a parameter."""
     if type(value) is Parameter:
         return value.nbytes
     if type(value) in _SIZELESS or not isinstance(value, Tensor):
@@ -495,7 +495,7 @@ def mark_in_step(error: Exception) -> None:
 
 
 def is_in_step(error: BaseException) -> bool:
-    """Tell whether an error leaves no collective half-way, as far as that was noted."""
+    """Return whether an error leaves no collective half-way, as far as that was noted."""
     return _IN_STEP in getattr(error, "__dict__", {})
 
 

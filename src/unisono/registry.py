@@ -105,7 +105,7 @@ class _Models(PluginRegistry[type[ComputationModel]]):
         return self.load(_NATIVE)
 
     def is_of_torch(self, name: str) -> bool:
-        """Tell whether torch knows a backend, or each of ``cpu:one,cuda:other``."""
+        """Return whether torch knows a backend, or each of ``cpu:one,cuda:other``."""
         parts = name.split(",") if ":" in name else [name]
         known = self.native.backends
         return all(part.rpartition(":")[2] in known for part in parts)

@@ -45,7 +45,7 @@ def usable_cores() -> int:
 
 
 def boot_id() -> str:
-    """Give what processes have in common that one kernel runs, with one monotonic clock."""
+    """Return what processes have in common that one kernel runs, with one monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -153,14 +153,14 @@ class RankInfo:
     job_id: str | None = None
 
     def core_share(self) -> int:
-        """Give this replica's share of the cores that this process may run on, at least 1. Local.
+        """Return this replica's share of the cores that this process may run on, at least 1. Local.
 
         With more threads than cores a parallel loop of torch takes ten times as long, or longer.
         """
         return max(1, usable_cores() // (self.local_world_size or 1))
 
     def topology(self) -> Topology:
-        """Give the same facts without the rendezvous.
+        """Return the same facts without the rendezvous.
 
         Local.
 
@@ -243,7 +243,7 @@ class Group(_Referable):
         return rank in self.ranks
 
     def position(self, rank: int) -> int:
-        """Give the position of a global rank in the group.
+        """Return the position of a global rank in the group.
 
         Local.
 
@@ -260,7 +260,7 @@ class Group(_Referable):
 
 
 def name_of(group: Group | None) -> str:
-    """Give the name of a group; None stands for all ranks."""
+    """Return the name of a group; None stands for all ranks."""
     return EVERYBODY if group is None else group.name
 
 
@@ -284,12 +284,12 @@ _PAIR = re.compile(r"rank ([0-9]+) to rank ([0-9]+)")
 
 
 def pair(src: int, dst: int) -> Group:
-    """Give what stands for the group of a message."""
+    """Return what stands for the group of a message."""
     return Group((min(src, dst), max(src, dst)), name=f"rank {src} to rank {dst}")
 
 
 def members_of_pair(name: str) -> tuple[int, ...]:
-    """Give the ranks of a pair by its name; none where it isn't that of a pair."""
+    """Return the ranks of a pair by its name; none where it isn't that of a pair."""
     found = _PAIR.fullmatch(name)
     return tuple(sorted(map(int, found.groups()))) if found else ()
 
@@ -334,7 +334,7 @@ class LaunchPlan:
         return self.nproc_per_node * self.nnodes
 
     def info(self, local_rank: int) -> RankInfo:
-        """Give the ranks and the rendezvous of replica `local_rank` of this node.
+        """Return the ranks and the rendezvous of replica `local_rank` of this node.
 
         Local.
 

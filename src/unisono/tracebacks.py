@@ -178,7 +178,7 @@ def _folded(stack: re.Match[str]) -> str:
 
 
 def newest(text: str) -> str:
-    """Give the last traceback that Python has printed, with those of its causes."""
+    """Return the last traceback that Python has printed, with those of its causes."""
     begin, _ = _newest(text)
     return "" if begin is None else text[begin:]
 
@@ -199,7 +199,7 @@ def _newest(text: str) -> tuple[int | None, int]:
 
 
 def _newest_part(text: str) -> tuple[str, re.Match[str] | None]:
-    """Give the last traceback's own part, without its causes, and the stack in it."""
+    """Return the last traceback's own part, without its causes, and the stack in it."""
     begin, start = _newest(text)
     own = "" if begin is None else text[start:]
     return own, _STACK.search(own)
@@ -231,7 +231,7 @@ def last_exception(text: str) -> tuple[str, str]:
 
 
 def after(text: str) -> list[str]:
-    """Give the lines after the last traceback, without those of the exception's message."""
+    """Return the lines after the last traceback, without those of the exception's message."""
     # Only indented lines and frames of C++ are known to belong to the message.
     own, stack = _newest_part(text)
     if stack is None:
@@ -248,7 +248,7 @@ def line_of(frame: traceback.FrameSummary) -> str:
 
 
 def raised_here(error: E) -> E:
-    """Give an exception without the frames it has passed so far."""
+    """Return an exception without the frames it has passed so far."""
     return error if is_full() else error.with_traceback(None)
 
 
@@ -292,7 +292,7 @@ def _assertion_or_nothing(frames: TracebackType | None) -> str:
 
 
 def _assertion(frames: TracebackType | None) -> str:
-    """Give the source of a failed assert, and the values of the names in it."""
+    """Return the source of a failed assert, and the values of the names in it."""
     while frames is not None and frames.tb_next is not None:
         frames = frames.tb_next
     if frames is None:

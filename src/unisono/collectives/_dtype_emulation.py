@@ -125,7 +125,7 @@ def fill(tensor: Tensor, total: Tensor) -> Tensor:
 
 
 def movement(tensors: Carrier, tensor: Tensor) -> tuple[Tensor, Restore]:
-    """Give the carrier of a tensor [*shape] that only moves, and the way back."""
+    """Return the carrier of a tensor [*shape] that only moves, and the way back."""
     if tensor.dtype in tensors.dtypes:
         return tensor, _same
     dtype = tensor.dtype
@@ -137,7 +137,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _guise(tensor: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, ReduceOp, Restore]:
-    """Give what is computed instead, with which operation, and the way back."""
+    """Return what is computed instead, with which operation, and the way back."""
     dtype = tensor.dtype
     if op is ReduceOp.AVERAGE:
         return _guise_average(tensor, size)

@@ -37,7 +37,7 @@ _ALONE = {
 
 
 def _number(value: object) -> Number | None:
-    """Give a python number for whatever counts as one without loss, else None."""
+    """Return a python number for whatever counts as one without loss, else None."""
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Rational) or not isinstance(value, numbers.Complex):
@@ -130,7 +130,7 @@ def _at(path: str) -> str:
 def _compared(
     context: ContextState, call: str, value: Any, how: _Reduction, group: Group | None
 ) -> tuple[list[tuple[Number, ...]], list[Any], list[Tensor]]:
-    """Give the numbers of all ranks, leaf by leaf, this rank's leaves, and its tensors."""
+    """Return the numbers of all ranks, leaf by leaf, this rank's leaves, and its tensors."""
     # Collective over `group`.
     frame, leaves, tensors = _describe(value, how)
     frames = swap(context, call, frame, group)
@@ -142,7 +142,7 @@ def _compared(
 
 
 def _rebuilt(value: Any, leaves: list[Any], numbers_: list[Any], totals: list[Tensor]) -> Any:
-    """Give a container as `value` with the results in it."""
+    """Return a container as `value` with the results in it."""
     results = numbers_
     if totals:
         scalars, tensors = iter(numbers_), iter(totals)
@@ -151,7 +151,7 @@ def _rebuilt(value: Any, leaves: list[Any], numbers_: list[Any], totals: list[Te
 
 
 def _describe(value: Any, how: _Reduction) -> tuple[bytes, list[Any], list[Tensor]]:
-    """Give the frame of this rank, its leaves and its tensors."""
+    """Return the frame of this rank, its leaves and its tensors."""
     # The frame: a tag, the lengths of structure and kinds as uint32, both, then the numbers as
     # ``struct`` packs them by their kinds, little-endian.
     if type(value) in _ALONE and not isinstance(how, _ExactTerms):
@@ -198,7 +198,7 @@ def _halves(value: Number) -> tuple[Number, ...]:
 
 
 def _read(frame: bytes) -> tuple[bytes, list[Number]]:
-    """Give the structure of a rank's value and its numbers."""
+    """Return the structure of a rank's value and its numbers."""
     _, width, count = _HEAD.unpack_from(frame)
     start = _HEAD.size
     end = start + width

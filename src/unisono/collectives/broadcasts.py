@@ -154,7 +154,7 @@ def memory_for(context: ContextState, head: TensorHeader) -> Tensor:
 
 
 def home(context: ContextState, head: TensorHeader) -> torch.device:
-    """Give the device on which a received tensor is handed to the user."""
+    """Return the device on which a received tensor is handed to the user."""
     return context.model.device if head.on_accelerator else torch.device("cpu")
 
 

@@ -81,7 +81,7 @@ def signature(call: str, tensor: Tensor) -> str:
 
 
 def compares(context: ContextState, group: Group | None, *, sums: bool = False) -> bool:
-    """Tell whether ranks compare their calls before each operation of the data plane."""
+    """Return whether ranks compare their calls before each operation of the data plane."""
     # Local, or collective at creation of what they compare them over. Where all share memory for
     # tensors they always do: different calls would take each other's memory for their own.
     control = context.control

@@ -65,7 +65,7 @@ def new_group(ranks: Sequence[int], **options: Unpack[GroupOptions]) -> Group:
 
 @guarded
 def local_group() -> Group:
-    """Give the group of the ranks on this node.
+    """Return the group of the ranks on this node.
 
     Collective at creation, over all ranks of the context, at the first call in a context; later
     calls are local.

@@ -30,7 +30,7 @@ def make(context: ContextState, ranks: tuple[int, ...], **options: Any) -> Group
 
 
 def checked(context: ContextState, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Give the ranks of a new group in order, if they are ranks of the job."""
+    """Return the ranks of a new group in order, if they are ranks of the job."""
     size = context.model.topology.world_size
     if not isinstance(ranks, (list, tuple, range)):
         raise ArgumentError(f"ranks should be a list of global ranks: {ranks!r}")
@@ -88,7 +88,7 @@ def enter(context: ContextState, group: GroupLike, async_op: bool) -> Group | No
 
 
 def team(group: GroupLike, async_op: bool = False) -> tuple[ContextState, Group | None, bool]:
-    """Give the active model, the group, and whether this replica is a member of it."""
+    """Return the active model, the group, and whether this replica is a member of it."""
     # Collective at creation, as `resolve` is.
     context = own_context()
     resolved = enter(context, group, async_op)

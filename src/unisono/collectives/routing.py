@@ -28,7 +28,7 @@ Reducer = ComputationModel | MemoryCollectives
 def fits_round(
     context: ContextState, tensor: Tensor, group: Group | None, *, folds: bool = False
 ) -> bool:
-    """Tell whether a tensor travels in an exchange of the control plane."""
+    """Return whether a tensor travels in an exchange of the control plane."""
     # Local, and the same on every rank for tensors of the same dtype, shape and device.
     if not tensor.is_cpu:
         return False
@@ -38,13 +38,13 @@ def fits_round(
 def memory_of(
     context: ContextState, tensor: Tensor, group: Group | None
 ) -> MemoryCollectives | None:
-    """Give the memory that carries a tensor that is summed, if there is one."""
+    """Return the memory that carries a tensor that is summed, if there is one."""
     # Local, as `fits_round`; collective at creation of the memory that ranks of one host share.
     return context.control.memory(group) if tensor.is_cpu else None
 
 
 def carry(context: ContextState, tensor: Tensor, group: Group | None) -> Carrier:
-    """Give what carries a tensor that doesn't travel in an exchange. Local, as `memory_of`."""
+    """Return what carries a tensor that doesn't travel in an exchange. Local, as `memory_of`."""
     memory = context.control.memory(group) if tensor.is_cpu else None
     if type(memory) is HostCollectives:
         plane_is("memory")
@@ -54,7 +54,7 @@ def carry(context: ContextState, tensor: Tensor, group: Group | None) -> Carrier
 
 
 def route(context: ContextState, tensor: Tensor, group: Group | None) -> Reducer | None:
-    """Give what carries an `all_reduce`, None for an exchange. Local, as `memory_of`."""
+    """Return what carries an `all_reduce`, None for an exchange. Local, as `memory_of`."""
     if not tensor.is_cpu:
         plane_is("data")
         return context.model
@@ -70,7 +70,7 @@ def route(context: ContextState, tensor: Tensor, group: Group | None) -> Reducer
 
 
 def is_direct(carrier: Reducer, tensor: Tensor, op: ReduceOp) -> bool:
-    """Tell whether `carrier` reduces this dtype with this operation as it is."""
+    """Return whether `carrier` reduces this dtype with this operation as it is."""
     if tensor.dtype not in carrier.dtypes or is_order_of_floats(tensor, op):
         return False
     if isinstance(carrier, MemoryCollectives):

@@ -21,10 +21,10 @@ class NumpyScalar(Protocol):
     def __float__(self) -> float: ...
 
     def tobytes(self) -> bytes:
-        """Give its memory."""
+        """Return its memory."""
 
     def is_integer(self) -> bool:
-        """Tell whether it has no fraction."""
+        """Return whether it has no fraction."""
 
 
 Container: TypeAlias = Mapping[Any, Any] | list[Any] | tuple[Any, ...] | _Dataclass

@@ -99,7 +99,7 @@ def listen_locally(stack: contextlib.ExitStack) -> tuple[socket.socket, str]:
 
 
 def local_address(text: str) -> str:
-    """Give what ``connect`` takes for the address of a Unix-domain socket."""
+    """Return what ``connect`` takes for the address of a Unix-domain socket."""
     return text.replace("@", "\0", 1)
 
 
@@ -125,7 +125,7 @@ def peer(sock: socket.socket) -> Peer:
 
 
 def is_loopback(addr: str) -> bool:
-    """Tell whether an address is of the loopback."""
+    """Return whether an address is of the loopback."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(addr).is_loopback
     return addr == "localhost"

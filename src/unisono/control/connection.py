@@ -155,13 +155,13 @@ class Connection:
         return True
 
     def is_writable(self, wait_s: float) -> bool:
-        """Tell whether the kernel has room for a short frame, or has within some time."""
+        """Return whether the kernel has room for a short frame, or has within some time."""
         writable = select.poll()
         writable.register(self.fd, select.POLLOUT)
         return any(event & select.POLLOUT for _, event in writable.poll(wait_s * 1000))
 
     def is_closed(self) -> bool:
-        """Tell whether the peer is gone, reading ahead what it sent. Local; never waits."""
+        """Return whether the peer is gone, reading ahead what it sent. Local; never waits."""
         try:
             while len(self._held) <= self._limit:
                 data = self._sock.recv(_CHUNK)

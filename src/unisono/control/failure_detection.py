@@ -170,7 +170,7 @@ class FailureDetector:
                 self.raise_gone(place, "it closed the connection")
 
     def _is_done(self, place: int, group: str, step: int) -> bool:
-        """Tell whether a rank that is gone isn't needed, as far as it can be known."""
+        """Return whether a rank that is gone isn't needed, as far as it can be known."""
         farewell = self._sideband.farewell(place)
         if farewell is not None:
             return farewell.has_done(group, step)
@@ -290,7 +290,7 @@ class FailureDetector:
         return self._ask([place for place in places if place not in got])
 
     def is_behind(self, place: int) -> bool:
-        """Tell whether a neighbour hasn't begun this round. Local; asks it."""
+        """Return whether a neighbour hasn't begun this round. Local; asks it."""
         state = self._ask([place]).get(place)
         return state is not None and state.seq < self._seq
 
@@ -360,7 +360,7 @@ class FailureDetector:
 
 
 def _state_reader(reference: weakref.ref[FailureDetector]) -> Callable[[str], State]:
-    """Give what the sideband's thread calls, which must not keep the detector alive."""
+    """Return what the sideband's thread calls, which must not keep the detector alive."""
 
     def state(group: str) -> State:
         detector = reference()

@@ -52,7 +52,7 @@ class _Inquiry:
     n_parts: dict[int, int] = field(default_factory=dict)
 
     def who_answered(self, seat: Seat) -> int | None:
-        """Give the place of a seat that has answered in full, if any."""
+        """Return the place of a seat that has answered in full, if any."""
         for place in seat.places:
             if place in self.n_parts and len(self.parts[place]) == self.n_parts[place]:
                 return place

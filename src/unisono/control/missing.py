@@ -18,7 +18,7 @@ _MOST_NAMED = 8
 
 
 def warn_after_s() -> float:
-    """Give the seconds after which a wait warns once which ranks it waits for."""
+    """Return the seconds after which a wait warns once which ranks it waits for."""
     return number_in("UNISONO_WARN_AFTER_S", _WARN_AFTER_S)
 
 
@@ -38,7 +38,7 @@ class Farewell:
     steps: Mapping[str, int]
 
     def has_done(self, group: str, step: int) -> bool:
-        """Tell whether it had done its part in an operation; 0 is one yet to come."""
+        """Return whether it had done its part in an operation; 0 is one yet to come."""
         return 0 < step <= self.steps.get(group, 0)
 
 
@@ -100,7 +100,7 @@ def _state(pid: int) -> bytes:
 
 
 def is_stopped(pid: int | None) -> bool:
-    """Tell whether a process of this host has been stopped by a signal."""
+    """Return whether a process of this host has been stopped by a signal."""
     return pid is not None and _state(pid) == _STOPPED
 
 
@@ -116,7 +116,7 @@ def open_pidfds(pids: Mapping[int, int]) -> dict[int, int]:
 
 
 def has_ended(pidfd: int) -> bool:
-    """Tell whether the process of a descriptor has ended."""
+    """Return whether the process of a descriptor has ended."""
     readable = select.poll()
     readable.register(pidfd, select.POLLIN)
     return bool(readable.poll(0))

@@ -92,12 +92,12 @@ class ControlPlane:
         return True
 
     def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
-        """Give the size of the longest CPU tensor that travels in an exchange of `group`."""
+        """Return the size of the longest CPU tensor that travels in an exchange of `group`."""
         # Local, and the same on every rank.
         return -1 if folds else fallback.INLINE_TENSOR_BYTES
 
     def memory(self, group: Group | None) -> MemoryCollectives | None:
-        """Give what sums CPU tensors of `group` through memory that the ranks of a host share."""
+        """Return what sums CPU tensors of `group` through memory that the ranks of a host share."""
         # Local, or collective at creation of that memory.
         return None
 
@@ -113,7 +113,7 @@ class ControlPlane:
         return checks_by([self.setting])
 
     def compares_calls(self, group: Group | None) -> bool:
-        """Tell whether comparing the ranks' calls costs little beside a collective of `group`."""
+        """Return whether comparing the ranks' calls costs little beside a collective of `group`."""
         # Local, or collective at creation of what they are compared over. Where it is False, what
         # one rank refuses or calls differently is an error on the others at the deadline alone.
         model = self.model
@@ -161,7 +161,7 @@ class ControlPlane:
 
 
 def control_of(model: ComputationModel) -> ControlPlane:
-    """Give the control plane that a model holds, else the default one."""
+    """Return the control plane that a model holds, else the default one."""
     control: ControlPlane | None = getattr(model, "control", None)
     return ControlPlane(model) if control is None else control
 
@@ -219,7 +219,7 @@ class SocketControlPlane(ControlPlane):
         return name_of(group) in self.hubs or self.model.topology.size(group) == 1
 
     def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
-        """Give what a connected group's rounds take. Local, as in the class above."""
+        """Return what a connected group's rounds take. Local, as in the class above."""
         hub = self.hubs.get(EVERYBODY if group is None else group.name)
         if hub is None:
             return -1 if folds else fallback.INLINE_TENSOR_BYTES
@@ -393,7 +393,7 @@ class SocketControlPlane(ControlPlane):
         return None
 
     def failure(self, group: Group | None) -> CollectiveError | None:
-        """Give what every later round of a group raises, None while nothing has failed."""
+        """Return what every later round of a group raises, None while nothing has failed."""
         hub = self.hubs.get(name_of(group))
         if hub is None:
             raise ContextError("finalize() was called meanwhile, by another thread")
@@ -421,6 +421,6 @@ class SocketControlPlane(ControlPlane):
         return None, self.steps.counts.get(EVERYBODY, 0)
 
     def warn_after_s(self) -> float:
-        """Give the seconds after which a wait on the data plane names the missing ranks."""
+        """Return the seconds after which a wait on the data plane names the missing ranks."""
         hub = next(iter(self._connected()), None)
         return math.inf if hub is None else hub.warn_after_s

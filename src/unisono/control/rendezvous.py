@@ -325,12 +325,12 @@ def _refusals(votes: list[_Vote]) -> list[int]:
 
 
 def _shared_by_all(votes: list[_Vote]) -> tuple[bool, bool]:
-    """Tell whether all share memory for rounds, and whether all have memory for tensors."""
+    """Return whether all share memory for rounds, and whether all have memory for tensors."""
     return all(each.shares_memory for each in votes), all(each.has_arena for each in votes)
 
 
 def _inline_bytes(hub: Hub, size: int, inline_bytes: int) -> int:
-    """Give the longest blob of a round: every rank gets the blobs of all."""
+    """Return the longest blob of a round: every rank gets the blobs of all."""
     if hub.all_share_memory:
         return max(inline_bytes, MAILBOX_BYTES // size - _ENTRY_BYTES)
     return min(inline_bytes, MAILBOX_BYTES // size)
@@ -531,7 +531,7 @@ class _Memory:
 
 
 def _pids_of_host(adverts: list[_Advertisement], place: int) -> dict[int, int]:
-    """Give the process ids of the others on this host, if they share its pid namespace."""
+    """Return the process ids of the others on this host, if they share its pid namespace."""
     own = adverts[place]
     if not own.pid_namespace:
         return {}

@@ -122,7 +122,7 @@ class Sideband:
         threading.Thread(target=self._serve, name=_OWN_THREADS[0], daemon=True).start()
 
     def next_hop(self, place: int) -> int:
-        """Give the neighbour through which a place is reached."""
+        """Return the neighbour through which a place is reached."""
         return self._next_hops.get(place, -1 if self._up is None else self._up)
 
     def ask(self, places: Iterable[int], group: str = "") -> dict[int, State]:
@@ -147,7 +147,7 @@ class Sideband:
         self._flood(FAIL, failure, source)
 
     def failure(self, wait_s: float = 0.0) -> bytes | None:
-        """Give the body of the first FAIL frame, None if there was none."""
+        """Return the body of the first FAIL frame, None if there was none."""
         self._condition.wait(lambda: self._failure is not None, wait_s)
         return self._failure
 
@@ -161,7 +161,7 @@ class Sideband:
         self._flood(LATE, json.dumps({"group": group, "step": step, "text": text}).encode(), source)
 
     def late(self, group: str, step: int, wait_s: float = 0.0) -> str:
-        """Give the report of an operation, empty if no rank has sent one."""
+        """Return the report of an operation, empty if no rank has sent one."""
         self._condition.wait(lambda: self._late.get(group, (0, ""))[0] == step, wait_s)
         known_step, text = self._late.get(group, (0, ""))
         return text if known_step == step else ""
@@ -173,7 +173,7 @@ class Sideband:
             self._send(LEAVE, body, place)
 
     def farewell(self, place: int) -> Farewell | None:
-        """Give the farewell of a rank that has left, None if it went without a word."""
+        """Return the farewell of a rank that has left, None if it went without a word."""
         # Local; waits for a farewell on its way, a second at most.
         self._condition.wait(
             lambda: place in self._departures or self._is_cut_off(place), _FAREWELL_S
@@ -181,7 +181,7 @@ class Sideband:
         return self._departures.get(place)
 
     def is_cut_off(self, place: int) -> bool:
-        """Tell whether a rank can't be reached, because the one between has left."""
+        """Return whether a rank can't be reached, because the one between has left."""
         with self._condition.lock:
             return place not in self._departures and self._is_cut_off(place)
 

@@ -122,14 +122,14 @@ def purpose_or(call: str) -> str:
 
 
 def from_here() -> Context:
-    """Give the context to run a call in elsewhere: there, `site` gives the line of here."""
+    """Return the context to run a call in elsewhere: there, `site` gives the line of here."""
     context = copy_context()
     context.run(_carried.set, site())
     return context
 
 
 def carried_line() -> str:
-    """Give the line of the call that this thread carries out for another; empty for none."""
+    """Return the line of the call that this thread carries out for another; empty for none."""
     carried = _carried.get()
     return carried.decode("utf-8", "replace") if carried else ""
 
@@ -152,7 +152,7 @@ def line_of_call() -> str:
 
 
 def level() -> int:
-    """Give the ``stacklevel`` of a warning here that names the line `site` would give."""
+    """Return the ``stacklevel`` of a warning here that names the line `site` would give."""
     frame, depth = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(OUR_FRAMES):
         frame, depth = frame.f_back, depth + 1
@@ -223,7 +223,7 @@ def name(frame: bytes) -> str:
 
 
 def _split(frame: bytes) -> tuple[str, str]:
-    """Give the call and the line of it; empty for what isn't a call's."""
+    """Return the call and the line of it; empty for what isn't a call's."""
     parts = read_call(frame)
     if parts is None:
         return "", ""

@@ -28,7 +28,7 @@ class Watch:
         self._control, self._name = control, name
 
     def on(self, control: Any) -> Watch:
-        """Give the same for another view of the context."""
+        """Return the same for another view of the context."""
         return Watch(control, self._group, self._name)
 
     def begin(self, call: str) -> Callable[[int], None]:

@@ -235,7 +235,7 @@ _HOSTS = re.compile(rf" *(?P<first>{_PAIR}(?: +(?P<second>{_PAIR}(?= |$)| *$)")
 
 
 def _first_compute_host(env: Mapping[str, str]) -> str | None:
-    """Give the host where jsrun begins to place tasks: the one after the host that it runs on."""
+    """Return the host where jsrun begins to place tasks: the one after the host that it runs on."""
     match = _HOSTS.match(env.get("LSB_MCPU_HOSTS", ""))
     return None if match is None else match["second"] or match["first"]
 

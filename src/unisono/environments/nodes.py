@@ -69,7 +69,7 @@ def detect_node(
 
 
 def _is_same(info: NodeInfo | None, rank: RankInfo) -> bool:
-    """Tell whether a node could have such a rank and be its job's only one there."""
+    """Return whether a node could have such a rank and be its job's only one there."""
     if info is None or not info.nnodes <= rank.world_size <= info.max_nnodes:
         return False
     return info.node_rank in (None, rank.rank)  # an elastic job's nodes seat themselves
@@ -99,14 +99,14 @@ def _only_rank(
 
 
 def _is_alone(rank: RankInfo) -> bool:
-    """Tell whether each node has one rank, as far as this one is told."""
+    """Return whether each node has one rank, as far as this one is told."""
     if rank.local_rank not in (0, None) or rank.nnodes not in (None, rank.world_size):
         return False
     return rank.local_world_size == 1 or (rank.local_world_size is None and rank.local_rank == 0)
 
 
 def _stated(reader: Reader, rank: RankInfo) -> NodeInfo:
-    """Give the node of a task that the user says is one."""
+    """Return the node of a task that the user says is one."""
     said = f"{RANK_COUNTS}=nodes, but {rank.source} says that this is rank {rank.rank} of "
     said += f"{rank.world_size}"
     others = (("RANK", rank.rank), ("WORLD_SIZE", rank.world_size))
@@ -177,7 +177,7 @@ def not_a_node(
 
 
 def is_gap(error: EnvironmentDetectionError, *, may_be_several: bool) -> bool:
-    """Tell whether variables are wrong in a way that a job of one node may have, too."""
+    """Return whether variables are wrong in a way that a job of one node may have, too."""
     platform = next((each for each in PLATFORMS if error.source == each.NAME), None)
     if platform is None:
         return False

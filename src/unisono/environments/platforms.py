@@ -300,7 +300,7 @@ def _first_words(text: str) -> list[str]:
 
 
 def _with_slots(text: str) -> list[str]:
-    """Give the hosts of lines of host and slots, each as often as it has slots."""
+    """Return the hosts of lines of host and slots, each as often as it has slots."""
     hosts = []
     for line in filter(str.strip, text.splitlines()):
         host, slots = [*line.split(), ""][:2]
@@ -354,7 +354,7 @@ def _first_pod(reader: Reader, machine: Machine, rank: int) -> str:
 
 
 def _own_address(reader: Reader, machine: Machine, rank: int) -> str | None:
-    """Give the address of this node where it leads: the others are told it by a variable."""
+    """Return the address of this node where it leads: the others are told it by a variable."""
     if rank != 0:
         return None
     try:

@@ -95,7 +95,7 @@ def layout(size: int, cores: int, most_bytes: int | None = None) -> Layout | Non
 
 
 def room_bytes() -> int | None:
-    """Give the bytes that an arena may take in this container, None for no limit."""
+    """Return the bytes that an arena may take in this container, None for no limit."""
     free = container.free_bytes()
     return None if free is None else free // _PART_OF_FREE
 
@@ -115,7 +115,7 @@ def make(size: int, cores: int, most_bytes: int) -> tuple[int, Arena] | None:
 
 
 def read(shared: mmap.mmap, size: int, position: int) -> Arena:
-    """Give this rank's end of an arena that another rank made."""
+    """Return this rank's end of an arena that another rank made."""
     if len(shared) < _PAGE_BYTES * (1 + size // (_PAGE_BYTES // _LINE_BYTES)):
         raise OSError("memory for tensors was sent that is too small")
     words = memoryview(shared)[: (size + 1) * _LINE_BYTES].cast("Q")[size * _LINE_WORDS :]
@@ -182,7 +182,7 @@ class Arena:
                 self._wait(line, interval, check)
 
     def agree(self, token: int, check: Check) -> bool:
-        """Tell whether all ranks have come with the same token, and it isn't 0."""
+        """Return whether all ranks have come with the same token, and it isn't 0."""
         # Collective over the arena. At least one barrier comes before the next call of this.
         words = self._words
         words[self._mine + _TOKEN] = token
@@ -227,7 +227,7 @@ class Arena:
     # Views of the slots, made once for each shape that is asked for
 
     def slots(self, parity: int) -> list[Tensor]:
-        """Give the slot of each rank, as bytes."""
+        """Return the slot of each rank, as bytes."""
         return self._slots[parity]
 
     def given(self, dtype: torch.dtype, count: int) -> list[list[Tensor]]:
@@ -236,7 +236,7 @@ class Arena:
         return views or self._keep((dtype, count), partial(self._make_given, dtype, count))
 
     def slices(self, dtype: torch.dtype, count: int) -> list[Slices]:
-        """Give the views that reducing a block of `count` elements needs, by parity."""
+        """Return the views that reducing a block of `count` elements needs, by parity."""
         views: Any = self._views.get((dtype, count, "slices"))
         return views or self._keep(
             (dtype, count, "slices"),

@@ -28,7 +28,7 @@ _V2 = _Names("memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
 def free_bytes(folder: Path = _FOLDER, membership: Path = _MEMBERSHIP) -> int | None:
-    """Give the bytes that this process's control groups have left, those around them included."""
+    """Return the bytes that this process's control groups have left, those around them included."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:  # Linux alone has it

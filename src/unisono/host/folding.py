@@ -17,7 +17,7 @@ DTYPES: frozenset[torch.dtype] = COMMON_DTYPES | {
 
 
 def folds(dtype: torch.dtype, op: ReduceOp) -> bool:
-    """Tell whether `fold` takes a dtype with an operation."""
+    """Return whether `fold` takes a dtype with an operation."""
     if dtype not in DTYPES:
         return False
     if op is ReduceOp.AVERAGE:

@@ -103,7 +103,7 @@ class TwoLevels(Turns):
             self._host.close()
 
     def _group(self, position: int, count: int) -> Group:
-        """Give the twins at a position; the first `count` are made at their first use."""
+        """Return the twins at a position; the first `count` are made at their first use."""
         while len(self._twins) < count:
             at = len(self._twins)
             ranks = tuple(sorted(ranks[at] for ranks in self._hosts))

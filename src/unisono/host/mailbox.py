@@ -43,7 +43,7 @@ class Mailbox:
         self._taken = 0
 
     def put(self, kind: int, seq: int, body: bytes) -> bool:
-        """Give the other end a frame; it has taken the one before."""
+        """Send the other end a frame; it has taken the one before."""
         # Local; never waits.
         start, words, at = self._out_body, self._words, self._out
         self._bytes[start : start + len(body)] = body
@@ -52,7 +52,7 @@ class Mailbox:
         return words[at + _SLEEPS] != 0
 
     def has_come(self) -> bool:
-        """Tell whether `take` has a frame."""
+        """Return whether `take` has a frame."""
         return self._words[self._in] != self._taken
 
     def take(self) -> tuple[int, int, bytes] | None:

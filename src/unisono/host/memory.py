@@ -23,7 +23,7 @@ _ADDRESS = struct.Struct("<5Q")  # process, its descriptor; device, inode and si
 
 
 def is_supported() -> bool:
-    """Tell whether this machine has such memory, and keeps the order of what is written."""
+    """Return whether this machine has such memory, and keeps the order of what is written."""
     return why_not() is None
 
 

@@ -36,7 +36,7 @@ def _places(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def size_of(blocks: Sequence[Block]) -> int:
-    """Give the bytes that blocks take."""
+    """Return the bytes that blocks take."""
     sizes = [len(block) for block in blocks]
     return max((end for _, end in _places(sizes)), default=_COUNT.size)
 
@@ -96,7 +96,7 @@ def read(fd: int) -> bytearray:
 
 
 def blocks_in(memory: mmap.mmap | bytearray) -> list[memoryview]:
-    """Give the blocks that were written, in place."""
+    """Return the blocks that were written, in place."""
     view = memoryview(memory)
     (count,) = _COUNT.unpack_from(view)
     sizes = [_COUNT.unpack_from(view, _COUNT.size * (1 + at))[0] for at in range(count)]

@@ -36,7 +36,7 @@ _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS, _MREMAP_TO = 3, 0x22, 3
 
 
 def room_bytes(size_bytes: int) -> int:
-    """Give the bytes from one rank's tensor to the next rank's."""
+    """Return the bytes from one rank's tensor to the next rank's."""
     return -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
@@ -61,7 +61,7 @@ class SharedTensors:
 
     @torch.inference_mode(False)
     def add(self, shared: mmap.mmap, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Give this rank's tensor in memory that all ranks map. Collective over the group."""
+        """Return this rank's tensor in memory that all ranks map. Collective over the group."""
         size_bytes = torch.Size(shape).numel() * dtype.itemsize
         room, me = room_bytes(size_bytes), self._arena.position
         parts = [

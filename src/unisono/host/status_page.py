@@ -71,7 +71,7 @@ _open: weakref.WeakSet[StatusPage] = weakref.WeakSet()
 
 
 def folder() -> Path | None:
-    """Give the folder of this user's pages; None where there are none."""
+    """Return the folder of this user's pages; None where there are none."""
     # ``UNISONO_STATUS=0`` means none; any other value but 1 is the folder itself.
     setting = os.environ.get("UNISONO_STATUS", "1")
     if setting == "0":
@@ -82,7 +82,7 @@ def folder() -> Path | None:
 
 
 def _private(path: Path, *, makes: bool) -> bool:
-    """Tell whether a folder is this user's alone, so that nobody else has put pages there."""
+    """Return whether a folder is this user's alone, so that nobody else has put pages there."""
     try:
         if makes:
             with contextlib.suppress(FileExistsError):
@@ -160,7 +160,7 @@ class StatusPage:
             self._words[_EDITION] = edition
 
     def name_of(self, text: str) -> int:
-        """Give the number of a string in this page, 0 once there is no more room."""
+        """Return the number of a string in this page, 0 once there is no more room."""
         known = self._ids.get(text)
         if known is not None:
             return known
@@ -177,14 +177,14 @@ class StatusPage:
         return at
 
     def words_of(self, name: str, file: str, line: int, group: str) -> tuple[int, int]:
-        """Give the words of a record that say what is called, and where."""
+        """Return the words of a record that say what is called, and where."""
         return (
             self.name_of(name) | self.name_of(file) << 32,
             line | self.name_of(short_name(group)) << 32,
         )
 
     def lane(self) -> Lane | None:
-        """Give a lane to this thread: a new one, or that of a thread that has ended."""
+        """Return a lane for this thread: a new one, or that of a thread that has ended."""
         thread = threading.current_thread()
         with self._lock:
             for place, owner in enumerate(self._owners):
@@ -297,7 +297,7 @@ class PageReader:
                 return facts
 
     def is_alive(self) -> bool:
-        """Tell whether the process that wrote it still runs."""
+        """Return whether the process that wrote it still runs."""
         return is_running(self.facts.get("pid", 0), self.facts.get("start_ticks", 0))
 
     def records(self) -> list[PageRecord]:
@@ -356,7 +356,7 @@ def _pids() -> int:
 
 
 def short_name(group: str) -> str:
-    """Give the name of a group as pages have it: of a long one its beginning, and a digest."""
+    """Return the name of a group as pages have it: of a long one its beginning, and a digest."""
     # Some names hold all ranks of their group.
     if len(group) <= _LONGEST_NAME:
         return group
@@ -413,7 +413,7 @@ def start_ticks_of(status: bytes) -> int:
 
 
 def is_running(pid: int, ticks: int) -> bool:
-    """Tell whether a process runs that began then; a zombie doesn't."""
+    """Return whether a process runs that began then; a zombie doesn't."""
     state, began = _status(pid)
     return began == ticks != 0 and state not in (b"Z", b"X")
 

@@ -26,7 +26,7 @@ class Watch(Protocol):
         """Tell the other ranks that this one left an operation half-way."""
 
     def on(self, control: Any) -> Watch:
-        """Give the same for another view of the context."""
+        """Return the same for another view of the context."""
 
 
 class Turn:

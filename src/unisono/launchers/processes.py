@@ -215,7 +215,7 @@ def _helper_for(method: str) -> _Helper:
 
 
 def _answers(helper: _Helper) -> bool:
-    """Tell whether a helper still has its end of the control socket open."""
+    """Return whether a helper still has its end of the control socket open."""
     try:
         return helper.control.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) != b""
     except BlockingIOError:

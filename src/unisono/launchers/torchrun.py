@@ -130,7 +130,7 @@ def _resolve(who: str, addr: str, port: int, timeout_s: float, deadline: float) 
 
 
 def _is_here(address: Any) -> bool:
-    """Tell whether an address is this host's own: it alone can be bound."""
+    """Return whether an address is this host's own: it alone can be bound."""
     family = socket.AF_INET6 if ":" in str(address) else socket.AF_INET
     with socket.socket(family) as probe, contextlib.suppress(OSError):
         probe.bind((address, 0))

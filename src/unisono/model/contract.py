@@ -143,7 +143,7 @@ class ComputationModel(ABC):
         return
 
     def is_alive(self) -> bool:
-        """Tell whether this is still the context that it was. Local; called before each use."""
+        """Return whether this is still the context that it was. Local; called before each use."""
         return True
 
     # Derived collectives

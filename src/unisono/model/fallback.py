@@ -59,7 +59,7 @@ class CollectiveTransport(Protocol):
 
 
 def as_frame(blob: bytes) -> bytes:
-    """Give the frame of a blob: its length and its first bytes."""
+    """Return the frame of a blob: its length and its first bytes."""
     return (_LENGTH.pack(len(blob)) + blob[:_INLINE_BYTES]).ljust(FRAME_BYTES, b"\0")
 
 

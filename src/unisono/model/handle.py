@@ -116,7 +116,7 @@ class Handle(Generic[T]):
         return isinstance(error, Exception) and self._is_completed()
 
     def is_completed(self) -> bool:
-        """Tell whether `wait` would return at once.
+        """Return whether `wait` would return at once.
 
         Local.
 
@@ -138,7 +138,7 @@ class Handle(Generic[T]):
             )
 
     def then(self, finish: Callable[[T], U]) -> Handle[U]:
-        """Give a handle whose value is `finish` of this one's.
+        """Return a handle whose value is `finish` of this one's.
 
         Local.
 

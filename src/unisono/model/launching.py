@@ -43,5 +43,5 @@ class LaunchHooks:
 
 
 def launch_hooks_of(cls: type[ComputationModel]) -> type[LaunchHooks]:
-    """Give the hooks of a model's class, or the defaults where it brings none."""
+    """Return the hooks of a model's class, or the defaults where it brings none."""
     return cls if issubclass(cls, LaunchHooks) else LaunchHooks

@@ -195,7 +195,7 @@ def _float_sum(values: Sequence[float]) -> float:
 
 
 def _mean(values: Sequence[Any]) -> Number:
-    """Give the mean, also where the sum is beyond the largest float."""
+    """Return the mean, also where the sum is beyond the largest float."""
     if any(isinstance(value, complex) for value in values):
         real, imag = (_mean([getattr(v, part) for v in values]) for part in ("real", "imag"))
         return complex(real, imag)
@@ -228,7 +228,7 @@ def _names(kinds: set[type]) -> str:
 
 
 def is_order_of_floats(tensor: Tensor, op: ReduceOp) -> bool:
-    """Tell whether `op` is MIN or MAX of floats, where libraries differ on NaN."""
+    """Return whether `op` is MIN or MAX of floats, where libraries differ on NaN."""
     return tensor.is_floating_point() and op in (ReduceOp.MIN, ReduceOp.MAX)
 
 

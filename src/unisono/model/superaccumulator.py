@@ -76,7 +76,7 @@ class Span:
 
     @classmethod
     def of_all(cls, spans: Iterable[Span]) -> Span:
-        """Give the span of all that `spans` are of."""
+        """Return the span of all that `spans` are of."""
         lows, highs, marks = zip(*((s.low, s.high, s.is_marked) for s in spans), strict=True)
         return cls(min(lows), max(highs), any(marks))
 
@@ -145,7 +145,7 @@ def add(terms: Tensor, plan: Layout) -> Tensor:
 
 
 def _are_normal_in_double(plan: Layout, form: Format) -> bool:
-    """Tell whether a double holds all terms as integers, and none is subnormal before."""
+    """Return whether a double holds all terms as integers, and none is subnormal before."""
     is_inside = plan.limbs * plan.limb_bits < _DOUBLE_BITS
     return plan.low > 0 and form.least - plan.low < _DOUBLE_BITS and is_inside
 
@@ -215,7 +215,7 @@ def rounded(rows: Tensor, plan: Layout, dtype: torch.dtype) -> Tensor:
 
 
 def _are_normal(plan: Layout, form: Format) -> bool:
-    """Tell whether every sum is zero or a normal number, and no power of two beyond a double."""
+    """Return whether every sum is zero or a normal number, and no power of two beyond a double."""
     # Of float16 and bfloat16 none is: torch rounds an integer to float32 first, so twice.
     is_wide = form.fraction >= FORMATS[torch.float32].fraction
     is_inside = plan.low + (plan.limbs - 1) * plan.limb_bits < form.least + _DOUBLE_BITS
@@ -266,14 +266,14 @@ def _leading(limbs: Tensor, plan: Layout) -> tuple[Tensor, Tensor]:
 
 
 def _length(value: Tensor) -> Tensor:
-    """Give the number of bits of [n] int64, none negative."""
+    """Return the number of bits of [n] int64, none negative."""
     # A float's exponent, and no rounding up to the next: only the first bit of 1s in a row stays.
     first = (value & ~(value >> 1)).double().view(torch.int64)
     return (first >> 52).sub_(1022).clamp_(min=0)
 
 
 def _nearest(value: Tensor, exponent: Tensor, form: Format) -> Tensor:
-    """Give the bits of the float that is nearest to value * 2**exponent."""
+    """Return the bits of the float that is nearest to value * 2**exponent."""
     last = (_length(value) + exponent).sub_(form.fraction + 1).clamp_(min=0)  # bit of the result
     last.masked_fill_(value == 0, 0)
     shift = last - exponent

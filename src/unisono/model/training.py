@@ -90,5 +90,5 @@ class _Defaults(TrainingHooks):
 
 
 def hooks_of(model: ComputationModel) -> TrainingHooks:
-    """Give the hooks of a model, or the defaults where it brings none."""
+    """Return the hooks of a model, or the defaults where it brings none."""
     return model if isinstance(model, TrainingHooks) else _Defaults(model.device)

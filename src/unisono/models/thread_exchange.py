@@ -57,7 +57,7 @@ class ThreadExchange:
         self._condition.notify_all()
 
     def has_left(self, rank: int) -> bool:
-        """Tell whether `rank` has left and not come back."""
+        """Return whether `rank` has left and not come back."""
         return self._is_gone(rank, self._joined.get(rank, 0))
 
     def _is_gone(self, rank: int, visit: int) -> bool:
@@ -146,7 +146,7 @@ class ThreadExchange:
         return [r for r in missing if self._is_gone(r, self._joined.get(rank, 0))]
 
     def _has_failed(self) -> bool:
-        """Tell whether the job has failed, and with it every round."""
+        """Return whether the job has failed, and with it every round."""
         return False
 
     def _check(self, rank: int, doing: str) -> None:
@@ -155,7 +155,7 @@ class ThreadExchange:
     def _time_out(
         self, rank: int, late: list[int], call: str, limit_s: float, item: object
     ) -> CollectiveTimeoutError:
-        """Give the error of a rank whose time is over; the lock is held."""
+        """Return the error of a rank whose time is over; the lock is held."""
         waited = f"waited {format_s(limit_s)} in {call}"
         self._leave(rank, f"{waited}, to which {named(late)} never came")
         return CollectiveTimeoutError(f"{named(late)} never came: rank {rank} {waited}")

@@ -61,15 +61,15 @@ class Cell:
     owner: int
 
     def output(self, rank: int) -> Path:
-        """Give the file for what a rank prints."""
+        """Return the file for what a rank prints."""
         return Path(self.folder, f"output-{rank}")
 
     def stack(self, rank: int) -> Path:
-        """Give the file where a rank writes its stack on SIGUSR1."""
+        """Return the file where a rank writes its stack on SIGUSR1."""
         return Path(self.folder, f"stack-{rank}")
 
     def outcome(self, rank: int) -> Path:
-        """Give the file for how a rank's part went."""
+        """Return the file for how a rank's part went."""
         return Path(self.folder, f"outcome-{rank}")
 
 
@@ -194,13 +194,13 @@ def interrupt_thread(ranks_key: str, rank: int, *, leaves_collective: bool) -> N
 
 
 def threads_of(ranks_key: str) -> dict[int, int]:
-    """Give the thread of each rank of a set that runs a cell in this process."""
+    """Return the thread of each rank of a set that runs a cell in this process."""
     with _lock:
         return {rank: own for (key, rank), (own, _) in _running.items() if key == ranks_key}
 
 
 def are_in_step(local_rank: int) -> bool:
-    """Tell whether the ranks can still meet. Collective over all ranks."""
+    """Return whether the ranks can still meet. Collective over all ranks."""
     del local_rank
     try:
         with deadline(_STEP_S):

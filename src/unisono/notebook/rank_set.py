@@ -126,7 +126,7 @@ class RankSet:
         return Cell(source, filename, tuple(ranks), self._key, self._folder, os.getpid())
 
     def has_lost_names(self, outcomes: Mapping[int, CellOutcome]) -> bool:
-        """Tell whether the ranks of a cell were fresh where others had run cells before."""
+        """Return whether the ranks of a cell were fresh where others had run cells before."""
         lost = {rank for rank, outcome in outcomes.items() if outcome.is_fresh} & self._named
         self._named |= set(outcomes)
         return bool(lost)

@@ -62,7 +62,7 @@ def raise_failure(run: Run, timeout_s: float | None, names: Container[str]) -> N
 
 
 def _error(failure: Failure, rank: int, size: int) -> BaseException:
-    """Give what the rank raised, as far as it can be had here."""
+    """Return what the rank raised, as far as it can be had here."""
     if failure.cause is not None:
         with suppress(Exception):  # its class may not exist here
             cause = pickle.loads(failure.cause)

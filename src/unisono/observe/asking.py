@@ -69,7 +69,7 @@ def _place(seen: Seen, verdict: Verdict) -> tuple[object, ...]:
 
 
 def _is_good(known: Answer | None, place: tuple[object, ...], now_s: float) -> bool:
-    """Tell whether what is known of a rank still holds."""
+    """Return whether what is known of a rank still holds."""
     if known is None or known.place != place:
         return False
     return not isinstance(known.stacks, str) or now_s - known.at_s < _AGAIN_S

@@ -126,7 +126,7 @@ def _bounds(
 
 
 def _agreeing(bounds: Sequence[_Bounds]) -> tuple[int, int]:
-    """Give the least and the most that calls allow, without those that contradict most others."""
+    """Return the least and the most that calls allow, without those that contradict most others."""
     # These are no one call: a rank that was killed may have lost records, and another's number has
     # come to be theirs. Clocks that drift contradict each other too, by little.
     offset = _most_common(bounds)
@@ -137,7 +137,7 @@ def _agreeing(bounds: Sequence[_Bounds]) -> tuple[int, int]:
 
 
 def _most_common(bounds: Sequence[_Bounds]) -> int:
-    """Give an offset that as many calls as possible allow."""
+    """Return an offset that as many calls as possible allow."""
     lows, highs = sorted(each.low for each in bounds), sorted(each.high for each in bounds)
     best, most, n_over = lows[0], 0, 0
     for n_begun, low in enumerate(lows, 1):
@@ -149,7 +149,7 @@ def _most_common(bounds: Sequence[_Bounds]) -> int:
 
 
 def _middle(low: int, high: int) -> tuple[int, int]:
-    """Give the middle, and how far it may be off: clocks that drift leave no room between."""
+    """Return the middle, and how far it may be off: clocks that drift leave no room between."""
     return (low + high) // 2, abs(high - low) // 2
 
 

@@ -62,7 +62,7 @@ class Meter:
     def percent(
         self, host: str, pid: int, thread_id: int, at_ns: int, used_s: float
     ) -> float | None:
-        """Give the share of a core since the last look, None at the first one."""
+        """Return the share of a core since the last look, None at the first one."""
         before = self._before.get((host, pid, thread_id))
         self._before[host, pid, thread_id] = (at_ns, used_s)
         if before is None or at_ns <= before[0]:

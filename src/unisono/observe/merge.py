@@ -130,7 +130,7 @@ class _Lane:
         self._open: list[tuple[int, Event | None]] = []  # the end of a slice, and its waiting
 
     def takes(self, begin_ns: int, end_ns: int) -> bool:
-        """Tell whether a slice fits, none of which begins before those that are there."""
+        """Return whether a slice fits, none of which begins before those that are there."""
         while self._open and self._open[-1][0] <= begin_ns:
             self._open.pop()
         return not self._open or end_ns <= self._open[-1][0]
@@ -202,7 +202,7 @@ class _Rows:
         self._threads = 0
 
     def of(self, job: JobTrace, trace: RankTrace) -> _Row:
-        """Give the row of a rank."""
+        """Return the row of a rank."""
         key = (job.name, job.world_size, trace.rank, trace.host, trace.pid)
         if key not in self._rows:
             name = f"rank {trace.rank}"
@@ -212,14 +212,14 @@ class _Rows:
         return self._rows[key]
 
     def new_thread(self, row: _Row) -> int:
-        """Give a thread's number: a row's first has the row's own."""
+        """Return a thread's number: a row's first has the row's own."""
         if not any(row.lanes.values()):
             return row.pid
         self._threads += 1
         return _FIRST_THREAD + self._threads
 
     def events(self) -> list[Event]:
-        """Give all names, slices and arrows, in nanoseconds."""
+        """Return all names, slices and arrows, in nanoseconds."""
         shown = [event for row in self._rows.values() for event in _events(row)]
         return [*shown, *self._arrows()]
 

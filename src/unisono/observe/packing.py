@@ -49,7 +49,7 @@ def pack(moment: Moment, records: Iterable[CollectiveRecord]) -> bytes:
 
 
 def unpack(rank: int, world_size: int, data: bytes) -> tuple[Moment, list[CollectiveRecord]]:
-    """Give what a rank has packed."""
+    """Return what a rank has packed."""
     line, _, compressed = data.partition(b"\n")
     facts = json.loads(line)
     everybody = tuple(range(world_size))

@@ -89,7 +89,7 @@ def calls_of(job: Job) -> dict[int, str]:
 
 
 def _is_early(job: Job, verdict: Verdict, asked: Asked) -> bool:
-    """Tell whether others have yet to come to the line where a rank is alone, by their stacks."""
+    """Return whether others have yet to come to the line where a rank is alone, by their stacks."""
     alone = verdict.culprits[0].rank
     others = [each.rank.rank for each in job.ranks if each.rank.rank != alone][:_MOST_ASKED]
     answers = asked.stacks(job, verdict, [alone, *others])
@@ -98,7 +98,7 @@ def _is_early(job: Job, verdict: Verdict, asked: Asked) -> bool:
 
 
 def _own_stack(answer: Answer | None) -> tuple[Frame, ...]:
-    """Give the stack of a rank's own thread; none where it hasn't told it."""
+    """Return the stack of a rank's own thread; none where it hasn't told it."""
     told = answer.stacks if answer is not None else ""
     return told[0].frames if isinstance(told, list) and told else ()
 

@@ -156,7 +156,7 @@ class _Job:
         return self.ranks[rank].condition in ("dead", "stopped")
 
     def _is_gone_alone(self, rank: int, waiter: int) -> bool:
-        """Tell whether a rank has gone, and not the process of a waiter with it."""
+        """Return whether a rank has gone, and not the process of a waiter with it."""
         return self.is_gone(rank) and self.ranks[rank].pid != self.ranks[waiter].pid
 
     def _wait(self, rank: int) -> _Wait | None:
@@ -187,14 +187,14 @@ class _Job:
         )
 
     def waits_for_nobody(self, rank: int) -> bool:
-        """Tell whether a rank waits for none, not even for one that can't be seen from here."""
+        """Return whether a rank waits for none, not even for one that can't be seen from here."""
         wait = self.waits.get(rank)
         if wait is None or not (wait.ranks or wait.unseen):
             return True
         return not wait.ranks and any(self._is_over(other, wait.call) for other in self.ranks)
 
     def _is_over(self, rank: int, call: Call) -> bool:
-        """Tell whether a call that has begun is over for a rank: so all had come to it."""
+        """Return whether a call that has begun is over for a rank: so all had come to it."""
         return any(
             each.key == call.key and each.number == call.number and each.end_ns
             for each in self.ranks[rank].calls
@@ -350,7 +350,7 @@ def _extra(job: _Job) -> _Found:
 
 
 def _has_called(rank: Rank, call: Call) -> bool:
-    """Tell whether a rank was in that line before, so that it may come again, as in a loop."""
+    """Return whether a rank was in that line before, so that it may come again, as in a loop."""
     place = call.key, call.name, call.file, call.line
     return any((each.key, each.name, each.file, each.line) == place for each in rank.calls)
 

@@ -96,7 +96,7 @@ class _Groups:
         self._numbers: dict[tuple[str, tuple[int, ...]], int] = {}
 
     def number(self, group: str, ranks: Sequence[int]) -> int:
-        """Give the number of a group."""
+        """Return the number of a group."""
         number = self._numbers.setdefault((group, tuple(ranks)), len(self.sizes))
         if number == len(self.sizes):
             self.sizes.append(len(ranks))
@@ -331,7 +331,7 @@ def _slowest(late: Sequence[_Late], size: int, watched_ns: int) -> int | None:
 
 
 def _tail(least: int, count: int, chance: float) -> float:
-    """Give the probability of at least so many of `count`, each with one probability."""
+    """Return the probability of at least so many of `count`, each with one probability."""
     if chance >= 1:
         return 1.0
     logs = (math.log(chance), math.log1p(-chance))

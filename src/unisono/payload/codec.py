@@ -269,12 +269,12 @@ class _Chunks(list[Any]):
 
 
 def is_number(value: object) -> bool:
-    """Tell whether `value` is exactly a bool, int, float or complex."""
+    """Return whether `value` is exactly a bool, int, float or complex."""
     return type(value) in _NUMBERS
 
 
 def is_dense(value: object) -> bool:
-    """Tell whether `value` is a tensor that travels as plain memory."""
+    """Return whether `value` is a tensor that travels as plain memory."""
     # Not those without memory of their own: a subclass whose operations are its own (DTensor,
     # masked, fake, jagged), or what torch.func wraps, has none that could be read.
     if not (
@@ -320,19 +320,19 @@ def _is_distributed(kind: type) -> bool:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Give a dense tensor as one of torch's own class, without gradient, the same memory."""
+    """Return a dense tensor as one of torch's own class, without gradient, the same memory."""
     if type(tensor) is not Tensor and type(tensor) is not Parameter:
         tensor = tensor.as_subclass(Tensor)
     return tensor.detach()
 
 
 def is_exact(value: object) -> bool:
-    """Tell whether `value` is nothing but a dense tensor; others go as objects."""
+    """Return whether `value` is nothing but a dense tensor; others go as objects."""
     return type(value) in (Tensor, Parameter) and is_dense(value)
 
 
 def head_of(tensor: Tensor) -> TensorHeader:
-    """Give what peers must know to receive `tensor`."""
+    """Return what peers must know to receive `tensor`."""
     parameter = tensor.requires_grad if type(tensor) is Parameter else None
     return TensorHeader(tensor.dtype, tuple(tensor.shape), not tensor.is_cpu, parameter)
 
@@ -368,7 +368,7 @@ def encode_or_reason(value: object) -> bytes:
 
 
 def frame_or_reason(make: Callable[..., bytes], *args: Any) -> bytes:
-    """Give the frame that `make` makes, or the reason why it can't, for every rank to see."""
+    """Return the frame that `make` makes, or the reason why it can't, for every rank to see."""
     # Whatever is raised counts: the user's own code is called, and a rank that left here would
     # let the others wait for it.
     try:

@@ -124,7 +124,7 @@ class Call(Ranks):
 
 
 def once(body: bytes, size: int) -> Callable[[int], bytes | None]:
-    """Give what gives each of `size` replicas the same call, once."""
+    """Return what gives each of `size` replicas the same call, once."""
     waiting = set(range(size))
 
     def give(rank: int) -> bytes | None:

@@ -256,7 +256,7 @@ class WorkerPool:
     def _collect(
         self, give: Callable[[int], bytes | None], name: str, *, is_together: bool
     ) -> dict[int, list[bytes]]:
-        """Give each replica calls until nothing is left; give what each has answered."""
+        """Send each replica calls until nothing is left; return what each has answered."""
         limit_s = limit_of(self._deadline_s)
         if limit_s == 0:
             raise CollectiveTimeoutError(f"{name} wasn't begun: the block's deadline is over")

@@ -142,7 +142,7 @@ class Replicas:
         _kill([peer(self._sockets[rank]).pid for rank in ranks], number)
 
     def has_ended(self) -> bool:
-        """Tell whether a replica is gone."""
+        """Return whether a replica is gone."""
         return not self._thread.is_alive() or any(map(_is_closed, self._sockets.values()))
 
     def send(self, rank: int, body: bytes, limit: float | None) -> None:
@@ -304,7 +304,7 @@ def _kill(pids: Iterable[int | None], number: int = signal.SIGKILL) -> None:
 
 
 def _is_closed(sock: socket.socket) -> bool:
-    """Tell whether the other side is gone; between calls it has nothing to say."""
+    """Return whether the other side is gone; between calls it has nothing to say."""
     try:
         return sock.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b""
     except BlockingIOError:

@@ -95,7 +95,7 @@ class _Pool:
 
 
 def _may_wait(thread_id: int) -> bool:
-    """Tell whether a call is within anything that may wait for other ranks."""
+    """Return whether a call is within anything that may wait for other ranks."""
     frame, may_wait = frame_of(thread_id), False
     while frame is not None and frame.f_code is not _outcome.__code__:
         may_wait = may_wait or str(frame.f_globals.get("__name__")).startswith(_WAITING)
@@ -134,7 +134,7 @@ def _outcome(local_rank: int, body: bytes, is_process: bool) -> tuple[bytes, byt
 
 
 def leaves_out_of_step(error: BaseException | None) -> bool:
-    """Tell whether an error, or one that led to it, left the ranks out of step."""
+    """Return whether an error, or one that led to it, left the ranks out of step."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, CollectiveError) and not error.is_in_step:

@@ -21,7 +21,7 @@ _OUTPUT = "output"
 
 
 def last_lines(folder: str) -> list[str]:
-    """Give what was printed last under a law that has this folder."""
+    """Return what was printed last under a law that has this folder."""
     try:
         text = Path(folder, _OUTPUT).read_text(errors="replace")
     except OSError:

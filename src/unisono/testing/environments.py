@@ -221,7 +221,7 @@ def a_malformed_variable_is_refused_by_name(trial: EnvironmentTrial) -> None:
 
 
 def _without(example: Mapping[str, str], name: str) -> tuple[Mapping[str, str], ...]:
-    """Give the example with a variable blank, and with it left out."""
+    """Return the example with a variable blank, and with it left out."""
     left_out = {each: value for each, value in example.items() if each != name}
     return {**example, name: ""}, left_out
 

@@ -108,7 +108,7 @@ class LauncherTrial:
         raise AssertionError(f"a WorkerFailedError was due, but spawn returned {results!r}")
 
     def processes(self) -> list[int]:
-        """Give the processes of ranks of this host that have said who they are."""
+        """Return the processes of ranks of this host that have said who they are."""
         signed = [file.read_text().split() for file in Path(self.folder).glob("rank-*")]
         return [int(pid) for host, pid in signed if host == socket.gethostname()]
 

@@ -179,7 +179,7 @@ def _gradient(tensor: Tensor) -> Tensor | None:
 
 
 def is_sharded(value: object) -> bool:
-    """Tell whether a value is a DTensor, of which each rank has a part."""
+    """Return whether a value is a DTensor, of which each rank has a part."""
     return isinstance(value, Tensor) and hasattr(value, "device_mesh")
 
 

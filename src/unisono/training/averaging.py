@@ -341,7 +341,7 @@ def _described(state: dict[str, Any], is_src: bool) -> bytes:
 
 
 def _taken_apart(state: dict[str, Any]) -> tuple[dict[str, Any], _Heads]:
-    """Give a state without its tensors, and what these look like, by their place."""
+    """Return a state without its tensors, and what these look like, by their place."""
     leaves, _ = flatten(state)
     heads: _Heads = {}
     for i, leaf in enumerate(leaves):

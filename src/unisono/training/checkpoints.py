@@ -428,7 +428,7 @@ def _unread(file: Path | IO[bytes]) -> str:
 
 
 def _restores(device: torch.device) -> bool:
-    """Tell whether torch reads a file onto a device; it doesn't onto XLA's."""
+    """Return whether torch reads a file onto a device; it doesn't onto XLA's."""
     untyped: Any = torch
     try:
         untyped.serialization.default_restore_location(untyped.UntypedStorage(0), str(device))

@@ -66,7 +66,7 @@ class Averaging:
                     raise
 
     def host(self) -> HostCollectives | None:
-        """Give what the ranks share, after what runs in the background."""
+        """Return what the ranks share, after what runs in the background."""
         return communicator(self._group).control.host(self._group)
 
     def reduce(
@@ -92,7 +92,7 @@ class Averaging:
         return done
 
     def divisor(self, host: HostCollectives | None) -> Tensor | None:
-        """Give the number of ranks that have inputs, where torch divides by that; None else."""
+        """Return the number of ranks that have inputs, where torch divides by that; None else."""
         # Collective over the group where it does: in ``join(divide_by_initial_world_size=False)``.
         module = self._module()
         if module is None or not module._join_config.enable:
@@ -109,7 +109,7 @@ class Averaging:
         return communicator(self._group).model.topology.size(self._group)
 
     def library_group(self) -> Any:
-        """Give torch's own group of the module."""
+        """Return torch's own group of the module."""
         module = self._module()
         return None if module is None else module.process_group
 

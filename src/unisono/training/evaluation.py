@@ -252,7 +252,7 @@ def _check_sampler(loader: DataLoader[Any], size: int) -> None:
 
 
 def _agreed(context: ContextState, call: Callable[[], Columns]) -> Columns:
-    """Give the results of this rank, or fail on all. Collective over all ranks."""
+    """Return the results of this rank, or fail on all. Collective over all ranks."""
     error: Exception | None = None
     columns: Columns = {}
     reported: Report | None = None
@@ -290,7 +290,7 @@ def _told(context: ContextState, frame: bytes) -> list[bytes]:
 
 
 def _results(fn: Callable[[Any], Any], loader: Any) -> list[Columns]:
-    """Give the results of each batch, by their names. Local, but for what `fn` does."""
+    """Return the results of each batch, by their names. Local, but for what `fn` does."""
     made: list[Columns] = []
     left = len(loader.sampler)
     with torch.no_grad(), _evaluating(fn):

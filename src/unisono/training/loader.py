@@ -128,7 +128,7 @@ class ReplicaLoader(DataLoader[Any]):
         return torch.Generator().manual_seed(_drawn(generator) + self._rank)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the position, for a checkpoint.
+        """Return the position, for a checkpoint.
 
         Local. The same on every rank, at the same batch.
 
@@ -207,7 +207,7 @@ class ReplicaLoader(DataLoader[Any]):
         world_size: int,
         samples: int | None,
     ) -> int:
-        """Give the number of batches here that are as many samples as `batches` were there."""
+        """Return the number of batches here that are as many samples as `batches` were there."""
         own_size, own_world_size, own_samples = self._shape()
         if samples != own_samples:
             raise ArgumentError(f"the position is in {samples} samples, and here are {own_samples}")
@@ -228,13 +228,13 @@ class ReplicaLoader(DataLoader[Any]):
         return batches * size // own_size
 
     def _is_dealt_in_turn(self) -> bool:
-        """Tell whether the first batches of all ranks are the first samples of one order."""
+        """Return whether the first batches of all ranks are the first samples of one order."""
         kind = type(self.sampler)
         return kind is DistributedSampler or getattr(kind, "deals_in_turn", False)
 
 
 def _checked(state: dict[str, Any]) -> list[Any]:
-    """Give the values of a position in the order of its keys."""
+    """Return the values of a position in the order of its keys."""
     is_dealt_in_turn = state["is_dealt_in_turn"]
     if not isinstance(is_dealt_in_turn, bool):
         raise ArgumentError(f"is_dealt_in_turn={is_dealt_in_turn!r} should be a bool")

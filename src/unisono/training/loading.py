@@ -118,7 +118,7 @@ _TAKEN = (*_SAME, "generator", "prefetch_factor", "persistent_workers")
 def _taken_apart(
     loader: DataLoader[Any], given: dict[str, Any], world_size: int
 ) -> tuple[Any, dict[str, Any]]:
-    """Give the dataset and the arguments of a loader; `world_size` is what divides them."""
+    """Return the dataset and the arguments of a loader; `world_size` is what divides them."""
     if type(loader) not in (DataLoader, ReplicaLoader):
         raise ArgumentError(
             f"a {type(loader).__qualname__} can't be made again for this rank: give "
@@ -142,7 +142,7 @@ def _taken_apart(
 
 
 def _batches_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Give the arguments that a loader's batches come from."""
+    """Return the arguments that a loader's batches come from."""
     batches: Any = loader.batch_sampler
     source: Any = loader
     if batches is not None and (loader.batch_size is None or type(batches) is not BatchSampler):
@@ -156,7 +156,7 @@ def _batches_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _order_of(sampler: Any) -> dict[str, Any]:
-    """Give the arguments that a loader's sampler comes from."""
+    """Return the arguments that a loader's sampler comes from."""
     if type(sampler) is SequentialSampler:
         return {"shuffle": False}
     is_plain = type(sampler) is RandomSampler and (sampler.replacement, sampler.generator) == (
@@ -250,7 +250,7 @@ def _sampler(dataset: Any, kwargs: dict[str, Any]) -> Sampler[Any]:
 
 
 def _seed(kwargs: dict[str, Any]) -> int:
-    """Give the seed of the order, to which the epoch is added."""
+    """Return the seed of the order, to which the epoch is added."""
     generator: torch.Generator | None = kwargs.get("generator")
     return 0 if generator is None else generator.initial_seed() % (1 << 62)
 

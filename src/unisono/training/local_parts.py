@@ -41,7 +41,7 @@ def local_part(like: object, saved: Any, where: str) -> Any:
 
 
 def _chunk(tensor: Tensor, count: int, index: int, dim: int) -> Tensor:
-    """Give one of the parts that torch cuts a dimension into; the last ones may be empty."""
+    """Return one of the parts that torch cuts a dimension into; the last ones may be empty."""
     chunks = torch.chunk(tensor, count, dim)
     return chunks[index] if index < len(chunks) else tensor.narrow(dim, 0, 0)
 

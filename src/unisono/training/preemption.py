@@ -101,7 +101,7 @@ def _is_main() -> bool:
 
 @guarded
 def preemption_point() -> bool:
-    """Tell whether some rank got a signal to leave, so that all save at the same step and leave.
+    """Return whether some rank got a signal to leave, so that all save at the same step and leave.
 
     Collective over all ranks.
 

@@ -177,7 +177,7 @@ def rank_generator(seed: int | None = None, device: torch.device | str = "cpu") 
 
 
 def get_rng_state() -> dict[str, Any]:
-    """Give the states of the generators that `seed_everything` seeds, for a checkpoint.
+    """Return the states of the generators that `seed_everything` seeds, for a checkpoint.
 
     Local.
 

@@ -57,7 +57,7 @@ def seal(folder: Path) -> None:
 
 
 def flat(state: dict[str, Any]) -> dict[str, Any]:
-    """Give a state dict the keys that its shards have."""
+    """Return a state dict with the keys that its shards have."""
     made: dict[str, Any] = flatten_state_dict(state)[0]
     return made
 
@@ -105,7 +105,7 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
     dispatch = dict(_Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
-        """Give the class of a name, if it is one of the allowed ones."""
+        """Return the class of a name, if it is one of the allowed ones."""
         allowed = _CLASSES.get((module, name))
         if allowed is not None:
             return allowed
@@ -143,7 +143,7 @@ class _CheckingReader(FileSystemReader):
         self._agree = agree
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """Give the metadata."""
+        """Return the metadata."""
         if self._metadata.storage_meta is None:
             self._metadata.storage_meta = metadata.StorageMeta()
         self._metadata.storage_meta.load_id = self.load_id

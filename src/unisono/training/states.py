@@ -59,7 +59,7 @@ def _inner_name(module: nn.Module) -> str | None:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Give the module within all wrappers."""
+    """Return the module within all wrappers."""
     return _within(module, _inner_name)
 
 
@@ -107,7 +107,7 @@ def _without(key: str, shown: list[tuple[str, str]]) -> str:
 
 
 def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> OrderedDict[str, Any]:
-    """Give a state dict other keys, and the versions of its modules with them."""
+    """Return a state dict with other keys, and the versions of its modules with them."""
     renamed = OrderedDict((names.get(key, key), value) for key, value in state.items())
     if len(renamed) != len(state):
         raise PayloadError("several keys of a module's state are the same without its wrappers")
@@ -241,7 +241,7 @@ def _walk(path: tuple[Any, ...], obj: Any) -> Iterator[tuple[tuple[Any, ...], An
 
 
 def has_shards(obj: Any, states: Mapping[int, Any]) -> bool:
-    """Tell whether tensors are sharded, without asking anything but modules for its state."""
+    """Return whether tensors are sharded, without asking anything but modules for its state."""
     for _, leaf in leaves(obj):
         tensors = [leaf]
         if isinstance(leaf, nn.Module):
@@ -270,7 +270,7 @@ def plain(obj: Any, states: Mapping[int, Any]) -> Any:
 
 
 def like(obj: Any, made: Any) -> Any:
-    """Give a container of the type of another, with other values."""
+    """Return a container of the type of another, with other values."""
     if isinstance(obj, tuple):
         make: Any = getattr(obj, "_make", type(obj))  # of a namedtuple
         return make(made)
@@ -301,7 +301,7 @@ def _has_full_tuple(obj: Any) -> bool:
 
 
 def has_state(obj: Any) -> bool:
-    """Tell whether something is kept by its state, as optimizers and schedulers are."""
+    """Return whether something is kept by its state, as optimizers and schedulers are."""
     kind = type(obj)
     return all(callable(getattr(kind, name, None)) for name in ("state_dict", "load_state_dict"))
 
@@ -314,7 +314,7 @@ def is_kept(item: Any) -> bool:
 
 
 def has_shown_wrapper(obj: Any) -> str | None:
-    """Give the prefix that all keys of a state dict have, as those of a wrapped module do."""
+    """Return the prefix that all keys of a state dict have, as those of a wrapped module do."""
     if isinstance(obj, Mapping):
         prefix = next((text for text in _SHOWN if _all_begin(obj, text)), None)
         return prefix or _first(has_shown_wrapper(item) for item in obj.values())
@@ -322,7 +322,7 @@ def has_shown_wrapper(obj: Any) -> str | None:
 
 
 def _all_begin(state: Mapping[Any, Any], prefix: str) -> bool:
-    """Tell whether a state dict has only keys that begin so, and tensors."""
+    """Return whether a state dict has only keys that begin so, and tensors."""
     return bool(state) and all(
         isinstance(key, str) and key.startswith(prefix) and isinstance(item, Tensor)
         for key, item in state.items()

@@ -112,7 +112,7 @@ def reduce_mean(value: Container, nprocs: int | None = None) -> Any: ...
 
 
 def reduce_mean(value: Any, nprocs: int | None = None) -> Any:
-    """Give the mean of a value of all ranks.
+    """Return the mean of a value of all ranks.
 
     Collective over all ranks.
 
@@ -220,7 +220,7 @@ def _is_half(value: Any) -> bool:
 
 
 def _widened(value: Any, op: ReduceOp) -> Any:
-    """Give what is sent instead of a value: integers as halves of 32 bits, so that none wraps."""
+    """Return what is sent instead of a value: integers as halves of 32 bits, so that none wraps."""
     if type(value) is bool:
         return int(value)
     if _is_half(value):
@@ -237,7 +237,7 @@ def _widened(value: Any, op: ReduceOp) -> Any:
 
 
 def _narrowed(total: Any, like: Any, op: ReduceOp) -> Any:
-    """Give the result for a value like `like`."""
+    """Return the result for a value like `like`."""
     if _is_half(like):
         return total.to(like.dtype)
     if not _is_whole(like):
@@ -377,7 +377,7 @@ class RankFilter(logging.Filter):
         self._level = level
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Tell whether a record passes. Local."""
+        """Return whether a record passes. Local."""
         topology = current_model().topology
         record.rank, record.world_size = topology.rank, topology.world_size
         is_chosen = self._ranks is None or topology.rank in self._ranks
@@ -399,7 +399,7 @@ class RankFormatter(logging.Formatter):
         super().__init__(line if fmt is None else fmt, datefmt)
 
     def format(self, record: logging.LogRecord) -> str:
-        """Give a record's line. Local."""
+        """Return a record's line. Local."""
         topology = current_model().topology
         record.rank, record.world_size = topology.rank, topology.world_size
         record.local_rank = topology.local_rank

@@ -154,7 +154,7 @@ def _is_lone(part: nn.Module, kind: type) -> bool:
 
 
 def _library_group(current: ComputationModel, group: Group | None) -> Any:
-    """Give the library's own object of a group of which this rank is a member."""
+    """Return the library's own object of a group of which this rank is a member."""
     if group is not None and current.topology.rank not in group.ranks:
         raise GroupMembershipError(
             f"auto_model: rank {current.topology.rank} isn't a member of process_group "
@@ -188,7 +188,7 @@ def _check_module(model: nn.Module) -> None:
 
 
 def _find(wrapper: str | Wrapper) -> Wrapper | None:
-    """Give the callable of a wrapper, None for those that the model makes."""
+    """Return the callable of a wrapper, None for those that the model makes."""
     if callable(wrapper):
         return wrapper
     if wrapper in ("ddp", "fsdp"):
@@ -351,7 +351,7 @@ def join(model: nn.Module) -> Iterator[None]:
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Give the module inside any wrappers.
+    """Return the module inside any wrappers.
 
     Local.
 

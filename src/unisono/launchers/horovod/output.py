@@ -27,7 +27,7 @@ class Lines:
         self._last: dict[int, deque[str]] = {}
 
     def last_of(self, rank: int) -> Iterable[str]:
-        """Give the last lines that a rank printed to stderr."""
+        """Return the last lines that a rank printed to stderr."""
         return tuple(self._last.get(rank, ()))
 
     def taker(self) -> Callable[[bytes], None]:

@@ -37,7 +37,7 @@ def signal_name(number: int) -> str:
 
 
 def exit_code_of(code: int) -> int:
-    """Give what a shell calls an exit code: 128 and its number for a signal."""
+    """Return what a shell calls an exit code: 128 and its number for a signal."""
     return code if code >= 0 else 128 - code
 
 

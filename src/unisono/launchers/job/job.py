@@ -64,7 +64,7 @@ class Ranks(ABC):
         return ""
 
     def are_starting(self) -> bool:
-        """Tell whether a rank hasn't been told yet what to do."""
+        """Return whether a rank hasn't been told yet what to do."""
         return False
 
 
@@ -157,7 +157,7 @@ class Job(Generic[T]):
             raise _copy(self._error)
 
     def is_decided(self, within_s: float) -> bool:
-        """Tell whether nothing more is to be waited for: all have a result, or one has failed."""
+        """Return whether nothing more is to be waited for: all have a result, or one has failed."""
         limit = time.monotonic() + within_s
         while self._error is None and not self.failures and self.late:
             if time.monotonic() >= limit:
@@ -204,7 +204,7 @@ class Job(Generic[T]):
             self.ranks.signal(of_ranks)
 
     def _is_over(self) -> bool:
-        """Tell whether the job has failed or succeeded; the first failure is asked for once."""
+        """Return whether the job has failed or succeeded; the first failure is asked for once."""
         late = self.late
         if self._error is None and late and self.orders.until is not None:
             is_over = time.monotonic() >= self.orders.until  # some that fail end no others' time

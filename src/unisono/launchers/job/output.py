@@ -28,7 +28,7 @@ class ByThread:
         """Streams of threads, by their ids."""
 
     def own(self) -> Any:
-        """Give the stream of the thread that calls this."""
+        """Return the stream of the thread that calls this."""
         return self.streams.get(threading.get_ident(), self.stream)
 
     def write(self, text: str) -> int:
@@ -48,12 +48,12 @@ class ByThread:
 
 
 def with_rank(stream: TextIO, rank: int) -> Any:
-    """Give a stream that writes whole lines to another one, behind ``[rank N]``."""
+    """Return a stream that writes whole lines to another one, behind ``[rank N]``."""
     return _Prefixed(stream, f"[rank {rank}] ")
 
 
 def tells_rank(stream: object) -> bool:
-    """Tell whether lines that are written to a stream begin with the rank."""
+    """Return whether lines that are written to a stream begin with the rank."""
     return isinstance(stream, _Prefixed)
 
 

@@ -120,13 +120,13 @@ class _Pickler(Pickler):  # type: ignore[misc]
 
 
 def _is_at_top(obj: Any) -> bool:
-    """Tell whether plain pickle would find a class or a function in its module."""
+    """Return whether plain pickle would find a class or a function in its module."""
     module = sys.modules.get(obj.__module__)
     return module is not None and module.__dict__.get(obj.__qualname__) is obj
 
 
 def _is_nowhere(obj: Any) -> bool:
-    """Tell whether no import would find an object: it is local, or its module isn't listed."""
+    """Return whether no import would find an object: it is local, or its module isn't listed."""
     return obj.__module__ not in sys.modules or "<locals>" in getattr(
         obj, "__qualname__", "<locals>"
     )

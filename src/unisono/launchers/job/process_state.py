@@ -29,7 +29,7 @@ def directory() -> str:
 
 
 def has_directory() -> bool:
-    """Tell whether this process's working directory is still there."""
+    """Return whether this process's working directory is still there."""
     with contextlib.suppress(FileNotFoundError):
         return bool(os.getcwd())
     return False

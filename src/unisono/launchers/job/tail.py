@@ -36,7 +36,7 @@ class Tail:
         return not self._thread.is_alive()
 
     def read(self, within_s: float = 1.0) -> str:
-        """Give the end of what came; waits so long for more."""
+        """Return the end of what was printed; wait so long for more."""
         self._thread.join(within_s)
         return self._kept.decode(errors="replace")
 

@@ -133,7 +133,7 @@ class Workers(Ranks):
         self._begin = self._looked_at = self._roused_at = time.monotonic()
 
     def are_starting(self) -> bool:
-        """Tell whether a worker hasn't its task yet."""
+        """Return whether a worker hasn't its task yet."""
         return any(worker.task for worker in self.workers)
 
     def poll(self, job: Job[Any], until: float) -> None:

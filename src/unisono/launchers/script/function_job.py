@@ -71,7 +71,7 @@ def run_function(
 
 
 def _collect(folder: Path, outcome: Outcome, script: Script, is_local: bool) -> list[Any]:
-    """Give the results, or raise why there are none."""
+    """Return the results, or raise why there are none."""
     places = range(script.nproc_per_node if is_local else script.world_size)
     if outcome.is_late:
         first = (script.node_rank or 0) * script.nproc_per_node if is_local else 0

@@ -59,12 +59,12 @@ class Script:
         return cls((), plan.nproc_per_node, *nodes, None, *where, grace_s=plan.grace_s)
 
     def address(self) -> dict[str, str]:
-        """Give the variables that say where ranks meet, as far as the user said it."""
+        """Return the variables that say where ranks meet, as far as the user said it."""
         facts = {"MASTER_ADDR": self.master_addr, "MASTER_PORT": self.master_port}
         return {name: str(value) for name, value in facts.items() if value is not None}
 
     def plan(self) -> LaunchPlan:
-        """Give the same for a launcher of functions."""
+        """Return the same for a launcher of functions."""
         return LaunchPlan(
             self.nproc_per_node,
             self.nnodes,

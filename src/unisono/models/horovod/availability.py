@@ -55,5 +55,5 @@ def _torch_of(folder: Path) -> str:
 
 
 def _release(version: str) -> list[str]:
-    """Give the parts of a version that torch's C++ interface changes with."""
+    """Return the parts of a version that torch's C++ interface changes with."""
     return version.split("+")[0].split(".")[:2]

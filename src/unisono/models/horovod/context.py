@@ -73,7 +73,7 @@ def leave(end: Callable[[], None], limit_s: float) -> None:
 
 
 def _is_mpi_over(hvd: ModuleType) -> bool:
-    """Tell whether Horovod would abort the process by using an MPI that has ended."""
+    """Return whether Horovod would abort the process by using an MPI that has ended."""
     if not hvd.mpi_built() or os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo":
         return False
     is_over = ctypes.c_int(0)

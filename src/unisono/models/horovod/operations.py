@@ -136,7 +136,7 @@ class Calls:
 
 
 def widened(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Give what Horovod reduces exactly instead of a tensor, and the way back."""
+    """Return what Horovod reduces exactly instead of a tensor, and the way back."""
     dtype = tensor.dtype
     if dtype in NARROW:
         return tensor.to(torch.int32), lambda total: total.to(dtype)

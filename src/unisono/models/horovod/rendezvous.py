@@ -103,7 +103,7 @@ class Store:
         self._ask("PUT", self._scope, key, value)
 
     def has(self, scope: str, key: str) -> bool:
-        """Tell whether a scope has a key."""
+        """Return whether a scope has a key."""
         return self._ask("GET", scope, key) is not None
 
     def delete(self, scope: str, key: str) -> None:

@@ -63,7 +63,7 @@ class LivenessProbe:
         item[0] = self._comm.Isend([body, self._mpi.BYTE], rank, tag)
 
     def _is_done(self, request: Any) -> bool:
-        """Tell whether MPI is done with a message, which may be of a context that is over."""
+        """Return whether MPI is done with a message, which may be of a context that is over."""
         try:
             return request is not None and bool(request.Test())
         except self._mpi.Exception:

@@ -58,7 +58,7 @@ class _ControlPlane(ControlPlane):
         return self.is_one_host and is_on_cpu and model.topology.size(group) > 1
 
     def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
-        """Give what fits into the round in which the calls are compared."""
+        """Return what fits into the round in which the calls are compared."""
         return super().inline_bytes(group, folds and not self.compares_calls(group))
 
     def interrupt(self, how: str) -> None:

@@ -59,7 +59,7 @@ _SOURCES = {
 
 
 def is_one_host(info: RankInfo) -> bool:
-    """Tell whether all ranks are known to be on this host: a loopback address says so."""
+    """Return whether all ranks are known to be on this host: a loopback address says so."""
     if info.world_size == 1 or info.nnodes == 1:
         return True
     return info.nnodes is None and is_loopback(info.master_addr or "")
@@ -122,7 +122,7 @@ class Rendezvous:
         self._warn_at: float = time.monotonic() + host_s(_WARN_AFTER_S)
 
     def left(self) -> timedelta:
-        """Give the time that is left for torch's own part of set-up, never nothing."""
+        """Return the time that is left for torch's own part of set-up, never nothing."""
         return timedelta(seconds=max(self._until - time.monotonic(), min(_LEAST_S, self._limit_s)))
 
     def at(self, url: str) -> bool:
@@ -291,7 +291,7 @@ class Rendezvous:
         return _SOURCES.get(source, f"the variables of {source}")
 
     def _listen(self, addr: str, port: int) -> int | None:
-        """Give a socket that listens where the user said; None for every address of the host."""
+        """Return a socket that listens where the user said; None for every address of the host."""
         listen = listen_at if is_one_host(self.info) else listen_for_others
         try:
             listener = listen(addr, port)
@@ -380,13 +380,13 @@ def _token(process: int) -> str:  # a fork has its own, as it's another rank
 
 
 def _of_attempt(store: Store) -> PrefixStore:
-    """Give the part of a store that is for this attempt of torchrun."""
+    """Return the part of a store that is for this attempt of torchrun."""
     return PrefixStore(f"unisono/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 @functools.cache
 def _opened(path: str) -> str:
-    """Give a path that stays, whatever becomes of the process that made the file."""
+    """Return a path that stays, whatever becomes of the process that made the file."""
     # The file is open until this process ends: torch opens the path for each operation, and
     # must never find another file there.
     if not path.startswith("/proc/"):

@@ -142,7 +142,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     # What every call does
 
     def _host(self, tensor: Any) -> HostCollectives | None:
-        """Give what carries a tensor besides gloo."""
+        """Return what carries a tensor besides gloo."""
         return self._shared if _has_memory(tensor) else None
 
     @contextmanager
@@ -299,7 +299,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return _done(tensors)
 
     def _gathered(self, host: HostCollectives, call: str, tensor: Tensor) -> Sequence[Tensor]:
-        """Give the tensors of all ranks, each of the shape of this one's."""
+        """Return the tensors of all ranks, each of the shape of this one's."""
         mine = _memory_of(tensor)
         if not self._fits_round(mine):
             self._compare(call, tensor)
@@ -488,7 +488,7 @@ class _Recorded(_Work):  # type: ignore[misc]
         self._token.wait(self._work.synchronize)
 
     def get_future(self) -> Any:
-        """Give torch's future of it, whose end is the call's; C++ waits for that alone."""
+        """Return torch's future of it, whose end is the call's; C++ waits for that alone."""
         self._token.overlap_ns = 0  # since when somebody waits isn't told: all of it counts
         # A future of its own, so that the record is there when who waits for it goes on.
         return self._work.get_future().then(functools.partial(_end_with, self._token))
@@ -506,14 +506,14 @@ def _end_with(token: Token, future: Any) -> Any:
 
 
 def _is_ours(frame: FrameType | None) -> bool:
-    """Tell whether unisono itself calls torch, which has a record of the call then."""
+    """Return whether unisono itself calls torch, which has a record of the call then."""
     while frame is not None and frame.f_code.co_filename.startswith((__file__, *OUR_FRAMES[1:])):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_PACKAGE)
 
 
 def _log_of(topology: Topology) -> CallLog:
-    """Give the log that this rank's groups share: that of a group that lives, else a new one."""
+    """Return the log that this rank's groups share: that of a group that lives, else a new one."""
     for group in _alive:
         known: CallLog = group._calls
         if known.rank == topology.rank:
@@ -545,12 +545,12 @@ def _operation(opts: Any) -> ReduceOp | None:
 
 
 def _can_reduce(tensor: Tensor, op: ReduceOp) -> bool:
-    """Tell whether the ranks' shared memory reduces a tensor as gloo would."""
+    """Return whether the ranks' shared memory reduces a tensor as gloo would."""
     return tensor.numel() > 0 and folds(tensor.dtype, op)
 
 
 def _has_memory(tensor: Any) -> bool:
-    """Tell whether a tensor has memory to read, whatever its class: ranks may differ in that."""
+    """Return whether a tensor has memory to read, whatever its class: ranks may differ in that."""
     return (
         isinstance(tensor, Tensor)
         and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
@@ -573,13 +573,13 @@ def _is_times(whole: Tensor, part: Tensor, count: int) -> bool:
 
 
 def _memory_of(tensor: Tensor) -> Tensor:
-    """Give a contiguous tensor, the same memory where that can be."""
+    """Return a contiguous tensor, the same memory where that can be."""
     # Its version counter is another one: as with gloo, autograd doesn't see what is written.
     return tensor.data.resolve_conj().resolve_neg().contiguous()
 
 
 def _reducible(tensor: Tensor, op: ReduceOp) -> Tensor:
-    """Give a contiguous tensor to reduce, the same memory where that can be."""
+    """Return a contiguous tensor to reduce, the same memory where that can be."""
     flat = _memory_of(tensor)
     is_narrow = op is ReduceOp.AVERAGE and tensor.dtype is torch.float16
     return flat.float() if is_narrow else flat
@@ -592,7 +592,7 @@ def _give_back(result: Tensor, tensor: Tensor) -> None:
 
 
 def _done(result: Any) -> Any:
-    """Give torch's handle of an operation that is over."""
+    """Return torch's handle of an operation that is over."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(result)
     return _c10d._create_work_from_future(future)

@@ -64,7 +64,7 @@ def replica() -> Topology | None:
 
 
 def _is_replica_thread() -> bool:
-    """Tell whether the runtime's launcher is up the stack: any other thread looks like rank 0."""
+    """Return whether the runtime's launcher is up the stack: any other thread looks like rank 0."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         is_launcher = frame.f_globals.get("__name__") == "torch_xla._internal.pjrt"
@@ -87,18 +87,18 @@ def begin(kind: str) -> None:
 
 
 def device() -> torch.device:
-    """Give the device of the calling replica."""
+    """Return the device of the calling replica."""
     here: torch.device = torch_xla.device()
     return here
 
 
 def device_type() -> str:
-    """Give the kind of device that the runtime runs on, such as ``"TPU"``."""
+    """Return the kind of device that the runtime runs on, such as ``"TPU"``."""
     return str(xr.device_type())
 
 
 def replicas_are_threads() -> bool:
-    """Tell whether all replicas of the job live in this process."""
+    """Return whether all replicas of the job live in this process."""
     return n_replicas() > 1 and n_replicas() == xr.addressable_device_count()
 
 

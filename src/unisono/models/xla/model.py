@@ -279,7 +279,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         return self._topology.size(group) == self._topology.world_size
 
     def _is_native(self, tensor: Tensor, op: ReduceOp, group: Group | None) -> bool:
-        """Tell whether XLA computes this."""
+        """Return whether XLA computes this."""
         return (
             op in _REDUCTIONS
             and tensor.numel() > 0

@@ -46,7 +46,7 @@ def _version_of(distribution: str) -> str | None:
 
 
 def _release(version: str) -> list[str]:
-    """Give the parts of a version that torch's C++ interface changes with."""
+    """Return the parts of a version that torch's C++ interface changes with."""
     return version.split("+")[0].split(".")[:2]
 
 
@@ -74,7 +74,7 @@ _THREADS_PER_REPLICA, _MIN_THREADS = 4, 16
 
 
 def environment(backend: str, plan: LaunchPlan) -> dict[str, str]:
-    """Give the variables that the runtime must find when it starts."""
+    """Return the variables that the runtime must find when it starts."""
     threads = str(max(_MIN_THREADS, _THREADS_PER_REPLICA * plan.nproc_per_node))
     variables = {"XLA_THREAD_POOL_SIZE": threads, "PJRT_NPROC": threads}
     variables["PJRT_DEVICE"] = KINDS[backend]
@@ -97,7 +97,7 @@ def load_step() -> Any:
 
 @functools.cache
 def find_step() -> Any:
-    """Give what `load_step` gives if the program has imported torch_xla, else None."""
+    """Return what `load_step` gives if the program has imported torch_xla, else None."""
     # Where it is broken: None, and one warning for each process.
     try:
         return load_step()

@@ -47,13 +47,13 @@ def law(*needs: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
 
 
 def worlds() -> tuple[int, int]:
-    """Give this replica's rank and the number of replicas."""
+    """Return this replica's rank and the number of replicas."""
     topology = current_model().topology
     return topology.rank, topology.world_size
 
 
 def needs_ranks(count: int) -> bool:
-    """Tell whether the job has as many replicas."""
+    """Return whether the job has as many replicas."""
     return current_model().topology.world_size >= count
 
 

@@ -42,11 +42,11 @@ class Spread(torch.Tensor):
         raise NotImplementedError(func)
 
     def to_local(self) -> torch.Tensor:
-        """Give this rank's part."""
+        """Return this rank's part."""
         return torch.ones(2)
 
     def full_tensor(self) -> torch.Tensor:
-        """Give the whole."""
+        """Return the whole."""
         return torch.ones(4)
 
 

@@ -284,7 +284,7 @@ class _RankSession:
 
     @pytest.fixture
     def tmp_path(self) -> Path:
-        """Give a directory that all ranks of the test have in common."""
+        """Return a directory that all ranks of the test have in common."""
         self._tmp_path.mkdir(parents=True, exist_ok=True)
         return self._tmp_path
 

@@ -129,7 +129,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _marks(test: pytest.Item) -> list[pytest.Mark]:
-    """Give all marks of the test itself, else of its class, else of its module."""
+    """Return all marks of the test itself, else of its class, else of its module."""
     for node in reversed(test.listchain()):
         own = [mark for mark in reversed(node.own_markers) if mark.name == "ranks"]
         if own:
@@ -211,7 +211,7 @@ class _Session:
         self._pools: Any = None
 
     def pools(self, session: pytest.Session) -> Any:
-        """Give the warm pools of this session; torch is imported here, at the first."""
+        """Return the warm pools of this session; torch is imported here, at the first."""
         if self._pools is None:
             module = importlib.import_module("unisono.testing.ranks.pools")
             self._pools = module.Pools(session)

@@ -312,7 +312,7 @@ class Ranks:
 
 
 def _is_plain(value: object) -> bool:
-    """Tell whether an option is made of plain values, which any process can have."""
+    """Return whether an option is made of plain values, which any process can have."""
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     if isinstance(value, dict):

@@ -143,7 +143,7 @@ def _is_strict(one: _Told) -> bool:
 
 
 def _reports(answers: Answers, item: pytest.Item) -> dict[int, Reports]:
-    """Give what each rank told, also one that failed outside of the test's phases."""
+    """Return what each rank told, also one that failed outside of the test's phases."""
     told: dict[int, Reports] = dict(answers.values)
     for rank, fault in answers.failures.items():
         cause = None

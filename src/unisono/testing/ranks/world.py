@@ -77,7 +77,7 @@ class World:
         raise AssertionError(f"rank {self.rank} of {self.size} didn't raise {error.__name__}")
 
     def only(self, rank: int | Collection[int]) -> bool:
-        """Tell whether this is a certain rank, or one of several: ``if world.only(0): ...``."""
+        """Return whether this is a certain rank, or one of several: ``if world.only(0): ...``."""
         return self.rank == rank if isinstance(rank, int) else self.rank in rank
 
 

@@ -47,7 +47,7 @@ class OutputOptions:
     local_ranks: Sequence[int] = ()
 
     def hides(self, info: RankInfo | None) -> bool:
-        """Tell whether a rank's lines aren't printed."""
+        """Return whether a rank's lines aren't printed."""
         return bool(self.local_ranks and info and info.local_rank not in (None, *self.local_ranks))
 
     def prefix(self, info: RankInfo | None) -> bytes:
@@ -95,7 +95,7 @@ def run(program: Sequence[str], manner: OutputOptions, grace_s: float) -> int:
 
 
 def _script_of(program: Sequence[str]) -> str:
-    """Give the word of a command line that tells people what it runs."""
+    """Return the word of a command line that tells people what it runs."""
     arguments = [word for word in program[1:] if not word.startswith("-")]
     return arguments[0] if arguments and program[0] == sys.executable else program[0]
 

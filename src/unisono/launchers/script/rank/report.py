@@ -43,7 +43,7 @@ class Held:
         return True
 
     def left_s(self) -> float | None:
-        """Give the seconds until what is held isn't a program's end, None for nothing."""
+        """Return the seconds until what is held isn't a program's end, None for nothing."""
         if not self._lines:
             return None
         if self._size > _MOST_BYTES:
@@ -51,11 +51,11 @@ class Held:
         return max(0.0, self.begun_at + _LONGEST_S - time.monotonic())
 
     def is_refuted(self) -> bool:
-        """Tell whether more that comes now shows that the program goes on."""
+        """Return whether more that comes now shows that the program goes on."""
         return bool(self._lines) and time.monotonic() > self.begun_at + _MORE_S
 
     def give(self) -> bytes:
-        """Give the lines, and hold them no longer."""
+        """Return the lines, and hold them no longer."""
         lines, self._lines, self._size = self._lines, [], 0
         return b"".join(lines)
 
@@ -200,7 +200,7 @@ class Report:
 
 
 def is_of_the_end(text: str) -> bool:
-    """Tell whether a traceback of a rank that was told to end says only that."""
+    """Return whether a traceback of a rank that was told to end says only that."""
     raised = last_exception(text)[0] or text
     return "KeyboardInterrupt" in raised or _SECONDARY.search(raised) is not None
 
