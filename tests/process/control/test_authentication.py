@@ -338,6 +338,7 @@ def test_the_store_of_a_job_is_closed_to_other_users(
                 os.write(here, type(error).__name__.encode())
 
         with as_nobody(open_it):
+            os.close(here)  # so that a child that dies without a word is the end of the file
             found = os.read(there, 100).decode()
         return path, found
 
