@@ -140,7 +140,8 @@ def _overloads_of(module: str) -> dict[str, list[str]]:
 
 def _fold_overloads(app: Sphinx) -> None:
     """Make autodoc show one signature: `overloads` gives the others."""
-    unisono._preload()
+    for name in unisono.__all__:
+        getattr(unisono, name)
     analyze = ModuleAnalyzer.analyze
 
     def without(self: ModuleAnalyzer) -> None:

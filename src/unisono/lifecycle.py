@@ -30,8 +30,7 @@ from unisono.errors import (
     EnvironmentDetectionError,
     WorkerFailedError,
 )
-from unisono.host.status_page import close_all as close_pages
-from unisono.host.status_page import pages
+from unisono.host.status_page import close_all as close_pages, pages
 from unisono.launchers.job.lifetime import Lifetime
 from unisono.launchers.job.output import begin_lines_with_rank
 from unisono.launchers.job.process_state import streams_filled

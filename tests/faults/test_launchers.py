@@ -13,15 +13,18 @@ from typing import Any
 
 import psutil
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 import unisono
 from tests.support.measures import Clock, Table, says_little, slack
 from tests.support.processes import MARK, Pipe, gone, marked, python, say
 from tests.support.random_programs.draws import programs
-from tests.support.random_programs.on_ranks import FAILURES as PROGRAM_FAULTS
-from tests.support.random_programs.on_ranks import play, run_until, wrong_with
+from tests.support.random_programs.on_ranks import (
+    FAILURES as PROGRAM_FAULTS,
+    play,
+    run_until,
+    wrong_with,
+)
 from tests.support.random_programs.steps import Step
 from tests.support.requirements import require_backend
 from tests.support.ways import SIZE

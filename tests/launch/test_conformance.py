@@ -32,9 +32,9 @@ from unisono.testing import (
     LauncherConformance,
     check_environment,
     check_launcher,
+    environments as environment_laws,
+    launchers as launcher_laws,
 )
-from unisono.testing import environments as environment_laws
-from unisono.testing import launchers as launcher_laws
 from unisono.topology import LaunchPlan, RankInfo
 
 pytestmark = pytest.mark.timeout(400)  # a law may take 120 s

@@ -8,8 +8,7 @@ import os
 import signal
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotYetError
+from concurrent.futures import ThreadPoolExecutor, TimeoutError as NotYetError
 from pathlib import Path
 from typing import Any
 

@@ -7,8 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import unisono as idist
 from unisono.arguments import check_count, check_names, check_port, number_in, seconds, suggestion

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import ast
+import compileall
 import inspect
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
 import unisono
 from tests.support.processes import run_python
+from unisono.launchers.job import forkserver
 
 # The names of `ignite.distributed` 0.5, and their arguments.
 IDIST = {
@@ -40,19 +43,6 @@ def test_all_is_sorted_and_every_name_is_there_and_what_dir_lists() -> None:
     assert set(dir(unisono)) == {*unisono.__all__, "__version__"}
     for name in unisono.__all__:
         assert getattr(unisono, name) is not None
-
-
-def test_all_is_complete() -> None:
-    unisono._preload()
-    imported = {
-        name
-        for name, item in vars(unisono).items()
-        if not name.startswith("_")
-        and not inspect.ismodule(item)
-        and (inspect.isclass(item) or inspect.isfunction(item))
-        and getattr(item, "__module__", "").startswith("unisono.")
-    }
-    assert imported <= set(unisono.__all__), imported - set(unisono.__all__)
 
 
 def test_every_name_of_idist_is_there_and_takes_its_arguments() -> None:
@@ -109,32 +99,35 @@ def loads(code):
 
 loads("import unisono; dir(unisono); from unisono import RankInfo, Topology, errors, deadline")
 import torch
-loads("import unisono; unisono._preload()")
+loads(
+    "import unisono; from unisono.launchers.job.forkserver import LIKELY;"
+    "[getattr(unisono, name) for name in LIKELY]"
+)
 """
 
 
 def test_a_misspelt_name_is_answered_by_the_nearest() -> None:
     with pytest.raises(AttributeError, match=r"'all_redcue'\. Did you mean: 'all_reduce'\?$"):
-        unisono.all_redcue  # noqa: B018
+        unisono.all_redcue  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(AttributeError, match=r"no attribute 'xyzzy'$"):
-        unisono.xyzzy  # noqa: B018
+        unisono.xyzzy  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_type_checkers_see_the_names_where_they_are_loaded_from() -> None:
-    tree = ast.parse(inspect.getsource(unisono))
-    (block,) = (node for node in tree.body if isinstance(node, ast.If))
-    checked = {
-        (node.module, alias.name)
-        for node in block.body
-        if isinstance(node, ast.ImportFrom) and node.module != "unisono"
-        for alias in node.names
-    }
-    assert checked == {(module, name) for name, module in unisono._MODULE_OF.items()}
+def test_the_facade_is_there_without_its_source(tmp_path: Path) -> None:
+    """As in a zip of compiled modules."""
+    package = tmp_path / "unisono"
+    shutil.copytree(Path(unisono.__file__).parent, package)
+    compileall.compile_dir(package, quiet=1, legacy=True)
+    for path in package.rglob("*.py"):
+        path.unlink()
+    code = "import unisono; print(unisono.__file__[-4:], unisono.all_gather(3), unisono.__all__[0])"
+    printed = run_python("-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}")
+    assert printed.split() == [".pyc", "[3]", "ByRank"]
 
 
-def test_the_core_of_the_facade_is_loaded_once_for_all_workers() -> None:
-    loaded = unisono.spawn("gloo", _modules, nproc_per_node=1)[0]
-    assert set(unisono._CORE) <= set(loaded)
+def test_likely_names_are_loaded_once_for_all_workers() -> None:
+    likely = {getattr(unisono, name).__module__ for name in forkserver.LIKELY}
+    assert likely <= set(unisono.spawn("gloo", _modules, nproc_per_node=1)[0])
 
 
 def _modules(_local_rank: int) -> list[str]:

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from unisono.control import envelopes, signatures
 from unisono.control.connection import (

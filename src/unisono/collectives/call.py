@@ -17,8 +17,7 @@ from unisono.collectives.routing import Reducer, fits_round
 from unisono.context import ContextState, communicator, left_half_way, own_context
 from unisono.control.envelopes import call_head
 from unisono.control.rendezvous import host_of_this_process
-from unisono.control.signatures import line, purpose_or, unpack
-from unisono.control.signatures import site as find_site
+from unisono.control.signatures import line, purpose_or, site as find_site, unpack
 from unisono.errors import CollectiveMismatchError, PayloadError, UnisonoError
 from unisono.host.collectives import HostCollectives
 from unisono.host.levels import TwoLevels

@@ -22,8 +22,7 @@ from typing import Any
 
 from unisono.deadlines import DEFAULT_TIMEOUT_S, limit_of
 from unisono.errors import ArgumentError, LaunchError, UnisonoError
-from unisono.launchers.job import channel as messages
-from unisono.launchers.job import forkserver
+from unisono.launchers.job import channel as messages, forkserver
 from unisono.launchers.job.job import Job
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import Surroundings, directory, has_directory, search_path

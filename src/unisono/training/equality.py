@@ -14,8 +14,14 @@ from unisono.collectives.call import guarded, ranks_of, swap
 from unisono.collectives.membership import GroupLike, team
 from unisono.context import ContextState
 from unisono.errors import CollectiveMismatchError, PayloadError
-from unisono.payload.codec import decode, encode, frame_or_reason, is_dense, raise_failures
-from unisono.payload.codec import plain as plain_tensor
+from unisono.payload.codec import (
+    decode,
+    encode,
+    frame_or_reason,
+    is_dense,
+    plain as plain_tensor,
+    raise_failures,
+)
 from unisono.payload.memory import view_bytes
 from unisono.payload.pickling import dump
 from unisono.payload.pytree import survey

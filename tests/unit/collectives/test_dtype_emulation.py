@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import sympy  # type: ignore[import-untyped]
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import unisono as idist

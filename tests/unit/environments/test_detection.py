@@ -12,8 +12,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from unisono.environments import detection
 from unisono.environments.detection import ENVIRONMENTS, Finding, detect, explain

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from unisono.errors import ArgumentError, PayloadError
 from unisono.model.reduction import ReduceOp, fold_numbers, fold_tensors, parse_op

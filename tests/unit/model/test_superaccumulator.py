@@ -7,8 +7,7 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from unisono.model import superaccumulator

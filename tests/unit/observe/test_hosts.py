@@ -21,8 +21,7 @@ from typing import Any
 import pytest
 
 from tests.support.processes import in_fork, python
-from tests.unit.observe.test_jobs import leave_page
-from tests.unit.observe.test_jobs import page as page_of
+from tests.unit.observe.test_jobs import leave_page, page as page_of
 from unisono.cli._live import LiveView
 from unisono.control import inquiry
 from unisono.control.connection import LOOK, SEEN

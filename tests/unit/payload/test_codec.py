@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from unisono.collectives.call import frame_of
 from unisono.collectives.routing import fits_round, route

@@ -10,7 +10,6 @@ from torch import Tensor
 from unisono.collectives import broadcasts, gathers, groups, reductions
 from unisono.collectives.groups import barrier
 from unisono.compat.groups import library_group
-from unisono.compat.ignite.variables import VARIABLES, Answer, answer
 from unisono.context import current_model, is_serial
 from unisono.errors import ArgumentError
 from unisono.facts import (
@@ -27,6 +26,7 @@ from unisono.facts import (
     set_local_rank,
     show_config,
 )
+from unisono.lazy_import import OF_IDIST, attach
 from unisono.lifecycle import finalize, initialize, spawn, sync
 from unisono.model.contract import ComputationModel
 from unisono.registry import available_backends
@@ -150,4 +150,4 @@ def _group(group: Any) -> Any:
     return None if is_list and is_serial(current_model()) else group
 
 
-__getattr__: Answer = answer(__name__, *VARIABLES)
+attach(__name__, *OF_IDIST)

@@ -29,6 +29,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 WORKER = "from unisono.launchers.job.worker import work; work({channel}, {parent})"
+# Names of the facade that a rank is likely to use: their modules are loaded once for all ranks.
+LIKELY = ("Parallel", "all_gather", "all_reduce", "barrier", "broadcast", "one_rank_only", "send")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_S = 0.5  # a child of the parent may hold its end of the control socket open forever
 _TERM_S = 1.0  # from SIGTERM to SIGKILL, for a worker's children: some take their files away
@@ -346,7 +348,8 @@ def main(control_fd: int, parent: int, preload: bool) -> None:
             gc.disable()
             from unisono.launchers.job.worker import work
 
-            sys.modules["unisono"]._preload()  # what a copy is likely to use, loaded once
+            for name in LIKELY:
+                getattr(sys.modules["unisono"], name)
         make_ready_for_copies()
         gc.enable()
     serve(control, parent, work)

@@ -23,8 +23,7 @@ from unisono.errors import (
     CollectiveError,
     ContextError,
 )
-from unisono.models.native import model as native
-from unisono.models.native import process_group as setup
+from unisono.models.native import model as native, process_group as setup
 from unisono.models.native.model import NativeModel
 from unisono.topology import EVERYBODY, RankInfo
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from unisono.compat.ignite.comp_models import base, horovod, native, xla
-from unisono.compat.ignite.variables import VARIABLES, Answer, answer
+from typing import TYPE_CHECKING
 
-__all__ = (
-    "base",
-    "has_hvd_support",
-    "has_native_dist_support",
-    "has_xla_support",
-    "horovod",
-    "native",
-    "registered_computation_models",
-    "xla",
-)
+from unisono import lazy_import as _lazy_import
 
-__getattr__: Answer = answer(__name__, *VARIABLES)
+if TYPE_CHECKING:
+    from unisono.compat.ignite.comp_models import (
+        base as base,
+        horovod as horovod,
+        native as native,
+        xla as xla,
+    )
+    from unisono.compat.ignite.utils import (
+        has_hvd_support as has_hvd_support,
+        has_native_dist_support as has_native_dist_support,
+        has_xla_support as has_xla_support,
+        registered_computation_models as registered_computation_models,
+    )
+else:
+    _lazy_import.attach(__name__, *_lazy_import.OF_IDIST)

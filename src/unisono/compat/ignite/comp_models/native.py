@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from unisono.compat.ignite.variables import Answer, answer
+from unisono.lazy_import import attach
 
 if TYPE_CHECKING:
     has_native_dist_support: bool
@@ -15,4 +15,4 @@ NCCL = "nccl"
 GLOO = "gloo"
 MPI = "mpi"
 
-__getattr__: Answer = answer(__name__, "has_native_dist_support")
+attach(__name__, "has_native_dist_support")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from unisono.compat.ignite.variables import Answer, answer
+from unisono.lazy_import import attach
 
 if TYPE_CHECKING:
     has_xla_support: bool
@@ -13,4 +13,4 @@ __all__ = ("XLA_TPU", "has_xla_support")
 
 XLA_TPU = "xla-tpu"
 
-__getattr__: Answer = answer(__name__, "has_xla_support")
+attach(__name__, "has_xla_support")

@@ -1,0 +1,76 @@
+"""Names of packages that are imported at first use, so that nothing waits for them."""
+
+from __future__ import annotations
+
+import difflib
+import dis
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+
+def attach(package: str, *variables: str, hidden: tuple[str, ...] = ()) -> None:
+    """Import what a package has under ``if TYPE_CHECKING`` when it is first used."""
+    # Each name is written once, in an import that type checkers read. The table is made of the
+    # module's code, which is there without its source, too, and contains imports that don't run.
+    module, code = sys.modules[package], sys._getframe(1).f_code
+
+    @cache
+    def origins() -> dict[str, str]:
+        found: dict[str, str] = {}
+        source, is_name = "", False
+        for step in dis.get_instructions(code):
+            if step.opname == "IMPORT_NAME":
+                source = step.argval
+            elif step.opname == "STORE_NAME" and is_name and not step.argval.startswith("_"):
+                found[step.argval] = source
+            is_name = step.opname == "IMPORT_FROM" and source.partition(".")[0] == "unisono"
+        return found
+
+    def public() -> tuple[str, ...]:
+        return tuple(sorted({*origins(), *variables} - {*hidden}))
+
+    def find(name: str) -> Any:
+        if name in variables:
+            return VARIABLES[name]()
+        if name == "__all__":
+            value: Any = public()
+        elif name == "__origins__":
+            return origins()
+        elif (origin := origins().get(name)) is None:
+            similar = difflib.get_close_matches(name, public(), 1)
+            hint = f". Did you mean: {similar[0]!r}?" if similar else ""
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}", name=name)
+        elif origin == package:
+            value = importlib.import_module(f"{package}.{name}")
+        else:
+            value = getattr(importlib.import_module(origin), name)
+        setattr(module, name, value)
+        return value
+
+    def names() -> list[str]:
+        return sorted({*module.__all__, "__version__"} & {*module.__all__, *vars(module)})
+
+    vars(module).update(__getattr__=find, __dir__=names)
+
+
+def _is_installed(library: str) -> bool:
+    return importlib.util.find_spec(library) is not None
+
+
+def _registered_models() -> Any:
+    return importlib.import_module("unisono.registry").registered_models()
+
+
+# Facts that are variables, as in idist, although the answer may change while a program runs.
+VARIABLES: dict[str, Callable[[], Any]] = {
+    "has_native_dist_support": partial(_is_installed, "torch.distributed"),
+    "has_hvd_support": partial(_is_installed, "horovod"),
+    "has_xla_support": partial(_is_installed, "torch_xla"),
+    "has_mpi_support": partial(_is_installed, "mpi4py"),
+    "registered_computation_models": _registered_models,
+}
+OF_IDIST = tuple(VARIABLES.keys() - {"has_mpi_support"})
