@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from typing_extensions import TypeVarTuple, Unpack
@@ -334,8 +334,6 @@ def spawn(
     args: tuple[()] = (),
     kwargs_dict: None = None,
     nproc_per_node: int = 1,
-    *,
-    join: Literal[True] = True,
     **options: Unpack[SpawnOptions],
 ) -> list[T]: ...
 
@@ -347,8 +345,6 @@ def spawn(
     args: tuple[Unpack[Ts]],
     kwargs_dict: None = None,
     nproc_per_node: int = 1,
-    *,
-    join: Literal[True] = True,
     **options: Unpack[SpawnOptions],
 ) -> list[T]: ...
 
@@ -360,8 +356,6 @@ def spawn(
     args: Sequence[Any],
     kwargs_dict: None = None,
     nproc_per_node: int = 1,
-    *,
-    join: Literal[True] = True,
     **options: Unpack[SpawnOptions],
 ) -> list[T]: ...
 
@@ -373,8 +367,6 @@ def spawn(
     args: list[Any],
     kwargs_dict: None = None,
     nproc_per_node: int = 1,
-    *,
-    join: Literal[True] = True,
     **options: Unpack[SpawnOptions],
 ) -> list[T]: ...
 
@@ -386,8 +378,6 @@ def spawn(
     args: Sequence[Any],
     kwargs_dict: Mapping[str, Any] | None,
     nproc_per_node: int = 1,
-    *,
-    join: Literal[True] = True,
     **options: Unpack[SpawnOptions],
 ) -> list[T]: ...
 
@@ -400,22 +390,8 @@ def spawn(
     *,
     kwargs_dict: Mapping[str, Any] | None,
     nproc_per_node: int = 1,
-    join: Literal[True] = True,
     **options: Unpack[SpawnOptions],
 ) -> list[T]: ...
-
-
-@overload
-def spawn(
-    backend: str | None,
-    fn: Callable[..., T],
-    args: Sequence[Any] = (),
-    kwargs_dict: Mapping[str, Any] | None = None,
-    nproc_per_node: int = 1,
-    *,
-    join: Literal[False],
-    **options: Unpack[SpawnOptions],
-) -> Job[T]: ...
 
 
 @overload
@@ -428,7 +404,7 @@ def spawn(
     *,
     join: bool,
     **options: Unpack[SpawnOptions],
-) -> list[T] | Job[T]: ...
+) -> Job[T] | Any: ...
 
 
 def spawn(

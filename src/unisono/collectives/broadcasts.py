@@ -60,35 +60,13 @@ def broadcast(
 
 @overload
 def broadcast(
-    tensor: None = None,
-    src: int = 0,
-    group: GroupLike = None,
-    safe_mode: bool = False,
-    *,
-    async_op: Literal[True],
-) -> Handle[Any]: ...
-
-
-@overload
-def broadcast(
-    tensor: T,
-    src: int = 0,
-    group: GroupLike = None,
-    safe_mode: bool = False,
-    *,
-    async_op: Literal[True],
-) -> Handle[T]: ...
-
-
-@overload
-def broadcast(
     tensor: Any = None,
     src: int = 0,
     group: GroupLike = None,
     safe_mode: bool = False,
     *,
     async_op: bool,
-) -> Any: ...
+) -> Handle[Any] | Any: ...
 
 
 @collective(root="src")
@@ -166,14 +144,8 @@ def broadcast_(
 
 @overload
 def broadcast_(
-    tensor: TensorT, src: int = 0, group: GroupLike = None, *, async_op: Literal[True]
-) -> Handle[TensorT]: ...
-
-
-@overload
-def broadcast_(
     tensor: TensorT, src: int = 0, group: GroupLike = None, *, async_op: bool
-) -> TensorT | Handle[TensorT]: ...
+) -> Handle[TensorT] | Any: ...
 
 
 @collective(root="src")
@@ -242,13 +214,7 @@ def scatter(
 
 @overload
 def scatter(
-    values: Tensor | None, src: int = 0, group: None = None, *, async_op: Literal[False] = False
-) -> Tensor: ...
-
-
-@overload
-def scatter(
-    values: list[T] | tuple[T, ...] | None,
+    values: list[T] | tuple[T, ...],
     src: int = 0,
     group: None = None,
     *,
@@ -258,50 +224,12 @@ def scatter(
 
 @overload
 def scatter(
-    values: list[T] | tuple[T, ...] | None,
+    values: list[T] | tuple[T, ...],
     src: int = 0,
     group: GroupLike = None,
     *,
     async_op: Literal[False] = False,
-) -> T | list[T] | tuple[T, ...] | None: ...
-
-
-@overload
-def scatter(
-    values: None = None, src: int = 0, group: GroupLike = None, *, async_op: Literal[True]
-) -> Handle[Any]: ...
-
-
-@overload
-def scatter(
-    values: Tensor, src: int = 0, group: GroupLike = None, *, async_op: Literal[True]
-) -> Handle[Tensor]: ...
-
-
-@overload
-def scatter(
-    values: Tensor | None, src: int = 0, group: None = None, *, async_op: Literal[True]
-) -> Handle[Tensor]: ...
-
-
-@overload
-def scatter(
-    values: list[T] | tuple[T, ...] | None,
-    src: int = 0,
-    group: None = None,
-    *,
-    async_op: Literal[True],
-) -> Handle[T]: ...
-
-
-@overload
-def scatter(
-    values: list[T] | tuple[T, ...] | None,
-    src: int = 0,
-    group: GroupLike = None,
-    *,
-    async_op: Literal[True],
-) -> Handle[T | list[T] | tuple[T, ...] | None]: ...
+) -> T | Any: ...
 
 
 @overload
@@ -311,7 +239,7 @@ def scatter(
     group: GroupLike = None,
     *,
     async_op: bool,
-) -> Any: ...
+) -> Handle[Any] | Any: ...
 
 
 @collective(root="src")
@@ -407,44 +335,14 @@ def all_to_all(
 
 @overload
 def all_to_all(
-    value: tuple[T, ...], group: None = None, *, async_op: Literal[False] = False
-) -> list[T]: ...
-
-
-@overload
-def all_to_all(
     value: tuple[T, ...], group: GroupLike = None, *, async_op: Literal[False] = False
-) -> list[T] | tuple[T, ...]: ...
-
-
-@overload
-def all_to_all(
-    value: Tensor, group: GroupLike = None, *, async_op: Literal[True]
-) -> Handle[Tensor]: ...
-
-
-@overload
-def all_to_all(
-    value: list[T], group: GroupLike = None, *, async_op: Literal[True]
-) -> Handle[list[T]]: ...
-
-
-@overload
-def all_to_all(
-    value: tuple[T, ...], group: None = None, *, async_op: Literal[True]
-) -> Handle[list[T]]: ...
-
-
-@overload
-def all_to_all(
-    value: tuple[T, ...], group: GroupLike = None, *, async_op: Literal[True]
-) -> Handle[list[T] | tuple[T, ...]]: ...
+) -> list[T] | Any: ...
 
 
 @overload
 def all_to_all(
     value: Tensor | Sequence[Any], group: GroupLike = None, *, async_op: bool
-) -> Any: ...
+) -> Handle[Any] | Any: ...
 
 
 @collective()

@@ -68,43 +68,9 @@ def all_gather(
 
 
 @overload
-def all_gather(  # type: ignore[overload-overlap]  # tensors are joined
-    tensor: Tensor,
-    group: GroupLike = None,
-    *,
-    uneven: Literal[False] = False,
-    async_op: Literal[True],
-) -> Handle[Tensor]: ...
-
-
-@overload
 def all_gather(
-    tensor: Tensor, group: None = None, *, uneven: Literal[True], async_op: Literal[True]
-) -> Handle[list[Tensor]]: ...
-
-
-@overload
-def all_gather(  # type: ignore[overload-overlap]  # tensors are joined
-    tensor: Tensor, group: GroupLike = None, *, uneven: bool, async_op: Literal[True]
-) -> Handle[Tensor | list[Tensor]]: ...
-
-
-@overload
-def all_gather(
-    tensor: T, group: None = None, *, uneven: bool = False, async_op: Literal[True]
-) -> Handle[list[T]]: ...
-
-
-@overload
-def all_gather(
-    tensor: T, group: GroupLike = None, *, uneven: bool = False, async_op: Literal[True]
-) -> Handle[list[T] | T]: ...
-
-
-@overload
-def all_gather(
-    tensor: T, group: GroupLike = None, *, uneven: bool = False, async_op: bool
-) -> Any: ...
+    tensor: Any, group: GroupLike = None, *, uneven: bool = False, async_op: bool
+) -> Handle[Any] | Any: ...
 
 
 @collective()
@@ -237,18 +203,8 @@ def all_gather_tensors_with_shapes(
 
 @overload
 def all_gather_tensors_with_shapes(
-    tensor: Tensor,
-    shapes: Sequence[Sequence[int]],
-    group: GroupLike = None,
-    *,
-    async_op: Literal[True],
-) -> Handle[list[Tensor]]: ...
-
-
-@overload
-def all_gather_tensors_with_shapes(
     tensor: Tensor, shapes: Sequence[Sequence[int]], group: GroupLike = None, *, async_op: bool
-) -> list[Tensor] | Handle[list[Tensor]]: ...
+) -> Handle[list[Tensor]] | Any: ...
 
 
 @collective(refuses=(ArgumentError, PayloadError), outside=lambda tensor: [tensor])
@@ -341,25 +297,9 @@ def gather(
 
 
 @overload
-def gather(  # type: ignore[overload-overlap]  # tensors are joined
-    value: Tensor, dst: int = 0, group: GroupLike = None, *, async_op: Literal[True]
-) -> Handle[Tensor | None]: ...
-
-
-@overload
 def gather(
-    value: T, dst: int = 0, group: None = None, *, async_op: Literal[True]
-) -> Handle[list[T] | None]: ...
-
-
-@overload
-def gather(
-    value: T, dst: int = 0, group: GroupLike = None, *, async_op: Literal[True]
-) -> Handle[list[T] | T | None]: ...
-
-
-@overload
-def gather(value: T, dst: int = 0, group: GroupLike = None, *, async_op: bool) -> Any: ...
+    value: Any, dst: int = 0, group: GroupLike = None, *, async_op: bool
+) -> Handle[Any] | Any: ...
 
 
 @collective(root="dst")

@@ -102,11 +102,7 @@ def barrier(group: GroupLike = None, *, async_op: Literal[False] = False) -> Non
 
 
 @overload
-def barrier(group: GroupLike = None, *, async_op: Literal[True]) -> Handle[None]: ...
-
-
-@overload
-def barrier(group: GroupLike = None, *, async_op: bool) -> Handle[None] | None: ...
+def barrier(group: GroupLike = None, *, async_op: bool) -> Handle[None] | Any: ...
 
 
 @collective()

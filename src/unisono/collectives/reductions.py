@@ -16,8 +16,6 @@ from unisono.collectives.value_types import (
     Container,
     ContainerT,
     Inexact,
-    InexactContainerT,
-    NumpyScalar,
     Plain,
     Reducible,
     TensorT,
@@ -72,101 +70,13 @@ def all_reduce(
 
 @overload
 def all_reduce(
-    tensor: InexactContainerT,
-    op: OpLike = "SUM",
-    group: GroupLike = None,
-    *,
-    exact: bool = False,
-    async_op: Literal[False] = False,
-) -> InexactContainerT: ...
-
-
-@overload
-def all_reduce(
-    tensor: NumpyScalar,
-    op: OpLike = "SUM",
-    group: GroupLike = None,
-    *,
-    exact: bool = False,
-    async_op: Literal[False] = False,
-) -> float: ...
-
-
-@overload
-def all_reduce(
-    tensor: Container,
+    tensor: Reducible,
     op: OpLike = "SUM",
     group: GroupLike = None,
     *,
     exact: bool = False,
     async_op: Literal[False] = False,
 ) -> Any: ...
-
-
-@overload
-def all_reduce(
-    tensor: Plain,
-    op: FoldLike = "SUM",
-    group: GroupLike = None,
-    *,
-    exact: bool = False,
-    async_op: Literal[True],
-) -> Handle[Plain]: ...
-
-
-@overload
-def all_reduce(
-    tensor: Inexact,
-    op: OpLike = "SUM",
-    group: GroupLike = None,
-    *,
-    exact: bool = False,
-    async_op: Literal[True],
-) -> Handle[Inexact]: ...
-
-
-@overload
-def all_reduce(
-    tensor: ContainerT,
-    op: FoldLike = "SUM",
-    group: GroupLike = None,
-    *,
-    exact: bool = False,
-    async_op: Literal[True],
-) -> Handle[ContainerT]: ...
-
-
-@overload
-def all_reduce(
-    tensor: InexactContainerT,
-    op: OpLike = "SUM",
-    group: GroupLike = None,
-    *,
-    exact: bool = False,
-    async_op: Literal[True],
-) -> Handle[InexactContainerT]: ...
-
-
-@overload
-def all_reduce(
-    tensor: NumpyScalar,
-    op: OpLike = "SUM",
-    group: GroupLike = None,
-    *,
-    exact: bool = False,
-    async_op: Literal[True],
-) -> Handle[float]: ...
-
-
-@overload
-def all_reduce(
-    tensor: Container,
-    op: OpLike = "SUM",
-    group: GroupLike = None,
-    *,
-    exact: bool = False,
-    async_op: Literal[True],
-) -> Handle[Any]: ...
 
 
 @overload
@@ -177,7 +87,7 @@ def all_reduce(
     *,
     exact: bool = False,
     async_op: bool,
-) -> Any: ...
+) -> Handle[Any] | Any: ...
 
 
 @collective(folds=True)
@@ -280,18 +190,8 @@ def exact_sum(
 
 @overload
 def exact_sum(
-    terms: TensorT, group: GroupLike = None, *, async_op: Literal[True]
-) -> Handle[Tensor]: ...
-
-
-@overload
-def exact_sum(
-    terms: ContainerT, group: GroupLike = None, *, async_op: Literal[True]
-) -> Handle[ContainerT]: ...
-
-
-@overload
-def exact_sum(terms: Tensor | Container, group: GroupLike = None, *, async_op: bool) -> Any: ...
+    terms: Tensor | Container, group: GroupLike = None, *, async_op: bool
+) -> Handle[Any] | Any: ...
 
 
 @collective()
@@ -339,14 +239,8 @@ def all_reduce_(
 
 @overload
 def all_reduce_(
-    tensor: TensorT, op: OpLike = "SUM", group: GroupLike = None, *, async_op: Literal[True]
-) -> Handle[TensorT]: ...
-
-
-@overload
-def all_reduce_(
     tensor: TensorT, op: OpLike = "SUM", group: GroupLike = None, *, async_op: bool
-) -> TensorT | Handle[TensorT]: ...
+) -> Handle[TensorT] | Any: ...
 
 
 @collective(folds=True)
@@ -451,107 +345,19 @@ def reduce(
 
 @overload
 def reduce(
-    value: InexactContainerT,
-    dst: int = 0,
-    op: OpLike = "SUM",
-    group: GroupLike = None,
-    *,
-    async_op: Literal[False] = False,
-) -> InexactContainerT | None: ...
-
-
-@overload
-def reduce(
-    value: NumpyScalar,
-    dst: int = 0,
-    op: OpLike = "SUM",
-    group: GroupLike = None,
-    *,
-    async_op: Literal[False] = False,
-) -> float | None: ...
-
-
-@overload
-def reduce(
-    value: Container,
+    value: Reducible,
     dst: int = 0,
     op: OpLike = "SUM",
     group: GroupLike = None,
     *,
     async_op: Literal[False] = False,
 ) -> Any: ...
-
-
-@overload
-def reduce(
-    value: Plain,
-    dst: int = 0,
-    op: FoldLike = "SUM",
-    group: GroupLike = None,
-    *,
-    async_op: Literal[True],
-) -> Handle[Plain | None]: ...
-
-
-@overload
-def reduce(
-    value: Inexact,
-    dst: int = 0,
-    op: OpLike = "SUM",
-    group: GroupLike = None,
-    *,
-    async_op: Literal[True],
-) -> Handle[Inexact | None]: ...
-
-
-@overload
-def reduce(
-    value: ContainerT,
-    dst: int = 0,
-    op: FoldLike = "SUM",
-    group: GroupLike = None,
-    *,
-    async_op: Literal[True],
-) -> Handle[ContainerT | None]: ...
-
-
-@overload
-def reduce(
-    value: InexactContainerT,
-    dst: int = 0,
-    op: OpLike = "SUM",
-    group: GroupLike = None,
-    *,
-    async_op: Literal[True],
-) -> Handle[InexactContainerT | None]: ...
-
-
-@overload
-def reduce(
-    value: NumpyScalar,
-    dst: int = 0,
-    op: OpLike = "SUM",
-    group: GroupLike = None,
-    *,
-    async_op: Literal[True],
-) -> Handle[float | None]: ...
-
-
-@overload
-def reduce(
-    value: Container,
-    dst: int = 0,
-    op: OpLike = "SUM",
-    group: GroupLike = None,
-    *,
-    async_op: Literal[True],
-) -> Handle[Any]: ...
 
 
 @overload
 def reduce(
     value: Reducible, dst: int = 0, op: OpLike = "SUM", group: GroupLike = None, *, async_op: bool
-) -> Any: ...
+) -> Handle[Any] | Any: ...
 
 
 @collective(root="dst")
@@ -612,14 +418,8 @@ def reduce_scatter(
 
 @overload
 def reduce_scatter(
-    tensor: Tensor, op: OpLike = "SUM", group: GroupLike = None, *, async_op: Literal[True]
-) -> Handle[Tensor]: ...
-
-
-@overload
-def reduce_scatter(
     tensor: Tensor, op: OpLike = "SUM", group: GroupLike = None, *, async_op: bool
-) -> Tensor | Handle[Tensor]: ...
+) -> Handle[Tensor] | Any: ...
 
 
 @collective()

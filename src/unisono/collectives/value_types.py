@@ -37,26 +37,3 @@ Summed = TypeVar("Summed", Tensor, int, float, complex)
 Inexact = TypeVar("Inexact", Tensor, float, complex)
 """What every operation keeps; an int is a float here."""
 ContainerT = TypeVar("ContainerT", bound=Container)
-SummedContainerT = TypeVar(
-    "SummedContainerT",
-    bound=list[Tensor]
-    | list[float]
-    | list[int]
-    | tuple[Tensor, ...]
-    | dict[Any, Tensor]
-    | dict[Any, float]
-    | dict[Any, int]
-    | dict[Any, float | Tensor]
-    | dict[Any, int | Tensor],
-)
-"""A container that has no bools."""
-InexactContainerT = TypeVar(
-    "InexactContainerT",
-    bound=list[Tensor]
-    | list[float]
-    | tuple[Tensor, ...]
-    | dict[Any, Tensor]
-    | dict[Any, float]
-    | dict[Any, float | Tensor],
-)
-"""A container that has no ints, whose means would be floats."""

@@ -22,10 +22,8 @@ from unisono.collectives.reductions import all_reduce
 from unisono.collectives.value_types import (
     Container,
     Inexact,
-    InexactContainerT,
     NumpyScalar,
     Summed,
-    SummedContainerT,
 )
 from unisono.context import communicator, current_model
 from unisono.errors import PayloadError
@@ -59,15 +57,7 @@ def reduce_sum(value: Summed) -> Summed: ...
 
 
 @overload
-def reduce_sum(value: SummedContainerT) -> SummedContainerT: ...
-
-
-@overload
-def reduce_sum(value: NumpyScalar) -> float: ...
-
-
-@overload
-def reduce_sum(value: Container) -> Any: ...
+def reduce_sum(value: NumpyScalar | Container) -> Any: ...
 
 
 def reduce_sum(value: Any) -> Any:
@@ -100,15 +90,7 @@ def reduce_mean(value: Inexact, nprocs: int | None = None) -> Inexact: ...
 
 
 @overload
-def reduce_mean(value: InexactContainerT, nprocs: int | None = None) -> InexactContainerT: ...
-
-
-@overload
-def reduce_mean(value: NumpyScalar, nprocs: int | None = None) -> float: ...
-
-
-@overload
-def reduce_mean(value: Container, nprocs: int | None = None) -> Any: ...
+def reduce_mean(value: NumpyScalar | Container, nprocs: int | None = None) -> Any: ...
 
 
 def reduce_mean(value: Any, nprocs: int | None = None) -> Any:

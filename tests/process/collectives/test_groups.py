@@ -60,7 +60,7 @@ def test_groups_of_the_same_ranks_may_be_called_in_another_order_by_each_rank(
             first.wait()
         first.set()
         values: Any = (torch.full((BIG,), value), value)
-        got = [unisono.all_reduce(x, group=groups[at], async_op=is_async) for x in values]
+        got: Any = [unisono.all_reduce(x, group=groups[at], async_op=is_async) for x in values]
         big, found = [each.wait() for each in got] if is_async else got
         return found, big[0].item(), big[-1].item()
 
