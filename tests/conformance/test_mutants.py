@@ -27,7 +27,8 @@ from unisono.model import superaccumulator
 from unisono.model.reduction import fold_numbers, fold_tensors
 from unisono.models.threads import ThreadsModel
 from unisono.observe import waits
-from unisono.payload import codec, pickling
+from unisono.payload import codec, pickling, tensors
+from unisono.payload.tensors import TensorHeader
 from unisono.registry import register_model
 from unisono.testing import Outcome, check
 from unisono.training import batch_size, equality, evaluation, loader, preemption
@@ -145,21 +146,21 @@ def _knows_one_kind_of_error(make: Callable[..., bytes], *args: Any) -> bytes:
         return codec.failure(str(error))
 
 
-def _writes_what_lies_in_memory(value: Tensor, out: Any) -> None:
-    shown = value.conj() if value.is_conj() else torch._neg_view(value) if value.is_neg() else value
-    _written(shown, out)
+def _sends_what_lies_in_memory(tensor: Tensor) -> tuple[bytes, bytes | memoryview]:
+    is_conj, is_neg = tensor.is_conj(), tensor.is_neg()
+    return _taken_apart(tensor.conj() if is_conj else torch._neg_view(tensor) if is_neg else tensor)
 
 
-def _makes_tensors_dense(value: Any, out: Any) -> None:
+def _makes_tensors_dense(value: Any, part: Any) -> bytes:
     if isinstance(value, Tensor) and value.layout is torch.sparse_coo:
         value = value.to_dense()
     elif hasattr(value, "get_data"):
         value = value.get_data()
-    _object_written(value, out)
+    return _object_encoded(value, part)
 
 
-def _counts_sizes_beside_a_zero(data: memoryview, at: int, device: torch.device) -> Any:
-    head, end = _header_read(data, at, device)
+def _counts_sizes_beside_a_zero(data: memoryview, at: int = 0) -> Any:
+    head, end = _header_read(data, at)
     if math.prod(max(size, 1) for size in head.shape) > 2**40:
         raise PayloadError("a damaged frame came")
     return head, end
@@ -225,8 +226,8 @@ def _gathers_by_rank(part: Any, size: int, dst: Any) -> Any:
 _clipped = torch.nn.utils.clip_grad_norm_
 _gathered = evaluation.gather_results
 _begun, _ended = recording.CallLog.begin, recording.Token.end
-_written, _object_written = codec._write_tensor, codec._write_object
-_header_read = codec._header_at
+_object_encoded, _taken_apart = codec._encode_object, tensors.taken_apart
+_header_read = TensorHeader.unpack
 # Above the models: what breaks the law, wherever its name is used.
 BREAKS: dict[str, list[tuple[Any, str, Any]]] = {
     "a_rank_out_of_memory_halves_the_batch_on_all": [
@@ -270,13 +271,13 @@ BREAKS: dict[str, list[tuple[Any, str, Any]]] = {
         for module in (gathers, p2p, codec, broadcasts)
     ],
     "classes_of_tensors_arrive_as_they_are_where_a_value_is_carried": [
-        (codec, "is_exact", codec.is_dense)
+        (codec, "is_exact", tensors.is_dense)
     ],
-    "tensors_of_other_kinds_travel_as_objects": [(codec, "_write_object", _makes_tensors_dense)],
+    "tensors_of_other_kinds_travel_as_objects": [(codec, "_encode_object", _makes_tensors_dense)],
     "conjugate_and_negative_views_are_what_they_show": [
-        (codec, "_write_tensor", _writes_what_lies_in_memory)
+        (tensors, "taken_apart", _sends_what_lies_in_memory)
     ],
-    "empty_tensors_of_any_shape_arrive": [(codec, "_header_at", _counts_sizes_beside_a_zero)],
+    "empty_tensors_of_any_shape_arrive": [(TensorHeader, "unpack", _counts_sizes_beside_a_zero)],
     "hooks_see_every_collective_with_name_bytes_group_and_number": [
         (recording.Token, "end", _ends_in_silence)
     ],
@@ -303,7 +304,7 @@ BREAKS: dict[str, list[tuple[Any, str, Any]]] = {
     "exact_sums_are_those_of_a_group": [(_scalars, "sum_exactly", _rounds_each_addition)],
     "what_has_no_exact_sum_is_refused_by_name": [(_scalars, "check_summable", lambda tensor: None)],
     "what_pickle_would_turn_into_something_else_doesnt": [
-        (pickling._Pickler, "reducer_override", cloudpickle.Pickler.reducer_override)
+        (pickling.ObjectPickler, "reducer_override", cloudpickle.Pickler.reducer_override)
     ],
 }
 

@@ -26,8 +26,8 @@ from unisono.model.reduction import (
     is_order_of_floats,
     mean_factors,
 )
-from unisono.payload.codec import is_dense, plain, reason, why_not_dense
-from unisono.payload.memory import as_bytes_tensor
+from unisono.payload.codec import reason
+from unisono.payload.tensors import as_bytes_tensor, is_dense, plain, why_not_dense
 from unisono.topology import Group
 from unisono.tracebacks import hides
 

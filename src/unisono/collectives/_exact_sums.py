@@ -18,7 +18,7 @@ from unisono.context import ContextState
 from unisono.errors import PayloadError
 from unisono.model.reduction import ReduceOp
 from unisono.model.superaccumulator import FORMATS, Span, add, layout, rounded, span
-from unisono.payload.codec import plain
+from unisono.payload.tensors import plain
 from unisono.topology import Group
 from unisono.tracebacks import hides
 

@@ -17,17 +17,8 @@ from unisono.context import ContextState
 from unisono.errors import PayloadError
 from unisono.host.collectives import HostCollectives
 from unisono.model.handle import Handle
-from unisono.payload.codec import (
-    TensorHeader,
-    decode,
-    encode,
-    frame_or_reason,
-    header,
-    is_exact,
-    plain,
-    raise_failures,
-)
-from unisono.payload.memory import from_bytes, to_bytes
+from unisono.payload.codec import decode, encode, frame_or_reason, header, raise_failures
+from unisono.payload.tensors import TensorHeader, from_bytes, is_exact, plain, to_bytes
 from unisono.topology import Group
 from unisono.tracebacks import hides
 

@@ -17,14 +17,8 @@ from unisono.collectives.value_types import T
 from unisono.context import ContextState
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
 from unisono.model.handle import Handle
-from unisono.payload.codec import (
-    TensorHeader,
-    decode,
-    frame_or_reason,
-    head_of,
-    plain,
-    raise_failures,
-)
+from unisono.payload.codec import decode, frame_or_reason, raise_failures
+from unisono.payload.tensors import TensorHeader, head_of, plain
 from unisono.topology import Group
 from unisono.tracebacks import hides
 

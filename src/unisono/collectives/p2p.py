@@ -14,13 +14,8 @@ from unisono.collectives.membership import GroupLike, check_rank, team
 from unisono.context import ContextState
 from unisono.errors import ArgumentError, GroupMembershipError
 from unisono.model.fallback import FRAME_BYTES, as_frame, inline_part, length_of
-from unisono.payload.codec import (
-    TensorHeader,
-    decode,
-    frame_or_reason,
-    raise_failures,
-)
-from unisono.payload.memory import from_bytes, to_bytes
+from unisono.payload.codec import decode, frame_or_reason, raise_failures
+from unisono.payload.tensors import TensorHeader, from_bytes, to_bytes
 from unisono.topology import Group
 from unisono.tracebacks import hides
 

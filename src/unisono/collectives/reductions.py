@@ -26,7 +26,7 @@ from unisono.host import memory
 from unisono.host.collectives import HostCollectives
 from unisono.model.handle import Handle
 from unisono.model.reduction import FoldLike, OpLike, ReduceOp, parse_op
-from unisono.payload.codec import plain
+from unisono.payload.tensors import plain
 from unisono.topology import Group
 from unisono.tracebacks import hides
 

@@ -6,24 +6,23 @@ import math
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, suppress
-from typing import Any, TypeVar
+from contextlib import ExitStack, suppress
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from unisono.collectives.broadcasts import broadcast
 from unisono.collectives.call import guarded, refuse_compared, swap
 from unisono.collectives.membership import GroupLike, team
 from unisono.collectives.outcomes import failure, report
 from unisono.context import ContextState, communicator
 from unisono.control.rendezvous import host_of_this_process
 from unisono.errors import ArgumentError
-from unisono.host import memory, sealed
+from unisono.host import memory
 from unisono.host.collectives import HostCollectives
 from unisono.host.shared import room_bytes
+from unisono.payload import trees
 from unisono.payload.codec import decode, encode, refuse_pickle
-from unisono.payload.pickling import dump, load
 from unisono.topology import Group
 from unisono.tracebacks import hides
 
@@ -33,9 +32,7 @@ __tracebackhide__ = hides
 
 T = TypeVar("T")
 _HAS = b"+"
-_PIECE_BYTES = 1 << 26  # of what must be sent, at once
 _MOST = 1 << 47  # bytes that one process can address
-_Memory = mmap.mmap | bytearray
 
 
 @guarded
@@ -48,7 +45,8 @@ def shared_empty(
     first. But `all_reduce_`, `broadcast_`, `all_gather` and `reduce_scatter` copy nothing where all
     ranks of `group` pass the same part of it, of at least 256 KiB and contiguous: each rank reduces
     its slice from the tensors of all, and writes it to all. Results are those of any other tensor.
-    Outside of such a call nobody else touches it; after one that failed its values are undefined.
+    Outside of such a call nobody else touches it; after one that failed its values are undefined,
+    and other ranks may still write to it.
 
     Where the ranks share no memory (one rank, threads, MPI, XLA, several hosts, other processors
     than x86, ``UNISONO_SHARED_BYTES=0``) it is an ordinary tensor.
@@ -147,16 +145,15 @@ def shared(build: Callable[[], T]) -> T:
 
     Collective over all ranks. One rank of each host calls `build`; the others wait, as long as a
     collective may take: `timeout=` of ``initialize`` or ``spawn`` must allow for it. The result is
-    copied into memory that nobody can change, and dropped; while it is copied the host has it
-    twice. Then all ranks of the host get it from there: tensors and numpy arrays lie in that
-    memory, all else is an unpickled copy. The memory is given back with the last of them in the
-    last process.
+    written to memory as ``torch.save`` does, and dropped; meanwhile the host has it twice. Then all
+    ranks of the host get it from there: tensors and numpy arrays lie in that memory, all else is an
+    unpickled copy. The memory is given back with the last of them in the last process.
 
     Numpy arrays can't be written to. Torch has no such tensors: what a rank writes to one, it alone
     sees, and only the pages that it writes to become memory of its own.
 
-    Where ranks of a host can't open each other's memory (processes in different containers,
-    other systems than Linux), each gets a copy from the one that built it.
+    A rank that can't open the memory of the one that built it (in another container, on other
+    systems than Linux) calls `build` itself.
 
     Args:
         build: called without arguments; returns any tree of tensors, arrays and objects that can be
@@ -178,122 +175,67 @@ def shared(build: Callable[[], T]) -> T:
     """
     context = communicator()
     name = f"{getattr(build, '__qualname__', type(build).__qualname__)} (shared)"
-    rank, device = context.model.topology.rank, context.model.device
+    rank = context.model.topology.rank
     hosts = [bytes(host) for host in _tell(context, "shared", host_of_this_process().encode())]
-    builder, error = hosts.index(hosts[rank]), None
-    with closing(_Built(is_alone=hosts.count(hosts[rank]) == 1)) as built:
+    builder = hosts.index(hosts[rank])
+    with ExitStack() as stack:
+        error, result, address = None, None, b""
         try:
             refuse_pickle("what shared() gives")
             if rank == builder:
-                built.fill(build())
-                built.hold()
+                result, address = _built(context, build, stack)
         except BaseException as raised:  # whatever it is, the others must not wait forever
             error = raised
-        offers = _outcomes(context, name, error, built.address, built.size_bytes)
-        whole = _hand_out(context, name, hosts, offers, built)
-    result: T = load(sealed.blocks_in(whole), device)
-    return result
+        address = _outcomes(context, name, error, address)[builder]
+        try:
+            if rank != builder:
+                result = _opened(context, build, address)
+        except BaseException as raised:
+            error = raised
+        _outcomes(context, name, error, b"")
+    return cast("T", result)
 
 
-class _Built:
-    """What this rank has built, until the others have it."""
+def _built(context: ContextState, build: Callable[[], Any], stack: ExitStack) -> tuple[Any, bytes]:
+    """Build a tree into memory that others of this host can map while the stack is open."""
+    if not hasattr(os, "memfd_create"):
+        return build(), b""
+    fd = os.memfd_create("unisono")
+    stack.callback(os.close, fd)
+    trees.save(build(), _path_of(fd))
+    return trees.load(_path_of(fd), context.model.device), memory.address_of(fd)
 
-    def __init__(self, is_alone: bool) -> None:
-        self.memory: _Memory | None = None
-        """All of it as this process has it; None where another rank builds."""
-        self.size_bytes: int = 0
-        self._is_alone = is_alone
-        self._fd: int | None = None
 
-    def fill(self, tree: object) -> None:
-        """Copy what was built, to memory that others can map if there is any."""
-        blocks = dump(tree, is_lent=True)
-        self.size_bytes = sealed.size_of(blocks)
-        self._fd = None if self._is_alone else sealed.seal(blocks)
-        if self._fd is None:
-            self.memory = sealed.joined(blocks)
+def _opened(context: ContextState, build: Callable[[], Any], address: bytes) -> Any:
+    """Map the tree that another rank of this host has built, or build it where that can't be."""
+    try:
+        fd = memory.open_at(address, writes=False)
+    except OSError:
+        return build()
+    try:
+        return trees.load(_path_of(fd), context.model.device)
+    finally:
+        os.close(fd)
 
-    def hold(self) -> None:
-        """Get it into this process, too: mapped, or a copy where that can't be."""
-        if self._fd is not None:
-            try:
-                self.memory = sealed.open_copy(self._fd)
-            except OSError:  # no address space, or no descriptor left
-                self.memory = sealed.read(self._fd)
 
-    @property
-    def address(self) -> bytes:
-        """Where those of its host open it; empty where it built nothing, or they can't."""
-        return b"" if self._fd is None else memory.address_of(self._fd)
-
-    def close(self) -> None:
-        """Let go of the descriptor; who maps the memory keeps it."""
-        if self._fd is not None:
-            os.close(self._fd)
+def _path_of(fd: int) -> str:
+    return f"/proc/self/fd/{fd}"
 
 
 def _outcomes(
-    context: ContextState, name: str, error: BaseException | None, *facts: object
-) -> list[list[Any]]:
-    """Give every rank the facts of every rank; raise on every rank where one has an error."""
-    own = (None if error is None else report(error), *facts)
+    context: ContextState, name: str, error: BaseException | None, fact: bytes
+) -> list[bytes]:
+    """Return every rank's fact; raise on every rank where one has an error."""
+    own = (None if error is None else report(error), fact)
     with context.calls.call("shared"):
         frames = _tell(context, name, encode(own))
     if error is not None and not isinstance(error, Exception):
         raise error
     outcomes = [decode(frame, context.model.device) for frame in frames]
-    for rank, (failed, *_) in enumerate(outcomes):
+    for rank, (failed, _) in enumerate(outcomes):
         if failed is not None:
             raise failure(rank, name, failed) from error
-    return [others for _, *others in outcomes]
-
-
-@guarded
-def _hand_out(
-    context: ContextState, name: str, hosts: list[bytes], offers: list[list[Any]], built: _Built
-) -> _Memory:
-    """Give this rank what its host's builder has: mapped, or sent where some rank can't map it."""
-    rank, error = context.model.topology.rank, None
-    builder = hosts.index(hosts[rank])
-    address, size_bytes = offers[builder]
-    mapped = built.memory if rank == builder else _map(address)
-    whole: _Memory = bytearray()
-    try:
-        whole = bytearray(size_bytes) if mapped is None else mapped
-    except MemoryError as raised:
-        error = raised
-    votes = _outcomes(context, name, error, mapped is not None)
-    lacking = {host for host, (has,) in zip(hosts, votes, strict=True) if not has}
-    for src in sorted(map(hosts.index, lacking)):
-        is_part = rank == src or (builder == src and mapped is None)
-        _send(src, rank == src, offers[src][1], whole if is_part else None)
-    return whole
-
-
-def _map(address: bytes) -> _Memory | None:
-    """Map what the builder of this host offers; None where that can't be."""
-    try:
-        fd = memory.open_at(address, writes=False)
-    except OSError:
-        return None
-    try:
-        return sealed.open_copy(fd)
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
-
-
-def _send(src: int, is_src: bool, size_bytes: int, whole: _Memory | None) -> None:
-    """Send what `src` has to all ranks, piece by piece, into `whole` of those that have one."""
-    for at in range(0, size_bytes, _PIECE_BYTES):
-        count = min(_PIECE_BYTES, size_bytes - at)
-        part = None
-        if whole is not None:
-            part = torch.frombuffer(whole, dtype=torch.uint8, count=count, offset=at)
-        piece = broadcast(part if is_src else None, src)
-        if part is not None and not is_src:
-            part.copy_(piece)
+    return [other for _, other in outcomes]
 
 
 @guarded

@@ -26,7 +26,7 @@ from torch import Tensor
 from unisono.control.addresses import peer
 from unisono.errors import PeerRefusedError
 from unisono.model import fallback
-from unisono.payload.memory import from_bytes, to_bytes
+from unisono.payload.tensors import from_bytes, to_bytes
 from unisono.topology import Group
 
 _TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")

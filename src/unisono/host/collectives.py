@@ -21,7 +21,7 @@ from unisono.host.folding import DTYPES, fold
 from unisono.host.shared import LEAST_BYTES, SharedTensors
 from unisono.host.turns import Turns, Watch
 from unisono.model.reduction import ReduceOp
-from unisono.payload.memory import from_bytes
+from unisono.payload.tensors import from_bytes
 from unisono.topology import Group
 
 _COPIED_BYTES = 1 << 16
@@ -70,9 +70,6 @@ class HostCollectives(Turns):
         self.shared.close()
         if self._turn.is_free():  # else somebody is still in it
             self._arena.close()
-
-    def _withdraw(self) -> None:
-        self.shared.withdraw()
 
     def _on_shared(
         self,

@@ -6,13 +6,11 @@ has its own, and sees the others' in collectives alone.
 Once a group has made any, its ranks tell each other before each collective of a large tensor
 which one theirs is and where in it, in a word of the arena, and wait in a barrier: then all go the
 same way, and all are inside of the call. Another barrier ends the call: no rank leaves it while
-somebody reads or writes its tensor. One that must leave earlier, by an error, first takes its
-tensor out of the shared memory.
+somebody reads or writes its tensor, but for one that must leave earlier, by an error.
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import weakref
 from collections.abc import Iterator, Sequence
@@ -32,7 +30,6 @@ LEAST_BYTES = 1 << 18
 _BLOCK_BYTES = 1 << 19  # of each rank: those of two stay in the cache of a core
 _PAGE_BYTES = 4096
 _NUMBER_BITS, _OFFSET_BITS = 24, 40  # of a token
-_PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS, _MREMAP_TO = 3, 0x22, 3
 
 
 def room_bytes(size_bytes: int) -> int:
@@ -57,7 +54,6 @@ class SharedTensors:
         """How many were made, the same on all ranks; from the first on they agree."""
         self._arena = arena
         self._entries: dict[int, _Entry] = {}  # by the address of this rank's own
-        self._in_use: _Entry | None = None
 
     @torch.inference_mode(False)
     def add(self, shared: mmap.mmap, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -91,9 +87,7 @@ class SharedTensors:
         if entry is not None:
             offset = int(flat.storage_offset()) * flat.itemsize
             token = entry.number << _OFFSET_BITS | offset
-            self._in_use = entry
         if not self._arena.agree(token, check) or entry is None:
-            self._in_use = None
             return None
         end = offset + flat.numel() * flat.itemsize
         return [part[offset:end].view(flat.dtype) for part in entry.parts]
@@ -101,16 +95,6 @@ class SharedTensors:
     def leave(self, check: Check) -> None:
         """Wait until no rank needs this one's tensor any more. Collective over the group."""
         self._arena.barrier(check)
-        self._in_use = None
-
-    def withdraw(self) -> None:
-        """Take the tensor of a call that failed out of the shared memory."""
-        # Ranks that come later, or go on after they were stopped, would still write to it.
-        entry, self._in_use = self._in_use, None
-        if entry is not None:
-            own = entry.parts[self._arena.position]
-            _make_private(own.data_ptr(), room_bytes(own.numel()))
-            self._entries.pop(own.data_ptr(), None)
 
     # Collectives, between `agree` and `leave`
 
@@ -145,14 +129,3 @@ def _blocks(rows: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
     """Cut [n] tensors alike."""
     room = _BLOCK_BYTES // rows[0].itemsize
     return zip(*(torch.split(row, room) for row in rows), strict=True)
-
-
-def _make_private(address: int, size_bytes: int) -> None:
-    """Put memory of this process alone, with the same bytes, in the place of shared memory."""
-    libc, size = ctypes.CDLL(None), ctypes.c_size_t(size_bytes)
-    libc.mmap.restype = ctypes.c_void_p
-    copy = libc.mmap(None, size, _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS, -1, ctypes.c_long(0))
-    if copy == ctypes.c_void_p(-1).value:  # no memory: it stays, and its values mean nothing
-        return
-    ctypes.memmove(copy, address, size_bytes)
-    libc.mremap(ctypes.c_void_p(copy), size, size, _MREMAP_TO, ctypes.c_void_p(address))

@@ -86,7 +86,6 @@ class Turns:
         try:
             work(self.watch.begin(call))
         except BaseException as error:
-            self._withdraw()
             self._ended = CollectiveError(
                 "an earlier call left the memory that the ranks share half-way, so they are "
                 "out of step: end the job, or finalize() and initialize again"
@@ -94,6 +93,3 @@ class Turns:
             if not isinstance(error, UnisonoError):
                 self.watch.leave(call, error)
             raise
-
-    def _withdraw(self) -> None:
-        """Take back from the others what an operation that failed has lent them."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import CollectiveError
-from unisono.payload.memory import from_bytes, to_bytes
+from unisono.payload.tensors import from_bytes, to_bytes
 from unisono.topology import Group, Topology
 from unisono.tracebacks import hides
 

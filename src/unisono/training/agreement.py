@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from unisono.collectives.call import swap
 from unisono.context import ContextState
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
-from unisono.payload.codec import decode, encode, failure, is_dense, raise_failures
+from unisono.payload.codec import decode, encode, failure, raise_failures
+from unisono.payload.tensors import is_dense
 from unisono.topology import Group
 
 OVERLAPS = -1

@@ -17,8 +17,9 @@ from unisono.collectives.reductions import all_reduce
 from unisono.context import ContextState
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
 from unisono.model.reduction import OpLike, ReduceOp, parse_op
-from unisono.payload.codec import decode, encode_or_reason, failure, is_dense, raise_failures
+from unisono.payload.codec import decode, encode_or_reason, failure, raise_failures
 from unisono.payload.pytree import flatten, unflatten
+from unisono.payload.tensors import is_dense
 from unisono.topology import Group
 from unisono.training import buckets
 from unisono.training.agreement import Described, agree, is_sharded, listed

@@ -14,17 +14,10 @@ from unisono.collectives.call import guarded, ranks_of, swap
 from unisono.collectives.membership import GroupLike, team
 from unisono.context import ContextState
 from unisono.errors import CollectiveMismatchError, PayloadError
-from unisono.payload.codec import (
-    decode,
-    encode,
-    frame_or_reason,
-    is_dense,
-    plain as plain_tensor,
-    raise_failures,
-)
-from unisono.payload.memory import view_bytes
+from unisono.payload.codec import decode, encode, frame_or_reason, raise_failures
 from unisono.payload.pickling import dump
 from unisono.payload.pytree import survey
+from unisono.payload.tensors import is_dense, plain as plain_tensor, view_bytes
 from unisono.topology import Group
 from unisono.training.agreement import is_sharded
 from unisono.training.states import has_state, own_states, plain

@@ -29,8 +29,8 @@ from unisono.context import communicator, current_model
 from unisono.errors import PayloadError
 from unisono.launchers.job.output import tells_rank
 from unisono.model.reduction import FoldLike, OpLike, ReduceOp, parse_op
-from unisono.payload.codec import is_dense
 from unisono.payload.pytree import flatten, unflatten
+from unisono.payload.tensors import is_dense
 from unisono.topology import PREFIXED
 from unisono.training.agreement import is_sharded
 

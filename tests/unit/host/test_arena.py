@@ -21,7 +21,7 @@ from unisono.host.arena import Arena, Layout
 from unisono.host.collectives import HostCollectives
 from unisono.host.folding import DTYPES
 from unisono.model.reduction import ReduceOp, fold_tensors
-from unisono.payload.memory import as_bytes_tensor
+from unisono.payload.tensors import as_bytes_tensor
 from unisono.testing.cases._law import same
 
 pytestmark = pytest.mark.skipif(not memory.is_supported(), reason="there is no such memory here")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import pickle
 import struct
 import sys
 import threading
 import tracemalloc
 import types
+import zlib
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from fractions import Fraction
@@ -28,18 +31,21 @@ from unisono.context import current
 from unisono.errors import PayloadError
 from unisono.model.fallback import INLINE_TENSOR_BYTES
 from unisono.payload.codec import (
-    TensorHeader,
     decode,
     encode,
     encode_or_reason,
     failure,
     header,
-    is_dense,
-    is_exact,
-    is_number,
     raise_failures,
 )
-from unisono.payload.memory import from_bytes, to_bytes, view_bytes
+from unisono.payload.tensors import (
+    TensorHeader,
+    from_bytes,
+    is_dense,
+    is_exact,
+    to_bytes,
+    view_bytes,
+)
 from unisono.testing.cases._law import same
 
 CPU = torch.device("cpu")
@@ -160,7 +166,7 @@ def test_functions_and_classes_that_nobody_can_import_travel() -> None:
     assert back(Local()).answer == 42
 
 
-def test_a_container_that_holds_itself_travels_as_an_object() -> None:
+def test_a_container_that_holds_itself_travels() -> None:
     knot: list[Any] = [1]
     knot.append({"me": (knot,)})
     got = back(knot)
@@ -186,9 +192,6 @@ def test_what_is_nested_too_deeply_is_refused() -> None:
         value = [value]
     with pytest.raises(PayloadError, match=r"can't be pickled"):
         encode(value)
-    for tag in (b"l\1\0\0\0", b"t\1\0\0\0", b"m\1\0\0\0N"):
-        with pytest.raises(PayloadError, match=r"damaged frame"):
-            decode(tag * 100_000 + b"N", CPU)
     while value is not None:  # else its end is as deep as it is
         value = value.pop()
 
@@ -305,9 +308,6 @@ def test_which_tensors_ride_the_data_plane() -> None:
         assert not is_exact(other)
         assert not is_dense(other)
     assert is_dense(small)
-    assert [is_number(v) for v in (True, 1, 1.0, 1j, Color.RED, np.float64(1), "1")] == (
-        [True] * 4 + [False] * 3
-    )
 
 
 def test_failures_are_raised_with_rank_and_reason() -> None:
@@ -319,16 +319,43 @@ def test_failures_are_raised_with_rank_and_reason() -> None:
     raise_failures(frames[:1], lambda: [0], "f")
 
 
+PLAIN_OF_ALL_KINDS = {"a": [torch.ones(2), 1, b"x", "s", Path("p"), 2**70, {1, 1j}]}
+
+
 def test_no_pickle_refuses_objects_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    frame, plain = encode([{1, 2}]), {"a": [torch.ones(2), 1, b"x", "s", Path("p"), 2**70]}
+    third = Fraction(1, 3)
+    frame = encode([third])
     for flag in ("0", ""):
         monkeypatch.setenv("UNISONO_NO_PICKLE", flag)
-        assert back({1, 2}) == {1, 2}
+        assert back(third) == third
     monkeypatch.setenv("UNISONO_NO_PICKLE", "1")
-    for call in (lambda: encode({1}), lambda: encode([{1}]), lambda: decode(frame, CPU)):
-        with pytest.raises(PayloadError, match=r"UNISONO_NO_PICKLE=1"):
+    for call in (lambda: encode(third), lambda: encode([third]), lambda: decode(frame, CPU)):
+        with pytest.raises(PayloadError, match=r"a Fraction needs|object .* UNISONO_NO_PICKLE=1"):
             call()
-    same(back(plain), plain)
+    same(back(PLAIN_OF_ALL_KINDS), PLAIN_OF_ALL_KINDS)
+
+
+def test_no_pickle_reads_values_with_a_reader_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    evil = pickle.dumps(print, 5)
+    frame = b"v" + struct.pack("<I", zlib.crc32(evil)) + evil
+    assert decode(frame, CPU) is print  # who belongs to the job may send anything
+    monkeypatch.setenv("UNISONO_NO_PICKLE", "1")
+    with pytest.raises(PayloadError, match=r"builtins.print needs pickle, which UNISONO_NO_PICKLE"):
+        decode(frame, CPU)
+    for value in PLAIN:
+        same(back(value), value)
+    same(back(PLAIN_OF_ALL_KINDS), PLAIN_OF_ALL_KINDS)
+
+
+def test_threads_encode_at_once_and_one_within_another() -> None:
+    class Nested:
+        def __reduce__(self) -> Any:
+            return bytes, (encode(["inner", Path("p")]),)
+
+    assert back([1, Nested()])[1] == encode(["inner", Path("p")])
+    values = [{"at": [index, Path(str(index))]} for index in range(300)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(back, values)) == values
 
 
 CORPUS = [
@@ -363,18 +390,17 @@ def survives(frame: bytes) -> None:
 @pytest.mark.parametrize("frame", CORPUS, ids=lambda frame: f"{frame[:1]!r} {len(frame)}")
 def test_every_damage_of_a_frame_is_a_value_or_a_payload_error(frame: bytes) -> None:
     with at_most(2**24):
-        for end in range(len(frame)):
-            with pytest.raises(PayloadError):
-                decode(frame[:end], CPU)
-        with pytest.raises(PayloadError):
-            decode(frame + b"\0", CPU)
+        has_end = frame[:1] not in (b"s", b"b")  # of which any part is one
+        for other in (*(frame[:end] for end in range(len(frame)) if has_end), frame + b"\0"):
+            with pytest.raises(PayloadError) if has_end else nullcontext():
+                decode(other, CPU)
         for place in range(len(frame)):
             for flip in (1, 2, 4, 8, 16, 32, 64, 128, 255):
                 survives(frame[:place] + bytes([frame[place] ^ flip]) + frame[place + 1 :])
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.binary(max_size=60) | st.text("NTFidIcspbyltmxhe\0\1\2", max_size=60).map(str.encode))
+@given(st.binary(max_size=60) | st.text("NTFidsbvpqoxhe\0\1\2", max_size=60).map(str.encode))
 def test_any_bytes_are_a_value_or_a_payload_error(frame: bytes) -> None:
     survives(frame)
 
@@ -384,18 +410,16 @@ def tensor_head(tag: bytes, code: int, *shape: int) -> bytes:
 
 
 LIES = [
-    *(tag + struct.pack("<Q", 2**60) for tag in (b"s", b"b", b"y", b"p", b"e")),
-    *(tag + struct.pack("<I", 2**31) for tag in (b"l", b"t", b"m", b"I")),
-    b"o" + struct.pack("<II", 0, 2**31),
-    b"o" + struct.pack("<IIQ", 0, 1, 2**60),
-    b"o" + struct.pack("<II", 0, 0),
+    *(tag + struct.pack("<IQ", 0, 2**60) for tag in (b"o", b"q")),
+    *(tag + struct.pack("<I", 0) for tag in (b"o", b"p", b"q", b"v")),
+    *(b"v" + struct.pack("<I", zlib.crc32(data)) + data for data in (b"\x80\x05", b"N", b".")),
+    b"v" + struct.pack("<I", 0) + pickle.dumps("x"),
+    b"i" + bytes(7),
     *(tensor_head(tag, 1, 2**60) for tag in (b"x", b"h")),
     *(tensor_head(tag, 5, 2**40, 2**40) for tag in (b"x", b"h")),
     *(tensor_head(tag, 5, 0, 2**62, 2**62) for tag in (b"x", b"h")),
     *(tensor_head(tag, 1, -1, -1) + b"!" for tag in (b"x", b"h")),
     *(tensor_head(tag, 255, 1) + b"!" for tag in (b"x", b"h")),
-    b"m" + struct.pack("<I", 1) + encode([]) + b"N",
-    b"m" + struct.pack("<I", 1) + encode({}) + b"N",
     b"\xff",
     b"",
 ]

@@ -38,7 +38,7 @@ from unisono.host.status_page import IN_FLIGHT
 from unisono.host.turns import Turn
 from unisono.model.reduction import ReduceOp
 from unisono.models.native.gloo_threads import settle_at_exit
-from unisono.payload.memory import from_bytes, to_bytes
+from unisono.payload.tensors import from_bytes, to_bytes
 from unisono.recording import CallLog, Token, job_of, plane_is
 from unisono.topology import Group, Topology, pair
 from unisono.tracebacks import hides

@@ -1,0 +1,61 @@
+"""Trees as files whose tensors and arrays processes read in place."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import types
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.serialization import default_restore_location
+
+from unisono.payload.pickling import ObjectPickler, cannot_be_pickled
+from unisono.payload.tensors import device as home
+
+
+class _TreePickler(ObjectPickler):
+    """Pickles arrays of numpy as tensors, which `torch.save` lays beside the pickle."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        numpy: Any = sys.modules.get("numpy")  # which nobody needs to have
+        if numpy is None or type(obj) is not numpy.ndarray or obj.dtype.hasobject or not obj.nbytes:
+            return super().reducer_override(obj)
+        whole = obj if obj.flags.forc else obj.copy()
+        memory: Any = (ctypes.c_char * whole.nbytes).from_address(whole.ctypes.data)
+        memory.owner = whole
+        order = "C" if whole.flags.c_contiguous else "F"
+        return _array, (torch.frombuffer(memory, dtype=torch.uint8), obj.dtype, obj.shape, order)
+
+
+def _array(memory: Tensor, dtype: Any, shape: tuple[int, ...], order: Any) -> Any:
+    array = memory.numpy().view(dtype).reshape(shape, order=order)
+    array.flags.writeable = False
+    return array
+
+
+def save(tree: object, path: str) -> None:
+    """Write a tree to a file."""
+    module: Any = types.SimpleNamespace(Pickler=_TreePickler, __name__=__name__)
+    try:
+        torch.save(tree, path, pickle_module=module, pickle_protocol=5)
+    except OSError:
+        raise
+    except Exception as error:  # an object's own __reduce__ may raise anything
+        raise cannot_be_pickled(tree, error) from error
+
+
+def load(path: str, device: torch.device) -> Any:
+    """Map a file that `save` wrote: what is written to its tensors stays in this process."""
+
+    def place(storage: Any, location: str) -> Any:
+        if location == "cpu":
+            return storage
+        return default_restore_location(storage, str(device))  # type: ignore[no-untyped-call]
+
+    token = home.set(device)
+    try:
+        return torch.load(path, map_location=place, mmap=True, weights_only=False)
+    finally:
+        home.reset(token)
