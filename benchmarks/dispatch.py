@@ -61,7 +61,7 @@ def ignite() -> Any:
 
 
 def facts(rounds: int, peer: Any) -> dict[str, Timing]:
-    """Time `get_rank` in the context that is live, or in none. Local."""
+    """Time `get_rank` in the context that is live, or in none."""
     calls: Callables = {"unisono": unisono.get_rank}
     if unisono.is_distributed():
         calls["torch"] = dist.get_rank

@@ -31,6 +31,7 @@ import unisono
 TEXT = "twenty characters ok"
 LONG = "x" * 5000
 SMALL = {"a": 1, "b": "x"}
+STATUS = {"loss": 0.5, "seen": 32, "name": "epoch", "is_done": True}
 METRICS = {f"metric{i}": i * 0.5 for i in range(20)}
 ARRAY = np.ones(125_000)
 BIG = {"weights": torch.ones(250_000), "epoch": 3}
@@ -48,6 +49,8 @@ SECTION = "Two rounds: the one rank is done, and the others are."
 WORKS: dict[str, tuple[float | None, str]] = {
     "all_gather of 20 characters": (20, ROUND),
     "all_gather of a small dict": (20, ROUND),
+    "all_gather of a dict of 4 scalars": (20, ROUND),
+    "all_gather of a dict of 20 keys": (20, ROUND),
     "broadcast of 20 characters": (20, ROUND),
     "broadcast of a small dict": (20, ROUND),
     "all_reduce of a number": (10, FLOAT),
@@ -72,6 +75,8 @@ def _unisono() -> Calls:
     return {
         "all_gather of 20 characters": lambda: mine.all_gather(TEXT),
         "all_gather of a small dict": lambda: mine.all_gather(SMALL),
+        "all_gather of a dict of 4 scalars": lambda: mine.all_gather(STATUS),
+        "all_gather of a dict of 20 keys": lambda: mine.all_gather(METRICS),
         "broadcast of 20 characters": lambda: mine.broadcast(TEXT),
         "broadcast of a small dict": lambda: mine.broadcast(SMALL),
         "all_reduce of a number": lambda: mine.all_reduce(0.5),
@@ -110,6 +115,8 @@ def _torch() -> Calls:
     return {
         "all_gather of 20 characters": lambda: gather(TEXT),
         "all_gather of a small dict": lambda: gather(SMALL),
+        "all_gather of a dict of 4 scalars": lambda: gather(STATUS),
+        "all_gather of a dict of 20 keys": lambda: gather(METRICS),
         "broadcast of 20 characters": lambda: broadcast(TEXT),
         "broadcast of a small dict": lambda: broadcast(SMALL),
         "all_reduce of a number": lambda: total([0.5]),
@@ -144,6 +151,8 @@ def _mmengine(load: Callable[[str], Any]) -> Calls:
     return {
         "all_gather of 20 characters": lambda: peer.all_gather_object(TEXT),
         "all_gather of a small dict": lambda: peer.all_gather_object(SMALL),
+        "all_gather of a dict of 4 scalars": lambda: peer.all_gather_object(STATUS),
+        "all_gather of a dict of 20 keys": lambda: peer.all_gather_object(METRICS),
         "broadcast of 20 characters": lambda: peer.broadcast_object_list([TEXT]),
         "broadcast of a small dict": lambda: peer.broadcast_object_list([SMALL]),
         "metrics dict of 20 scalars": lambda: peer.all_reduce_dict(dict(tensors)),
@@ -161,6 +170,8 @@ def _accelerate(load: Callable[[str], Any]) -> Calls:
     return {
         "all_gather of 20 characters": lambda: peer.gather_object([TEXT]),
         "all_gather of a small dict": lambda: peer.gather_object([SMALL]),
+        "all_gather of a dict of 4 scalars": lambda: peer.gather_object([STATUS]),
+        "all_gather of a dict of 20 keys": lambda: peer.gather_object([METRICS]),
         "broadcast of 20 characters": lambda: peer.broadcast_object_list([TEXT]),
         "broadcast of a small dict": lambda: peer.broadcast_object_list([SMALL]),
         "all_reduce of a number": lambda: peer.reduce(torch.tensor(0.5), "sum"),

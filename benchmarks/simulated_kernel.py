@@ -374,7 +374,7 @@ class Kernel:
         return self._current.process
 
     def begin(self, process: Process, work: Callable[[], None]) -> None:
-        """Let a process have one more thread. Local."""
+        """Let a process have one more thread."""
         thread = _Thread(process, work)
         process.threads.append(thread)
         thread.now = 0.0 if self._current is None else self._current.now
@@ -382,8 +382,6 @@ class Kernel:
 
     def run(self) -> None:
         """Run until all threads have ended.
-
-        Local.
 
         Raises:
             RuntimeError: some wait for what never comes.
@@ -403,7 +401,7 @@ class Kernel:
             raise RuntimeError(f"ranks {waiting[:8]} wait for what never comes")
 
     def end(self, process: Process) -> None:
-        """Let a process die: all that it has open is closed, its other threads end. Local."""
+        """Let a process die: all that it has open is closed, its other threads end."""
         process.has_ended = True
         self.wake(process)
         others = [thread for thread in process.threads if thread.is_waiting]
@@ -431,7 +429,7 @@ class Kernel:
         return until is None or thread.now < until
 
     def wake(self, what: Waitable) -> None:
-        """Let those that wait for something look again. Local."""
+        """Let those that wait for something look again."""
         now = 0.0 if self._current is None else self._current.now
         for thread in what.waiters:
             if thread.is_waiting:

@@ -17,8 +17,6 @@ class EmptyShareError(ValueError):
 def share(samples: Sequence[int]) -> Sequence[int]:
     """Give this rank's samples: each rank has every n-th.
 
-    Local.
-
     Raises:
         EmptyShareError: there are fewer samples than ranks (on those that get none).
     """
@@ -35,7 +33,7 @@ class Mean:
         self.total, self.count = 0.0, 0
 
     def update(self, values: Tensor) -> None:
-        """Take values in. Local."""
+        """Take values in."""
         self.total += values.sum().item()
         self.count += values.numel()
 
@@ -52,7 +50,7 @@ def gradients(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[Tensor]
 
 
 def make_model() -> nn.Module:
-    """Make a small model, the same each time. Local."""
+    """Make a small model, the same each time."""
     generator = torch.Generator().manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     with torch.no_grad():

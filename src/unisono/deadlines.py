@@ -66,7 +66,7 @@ def until_recalled(recall: Recall) -> Iterator[None]:
 def deadline(timeout: float | timedelta) -> Iterator[None]:
     """Give a block a deadline: collectives, spawns and calls of a pool that are late raise.
 
-    Local. All calls of the block's own thread share the deadline, whatever ``timeout`` the job has;
+    All calls of the block's own thread share the deadline, whatever ``timeout`` the job has;
     an earlier deadline of an outer block still holds. After a collective has timed out its context
     can't be used any more, because its ranks are out of step. NCCL's collectives, and graphs that
     XLA has begun, keep to the job's ``timeout``.
@@ -149,8 +149,6 @@ def allowed_s(job: Limited, group: Group | None) -> float | None:
 def limit_of(timeout_s: float | None, until: float | None = None) -> float | None:
     """Return the seconds that a collective may take which starts now in this thread.
 
-    Local.
-
     Args:
         timeout_s: seconds that the job or the group allows; None for no limit.
         until: the deadline of the thread that started it, if that was another one.
@@ -197,8 +195,6 @@ def overdue(late: Sequence[int], world_size: int, name: str = "the function") ->
 
 def require_time(late: Sequence[int], world_size: int) -> None:
     """Raise if the deadline of the block has passed.
-
-    Local.
 
     Args:
         late: ranks that aren't done.

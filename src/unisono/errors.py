@@ -165,7 +165,7 @@ class WorkerFailedError(LaunchError):
 
     @classmethod
     def of(cls, error: BaseException, rank: int, world_size: int) -> WorkerFailedError:
-        """Make the error for an exception that a replica raised. Local."""
+        """Make the error for an exception that a replica raised."""
         text = fold(error, error.__traceback__)
         message = cls.text(f"rank {rank} of {world_size}", summary(error), cls.line_of(error), text)
         failed = cls(message, rank, cls.exit_code_of(error), traceback=text)
@@ -174,7 +174,7 @@ class WorkerFailedError(LaunchError):
 
     @staticmethod
     def text(who: str, summary: str, line: str, traceback: str) -> str:
-        """Write the message: who raised what, on which line of the user's. Local, and pure.
+        """Write the message: who raised what, on which line of the user's.
 
         If the exception names another rank as the cause, that rank comes first.
         """
@@ -189,7 +189,7 @@ class WorkerFailedError(LaunchError):
 
     @staticmethod
     def line_of(error: BaseException) -> str:
-        """Return the line of the user's code that raised `error`, empty if there is none. Local."""
+        """Return the line of the user's code that raised `error`, empty if there is none."""
         frame = where(extract_tb(error.__traceback__))
         if frame is None:
             return ""
@@ -197,7 +197,7 @@ class WorkerFailedError(LaunchError):
 
     @staticmethod
     def exit_code_of(error: BaseException) -> int | None:
-        """Return the exit code of a SystemExit, None for any other exception. Local."""
+        """Return the exit code of a SystemExit, None for any other exception."""
         if not isinstance(error, SystemExit):
             return None
         return error.code if isinstance(error.code, int) else int(error.code is not None)

@@ -40,8 +40,6 @@ _warned: set[int] = set()
 def get_rank() -> int:
     """Return this replica's global rank.
 
-    Local.
-
     Returns:
         0 to ``get_world_size() - 1``; 0 if no context is active.
 
@@ -59,8 +57,6 @@ def get_rank() -> int:
 def get_world_size() -> int:
     """Count the replicas of the job.
 
-    Local.
-
     Returns:
         At least 1.
 
@@ -77,8 +73,6 @@ def get_world_size() -> int:
 
 def get_local_rank() -> int:
     """Return this replica's rank within its node.
-
-    Local.
 
     Returns:
         0 to ``get_nproc_per_node() - 1``.
@@ -98,8 +92,6 @@ def get_local_rank() -> int:
 def get_nproc_per_node() -> int:
     """Count the replicas on this node.
 
-    Local.
-
     Returns:
         At least 1; nodes may differ.
 
@@ -117,8 +109,6 @@ def get_nproc_per_node() -> int:
 def get_nnodes() -> int:
     """Count the nodes of the job.
 
-    Local.
-
     Returns:
         At least 1.
 
@@ -135,8 +125,6 @@ def get_nnodes() -> int:
 
 def get_node_rank() -> int:
     """Return the rank of this node.
-
-    Local.
 
     Returns:
         0 to ``get_nnodes() - 1``.
@@ -184,8 +172,6 @@ def _known(field: str, description: str) -> int:
 def device() -> torch.device:
     """Return the device that this replica computes on.
 
-    Local.
-
     Returns:
         The accelerator that the job's backend serves, with this replica's index, else the CPU.
 
@@ -202,8 +188,6 @@ def device() -> torch.device:
 
 def backend() -> str | None:
     """Name the backend of the active context.
-
-    Local.
 
     Returns:
         Such as ``"gloo"``; None if no context is active.
@@ -223,8 +207,6 @@ def backend() -> str | None:
 def model_name() -> str:
     """Name the computation model of the active context.
 
-    Local.
-
     Returns:
         Such as ``"serial"`` or ``"native-dist"``.
 
@@ -242,8 +224,6 @@ def model_name() -> str:
 def hostname() -> str:
     """Name this host.
 
-    Local.
-
     Returns:
         The operating system's name for it.
 
@@ -257,8 +237,6 @@ def hostname() -> str:
 
 def is_distributed() -> bool:
     """Return whether a context other than serial is active.
-
-    Local.
 
     Returns:
         True even in a job of one replica.
@@ -277,8 +255,6 @@ def is_distributed() -> bool:
 def is_main_process() -> bool:
     """Return whether this replica has rank 0.
 
-    Local.
-
     Returns:
         True on rank 0, and if no context is active.
 
@@ -296,8 +272,6 @@ def is_main_process() -> bool:
 def set_local_rank(index: int | None) -> None:
     """Set the local rank in a context that somebody else made.
 
-    Local.
-
     Args:
         index: the local rank, at least 0; None removes an earlier hint.
 
@@ -313,8 +287,6 @@ def set_local_rank(index: int | None) -> None:
 
 def show_config() -> None:
     """Log this replica's facts and how they were detected, at INFO.
-
-    Local.
 
     Raises:
         NoReplicaError: as in `get_rank`.

@@ -52,8 +52,6 @@ class Launcher(Protocol):
     ) -> list[Any]:
         """Call `entry` once in each of as many processes as planned.
 
-        Local.
-
         Args:
             entry: called with who the process is; what it raises is the rank's failure.
             plan: how many ranks, and where they meet.
@@ -75,10 +73,10 @@ class Future(Protocol):
     """A task that was handed over, as ``concurrent.futures`` and cluster libraries have it."""
 
     def done(self) -> bool:
-        """Return whether it has ended. Local."""
+        """Return whether it has ended."""
 
     def result(self) -> Any:
-        """Return what the task returned, or raise why it has nothing. Local."""
+        """Return what the task returned, or raise why it has nothing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,8 +134,6 @@ class RankTask:
     def reach(self, limit_s: float) -> TCPStore:
         """Connect to the store of the process that hosts the job.
 
-        Local.
-
         Raises:
             LaunchError: nobody answers there within `limit_s` seconds.
         """
@@ -183,7 +179,7 @@ def host_job(
 ) -> Iterator[RankJob]:
     """Host a job whose ranks other processes run: those of a cluster, or an executor's.
 
-    Local. A whole launcher is to hand each of the job's tasks to a process of its own and to wait::
+    A whole launcher is to hand each of the job's tasks to a process of its own and to wait::
 
         def launch(entry, plan, *, environ=None):
             with host_job(entry, plan, environ=environ) as job, executor(plan.world_size) as pool:
@@ -232,7 +228,7 @@ class RankJob:
     def results(self, futures: Sequence[Future]) -> list[Any]:
         """Wait for all ranks.
 
-        Local. The first failure ends the wait; then the other ranks are ended, and the tasks with
+        The first failure ends the wait; then the other ranks are ended, and the tasks with
         them.
 
         Args:
@@ -254,7 +250,7 @@ class RankJob:
     def end(self) -> None:
         """Tell all ranks that the job is over; harmless the second time.
 
-        Local. Each has ended within seconds.
+        Each has ended within seconds.
         """
         if not self._is_over:
             self._is_over = True

@@ -417,7 +417,7 @@ def spawn(
 ) -> Any:
     """Run a function in replicas that are made for it, and give what each returned.
 
-    Local. In the replicas ``fn(local_rank, *args, **kwargs_dict)`` runs within a live context. The
+    In the replicas ``fn(local_rank, *args, **kwargs_dict)`` runs within a live context. The
     script isn't run there, so `fn` sets up what its top does, such as logging, where they are
     processes. While the main thread waits for processes, they get the SIGTERM or SIGHUP that this
     one gets and has no handler for: if all return within ``grace``, it goes on; else it dies of it.

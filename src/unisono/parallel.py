@@ -129,7 +129,7 @@ class Parallel:
         self._has_context = False
 
     def _check(self, cls: type[ComputationModel] | None, for_spawn: Iterable[str]) -> None:
-        """Refuse early what `spawn` or `initialize` would refuse. Local."""
+        """Refuse early what `spawn` or `initialize` would refuse."""
         if self._nnodes == "auto":
             self._check_auto()
         if "launcher" in self._options:
@@ -157,7 +157,7 @@ class Parallel:
 
     @property
     def backend(self) -> str | None:
-        """The backend as it was given. Local."""
+        """The backend as it was given."""
         return self._backend
 
     def __enter__(self) -> Self:
@@ -173,7 +173,7 @@ class Parallel:
         return self
 
     def _take_place(self) -> None:
-        """Find out whether this is a node of several whose ranks are still to be started. Local."""
+        """Find out whether this is a node of several whose ranks are still to be started."""
         self._count, self._place, self._gap = self._nproc_per_node, {}, None
         is_asked = self._may_be_node() and (self._backend is None or self._can_spawn_on_nodes())
         if not is_asked:
@@ -208,7 +208,7 @@ class Parallel:
         self._say(text, *where, node.master_addr, node.master_port)
 
     def _refuse_own_job(self, node: NodeInfo | None) -> None:
-        """Refuse replicas of a job of this process's own where others start theirs. Local."""
+        """Refuse replicas of a job of this process's own where others start theirs."""
         if node is None:
             refuse_rank("nnodes='auto'")
         elif node.is_ambiguous:
@@ -218,7 +218,7 @@ class Parallel:
         self._gap = text
 
     def _alone(self) -> dict[str, Any]:
-        """Say to `initialize` that one replica is meant, where that is known already. Local."""
+        """Say to `initialize` that one replica is meant, where that is known already."""
         is_alone = self._nnodes == 1 or self._gap is not None
         if not is_alone or "rank" in self._options or not self._can_spawn_on_nodes():
             return {}
@@ -231,7 +231,7 @@ class Parallel:
         return {} if is_rank else {"rank": 0, "world_size": 1}
 
     def _is_numbered(self, rank: RankInfo) -> bool:
-        """Return whether a rank would be this node's number, by what its platform says. Local."""
+        """Return whether a rank would be this node's number, by what its platform says."""
         if self._options.get("init_method") is not None:
             return False  # which has to know a rank
         try:
@@ -241,7 +241,7 @@ class Parallel:
         return node is not None and not node.is_ambiguous
 
     def _may_be_node(self) -> bool:
-        """Return whether nothing that was given, and no live context, says who this is. Local."""
+        """Return whether nothing that was given, and no live context, says who this is."""
         if any(self._options.get(name) is not None for name in ("nnodes", *_PLACE)):
             return False
         if self._nnodes == 1 or self._options.get("launcher") not in _OURS:
@@ -256,7 +256,7 @@ class Parallel:
             return False
 
     def _can_spawn_on_nodes(self) -> bool:
-        """Return whether the backend's replicas are processes of a launcher of ours. Local."""
+        """Return whether the backend's replicas are processes of a launcher of ours."""
         cls = find_model(self._backend or best_backend())
         own = cls.replicas_are_threads or "launch" in cls.capabilities
         return cls.launcher == "processes" and not own

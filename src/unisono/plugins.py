@@ -130,18 +130,18 @@ OF_MODELS = (
 
 
 def by_name(rows: Iterable[Row]) -> dict[str, Row]:
-    """Index rows by each of their names. Local."""
+    """Index rows by each of their names."""
     return {name: row for row in rows for name in row.names}
 
 
 def seats_nodes(launcher: str | None) -> bool:
-    """Return whether a launcher reaches all nodes from one, and tells them where to meet. Local."""
+    """Return whether a launcher reaches all nodes from one, and tells them where to meet."""
     return any(row.seats_nodes and launcher in row.names for row in LAUNCHERS)
 
 
 @functools.cache
 def load(path: str) -> Any:
-    """Import what ``module:attribute`` names, or ``module``. Local."""
+    """Import what ``module:attribute`` names, or ``module``."""
     module, _, name = path.partition(":")
     loaded = importlib.import_module(module)
     return getattr(loaded, name) if name else loaded
@@ -149,8 +149,6 @@ def load(path: str) -> Any:
 
 def read_environment(environ: Mapping[str, str]) -> RankInfo | None:
     """Read who this process is from its variables; what reads them is loaded at the first call.
-
-    Local.
 
     Returns:
         The facts; None where the variables say nothing.
@@ -203,22 +201,22 @@ class PluginRegistry(Generic[T]):
         return self._scanned
 
     def forget_plugins(self) -> None:
-        """Read the entry points again when they are next asked for. Local."""
+        """Read the entry points again when they are next asked for."""
         self._scanned = self._loaded = None
 
     def known(self, name: Any) -> str:
-        """List all names, and the one that is near to a wrong one, for an error. Local."""
+        """List all names, and the one that is near to a wrong one, for an error."""
         names = sorted({*self.built_in, *self.registered, *self.plugins})
         return f"{suggestion(name, names)} Known: {', '.join(names)}"
 
     def is_built_in(self, name: str) -> bool:
-        """Return whether a name is one of ours. Local."""
+        """Return whether a name is one of ours."""
         return name in self.built_in
 
     def register(self, names: Iterable[str], thing: T, *, override: bool, owner: str = "") -> None:
         """Give names to a thing: all of them, or none where one is taken.
 
-        Local. Registering the same thing again does no harm.
+        Registering the same thing again does no harm.
 
         Raises:
             RegistrationError: a name is taken.
@@ -240,15 +238,13 @@ class PluginRegistry(Generic[T]):
         return self.registered.get(name, thing) is not thing and not override
 
     def unregister(self, thing: T) -> None:
-        """Take back what `register` did for a thing; harmless if it wasn't called. Local."""
+        """Take back what `register` did for a thing; harmless if it wasn't called."""
         with self._lock:
             for name in [name for name, other in self.registered.items() if other is thing]:
                 del self.registered[name]
 
     def entry(self, name: Any) -> Row | T | None:
         """Give what has a name, as a row where it would have to be loaded; None for an unknown one.
-
-        Local.
 
         Raises:
             RegistrationError: two plug-ins claim the name.
@@ -272,8 +268,6 @@ class PluginRegistry(Generic[T]):
     def find(self, name: Any) -> T | None:
         """Return what has a name, loaded; None for an unknown one.
 
-        Local.
-
         Raises:
             BackendUnavailableError: what it needs isn't installed, loading it failed, or it isn't
                 of this kind.
@@ -295,13 +289,13 @@ class PluginRegistry(Generic[T]):
             ) from error
 
     def load(self, row: Row) -> T:
-        """Load and check what a row names. Local. What its import raises is raised."""
+        """Load and check what a row names. What its import raises is raised."""
         return self._check(load(row.path))
 
     def load_plugins(self) -> tuple[T, ...]:
         """Load what all entry points name, once.
 
-        Local. A broken one is left out with one warning, and so are two that claim the same name.
+        A broken one is left out with one warning, and so are two that claim the same name.
 
         Returns:
             What could be loaded, in the order of their names.
@@ -321,7 +315,7 @@ class PluginRegistry(Generic[T]):
     def availability(self) -> dict[str, str | None]:
         """Tell for every name why it can't be used here, None where it can.
 
-        Local. No library is imported to answer.
+        No library is imported to answer.
         """
         table: dict[str, str | None] = {}
         for name, entry in self.built_in.items():
@@ -347,7 +341,7 @@ def _scan(group: str) -> dict[str, list[Row]]:
 
 
 def warn_left_out(what: str, error: Exception) -> None:
-    """Warn that a plug-in is broken, and that the program goes on without it. Local."""
+    """Warn that a plug-in is broken, and that the program goes on without it."""
     warnings.warn(
         f"{what} is left out: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=4
     )
@@ -355,8 +349,6 @@ def warn_left_out(what: str, error: Exception) -> None:
 
 def check_callable(thing: Any) -> Any:
     """Give back what can be called.
-
-    Local.
 
     Raises:
         TypeError: it can't be.
@@ -369,7 +361,7 @@ def check_callable(thing: Any) -> Any:
 def why_not_installed(row: Row, name: str) -> str | None:
     """Say why what a row names can't be used here, None if it can or if nobody knows yet.
 
-    Local. No library is imported.
+    No library is imported.
     """
     root = row.library.partition(".")[0]
     if root and root not in sys.modules and not _is_package(root):

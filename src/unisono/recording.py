@@ -125,7 +125,7 @@ _MOST_CODES = 4096
 def add_hook(*, before: Hook | None = None, after: Hook | None = None) -> Callable[[], None]:
     """Have functions called around every collective of this process.
 
-    Local. They run on this rank alone, in the thread that carries the call out, so they mustn't
+    They run on this rank alone, in the thread that carries the call out, so they mustn't
     call collectives; their exceptions are the call's. Where there is no hook, no record is made.
 
     Args:
@@ -189,7 +189,7 @@ class Token:
     """None as long as nobody has waited for what was started."""
 
     def end(self, error: BaseException | None = None) -> None:
-        """Take note that the call is over. Local; harmless the second time."""
+        """Take note that the call is over; harmless the second time."""
         lane, record = self.lane, self.record
         if lane is not None:
             self.lane = None
@@ -208,7 +208,7 @@ class Token:
             _tell_all(_after, _record((*known, passed_ns, text, overlap_ns)))
 
     def carry_out(self, run: Callable[[], T]) -> T:
-        """Run what the call is, which is over then. Local, but for what is run."""
+        """Run what the call is, which is over then."""
         _planes.plane = "control"
         try:
             value = run()
@@ -233,7 +233,7 @@ class Token:
         return True
 
     def wait(self, run: Callable[[], T]) -> T:
-        """Run what waits for the call, which is over then. Local, but for what is run."""
+        """Run what waits for the call, which is over then."""
         lane, record = self.lane, self.record  # another thread may end it meanwhile
         if record is not None:
             self.overlap_ns = _now() - record.arrival_ns
@@ -371,7 +371,7 @@ class CallLog:
 
     @contextmanager
     def call(self, name: str, group: Group | None = None, value: object = None) -> Iterator[None]:
-        """Record what the body does as one call. Local. The arguments are those of `begin`."""
+        """Record what the body does as one call. The arguments are those of `begin`."""
         token = self.begin(name, group, value)
         try:
             yield
@@ -392,7 +392,7 @@ class CallLog:
             self._page.update(**facts)
 
     def close(self) -> None:
-        """Take the page away. Local; harmless the second time."""
+        """Take the page away; harmless the second time."""
         if self._page is not None:
             self._page.close()
             self.disown()

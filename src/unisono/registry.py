@@ -143,8 +143,6 @@ _launchers: PluginRegistry[Callable[..., Any]] = PluginRegistry(
 def register_model(cls: type[ComputationModel], override: bool = False) -> type[ComputationModel]:
     """Make a model's backends known to this process; usable as a decorator.
 
-    Local.
-
     Args:
         cls: the model.
         override: whether it may take over names that are taken.
@@ -171,8 +169,6 @@ def register_model(cls: type[ComputationModel], override: bool = False) -> type[
 
 def unregister_model(cls: type[ComputationModel]) -> None:
     """Take back what `register_model` did; harmless if it wasn't called.
-
-    Local.
 
     Args:
         cls: the model.
@@ -277,7 +273,7 @@ def launcher_availability() -> dict[str, str | None]:
 def available_backends() -> tuple[str, ...]:
     """List the backends that can be used here.
 
-    Local. No library is imported to answer.
+    No library is imported to answer.
 
     Returns:
         Names that `initialize` and `spawn` take.

@@ -21,7 +21,7 @@ __all__ = ("JobStore", "host_store", "join_store")
 def host_store(plan: LaunchPlan, address: str | None = None) -> Iterator[LaunchPlan]:
     """Host the rendezvous store of a job as long as the block lasts.
 
-    Local. For launchers that have no rendezvous of their own. If all ranks are on this host, the
+    For launchers that have no rendezvous of their own. If all ranks are on this host, the
     store listens on the loopback at a port that the kernel chooses, and ranks of unisono's models
     use a file instead, which only their user can open.
 

@@ -150,8 +150,6 @@ def _tell(context: ContextState, call: str, frame: bytes, group: Group | None) -
 def master_only(fn: Callable[P, T]) -> Callable[P, T | None]:
     """Decorate a function so that only rank 0 runs it.
 
-    Local.
-
     Args:
         fn: any function.
 

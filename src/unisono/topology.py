@@ -75,22 +75,20 @@ class Topology:
     is_guess: bool = False
 
     def size(self, group: Group | None) -> int:
-        """Count the ranks that take part, where None stands for all ranks. Local."""
+        """Count the ranks that take part, where None stands for all ranks."""
         return self.world_size if group is None else len(group.ranks)
 
     def members(self, group: Group | None) -> tuple[int, ...] | range:
-        """List the global ranks that take part. Local."""
+        """List the global ranks that take part."""
         return range(self.world_size) if group is None else group.ranks
 
     def position(self, group: Group | None, rank: int | None = None) -> int:
-        """Find a global rank, or this replica, among the ranks that take part. Local."""
+        """Find a global rank, or this replica, among the ranks that take part."""
         rank = self.rank if rank is None else rank
         return rank if group is None else group.ranks.index(rank)
 
     def among(self, hosts: Sequence[bytes]) -> Topology:
         """Fill in the facts about nodes from the hosts of all ranks.
-
-        Local.
 
         Args:
             hosts: by rank; equal for ranks of one node.
@@ -111,7 +109,7 @@ class Topology:
         return measured if self.is_guess else self.or_else(measured)
 
     def or_else(self, other: Topology) -> Topology:
-        """Fill in unknown facts from `other`. Local."""
+        """Fill in unknown facts from `other`."""
         names = ("local_rank", "local_world_size", "node_rank", "nnodes")
         unknown = {name: getattr(other, name) for name in names if getattr(self, name) is None}
         return replace(self, **unknown)
@@ -153,7 +151,7 @@ class RankInfo:
     job_id: str | None = None
 
     def core_share(self) -> int:
-        """Return this replica's share of the cores that this process may run on, at least 1. Local.
+        """Return this replica's share of the cores that this process may run on, at least 1.
 
         With more threads than cores a parallel loop of torch takes ten times as long, or longer.
         """
@@ -161,8 +159,6 @@ class RankInfo:
 
     def topology(self) -> Topology:
         """Return the same facts without the rendezvous.
-
-        Local.
 
         Returns:
             The replica's topology; nothing is unknown for a replica that is alone.
@@ -218,7 +214,7 @@ class Group(_Referable):
     context_id: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Name a group that got no name. Local."""
+        """Name a group that got no name."""
         if not self.name:
             object.__setattr__(self, "name", str(self.ranks))
 
@@ -228,7 +224,7 @@ class Group(_Referable):
         return len(self.ranks)
 
     def of_context(self, context_id: int) -> Group:
-        """Note which context it belongs to, and give it back. Local."""
+        """Note which context it belongs to, and give it back."""
         object.__setattr__(self, "context_id", context_id)
         return self
 
@@ -244,8 +240,6 @@ class Group(_Referable):
 
     def position(self, rank: int) -> int:
         """Return the position of a global rank in the group.
-
-        Local.
 
         Args:
             rank: a global rank that is a member.
@@ -335,8 +329,6 @@ class LaunchPlan:
 
     def info(self, local_rank: int) -> RankInfo:
         """Return the ranks and the rendezvous of replica `local_rank` of this node.
-
-        Local.
 
         Args:
             local_rank: 0 to ``nproc_per_node - 1``.

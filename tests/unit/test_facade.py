@@ -67,10 +67,9 @@ def test_every_function_has_a_first_sentence_and_an_example(name: str) -> None:
     if inspect.isfunction(item) or item is unisono.Parallel:
         assert "Example:" in doc
     if inspect.isfunction(item):
-        first, _, rest = doc.partition("\n\n")
+        first = doc.partition("\n\n")[0]
         assert first.endswith(".")
         assert "\n" not in first
-        assert rest.startswith(("Local", "Collective over", "Collective at creation"))
 
 
 HEAVY = frozenset(

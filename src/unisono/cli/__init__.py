@@ -70,7 +70,7 @@ def _command_line(name: str) -> Any:
     )(_unisono)
     for each, line in COMMANDS.items():
         command = _load(each) if each == name else _unloaded
-        text = (command.__doc__ or "").partition("\n\n    Local.")[0]
+        text = (command.__doc__ or "").partition("\n\n")[0]
         app.command(
             each,
             help=text if each == name else line,

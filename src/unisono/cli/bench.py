@@ -43,7 +43,7 @@ def bench(
 ) -> int:
     """Measure every collective on tensors of several sizes, and values of the control plane.
 
-    Local. It starts replicas. Times are the median and the quartiles of the slowest rank.
+    It starts replicas. Times are the median and the quartiles of the slowest rank.
     Algorithm bandwidth is the payload over the median; bus bandwidth is what crosses the slowest
     link for it, as nccl-tests defines it.
 

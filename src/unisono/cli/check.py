@@ -78,7 +78,7 @@ def check(
 ) -> int:
     """Check every law of the contract on one backend, launcher or environment.
 
-    Local. It starts replicas (1, 2 and 3, as the kit for pytest does, or as many as each -n says)
+    It starts replicas (1, 2 and 3, as the kit for pytest does, or as many as each -n says)
     and says of each law whether it passed, passed by members that the contract derives from others,
     isn't supported (declared), or failed, and how. A law that hangs has failed, and the stacks of
     all replicas are shown.

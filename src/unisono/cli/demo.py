@@ -52,7 +52,7 @@ def demo(
 ) -> int:
     """Train a small net on real handwritten digits with several workers.
 
-    Local. It shows who ran where, how well the net reads images that it hasn't seen, and that 1,
+    It shows who ran where, how well the net reads images that it hasn't seen, and that 1,
     2 and 3 workers reach the same parameters.
 
     Returns:
@@ -103,7 +103,7 @@ def _run(backend: str, workers: int, digits: Digits, settings: Settings) -> list
 
 @contextmanager
 def _bar(title: str, epochs: int) -> Iterator[_digits.Report]:
-    """Show a progress bar in a terminal, and nothing elsewhere. Local, on rank 0."""
+    """Show a progress bar in a terminal, and nothing elsewhere."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

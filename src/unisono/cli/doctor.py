@@ -36,7 +36,7 @@ def doctor(
 ) -> int:
     """Say what was found here: environment, backends, launchers, devices, network, versions.
 
-    Local. Nothing is sent and no backend library is imported, but for what is asked for by name.
+    Nothing is sent and no backend library is imported, but for what is asked for by name.
 
     Returns:
         The exit code: 0, or 1 where what was asked for, or any job here, can't work.

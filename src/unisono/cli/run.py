@@ -119,7 +119,7 @@ def run(
 ) -> int:
     """Run a script in several ranks: on this host, or by torchrun, MPI, Slurm or Ray.
 
-    Local. Each line that a rank prints begins with the rank. If one fails, the others are ended,
+    Each line that a rank prints begins with the rank. If one fails, the others are ended,
     and its traceback comes last.
 
     Returns:

@@ -35,7 +35,7 @@ def top(
 ) -> int:
     """Show this user's jobs: what each rank does, and who makes the others wait.
 
-    Local. It shows jobs that run on this host, with their ranks on others where the job's own
+    It shows jobs that run on this host, with their ranks on others where the job's own
     connections lead there. Without a terminal it prints once.
 
     Returns:

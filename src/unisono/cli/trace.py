@@ -52,7 +52,7 @@ def trace(
 ) -> int:
     """Join the traces of all ranks: one file for Perfetto, or which rank waited for which.
 
-    Local. ``UNISONO_TRACE=DIR``, ``unisono run --trace DIR`` or ``idist.trace(DIR)`` in the program
+    ``UNISONO_TRACE=DIR``, ``unisono run --trace DIR`` or ``idist.trace(DIR)`` in the program
     make the traces. Open the file at https://ui.perfetto.dev or in chrome://tracing.
 
     Returns:

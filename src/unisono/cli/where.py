@@ -30,7 +30,7 @@ def where(
 ) -> int:
     """Print the stacks of all ranks of a job that runs on this host, equal ones once.
 
-    Local. Ranks needn't be prepared, nor answer: they may be in a lock, in C or in a busy loop.
+    Ranks needn't be prepared, nor answer: they may be in a lock, in C or in a busy loop.
     Those of other hosts are told where the job's own connections lead there.
 
     Returns:

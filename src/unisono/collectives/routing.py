@@ -44,7 +44,7 @@ def memory_of(
 
 
 def carry(context: ContextState, tensor: Tensor, group: Group | None) -> Carrier:
-    """Return what carries a tensor that doesn't travel in an exchange. Local, as `memory_of`."""
+    """Return what carries a tensor that doesn't travel in an exchange."""
     memory = context.control.memory(group) if tensor.is_cpu else None
     if type(memory) is HostCollectives:
         plane_is("memory")
@@ -54,7 +54,7 @@ def carry(context: ContextState, tensor: Tensor, group: Group | None) -> Carrier
 
 
 def route(context: ContextState, tensor: Tensor, group: Group | None) -> Reducer | None:
-    """Return what carries an `all_reduce`, None for an exchange. Local, as `memory_of`."""
+    """Return what carries an `all_reduce`, None for an exchange."""
     if not tensor.is_cpu:
         plane_is("data")
         return context.model

@@ -24,7 +24,7 @@ __all__ = ("install",)
 def install() -> None:
     """Let ``ignite.distributed`` find the facade's context where it knows none itself.
 
-    Local; harmless the second time. From then on ignite's metrics are computed over all replicas
+    Harmless the second time. From then on ignite's metrics are computed over all replicas
     of threads, MPI and plug-in models too, in this process and its threads.
 
     Example:

@@ -28,8 +28,6 @@ _LAUNCHERS = {
 def get_dist_info() -> tuple[int, int]:
     """Give rank and world size.
 
-    Local.
-
     Returns:
         ``(rank, world_size)``; (0, 1) if no context is active.
 
@@ -52,8 +50,6 @@ def _found(launcher: str) -> RankInfo | None:
 
 def infer_launcher() -> str:
     """Tell from the environment's variables how this process was started.
-
-    Local.
 
     Returns:
         ``"pytorch"`` for torchrun, ``"slurm"`` for a step of Slurm, ``"mpi"`` for mpirun and its

@@ -61,7 +61,7 @@ __all__ = (
 
 
 def get_data_device(data: Any) -> torch.device:
-    """Give the one device of a tensor, or of all tensors in a container. Local."""
+    """Give the one device of a tensor, or of all tensors in a container."""
     if isinstance(data, Tensor):
         return data.device
     if isinstance(data, str) or not isinstance(data, Iterable):
@@ -75,7 +75,7 @@ def get_data_device(data: Any) -> torch.device:
 
 
 def cast_data_device(data: Any, device: torch.device, out: Any = None) -> Any:
-    """Move the tensors of a container to a device; with `out` copy them there too. Local."""
+    """Move the tensors of a container to a device; with `out` copy them there too."""
     if out is not None and (type(data) is not type(out) or isinstance(out, set)):
         raise ArgumentError(
             f"out should be a {type(data).__qualname__} as the data is, and no set: "
@@ -306,7 +306,7 @@ def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:
 
 
 def get_local_group() -> Group:
-    """Give the group of this node's ranks, None where nothing is distributed. Local."""
+    """Give the group of this node's ranks, None where nothing is distributed."""
     if not is_distributed():
         return None
     local = current().groups.get(())
@@ -316,7 +316,7 @@ def get_local_group() -> Group:
 
 
 def get_default_group() -> Group:
-    """Give what stands for all ranks, which every function here takes. Local.
+    """Give what stands for all ranks, which every function here takes.
 
     Returns:
         Torch's own process group where torch.distributed connects the ranks, else None.
@@ -332,7 +332,7 @@ def _members(group: Group) -> tuple[int, ...] | range:
 
 
 def get_backend(group: Group = None) -> str | None:
-    """Name the backend of a group, None where nothing is distributed. Local."""
+    """Name the backend of a group, None where nothing is distributed."""
     context = current()
     handle = None if group is None else getattr(membership.resolve(context, group), "handle", None)
     if isinstance(handle, torch.distributed.ProcessGroup):
@@ -341,35 +341,35 @@ def get_backend(group: Group = None) -> str | None:
 
 
 def get_world_size(group: Group = None) -> int:
-    """Count the ranks of a group, 1 where nothing is distributed. Local."""
+    """Count the ranks of a group, 1 where nothing is distributed."""
     return len(_members(group))
 
 
 def get_rank(group: Group = None) -> int:
-    """Give this rank's position in a group, -1 if it isn't a member. Local."""
+    """Give this rank's position in a group, -1 if it isn't a member."""
     members, rank = _members(group), facts.get_rank()
     return members.index(rank) if rank in members else -1
 
 
 def get_local_size() -> int:
-    """Count the ranks on this node. Local; needs no `init_local_group` if that is known."""
+    """Count the ranks on this node. It needs no `init_local_group` if that is known."""
     local = current().groups.get(())
     return facts.get_nproc_per_node() if local is None else local.size
 
 
 def get_local_rank() -> int:
-    """Give the rank within this node. Local; needs no `init_local_group` if that is known."""
+    """Give the rank within this node. It needs no `init_local_group` if that is known."""
     local = current().groups.get(())
     return facts.get_local_rank() if local is None else local.position(facts.get_rank())
 
 
 def get_dist_info(group: Group = None) -> tuple[int, int]:
-    """Give the rank in a group and its size, (0, 1) where nothing is distributed. Local."""
+    """Give the rank in a group and its size, (0, 1) where nothing is distributed."""
     return get_rank(group), get_world_size(group)
 
 
 def is_main_process(group: Group = None) -> bool:
-    """Tell whether this is the first rank of a group. Local."""
+    """Tell whether this is the first rank of a group."""
     return get_rank(group) == 0
 
 
@@ -379,5 +379,5 @@ def barrier(group: Group = None) -> None:
 
 
 def get_comm_device(group: Group = None) -> torch.device:
-    """Give the device that collectives take tensors on. Local."""
+    """Give the device that collectives take tensors on."""
     return current_model().transport_device

@@ -23,7 +23,7 @@ class Condition:
         self._sleepers: list[threading.Lock] = []
 
     def notify_all(self) -> None:
-        """Wake all waiting threads to look again. Local; the lock is held."""
+        """Wake all waiting threads to look again; the lock is held."""
         sleepers, self._sleepers = self._sleepers, []
         for sleeper in sleepers:
             sleeper.release()

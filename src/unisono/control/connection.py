@@ -161,7 +161,7 @@ class Connection:
         return any(event & select.POLLOUT for _, event in writable.poll(wait_s * 1000))
 
     def is_closed(self) -> bool:
-        """Return whether the peer is gone, reading ahead what it sent. Local; never waits."""
+        """Return whether the peer is gone, reading ahead what it sent; never waits."""
         try:
             while len(self._held) <= self._limit:
                 data = self._sock.recv(_CHUNK)

@@ -66,7 +66,7 @@ def call_head(call: str, site: bytes) -> bytes:
 
 
 def read_call(blob: bytes) -> tuple[bytes, bytes, int] | None:
-    """Read the call and the site of a blob, and where its value begins. Local; None for others."""
+    """Read the call and the site of a blob, and where its value begins; None for others."""
     if len(blob) < _CALL.size or blob[:2] != _MAGIC:
         return None
     _, width, site_width = _CALL.unpack_from(blob)

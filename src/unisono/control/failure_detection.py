@@ -96,7 +96,7 @@ class FailureDetector:
         self._close.atexit = False
 
     def close(self) -> None:
-        """Close all connections. Local; harmless the second time."""
+        """Close all connections; harmless the second time."""
         self._close()
 
     def disown(self) -> None:
@@ -204,7 +204,7 @@ class FailureDetector:
         self._notify([place for place in self._links.downs if place != source], body)
 
     def warn(self, places: tuple[int, ...], got: Mapping[int, Blobs]) -> None:
-        """Warn which of `places` are missing, unless a neighbour did. Local; once a round."""
+        """Warn which of `places` are missing, unless a neighbour did; once a round."""
         if self._has_warned:
             return
         missing = self._report(places, got, self.ask(places, got))
@@ -286,11 +286,11 @@ class FailureDetector:
         self.raise_failure(FailureReport("peer", text, rank))
 
     def ask(self, places: tuple[int, ...], got: Mapping[int, Blobs]) -> dict[int, State]:
-        """Ask the ranks of `places` that haven't come for their state. Local; 0.4 s at most."""
+        """Ask the ranks of `places` that haven't come for their state; 0.4 s at most."""
         return self._ask([place for place in places if place not in got])
 
     def is_behind(self, place: int) -> bool:
-        """Return whether a neighbour hasn't begun this round. Local; asks it."""
+        """Return whether a neighbour hasn't begun this round; asks it."""
         state = self._ask([place]).get(place)
         return state is not None and state.seq < self._seq
 

@@ -116,7 +116,7 @@ class Hub:
         return all(connection.mailbox is not None for connection in self._connections.values())
 
     def close(self, farewell: str = "") -> None:
-        """Leave the group. Local; harmless the second time."""
+        """Leave the group; harmless the second time."""
         if farewell:
             self._detector.say_farewell(farewell)
         self._detector.close()

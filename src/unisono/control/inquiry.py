@@ -93,12 +93,12 @@ class Inquiries:
         return None if self._socket is None else self._socket.fd
 
     def remove(self) -> None:
-        """Let nobody ask any more. Local; harmless the second time."""
+        """Let nobody ask any more; harmless the second time."""
         if self._socket is not None:
             self._socket.remove()
 
     def close(self) -> None:
-        """Close the socket. Local; harmless the second time."""
+        """Close the socket; harmless the second time."""
         if self._socket is not None:
             self._socket.close()
 

@@ -137,7 +137,7 @@ class ControlPlane:
         self.ended.append(name)
 
     def bucket(self, size_bytes: int) -> int:
-        """Round a size up to one that the model likes to see. Local; XLA compiles per size."""
+        """Round a size up to one that the model likes to see. XLA compiles per size."""
         return fallback.at_least_one(size_bytes)
 
     def settle(self) -> None:
@@ -215,11 +215,11 @@ class SocketControlPlane(ControlPlane):
         return fallback.exchange_bodies(self.model, blob, list(sizes), group)
 
     def has_met(self, group: Group | None) -> bool:
-        """Return whether a group is connected. Local, as in the class above."""
+        """Return whether a group is connected."""
         return name_of(group) in self.hubs or self.model.topology.size(group) == 1
 
     def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
-        """Return what a connected group's rounds take. Local, as in the class above."""
+        """Return what a connected group's rounds take."""
         hub = self.hubs.get(EVERYBODY if group is None else group.name)
         if hub is None:
             return -1 if folds else fallback.INLINE_TENSOR_BYTES
@@ -275,7 +275,7 @@ class SocketControlPlane(ControlPlane):
             self._memories[key] = TwoLevels(hub.arena, hosts, rank, watch, self)
 
     def watch_over(self, group: Group) -> None:
-        """Watch for the last reference to a group and its handle. Local, as in the class above."""
+        """Watch for the last reference to a group and its handle."""
         super().watch_over(group)
         handle = group.handle
         self._handles[group.name] = weakref.ref(handle), sys.getrefcount(handle)
@@ -320,7 +320,7 @@ class SocketControlPlane(ControlPlane):
             return True
 
     def end(self, name: str) -> None:
-        """Close the connections of a group, too. Local, as in the class above."""
+        """Close the connections of a group, too."""
         self._let_go([name], lambda hub: hub.close("left"))
         for kept in (self._handles, self._connects):
             kept.pop(name, None)
@@ -363,7 +363,7 @@ class SocketControlPlane(ControlPlane):
             hub.say_farewell(how)
 
     def close(self, farewell: str = "left") -> None:
-        """Close the connections. Local, as in the class above."""
+        """Close the connections."""
         self._let_go(list(self.hubs), lambda hub: hub.close(farewell))
 
     def disown(self) -> None:

@@ -189,7 +189,7 @@ class Sideband:
         return self.next_hop(place) != place and self.next_hop(place) in self._departures
 
     def close(self) -> None:
-        """End the thread, which closes the connections. Local; harmless the second time."""
+        """End the thread, which closes the connections; harmless the second time."""
         self._inquiries.remove()
         if self._is_open:
             self._is_open = False

@@ -40,7 +40,7 @@ class Environment(Protocol):
     def detect(self, env: Mapping[str, str], /) -> RankInfo | None:
         """Read the variables of one launcher.
 
-        Local. Must read nothing but `env`, and must not write, import a backend, or communicate.
+        Must read nothing but `env`, and must not write, import a backend, or communicate.
 
         Args:
             env: the variables; never written.
@@ -125,7 +125,7 @@ class _Recorder(Mapping[str, str]):
 def detect(env: Mapping[str, str], extra: Iterable[Environment] = ()) -> RankInfo | None:
     """Say who this process is: what the first environment that is there says.
 
-    Local. In the order of `ENVIRONMENTS`, then `extra`. An environment whose variables are half set
+    In the order of `ENVIRONMENTS`, then `extra`. An environment whose variables are half set
     gives way to a later one that it doesn't contradict: a job script that exports WORLD_SIZE for
     its own use doesn't spoil what srun says.
 
@@ -158,7 +158,7 @@ def read(env: Mapping[str, str]) -> RankInfo | None:
 def explain(env: Mapping[str, str], extra: Iterable[Environment] = ()) -> list[Finding]:
     """Say what each environment found, which one `detect` gives, and which ones disagree with it.
 
-    Local. Raises nothing.
+    Raises nothing.
 
     Args:
         env: the variables, such as ``os.environ``; only read.

@@ -198,7 +198,7 @@ class StatusPage:
             return Lane(self, len(self._owners) - 1)
 
     def close(self) -> None:
-        """Take the page away, in the process that made it. Local; harmless the second time."""
+        """Take the page away, in the process that made it; harmless the second time."""
         if os.getpid() == self._pid:
             _open.discard(self)
             with contextlib.suppress(OSError):
@@ -229,19 +229,19 @@ class Lane:
         return stamp
 
     def end(self, stamp: int, end_ns: int) -> None:
-        """Write that it is over, unless others have overwritten it. Local, in any thread."""
+        """Write that it is over, unless others have overwritten it; in any thread."""
         at = self._first + (stamp & _AROUND)
         if self._words[at] == stamp:
             self._words[at + _END] = end_ns
 
     def refuse(self, stamp: int) -> None:
-        """Write that it isn't made: it has no number. Local, in any thread."""
+        """Write that it isn't made: it has no number; in any thread."""
         at = self._first + (stamp & _AROUND)
         if self._words[at] == stamp:
             self._words[at + _NUMBER] = 0
 
     def wait(self, stamp: int) -> None:
-        """Write that what was started is waited for now. Local, in any thread."""
+        """Write that what was started is waited for now; in any thread."""
         at = self._first + (stamp & _AROUND)
         if self._words[at] == stamp:
             self._words[at + _LAST] = stamp | WAITED_FOR

@@ -63,7 +63,7 @@ class ComputationModel(ABC):
     def from_context(cls, hint: ContextHint) -> Self | None:
         """Adopt a live context that somebody else made, or return None.
 
-        Local. It must not communicate: asked on one rank alone it returns at once.
+        It must not communicate: asked on one rank alone it returns at once.
 
         Args:
             hint: what the user and the environment say of the local rank.
@@ -97,16 +97,16 @@ class ComputationModel(ABC):
     @property
     @abstractmethod
     def topology(self) -> Topology:
-        """Where this replica stands. Local."""
+        """Where this replica stands."""
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """The device that this replica computes on. Local."""
+        """The device that this replica computes on."""
 
     @property
     def transport_device(self) -> torch.device:
-        """The device that the collectives take tensors on. Local."""
+        """The device that the collectives take tensors on."""
         return self.device
 
     @abstractmethod
@@ -130,20 +130,20 @@ class ComputationModel(ABC):
 
     @classmethod
     def why_unavailable(cls, backend: str) -> str | None:
-        """Say why `backend` can't be used here and what to do, or None if it can. Local."""
+        """Say why `backend` can't be used here and what to do, or None if it can."""
         return None
 
     @property
     def backend(self) -> str:
-        """The backend of this context. Local."""
+        """The backend of this context."""
         return self.backends[0]
 
     def abort(self) -> None:
-        """Leave the context without waiting for anybody: somebody failed. Local."""
+        """Leave the context without waiting for anybody: somebody failed."""
         return
 
     def is_alive(self) -> bool:
-        """Return whether this is still the context that it was. Local; called before each use."""
+        """Return whether this is still the context that it was; called before each use."""
         return True
 
     # Derived collectives
@@ -233,7 +233,7 @@ class ComputationModel(ABC):
         raise UnsupportedOperation(self.name, "groups", "call without `group`")
 
     def adopt_group(self, handle: object) -> Group | None:
-        """Wrap a group object of the model's own library, or None if it is none. Local."""
+        """Wrap a group object of the model's own library, or None if it is none."""
         return None
 
     def start_all_reduce(

@@ -37,7 +37,7 @@ class Outcome(Generic[T]):
     def of(
         self, call: Callable[[], T], is_own: Callable[[BaseException], bool] = lambda _: True
     ) -> None:
-        """Run a call, and give its outcome to those that wait. Local."""
+        """Run a call, and give its outcome to those that wait."""
         try:
             self._value = call()
         except BaseException as error:
@@ -49,14 +49,14 @@ class Outcome(Generic[T]):
 
     @classmethod
     def in_thread(cls, call: Callable[[], T], name: str) -> tuple[Outcome[T], threading.Thread]:
-        """Run a call in a daemon thread; give its outcome, and the thread. Local."""
+        """Run a call in a daemon thread; give its outcome, and the thread."""
         outcome: Outcome[T] = Outcome()
         thread = threading.Thread(target=outcome.of, args=(call,), name=name, daemon=True)
         thread.start()
         return outcome, thread
 
     def wait(self) -> T:
-        """Wait, and give the value or raise the error. Local."""
+        """Wait, and give the value or raise the error."""
         if not self.is_known:
             with self._gate:
                 pass
@@ -87,7 +87,7 @@ class Handle(Generic[T]):
     def wait(self) -> T:
         """Wait for the operation.
 
-        Local: the collective part was started when the handle was made. Where the wait is
+        The collective part was started when the handle was made. Where the wait is
         interrupted, as by Ctrl-C, the operation goes on, and may be waited for again.
 
         Returns:
@@ -118,8 +118,6 @@ class Handle(Generic[T]):
     def is_completed(self) -> bool:
         """Return whether `wait` would return at once.
 
-        Local.
-
         Returns:
             True once the operation is done or has failed.
 
@@ -139,8 +137,6 @@ class Handle(Generic[T]):
 
     def then(self, finish: Callable[[T], U]) -> Handle[U]:
         """Return a handle whose value is `finish` of this one's.
-
-        Local.
 
         Args:
             finish: called once, in the thread that waits.

@@ -19,14 +19,14 @@ class LaunchHooks:
 
     @classmethod
     def worker_environ(cls, plan: LaunchPlan) -> dict[str, str]:
-        """List variables that worker processes get unless the user has set them. Local."""
+        """List variables that worker processes get unless the user has set them."""
         return {}
 
     @classmethod
     def launch(cls, entry: Callable[[Any], T], plan: LaunchPlan, **options: Any) -> list[T]:
         """Create replicas in the model's own way and run `entry` in each.
 
-        Local. Only for models that declare ``"launch"``; others name a `launcher`.
+        Only for models that declare ``"launch"``; others name a `launcher`.
 
         Args:
             entry: called once in each replica with its model.

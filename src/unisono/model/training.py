@@ -42,8 +42,6 @@ class TrainingHooks:
     ) -> Optimizer | None:
         """Adapt an optimizer to the library.
 
-        Local.
-
         Args:
             optimizer: as the user made it.
             is_averaged: whether backward averages the gradients of its parameters already.
@@ -70,17 +68,17 @@ class TrainingHooks:
         return None
 
     def wrap_loader(self, loader: Any) -> Any:
-        """Adapt a data loader to the library, such as one that feeds a device. Local."""
+        """Adapt a data loader to the library, such as one that feeds a device."""
         return loader
 
     @property
     def can_pin_memory(self) -> bool:
-        """Whether copies from pinned memory to the model's device are faster. Local."""
+        """Whether copies from pinned memory to the model's device are faster."""
         return can_pin_for(self.device)
 
     @property
     def has_torch_sync_batchnorm(self) -> bool:
-        """Whether ``torch.nn.SyncBatchNorm`` works on this model's device. Local."""
+        """Whether ``torch.nn.SyncBatchNorm`` works on this model's device."""
         return False
 
 

@@ -17,7 +17,7 @@ from unisono.launchers.job.output import ByThread
 
 @contextmanager
 def by_thread() -> Iterator[None]:
-    """Let ranks that are threads of this process capture what they print in the block. Local."""
+    """Let ranks that are threads of this process capture what they print in the block."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = ByThread(before[0]), ByThread(before[1])
     try:
@@ -28,7 +28,7 @@ def by_thread() -> Iterator[None]:
 
 @contextmanager
 def captured(path: str, is_process: bool) -> Iterator[None]:
-    """Append what this rank prints in the block to a file. Local.
+    """Append what this rank prints in the block to a file.
 
     Args:
         path: of the file.

@@ -45,7 +45,7 @@ class Magics:
     def cell(self, line: str, cell: str) -> None:
         """Run a cell in warm ranks: %%ranks [N] [--on BACKEND] [--timeout S] [--rank R[,R]].
 
-        Local. N and BACKEND are those of the cell before where they are left out. What all ranks
+        N and BACKEND are those of the cell before where they are left out. What all ranks
         print is shown once, and so is the value of the last expression. Each rank keeps its names
         from cell to cell; `idist`, `rank` and `size` are there. --timeout takes seconds, --rank
         the ranks that run the cell.
@@ -72,8 +72,6 @@ class Magics:
     @briefly()
     def line(self, line: str) -> None:
         """Show the ranks, or end them: %ranks, %ranks stop.
-
-        Local.
 
         Args:
             line: what follows ``%ranks``.

@@ -116,7 +116,7 @@ class RankSet:
         return "ended"
 
     def begin(self, cell: Cell) -> BackgroundCall:
-        """Run a cell in the ranks. Local; doesn't wait."""
+        """Run a cell in the ranks; doesn't wait."""
         return BackgroundCall(partial(self._pool.run, run_cell, cell))
 
     def cell(self, source: str, filename: str, ranks: Sequence[int]) -> Cell:

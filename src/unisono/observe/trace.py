@@ -32,7 +32,7 @@ _FOR_GOOD = "UNISONO_TRACE"
 def trace(folder: PathLike) -> Iterator[Path]:
     """Trace the collectives that this rank calls within the block.
 
-    Local. Each rank writes a file of its own into the folder, which all ranks may share;
+    Each rank writes a file of its own into the folder, which all ranks may share;
     ``python -m unisono trace FOLDER --out job.json`` makes one file of them for Perfetto, and
     ``--summary`` says which rank waited for which. A rank that is killed loses a second at most.
     Where the files can't be written any more, a warning says so once, and the program goes on.

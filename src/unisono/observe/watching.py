@@ -70,8 +70,6 @@ class Watch:
     def plot(self, path: PathLike) -> None:
         """Draw who was waited for, and who waited.
 
-        Local.
-
         Args:
             path: of the picture; its suffix says which kind, as in ``"waits.png"``.
 

@@ -176,7 +176,7 @@ def view_bytes(tensor: Tensor) -> memoryview:
 
 
 def to_bytes(tensor: Tensor) -> bytes:
-    """Copy the memory of a contiguous CPU tensor. Local; raises as `view_bytes`."""
+    """Copy the memory of a contiguous CPU tensor."""
     size = tensor.numel() * tensor.element_size()
     return ctypes.string_at(_address(tensor), size) if size else b""
 

@@ -46,7 +46,7 @@ U = TypeVar("U")
 class WorkerPool:
     """Replicas that stay, each within its context, and run what they are given.
 
-    Local. They are made at the first call, and again after one that left the context unusable:
+    They are made at the first call, and again after one that left the context unusable:
     where a replica died, or waited for one that had failed.
 
     Args:
@@ -129,7 +129,7 @@ class WorkerPool:
     ) -> list[T]:
         """Run ``fn(local_rank, *args, **kwargs)`` in every replica.
 
-        Local; in the replicas collectives work as under ``spawn``.
+        In the replicas collectives work as under ``spawn``.
 
         Args:
             fn: any callable, as in ``spawn``.
@@ -156,7 +156,7 @@ class WorkerPool:
     def map(self, fn: Callable[[U], T], items: Iterable[U]) -> list[T]:
         """Run ``fn(item)`` for every item, each in whichever replica is free.
 
-        Local. `fn` must not call collectives, since the replicas are at different items.
+        `fn` must not call collectives, since the replicas are at different items.
 
         Args:
             fn: any callable.
@@ -194,7 +194,7 @@ class WorkerPool:
     def close(self) -> None:
         """End the replicas.
 
-        Local; harmless the second time, and in a fork of this process. Threads that their functions
+        Harmless the second time, and in a fork of this process. Threads that their functions
         left behind, unless they are daemons, and exit handlers end first: within ``deadline``, in
         the time that is left there.
 

@@ -290,8 +290,6 @@ def check_environment(
 ) -> list[Outcome]:
     """Check laws on an environment.
 
-    Local.
-
     Args:
         environment: its name: of an entry point of ``unisono.environments``, or a built-in one's.
         laws: names; all laws if None.

@@ -596,7 +596,7 @@ def check_launcher(
 ) -> list[Outcome]:
     """Check laws on a launcher with a number of ranks.
 
-    Local. Each law has ranks of its own. If the launcher's library ends this process in the midst
+    Each law has ranks of its own. If the launcher's library ends this process in the midst
     of a law, a process of ours says so on stderr, with what was printed last.
 
     Args:

@@ -61,8 +61,6 @@ class Outcome:
 def law_names(pattern: str = "") -> list[str]:
     """List the laws whose name has `pattern` in it.
 
-    Local.
-
     Args:
         pattern: a part of a name; all laws if empty.
 
@@ -144,7 +142,7 @@ def check(
 ) -> list[Outcome]:
     """Check laws on a backend with a number of replicas.
 
-    Local. Laws share replicas until one doesn't hold; those after it run in new ones. A law that
+    Laws share replicas until one doesn't hold; those after it run in new ones. A law that
     takes too long has failed, and its reason has the stacks of all replicas on this host.
 
     Args:

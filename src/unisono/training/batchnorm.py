@@ -165,8 +165,6 @@ def convert_sync_batchnorm(
 ) -> nn.Module:
     """Convert the batch norms of a model to statistics over all ranks.
 
-    Local.
-
     Args:
         model: changed in place; its batch norms keep their parameters and buffers.
         implementation: ``"unisono"`` works on every model; ``"torch"`` is
@@ -243,8 +241,6 @@ _converters: PluginRegistry[Converter] = PluginRegistry(
 
 def register_sync_batchnorm(name: str, convert: Converter, override: bool = False) -> Converter:
     """Register a conversion of batch norms by name, for `convert_sync_batchnorm`.
-
-    Local.
 
     Args:
         name: the name that users write.

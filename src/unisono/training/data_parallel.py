@@ -148,7 +148,7 @@ class Averager:
             )
 
     def reset(self) -> None:
-        """Forget a backward that failed half way. Local, but for the buckets that have left."""
+        """Forget a backward that failed half way. The buckets that have left stay so."""
         if self._is_running:
             for bucket in self._buckets:
                 with suppress(CollectiveError):
@@ -380,7 +380,7 @@ class Replicated(nn.Module):
         return self.module(*args, **kwargs)
 
     def _first_active(self, marks: list[bytes]) -> int:
-        """Note which rank is the first that goes on, whose values all have in the end. Local."""
+        """Note which rank is the first that goes on, whose values all have in the end."""
         self._leader = next(rank for rank, mark in enumerate(marks) if mark != _HAS_ENDED)
         return self._leader
 
@@ -391,10 +391,7 @@ class Replicated(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank; the first backward outside averages them.
-
-        Local.
-        """
+        """Accumulate gradients on this rank; the first backward outside averages them."""
         before = self._averager.is_syncing
         self._averager.is_syncing = False
         try:
@@ -427,7 +424,7 @@ class Replicated(nn.Module):
         broadcast_params(self.module, self._leader)
 
     def release(self) -> None:
-        """Stop averaging gradients: an optimizer does instead. Local."""
+        """Stop averaging gradients: an optimizer does instead."""
         self._averager.release()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replicated:

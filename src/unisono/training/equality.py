@@ -122,7 +122,7 @@ def differing(
 
 
 def _states_of(tree: Any) -> Any:
-    """Put states in the place of what has one. Local, but for modules' state dicts."""
+    """Put states in the place of what has one."""
     try:
         tree = _opened(tree)
     except RecursionError as error:

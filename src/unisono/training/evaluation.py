@@ -38,7 +38,7 @@ Kind = tuple[str, tuple[int, ...]] | None  # dtype and shape of a sample's resul
 class EvaluationSampler(Sampler[int]):
     """Distributes samples in turn, each to one rank, without padding and without shuffling.
 
-    Local. Ranks may get one sample more than others, or none, so call no collective within the loop
+    Ranks may get one sample more than others, or none, so call no collective within the loop
     over them; `gather_results` puts the results in order.
 
     Args:
@@ -69,7 +69,7 @@ class EvaluationSampler(Sampler[int]):
         return len(self._indices)
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing: for loops that call it on any sampler. Local."""
+        """Do nothing: for loops that call it on any sampler."""
 
 
 @overload
@@ -290,7 +290,7 @@ def _told(context: ContextState, frame: bytes) -> list[bytes]:
 
 
 def _results(fn: Callable[[Any], Any], loader: Any) -> list[Columns]:
-    """Return the results of each batch, by their names. Local, but for what `fn` does."""
+    """Return the results of each batch, by their names."""
     made: list[Columns] = []
     left = len(loader.sampler)
     with torch.no_grad(), _evaluating(fn):

@@ -34,8 +34,6 @@ _KEYS = ("epoch", "order", "batches", "is_dealt_in_turn", "batch_size", "world_s
 class ReplicaLoader(DataLoader[Any]):
     """The ``DataLoader`` that `auto_dataloader` makes, with a position that a checkpoint keeps.
 
-    Local.
-
     Args:
         dataset: as ``DataLoader``'s.
         to_device: where batches go; None leaves them where they are.
@@ -62,7 +60,7 @@ class ReplicaLoader(DataLoader[Any]):
     def epoch(self) -> int:
         """The epoch that goes on, or comes next; it is one more once an epoch has ended.
 
-        Local. Passes before it is asked for or set for the first time, for statistics or a learning
+        Passes before it is asked for or set for the first time, for statistics or a learning
         rate, aren't epochs of the training.
         """
         if not self._counts:
@@ -72,7 +70,7 @@ class ReplicaLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of an epoch; another one than `epoch` begins at its start.
 
-        Local. A pass without it takes the next order. It goes on to the data set, if that has a
+        A pass without it takes the next order. It goes on to the data set, if that has a
         ``set_epoch``: then even persistent workers start again for each pass, to learn of it.
         """
         check_count("epoch", epoch, 0)
@@ -115,7 +113,7 @@ class ReplicaLoader(DataLoader[Any]):
         return made
 
     def _seeds(self) -> torch.Generator | None:
-        """Return the generator of the workers' seeds, which differ by rank. Local.
+        """Return the generator of the workers' seeds, which differ by rank.
 
         Only a pass from its start draws from that of the program, as what goes on has drawn before.
         """
@@ -130,7 +128,7 @@ class ReplicaLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position, for a checkpoint.
 
-        Local. The same on every rank, at the same batch.
+        The same on every rank, at the same batch.
 
         Returns:
             Plain numbers.
@@ -180,8 +178,6 @@ class ReplicaLoader(DataLoader[Any]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on at a position: the next loop begins with the first batch that wasn't seen.
-
-        Local.
 
         Args:
             state: from `state_dict`, also of another number of ranks, where the samplers are those

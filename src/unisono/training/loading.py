@@ -328,7 +328,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
         self.sampler = sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next epoch. Local."""
+        """Choose the order of the next epoch."""
         super().set_epoch(epoch)
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)

@@ -146,8 +146,6 @@ def seeded(seed: int) -> Iterator[None]:
 def rank_generator(seed: int | None = None, device: torch.device | str = "cpu") -> torch.Generator:
     """Make a generator for this rank only, even where replicas are threads.
 
-    Local.
-
     Args:
         seed: the rank is added to it; None draws one from the system.
         device: where it draws.
@@ -179,8 +177,6 @@ def rank_generator(seed: int | None = None, device: torch.device | str = "cpu") 
 def get_rng_state() -> dict[str, Any]:
     """Return the states of the generators that `seed_everything` seeds, for a checkpoint.
 
-    Local.
-
     Returns:
         Plain values and tensors, which ``load_checkpoint`` reads with ``weights_only=True``. Each
         rank has its own: ``ByRank(get_rng_state, set_rng_state)`` saves all.
@@ -204,8 +200,6 @@ def get_rng_state() -> dict[str, Any]:
 
 def set_rng_state(state: dict[str, Any]) -> None:
     """Restore the states of `get_rng_state`.
-
-    Local.
 
     Args:
         state: of this rank.

@@ -246,8 +246,6 @@ def _narrowed(total: Any, like: Any, op: ReduceOp) -> Any:
 def get_current_memory_gb() -> float:
     """Measure the host memory that only this process uses.
 
-    Local.
-
     Returns:
         GiB: the process's unique set size, or its resident set size where the system doesn't
         report that.
@@ -268,8 +266,6 @@ def get_current_memory_gb() -> float:
 
 def get_device_memory_gb(peak: bool = False) -> float:
     """Measure the device memory that torch's tensors use.
-
-    Local.
 
     Args:
         peak: whether to give the maximum so far.
@@ -307,8 +303,6 @@ class _PrintOptions(TypedDict, total=False):
 def print(*args: Any, all: bool = False, **kwargs: Unpack[_PrintOptions]) -> None:
     """Print once on each node, or on every rank with its number.
 
-    Local.
-
     Args:
         args: as the built-in's.
         all: whether every rank prints; else the one with local rank 0 does.
@@ -344,8 +338,6 @@ def print(*args: Any, all: bool = False, **kwargs: Unpack[_PrintOptions]) -> Non
 class RankFilter(logging.Filter):
     """Lets records of some ranks pass, and gives all a ``rank`` and a ``world_size``.
 
-    Local.
-
     Args:
         ranks: global ranks that may log; None for all.
         level: records of at least this level pass on every rank.
@@ -359,7 +351,7 @@ class RankFilter(logging.Filter):
         self._level = level
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record passes. Local."""
+        """Return whether a record passes."""
         topology = current_model().topology
         record.rank, record.world_size = topology.rank, topology.world_size
         is_chosen = self._ranks is None or topology.rank in self._ranks
@@ -368,8 +360,6 @@ class RankFilter(logging.Filter):
 
 class RankFormatter(logging.Formatter):
     """A formatter that knows ``%(rank)s``, ``%(world_size)s`` and ``%(local_rank)s``.
-
-    Local.
 
     Args:
         fmt: as ``logging.Formatter``'s; None begins with ``[rank N/M]``.
@@ -381,7 +371,7 @@ class RankFormatter(logging.Formatter):
         super().__init__(line if fmt is None else fmt, datefmt)
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return a record's line. Local."""
+        """Return a record's line."""
         topology = current_model().topology
         record.rank, record.world_size = topology.rank, topology.world_size
         record.local_rank = topology.local_rank
@@ -392,8 +382,6 @@ def progress(
     iterable: Iterable[T], total: int | None = None, label: str = "", file: TextIO | None = None
 ) -> Iterator[T]:
     """Iterate, with one progress bar for the job, on rank 0.
-
-    Local.
 
     Args:
         iterable: anything.

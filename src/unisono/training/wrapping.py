@@ -204,8 +204,6 @@ def _find(wrapper: str | Wrapper) -> Wrapper | None:
 def register_wrapper(name: str, wrap: Wrapper, override: bool = False) -> Wrapper:
     """Register a wrapper by name, for ``auto_model(wrapper=name)``.
 
-    Local.
-
     Args:
         name: the name that users write.
         wrap: called with the module and the options; returns a module.
@@ -283,7 +281,7 @@ def averaging_optimizers(parameters: Iterable[Tensor]) -> list[Optimizer]:
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Accumulate gradients on each rank, in any wrapper that averages in backward.
 
-    Local. The first backward outside averages the accumulated gradients. It does nothing where the
+    The first backward outside averages the accumulated gradients. It does nothing where the
     optimizer's step averages gradients, or no context is active.
 
     Args:
@@ -352,8 +350,6 @@ def join(model: nn.Module) -> Iterator[None]:
 
 def unwrap_model(model: nn.Module) -> nn.Module:
     """Return the module inside any wrappers.
-
-    Local.
 
     Args:
         model: wrapped or not, also in several wrappers, such as ``torch.compile``'s.

@@ -91,7 +91,7 @@ class Surroundings:
 
     @classmethod
     def here(cls) -> Surroundings:
-        """Read those of this process. Local; changes nothing, not even for a moment."""
+        """Read those of this process, which stay as they are."""
         if sys.platform == "win32":
             return cls()
         facts: dict[str, Any] = {}

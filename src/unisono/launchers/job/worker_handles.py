@@ -109,7 +109,7 @@ class Worker:
         return come
 
     def close(self) -> None:
-        """Close what leads to it. Local; harmless the second time."""
+        """Close what leads to it; harmless the second time."""
         self.listen()
         self.channel.close()
         self.status.close()

@@ -116,7 +116,7 @@ class Store:
         return f"timed out: ranks {ranks} didn't come"
 
     def wait(self, key: str, until: float, size: int) -> str | None:
-        """Wait for a key of the barrier; None if it doesn't come. Local: another rank puts it."""
+        """Wait for a key of the barrier; None if it doesn't come."""
         pause_s, slowest_s = _POLL_S, max(_SLOWEST_POLL_S, _POLL_PER_RANK_S * size)
         while (value := self._ask("GET", self._scope, key)) is None:
             if time.monotonic() > until:

@@ -25,7 +25,7 @@ class LivenessProbe:
         self._comm = comm
 
     def answer(self, doing: str) -> None:
-        """Answer the ranks that have asked since the last time. Local; doesn't wait."""
+        """Answer the ranks that have asked since the last time; doesn't wait."""
         for rank, _ in self._received(_QUESTION):
             self._send(doing.encode()[:_BYTES], rank, _ANSWER)
 

@@ -149,7 +149,7 @@ class MpiModel(ComputationModel):
         self._is_live = False
 
     def abort(self) -> None:
-        """Leave; when this process ends, the job does. Local. The error gets out before that."""
+        """Leave; when this process ends, the job does. The error gets out before that."""
         self._is_live = False
         self._end.end_at_exit(f"rank {self._topology.rank}: the context was aborted")
 

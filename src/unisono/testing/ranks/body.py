@@ -95,7 +95,7 @@ def run_test(local_rank: int, nodeid: str, tmp_path: str) -> Reports:
 
 
 def call(local_rank: int, pickled: bytes) -> Any:
-    """Run a function of the parent's. Local, but for what it does."""
+    """Run a function of the parent's."""
     del local_rank
     session: _RankSession = _here.session
     function, args, kwargs = load_from_parent(pickled, defines=session.is_process)
@@ -171,7 +171,7 @@ class _RankSession:
         return config
 
     def run(self, nodeid: str, tmp_path: str) -> Reports:
-        """Run one test. Local, but for what it does."""
+        """Run one test."""
         item = self._items.get(nodeid)
         if item is None:
             raise UnisonoError(self._why_not_here(nodeid))
@@ -242,7 +242,7 @@ class _RankSession:
         )
 
     def leave(self, stay: frozenset[str]) -> None:
-        """End the fixtures of what isn't named. Local, but for what the fixtures do."""
+        """End the fixtures of what isn't named."""
         state = self._session._setupstate
         chain = [node for node in state.stack if node.nodeid in stay]
         around: Any = _Chain(chain) if stay else None

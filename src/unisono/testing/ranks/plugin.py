@@ -108,7 +108,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 @pytest.hookimpl(trylast=True)  # after pytest's own debugger
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the mark; in the session itself, take over the tests that bear it. Local."""
+    """Declare the mark; in the session itself, take over the tests that bear it."""
     config.addinivalue_line("markers", _MARK)
     if not hasattr(config.option, IN_RANK):
         session = _Session()
@@ -176,7 +176,7 @@ def _names(given: str | Iterable[str]) -> list[str]:
 def world(request: pytest.FixtureRequest) -> Any:
     """The ranks of a test that is marked ``ranks``, as its body sees them: a `World`.
 
-    Local; what its methods do with other ranks, they say.
+    What its methods do with other ranks, they say.
     """
     if not hasattr(request.config.option, IN_RANK):
         pytest.fail(
@@ -190,7 +190,7 @@ def world(request: pytest.FixtureRequest) -> Any:
 def ranks(request: pytest.FixtureRequest) -> Any:
     """Ranks for a test that stays in the parent.
 
-    Local. ``ranks(3, on="gloo", timeout=10).run(work, 5)`` runs ``work(5)`` in three ranks, which
+    ``ranks(3, on="gloo", timeout=10).run(work, 5)`` runs ``work(5)`` in three ranks, which
     stay warm for the next test, and gives what each returned, by rank. Fixtures of any scope may
     use it, and tests of hypothesis.
     """
@@ -219,7 +219,7 @@ class _Session:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Leave a marked test's fixtures to its ranks; let others be alone here. Local."""
+        """Leave a marked test's fixtures to its ranks; let others be alone here."""
         if place_of(item) is not None:
             if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
                 pytest.fail(
@@ -241,7 +241,7 @@ class _Session:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> object:
-        """Run a marked test's body in its ranks. Local."""
+        """Run a marked test's body in its ranks."""
         place = place_of(pyfuncitem)
         if place is None:
             return None
@@ -252,7 +252,7 @@ class _Session:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Iterator[None]:
-        """Report what the ranks did in place of what this process did for them. Local."""
+        """Report what the ranks did in place of what this process did for them."""
         report = yield
         if call.when == "call" and place_of(item) is not None and self._pools is not None:
             self._pools.fill(item, report)
@@ -266,7 +266,7 @@ class _Session:
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtestloop(self) -> Iterator[Any]:
-        """End the ranks after the last test, before what others make of the session. Local."""
+        """End the ranks after the last test, before what others make of the session."""
         try:
             return (yield)
         finally:

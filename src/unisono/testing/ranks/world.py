@@ -30,7 +30,7 @@ class World:
 
     @classmethod
     def here(cls) -> World:
-        """Tell which rank this is. Local."""
+        """Tell which rank this is."""
         return cls(facts.get_rank(), facts.get_world_size())
 
     def same(self, value: object, *, among: Collection[int] | None = None) -> None:
@@ -56,8 +56,6 @@ class World:
     @contextmanager
     def raises_on(self, rank: int | Collection[int], error: type[BaseException]) -> Iterator[None]:
         """Demand that a block raises on certain ranks, and on no other.
-
-        Local.
 
         Args:
             rank: the rank that should raise, or several.
