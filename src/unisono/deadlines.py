@@ -64,7 +64,7 @@ def until_recalled(recall: Recall) -> Iterator[None]:
 
 @contextmanager
 def deadline(timeout: float | timedelta) -> Iterator[None]:
-    """Give a block a deadline: collectives, spawns and calls of a pool that are late raise.
+    """Set a deadline for a block: collectives, spawns and calls of a pool that are late raise.
 
     All calls of the block's own thread share the deadline, whatever ``timeout`` the job has;
     an earlier deadline of an outer block still holds. After a collective has timed out its context

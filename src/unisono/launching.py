@@ -248,7 +248,7 @@ class RankJob:
         return job.join()
 
     def end(self) -> None:
-        """Tell all ranks that the job is over; harmless the second time.
+        """End the job on all ranks; harmless the second time.
 
         Each has ended within seconds.
         """

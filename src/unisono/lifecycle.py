@@ -304,7 +304,7 @@ def finalize() -> None:
 
 
 def sync(temporary: bool = False) -> None:
-    """Look for the live context again, and find out which ranks share a node.
+    """Find the live context again, and which ranks share a node.
 
     Collective over all ranks, at the first such call, in a context that somebody else made; else
     local. Every call looks for the context by itself, so this is needed for the nodes alone.

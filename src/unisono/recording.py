@@ -123,7 +123,7 @@ _MOST_CODES = 4096
 
 
 def add_hook(*, before: Hook | None = None, after: Hook | None = None) -> Callable[[], None]:
-    """Have functions called around every collective of this process.
+    """Register functions that are called around every collective of this process.
 
     They run on this rank alone, in the thread that carries the call out, so they mustn't
     call collectives; their exceptions are the call's. Where there is no hook, no record is made.

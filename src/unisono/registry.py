@@ -168,7 +168,7 @@ def register_model(cls: type[ComputationModel], override: bool = False) -> type[
 
 
 def unregister_model(cls: type[ComputationModel]) -> None:
-    """Take back what `register_model` did; harmless if it wasn't called.
+    """Remove what `register_model` added; harmless if it wasn't called.
 
     Args:
         cls: the model.

@@ -19,7 +19,7 @@ __all__ = ("JobStore", "host_store", "join_store")
 
 @contextlib.contextmanager
 def host_store(plan: LaunchPlan, address: str | None = None) -> Iterator[LaunchPlan]:
-    """Host the rendezvous store of a job as long as the block lasts.
+    """Host the rendezvous store of a job while the block runs.
 
     For launchers that have no rendezvous of their own. If all ranks are on this host, the
     store listens on the loopback at a port that the kernel chooses, and ranks of unisono's models

@@ -75,7 +75,7 @@ def one_rank_only(
 
 @contextmanager
 def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
-    """Let one rank run a block before the others.
+    """Run a block on one rank before the others.
 
     Collective over all ranks, or over those of this node.
 

@@ -224,7 +224,7 @@ class Group(_Referable):
         return len(self.ranks)
 
     def of_context(self, context_id: int) -> Group:
-        """Note which context it belongs to, and give it back."""
+        """Record which context the group belongs to, and return the group."""
         object.__setattr__(self, "context_id", context_id)
         return self
 

@@ -501,6 +501,87 @@ def marks(function: ast.FunctionDef) -> Iterator[str]:
     return iter(() if "overload" in names else names)
 
 
+# The first words of what users read, the field's.
+VERBS = frozenset(
+    [
+        "Accept",
+        "Accumulate",
+        "Adapt",
+        "Add",
+        "Adopt",
+        "Allow",
+        "Average",
+        "Build",
+        "Call",
+        "Check",
+        "Choose",
+        "Close",
+        "Connect",
+        "Convert",
+        "Count",
+        "Create",
+        "Decorate",
+        "Destroy",
+        "Draw",
+        "End",
+        "Fill",
+        "Find",
+        "Gather",
+        "Host",
+        "Iterate",
+        "Leave",
+        "List",
+        "Load",
+        "Log",
+        "Make",
+        "Measure",
+        "Move",
+        "Name",
+        "Normalize",
+        "Open",
+        "Overwrite",
+        "Parse",
+        "Prepare",
+        "Print",
+        "Raise",
+        "Read",
+        "Receive",
+        "Record",
+        "Reduce",
+        "Register",
+        "Remove",
+        "Replace",
+        "Restore",
+        "Return",
+        "Run",
+        "Save",
+        "Scale",
+        "Seed",
+        "Send",
+        "Set",
+        "Split",
+        "Start",
+        "Stop",
+        "Sum",
+        "Trace",
+        "Wait",
+        "Wrap",
+        "Write",
+    ]
+)
+
+
+def test_what_users_read_begins_with_a_verb_of_the_field() -> None:
+    others = [
+        f"{source.name}:{name}: {text.splitlines()[0]}"
+        for source in sources()
+        for name, function in documented(source)
+        if (text := ast.get_docstring(function)) and text.split()[0].rstrip(",.:") not in VERBS
+        if not any("property" in ast.unparse(mark) for mark in function.decorator_list)
+    ]
+    assert not others
+
+
 SECTIONS = re.compile(r"^ *(Args|Returns|Raises|Yields|Warns):$", re.MULTILINE)
 # Their docstrings are a command's help, or stand in for those of another library.
 HELP = ("cli.", "compat.", "notebook.", "testing.")

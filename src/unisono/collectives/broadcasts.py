@@ -69,7 +69,7 @@ def broadcast(
     *,
     async_op: bool = False,
 ) -> Any:
-    """Give every rank the value of one rank.
+    """Return the value of one rank on every rank.
 
     Collective over `group`.
 
@@ -241,7 +241,7 @@ def scatter(
     *,
     async_op: bool = False,
 ) -> Any:
-    """Give each rank its own one of the values that one rank has.
+    """Send each rank its own one of the values that one rank has.
 
     Collective over `group`.
 

@@ -22,7 +22,7 @@ __all__ = ("install",)
 
 
 def install() -> None:
-    """Let ``ignite.distributed`` find the facade's context where it knows none itself.
+    """Make the facade's context known to ``ignite.distributed`` where it knows none itself.
 
     Harmless the second time. From then on ignite's metrics are computed over all replicas
     of threads, MPI and plug-in models too, in this process and its threads.

@@ -26,7 +26,7 @@ _LAUNCHERS = {
 
 
 def get_dist_info() -> tuple[int, int]:
-    """Give rank and world size.
+    """Return rank and world size.
 
     Returns:
         ``(rank, world_size)``; (0, 1) if no context is active.
@@ -49,7 +49,7 @@ def _found(launcher: str) -> RankInfo | None:
 
 
 def infer_launcher() -> str:
-    """Tell from the environment's variables how this process was started.
+    """Return which launcher started this process, by its environment variables.
 
     Returns:
         ``"pytorch"`` for torchrun, ``"slurm"`` for a step of Slurm, ``"mpi"`` for mpirun and its

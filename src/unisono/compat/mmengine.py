@@ -61,7 +61,7 @@ __all__ = (
 
 
 def get_data_device(data: Any) -> torch.device:
-    """Give the one device of a tensor, or of all tensors in a container."""
+    """Return the one device of a tensor, or of all tensors in a container."""
     if isinstance(data, Tensor):
         return data.device
     if isinstance(data, str) or not isinstance(data, Iterable):
@@ -218,7 +218,7 @@ def gather_object(data: Any, dst: int = 0, group: Group = None) -> list[Any] | N
 def collect_results(
     results: list[Any], size: int, device: str = "cpu", tmpdir: str | None = None
 ) -> list[Any] | None:
-    """Put results together in the order of the dataset on rank 0, None elsewhere.
+    """Gather results in the order of the dataset on rank 0, None elsewhere.
 
     Collective over all ranks.
 
@@ -244,12 +244,12 @@ def collect_results(
 def collect_results_cpu(
     result_part: list[Any], size: int, tmpdir: str | None = None
 ) -> list[Any] | None:
-    """Do as `collect_results` does. Collective over all ranks."""
+    """Call `collect_results`. Collective over all ranks."""
     return collect_results(result_part, size, "cpu", tmpdir)
 
 
 def collect_results_gpu(result_part: list[Any], size: int) -> list[Any] | None:
-    """Do as `collect_results` does. Collective over all ranks."""
+    """Call `collect_results`. Collective over all ranks."""
     return collect_results(result_part, size, "gpu")
 
 
@@ -306,7 +306,7 @@ def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:
 
 
 def get_local_group() -> Group:
-    """Give the group of this node's ranks, None where nothing is distributed."""
+    """Return the group of this node's ranks, None where nothing is distributed."""
     if not is_distributed():
         return None
     local = current().groups.get(())
@@ -316,7 +316,7 @@ def get_local_group() -> Group:
 
 
 def get_default_group() -> Group:
-    """Give what stands for all ranks, which every function here takes.
+    """Return the group of all ranks, which every function here takes.
 
     Returns:
         Torch's own process group where torch.distributed connects the ranks, else None.
@@ -346,7 +346,7 @@ def get_world_size(group: Group = None) -> int:
 
 
 def get_rank(group: Group = None) -> int:
-    """Give this rank's position in a group, -1 if it isn't a member."""
+    """Return this rank's position in a group, -1 if it isn't a member."""
     members, rank = _members(group), facts.get_rank()
     return members.index(rank) if rank in members else -1
 
@@ -358,18 +358,18 @@ def get_local_size() -> int:
 
 
 def get_local_rank() -> int:
-    """Give the rank within this node. It needs no `init_local_group` if that is known."""
+    """Return the rank within this node. It needs no `init_local_group` if that is known."""
     local = current().groups.get(())
     return facts.get_local_rank() if local is None else local.position(facts.get_rank())
 
 
 def get_dist_info(group: Group = None) -> tuple[int, int]:
-    """Give the rank in a group and its size, (0, 1) where nothing is distributed."""
+    """Return the rank in a group and its size, (0, 1) where nothing is distributed."""
     return get_rank(group), get_world_size(group)
 
 
 def is_main_process(group: Group = None) -> bool:
-    """Tell whether this is the first rank of a group."""
+    """Return whether this is the first rank of a group."""
     return get_rank(group) == 0
 
 
@@ -379,5 +379,5 @@ def barrier(group: Group = None) -> None:
 
 
 def get_comm_device(group: Group = None) -> torch.device:
-    """Give the device that collectives take tensors on."""
+    """Return the device that collectives take tensors on."""
     return current_model().transport_device

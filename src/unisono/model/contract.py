@@ -130,7 +130,7 @@ class ComputationModel(ABC):
 
     @classmethod
     def why_unavailable(cls, backend: str) -> str | None:
-        """Say why `backend` can't be used here and what to do, or None if it can."""
+        """Return why `backend` can't be used here and what to do, or None if it can."""
         return None
 
     @property
@@ -139,7 +139,7 @@ class ComputationModel(ABC):
         return self.backends[0]
 
     def abort(self) -> None:
-        """Leave the context without waiting for anybody: somebody failed."""
+        """Leave the context without waiting for other ranks, after a failure."""
         return
 
     def is_alive(self) -> bool:
@@ -149,7 +149,7 @@ class ComputationModel(ABC):
     # Derived collectives
 
     def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
-        """Give every rank the bytes of every rank: the control plane's one primitive.
+        """Gather the bytes of every rank on every rank: the control plane's one primitive.
 
         Collective over `group`.
 
@@ -174,7 +174,7 @@ class ComputationModel(ABC):
         return fold_tensors(op, self.all_gather(tensor, group))
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
-        """Give every rank the [*shape] of global rank `src`; others pass memory of its shape.
+        """Send the [*shape] of global rank `src` to every rank; others pass memory of its shape.
 
         Collective over `group`.
         """
@@ -190,7 +190,7 @@ class ComputationModel(ABC):
     def scatter(
         self, rows: Tensor | None, into: Tensor, src: int, group: Group | None = None
     ) -> Tensor:
-        """Give each rank its row of `rows`, [n, *shape], which only `src` has.
+        """Send each rank its row of `rows`, [n, *shape], which only `src` has.
 
         Collective over `group`. `into` is [*shape], memory for the row.
         """

@@ -56,7 +56,7 @@ class Outcome(Generic[T]):
         return outcome, thread
 
     def wait(self) -> T:
-        """Wait, and give the value or raise the error."""
+        """Wait for the value, or raise the error."""
         if not self.is_known:
             with self._gate:
                 pass

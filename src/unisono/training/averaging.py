@@ -265,7 +265,7 @@ def broadcast_params(params: Params, src: int = 0, group: GroupLike = None) -> N
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLike = None) -> None:
-    """Give an optimizer on every rank the state and settings that it has on `src`.
+    """Send the state and settings of an optimizer on `src` to every rank.
 
     Collective over `group`.
 

@@ -129,7 +129,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ArgumentError(f"batch norm takes [n, channels, ...], not {list(input.shape)}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise [n, channels, ...]. Collective over `group` in training."""
+        """Normalize [n, channels, ...]. Collective over `group` in training."""
         self._check_input_dim(input)
         # Without running statistics evaluation takes those of this rank's batch, as torch's does.
         if not self.training or team(self.group)[0].model.topology.size(self.group) == 1:

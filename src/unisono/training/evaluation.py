@@ -69,7 +69,7 @@ class EvaluationSampler(Sampler[int]):
         return len(self._indices)
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing: for loops that call it on any sampler."""
+        """Accept the epoch for loops that set it on any sampler, without effect."""
 
 
 @overload
@@ -89,7 +89,7 @@ def gather_results(part: list[T] | tuple[T, ...], size: int, dst: int | None) ->
 
 
 def gather_results(part: Sequence[Any] | Tensor, size: int, dst: int | None = None) -> Any:
-    """Put the results of all ranks together in the order of the dataset.
+    """Gather the results of all ranks in the order of the dataset.
 
     Collective over all ranks.
 

@@ -177,7 +177,7 @@ class ReplicaLoader(DataLoader[Any]):
         return False
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at a position: the next loop begins with the first batch that wasn't seen.
+        """Restore a position: the next loop begins with the first batch that wasn't seen.
 
         Args:
             state: from `state_dict`, also of another number of ranks, where the samplers are those

@@ -23,7 +23,7 @@ _NO, _YES, _CANNOT = b"n", b"y", b"c"
 
 @contextmanager
 def preemptible(*signals: int) -> Iterator[None]:
-    """Note signals in a block, instead of dying of them; `preemption_point` tells all ranks.
+    """Record signals in a block instead of dying of them; `preemption_point` tells all ranks.
 
     For signals other than SIGTERM, for ranks that are threads, and for programs that go on
     afterwards. Handlers from before are put back at the end; a signal that came, and that no

@@ -30,7 +30,7 @@ _LIMIT = 2**32  # what numpy takes
 
 
 def sync_random_seed(seed: int | None = None, group: GroupLike = None) -> int:
-    """Give every rank the same seed.
+    """Return the same random seed on every rank.
 
     Collective over `group`.
 
@@ -144,7 +144,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def rank_generator(seed: int | None = None, device: torch.device | str = "cpu") -> torch.Generator:
-    """Make a generator for this rank only, even where replicas are threads.
+    """Return a generator for this rank only, even where replicas are threads.
 
     Args:
         seed: the rank is added to it; None draws one from the system.

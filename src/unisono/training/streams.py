@@ -14,7 +14,7 @@ __all__ = ("Shard", "shard")
 
 
 def shard(iterable: Iterable[T]) -> IterableDataset[T]:
-    """Give each rank, and each worker of its loader, its own part of an iterable.
+    """Split an iterable over the ranks, and over the workers of their loaders.
 
     Each reads all of it and keeps what is its own. Of n ranks, rank r has the items r,
     r + n, ..., with any number of workers; it may have one less than others.

@@ -381,7 +381,7 @@ class RankFormatter(logging.Formatter):
 def progress(
     iterable: Iterable[T], total: int | None = None, label: str = "", file: TextIO | None = None
 ) -> Iterator[T]:
-    """Iterate, with one progress bar for the job, on rank 0.
+    """Iterate, and show one progress bar for the job, on rank 0.
 
     Args:
         iterable: anything.

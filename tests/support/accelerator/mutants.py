@@ -17,13 +17,13 @@ from unisono.control import plane
 from unisono.model import fallback
 from unisono.models.native import process_group
 from unisono.models.native.model import NativeModel
-from unisono.payload import codec, memory, pickling
+from unisono.payload import pickling, tensors
 
 Mutant: TypeAlias = Callable[[pytest.MonkeyPatch], None]
 """Puts something wrong into a process, and so into its forks, before they initialise."""
 _choose, _gather = process_group.choose_device, NativeModel.all_gather
 _CPU = torch.device("cpu")
-_reduce, _from_bytes = _dtype_emulation.all_reduce, memory.from_bytes
+_reduce, _from_bytes = _dtype_emulation.all_reduce, tensors.from_bytes
 
 
 def replaces(owner: Any, name: str, by: Any) -> Mutant:
@@ -48,12 +48,10 @@ def _makes_its_own_tensors_on_the_default_device(patch: pytest.MonkeyPatch) -> N
     def from_bytes(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype)
         if len(data):
-            memory.view_bytes(tensor)[:] = data
+            tensors.view_bytes(tensor)[:] = data
         return tensor
 
-    for module in (memory, codec, pickling):
-        if hasattr(module, "from_bytes"):
-            patch.setattr(module, "from_bytes", from_bytes)
+    patch.setattr(tensors, "from_bytes", from_bytes)
 
 
 def _over_the_device(control: Any, blob: bytes, group: Any = None) -> list[bytes]:
@@ -110,7 +108,11 @@ MUTANTS: dict[str, tuple[Mutant, str, str]] = {
         "index=1",
     ),
     "tensors in objects on the CPU": (
-        replaces(pickling, "_restore", lambda *args: _from_bytes(*args[:3])),
+        replaces(
+            tensors.TensorHeader,
+            "tensor",
+            lambda head, data: head.finish(_from_bytes(data, head.dtype, head.shape)),
+        ),
         _ARRIVES,
         _OF_CPU,
     ),

@@ -111,7 +111,7 @@ def all_gather_tensors_with_shapes(
 def broadcast(
     tensor: Any = None, src: int = 0, safe_mode: bool = False, *, group: Any = None, **options: Any
 ) -> Any:
-    """Give every rank the value of one rank. Collective over `group`.
+    """Return the value of one rank on every rank. Collective over `group`.
 
     Args:
         tensor: as in the facade's.
