@@ -168,6 +168,20 @@ def test_movements_of_every_dtype(size: int) -> None:
     together(fn, replace(SMALL, size=size))
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_reduction_in_two_halves_is_that_in_one(size: int) -> None:
+    def fn(rank: int, host: HostCollectives) -> None:
+        for count in COUNTS:
+            parts = [values(other, count, torch.float32) for other in range(size)]
+            mine, expected = parts[rank].clone(), folded(ReduceOp.SUM, parts)
+            width = -(-count // size)
+            same(host.reduce_slice(mine, ReduceOp.SUM), expected[rank * width :][:width])
+            host.gather_slices(mine)
+            same(mine, expected)
+
+    together(fn, replace(SMALL, size=size))
+
+
 def test_bytes_of_different_lengths() -> None:
     blobs = [b"", b"x" * 100_000, b"yz"]
 
