@@ -10,12 +10,15 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from unisono.control import handshake
 from unisono.control.addresses import listen_locally, peer
 from unisono.control.handshake import accept_authenticated
+from unisono.topology import Topology
 
 WORD = b"open sesame"
 
@@ -131,3 +134,23 @@ def test_the_kernel_says_who_connected(held: ExitStack) -> None:
     accept_member(listener)
     with suppress(ConnectionResetError):
         assert stranger.recv(1) == b""
+
+
+def test_a_proof_travels_on_the_device_of_the_model_or_on_that_which_is_named() -> None:
+    devices: list[str] = []
+
+    class Wire:
+        topology = Topology(0, 1)
+        transport_device = torch.device("meta")
+
+        def all_gather(self, tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
+            devices.append(tensor.device.type)
+            return torch.zeros((1, *tensor.shape), dtype=torch.uint8)
+
+        def all_to_all(self, rows: torch.Tensor, group: Any = None) -> torch.Tensor:
+            devices.append(rows.device.type)
+            return torch.zeros(rows.shape, dtype=torch.uint8)
+
+    for device in (None, torch.device("cpu")):
+        handshake.authenticate(Wire(), None, b"secret", "all", device)  # type: ignore[arg-type]
+    assert devices == ["meta", "meta", "cpu", "cpu"]
