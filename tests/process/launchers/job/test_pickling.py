@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import cloudpickle
+import pytest
 
 from tests.support import functions
 from tests.support.processes import run_python
@@ -52,3 +55,14 @@ def test_what_a_module_defines_that_is_there_already_stays() -> None:
         cloudpickle.unregister_pickle_by_value(functions)
     assert load_from_parent(sent) is not before
     assert functions.add_to is before
+
+
+def test_a_module_that_cant_be_found_has_what_came_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("unlisted")
+    exec("def seven(): return 7", vars(module))
+    monkeypatch.setitem(sys.modules, "unlisted", module)
+    sent = pickle_for_worker(vars(module)["seven"])
+    monkeypatch.delitem(sys.modules, "unlisted")
+    seven = load_from_parent(sent)
+    assert seven is not vars(module)["seven"]
+    assert vars(sys.modules["unlisted"])["seven"] is seven
