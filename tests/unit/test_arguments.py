@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
 import unisono as idist
@@ -122,6 +123,14 @@ def test_the_nearest_name_is_found_in_any_case() -> None:
     for name, nearest in (("fsdp3", "FSDP2"), ("Flat", "flat")):
         assert suggestion(name, ["FSDP2", "flat"]) == f" Did you mean '{nearest}'?"
     assert suggestion("round", ["FSDP2", "flat"]) == suggestion(3, ["FSDP2", "flat"]) == ""
+
+
+def test_an_argument_too_many_is_refused() -> None:
+    """Such as an `async_op` in the place where torch has it."""
+    calls: list[Callable[..., Any]] = [idist.all_reduce, idist.all_reduce_]
+    for call in calls:
+        with pytest.raises(TypeError, match="takes from 1 to 3 positional arguments but 4 were"):
+            call(torch.ones(2), "SUM", None, True)
 
 
 def test_an_argument_error_is_what_idist_users_catch() -> None:
