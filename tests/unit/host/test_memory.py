@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import in_fork
 from unisono.host import memory
 
 pytestmark = pytest.mark.skipif(not memory.is_supported(), reason="there is no such memory here")
@@ -34,3 +35,13 @@ def test_what_another_descriptor_is_isnt_opened(tmp_path: Path) -> None:
     os.close(other)
     with pytest.raises(OSError, match="isn't the address"):
         memory.open_at(b"short", writes=False)
+
+
+def test_what_there_is_no_room_for_leaves_no_descriptor() -> None:
+    def make() -> None:
+        os.close(0)  # as of a daemon: memory is the first that is opened
+        assert memory.make(1 << 62) is None
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(0)
+
+    assert in_fork(make) == 0
