@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import numbers
+import struct
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +18,7 @@ from unisono.collectives.call import ranks_of, swap
 from unisono.context import ContextState
 from unisono.errors import CollectiveMismatchError, PayloadError
 from unisono.model.reduction import Number, ReduceOp, fold_numbers, sum_numbers_exactly
-from unisono.payload.codec import decode, encode, failure, raise_failures, reason
+from unisono.payload.codec import encode, failure, raise_failures, reason
 from unisono.payload.pytree import survey, unflatten
 from unisono.topology import Group
 from unisono.tracebacks import hides
@@ -24,10 +26,14 @@ from unisono.tracebacks import hides
 __tracebackhide__ = hides
 
 
-_NUMBERS = (bool, int, float, complex)
-_INT64 = range(-(2**63), 2**63)
+_PLAIN = {bool: "?", int: "q", float: "d", complex: "D"}
 _BOOLS_OF_NUMPY = (("numpy", "bool"), ("numpy", "bool_"))  # until numpy 2: bool_
-_CPU = torch.device("cpu")
+_HEAD = struct.Struct("<cII")
+_TAG = b"v"
+_ALONE = {
+    kind: (_PLAIN[kind].encode(), struct.Struct(f"{_HEAD.format}c{_PLAIN[kind]}"))
+    for kind in (bool, int, float)
+}
 
 
 def _number(value: object) -> Number | None:
@@ -146,19 +152,22 @@ def _rebuilt(value: Any, leaves: list[Any], numbers_: list[Any], totals: list[Te
 
 def _describe(value: Any, how: _Reduction) -> tuple[bytes, list[Any], list[Tensor]]:
     """Return the frame of this rank, its leaves and its tensors."""
-    # A number alone is its own frame; else it is the structure, as text, and all numbers.
+    # The frame: a tag, the lengths of structure and kinds as uint32, both, then the numbers as
+    # ``struct`` packs them by their kinds, little-endian.
+    if type(value) in _ALONE and not isinstance(how, _ExactTerms):
+        kind, shape = _ALONE[type(value)]
+        with contextlib.suppress(struct.error):  # out of range, which is told below
+            return shape.pack(_TAG, 0, 1, kind, value), [value], []
     try:
-        if type(value) in _NUMBERS and not isinstance(how, _ExactTerms):
-            return encode(value), [value], []
         leaves, paths, structure = survey(value)
         values: list[Number] = []
         tensors: list[Tensor] = []
+        kinds = ""
         for leaf, path in zip(leaves, paths, strict=True):
-            number = leaf if type(leaf) in _NUMBERS else _number(leaf)
+            number = leaf if type(leaf) in _PLAIN else _number(leaf)
             if number is not None:
                 how.look_at_number(number, path)
-                if type(number) is int and number not in _INT64:
-                    encode(number)  # says so
+                kinds += _PLAIN[type(number)]
                 structure.append(path)
                 values.append(number)
             elif isinstance(leaf, Tensor):
@@ -166,21 +175,50 @@ def _describe(value: Any, how: _Reduction) -> tuple[bytes, list[Any], list[Tenso
                 tensors.append(leaf)
             else:
                 raise PayloadError(f"a {type(leaf).__qualname__}{_at(path)} can't be reduced")
-        return encode(("\n".join(structure), values)), leaves, tensors
+        text = "\n".join(structure).encode("utf-8", "surrogatepass")
+        head = _HEAD.pack(_TAG, len(text), len(kinds)) + text + kinds.encode()
+        return head + _pack(kinds, values), leaves, tensors
     except Exception as error:  # the user's reprs, properties and __float__ may raise anything
         return failure(reason(error)), [], []
 
 
-def _read(frame: bytes) -> tuple[str, list[Number]]:
+def _pack(kinds: str, values: list[Number]) -> bytes:
+    if "D" in kinds:
+        values = [part for value in values for part in _halves(value)]
+    try:
+        return struct.pack("<" + kinds.replace("D", "dd"), *values)
+    except struct.error:
+        for value in values:
+            encode(value)  # says which one is out of range
+        raise
+
+
+def _halves(value: Number) -> tuple[Number, ...]:
+    return (value.real, value.imag) if isinstance(value, complex) else (value,)
+
+
+def _read(frame: bytes) -> tuple[bytes, list[Number]]:
     """Return the structure of a rank's value and its numbers."""
-    told = decode(frame, _CPU)
-    return told if type(told) is tuple else ("", [told])
+    _, width, count = _HEAD.unpack_from(frame)
+    start = _HEAD.size
+    end = start + width
+    kinds = str(frame[end : end + count], "ascii")
+    shape = "<" + kinds
+    if "D" not in kinds:
+        return bytes(frame[start:end]), list(struct.unpack_from(shape, frame, end + count))
+    values: list[Number] = list(struct.unpack_from(shape.replace("D", "dd"), frame, end + count))
+    for i, kind in enumerate(kinds):
+        if kind == "D":
+            values[i : i + 2] = [complex(*values[i : i + 2])]
+    return bytes(frame[start:end]), values
 
 
-def _check_alike(structures: Sequence[str], ranks: Callable[[], Sequence[int]], call: str) -> None:
+def _check_alike(
+    structures: Sequence[bytes], ranks: Callable[[], Sequence[int]], call: str
+) -> None:
     if structures.count(structures[0]) == len(structures):
         return
-    listed = [structure.split("\n") for structure in structures]
+    listed = [structure.decode("utf-8", "surrogatepass").split("\n") for structure in structures]
     differences = []
     for rank, structure in zip(ranks(), listed, strict=True):
         other = listed[0] if structure != listed[0] else listed[-1]
