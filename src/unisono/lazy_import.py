@@ -9,6 +9,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from functools import cache, partial
+from types import CodeType
 from typing import Any
 
 
@@ -16,19 +17,7 @@ def attach(package: str, *variables: str, hidden: tuple[str, ...] = ()) -> None:
     """Import what a package has under ``if TYPE_CHECKING`` when it is first used."""
     # Each name is written once, in an import that type checkers read. The table is made of the
     # module's code, which is there without its source, too, and contains imports that don't run.
-    module, code = sys.modules[package], sys._getframe(1).f_code
-
-    @cache
-    def origins() -> dict[str, str]:
-        found: dict[str, str] = {}
-        source, is_name = "", False
-        for step in dis.get_instructions(code):
-            if step.opname == "IMPORT_NAME":
-                source = step.argval
-            elif step.opname == "STORE_NAME" and is_name and not step.argval.startswith("_"):
-                found[step.argval] = source
-            is_name = step.opname == "IMPORT_FROM" and source.partition(".")[0] == "unisono"
-        return found
+    module, origins = sys.modules[package], cache(partial(_imported, sys._getframe(1).f_code))
 
     def public() -> tuple[str, ...]:
         return tuple(sorted({*origins(), *variables} - {*hidden}))
@@ -38,8 +27,6 @@ def attach(package: str, *variables: str, hidden: tuple[str, ...] = ()) -> None:
             return VARIABLES[name]()
         if name == "__all__":
             value: Any = public()
-        elif name == "__origins__":
-            return origins()
         elif (origin := origins().get(name)) is None:
             similar = difflib.get_close_matches(name, public(), 1)
             hint = f". Did you mean: {similar[0]!r}?" if similar else ""
@@ -55,6 +42,20 @@ def attach(package: str, *variables: str, hidden: tuple[str, ...] = ()) -> None:
         return sorted({*module.__all__, "__version__"} & {*module.__all__, *vars(module)})
 
     vars(module).update(__getattr__=find, __dir__=names)
+
+
+def _imported(code: CodeType) -> dict[str, str]:
+    found: dict[str, str] = {}
+    source, is_name = "", False
+    for step in dis.get_instructions(code):
+        if step.opname == "EXTENDED_ARG":
+            continue
+        if step.opname == "IMPORT_NAME":
+            source = step.argval
+        elif step.opname == "STORE_NAME" and is_name and not step.argval.startswith("_"):
+            found[step.argval] = source
+        is_name = step.opname == "IMPORT_FROM" and source.partition(".")[0] == "unisono"
+    return found
 
 
 def _is_installed(library: str) -> bool:

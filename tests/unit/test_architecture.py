@@ -243,6 +243,8 @@ STATE = {
     "observe.trace: _is_asked": "the trace of a whole job is begun once",
     "observe.trace: _lock _tracers": "folders that this process traces into",
     "payload.tensors: device": "where tensors of a message go, as pickle has no argument for it",
+    "payload.tensors: put_together": "nothing: a function without attributes",
+    "payload.codec: make_path": "nothing: a function without attributes",
     "payload.codec: _idle": "picklers, which take as long to make as to use",
     "recording: _NOTHING": "a call that nobody records, which is never changed",
     "recording: _after _before _lock": "hooks that programs add",

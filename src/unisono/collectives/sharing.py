@@ -153,7 +153,7 @@ def shared(build: Callable[[], T]) -> T:
     sees, and only the pages that it writes to become memory of its own.
 
     A rank that can't open the memory of the one that built it (in another container, on other
-    systems than Linux) calls `build` itself.
+    systems than Linux, where ``memfd_create`` is forbidden) calls `build` itself.
 
     Args:
         build: called without arguments; returns any tree of tensors, arrays and objects that can be
@@ -198,9 +198,10 @@ def shared(build: Callable[[], T]) -> T:
 
 def _built(context: ContextState, build: Callable[[], Any], stack: ExitStack) -> tuple[Any, bytes]:
     """Build a tree into memory that others of this host can map while the stack is open."""
-    if not hasattr(os, "memfd_create"):
+    try:
+        fd = os.memfd_create("unisono")
+    except (AttributeError, OSError):  # another system, forbidden, or no descriptor left
         return build(), b""
-    fd = os.memfd_create("unisono")
     stack.callback(os.close, fd)
     trees.save(build(), _path_of(fd))
     return trees.load(_path_of(fd), context.model.device), memory.address_of(fd)

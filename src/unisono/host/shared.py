@@ -5,8 +5,8 @@ has its own, and sees the others' in collectives alone.
 
 Once a group has made any, its ranks tell each other before each collective of a large tensor
 which one theirs is and where in it, in a word of the arena, and wait in a barrier: then all go the
-same way, and all are inside of the call. Another barrier ends the call: no rank leaves it while
-somebody reads or writes its tensor, but for one that must leave earlier, by an error.
+same way, and all are inside of the call. Another barrier ends the call: a rank leaves when no other
+rank uses its tensor any more, or by an error: then others may still write to it.
 """
 
 from __future__ import annotations

@@ -229,19 +229,19 @@ class Lane:
         return stamp
 
     def end(self, stamp: int, end_ns: int) -> None:
-        """Write that it is over, unless others have overwritten it; in any thread."""
+        """Write that it is over, unless others have overwritten it; safe in any thread."""
         at = self._first + (stamp & _AROUND)
         if self._words[at] == stamp:
             self._words[at + _END] = end_ns
 
     def refuse(self, stamp: int) -> None:
-        """Write that it isn't made: it has no number; in any thread."""
+        """Write that it isn't made: it has no number; safe in any thread."""
         at = self._first + (stamp & _AROUND)
         if self._words[at] == stamp:
             self._words[at + _NUMBER] = 0
 
     def wait(self, stamp: int) -> None:
-        """Write that what was started is waited for now; in any thread."""
+        """Write that what was started is waited for now; safe in any thread."""
         at = self._first + (stamp & _AROUND)
         if self._words[at] == stamp:
             self._words[at + _LAST] = stamp | WAITED_FOR

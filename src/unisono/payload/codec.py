@@ -7,9 +7,9 @@ A frame is one value: a tag of one byte, then its body; integers are little-endi
     s b             str, UTF-8 with lone surrogates; bytes
     v <I pickle     other values of Python's own types: CRC-32 of the pickle, then the pickle
     p <I pickle     the same with tensors, paths or complex numbers
-    q o <I blocks   the same with buffers, and any object, which UNISONO_NO_PICKLE=1 refuses: CRC-32
-                    of the first block, then each as <Q bytes; the first is a pickle, the others
-                    are its buffers
+    q <I blocks     the same with buffers: CRC-32 of the first block, then each as <Q bytes; the
+                    first is a pickle, the others are its buffers
+    o <I blocks     any object, likewise; UNISONO_NO_PICKLE=1 refuses it
     x h             tensor: header, then its memory; header alone
     e               the sender's value couldn't be encoded: the reason, as UTF-8
 
@@ -58,12 +58,21 @@ def refuse_pickle(what: str) -> None:
         )
 
 
-def _path(text: str) -> Path:
-    return Path(text)
+class _MakePath:
+    __slots__ = ()  # as of `put_together`
+
+    def __call__(self, text: str) -> Path:
+        return Path(text)
+
+    def __reduce__(self) -> str:
+        return "make_path"
 
 
+make_path: _MakePath = _MakePath()
 _GLOBALS: dict[tuple[str, str], Callable[..., Any]] = {
-    (each.__module__, each.__qualname__): each for each in (complex, _path, put_together)
+    ("builtins", "complex"): complex,
+    (__name__, "make_path"): make_path,
+    (tensors.__name__, "put_together"): put_together,
 }
 
 
@@ -85,30 +94,29 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
-        if obj is put_together or obj is complex or obj is _path:
+        if obj is put_together or obj is complex or obj is make_path:
             return NotImplemented
         self.has_globals = True
         if is_exact(obj):
             return reduce_tensor(obj)
         if kind is _PATH:
-            return _path, (str(obj),)
+            return make_path, (str(obj),)
         if kind is complex:
             return complex, (obj.real, obj.imag)
         raise _NotPlainError(obj)
 
     def take(self) -> bytes:
         """Return the frame of what was dumped, and be ready for the next."""
-        chunks, buffers, tag = self.chunks, self.buffers, b"v"
-        data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-        if self.has_globals:
-            self.has_globals, tag = False, b"p"
+        chunks, buffers, checksum = self.chunks, self.buffers, 0
         if buffers:
-            frame = _packed(b"q", [data, *(buffer.raw() for buffer in buffers)])
+            frame = _packed(b"q", [b"".join(chunks), *(buffer.raw() for buffer in buffers)])
             buffers.clear()
         else:
-            frame = _PICKLE.pack(tag, zlib.crc32(data)) + data
+            for chunk in chunks:
+                checksum = zlib.crc32(chunk, checksum)
+            frame = b"".join((_PICKLE.pack(b"p" if self.has_globals else b"v", checksum), *chunks))
+        self.has_globals = False
         chunks.clear()
-        self.clear_memo()
         return frame
 
 
@@ -122,8 +130,9 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} isn't a plain value")
 
 
-# To make a pickler takes as long as to use it. A list: its methods are whole in every thread.
+# To make a pickler takes as long as to use it. `pop` and `append` of a list need no lock.
 _idle: list[_Pickler] = []
+_LARGEST_REUSED_BYTES = 1 << 14  # the table of what a pickler has seen never gets smaller
 
 
 def _encode_int(value: int) -> bytes:
@@ -157,12 +166,16 @@ def encode(value: object) -> bytes:
     try:
         pickler.dump(value)
     except _NotPlainError as error:
-        return _encode_object(value, error.args[0])
+        part = error.args[0]
     except RecursionError as error:
         raise PayloadError(f"a {type(value).__qualname__} can't be pickled: {error}") from error
-    frame = pickler.take()
-    _idle.append(pickler)
-    return frame
+    else:
+        frame = pickler.take()
+        if len(frame) <= _LARGEST_REUSED_BYTES:
+            pickler.clear_memo()
+            _idle.append(pickler)
+        return frame
+    return _encode_object(value, part)
 
 
 def _encode_object(value: object, part: object) -> bytes:
@@ -211,13 +224,18 @@ def reason(error: Exception) -> str:
     return text if isinstance(error, PayloadError) else f"{type(error).__name__}: {text}"
 
 
+# What unpickling and unpacking raise; not what a device does that has no memory left.
+_DAMAGE = (LookupError, TypeError, ValueError, EOFError, AttributeError, RecursionError)
+_DAMAGE += (struct.error, pickle.UnpicklingError, ImportError)  # type: ignore[assignment]
+
+
 def decode(blob: bytes, device: torch.device) -> Any:
     """Decode one frame."""
     try:
         return _READERS[blob[0]](blob, device)
-    except PayloadError:
-        raise
-    except Exception as error:  # also of a pickle that another version has made
+    except _DAMAGE as error:
+        if isinstance(error, PayloadError):
+            raise
         raise PayloadError(f"a damaged frame came: {type(error).__name__}: {error}") from error
 
 

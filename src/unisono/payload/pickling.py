@@ -40,7 +40,7 @@ def _is_storage_of_accelerator(value: Any) -> bool:
     return isinstance(value, torch.UntypedStorage) and value.device.type != "cpu"
 
 
-class ObjectPickler(Pickler):  # type: ignore[misc]
+class _ObjectPickler(Pickler):  # type: ignore[misc]
     """Pickles by value what other processes can't import."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -58,7 +58,10 @@ class ObjectPickler(Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
 
-class _MessagePickler(ObjectPickler):
+ObjectPickler: Any = _ObjectPickler  # to type checkers cloudpickle has no types
+
+
+class _MessagePickler(_ObjectPickler):
     """Pickles tensors as buffers."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -78,14 +81,9 @@ def dump(value: object) -> list[bytes | memoryview]:
         _MessagePickler(out, protocol=5, buffer_callback=buffers.append).dump(value)
         return [out.getvalue(), *(buffer.raw() for buffer in buffers)]
     except Exception as error:  # an object's own __reduce__ may raise anything
-        raise cannot_be_pickled(value, error) from error
-
-
-def cannot_be_pickled(value: object, error: Exception) -> PayloadError:
-    """Build the error for an object that doesn't travel."""
-    return PayloadError(
-        f"a {type(value).__qualname__} can't be pickled: {type(error).__name__}: {error}"
-    )
+        raise PayloadError(
+            f"a {type(value).__qualname__} can't be pickled: {type(error).__name__}: {error}"
+        ) from error
 
 
 def load(blocks: Sequence[bytes | bytearray | memoryview], device: torch.device) -> Any:

@@ -102,9 +102,20 @@ def reduce_tensor(tensor: Tensor) -> tuple[Any, ...]:
     return put_together, (head, PickleBuffer(data) if isinstance(data, memoryview) else data)
 
 
-def put_together(head: bytes, data: Any) -> Tensor:
-    """Make the tensor that `reduce_tensor` took apart."""
-    return TensorHeader.unpack(head)[0].tensor(memoryview(data))
+class _PutTogether:
+    """Makes the tensor that `reduce_tensor` took apart."""
+
+    # Not a function: a pickle may set attributes of what it names, and this has none.
+    __slots__ = ()
+
+    def __call__(self, head: bytes, data: Any) -> Tensor:
+        return TensorHeader.unpack(head)[0].tensor(memoryview(data))
+
+    def __reduce__(self) -> str:
+        return "put_together"
+
+
+put_together: _PutTogether = _PutTogether()
 
 
 def is_dense(value: object) -> bool:

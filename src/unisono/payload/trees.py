@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.serialization import default_restore_location
 
-from unisono.payload.pickling import ObjectPickler, cannot_be_pickled
+from unisono.errors import PayloadError
+from unisono.payload.pickling import ObjectPickler
 from unisono.payload.tensors import device as home
 
 
-class _TreePickler(ObjectPickler):
+class _TreePickler(ObjectPickler):  # type: ignore[misc]
     """Pickles arrays of numpy as tensors, which `torch.save` lays beside the pickle."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -25,8 +26,12 @@ class _TreePickler(ObjectPickler):
         whole = obj if obj.flags.forc else obj.copy()
         memory: Any = (ctypes.c_char * whole.nbytes).from_address(whole.ctypes.data)
         memory.owner = whole
+        try:  # its own type, or torch wouldn't save a tensor over the same memory
+            dtype = torch.from_numpy(numpy.empty(0, obj.dtype)).dtype
+        except (TypeError, ValueError):  # torch has no such type, or not in this order of bytes
+            dtype = torch.uint8
         order = "C" if whole.flags.c_contiguous else "F"
-        return _array, (torch.frombuffer(memory, dtype=torch.uint8), obj.dtype, obj.shape, order)
+        return _array, (torch.frombuffer(memory, dtype=dtype), obj.dtype, obj.shape, order)
 
 
 def _array(memory: Tensor, dtype: Any, shape: tuple[int, ...], order: Any) -> Any:
@@ -40,12 +45,14 @@ def save(tree: object, path: str) -> None:
     module: Any = types.SimpleNamespace(Pickler=_TreePickler, __name__=__name__)
     try:
         torch.save(tree, path, pickle_module=module, pickle_protocol=5)
-    except OSError:
-        raise
     except Exception as error:  # an object's own __reduce__ may raise anything
-        raise cannot_be_pickled(tree, error) from error
+        raise PayloadError(
+            f"a {type(tree).__qualname__} can't be pickled, or there is no room for it: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
+@torch.inference_mode(False)
 def load(path: str, device: torch.device) -> Any:
     """Map a file that `save` wrote: what is written to its tensors stays in this process."""
 

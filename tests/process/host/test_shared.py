@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import resource
 from collections.abc import Callable
 from functools import partial
@@ -293,6 +294,29 @@ def test_arrays_of_every_kind_and_tensors_that_share_memory_arrive(world: World)
     whole.fill_(5)
     assert float(rest[-1]) == 5  # as they did before
     assert fn() == 0
+
+
+@pytest.mark.ranks(2, on="gloo")
+def test_an_array_and_a_tensor_over_the_same_memory_arrive() -> None:
+    array = np.arange(6.0)
+    with torch.inference_mode():
+        tree: Any = unisono.shared(lambda: {"array": array, "tensor": torch.from_numpy(array)})
+    tree["tensor"].add_(1)  # it is no inference tensor
+    assert tree["array"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert tree["tensor"].tolist() == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(PeerFailedError, match="can't be pickled, or there is no room for it"):
+        unisono.shared(lambda: (torch.from_numpy(array), torch.from_numpy(array.view("i8"))))
+
+
+@pytest.mark.ranks(2, on="gloo")
+def test_where_there_is_no_such_memory_each_rank_builds(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(name: str) -> int:
+        raise PermissionError(name)
+
+    monkeypatch.setattr(os, "memfd_create", forbidden)
+    assert unisono.shared(lambda: world.rank) == world.rank
 
 
 def test_a_rank_that_has_no_room_fails_with_all(tmp_path: Path) -> None:

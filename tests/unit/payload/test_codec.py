@@ -30,6 +30,7 @@ from unisono.collectives.routing import fits_round, route
 from unisono.context import current
 from unisono.errors import PayloadError
 from unisono.model.fallback import INLINE_TENSOR_BYTES
+from unisono.payload import codec, tensors as tensors_of_payload
 from unisono.payload.codec import (
     decode,
     encode,
@@ -345,6 +346,42 @@ def test_no_pickle_reads_values_with_a_reader_of_values(monkeypatch: pytest.Monk
     for value in PLAIN:
         same(back(value), value)
     same(back(PLAIN_OF_ALL_KINDS), PLAIN_OF_ALL_KINDS)
+
+
+def test_no_pickle_lets_a_frame_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNISONO_NO_PICKLE", "1")
+    for module, name in (("unisono.payload.tensors", "put_together"), ("builtins", "complex")):
+        evil = f"c{module}\n{name}\n".encode() + b"(NN}S'__module__'\nS'os'\nstb."  # BUILD
+        evil = evil.replace(b"(NN}", b"(N}")
+        with pytest.raises(PayloadError, match="a damaged frame came: (Attribute|Type)Error"):
+            decode(b"v" + struct.pack("<I", zlib.crc32(evil)) + evil, CPU)
+    same(back([torch.ones(2)]), [torch.ones(2)])
+
+
+def test_what_the_device_has_no_memory_for_isnt_a_damaged_frame(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def has_no_room(*args: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    frame = encode([torch.ones(2)])
+    monkeypatch.setattr(tensors_of_payload, "from_bytes", has_no_room)
+    with pytest.raises(torch.OutOfMemoryError):
+        decode(frame, CPU)
+
+
+def test_a_pickler_that_has_seen_much_is_not_used_again() -> None:
+    encode(["x"])
+    (pickler,) = codec._idle[-1:]
+    encode([str(index) for index in range(10_000)])
+    assert pickler not in codec._idle
+
+
+def test_the_error_of_an_object_has_nothing_of_ours_in_its_chain() -> None:
+    with pytest.raises(PayloadError) as caught:
+        encode([threading.Lock()])
+    assert type(caught.value.__cause__) is TypeError
+    assert caught.value.__cause__.__context__ is None
 
 
 def test_threads_encode_at_once_and_one_within_another() -> None:
