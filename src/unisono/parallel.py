@@ -218,7 +218,7 @@ class Parallel:
         self._gap = text
 
     def _alone(self) -> dict[str, Any]:
-        """Say to `initialize` that one replica is meant, where that is known already."""
+        """Return options of `initialize` for one replica, where that is known already."""
         is_alone = self._nnodes == 1 or self._gap is not None
         if not is_alone or "rank" in self._options or not self._can_spawn_on_nodes():
             return {}

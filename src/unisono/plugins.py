@@ -238,7 +238,7 @@ class PluginRegistry(Generic[T]):
         return self.registered.get(name, thing) is not thing and not override
 
     def unregister(self, thing: T) -> None:
-        """Take back what `register` did for a thing; harmless if it wasn't called."""
+        """Remove what `register` added; harmless if it wasn't called."""
         with self._lock:
             for name in [name for name, other in self.registered.items() if other is thing]:
                 del self.registered[name]

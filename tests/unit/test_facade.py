@@ -12,6 +12,7 @@ import pytest
 
 import unisono
 from tests.support.processes import run_python
+from unisono import lazy_import
 from unisono.launchers.job import forkserver
 
 # The names of `ignite.distributed` 0.5, and their arguments.
@@ -122,6 +123,13 @@ def test_the_facade_is_there_without_its_source(tmp_path: Path) -> None:
     code = "import unisono; print(unisono.__file__[-4:], unisono.all_gather(3), unisono.__all__[0])"
     printed = run_python("-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}")
     assert printed.split() == [".pyc", "[3]", "ByRank"]
+
+
+def test_names_of_a_long_module_are_found() -> None:
+    """From the 257th name of a module on its code has an instruction more for each."""
+    names = [f"name{index}" for index in range(300)]
+    code = compile("".join(f"from unisono.facts import {name}\n" for name in names), "", "exec")
+    assert lazy_import._imported(code) == dict.fromkeys(names, "unisono.facts")
 
 
 def test_likely_names_are_loaded_once_for_all_workers() -> None:

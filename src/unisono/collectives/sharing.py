@@ -203,8 +203,8 @@ def _built(context: ContextState, build: Callable[[], Any], stack: ExitStack) ->
     except (AttributeError, OSError):  # another system, forbidden, or no descriptor left
         return build(), b""
     stack.callback(os.close, fd)
-    trees.save(build(), _path_of(fd))
-    return trees.load(_path_of(fd), context.model.device), memory.address_of(fd)
+    trees.save(build(), memory.path_of(fd))
+    return trees.load(memory.path_of(fd), context.model.device), memory.address_of(fd)
 
 
 def _opened(context: ContextState, build: Callable[[], Any], address: bytes) -> Any:
@@ -214,13 +214,9 @@ def _opened(context: ContextState, build: Callable[[], Any], address: bytes) -> 
     except OSError:
         return build()
     try:
-        return trees.load(_path_of(fd), context.model.device)
+        return trees.load(memory.path_of(fd), context.model.device)
     finally:
         os.close(fd)
-
-
-def _path_of(fd: int) -> str:
-    return f"/proc/self/fd/{fd}"
 
 
 def _outcomes(

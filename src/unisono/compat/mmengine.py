@@ -332,7 +332,7 @@ def _members(group: Group) -> tuple[int, ...] | range:
 
 
 def get_backend(group: Group = None) -> str | None:
-    """Name the backend of a group, None where nothing is distributed."""
+    """Return the backend of a group, None where nothing is distributed."""
     context = current()
     handle = None if group is None else getattr(membership.resolve(context, group), "handle", None)
     if isinstance(handle, torch.distributed.ProcessGroup):

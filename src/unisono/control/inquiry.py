@@ -93,7 +93,7 @@ class Inquiries:
         return None if self._socket is None else self._socket.fd
 
     def remove(self) -> None:
-        """Let nobody ask any more; harmless the second time."""
+        """Stop accepting inquiries; harmless the second time."""
         if self._socket is not None:
             self._socket.remove()
 

@@ -56,7 +56,7 @@ class Mailbox:
         return self._words[self._in] != self._taken
 
     def take(self) -> tuple[int, int, bytes] | None:
-        """Take the frame that has come, if one has; never waits."""
+        """Receive the frame that has arrived, if one has, without waiting."""
         words, at = self._words, self._in
         stamp = words[at]
         if stamp == self._taken:

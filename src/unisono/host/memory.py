@@ -99,6 +99,11 @@ def address_of(fd: int) -> bytes:
     return _ADDRESS.pack(os.getpid(), fd, status.st_dev, status.st_ino, status.st_size)
 
 
+def path_of(fd: int) -> str:
+    """Return where this process can open memory of its own by a path."""
+    return f"/proc/self/fd/{fd}"
+
+
 def open_at(address: bytes, *, writes: bool) -> int:
     """Open memory of another process of this user, or of this one."""
     try:

@@ -198,7 +198,7 @@ class StatusPage:
             return Lane(self, len(self._owners) - 1)
 
     def close(self) -> None:
-        """Take the page away, in the process that made it; harmless the second time."""
+        """Remove the page, in the process that made it; harmless the second time."""
         if os.getpid() == self._pid:
             _open.discard(self)
             with contextlib.suppress(OSError):

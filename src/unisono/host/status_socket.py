@@ -45,7 +45,7 @@ class StatusSocket:
         return cls(sock, path)
 
     def remove(self) -> None:
-        """Take the file away: nobody connects any more; harmless the second time."""
+        """Remove the file, so that new connections fail; harmless the second time."""
         self._remove()
 
     def close(self) -> None:

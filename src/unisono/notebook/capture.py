@@ -17,7 +17,7 @@ from unisono.launchers.job.output import ByThread
 
 @contextmanager
 def by_thread() -> Iterator[None]:
-    """Let ranks that are threads of this process capture what they print in the block."""
+    """Capture what ranks that are threads of this process print in the block."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = ByThread(before[0]), ByThread(before[1])
     try:

@@ -23,7 +23,7 @@ _RENDER = "_render_traceback_"  # IPython asks an exception for it
 
 @contextmanager
 def briefly() -> Iterator[None]:
-    """Let a notebook show errors of ours by their texts alone, but for those with more to show."""
+    """Show errors of ours in a notebook by their texts alone, but for those with more to show."""
     try:
         yield
     except UnisonoError as error:

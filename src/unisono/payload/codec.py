@@ -225,17 +225,19 @@ def reason(error: Exception) -> str:
 
 
 # What unpickling and unpacking raise; not what a device does that has no memory left.
-_DAMAGE = (LookupError, TypeError, ValueError, EOFError, AttributeError, RecursionError)
-_DAMAGE += (struct.error, pickle.UnpicklingError, ImportError)  # type: ignore[assignment]
+_DAMAGE: tuple[type[Exception], ...] = (
+    *(LookupError, TypeError, ValueError, EOFError, AttributeError, RecursionError, ImportError),
+    *(struct.error, pickle.UnpicklingError),
+)
 
 
 def decode(blob: bytes, device: torch.device) -> Any:
     """Decode one frame."""
     try:
         return _READERS[blob[0]](blob, device)
+    except PayloadError:
+        raise
     except _DAMAGE as error:
-        if isinstance(error, PayloadError):
-            raise
         raise PayloadError(f"a damaged frame came: {type(error).__name__}: {error}") from error
 
 

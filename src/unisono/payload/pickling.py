@@ -44,7 +44,7 @@ class _ObjectPickler(Pickler):  # type: ignore[misc]
     """Pickles by value what other processes can't import."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Tell pickle how an object travels."""
+        """Return how pickle rebuilds an object."""
         if isinstance(obj, io.TextIOWrapper):  # cloudpickle would send a copy of its text
             raise pickle.PicklingError("an open file can't be sent: send its path or its content")
         if isinstance(obj, memoryview):  # cloudpickle would send bytes

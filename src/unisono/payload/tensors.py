@@ -97,7 +97,7 @@ def taken_apart(tensor: Tensor) -> tuple[bytes, bytes | memoryview]:
 
 
 def reduce_tensor(tensor: Tensor) -> tuple[Any, ...]:
-    """Tell pickle how a dense tensor travels: what is long as a buffer beside the pickle."""
+    """Return how pickle rebuilds a dense tensor; long memory is a buffer beside the pickle."""
     head, data = taken_apart(tensor)
     return put_together, (head, PickleBuffer(data) if isinstance(data, memoryview) else data)
 
@@ -143,7 +143,7 @@ def is_exact(value: object) -> bool:
 
 
 def why_not_dense(tensor: Tensor) -> str:
-    """Say what a tensor is that doesn't travel as plain memory, and what to do."""
+    """Return why a tensor doesn't travel as plain memory, and what to do."""
     kind = type(tensor)
     if _is_distributed(kind):
         return (
